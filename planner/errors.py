@@ -1,0 +1,56 @@
+"""Every way the planner fails, and the exit code of each.
+
+PlannerError                 1
+├─ SpecError                 2   bad or unknown model, hardware or training spec: file, field, value, nearest match
+├─ Infeasible                3   nothing fits: counts by reason, the nearest miss, the smallest change that would lift it
+├─ SolverError               4   the solver failed or found nothing in time
+├─ ProbeError                5   the probe could not run: rank, stage and phase named
+└─ ProbeMismatch             6   it ran and disagreed beyond the tolerance
+"""
+
+from __future__ import annotations
+
+
+class PlannerError(Exception):
+    """A failure the user can act on: one `error:` line and one `hint:` line, never a traceback."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class SpecError(PlannerError):
+    """What the user gave is wrong: the message names file, field and value."""
+
+    exit_code = 2
+
+
+class Infeasible(PlannerError):
+    """No layout is legal and fits; `rejections` counts why by reason."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, hint: str = "", rejections: dict[str, int] | None = None) -> None:
+        super().__init__(message, hint)
+        self.rejections = rejections or {}
+
+
+class SolverError(PlannerError):
+    """The solver failed, or found nothing before the time limit."""
+
+    exit_code = 4
+
+
+class ProbeError(PlannerError):
+    """The probe could not run; rank, stage and phase are named."""
+
+    exit_code = 5
+
+
+class ProbeMismatch(PlannerError):
+    """The probe ran, and measured something beyond the tolerance."""
+
+    exit_code = 6

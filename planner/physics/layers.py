@@ -1,0 +1,145 @@
+"""Decoder layer, embedding, head and multi-token-prediction block, assembled from their halves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.physics.attention import attention_block, enter_tp, leave_tp, norm
+from planner.physics.mlp import mlp_block
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved, num_parameters, operators_of
+from planner.physics.shape import Number, Shape
+from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.runtime import RuntimeSpec
+
+INT64 = 8
+
+
+def decoder_layer(
+    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
+) -> tuple[Item, ...]:
+    """One decoder layer of `kind` on one rank, for one micro-batch."""
+    return (
+        *attention_block(model, kind, shape, runtime),
+        *mlp_block(model, kind, shape, runtime, moe_imbalance),
+    )
+
+
+def padded_vocab(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """vocab_size rounded up to a multiple of vocab_divisible_by·tp, as the trainer pads it."""
+    multiple = runtime.vocab_divisible_by * np.asarray(shape.tp)
+    return np.ceil(model.vocab_size / multiple) * multiple
+
+
+def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Item, ...]:
+    """Token lookup in a vocabulary sharded over tp, plus learned positions, plus BLOOM's norm."""
+    hidden_bytes = BF16 * shape.tokens * model.hidden_size
+    rows = padded_vocab(model, shape, runtime) / shape.tp
+    lookup = Operator(
+        name="embedding",
+        kind="elementwise",
+        family="embedding",
+        forward_bytes=2 * hidden_bytes,
+        backward_bytes=2 * hidden_bytes,
+        forward_kernels=2,
+        backward_kernels=3,
+        parameters=rows * model.hidden_size + model.num_position_parameters,
+        saved=(Saved("tokens", INT64 * shape.tokens),),
+    )
+    extra = (
+        (norm("embedding norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False),)
+        if model.embedding_norm
+        else ()
+    )
+    return (lookup, *leave_tp("embedding", hidden_bytes, shape), *extra)
+
+
+def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding: bool = False) -> tuple[Item, ...]:
+    """Final norm, vocabulary-parallel head GEMM and cross-entropy.
+
+    `shares_embedding`: the matrix is the embedding of this very rank, so its parameters are counted there.
+    """
+    final = norm("final norm", model.hidden_size, shape.shard_tokens, model, runtime)
+    return (
+        final,
+        *enter_tp("head", BF16 * shape.tokens * model.hidden_size, shape),
+        *_loss(model, shape, runtime, shares_embedding),
+    )
+
+
+def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: bool) -> tuple[Item, ...]:
+    columns = padded_vocab(model, shape, runtime) / shape.tp
+    logits = shape.tokens * columns
+    # bf16 logits are read and written once when fused; else an fp32 copy, its exponentials and its gradient pass through memory
+    passes = (2 * BF16, 2 * BF16) if runtime.fused_cross_entropy else (BF16 + 5 * FP32, 3 * FP32 + BF16)
+    return (
+        Operator(
+            name="head",
+            kind="gemm",
+            m=shape.tokens,
+            n=columns,
+            k=model.hidden_size,
+            parameters=0 if shares_weight else columns * model.hidden_size,
+        ),
+        Operator(
+            name="cross-entropy",
+            kind="elementwise",
+            family="loss",
+            forward_bytes=passes[0] * logits,
+            backward_bytes=passes[1] * logits,
+            forward_kernels=3,
+            backward_kernels=2,
+            saved=(Saved("softmax", (BF16 if runtime.fused_cross_entropy else FP32) * logits),),
+        ),
+        # maximum, target logit and sum of exponentials over the vocabulary shards: fp32 per token
+        Collective(name="loss reduce", kind="all_reduce", group="tp", num_bytes=3 * FP32 * shape.tokens),
+    )
+
+
+def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0) -> tuple[Item, ...]:
+    """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, projection of 2h to h, a decoder layer, shared head."""
+    hidden, tokens = model.hidden_size, shape.tokens
+    projection = Operator(
+        name="mtp projection", kind="gemm", m=tokens, n=hidden / shape.tp, k=2 * hidden,
+        parameters=hidden / shape.tp * 2 * hidden, saved=(Saved("input", BF16 * shape.shard_tokens * 2 * hidden),),
+    )  # fmt: skip
+    return (
+        norm("mtp embedding norm", hidden, shape.shard_tokens, model, runtime, saves_output=False),
+        norm("mtp hidden norm", hidden, shape.shard_tokens, model, runtime, saves_output=False),
+        *enter_tp("mtp projection", BF16 * tokens * 2 * hidden, shape),
+        projection,
+        *leave_tp("mtp projection", BF16 * tokens * hidden, shape),
+        *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance),
+        norm("mtp final norm", hidden, shape.shard_tokens, model, runtime),
+        *enter_tp("mtp head", BF16 * tokens * hidden, shape),
+        *_loss(model, shape, runtime, shares_weight=True),
+    )
+
+
+class ModelTotals(NamedTuple):
+    """What the whole model is, independent of any layout."""
+
+    num_parameters: int
+    """Without multi-token-prediction blocks, as checkpoints are usually counted."""
+    num_active_parameters: int
+    """Parameters that one token visits: all but the experts it is not routed to."""
+    model_flops_per_token: float
+    """3 × forward FLOPs: 6·(matmul parameters a token meets, head included, embedding lookup not) + 6·L·s·a·d causal."""
+
+
+def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int) -> ModelTotals:
+    """Parameters and model FLOPs per token of a sequence of `seq_length`, folded over the unsharded operator list."""
+    shape = Shape(seq_length=seq_length)
+    plain = runtime.model_copy(update={"flash_attention": True, "vocab_divisible_by": 1})
+    parts = [(decoder_layer(model, kind, shape, plain), model.layers.count(kind)) for kind in model.kinds]
+    shares = model.tie_word_embeddings
+    parts += [(embedding(model, shape, plain), 1), (head(model, shape, plain, shares_embedding=shares), 1)]
+    total = sum(num_parameters(items) * times for items, times in parts)
+    idle = sum(num_parameters(items, expert=True) * times for items, times in parts)
+    if model.moe is not None:
+        idle *= 1 - model.moe.num_experts_per_tok / model.moe.num_experts
+    if model.num_nextn_predict_layers:
+        parts.append((mtp_block(model, shape, plain), model.num_nextn_predict_layers))
+    flops = sum(float(op.forward_flops) * times for items, times in parts for op in operators_of(items))
+    return ModelTotals(round(float(total)), round(float(total - idle)), 3 * flops / seq_length)

@@ -1,0 +1,212 @@
+"""The MLP half of a decoder layer: dense, or mixture of experts with its exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from planner.physics.attention import enter_tp, leave_tp, norm, residual
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.shape import Number, Shape
+from planner.specs.model import LayerKind, ModelSpec, MoESpec
+from planner.specs.runtime import RuntimeSpec
+
+
+def mlp_block(
+    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
+) -> Iterator[Item]:
+    """Norm, dense MLP or experts, residual."""
+    yield norm("mlp norm", model.hidden_size, shape.shard_tokens, model, runtime)
+    if kind.mlp == "dense":
+        assert model.intermediate_size is not None
+        yield from _dense(model, model.intermediate_size, shape, runtime, "mlp")
+    else:
+        assert model.moe is not None
+        yield from _moe(model, model.moe, shape, runtime, moe_imbalance)
+    if model.post_norms:
+        yield norm("mlp post norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False)
+    yield residual("mlp residual", model.hidden_size, shape.shard_tokens, runtime)
+
+
+def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSpec, module: str) -> Iterator[Item]:
+    """Up (and gate) projection, activation, down projection, sharded over tp."""
+    tokens, hidden, width = shape.tokens, model.hidden_size, intermediate / shape.tp
+    factor = 2 if model.gated_mlp else 1
+    modules = (module,)
+    yield from enter_tp(f"{module} up", BF16 * tokens * hidden, shape, modules)
+    yield Operator(
+        name=f"{module} up",
+        kind="gemm",
+        modules=modules,
+        m=tokens,
+        n=factor * width,
+        k=hidden,
+        parameters=factor * width * (hidden + (1 if model.has_mlp_bias else 0)),
+        saved=(Saved("up", BF16 * tokens * factor * width, modules),),
+    )
+    yield _activation(f"{module} activation", model, tokens * width, runtime, modules)
+    yield Operator(
+        name=f"{module} down",
+        kind="gemm",
+        modules=modules,
+        m=tokens,
+        n=hidden,
+        k=width,
+        parameters=hidden * (width + (1 if model.has_mlp_bias else 0)),
+    )
+    yield from leave_tp(f"{module} down", BF16 * tokens * hidden, shape, modules)
+
+
+def _activation(
+    name: str, model: ModelSpec, elements: Number, runtime: RuntimeSpec, modules: tuple[str, ...]
+) -> Operator:
+    """act(gate)·up or act(x) of `elements` outputs; keeps its output, and act(gate) too where the product is not fused."""
+    num_bytes = BF16 * elements
+    saved = [Saved("activation", num_bytes, modules)]
+    if not model.gated_mlp:
+        # gelu in the 2021 trainers reads and writes twice: bias, then the tanh form
+        passes, backward, kernels = (2, 3, 1)
+    elif runtime.fused_activation or runtime.compiled:
+        passes, backward, kernels = (3, 5, 1)
+    else:
+        # silu (read, write) and product (two reads, write); backward: two products, silu's gradient, and the concatenation
+        passes, backward, kernels = (5, 13, 2)
+        saved.append(Saved("activated gate", num_bytes, modules))
+    return Operator(
+        name=name,
+        kind="elementwise",
+        family="activation",
+        modules=modules,
+        forward_bytes=passes * num_bytes,
+        backward_bytes=backward * num_bytes,
+        forward_kernels=kernels,
+        backward_kernels=2 * kernels,
+        saved=tuple(saved),
+    )
+
+
+def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imbalance: float) -> Iterator[Item]:
+    """Router, permute, dispatch over ep (and etp), grouped GEMMs, combine, un-permute; shared expert beside it.
+
+    ms tokens enter a rank and each visits top-k experts: ep trades tokens between ranks and removes none, so a rank computes
+    ms·topk·etp rows whatever ep is (times the imbalance on the most loaded rank).
+    """
+    tokens, hidden = shape.shard_tokens, model.hidden_size
+    pairs = tokens * moe.num_experts_per_tok
+    pair_bytes = BF16 * pairs * hidden
+    yield Operator(
+        name="router",
+        kind="gemm",
+        weight=True,
+        modules=("moe",),
+        m=tokens,
+        n=moe.num_experts,
+        k=hidden,
+        parameters=moe.num_experts * (hidden + (1 if moe.router_bias else 0)),
+        saved=(Saved("scores", 2 * FP32 * tokens * moe.num_experts, ("moe",)),),
+    )
+    yield Operator(
+        name="route",
+        kind="elementwise",
+        family="router",
+        modules=("moe",),
+        forward_bytes=4 * FP32 * tokens * moe.num_experts,
+        backward_bytes=3 * FP32 * tokens * moe.num_experts,
+        forward_kernels=8,
+        backward_kernels=6,
+        saved=(Saved("routing map", 2 * FP32 * pairs, ("moe",)),),
+    )
+    yield _move("permute", BF16 * tokens * hidden + pair_bytes)
+    yield from _all_to_all("dispatch", pair_bytes * imbalance, shape)
+    yield from _experts(model, moe, shape, runtime, pairs * shape.etp * imbalance)
+    yield from _all_to_all("combine", pair_bytes * imbalance, shape)
+    yield _move("unpermute", BF16 * tokens * hidden + pair_bytes)
+    if moe.shared_expert_intermediate_size:
+        yield from _dense(model, moe.shared_expert_intermediate_size, shape, runtime, "shared_experts")
+    if moe.shared_expert_gate:
+        yield Operator(
+            name="shared expert gate", kind="gemm", m=tokens, n=1, k=hidden, parameters=hidden,
+            saved=(Saved("shared output", BF16 * tokens * hidden),),
+        )  # fmt: skip
+
+
+def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, rows: Number) -> Iterator[Item]:
+    """Grouped GEMMs of the num_experts / ep experts a rank holds, `rows` token-expert pairs in all."""
+    local = moe.num_experts / shape.ep
+    width, hidden = moe.moe_intermediate_size / shape.etp, model.hidden_size
+    factor, modules = 2 if model.gated_mlp else 1, ("moe",)
+    bias = 1 if model.has_mlp_bias else 0
+    gathered = BF16 * rows * hidden
+    for name, kind, backward in _ETP_EXCHANGES:
+        yield Collective(
+            name=name,
+            kind=kind,
+            group="etp",
+            num_bytes=gathered,
+            backward=backward,
+            modules=() if backward else modules,
+        )
+    # with several local experts, received rows are sorted by expert before the GEMMs and back after them
+    several = np.asarray(local) > 1
+    yield _move("sort rows", 2 * gathered * several)
+    yield Operator(
+        name="experts up",
+        kind="gemm",
+        modules=modules,
+        count=local,
+        m=rows / local,
+        n=factor * width,
+        k=hidden,
+        parameters=local * factor * width * (hidden + bias),
+        expert=True,
+        saved=(
+            Saved("rows", gathered, modules),
+            Saved("up", BF16 * rows * factor * width, modules),
+        ),
+    )
+    yield _activation("moe_act", model, rows * width, runtime, ("moe", "moe_act"))
+    yield Operator(
+        name="experts down",
+        kind="gemm",
+        modules=modules,
+        count=local,
+        m=rows / local,
+        n=hidden,
+        k=width,
+        parameters=local * hidden * (width + bias),
+        expert=True,
+    )
+    yield _move("unsort rows", 2 * gathered * several)
+
+
+_ETP_EXCHANGES: tuple[tuple[str, Literal["all_gather", "reduce_scatter"], bool], ...] = (
+    ("etp gather", "all_gather", False),
+    ("etp scatter", "reduce_scatter", False),
+    ("etp grad gather", "all_gather", True),
+    ("etp grad scatter", "reduce_scatter", True),
+)
+
+
+def _all_to_all(name: str, num_bytes: Number, shape: Shape) -> Iterator[Collective]:
+    """`num_bytes` leave this rank for the ep ranks (one share of them stays); its gradient comes back the same way."""
+    modules = ("moe",)
+    yield Collective(name=name, kind="all_to_all", group="ep", num_bytes=num_bytes, overlap="ep", modules=modules)
+    yield Collective(
+        name=f"{name} grad", kind="all_to_all", group="ep", num_bytes=num_bytes, overlap="ep", backward=True
+    )
+
+
+def _move(name: str, num_bytes: Number) -> Operator:
+    """A permutation of rows: `num_bytes` read and written in all, forward and backward."""
+    return Operator(
+        name=name,
+        kind="elementwise",
+        family="permute",
+        modules=("moe",),
+        forward_bytes=num_bytes,
+        backward_bytes=num_bytes,
+        forward_kernels=1,
+        backward_kernels=1,
+    )

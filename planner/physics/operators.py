@@ -1,0 +1,133 @@
+"""What a layer is: the one list of operators that parameters, FLOPs, seconds, bytes and traffic are folds over.
+
+A decoder layer, the embedding and the head are tuples of `Operator` and `Collective`. A new architecture is a new tuple; nothing
+else in the planner knows what a layer is. Sizes follow Korthikanti et al. 2022 §4, with m tokens per rank, t = tp.
+Symbols: m = tokens, ms = shard_tokens, h = hidden_size, a / k = query / key-value heads, d = head_dim, f = intermediate_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from planner.physics.shape import Number
+
+BF16 = 2
+FP32 = 4
+
+Group = Literal["tp", "cp", "ep", "etp"]
+
+
+class Saved(NamedTuple):
+    """A tensor kept from forward to backward, unless one of its `modules` is recomputed."""
+
+    name: str
+    num_bytes: Number
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One computation of one micro-batch on one rank.
+
+    gemm:        `count` products y[m, n] = x[m, k] · w[k, n]; backward is a dgrad and a wgrad of the same FLOPs.
+    attention:   `batch`·`heads` causal attentions of `q_len` queries over `kv_len` keys (a `window` of them).
+    elementwise: moves `forward_bytes` and `backward_bytes` through memory in so many kernels.
+    """
+
+    name: str
+    kind: Literal["gemm", "attention", "elementwise"]
+    modules: tuple[str, ...] = ()
+    """Recompute modules the operator belongs to: recomputing one runs this forward once more in the backward."""
+    family: str = ""
+    """Of elementwise operators: norm, activation, rotary, residual, permute, router, loss, softmax, embedding, copy."""
+    count: Number = 1
+    m: Number = 0
+    n: Number = 0
+    k: Number = 0
+    weight: bool = True
+    """Whether the GEMM multiplies by a weight: only those run in fp8, and only those have a weight gradient."""
+    batch: Number = 0
+    heads: Number = 0
+    kv_heads: Number = 0
+    q_len: Number = 0
+    kv_len: Number = 0
+    window: Number = 0
+    """Keys a query sees on a sliding layer; 0 for all."""
+    qk_dim: Number = 0
+    v_dim: Number = 0
+    forward_bytes: Number = 0
+    backward_bytes: Number = 0
+    forward_kernels: int = 0
+    backward_kernels: int = 0
+    parameters: Number = 0
+    """Parameters this rank holds."""
+    expert: bool = False
+    """Parameters belong to routed experts: replicated over expert_dp ranks, not dp·cp."""
+    saved: tuple[Saved, ...] = ()
+
+    @property
+    def gemm_flops(self) -> Number:
+        """2·count·m·n·k: forward FLOPs of the products."""
+        return 2 * self.count * self.m * self.n * self.k
+
+    @property
+    def attended_fraction(self) -> Number:
+        """Share of the q_len × kv_len square that causal (and sliding) attention computes: ½, or window/kv_len less its corner."""
+        width = np.where(np.asarray(self.window) > 0, np.minimum(self.window, self.kv_len), self.kv_len)
+        return width / self.kv_len * (1 - width / self.kv_len / 2)
+
+    @property
+    def attention_flops(self) -> Number:
+        """2·b·a·q·kv·(d_qk + d_v), times the attended share; backward is 2.5 times that (one product is redone)."""
+        square = 2 * self.batch * self.heads * self.q_len * self.kv_len * (self.qk_dim + self.v_dim)
+        return square * self.attended_fraction
+
+    @property
+    def forward_flops(self) -> Number:
+        if self.kind == "gemm":
+            return self.gemm_flops
+        return self.attention_flops if self.kind == "attention" else 0
+
+    def saved_bytes(self, recomputed: frozenset[str] = frozenset()) -> Number:
+        """Bytes kept for backward when the modules in `recomputed` are recomputed."""
+        return sum(tensor.num_bytes for tensor in self.saved if recomputed.isdisjoint(tensor.modules))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One exchange of one micro-batch among the ranks of `group`; `num_bytes` is the size of the whole (gathered) tensor."""
+
+    name: str
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
+    group: Group
+    num_bytes: Number
+    overlap: Literal["none", "tp", "tp_async", "cp", "ep"] = "none"
+    """Which of the runtime's overlap coefficients hides it."""
+    backward: bool = False
+    modules: tuple[str, ...] = ()
+    """Recompute modules that repeat the exchange; of forward exchanges only."""
+
+
+Item = Operator | Collective
+
+
+def operators_of(items: Iterable[Item]) -> list[Operator]:
+    return [item for item in items if isinstance(item, Operator)]
+
+
+def collectives_of(items: Iterable[Item]) -> list[Collective]:
+    return [item for item in items if isinstance(item, Collective)]
+
+
+def num_parameters(items: Iterable[Item], expert: bool | None = None) -> Number:
+    """Parameters the rank holds, of routed experts only, of all but them, or of both (None)."""
+    return sum(op.parameters for op in operators_of(items) if expert is None or op.expert == expert)
+
+
+def saved_bytes(items: Iterable[Item], recomputed: frozenset[str] = frozenset()) -> Number:
+    """Bytes kept from forward to backward of one micro-batch."""
+    return sum(op.saved_bytes(recomputed) for op in operators_of(items))

@@ -1,0 +1,20 @@
+"""The base of every spec: frozen, closed to unknown keys, and comparable by value."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0, le=10**15, strict=True)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=10**15, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+"""A share between 0 and 1; names that end in `_fraction` are of this kind."""
+
+
+class Spec(BaseModel):
+    """A value the user gives or reads: immutable, unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")

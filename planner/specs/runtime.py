@@ -1,0 +1,190 @@
+"""The trainer: which kernels it has, what it hides, what it shards, and what layouts it can express.
+
+A runtime is data. The operator list asks it what is fused and saved, the cost model what is overlapped, the search what is
+legal; nothing else in the planner knows one trainer from another.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from planner.errors import SpecError
+from planner.specs.base import Fraction, NonNegativeFloat, PositiveInt, Spec
+from planner.specs.registry import nearest
+
+
+class RuntimeSpec(Spec):
+    """One trainer's kernels, overlaps and limits. `*_overlap_fraction` is the share of a transfer hidden where it can be."""
+
+    name: str
+    # kernels
+    flash_attention: bool = True
+    """Without: scores and probabilities (s² per head) are written to memory and kept."""
+    fused_norm: bool = True
+    """Without: a norm is several kernels that pass over its input again."""
+    fused_rotary: bool = True
+    """Without: chunk, negate, multiply, add, concatenate; and the QKV buffer stays alive through the view of v."""
+    fused_activation: bool = True
+    """Without: gated MLPs also keep act(gate)."""
+    fused_cross_entropy: bool = True
+    """Without: the loss makes fp32 copies of the logits."""
+    fused_grad_accumulation: bool = True
+    """The weight-gradient GEMM adds into the fp32 main gradient itself."""
+    compiled: bool = False
+    """torch.compile fuses elementwise chains."""
+    cuda_graphs: bool = False
+    """Launch gaps disappear."""
+    dropout: bool = False
+    """Dropout after attention and MLP keeps a one-byte mask."""
+    # bytes per parameter
+    gradient_bytes: PositiveInt = 4
+    optimizer_bytes: PositiveInt = 12
+    """fp32 master weights and two Adam moments."""
+    vocab_divisible_by: PositiveInt = 128
+    """The vocabulary is padded to a multiple of this times tp."""
+    # overlap
+    tp_overlap_fraction: Fraction = 0.0
+    """Of tensor-parallel exchanges, behind the GEMM they feed (user buffers, async TP)."""
+    tp_async_overlap_fraction: Fraction = 0.0
+    """Of the backward's second all-gather behind dgrad and of its reduce-scatter behind wgrad."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    """How context parallelism exchanges keys and values: ring, all-gather, or heads for tokens."""
+    cp_overlap_fraction: Fraction = 0.8
+    """Of the ring exchange, behind the attention of the block before."""
+    ep_overlap_fraction: Fraction = 0.0
+    gradient_overlap_fraction: Fraction = 0.9
+    """Of the window behind the last micro-batch's backward."""
+    parameter_overlap_fraction: Fraction = 0.9
+    """Of the window behind the first micro-batch's forward."""
+    p2p_overlap: bool = False
+    """Sends and receives run beside compute."""
+    # what can be expressed
+    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "none")
+    zero_stages: tuple[int, ...] = (0, 1)
+    recompute_per_stage: bool = False
+    """Each stage may recompute its own number of layers; else one setting holds for all."""
+    selective_recompute_modules: tuple[str, ...] = ("core_attn",)
+    head_only_stage: bool = False
+    """The last stage may hold the head and no decoder layer (and the first the embedding alone)."""
+    interleaved_microbatch_multiple: bool = True
+    """Interleaving needs num_microbatches to be a multiple of pp."""
+    min_microbatches_is_pp: bool = False
+    """The trainer refuses fewer micro-batches than stages."""
+    # host
+    microbatch_overhead_s: NonNegativeFloat = 0.0
+    """Host time per micro-batch and stage that no kernel hides."""
+    step_overhead_s: NonNegativeFloat = 0.0
+    """Host time per optimizer step: data, logging, gradient norm on the host."""
+
+    def with_features(self, features: dict[str, Any]) -> tuple[RuntimeSpec, tuple[str, ...]]:
+        """This runtime with what a run's `features` switched on or off, and the feature names it does not know."""
+        update: dict[str, Any] = {}
+        unknown = []
+        for key, value in features.items():
+            effect = _FEATURES.get(key)
+            if effect is None:
+                unknown.append(key)
+            else:
+                update.update(effect(value))
+        return self.model_copy(update=update), tuple(unknown)
+
+
+def _switch(name: str) -> Any:
+    return lambda value: {name: bool(value)}
+
+
+def _fraction(names: tuple[str, ...], when_on: float) -> Any:
+    return lambda value: dict.fromkeys(names, when_on if value else 0.0)
+
+
+_FEATURES: dict[str, Any] = {
+    "async_tp": _fraction(("tp_overlap_fraction",), 0.6),
+    "compile": _switch("compiled"),
+    "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
+    "cross_entropy_fusion": _switch("fused_cross_entropy"),
+    "cuda_graph": _switch("cuda_graphs"),
+    "dispatcher": lambda value: {},
+    "ep_overlap": _fraction(("ep_overlap_fraction",), 0.8),
+    "fp32_grad_accum": lambda value: {"gradient_bytes": 4 if value else 2},
+    "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),
+    "overlap_param_gather": _fraction(("parameter_overlap_fraction",), 0.9),
+    "p2p_overlap": _switch("p2p_overlap"),
+    "tp_comm_overlap": _fraction(("tp_overlap_fraction",), 0.6),
+}
+"""What each known feature of a run changes; descriptive ones change nothing."""
+# features of the published rows that describe and change nothing
+for _name in (
+    "match",
+    "uneven_pp",
+    "moe_capacity_factor",
+    "moe_token_drop",
+    "natural_routing",
+    "fp8_dot_product_attention",
+):
+    _FEATURES[_name] = lambda value: {}
+
+RUNTIMES: dict[str, RuntimeSpec] = {
+    spec.name: spec
+    for spec in (
+        RuntimeSpec(
+            name="megatron",
+            tp_async_overlap_fraction=0.9,
+            selective_recompute_modules=(
+                "core_attn",
+                "moe_act",
+                "layernorm",
+                "mla_up_proj",
+                "mlp",
+                "moe",
+                "shared_experts",
+            ),
+            zero_stages=(0, 1),
+        ),
+        RuntimeSpec(
+            name="torchtitan",
+            compiled=True,
+            fused_cross_entropy=True,
+            fused_grad_accumulation=False,
+            optimizer_bytes=8,
+            vocab_divisible_by=1,
+            zero_stages=(3,),
+            schedules=("1f1b", "interleaved-1f1b", "none"),
+            min_microbatches_is_pp=True,
+        ),
+        RuntimeSpec(
+            name="torch-eager",
+            fused_rotary=False,
+            fused_activation=False,
+            fused_cross_entropy=False,
+            fused_grad_accumulation=False,
+            vocab_divisible_by=1,
+            zero_stages=(0, 1),
+            recompute_per_stage=True,
+            head_only_stage=True,
+            interleaved_microbatch_multiple=False,
+            gradient_overlap_fraction=0.0,
+            parameter_overlap_fraction=0.0,
+        ),
+        RuntimeSpec(
+            name="nanotron", fused_grad_accumulation=False, fused_rotary=True, zero_stages=(0, 1), vocab_divisible_by=1
+        ),
+        RuntimeSpec(
+            name="megatron-deepspeed",
+            flash_attention=False,
+            dropout=False,
+            zero_stages=(0, 1, 3),
+            gradient_overlap_fraction=0.0,
+            parameter_overlap_fraction=0.0,
+        ),
+    )
+}
+
+
+def load_runtime(name: str) -> RuntimeSpec:
+    """The runtime called `name`; SpecError with the nearest names when there is none."""
+    try:
+        return RUNTIMES[name]
+    except KeyError:
+        raise SpecError(
+            f"runtime: unknown {name!r}", f"one of {', '.join(RUNTIMES)}{nearest(name, RUNTIMES)}"
+        ) from None

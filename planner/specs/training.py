@@ -1,0 +1,113 @@
+"""The training step: what is computed per optimizer step, and how one layout is written down."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from planner.specs.base import NonNegativeFloat, PositiveFloat, PositiveInt, Spec
+
+Dtype = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
+"""What the GEMMs compute in; everything else stays in 16 bits."""
+
+Recompute = Literal["none", "selective", "full"]
+ScheduleName = str
+
+
+class TrainingSpec(Spec):
+    """One optimizer step, and how many tokens in all."""
+
+    seq_length: PositiveInt = Field(le=2**27)
+    global_batch_size: PositiveInt = Field(le=2**31)
+    """Sequences per optimizer step."""
+    dtype: Dtype = "bf16"
+    tokens: PositiveFloat | None = None
+    """Tokens of the whole training run, for days and cost."""
+    moe_imbalance: PositiveFloat = Field(default=1.0, ge=1.0, le=100.0)
+    """Tokens on the most loaded expert rank over the mean: 1 is forced balance."""
+    straggler_fraction: NonNegativeFloat = Field(default=0.0, le=10.0)
+    """How much slower the slowest rank computes than the profile says."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.seq_length * self.global_batch_size
+
+
+class Parallelism(Spec):
+    """One layout, as a user or a published run states it.
+
+    `dp` counts data-parallel ranks, so tp·cp·pp·dp is the number of GPUs used; ep is carved out of dp·cp·tp/etp.
+    """
+
+    tp: PositiveInt = 1
+    cp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    dp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt | None = None
+    """Tensor parallelism inside an expert; given none, tp for dense models and 1 for MoE."""
+    micro_batch_size: PositiveInt = 1
+    schedule: ScheduleName | None = None
+    """Given none: 1f1b, interleaved-1f1b where vpp > 1, none where pp = 1."""
+    sequence_parallel: bool | None = None
+    """Given none: on where tp > 1."""
+    recompute: Recompute = "none"
+    recompute_modules: tuple[str, ...] = ()
+    """Megatron's module names; given none, `selective` means core attention."""
+    recompute_num_layers: PositiveInt | None = None
+    """Under full recompute: how many layers of each stage (the first ones); given none, all."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """What is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 gradients, 3 weights; given none, 1."""
+    fsdp: int | str | None = None
+    """Fully sharded data parallel (implies zero_stage 3); a number in it is the shard-group size (HSDP)."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Decoder layers of each stage (length pp), or of each chunk (length pp·vpp, in model order)."""
+    layout: str | None = None
+    """Megatron's --pipeline-model-parallel-layout string."""
+
+    @model_validator(mode="after")
+    def _one_split(self) -> Parallelism:
+        if self.layers_per_stage is not None and self.layout is not None:
+            raise ValueError("give layers_per_stage or layout, not both")
+        if self.layers_per_stage is not None and len(self.layers_per_stage) not in (self.pp, self.pp * self.vpp):
+            raise ValueError(
+                f"layers_per_stage has {len(self.layers_per_stage)} entries, expected pp ({self.pp}) "
+                f"or pp·vpp ({self.pp * self.vpp})"
+            )
+        if self.layers_per_stage is not None and min(self.layers_per_stage) < 0:
+            raise ValueError(f"layers_per_stage has a negative count ({min(self.layers_per_stage)})")
+        return self
+
+    @property
+    def fsdp_shard_size(self) -> int | None:
+        """Ranks that the weights are sharded over, where `fsdp` names a number."""
+        digits = re.findall(r"(?:shard|group)\D*(\d+)|^(\d+)$", str(self.fsdp or ""))
+        return next((int(a or b) for a, b in digits), None)
+
+
+class SearchLimits(Spec):
+    """What the search may choose from: each axis pinned to a list of values, or free (null)."""
+
+    tp: tuple[PositiveInt, ...] | None = None
+    cp: tuple[PositiveInt, ...] | None = None
+    ep: tuple[PositiveInt, ...] | None = None
+    etp: tuple[PositiveInt, ...] | None = None
+    pp: tuple[PositiveInt, ...] | None = None
+    vpp: tuple[PositiveInt, ...] | None = None
+    dp: tuple[PositiveInt, ...] | None = None
+    micro_batch_size: tuple[PositiveInt, ...] | None = None
+    recompute: tuple[Recompute, ...] | None = None
+    zero_stage: tuple[Literal[0, 1, 2, 3], ...] | None = None
+    schedule: tuple[ScheduleName, ...] | None = None
+    tp_across_nodes: bool = False
+    """Let a tensor-parallel group leave its NVLink domain."""
+    top: PositiveInt = Field(default=5, le=1000)
+    """Alternatives to report beside the best plan."""
+    time_limit_s: PositiveFloat = 30.0
+    gap_fraction: NonNegativeFloat = Field(default=0.001, le=1.0)
+    """A shape is cut when its bound is within this fraction of the incumbent."""
+    memory_headroom_gib: NonNegativeFloat = 0.0
+    """GPU memory to leave free on every rank."""
