@@ -1,0 +1,80 @@
+"""What a schedule is: one list of actions per pipeline rank, spelled as torch.distributed.pipelining spells them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from planner.errors import SpecError
+
+KINDS = "FBIW"
+"""Forward, full backward, input gradient, weight gradient; a full backward is I and W at once."""
+
+_SPELLING = re.compile(r"^(\d+)([FBIW])(\d+)$")
+
+
+class Action(NamedTuple):
+    """One computation: `kind` of micro-batch `microbatch` on virtual stage `stage`."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read torch's spelling, such as `3F0`; raises SpecError for anything else."""
+        match = _SPELLING.match(text.strip())
+        if match is None:
+            raise SpecError(f"{text!r} is not a schedule action", hint="write stage, kind F|B|I|W, micro-batch: 3F0")
+        return cls(match[2], int(match[1]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """Who works on what, in which order; when is left to the replay.
+
+    Virtual stages are numbered 0 … len(stage_to_rank) − 1. With one direction they are the model from front to back,
+    and stage j + 1 consumes what stage j sends. A bidirectional schedule (DualPipe, Chimera) holds the model twice:
+    with n = num_model_stages, stages 0 … n − 1 are the first copy and n … 2n − 1 the second copy, again from front to
+    back but placed on the ranks in reverse. Nothing flows from stage n − 1 to stage n, and each micro-batch belongs to
+    exactly one copy. Two schedules are the same when their `ranks` are; the object itself compares by identity.
+    """
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+    """Actions of each pipeline rank in the order it runs them."""
+    stage_to_rank: tuple[int, ...]
+    """Rank of each virtual stage, both copies of a bidirectional schedule included."""
+    num_microbatches: int
+    num_directions: int = 1
+    """Directions in which micro-batches travel: 2 when the model is held twice."""
+    num_weight_copies: int = 1
+    """Copies of its weights a rank holds: 2 for DualPipe and Chimera (two stages) and for 2BW (two versions)."""
+    splits_backward: bool = False
+    """Whether weight gradients run apart from input gradients."""
+    forward_only: bool = False
+    asynchronous: bool = False
+    """Whether steps overlap without a flush, so that gradients are taken at stale weights."""
+    staleness_steps: int = 0
+    """Optimizer steps by which the weights of a gradient lag behind (1 for 2BW)."""
+    overlapped: tuple[tuple[int, ...], ...] = ()
+    """Per rank: positions of forwards that run together with the backward right behind them (DualPipe)."""
+
+    @property
+    def pp(self) -> int:
+        """Number of pipeline ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_model_stages(self) -> int:
+        """Virtual stages of one copy of the model."""
+        return len(self.stage_to_rank) // self.num_directions
+
+    @property
+    def vpp(self) -> int:
+        """Virtual stages per rank of one copy of the model."""
+        return self.num_model_stages // self.pp

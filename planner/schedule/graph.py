@@ -1,0 +1,182 @@
+"""Compiles a schedule into flat integer arrays in which every action stands behind what it waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.errors import SpecError
+from planner.schedule.actions import KINDS, Schedule
+
+IntArray = NDArray[np.int32]
+
+F, B, I, W = range(4)  # noqa: E741 - the kinds as torch names them, and their places in KINDS
+
+
+class DeadlockError(SpecError):
+    """Some ranks wait for each other: the action lists cannot be run in this order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """Actions in a topological order; position 0 is a sentinel that ends at time 0, so actions are 1 … n."""
+
+    kind: IntArray
+    """Place in KINDS, shape (n,) as all arrays but `position`."""
+    stage: IntArray
+    """Virtual stage, both copies counted on."""
+    microbatch: IntArray
+    rank: IntArray
+    previous: IntArray
+    """Position of the action before it on its rank (0: none)."""
+    source: IntArray
+    """Position of the action on the neighbouring stage whose result it consumes (0: none)."""
+    position: tuple[IntArray, ...]
+    """Per rank: positions of its actions in list order."""
+    redirected: bool
+    """Whether consumers of an overlapped forward wait for its pair."""
+
+
+@lru_cache(maxsize=64)
+def compile_schedule(schedule: Schedule, overlap: bool = False) -> Graph:
+    """Order the actions so that one pass can time them; the schedule is checked on the way.
+
+    With `overlap`, whoever waits for the forward of an overlapped pair waits for the pair.
+    Raises SpecError when an action is missing, repeated or misplaced, DeadlockError when the lists cannot be run.
+    """
+    lengths = [len(actions) for actions in schedule.ranks]
+    num_actions = sum(lengths)
+    number = {kind: i for i, kind in enumerate(KINDS)}
+    fields = np.array(
+        [(number[kind], stage, mb) for actions in schedule.ranks for kind, stage, mb in actions], dtype=np.int32
+    ).reshape(num_actions, 3)
+    kind, stage, microbatch = fields.T.copy()
+    rank = np.repeat(np.arange(schedule.pp, dtype=np.int32), lengths)
+    source = _sources(schedule, kind, stage, microbatch, rank)
+    if overlap:
+        _redirect_to_pairs(schedule, source)
+    bounds = np.concatenate(([0], np.cumsum(lengths)))
+    order = np.array(_topological_order(schedule, source.tolist(), bounds.tolist()), dtype=np.int32)
+
+    position = np.empty(num_actions + 1, dtype=np.int32)
+    position[order] = np.arange(1, num_actions + 1, dtype=np.int32)
+    position[-1] = 0  # where index −1, "none", lands
+    previous = np.arange(-1, num_actions - 1, dtype=np.int32)
+    previous[bounds[:-1][np.array(lengths) > 0]] = -1
+    return Graph(
+        kind=kind[order],
+        stage=stage[order],
+        microbatch=microbatch[order],
+        rank=rank[order],
+        previous=position[previous[order]],
+        source=position[source[order]],
+        position=tuple(np.split(position[:-1], bounds[1:-1])),
+        redirected=overlap,
+    )
+
+
+def pair_positions(schedule: Schedule, graph: Graph) -> tuple[IntArray, IntArray]:
+    """Positions of the forwards and of the backwards of all overlapped pairs."""
+    pairs = [np.array(indices, dtype=np.int32) for indices in schedule.overlapped]
+    forward = [position[index] for position, index in zip(graph.position, pairs, strict=True)]
+    backward = [position[index + 1] for position, index in zip(graph.position, pairs, strict=True)]
+    return np.concatenate(forward), np.concatenate(backward)
+
+
+def _sources(schedule: Schedule, kind: IntArray, stage: IntArray, microbatch: IntArray, rank: IntArray) -> IntArray:
+    """Flat index of what each action consumes from the neighbouring stage, −1 where there is none."""
+    num_stages, num_microbatches, n = len(schedule.stage_to_rank), schedule.num_microbatches, schedule.num_model_stages
+    known = (stage >= 0) & (stage < num_stages) & (microbatch >= 0) & (microbatch < num_microbatches)
+    if not known.all():
+        action = _spell(schedule, int(np.argmin(known)))
+        raise SpecError(
+            f"schedule {schedule.name}: {action} with {num_stages} stages, {num_microbatches} micro-batches"
+        )
+    placed = np.array(schedule.stage_to_rank, dtype=np.int32)[stage] == rank
+    if not placed.all():
+        action = _spell(schedule, int(np.argmin(placed)))
+        raise SpecError(f"schedule {schedule.name}: {action} stands in the list of a rank that does not hold its stage")
+
+    key = stage * num_microbatches + microbatch
+    table = np.full((4, num_stages * num_microbatches), -1, dtype=np.int32)
+    table[kind, key] = np.arange(kind.size, dtype=np.int32)
+    _check_complete(schedule, table, kind.size)
+
+    gradient = np.maximum(table[B], table[I])
+    source = np.full(kind.size, -1, dtype=np.int32)
+    forward = (kind == F) & (stage % n != 0)
+    source[forward] = table[F][key[forward] - num_microbatches]
+    backward = ((kind == B) | (kind == I)) & (stage % n != n - 1)
+    source[backward] = gradient[key[backward] + num_microbatches]
+    return source
+
+
+def _check_complete(schedule: Schedule, table: IntArray, num_actions: int) -> None:
+    """Each micro-batch passes each stage of one copy once: F, then B or (I, then W)."""
+    has = table >= 0
+    whole = has[B] & ~has[I] & ~has[W]
+    split = ~has[B] & has[I] & has[W]
+    done = has[F] & ~has[B] & ~has[I] & ~has[W] if schedule.forward_only else has[F] & (whole | split)
+    shape = (schedule.num_directions, schedule.num_model_stages, schedule.num_microbatches)
+    complete = np.count_nonzero(done.reshape(shape).all(axis=1), axis=0)
+    touched = np.count_nonzero(np.logical_or.reduce(has, axis=0).reshape(shape).any(axis=1), axis=0)
+    once = (complete == 1) & (touched == 1)
+    if int(has.sum()) != num_actions or not once.all():
+        missing = "" if once.all() else f", first micro-batch {int(np.argmin(once))}"
+        raise SpecError(
+            f"schedule {schedule.name}: an action is missing or stands twice{missing}",
+            hint="every stage needs F and then B, or F, I and W, once per micro-batch",
+        )
+    ordered = (~whole | (table[F] < table[B])) & (~split | ((table[F] < table[I]) & (table[I] < table[W])))
+    if not ordered.all():
+        stage, microbatch = divmod(int(np.argmin(ordered)), schedule.num_microbatches)
+        raise SpecError(
+            f"schedule {schedule.name}: stage {stage}, micro-batch {microbatch} runs backward before it may",
+            hint="the order on a rank must be F before B, or F before I before W",
+        )
+
+
+def _redirect_to_pairs(schedule: Schedule, source: IntArray) -> None:
+    first = 0
+    for actions, pairs in zip(schedule.ranks, schedule.overlapped, strict=False):
+        forwards = first + np.array(pairs, dtype=np.int32)
+        source[np.isin(source, forwards)] += 1
+        first += len(actions)
+
+
+def _topological_order(schedule: Schedule, source: list[int], bounds: list[int]) -> list[int]:
+    """Run each rank until it waits; whoever finishes what it waits for wakes it."""
+    done = bytearray(len(source) + 1)
+    done[-1] = 1  # where −1, "none", looks
+    waiting: dict[int, int] = {}
+    cursor = bounds[:-1]
+    ready = list(range(schedule.pp))
+    order: list[int] = []
+    while ready:
+        rank = ready.pop()
+        i, end = cursor[rank], bounds[rank + 1]
+        while i < end:
+            if not done[source[i]]:
+                waiting[source[i]] = rank
+                break
+            done[i] = 1
+            order.append(i)
+            if i in waiting:
+                ready.append(waiting.pop(i))
+            i += 1
+        cursor[rank] = i
+    if len(order) < len(source):
+        stuck = [f"rank {rank} at {_spell(schedule, cursor[rank])}" for rank in sorted(waiting.values())]
+        raise DeadlockError(f"schedule {schedule.name} deadlocks: {', '.join(stuck[:4])} wait for each other")
+    return order
+
+
+def _spell(schedule: Schedule, index: int) -> str:
+    for actions in schedule.ranks:
+        if index < len(actions):
+            return str(actions[index])
+        index -= len(actions)
+    raise AssertionError("index past the last action")

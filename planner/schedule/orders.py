@@ -1,0 +1,195 @@
+"""Every schedule by name: what it needs, its action lists, and how many activations it keeps in flight."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from planner.errors import SpecError
+from planner.schedule import looped
+from planner.schedule.actions import Action, Schedule
+from planner.schedule.looped import interleaved_one_f_one_b, one_f_one_b, warm_up_chunks
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Schedule",
+    "ScheduleKind",
+    "build_schedule",
+    "in_flight_chunks",
+    "in_flight_microbatches",
+    "interleaved_one_f_one_b",
+    "one_f_one_b",
+    "violation",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """A named schedule: its generator and the shapes it is defined for."""
+
+    name: str
+    build: Callable[[int, int, int, int | None], Schedule]
+    """(pp, vpp, num_microbatches, microbatch_group_size) → Schedule."""
+    source: str
+    min_vpp: int = 1
+    max_vpp: int = 1
+    min_pp: int = 1
+    max_pp: int = 1 << 30
+    even_pp: bool = False
+    min_microbatches_per_rank: int = 0
+    """num_microbatches must be at least this many times pp."""
+    microbatch_multiple: Callable[[int], int] = lambda pp: 1
+    """num_microbatches must be a multiple of this function of pp."""
+    grouped: bool = False
+    """Whether a micro-batch group size may be given, which replaces the multiple."""
+
+
+_ANY_VPP = 1 << 30
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind("none", lambda pp, v, m, g: looped.no_pipeline(m), "one pipeline rank", max_pp=1),
+        ScheduleKind("gpipe", lambda pp, v, m, g: looped.gpipe(pp, m), "Huang et al. 2019"),
+        ScheduleKind("1f1b", lambda pp, v, m, g: one_f_one_b(pp, m), "Narayanan et al. 2019"),
+        ScheduleKind(
+            "interleaved-1f1b",
+            interleaved_one_f_one_b,
+            "Narayanan et al. 2021",
+            min_pp=2,
+            min_vpp=2,
+            max_vpp=_ANY_VPP,
+            microbatch_multiple=lambda pp: pp,
+            grouped=True,
+        ),
+        ScheduleKind(
+            "breadth-first",
+            lambda pp, v, m, g: looped.breadth_first(pp, v, m),
+            "Lamy-Poirier 2023",
+            max_vpp=_ANY_VPP,
+        ),
+        ScheduleKind("pipedream-2bw", lambda pp, v, m, g: looped.pipedream_2bw(pp, m), "Narayanan et al. 2021 (2BW)"),
+        ScheduleKind(
+            "forward-only",
+            lambda pp, v, m, g: looped.forward_only(pp, v, m),
+            "evaluation",
+            max_vpp=_ANY_VPP,
+        ),
+    )
+}
+"""Schedules by name, in the order in which comparisons list them."""
+
+
+def violation(
+    name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
+) -> SpecError | None:
+    """Why schedule `name` cannot run this shape, with its numbers, or None when it can."""
+    kind = SCHEDULES.get(name)
+    if kind is None:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known schedules: {', '.join(SCHEDULES)}"
+        return SpecError(f"schedule {name!r} is unknown", hint=hint)
+    if min(pp, vpp, num_microbatches) < 1:
+        return SpecError(f"pp {pp}, vpp {vpp} and num_microbatches {num_microbatches} must each be at least 1")
+    return _shape_violation(kind, pp, vpp) or _batch_violation(kind, pp, num_microbatches, microbatch_group_size)
+
+
+def _shape_violation(kind: ScheduleKind, pp: int, vpp: int) -> SpecError | None:
+    if not kind.min_pp <= pp <= kind.max_pp:
+        limit = f"at least {kind.min_pp}" if pp < kind.min_pp else f"at most {kind.max_pp}"
+        return SpecError(f"schedule {kind.name} needs pp {limit}, not {pp}", hint="choose another schedule or pp")
+    if kind.even_pp and pp % 2:
+        return SpecError(f"schedule {kind.name} needs an even pp, not {pp}", hint=f"pp {pp - 1} or {pp + 1} would do")
+    if not kind.min_vpp <= vpp <= kind.max_vpp:
+        wanted = kind.min_vpp if vpp < kind.min_vpp else kind.max_vpp
+        relation = "exactly" if kind.min_vpp == kind.max_vpp else "at least" if vpp < kind.min_vpp else "at most"
+        return SpecError(f"schedule {kind.name} needs vpp {relation} {wanted}, not {vpp}", hint=f"set vpp to {wanted}")
+    return None
+
+
+def _batch_violation(
+    kind: ScheduleKind, pp: int, num_microbatches: int, microbatch_group_size: int | None
+) -> SpecError | None:
+    least = kind.min_microbatches_per_rank * pp
+    if num_microbatches < least:
+        return SpecError(
+            f"schedule {kind.name} needs at least {least} micro-batches at pp {pp}, not {num_microbatches}",
+            hint="smaller micro-batches, a larger global batch or less data parallelism give more",
+        )
+    if microbatch_group_size is not None:
+        return _group_violation(kind, pp, num_microbatches, microbatch_group_size)
+    multiple = kind.microbatch_multiple(pp)
+    if num_microbatches % multiple:
+        below = num_microbatches - num_microbatches % multiple
+        return SpecError(
+            f"schedule {kind.name} needs a multiple of {multiple} micro-batches at pp {pp}, not {num_microbatches}",
+            hint=f"{below} or {below + multiple} would do" if below else f"{multiple} would do",
+        )
+    return None
+
+
+def _group_violation(kind: ScheduleKind, pp: int, num_microbatches: int, group: int) -> SpecError | None:
+    if not kind.grouped:
+        return SpecError(f"schedule {kind.name} takes no micro-batch group size ({group})", hint="leave it out")
+    remainder = num_microbatches % group if group > 0 else 0
+    if not min(pp, num_microbatches) <= group <= num_microbatches or 0 < remainder < pp:
+        return SpecError(
+            f"micro-batch group size {group} does not suit {num_microbatches} micro-batches at pp {pp}",
+            hint=f"it lies between {pp} and {num_microbatches}, and leaves a last group of at least {pp} or none",
+        )
+    return None
+
+
+@lru_cache(maxsize=64)
+def build_schedule(
+    name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
+) -> Schedule:
+    """Action lists of schedule `name`; the same arguments give the same object, so its compiled form is reused.
+
+    Raises SpecError when the name is unknown or the schedule is not defined for the shape.
+    """
+    error = violation(name, pp, vpp, num_microbatches, microbatch_group_size)
+    if error is not None:
+        raise error
+    return SCHEDULES[name].build(pp, vpp, num_microbatches, microbatch_group_size)
+
+
+def in_flight_chunks(
+    name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
+) -> list[int]:
+    """Peak number of (virtual stage, micro-batch) activations held by each rank, from forward to weight gradient.
+
+    1F1B: min(M, pp − r). Interleaved: min(M·vpp, (pp − r − 1)·2 + (vpp − 1)·group + 1). GPipe and breadth-first: M·vpp.
+    All others are counted along the action lists, which no duration changes.
+    """
+    total = num_microbatches * vpp
+    if name in ("1f1b", "interleaved-1f1b", "pipedream-2bw", "none"):
+        group = microbatch_group_size or pp
+        return [min(total, warm_up_chunks(pp, vpp, rank, group) + 1) for rank in range(pp)]
+    if name in ("gpipe", "breadth-first"):
+        return [total] * pp
+    return list(_counted_chunks(build_schedule(name, pp, vpp, num_microbatches, microbatch_group_size)))
+
+
+def in_flight_microbatches(
+    name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
+) -> list[float]:
+    """Peak activations held by each rank in whole micro-batches, one being what a pp-th of the model saves for one."""
+    chunks = in_flight_chunks(name, pp, vpp, num_microbatches, microbatch_group_size)
+    return [count / vpp for count in chunks]
+
+
+@lru_cache(maxsize=1024)
+def _counted_chunks(schedule: Schedule) -> tuple[int, ...]:
+    change = {"F": 0 if schedule.forward_only else 1, "B": -1, "I": 0, "W": -1}
+    peaks = []
+    for actions in schedule.ranks:
+        held = peak = 0
+        for kind, _, _ in actions:
+            held += change[kind]
+            peak = max(peak, held)
+        peaks.append(max(peak, 1 if schedule.forward_only else 0))
+    return tuple(peaks)

@@ -1,0 +1,216 @@
+"""Replays a schedule with given durations: when each action starts and ends, and who waits for what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from planner.errors import SpecError
+from planner.schedule.actions import Schedule
+from planner.schedule.graph import B, F, Graph, I, W, compile_schedule, pair_positions
+from planner.schedule.timeline import FloatArray, Timeline, Timing, build_timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Seconds and bytes of one micro-batch on each virtual stage of the model (index = virtual stage).
+
+    Both copies of a bidirectional schedule take the same durations.
+    """
+
+    forward_s: Sequence[float]
+    input_grad_s: Sequence[float]
+    weight_grad_s: Sequence[float]
+    p2p_s: float | Sequence[float] = 0.0
+    """Seconds of one transfer (latency + bytes / bandwidth): one number, or one per boundary of stages j and j + 1."""
+    blocking_p2p: bool = False
+    """True: sender and receiver wait for the transfer, a send and a receive between the same two actions going on at
+    once (Megatron-LM 1F1B, torch). False: it overlaps computation and only delays the receiver."""
+    activation_bytes: Sequence[float] | None = None
+    """What one micro-batch keeps on the stage from forward to weight gradient."""
+    microbatch_sizes: Sequence[float] | None = None
+    """Relative size per micro-batch (variable lengths); multiplies its seconds and bytes."""
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)
+    """Factor on all computation of a rank, such as {3: 1.2}."""
+    slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Factor on all transfers between two ranks, in both directions, such as {(2, 3): 4.0}."""
+    pair_overlap_fraction: float = 0.0
+    """How much of the shorter half of an overlapped forward-backward pair hides behind the longer (DualPipe)."""
+
+
+def makespan_s(schedule: Schedule, durations: Durations) -> float:
+    """Seconds from the first action to the end of the last: `replay(...).makespan_s` without the timeline."""
+    graph = compile_schedule(schedule, _overlaps(schedule, durations))
+    ends = _sweep(graph, _costs(schedule, graph, durations))
+    return max(ends)
+
+
+def replay(schedule: Schedule, durations: Durations) -> Timeline:
+    """Time every action: it starts when its rank is free and its input has arrived.
+
+    free = end of the action before (+ the exchange between the two, where transfers block);
+    arrival = end on the neighbouring stage + p2p_s (nothing between stages of one rank). The makespan is that of
+    `makespan_s` to the last bit. Raises SpecError for lists that miss or repeat an action, DeadlockError for lists that
+    cannot be run.
+    """
+    graph = compile_schedule(schedule, _overlaps(schedule, durations))
+    costs = _costs(schedule, graph, durations)
+    timing = _timing(schedule, graph, costs)
+    even_costs = _costs(schedule, graph, _evened(durations))
+    is_even = np.array_equal(even_costs.compute_s, costs.compute_s)
+    even = timing if is_even else _timing(schedule, graph, even_costs)
+    return build_timeline(schedule, graph, timing, even, _saved_bytes(schedule, graph, durations))
+
+
+def _evened(durations: Durations) -> Durations:
+    """The same pipeline with every virtual stage as long as the average one."""
+
+    def average(values: Sequence[float]) -> list[float]:
+        return [float(np.mean(values))] * len(values)
+
+    return replace(
+        durations,
+        forward_s=average(durations.forward_s),
+        input_grad_s=average(durations.input_grad_s),
+        weight_grad_s=average(durations.weight_grad_s),
+        slow_ranks={},
+    )
+
+
+def _timing(schedule: Schedule, graph: Graph, costs: Costs) -> Timing:
+    ends = np.array(_sweep(graph, costs))
+    before = ends[graph.previous]
+    free = before if costs.exchange_s is None else before + costs.exchange_s
+    arrival = ends[graph.source] + costs.hop_s
+    start_s, end_s = np.maximum(free, arrival), ends[1:]
+    gap_s = start_s - before
+    transfer_s = costs.hop_s if costs.exchange_s is None else np.maximum(costs.exchange_s, costs.hop_s)
+    compute_s = costs.compute_s
+    if graph.redirected:
+        forward, backward = (positions - 1 for positions in pair_positions(schedule, graph))
+        gap_s[forward] = start_s[backward] - before[forward]
+        gap_s[backward] = 0.0
+        start_s[forward], end_s[forward] = start_s[backward], end_s[backward]
+    return Timing(start_s, end_s, gap_s, np.minimum(transfer_s, gap_s), compute_s)
+
+
+def _saved_bytes(schedule: Schedule, graph: Graph, durations: Durations) -> FloatArray | None:
+    """What each action's micro-batch keeps on its stage."""
+    if durations.activation_bytes is None:
+        return None
+    per_stage = _vector("activation_bytes", durations.activation_bytes, schedule.num_model_stages)
+    saved = per_stage[graph.stage % schedule.num_model_stages]
+    if durations.microbatch_sizes is not None:
+        saved = saved * np.asarray(durations.microbatch_sizes, dtype=np.float64)[graph.microbatch]
+    return saved
+
+
+def steady_step_s(schedule: Schedule, twice: Schedule, durations: Durations) -> float:
+    """What one more step adds to a run without flushes: makespan of two steps in a row less that of one."""
+    return makespan_s(twice, durations) - makespan_s(schedule, durations)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """Durations laid out along a graph's actions, arrays of shape (n,)."""
+
+    compute_s: FloatArray
+    hop_s: FloatArray
+    """Transfer of what the action consumes (0 when it comes from the same rank)."""
+    exchange_s: FloatArray | None
+    """Transfers that the rank itself waits for between the action before and this one; None when they overlap."""
+
+
+def _overlaps(schedule: Schedule, durations: Durations) -> bool:
+    return durations.pair_overlap_fraction > 0 and any(schedule.overlapped)
+
+
+def _costs(schedule: Schedule, graph: Graph, durations: Durations) -> Costs:
+    n = schedule.num_model_stages
+    table, boundary_s = stage_tables(durations, schedule.stage_to_rank, schedule.num_directions)
+    compute_s = table[graph.kind, graph.stage]
+    if _overlaps(schedule, durations):
+        _overlap_pairs(schedule, graph, compute_s, durations.pair_overlap_fraction)
+    local = graph.stage % n
+    boundary = np.where(graph.kind == F, local - 1, local)
+    hop_s = np.where(graph.source > 0, boundary_s[graph.stage // n, boundary], 0.0)
+    if durations.microbatch_sizes is not None:
+        sizes = _vector("microbatch_sizes", durations.microbatch_sizes, schedule.num_microbatches)
+        compute_s = compute_s * sizes[graph.microbatch]
+        hop_s = hop_s * sizes[graph.microbatch]
+    exchange_s = None
+    if durations.blocking_p2p:
+        sent_s = np.zeros(len(hop_s) + 1)
+        sent_s[graph.source] = hop_s  # whatever is sent has one receiver
+        sent_s[0] = 0.0
+        exchange_s = np.maximum(sent_s[graph.previous], hop_s)
+    return Costs(compute_s, hop_s, exchange_s)
+
+
+def _overlap_pairs(schedule: Schedule, graph: Graph, compute_s: FloatArray, overlap_fraction: float) -> None:
+    """Charge a whole overlapped pair to its backward: the longer half, and what of the shorter one does not hide."""
+    forward, backward = (positions - 1 for positions in pair_positions(schedule, graph))
+    longer = np.maximum(compute_s[forward], compute_s[backward])
+    shorter = np.minimum(compute_s[forward], compute_s[backward])
+    compute_s[backward] = longer + (1 - overlap_fraction) * shorter
+    compute_s[forward] = 0.0
+
+
+def stage_tables(
+    durations: Durations, stage_to_rank: Sequence[int], num_directions: int = 1
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of each kind on each virtual stage, shape (4, stages), and of each boundary, shape (directions, n).
+
+    Raises SpecError when a length does not match the schedule's number of stages, or a duration is negative.
+    """
+    n, copies = len(stage_to_rank) // num_directions, num_directions
+    forward_s = _vector("forward_s", durations.forward_s, n)
+    input_grad_s = _vector("input_grad_s", durations.input_grad_s, n)
+    weight_grad_s = _vector("weight_grad_s", durations.weight_grad_s, n)
+    rows = np.zeros((4, n))
+    rows[F], rows[B], rows[I], rows[W] = forward_s, input_grad_s + weight_grad_s, input_grad_s, weight_grad_s
+    table = np.tile(rows, copies)
+    rank = np.array(stage_to_rank)
+    for slow_rank, factor in durations.slow_ranks.items():
+        table[:, rank == slow_rank] *= factor
+
+    boundary_s = np.zeros((copies, n))
+    if isinstance(durations.p2p_s, (int, float)):
+        boundary_s[:, :-1] = durations.p2p_s
+    else:
+        boundary_s[:, :-1] = _vector("p2p_s", durations.p2p_s, n - 1)
+    sender, receiver = rank.reshape(copies, n), np.roll(rank.reshape(copies, n), -1, axis=1)
+    boundary_s[sender == receiver] = 0.0
+    for (one, other), factor in durations.slow_links.items():
+        crosses = ((sender == one) & (receiver == other)) | ((sender == other) & (receiver == one))
+        boundary_s[crosses] *= factor
+    return table, boundary_s
+
+
+def _vector(name: str, values: Sequence[float], length: int) -> FloatArray:
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape != (length,):
+        raise SpecError(f"{name} has {array.size} entries, the schedule needs {length}")
+    if not (array >= 0).all():
+        raise SpecError(f"{name} holds {array.min()}: it must not be negative")
+    return array
+
+
+def _sweep(graph: Graph, costs: Costs) -> list[float]:
+    """End of each action behind the sentinel's 0: the later of its rank's and its input's readiness, plus its time."""
+    ends = [0.0]
+    append = ends.append
+    previous, source = graph.previous.tolist(), graph.source.tolist()
+    hop_s, compute_s = costs.hop_s.tolist(), costs.compute_s.tolist()
+    if costs.exchange_s is None:
+        for before, origin, hop, compute in zip(previous, source, hop_s, compute_s, strict=True):
+            free, arrival = ends[before], ends[origin] + hop
+            append((free if free > arrival else arrival) + compute)
+    else:
+        exchange_s = costs.exchange_s.tolist()
+        for before, origin, hop, exchange, compute in zip(previous, source, hop_s, exchange_s, compute_s, strict=True):
+            free, arrival = ends[before] + exchange, ends[origin] + hop
+            append((free if free > arrival else arrival) + compute)
+    return ends

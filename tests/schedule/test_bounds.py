@@ -1,0 +1,57 @@
+"""No replay beats the bounds, and 1F1B with nearly even stages meets them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from planner.schedule.bounds import any_order_bounds_s, in_flight_bounds_s
+from planner.schedule.orders import build_schedule, in_flight_chunks
+from planner.schedule.replay import Durations, makespan_s
+
+
+def random_durations(rng: random.Random, num_stages: int, spread: float, p2p_s: float, blocking: bool) -> Durations:
+    def seconds() -> list[float]:
+        return [rng.uniform(1 - spread, 1 + spread) for _ in range(num_stages)]
+
+    return Durations(seconds(), seconds(), seconds(), p2p_s=p2p_s, blocking_p2p=blocking)
+
+
+def test_no_full_backward_replay_goes_below_the_bounds() -> None:
+    rng = random.Random(20)
+    for _ in range(2000):
+        pp, vpp = rng.randint(1, 8), rng.choice([1, 1, 2, 3])
+        name = "1f1b" if vpp == 1 or pp == 1 else "interleaved-1f1b"
+        vpp = vpp if name == "interleaved-1f1b" else 1
+        num_microbatches = pp * rng.randint(1, 5) if vpp > 1 else rng.randint(1, 20)
+        durations = random_durations(
+            rng, pp * vpp, rng.choice([0.15, 0.9]), rng.choice([0, 0.02, 0.3]), rng.random() < 0.3
+        )
+        schedule = build_schedule(name, pp, vpp, num_microbatches)
+        replayed_s = makespan_s(schedule, durations)
+        in_flight = in_flight_chunks(name, pp, vpp, num_microbatches)
+        limited_s = in_flight_bounds_s(durations, schedule.stage_to_rank, num_microbatches, in_flight).max()
+        free_s = any_order_bounds_s(durations, schedule.stage_to_rank, num_microbatches).max()
+        assert free_s <= limited_s + 1e-9
+        assert limited_s <= replayed_s + 1e-9
+
+
+def test_bound_of_1f1b_is_its_replay_within_fifteen_percent_of_even() -> None:
+    rng = random.Random(21)
+    for _ in range(300):
+        pp, num_microbatches = rng.randint(1, 8), rng.randint(1, 20)
+        durations = random_durations(rng, pp, 0.15, 0.0, False)
+        bound_s = in_flight_bounds_s(
+            durations, range(pp), num_microbatches, in_flight_chunks("1f1b", pp, 1, num_microbatches)
+        )
+        replayed_s = makespan_s(build_schedule("1f1b", pp, 1, num_microbatches), durations)
+        assert bound_s.max() == pytest.approx(replayed_s)
+
+
+def test_bound_by_hand() -> None:
+    durations = Durations([1, 2], [1, 1], [1, 1], p2p_s=0.5)
+    assert any_order_bounds_s(durations, [0, 1], 3).tolist() == [3 * 3 + 0, 3 * 4 + 1 + 2 + 2 * 0.5]
+    # One activation at a time on each rank: rank 0 also waits through stage 1 and two transfers, before the first
+    # backward and after the last forward.
+    assert in_flight_bounds_s(durations, [0, 1], 3, [1, 1])[0] == 9 + 5 + 5
