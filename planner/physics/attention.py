@@ -65,7 +65,7 @@ def norm(
     statistics = FP32 * tokens * (2 if model.norm == "layernorm" else 1)
     saved = [Saved("input", num_bytes), Saved("statistics", statistics)]
     if saves_output:
-        saved.append(Saved("output", num_bytes, ("layernorm",)))
+        saved.append(Saved("output", num_bytes, ("layernorm",), gemm_input=True))
     return Operator(
         name=name,
         kind="elementwise",

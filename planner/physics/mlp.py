@@ -64,7 +64,7 @@ def _activation(
 ) -> Operator:
     """act(gate)·up or act(x) of `elements` outputs; keeps its output, and act(gate) too where the product is not fused."""
     num_bytes = BF16 * elements
-    saved = [Saved("activation", num_bytes, modules)]
+    saved = [Saved("activation", num_bytes, modules, gemm_input=True)]
     if not model.gated_mlp:
         # gelu in the 2021 trainers reads and writes twice: bias, then the tanh form
         passes, backward, kernels = (2, 3, 1)
@@ -162,7 +162,7 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         parameters=local * factor * width * (hidden + bias),
         expert=True,
         saved=(
-            Saved("rows", gathered, modules),
+            Saved("rows", gathered, modules, gemm_input=True),
             Saved("up", BF16 * rows * factor * width, modules),
         ),
     )

@@ -27,6 +27,8 @@ class Saved(NamedTuple):
     name: str
     num_bytes: Number
     modules: tuple[str, ...] = ()
+    gemm_input: bool = False
+    """Kept only as the input of a GEMM: an fp8 recipe keeps its one-byte copy instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,13 @@ class Operator:
             return self.gemm_flops
         return self.attention_flops if self.kind == "attention" else 0
 
-    def saved_bytes(self, recomputed: frozenset[str] = frozenset()) -> Number:
+    def saved_bytes(self, recomputed: frozenset[str] = frozenset(), fp8: bool = False) -> Number:
         """Bytes kept for backward when the modules in `recomputed` are recomputed."""
-        return sum(tensor.num_bytes for tensor in self.saved if recomputed.isdisjoint(tensor.modules))
+        return sum(
+            tensor.num_bytes * (0.5 if fp8 and tensor.gemm_input else 1)
+            for tensor in self.saved
+            if recomputed.isdisjoint(tensor.modules)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +134,6 @@ def num_parameters(items: Iterable[Item], expert: bool | None = None) -> Number:
     return sum(op.parameters for op in operators_of(items) if expert is None or op.expert == expert)
 
 
-def saved_bytes(items: Iterable[Item], recomputed: frozenset[str] = frozenset()) -> Number:
+def saved_bytes(items: Iterable[Item], recomputed: frozenset[str] = frozenset(), fp8: bool = False) -> Number:
     """Bytes kept from forward to backward of one micro-batch."""
-    return sum(op.saved_bytes(recomputed) for op in operators_of(items))
+    return sum(op.saved_bytes(recomputed, fp8) for op in operators_of(items))

@@ -47,6 +47,14 @@ class ReservedMemory(Spec):
     """Of allocated memory, held by the allocator and unusable."""
     source: str = ""
 
+    @property
+    def context_bytes(self) -> float:
+        return self.context_gib * GIB
+
+    @property
+    def communicator_bytes(self) -> float:
+        return self.communicator_gib * GIB
+
 
 class HardwareSpec(Spec):
     """One kind of GPU in one kind of node, as `hardware_profiles/*.yaml` describes it."""
@@ -107,8 +115,22 @@ class ClusterSpec(Spec):
     hardware: HardwareSpec
     num_gpus: PositiveInt = Field(le=10_000_000)
     gpus_per_node: PositiveInt | None = None
-    """Given none, the profile's."""
+    """Given none, the profile's; given another number, tiers as wide as a node shrink or grow with it."""
+    network_gb_per_s: PositiveFloat | None = None
+    """Network rate per GPU and direction between nodes; given none, the profile's."""
 
     @cached_property
     def node_size(self) -> int:
         return self.gpus_per_node or self.hardware.gpus_per_node
+
+    @cached_property
+    def tiers(self) -> tuple[LinkTier, ...]:
+        """The links of this cluster, innermost first: the profile's with this cluster's node size and network rate."""
+        tiers = self.hardware.tiers
+        if self.node_size != self.hardware.gpus_per_node:
+            node = {"num_gpus": self.node_size}
+            tiers = tuple(t.model_copy(update=node) if t.num_gpus == self.hardware.gpus_per_node else t for t in tiers)
+        if self.network_gb_per_s is not None and len(tiers) > 1:
+            rate = {"gb_per_s": self.network_gb_per_s}
+            tiers = tiers[:1] + tuple(t.model_copy(update=rate) for t in tiers[1:])
+        return tiers

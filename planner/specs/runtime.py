@@ -37,9 +37,13 @@ class RuntimeSpec(Spec):
     dropout: bool = False
     """Dropout after attention and MLP keeps a one-byte mask."""
     # bytes per parameter
+    weight_bytes: PositiveInt = 2
+    """Of the weights a rank keeps; 4 where the sharded weights are the fp32 masters themselves (FSDP2)."""
     gradient_bytes: PositiveInt = 4
     optimizer_bytes: PositiveInt = 12
-    """fp32 master weights and two Adam moments."""
+    """fp32 master weights (unless they are the weights) and two Adam moments."""
+    fp8_weight_bytes: int = 2
+    """Under an fp8 recipe: the cached one-byte copies of a weight, as it is and transposed."""
     vocab_divisible_by: PositiveInt = 128
     """The vocabulary is padded to a multiple of this times tp."""
     # overlap
@@ -145,6 +149,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             compiled=True,
             fused_cross_entropy=True,
             fused_grad_accumulation=False,
+            weight_bytes=4,
             optimizer_bytes=8,
             vocab_divisible_by=1,
             zero_stages=(3,),

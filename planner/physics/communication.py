@@ -1,0 +1,82 @@
+"""Seconds of a collective: which links a group's ranks are joined by, and how long the bytes take over them.
+
+Ranks are numbered with tp innermost, then cp, dp, pp (experts: etp, ep, expert-dp, pp), as Megatron and torchtitan do. A group
+of n ranks a `stride` apart has min(n, D / stride) members under a tier of D GPUs; what they exchange among themselves goes over
+that tier, and the rest over the next.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from planner.physics.operators import Collective, Group
+from planner.physics.shape import Number, Shape
+from planner.specs.cluster import ClusterSpec, LinkTier
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
+
+
+def members_by_tier(size: Number, stride: Number, tiers: tuple[LinkTier, ...]) -> list[Number]:
+    """How many of a group's ranks share one unit of each tier, innermost first; the last is the whole group."""
+    size = np.asarray(size, dtype=float)
+    counts = []
+    for tier in tiers[:-1]:
+        assert tier.num_gpus is not None
+        counts.append(np.clip(np.floor(tier.num_gpus / np.asarray(stride, dtype=float)), 1, size))
+    return [*counts, size]
+
+
+def collective_s(kind: Kind, num_bytes: Number, size: Number, stride: Number, cluster: ClusterSpec) -> Number:
+    """Seconds of one collective of `num_bytes` over `size` ranks a `stride` apart; 0 for one rank or no bytes.
+
+    all_gather, reduce_scatter and ring: at each tier the (g−1)/g of the tensor that a unit lacks arrives through the
+    `inner` members already gathered below: (g−1)/g · S / inner / bandwidth + steps · latency, g = members / inner.
+    all_reduce is twice that; all_to_all sends each tier its peers' share of S. Innermost tiers are rings (g−1 steps), outer
+    ones trees (log₂ g).
+    """
+    num_bytes = np.asarray(num_bytes, dtype=float)
+    seconds: Number = 0.0
+    inner: Number = np.asarray(1.0)
+    for level, (tier, members) in enumerate(
+        zip(cluster.tiers, members_by_tier(size, stride, cluster.tiers), strict=True)
+    ):
+        ratio = members / inner
+        if kind == "all_to_all":
+            moved, steps = num_bytes * (members - inner) / size, ratio > 1
+        else:
+            moved = num_bytes * (1 - 1 / ratio) / inner
+            steps = ratio - 1 if level == 0 else np.ceil(np.log2(ratio))
+        seconds = seconds + moved / tier.bytes_per_s + steps * tier.latency_s
+        inner = members
+    factor = 2 if kind == "all_reduce" else 1
+    return factor * seconds * (num_bytes > 0) * (np.asarray(size) > 1)
+
+
+def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec) -> Number:
+    """Seconds to hand `num_bytes` to the rank `distance` away: the innermost tier wider than that, plus its latency."""
+    outermost = cluster.tiers[-1]
+    seconds: Number = num_bytes / outermost.bytes_per_s + outermost.latency_s
+    for tier in reversed(cluster.tiers[:-1]):
+        assert tier.num_gpus is not None
+        within = np.asarray(distance) < tier.num_gpus
+        seconds = np.where(within, num_bytes / tier.bytes_per_s + tier.latency_s, seconds)
+    return seconds
+
+
+def group_of(group: Group, shape: Shape) -> tuple[Number, Number]:
+    """Size and stride of a group."""
+    if group == "tp":
+        return shape.tp, 1
+    if group == "cp":
+        return shape.cp, shape.tp
+    if group == "etp":
+        return shape.etp, 1
+    return shape.ep, shape.etp
+
+
+def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec) -> Number:
+    """Seconds of a layer's collective, overlap aside."""
+    size, stride = group_of(collective.group, shape)
+    return collective_s(collective.kind, collective.num_bytes, size, stride, cluster)

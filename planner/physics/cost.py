@@ -1,0 +1,284 @@
+"""The cost table: everything that search and schedule may know about one shape (or about thousands, as arrays)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from planner.physics import compute, memory
+from planner.physics.communication import collective_s, exchange_s, p2p_s
+from planner.physics.layers import decoder_layer, embedding, head, mtp_block
+from planner.physics.operators import (
+    BF16,
+    FP32,
+    Item,
+    collectives_of,
+    num_parameters,
+    operators_of,
+    saved_bytes,
+)
+from planner.physics.shape import Number, Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.runtime import RuntimeSpec
+from planner.specs.training import Recompute, TrainingSpec
+
+COMM_GROUPS = ("tp", "cp", "ep")
+"""Groups whose exchanges run inside a layer; expert-tp counts with ep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCost:
+    """One part of a stage (a layer, the embedding, the head) on one rank: seconds of a micro-batch, bytes, parameters.
+
+    Compute and exposed communication are apart: a stage's forward takes forward_s plus the forward exchanges.
+    """
+
+    forward_s: Number = 0.0
+    input_grad_s: Number = 0.0
+    """Input gradients, and whatever is recomputed before them."""
+    weight_grad_s: Number = 0.0
+    tp_forward_s: Number = 0.0
+    tp_backward_s: Number = 0.0
+    cp_forward_s: Number = 0.0
+    cp_backward_s: Number = 0.0
+    ep_forward_s: Number = 0.0
+    ep_backward_s: Number = 0.0
+    live_bytes: Number = 0.0
+    """Kept from forward to backward, per micro-batch in flight."""
+    transient_bytes: Number = 0.0
+    """Needed above the live bytes while this part's backward runs."""
+    logits_bytes: Number = 0.0
+    """Of transient_bytes: what the loss holds."""
+    weights_bytes: Number = 0.0
+    gradients_bytes: Number = 0.0
+    optimizer_bytes: Number = 0.0
+    parameters: Number = 0.0
+    """Parameters of the part on this rank, before ZeRO-3 sharding."""
+    reduce_s: Number = 0.0
+    """Gradient reduction over data-parallel ranks, once per step (ZeRO-3: per micro-batch)."""
+    gather_s: Number = 0.0
+    """Parameter all-gather, once per step (ZeRO-3: per pass of a micro-batch)."""
+    optimizer_s: Number = 0.0
+
+    @property
+    def forward_total_s(self) -> Number:
+        return self.forward_s + self.tp_forward_s + self.cp_forward_s + self.ep_forward_s
+
+    @property
+    def input_grad_total_s(self) -> Number:
+        """Input gradients with the backward's exchanges."""
+        return self.input_grad_s + self.tp_backward_s + self.cp_backward_s + self.ep_backward_s
+
+    @property
+    def backward_total_s(self) -> Number:
+        return self.input_grad_total_s + self.weight_grad_s
+
+    @property
+    def total_s(self) -> Number:
+        """Forward and backward of one micro-batch, exchanges included."""
+        return self.forward_total_s + self.backward_total_s
+
+    @property
+    def static_bytes(self) -> Number:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    def take(self, index: Any) -> PartCost:
+        """The costs at `index` of arrays."""
+        return PartCost(**{f.name: _at(getattr(self, f.name), index) for f in fields(self)})
+
+    def __add__(self, other: PartCost) -> PartCost:
+        """Both parts on one rank: all adds up, but of what is needed for a moment the larger counts."""
+        total = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        total["transient_bytes"] = np.maximum(self.transient_bytes, other.transient_bytes)
+        return PartCost(**total)
+
+
+def _at(value: Number, index: Any) -> Number:
+    return value[index] if isinstance(value, np.ndarray) and value.ndim else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """Prices of one shape: a `PartCost` per layer kind and recompute mode, and those of the first and the last stage."""
+
+    shape: Shape
+    layers: dict[tuple[LayerKind, Recompute], PartCost]
+    first: PartCost
+    """Embedding."""
+    last: PartCost
+    """Final norm, head, loss; multi-token prediction; the embedding copy where weights are tied and pp > 1."""
+    last_alone: PartCost
+    """The same on a stage that holds the embedding too (pp = 1)."""
+    p2p_s: Number
+    """Handing one micro-batch's activation (or gradient) to the next stage."""
+    usable_bytes: Number
+    """What tensors may take on a rank."""
+    tail_s: Number
+    """Per step, on every rank: gradient-norm all-reduce, tied-embedding all-reduce, host overhead."""
+
+    def take(self, index: Any) -> CostTable:
+        return CostTable(
+            shape=self.shape.take(index),
+            layers={key: part.take(index) for key, part in self.layers.items()},
+            first=self.first.take(index),
+            last=self.last.take(index),
+            last_alone=self.last_alone.take(index),
+            p2p_s=_at(self.p2p_s, index),
+            usable_bytes=_at(self.usable_bytes, index),
+            tail_s=_at(self.tail_s, index),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """What stays the same while shapes vary: model, training, cluster, runtime, and which modules `selective` recomputes."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: ClusterSpec
+    runtime: RuntimeSpec
+    selective_modules: tuple[str, ...] = ("core_attn",)
+    headroom_bytes: float = 0.0
+
+    def table(self, shape: Shape, modes: Sequence[Recompute] = ("none", "selective", "full")) -> CostTable:
+        """Price `shape` (numbers or arrays) under each recompute mode."""
+        model, runtime, imbalance = self.model, self.runtime, self.training.moe_imbalance
+        layers: dict[tuple[LayerKind, Recompute], PartCost] = {}
+        for kind in model.kinds:
+            items = decoder_layer(model, kind, shape, runtime, imbalance)
+            layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
+        first = self._plain(embedding(model, shape, runtime), shape)
+        shares = model.tie_word_embeddings
+        last, alone = (self._head(shape, shares_embedding=s) for s in (False, shares))
+        distance = shape.tp * shape.cp * shape.dp
+        return CostTable(
+            shape=shape,
+            layers=layers,
+            first=first,
+            last=last,
+            last_alone=alone,
+            p2p_s=p2p_s(BF16 * shape.shard_tokens * model.hidden_size, distance, self.cluster)
+            * (np.asarray(shape.pp) > 1),
+            usable_bytes=memory.usable_bytes(shape, self.cluster.hardware, self.headroom_bytes),
+            tail_s=self._tail_s(shape),
+        )
+
+    def _modes(self, items: Sequence[Item], shape: Shape, modes: Sequence[Recompute]) -> dict[Recompute, PartCost]:
+        """One layer under each recompute mode: what is run again moves into the backward, what it saved is not kept."""
+        plain = self._plain(items, shape)
+        everything = frozenset(m for item in items for m in item.modules) | {""}
+        parts: dict[Recompute, PartCost] = {}
+        for mode in modes:
+            if mode == "none":
+                parts[mode] = plain
+                continue
+            chosen = everything if mode == "full" else frozenset(self.selective_modules)
+            again = [item for item in items if mode == "full" or not chosen.isdisjoint(item.modules)]
+            repeat = self._seconds(again, shape)
+            fp8 = memory.is_fp8(self.training.dtype)
+            whole = saved_bytes(items, frozenset(), fp8)
+            live = (
+                BF16 * shape.shard_tokens * self.model.hidden_size
+                if mode == "full"
+                else saved_bytes(items, chosen, fp8)
+            )
+            changed = {
+                "input_grad_s": plain.input_grad_s + repeat["forward_s"],
+                **{
+                    f"{g}_backward_s": getattr(plain, f"{g}_backward_s") + repeat[f"{g}_forward_s"] for g in COMM_GROUPS
+                },
+                "live_bytes": live,
+                "transient_bytes": plain.transient_bytes + whole - live,
+            }
+            parts[mode] = PartCost(**{f.name: changed.get(f.name, getattr(plain, f.name)) for f in fields(plain)})
+        return parts
+
+    def _seconds(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """Seconds of a part by pass and kind, exposed exchanges only."""
+        seconds: dict[str, Number] = dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), 0.0)
+        seconds.update({f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")})
+        slow = 1 + self.training.straggler_fraction
+        for op in operators_of(items):
+            passes = compute.operator_seconds(op, self.cluster.hardware, self.training.dtype, self.runtime)
+            for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
+                seconds[key] = seconds[key] + slow * value
+        for exchange in collectives_of(items):
+            hidden = (
+                0.0 if exchange.overlap == "none" else getattr(self.runtime, f"{exchange.overlap}_overlap_fraction")
+            )
+            group = "ep" if exchange.group == "etp" else exchange.group
+            key = f"{group}_{'backward' if exchange.backward else 'forward'}_s"
+            seconds[key] = seconds[key] + (1 - hidden) * exchange_s(exchange, shape, self.cluster)
+        return seconds
+
+    def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
+        """A part without recompute."""
+        dense, expert = num_parameters(items, expert=False), num_parameters(items, expert=True)
+        hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
+        seconds = self._seconds(items, shape)
+        if not runtime.fused_grad_accumulation:
+            seconds["weight_grad_s"] = seconds["weight_grad_s"] + compute.accumulate_s(hardware, dense + expert)
+        return PartCost(
+            **seconds,
+            live_bytes=saved_bytes(items, frozenset(), memory.is_fp8(dtype)),
+            transient_bytes=memory.transient_bytes(items, runtime),
+            weights_bytes=memory.weights_bytes(dense, expert, shape, runtime, dtype),
+            gradients_bytes=memory.gradients_bytes(dense, expert, shape, runtime),
+            optimizer_bytes=memory.optimizer_bytes(dense, expert, shape, runtime),
+            parameters=dense + expert,
+            reduce_s=self._reduce_s(dense, expert, shape),
+            gather_s=self._gather_s(dense, expert, shape),
+            optimizer_s=compute.optimizer_s(hardware, memory.sharded_parameters(dense, expert, shape), runtime),
+        )
+
+    def _head(self, shape: Shape, shares_embedding: bool) -> PartCost:
+        """Head and loss, with the multi-token-prediction blocks behind the last layer."""
+        items = head(self.model, shape, self.runtime, shares_embedding)
+        part = self._plain(items, shape)
+        for _ in range(self.model.num_nextn_predict_layers):
+            part = part + self._plain(mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance), shape)
+        logits = next(op for op in operators_of(items) if op.name == "head")
+        logits_bytes = BF16 * logits.m * logits.n
+        # bf16 logits and their gradient; unfused, also an fp32 copy and an fp32 gradient beside the softmax that is kept
+        held = 2 * logits_bytes if self.runtime.fused_cross_entropy else (2 * BF16 + 2 * FP32) / BF16 * logits_bytes
+        changed = {"transient_bytes": np.maximum(part.transient_bytes, held), "logits_bytes": held}
+        return PartCost(**{f.name: changed.get(f.name, getattr(part, f.name)) for f in fields(part)})
+
+    def _reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
+        """Reduce-scatter of gradients over the shard group, all-reduce of the shards over its replicas; all-reduce under ZeRO-0."""
+        return self._data_parallel_s(dense, expert, shape, self.runtime.gradient_bytes, reduces=True)
+
+    def _gather_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
+        """All-gather of updated bf16 parameters over the shard group; none under ZeRO-0."""
+        return self._data_parallel_s(dense, expert, shape, BF16, reduces=False) * (np.asarray(shape.zero_stage) >= 1)
+
+    def _data_parallel_s(
+        self, dense: Number, expert: Number, shape: Shape, num_bytes: int, reduces: Literal[True, False]
+    ) -> Number:
+        seconds: Number = 0.0
+        groups = ((dense, shape.dp * shape.cp, shape.tp), (expert, shape.expert_dp, shape.ep * shape.etp))
+        for parameters, size, stride in groups:
+            shard = np.minimum(shape.shard_size, size)
+            payload = num_bytes * parameters
+            scatter = collective_s("reduce_scatter", payload, shard, stride, self.cluster)
+            if not reduces:
+                seconds = seconds + scatter
+                continue
+            replicas = collective_s("all_reduce", payload / shard, size / shard, stride * shard, self.cluster)
+            whole = collective_s("all_reduce", payload, size, stride, self.cluster)
+            seconds = seconds + np.where(np.asarray(shape.zero_stage) >= 1, scatter + replicas, whole)
+        return seconds
+
+    def _tail_s(self, shape: Shape) -> Number:
+        """Gradient norm over every rank, tied-embedding gradients between first and last stage, host overhead."""
+        norm_s = collective_s("all_reduce", FP32, shape.num_ranks, 1, self.cluster)
+        tied_s: Number = 0.0
+        if self.model.tie_word_embeddings:
+            vocab = self.model.vocab_size / shape.tp * self.model.hidden_size * self.runtime.gradient_bytes
+            distance = shape.tp * shape.cp * shape.dp * np.maximum(np.asarray(shape.pp) - 1, 1)
+            tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (np.asarray(shape.pp) > 1)
+        return norm_s + tied_s + self.runtime.step_overhead_s

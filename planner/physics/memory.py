@@ -1,0 +1,101 @@
+"""Bytes of a stage: what stays, what lives between forward and backward, and what one operator needs for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.physics.operators import BF16, Item, Operator, operators_of
+from planner.physics.shape import Number, Shape
+from planner.specs.cluster import HardwareSpec
+from planner.specs.runtime import RuntimeSpec
+
+
+def weights_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
+    """Weights a rank keeps between steps; sharded under ZeRO-3. fp8 recipes cache one-byte copies beside them."""
+    per_parameter = runtime.weight_bytes + (runtime.fp8_weight_bytes if is_fp8(dtype) else 0)
+    return per_parameter * _sharded(dense, expert, shape, 3)
+
+
+def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Main gradients; sharded from ZeRO-2 on."""
+    return runtime.gradient_bytes * _sharded(dense, expert, shape, 2)
+
+
+def optimizer_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """fp32 masters and Adam moments; sharded from ZeRO-1 on."""
+    return runtime.optimizer_bytes * _sharded(dense, expert, shape, 1)
+
+
+def sharded_parameters(dense: Number, expert: Number, shape: Shape) -> Number:
+    """Parameters whose optimizer step this rank computes."""
+    return _sharded(dense, expert, shape, 1)
+
+
+def _sharded(dense: Number, expert: Number, shape: Shape, from_stage: int) -> Number:
+    """Parameters over shard_size ranks (experts: over expert_dp of them) where zero_stage ≥ from_stage, else whole."""
+    on = np.asarray(shape.zero_stage) >= from_stage
+    # HSDP shards experts over no more ranks than it shards the rest
+    expert_ranks = np.minimum(np.maximum(shape.expert_dp, 1), shape.shard_size)
+    return dense / np.where(on, shape.shard_size, 1) + expert / np.where(on, expert_ranks, 1)
+
+
+def is_fp8(dtype: str) -> bool:
+    """Whether GEMM inputs are kept in eight bits or fewer."""
+    return dtype in ("fp8", "mxfp8", "nvfp4")
+
+
+def communicators(shape: Shape) -> Number:
+    """Communicators a rank opens: one for each of tp, cp, pp, dp·cp, ep and expert-dp that spans more than one rank."""
+    sizes = (
+        shape.tp,
+        shape.cp,
+        shape.pp,
+        shape.dp * shape.cp,
+        shape.ep,
+        np.where(np.asarray(shape.ep) > 1, shape.expert_dp, 1),
+    )
+    return sum((np.asarray(size) > 1).astype(float) for size in sizes)
+
+
+def reserved_bytes(allocated_bytes: Number, shape: Shape, hardware: HardwareSpec) -> Number:
+    """Context, communicator buffers, and the allocator's loss in proportion to what is allocated."""
+    return fixed_reserved_bytes(shape, hardware) + hardware.reserved.fragmentation_fraction * allocated_bytes
+
+
+def fixed_reserved_bytes(shape: Shape, hardware: HardwareSpec) -> Number:
+    """The part of the reserve that does not grow with what is allocated."""
+    reserved = hardware.reserved
+    return reserved.context_bytes + reserved.communicator_bytes * communicators(shape)
+
+
+def usable_bytes(shape: Shape, hardware: HardwareSpec, headroom_bytes: float = 0.0) -> Number:
+    """The most that tensors may take: memory less the fixed reserve and headroom, less the allocator's share."""
+    free = hardware.memory_bytes - fixed_reserved_bytes(shape, hardware) - headroom_bytes
+    return free / (1 + hardware.reserved.fragmentation_fraction)
+
+
+def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
+    """The most that a part's backward needs above what it saved.
+
+    Walks the operators backwards: an operator needs its output's and its input's gradient (and a bf16 weight gradient, unless
+    the GEMM adds into the main gradient) while the tensors saved by later operators are already free.
+    """
+    worst: Number = 0.0
+    freed: Number = 0.0
+    for op in reversed(operators_of(items)):
+        worst = np.maximum(worst, _working_set_bytes(op, runtime) - freed)
+        freed = freed + op.saved_bytes()
+    return worst
+
+
+def _working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
+    if op.kind == "gemm":
+        gradients = BF16 * op.count * op.m * (op.n + op.k)
+        weight = 0 if runtime.fused_grad_accumulation or not op.weight else BF16 * op.parameters
+        return gradients + weight
+    if op.kind == "attention":
+        q = op.batch * op.q_len * op.heads * (op.qk_dim + op.v_dim)
+        return BF16 * 2 * (q + op.batch * op.q_len * op.kv_heads * (op.qk_dim + op.v_dim))
+    return op.backward_bytes * 2 / 3
