@@ -130,7 +130,7 @@ class StepTime(Spec):
     breakdown: StepBreakdown
 
 
-class Plan(Spec):
+class PricedLayout(Spec):
     """One layout priced: whether it fits, how its stages are cut, how long a step takes."""
 
     id: str | None = None
@@ -191,8 +191,11 @@ class RunCost(Spec):
     mwh: float | None = None
 
 
-class Answer(Spec):
-    """What `plan` returns: inputs, the best plan, alternatives, why the others were rejected."""
+class Plan(Spec):
+    """What `plan()` and `evaluate()` return: the inputs, the best layout, alternatives, why the others were rejected.
+
+    `fits`, `parallelism`, `stages`, `step`, `evidence` and `warnings` are those of `best`.
+    """
 
     schema_version: Literal[1] = SCHEMA_VERSION
     planner_version: str
@@ -201,8 +204,8 @@ class Answer(Spec):
     training: TrainingSpec
     runtime: str
     runtime_spec: RuntimeSpec
-    best: Plan
-    alternatives: tuple[Plan, ...] = ()
+    best: PricedLayout
+    alternatives: tuple[PricedLayout, ...] = ()
     rejections: dict[str, int] = Field(default_factory=dict)
     rejection_examples: dict[str, str] = Field(default_factory=dict)
     """One rejected shape per reason, in words with its numbers."""
@@ -210,6 +213,30 @@ class Answer(Spec):
     run_cost: RunCost | None = None
     assumptions: tuple[str, ...] = ()
     """Defaults that move the result, and how to set them."""
+
+    @property
+    def fits(self) -> bool:
+        return self.best.fits
+
+    @property
+    def parallelism(self) -> Layout:
+        return self.best.parallelism
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        return self.best.stages
+
+    @property
+    def step(self) -> StepTime:
+        return self.best.step
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.best.evidence
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self.best.warnings
 
     @property
     def inputs_sha256(self) -> str:
@@ -227,6 +254,6 @@ class Answer(Spec):
         return {**self.model_dump(mode="json"), "inputs_sha256": self.inputs_sha256}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Answer:
+    def from_json(cls, data: dict[str, Any]) -> Plan:
         """Read what `to_json` wrote; pydantic's ValidationError where it does not fit."""
         return cls.model_validate({key: value for key, value in data.items() if key != "inputs_sha256"})
