@@ -29,7 +29,7 @@ def interleaved_one_f_one_b(
     Source: Narayanan et al. 2021, §2.2; Megatron-LM `get_pp_rank_microbatches` and `get_schedule_table`.
     """
     group = microbatch_group_size or pp
-    visits = list(_grouped_visits(vpp, num_microbatches, group))
+    visits = list(grouped_visits(vpp, num_microbatches, group))
     ranks = []
     for rank in range(pp):
         forwards = [Action("F", chunk * pp + rank, mb) for chunk, mb in visits]
@@ -81,7 +81,7 @@ def pipedream_2bw(pp: int, num_microbatches: int) -> Schedule:
 
 def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
     """Forwards alone, for evaluation, in the order of interleaved 1F1B's forwards."""
-    visits = list(_grouped_visits(vpp, num_microbatches, pp))
+    visits = list(grouped_visits(vpp, num_microbatches, pp))
     ranks = tuple(tuple(Action("F", chunk * pp + rank, mb) for chunk, mb in visits) for rank in range(pp))
     return Schedule("forward-only", ranks, tuple(range(pp)) * vpp, num_microbatches, forward_only=True)
 
@@ -92,7 +92,7 @@ def no_pipeline(num_microbatches: int) -> Schedule:
     return Schedule("none", order.ranks, order.stage_to_rank, num_microbatches)
 
 
-def _grouped_visits(vpp: int, num_microbatches: int, group: int) -> Iterator[tuple[int, int]]:
+def grouped_visits(vpp: int, num_microbatches: int, group: int) -> Iterator[tuple[int, int]]:
     """(chunk, micro-batch) in the order of Megatron's schedule table; the last group may be smaller."""
     for first in range(0, num_microbatches, group):
         for chunk in range(vpp):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.errors import SpecError
-from planner.schedule import looped
+from planner.schedule import bidirectional, looped, zero_bubble
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.looped import interleaved_one_f_one_b, one_f_one_b, warm_up_chunks
 
@@ -41,13 +41,27 @@ class ScheduleKind:
     even_pp: bool = False
     min_microbatches_per_rank: int = 0
     """num_microbatches must be at least this many times pp."""
-    microbatch_multiple: Callable[[int], int] = lambda pp: 1
-    """num_microbatches must be a multiple of this function of pp."""
+    microbatch_multiple: Callable[[int, int], int] = lambda pp, vpp: 1
+    """num_microbatches must be a multiple of this function of pp and vpp."""
     grouped: bool = False
     """Whether a micro-batch group size may be given, which replaces the multiple."""
 
 
 _ANY_VPP = 1 << 30
+
+
+def _v_shaped(
+    name: str, build: Callable[[int, int], Schedule], source: str, min_microbatches_per_rank: int = 0
+) -> ScheduleKind:
+    return ScheduleKind(
+        name,
+        lambda pp, vpp, num_microbatches, group: build(pp, num_microbatches),
+        source,
+        min_vpp=2,
+        max_vpp=2,
+        min_microbatches_per_rank=min_microbatches_per_rank,
+    )
+
 
 SCHEDULES: dict[str, ScheduleKind] = {
     kind.name: kind
@@ -62,7 +76,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
             min_pp=2,
             min_vpp=2,
             max_vpp=_ANY_VPP,
-            microbatch_multiple=lambda pp: pp,
+            microbatch_multiple=lambda pp, vpp: pp,
             grouped=True,
         ),
         ScheduleKind(
@@ -70,6 +84,34 @@ SCHEDULES: dict[str, ScheduleKind] = {
             lambda pp, v, m, g: looped.breadth_first(pp, v, m),
             "Lamy-Poirier 2023",
             max_vpp=_ANY_VPP,
+        ),
+        ScheduleKind(
+            "zb-h1",
+            zero_bubble.zb_h1,
+            "Qi et al. 2023",
+            max_vpp=_ANY_VPP,
+            microbatch_multiple=lambda pp, vpp: pp if vpp > 1 else 1,
+            grouped=True,
+        ),
+        ScheduleKind("zb-h2", lambda pp, v, m, g: zero_bubble.zb_h2(pp, m), "Qi et al. 2023"),
+        _v_shaped("zb-v", zero_bubble.zb_v, "Qi et al. 2024"),
+        _v_shaped("v-half", zero_bubble.v_half, "Qi et al. 2024"),
+        _v_shaped("v-min", zero_bubble.v_min, "Qi et al. 2024"),
+        ScheduleKind(
+            "dualpipe",
+            lambda pp, v, m, g: bidirectional.dualpipe(pp, m),
+            "DeepSeek-AI 2024",
+            even_pp=True,
+            min_microbatches_per_rank=2,
+            microbatch_multiple=lambda pp, vpp: 2,
+        ),
+        _v_shaped("dualpipe-v", bidirectional.dualpipe_v, "Qi et al. 2025", min_microbatches_per_rank=2),
+        ScheduleKind(
+            "chimera",
+            lambda pp, v, m, g: bidirectional.chimera(pp, m),
+            "Li and Hoefler 2021",
+            even_pp=True,
+            microbatch_multiple=lambda pp, vpp: pp,
         ),
         ScheduleKind("pipedream-2bw", lambda pp, v, m, g: looped.pipedream_2bw(pp, m), "Narayanan et al. 2021 (2BW)"),
         ScheduleKind(
@@ -94,7 +136,7 @@ def violation(
         return SpecError(f"schedule {name!r} is unknown", hint=hint)
     if min(pp, vpp, num_microbatches) < 1:
         return SpecError(f"pp {pp}, vpp {vpp} and num_microbatches {num_microbatches} must each be at least 1")
-    return _shape_violation(kind, pp, vpp) or _batch_violation(kind, pp, num_microbatches, microbatch_group_size)
+    return _shape_violation(kind, pp, vpp) or _batch_violation(kind, pp, vpp, num_microbatches, microbatch_group_size)
 
 
 def _shape_violation(kind: ScheduleKind, pp: int, vpp: int) -> SpecError | None:
@@ -111,7 +153,7 @@ def _shape_violation(kind: ScheduleKind, pp: int, vpp: int) -> SpecError | None:
 
 
 def _batch_violation(
-    kind: ScheduleKind, pp: int, num_microbatches: int, microbatch_group_size: int | None
+    kind: ScheduleKind, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None
 ) -> SpecError | None:
     least = kind.min_microbatches_per_rank * pp
     if num_microbatches < least:
@@ -121,7 +163,7 @@ def _batch_violation(
         )
     if microbatch_group_size is not None:
         return _group_violation(kind, pp, num_microbatches, microbatch_group_size)
-    multiple = kind.microbatch_multiple(pp)
+    multiple = kind.microbatch_multiple(pp, vpp)
     if num_microbatches % multiple:
         below = num_microbatches - num_microbatches % multiple
         return SpecError(

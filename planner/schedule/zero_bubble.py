@@ -1,0 +1,120 @@
+"""Orders that split the backward and move weight gradients into the bubbles: ZB-H1, ZB-H2, ZB-V, V-Half, V-Min."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.schedule.actions import Action, Schedule
+from planner.schedule.looped import grouped_visits
+from planner.schedule.tape import Tape
+
+BLOCK = 6
+"""Slots that one micro-batch takes on a rank with two chunks: F, I and W of each."""
+
+
+def zb_h1(pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None) -> Schedule:
+    """1F1B in which rank r puts off its weight gradients by r micro-batches, so that every rank uses the memory of the
+    first rank of 1F1B (Qi et al. 2023, §3; for vpp > 1 the order of torch's ScheduleInterleavedZeroBubble)."""
+    group = microbatch_group_size or pp
+    ahead = [(vpp - 1) * group + pp - 1 - rank for rank in range(pp)]
+    return _split_one_forward_one_backward("zb-h1", vpp, num_microbatches, group, ahead, delay=range(pp))
+
+
+def zb_h2(pp: int, num_microbatches: int) -> Schedule:
+    """As ZB-H1 with twice the warm-up and twice the delay: no bubble but the skew of the ranks when f = i = w, for up
+    to 2·pp − 1 micro-batches in flight (Qi et al. 2023, §3)."""
+    ahead = [2 * (pp - 1 - rank) for rank in range(pp)]
+    return _split_one_forward_one_backward("zb-h2", 1, num_microbatches, pp, ahead, delay=range(0, 2 * pp, 2))
+
+
+def _split_one_forward_one_backward(
+    name: str, vpp: int, num_microbatches: int, group: int, ahead: Sequence[int], delay: Sequence[int]
+) -> Schedule:
+    """Rank r runs ahead[r] forwards, then F I and, once delay[r] weight gradients are owed, W; the rest at the end."""
+    pp = len(ahead)
+    visits = list(grouped_visits(vpp, num_microbatches, group))
+    ranks = []
+    for rank in range(pp):
+        forwards = iter([Action("F", chunk * pp + rank, mb) for chunk, mb in visits])
+        gradients = [((vpp - 1 - chunk) * pp + rank, mb) for chunk, mb in visits]
+        actions = [action for _, action in zip(range(ahead[rank]), forwards, strict=False)]
+        for index, (stage, microbatch) in enumerate(gradients):
+            actions.extend(action for _, action in zip(range(1), forwards, strict=False))
+            actions.append(Action("I", stage, microbatch))
+            if index >= delay[rank]:
+                actions.append(Action("W", *gradients[index - delay[rank]]))
+        owed = gradients[max(0, len(gradients) - delay[rank]) :]
+        ranks.append((*actions, *(Action("W", stage, mb) for stage, mb in owed)))
+    return Schedule(name, tuple(ranks), tuple(range(pp)) * vpp, num_microbatches, splits_backward=True)
+
+
+def v_placement(pp: int) -> tuple[int, ...]:
+    """Rank of each of 2·pp virtual stages when the model goes down the ranks and back up: 0 … pp − 1, pp − 1 … 0."""
+    return (*range(pp), *reversed(range(pp)))
+
+
+def zb_v(pp: int, num_microbatches: int) -> Schedule:
+    """Two chunks per rank in a V, so that first and last stage share a rank; the memory of 1F1B's first rank on all and
+    no bubble but the skew of the ranks when f = i = w (Qi et al. 2024, §6; order of torch's ScheduleZBVZeroBubble)."""
+    padded = max(2 * pp - 1, num_microbatches)
+    ranks = []
+    for rank in range(pp):
+        tape = Tape((rank, 2 * pp - 1 - rank))
+        tape.add("F0", 2 * (pp - rank) - 1)
+        tape.add("F1 F0", rank)
+        tape.add("F1 I1 W1", pp - rank)
+        while tape.count("F", 1) < tape.count("F", 0) or tape.count("F", 0) < padded:
+            tape.add("F0", int(tape.count("F", 0) < padded))
+            tape.add("I0 W0 F1 I1 W1")
+        tape.add("I0 I1", rank)
+        tape.add("I0 W0", pp - rank)
+        tape.add("W1", tape.count("I", 1) - tape.count("W", 1))
+        tape.add("W0", tape.count("I", 0) - tape.count("W", 0))
+        ranks.append(tuple(action for action in tape.actions if action.microbatch < num_microbatches))
+    return Schedule("zb-v", tuple(ranks), v_placement(pp), num_microbatches, splits_backward=True)
+
+
+def v_half(pp: int, num_microbatches: int) -> Schedule:
+    """Building block with about half the activations of 1F1B's first rank (Qi et al. 2024, "Pipeline parallelism with
+    controllable memory", V-Half)."""
+    gap = 3 if pp % 2 == 0 else 0
+    block = [(2 * r, 3 * pp - r - 2, 3 * pp + gap + 2 * r - 1, 6 * pp + gap - r - 2) for r in range(pp)]
+    return _repeat_block("v-half", block, num_microbatches)
+
+
+def v_min(pp: int, num_microbatches: int) -> Schedule:
+    """Building block with about a third of the activations of 1F1B's first rank, the least that a V placement needs
+    (Qi et al. 2024, "Pipeline parallelism with controllable memory", V-Min)."""
+    gap = 2 if pp % 3 == 0 else 0
+    block = [(r, 2 * pp - r - 1, 2 * pp + gap + r, 4 * pp + gap - r - 1) for r in range(pp)]
+    return _repeat_block("v-min", block, num_microbatches)
+
+
+def _repeat_block(name: str, block: Sequence[Sequence[int]], num_microbatches: int) -> Schedule:
+    """Start the same block every BLOCK slots, fill the slots left free with weight gradients, keep only the order.
+
+    A block gives rank r's slots of F and F of the chunk down and up, then I up and down, for the first micro-batch.
+    """
+    pp = len(block)
+    ranks = []
+    for rank, slots in enumerate(block):
+        down, up = rank, 2 * pp - 1 - rank
+        steps = list(zip(slots, "FFII", (down, up, up, down), strict=True))
+        placed = {
+            slot + BLOCK * microbatch: Action(kind, stage, microbatch)
+            for microbatch in range(num_microbatches)
+            for slot, kind, stage in steps
+        }
+        actions: list[Action] = []
+        owed: list[Action] = []
+        for slot in range(max(placed) + 1):
+            action = placed.get(slot)
+            if action is None:
+                actions.extend(owed[:1])
+                del owed[:1]
+            else:
+                actions.append(action)
+                if action.kind == "I":
+                    owed.append(Action("W", action.stage, action.microbatch))
+        ranks.append((*actions, *owed))
+    return Schedule(name, tuple(ranks), v_placement(pp), num_microbatches, splits_backward=True)
