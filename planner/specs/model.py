@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -76,6 +76,9 @@ _MLA_FIELDS = frozenset(MLASpec.model_fields)
 class ModelSpec(Spec):
     """A decoder-only transformer. Field names follow Hugging Face where it has one."""
 
+    flat_sections: ClassVar[tuple[str, ...]] = ("moe", "mla")
+    """Sections whose fields may also be given at the top, as a `config.json` does."""
+
     name: str = Field(min_length=1, max_length=200)
     aliases: tuple[str, ...] = ()
     source: str = ""
@@ -92,7 +95,7 @@ class ModelSpec(Spec):
     tie_word_embeddings: bool = False
     gated_mlp: bool = True
     """SwiGLU and its kin: gate and up projections; false for a plain two-matrix MLP."""
-    activation: Literal["silu", "gelu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "relu", "relu2"] = "silu"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     bias: bool = False
     """Every linear layer of the block has a bias (and so has LayerNorm), unless a field below says otherwise."""

@@ -1,0 +1,87 @@
+"""A Hugging Face `config.json` as a ModelSpec, by the table in architectures.py: no transformers and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+
+from pydantic import ValidationError
+
+from planner.errors import SpecError
+from planner.specs.architectures import (
+    ARCHITECTURES,
+    SAME_AS,
+    WRAPPERS,
+    Architecture,
+    Config,
+    Derived,
+    InexpressibleError,
+)
+from planner.specs.model import MLASpec, ModelSpec, MoESpec
+from planner.specs.problems import nearest, spec_error
+from planner.specs.reading import kind_of
+
+
+def from_config(config: Config, where: str) -> ModelSpec:
+    """The model that a `config.json` describes; `where` names the file in messages.
+
+    Raises SpecError for an unknown architecture, a missing or wrong field, or a layer pattern ModelSpec has not.
+    """
+    config, row = _architecture(config, where)
+    given = {**row.defaults, **config}
+    keys = {
+        ours: _first(theirs, config) or _first(theirs, row.defaults) or theirs[0] for ours, theirs in row.keys.items()
+    }
+    fields: Derived = {ours: given[key] for ours, key in keys.items() if key in given} | row.fixed
+    try:
+        for derive in row.derive:
+            fields |= derive(given)
+        return ModelSpec.model_validate({"name": _name(config, where), "source": f"config.json ({where})", **fields})
+    except InexpressibleError as error:
+        raise SpecError(f"{where}: {error}", "write the model as YAML, or mend the config") from None
+    except ValidationError as error:
+        raise spec_error(error, where, ModelSpec, _spelling(keys)) from None
+
+
+def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
+    """The language model's own config and its row of the table."""
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in WRAPPERS:
+        inner = config.get("text_config")
+        if not isinstance(inner, dict):
+            raise SpecError(
+                f"{where}: text_config: {kind_of(inner)}, not a mapping", "give the language model's own config"
+            )
+        config, kind = {**inner, "_name_or_path": config.get("_name_or_path")}, WRAPPERS[kind]
+    name = SAME_AS.get(kind, kind) if isinstance(kind, str) else str(kind)
+    if name in ARCHITECTURES:
+        return config, ARCHITECTURES[name]
+    problem = "is missing" if kind is None else f"unknown architecture {name[:60]!r}"
+    known = f"known are {', '.join(sorted(ARCHITECTURES))}{nearest(name, ARCHITECTURES)}"
+    raise SpecError(f"{where}: model_type: {problem}", known)
+
+
+def _first(keys: tuple[str, ...], config: Config) -> str | None:
+    return next((key for key in keys if key in config), None)
+
+
+def _name(config: Config, where: str) -> str:
+    """The last part of `_name_or_path`, else the directory of a config.json, else the file's stem."""
+    stated = config.get("_name_or_path")
+    path = PurePath(where)
+    candidates = (
+        PurePath(stated).name if isinstance(stated, str) else "",
+        path.parent.name if path.name == "config.json" else path.stem,
+        str(config.get("model_type")),
+    )
+    return next(name for name in candidates if name)[:200]
+
+
+def _spelling(keys: Mapping[str, str]) -> dict[str, str]:
+    """Our field paths to the config's keys, so that a message names what the user wrote."""
+    sections = {"moe": MoESpec.model_fields, "mla": MLASpec.model_fields}
+    spelling = {"activation": "hidden_act", "attention_bias": "attention_bias"}
+    for ours, theirs in keys.items():
+        section = next((name for name, names in sections.items() if ours in names), None)
+        spelling[f"{section}.{ours}" if section else ours] = theirs
+    return spelling

@@ -1,0 +1,133 @@
+"""What pydantic found wrong, said in plain words: file, field, value, and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from planner.errors import SpecError
+from planner.specs.reading import kind_of
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean …?` with the closest known names, or nothing."""
+    close = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def spec_error(
+    exc: ValidationError, where: str, model: type[BaseModel], spelling: Mapping[str, str] | None = None
+) -> SpecError:
+    """The first problem of `exc` as a SpecError, with a count of the others.
+
+    `where` names the file or option, `model` is the class that was validated, and `spelling` maps this project's field
+    names to the ones in the file where they differ (a Hugging Face config).
+    """
+    errors = exc.errors(include_url=False)
+    # a misspelt key explains the missing one
+    first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
+    others = len(errors) - 1
+    path = _path(first)
+    field = (spelling or {}).get(path, path)
+    problem, hint = _in_words(first, model)
+    parts = [where, field, problem] if field else [where, problem]
+    more = f" (and {others} more problem{'s' if others > 1 else ''})" if others else ""
+    return SpecError(": ".join(parts) + more, hint)
+
+
+def _path(error: ErrorDetails) -> str:
+    """`tiers[0].gb_per_s` from a pydantic location, without the names of union branches."""
+    path = ""
+    for part in error["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not ("[" in part or part in {"int", "str", "float", "bool"}):
+            path += f".{part}" if path else part
+    return path
+
+
+def _in_words(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
+    """(what is wrong, what to do) of one pydantic error."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    shown = _show(value)
+    if kind == "extra_forbidden":
+        known = known_keys(model, error["loc"][:-1])
+        close = nearest(str(error["loc"][-1]), known)
+        return "unknown key", close.removeprefix("; ") or f"one of {', '.join(sorted(known))}"
+    if kind == "missing":
+        return "is missing", f"add `{error['loc'][-1]}:`"
+    if kind == "value_error":
+        return error["msg"].removeprefix("Value error, "), "change one of them"
+    if kind in _LIMITS:
+        word, key = _LIMITS[kind]
+        return f"{shown} must be {word} {context[key]:,}", "mend the number"
+    if kind == "literal_error":
+        return f"{shown} is none of {context['expected']}", "use one of them"
+    if kind == "finite_number":
+        return f"{shown} is not a finite number", "mend the number"
+    if kind in _WANTED:
+        return f"{shown} is {kind_of(value)}, expected {_WANTED[kind]}", f"give {_WANTED[kind]}"
+    return f"{shown}: {error['msg']}", "mend the value"
+
+
+_LIMITS = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+_WANTED = {
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing_size": "an integer of reasonable size",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "too_short": "a list with at least one entry",
+    "string_too_short": "some text",
+    "string_too_long": "shorter text",
+    "invalid_key": "a key that is text",
+}
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 60
+_REPR.maxlevel = _REPR.maxdict = _REPR.maxlist = 2
+
+
+def _show(value: object) -> str:
+    """A value, short whatever it is: integers of a thousand digits and nested aliases included."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return "a huge number"
+    return _REPR.repr(value)
+
+
+def known_keys(model: type[BaseModel], path: tuple[str | int, ...] = ()) -> set[str]:
+    """Keys that `model` accepts at `path`; fields of its flat sections count at the top too."""
+    at = model
+    for part in path:
+        if isinstance(part, str) and part in at.model_fields:
+            nested = _nested(at.model_fields[part].annotation)
+            at = nested or at
+    keys = set(at.model_fields)
+    for section in getattr(at, "flat_sections", ()):
+        keys |= set((_nested(at.model_fields[section].annotation) or at).model_fields)
+    return keys
+
+
+def _nested(annotation: Any) -> type[BaseModel] | None:
+    """The spec inside an annotation such as `MoESpec | None` or `tuple[LinkTier, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for found in map(_nested, get_args(annotation)) if found), None)

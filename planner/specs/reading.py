@@ -1,0 +1,163 @@
+"""Files the user names, read with suspicion: whatever is wrong with one is a SpecError that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from planner.errors import SpecError
+
+try:
+    from yaml import CSafeLoader as SafeLoader
+except ImportError:  # PyYAML built without libyaml: the same language, ten times slower
+    from yaml import SafeLoader  # type: ignore[assignment]
+
+MAX_BYTES = 2**20
+"""A spec is a page of text; anything larger was named by mistake."""
+
+STDIN = "-"
+
+
+class _Loader(SafeLoader):
+    """YAML 1.1 as PyYAML has it, except that `1e9` is a number, as in YAML 1.2 and JSON."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; `-` is stdin. Raises SpecError for whatever is not one."""
+    return parse_mapping(read_text(path), label(path))
+
+
+def label(path: str | Path) -> str:
+    """How messages name a file."""
+    return "stdin" if str(path) == STDIN else str(path)
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a small file; SpecError when it is missing, a directory, locked, huge or binary."""
+    where = label(path)
+    try:
+        data = sys.stdin.buffer.read(MAX_BYTES + 1) if str(path) == STDIN else _read_bytes(path)
+    except FileNotFoundError:
+        raise SpecError(f"{where}: no such file", "check the path") from None
+    except IsADirectoryError:
+        raise SpecError(f"{where}: is a directory", "name a file in it") from None
+    except PermissionError:
+        raise SpecError(f"{where}: no permission to read it", "make it readable for this user") from None
+    except (OSError, ValueError) as error:  # name too long, loop of links, a NUL in the name …
+        raise SpecError(
+            f"{where}: cannot be read: {getattr(error, 'strerror', None) or error}", "check the path"
+        ) from None
+    if len(data) > MAX_BYTES:
+        raise SpecError(
+            f"{where}: is larger than {MAX_BYTES:,} bytes, too large for a spec", "name a YAML or JSON file"
+        )
+    if b"\0" in data:
+        raise SpecError(f"{where}: is a binary file", "name a YAML or JSON file")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{where}: is not UTF-8 text (byte {error.start})", "name a YAML or JSON file") from None
+
+
+def _read_bytes(path: str | Path) -> bytes:
+    """At most MAX_BYTES + 1 bytes; a file known to be larger is not read at all."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return b"\n" * (MAX_BYTES + 1) if size > MAX_BYTES else file.read(MAX_BYTES + 1)
+
+
+def parse_mapping(text: str, where: str) -> dict[str, Any]:
+    """The mapping that `text` holds, as JSON where it looks like it and else as YAML."""
+    if where.endswith(".json") or text.lstrip().startswith("{"):
+        data = _parse_json(text, where)
+    else:
+        data = _parse_yaml(text, where)
+    if data is None:
+        raise SpecError(f"{where}: is empty", "write `key: value` lines")
+    if not isinstance(data, dict):
+        raise SpecError(f"{where}: holds {kind_of(data)}, not a mapping", "write `key: value` lines")
+    return data
+
+
+def kind_of(value: object) -> str:
+    """What a user would call the type of `value`."""
+    names = {type(None): "nothing", bool: "true or false", int: "an integer", float: "a number", str: "text",
+             list: "a list", tuple: "a list", dict: "a mapping"}  # fmt: skip
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where))
+    except json.JSONDecodeError as error:
+        if where.endswith(".json"):
+            hint = f"mend line {error.lineno}, column {error.colno}"
+            raise SpecError(f"{where}: line {error.lineno}: not JSON: {error.msg}", hint) from None
+        return _parse_yaml(text, where)  # a YAML flow mapping also starts with a brace
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
+        raise SpecError(f"{where}: not JSON: {error}", "name a YAML or JSON file") from None
+
+
+def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise SpecError(f"{where}: {key}: given twice", "keep one of them")
+        result[key] = value
+    return result
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_duplicates(node, where)
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise SpecError(f"{where}: {line}not YAML: {error.problem or error.context}", "mend that line") from None
+    # what PyYAML's constructors let through for tagged or impossible scalars (2024-13-45, !!bool x, 5,000 digits)
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise SpecError(f"{where}: not YAML: {str(error).splitlines()[0]}", "name a YAML or JSON file") from None
+    finally:
+        loader.dispose()
+
+
+def _refuse_duplicates(root: Node, where: str) -> None:
+    """YAML keeps the last of two equal keys; here they are an error, with the line."""
+    todo, seen = [root], set()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, SequenceNode):
+            todo.extend(node.value)
+        elif isinstance(node, MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                todo += (key, value)
+                if not isinstance(key, ScalarNode):
+                    continue
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    message = f"{where}: line {line}: {key.value}: given twice, first on line {lines[key.value]}"
+                    raise SpecError(message, "keep one of them")
+                lines[key.value] = line

@@ -1,0 +1,131 @@
+"""Names to files: find, read and validate models and hardware, and turn every failure into one SpecError."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from planner.errors import SpecError
+from planner.specs.base import Spec
+from planner.specs.cluster import HardwareSpec
+from planner.specs.huggingface import from_config
+from planner.specs.model import ModelSpec
+from planner.specs.problems import nearest, spec_error
+from planner.specs.reading import STDIN, label, load_yaml
+
+__all__ = [
+    "hardware_names", "load_hardware", "load_model", "load_yaml", "model_names", "nearest", "spec_error",
+]  # fmt: skip
+
+Kind = Literal["model", "hardware"]
+_FOLDERS: dict[Kind, str] = {"model": "model_specs", "hardware": "hardware_profiles"}
+_SUFFIXES = (".yaml", ".yml", ".json")
+_ALIASES = re.compile(r"^aliases: *\[(.*)\]", re.MULTILINE)
+S = TypeVar("S", bound=Spec)
+
+
+def load_model(name_or_path: str | Path) -> ModelSpec:
+    """The model of a name, an alias, a YAML file, a `config.json` or a directory holding one; `-` is stdin.
+
+    Raises SpecError naming file, field and value.
+    """
+    path, shipped = _locate("model", str(name_or_path))
+    if shipped:
+        return _shipped_model(path)
+    if os.path.isdir(path):
+        path = path / "config.json"
+        if not os.path.exists(path):
+            raise SpecError(
+                f"{path.parent}: a directory without config.json", "name a model, a YAML file or a config.json"
+            )
+    data = load_yaml(path)
+    if path.name == "config.json" or "model_type" in data or "architectures" in data:
+        return from_config(data, label(path))
+    return _validate(ModelSpec, {"name": _stem(path), **data}, label(path))
+
+
+def load_hardware(name_or_path: str | Path) -> HardwareSpec:
+    """The hardware profile of a name, an alias or a YAML file; `-` is stdin. Raises SpecError as `load_model` does."""
+    path, shipped = _locate("hardware", str(name_or_path))
+    if shipped:
+        return _shipped_hardware(path)
+    return _validate(HardwareSpec, {"name": _stem(path), **load_yaml(path)}, label(path))
+
+
+def model_names() -> dict[str, tuple[str, ...]]:
+    """Every model that ships with the planner, with its aliases."""
+    return dict(_names("model"))
+
+
+def hardware_names() -> dict[str, tuple[str, ...]]:
+    """Every hardware profile that ships with the planner, with its aliases."""
+    return dict(_names("hardware"))
+
+
+@cache
+def _shipped_model(path: Path) -> ModelSpec:
+    return _validate(ModelSpec, load_yaml(path), f"{path.parent.name}/{path.name}")
+
+
+@cache
+def _shipped_hardware(path: Path) -> HardwareSpec:
+    return _validate(HardwareSpec, load_yaml(path), f"{path.parent.name}/{path.name}")
+
+
+def _validate(model: type[S], data: dict[str, Any], where: str) -> S:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise spec_error(error, where, model) from None
+
+
+def _stem(path: Path) -> str:
+    """The name of a spec that states none."""
+    return "stdin" if str(path) == STDIN else path.stem
+
+
+def _locate(kind: Kind, name: str) -> tuple[Path, bool]:
+    """The file that `name` means and whether it ships with the planner; SpecError with the nearest names if neither."""
+    separators = [sep for sep in (os.sep, os.altsep) if sep]
+    looks_like_path = name == STDIN or name.lower().endswith(_SUFFIXES) or any(sep in name for sep in separators)
+    if not looks_like_path:
+        found = _find(kind, name.lower())
+        if found is not None:
+            return found, True
+    if looks_like_path or os.path.exists(name):
+        return Path(name), False
+    names = _names(kind)
+    close = nearest(name, [*names, *(alias for aliases in names.values() for alias in aliases)])
+    listing = "plan models" if kind == "model" else "plan hardware"
+    raise SpecError(f"{kind}: unknown {name[:100]!r}", f"`{listing}` lists the names{close}")
+
+
+def _folder(kind: Kind) -> Path:
+    """Package data of the wheel, else the folder at the top of the repository."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "_data" / _FOLDERS[kind]
+    return packaged if packaged.is_dir() else package.parent / _FOLDERS[kind]
+
+
+@cache
+def _names(kind: Kind) -> dict[str, tuple[str, ...]]:
+    """Canonical names and aliases, by a scan of first lines: parsing forty files would take as long as a plan."""
+    names = {}
+    for path in sorted(_folder(kind).glob("*.yaml")):
+        with path.open(encoding="utf-8") as file:
+            match = _ALIASES.search(file.read(1000))
+        names[path.stem] = tuple(alias.strip() for alias in match[1].split(",")) if match else ()
+    return names
+
+
+def _find(kind: Kind, name: str) -> Path | None:
+    """The shipped file of a canonical name or, failing that, of an alias, in lower case."""
+    names = _names(kind)
+    if name not in names:
+        name = next((known for known, aliases in names.items() if name in aliases), "")
+    return _folder(kind) / f"{name}.yaml" if name else None
