@@ -1,7 +1,7 @@
 """What each Hugging Face architecture calls things: one row of a table per `model_type`.
 
-A row says which key holds which field, what transformers 5.23 assumes for absent keys, what is the same for every model of
-the architecture, and what has to be worked out.
+A row says which key holds which field, what transformers 5.23 assumes for absent keys, what is the same for every model
+of the architecture, and what has to be worked out.
 """
 
 from __future__ import annotations
