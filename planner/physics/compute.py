@@ -1,4 +1,8 @@
-"""Seconds of an operator on one GPU."""
+"""Seconds of an operator on one GPU: products, attention and memory-bound work.
+
+Data-sheet rates times a few achieved shares (`specs/efficiency.py`), and what small shapes lose to tiles, waves and
+launches. All sizes may be numpy arrays; one call prices thousands of shapes.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.physics.operators import Operator
+from planner.physics.operators import BF16, FP32, Operator
 from planner.physics.shape import Number
 from planner.specs.cluster import HardwareSpec
+from planner.specs.efficiency import AttentionEfficiency
 from planner.specs.runtime import RuntimeSpec
+from planner.specs.units import MICRO
+
+TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
+"""Output tiles of one SM that the libraries choose from."""
+QUERY_ROWS = 128
+"""Queries of one attention tile."""
+FP8 = 1
+ADAM_BYTES = 34
+"""Per parameter of the shard: master weight and two moments read and written (24), gradient read (4), bf16 copy (6)."""
 
 
 class PassSeconds(NamedTuple):
@@ -21,27 +35,144 @@ class PassSeconds(NamedTuple):
 
 
 def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
-    """Seconds of one micro-batch of `op`, pass by pass."""
-    if op.kind == "elementwise":
-        forward = stream_s(hardware, op.forward_bytes, op.forward_kernels, op.family)
-        return PassSeconds(forward, stream_s(hardware, op.backward_bytes, op.backward_kernels, op.family), 0.0)
-    flops_per_s = 0.7 * (hardware.peak_flops("bf16") or 1.0)
-    seconds = op.forward_flops / flops_per_s
+    """GPU seconds of one micro-batch of `op`, pass by pass; `dtype` is that of products by a weight."""
+    if op.kind == "gemm":
+        return _gemm(op, hardware, dtype if op.weight else "bf16")
     if op.kind == "attention":
-        return PassSeconds(seconds, 2.5 * seconds, 0.0)
-    return PassSeconds(seconds, seconds, np.where(op.weight, seconds, seconds))
+        forward_s, backward_s = attention_s(op, hardware)
+        return PassSeconds(forward_s, backward_s, 0.0)
+    return PassSeconds(
+        stream_s(hardware, op.forward_bytes, op.forward_kernels, op.family),
+        stream_s(hardware, op.backward_bytes, op.backward_kernels, op.family),
+        0.0,
+    )
+
+
+def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> PassSeconds:
+    """Host seconds to issue the kernels of `op`: what small operators take where no CUDA graph replays them.
+
+    A part of a stage takes the larger of the sums, since the host runs ahead of the GPU: max(Σ operator, Σ host).
+    """
+    issue_s = 0.0 if runtime.cuda_graphs else hardware.efficiency.host_us * MICRO
+    forward, backward = (1, 1) if op.kind == "gemm" else (op.forward_kernels or 1, op.backward_kernels or 3)
+    return PassSeconds(forward * issue_s, backward * issue_s, issue_s if op.kind == "gemm" and op.weight else 0.0)
+
+
+def _gemm(op: Operator, hardware: HardwareSpec, dtype: str) -> PassSeconds:
+    """y = x·wᵀ, dx = dy·w, dw = dyᵀ·x; without a weight both gradients are input gradients."""
+    gemm = hardware.efficiency.gemm
+    forward_s = product_s(hardware, dtype, gemm.forward_fraction, op.count, op.m, op.n, op.k)
+    dgrad_s = product_s(hardware, dtype, gemm.dgrad_fraction, op.count, op.m, op.k, op.n)
+    wgrad_s = product_s(hardware, dtype, gemm.wgrad_fraction, op.count, op.n, op.k, op.m)
+    if not op.weight:
+        return PassSeconds(forward_s, dgrad_s + wgrad_s, 0.0)
+    if not _is_narrow(hardware, dtype):
+        return PassSeconds(forward_s, dgrad_s, wgrad_s)
+    # the input before the forward and the gradient before the backward are read and written twice, as is and transposed
+    cast = op.count * op.m * (BF16 + 2 * FP8)
+    return PassSeconds(
+        forward_s + stream_s(hardware, cast * op.k, 1, "cast"),
+        dgrad_s + stream_s(hardware, cast * op.n, 1, "cast"),
+        wgrad_s,
+    )
+
+
+def _is_narrow(hardware: HardwareSpec, dtype: str) -> bool:
+    return dtype not in ("bf16", "fp16") and hardware.peak_flops(dtype) is not None
+
+
+def product_s(
+    hardware: HardwareSpec, dtype: str, power_fraction: float, count: Number, m: Number, n: Number, k: Number
+) -> Number:
+    """Seconds of `count` products of m × k by k × n in one launch.
+
+    max( FLOPs · (1 + ramp_k / k) / (power_fraction · peak),                           what the power limit sustains
+         waves · tile FLOPs · (1 + ramp_k / k) / (wave_fraction · peak / num_sms),     whole waves at the boost clock
+         bytes / (memory_fraction · HBM bandwidth) ) + launch
+    with waves = ⌈count · ⌈m / a⌉ · ⌈n / b⌉ / num_sms⌉ for the best of a few tiles a × b. Idle SMs of a ragged last wave
+    leave power to the others, so quantization shows only where it costs more than the power limit does.
+    """
+    efficiency, num_sms = hardware.efficiency, hardware.num_sms
+    gemm = efficiency.gemm
+    narrow = _is_narrow(hardware, dtype)
+    wide_peak = hardware.peak_flops("bf16")
+    assert wide_peak is not None, "HardwareSpec has bf16 or fp16"
+    peak = hardware.peak_flops(dtype) or wide_peak
+    # prologue and epilogue take the same time whatever the dtype of the products
+    steps = k + gemm.ramp_k * peak / wide_peak
+    flops_per_step = 2 * count * m * n
+    grouped = np.where(np.asarray(count) > 1, gemm.grouped_factor, 1.0)
+    power_s = flops_per_step * steps / (power_fraction * (gemm.fp8_factor if narrow else 1.0) * peak)
+    wave_s = steps * _tile_waves(gemm.tile_overhead, num_sms, count, m, n) * (num_sms / (gemm.wave_fraction * peak))
+    operand = FP8 if narrow else BF16
+    memory_s = count * (operand * (m * k + k * n) + BF16 * m * n) / (gemm.memory_fraction * hardware.hbm_bytes_per_s)
+    seconds = np.maximum(np.maximum(power_s, wave_s) / grouped, memory_s)
+    return seconds * (efficiency.gemm_factor / efficiency.sustained_fraction) + launch_s(hardware)
+
+
+def _tile_waves(overhead: float, num_sms: int, count: Number, m: Number, n: Number) -> Number:
+    """min over tiles of waves · 2·a·b / (the tile's efficiency): FLOPs of one SM per step of the reduction."""
+    rows = {a: np.ceil(m / a) * count for a in {a for a, _ in TILES}}
+    columns = {b: np.ceil(n / b) for b in {b for _, b in TILES}}
+    best: Number = np.inf
+    for a, b in TILES:
+        # relative to the largest tile, whose loss is part of wave_fraction
+        loss = (1 + overhead * (1 / a + 1 / b)) / (1 + overhead * (1 / 128 + 1 / 256))
+        best = np.minimum(best, np.ceil(rows[a] * columns[b] / num_sms) * (2 * a * b * loss))
+    return best
+
+
+def attention_s(op: Operator, hardware: HardwareSpec) -> tuple[Number, Number]:
+    """Forward and backward seconds of a fused attention kernel.
+
+    FLOPs · (1 + ramp_keys / width) / rate + tail · (one tile row's FLOPs) / (rate / num_sms) + launches, where rate =
+    fraction · peak · d / (d + half_head_dim), normalised to d = 128, and width is the keys a query meets at most.
+    The backward redoes QKᵀ: 2·(3·d_qk + 2·d_v) FLOPs a score instead of 2·(d_qk + d_v).
+    """
+    attention = hardware.efficiency.attention
+    peak = hardware.peak_flops("bf16")
+    assert peak is not None, "HardwareSpec has bf16 or fp16"
+    multiple = attention.head_dim_multiple
+    qk_dim: Number = np.ceil(op.qk_dim / multiple) * multiple
+    v_dim: Number = np.ceil(op.v_dim / multiple) * multiple
+    rate = peak * _head_dim_factor(attention, qk_dim, v_dim)
+    width: Number = np.where(np.asarray(op.window) > 0, np.minimum(op.window, op.kv_len), op.kv_len)
+    scores = op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction
+    scale = hardware.efficiency.attention_factor / hardware.efficiency.sustained_fraction
+    seconds: list[Number] = []
+    for fraction, ramp, dims, kernels in (
+        (attention.forward_fraction, attention.forward_ramp_keys, qk_dim + v_dim, 1),
+        (attention.backward_fraction, attention.backward_ramp_keys, 3 * qk_dim + 2 * v_dim, 3),
+    ):
+        tail = attention.tail_fraction * QUERY_ROWS * width * hardware.num_sms
+        rows = scores * (1 + ramp / np.minimum(width, op.q_len)) + tail
+        seconds.append(2 * dims * rows / (fraction * rate) * scale + kernels * launch_s(hardware))
+    return seconds[0], seconds[1]
+
+
+def _head_dim_factor(attention: AttentionEfficiency, qk_dim: Number, v_dim: Number) -> Number:
+    """Rate at these head dimensions relative to 128: wider heads amortise the softmax, until tiles must shrink."""
+    dim, half = (qk_dim + v_dim) / 2, attention.half_head_dim
+    return dim / (dim + half) * (1 + half / 128) * np.where(qk_dim > 128, attention.wide_factor, 1.0)
+
+
+def launch_s(hardware: HardwareSpec) -> float:
+    """Start and drain of one kernel."""
+    return hardware.efficiency.launch_us * hardware.efficiency.launch_factor * MICRO
 
 
 def stream_s(hardware: HardwareSpec, num_bytes: Number, num_kernels: Number, family: str = "copy") -> Number:
-    """Seconds of `num_kernels` memory-bound kernels that move `num_bytes` together."""
-    return np.maximum(num_bytes / (0.85 * hardware.hbm_bytes_per_s), num_kernels * 4e-6)
+    """Seconds of `num_kernels` memory-bound kernels that move `num_bytes` together: bytes / bandwidth + launches."""
+    efficiency = hardware.efficiency
+    bytes_per_s = efficiency.of_family(family) * hardware.hbm_bytes_per_s / efficiency.stream_factor
+    return num_bytes / bytes_per_s + num_kernels * launch_s(hardware) * (np.asarray(num_bytes) > 0)
 
 
 def optimizer_s(hardware: HardwareSpec, num_parameters: Number, runtime: RuntimeSpec) -> Number:
-    """Seconds of one fused AdamW step on a shard of `num_parameters`."""
-    return stream_s(hardware, 30 * num_parameters, 1, "optimizer")
+    """Seconds of one fused AdamW step on a shard of `num_parameters`, and of casting the result to bf16."""
+    return stream_s(hardware, (ADAM_BYTES - 12 + runtime.optimizer_bytes) * num_parameters, 2, "optimizer")
 
 
 def accumulate_s(hardware: HardwareSpec, num_parameters: Number) -> Number:
-    """Seconds to add bf16 gradients into fp32 ones: 10 bytes per parameter."""
-    return stream_s(hardware, 10 * num_parameters, 1, "accumulate")
+    """Seconds to add bf16 gradients into fp32 ones: 2 + 4 bytes read and 4 written per parameter."""
+    return stream_s(hardware, (BF16 + 2 * FP32) * num_parameters, 1, "accumulate")

@@ -1,15 +1,97 @@
-"""How much of its data sheet a GPU reaches: a few numbers per kind of kernel, each with a physical meaning."""
+"""How much of its data sheet a GPU reaches: a few numbers per kind of kernel, each with a physical meaning.
+
+Everything is relative to the data sheet of the GPU (peak of the dtype, HBM bandwidth, number of SMs), so that one block
+describes a silicon generation: what is measured on one GPU carries over to its siblings.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from planner.specs.base import Spec
+from pydantic import Field
+
+from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Spec
+
+Share = Annotated[float, Field(gt=0, le=1.2, allow_inf_nan=False)]
+"""Achieved share of a data-sheet rate; a boost clock above the nominal one can carry it a little above 1."""
+
+
+class GemmEfficiency(Spec):
+    """Dense and grouped products: the slowest of power, clock and memory (`physics.compute.product_s`)."""
+
+    forward_fraction: Share = 0.69
+    """Share of peak that large products sustain under the power limit: y = x·wᵀ."""
+    dgrad_fraction: Share = 0.69
+    """dx = dy·w."""
+    wgrad_fraction: Share = 0.69
+    """dw = dyᵀ·x."""
+    wave_fraction: Share = 0.93
+    """Share of peak inside one full wave of tiles, before the power limit: what tile and wave quantization divide."""
+    ramp_k: NonNegativeFloat = 180.0
+    """Prologue and epilogue of a tile, in steps of the reduction: efficiency k / (k + ramp_k), in bf16."""
+    tile_overhead: NonNegativeFloat = 14.0
+    """Loss of small tiles: a tile of a × b runs at a·b / (a·b + tile_overhead·(a + b)), relative to 128 × 256."""
+    memory_fraction: Share = 0.9
+    """Share of HBM bandwidth at which thin products stream their operands."""
+    fp8_factor: PositiveFloat = 1.0
+    """Of the bf16 fractions, for 8-bit and narrower dtypes; below 1 where scaling costs more than it saves."""
+    grouped_factor: PositiveFloat = 0.95
+    """Of the bf16 fractions, for grouped products (several experts, or heads, in one launch)."""
+
+
+class AttentionEfficiency(Spec):
+    """One attention kernel (`physics.compute.attention_s`)."""
+
+    forward_fraction: Share = 0.6
+    """Share of peak that long sequences reach at head dimension 128."""
+    backward_fraction: Share = 0.5
+    forward_ramp_keys: NonNegativeFloat = 250.0
+    """Masked corners and prologue, in keys a query: efficiency s / (s + ramp_keys)."""
+    backward_ramp_keys: NonNegativeFloat = 450.0
+    tail_fraction: NonNegativeFloat = 0.4
+    """Idle SMs at the end, in rows of 128 queries over all keys: causal rows differ in length."""
+    half_head_dim: NonNegativeFloat = 50.0
+    """Softmax beside the products: efficiency d / (d + half_head_dim)."""
+    wide_factor: PositiveFloat = 0.9
+    """Of the fractions, where keys are wider than 128: tiles must shrink."""
+    head_dim_multiple: PositiveInt = 64
+    """Head dimensions are padded to a multiple of this."""
 
 
 class Efficiency(Spec):
-    """Achieved shares of peak, and the shape of their decline for small work."""
+    """Achieved shares of the data sheet, the floor of small kernels, and the correction that whole steps ask for."""
 
     evidence: Literal["measured", "family", "spec_sheet"] = "spec_sheet"
     """Measured on this GPU, on another of its silicon generation, or on neither."""
     source: str = ""
+    gemm: GemmEfficiency = GemmEfficiency()
+    flash: AttentionEfficiency = AttentionEfficiency(
+        forward_fraction=0.36, backward_fraction=0.34, half_head_dim=20.0, head_dim_multiple=32
+    )
+    """FlashAttention-2."""
+    cudnn: AttentionEfficiency | None = None
+    """cuDNN's fused attention (FlashAttention-3 is alike), where the GPU has it: it is then preferred."""
+    stream_fraction: Fraction = 0.85
+    """Share of HBM bandwidth of a plain copy of large tensors; families not named below run at it."""
+    family_fraction: dict[str, Fraction] = Field(default_factory=dict)
+    """The same for families that reach less: norm, loss, optimizer, accumulate, permute."""
+    launch_us: NonNegativeFloat = 3.0
+    """A kernel's own start and drain when kernels follow each other without gaps."""
+    host_us: NonNegativeFloat = 12.0
+    """Host time to issue one kernel eagerly: many small kernels are bound by it, not by the GPU."""
+    sustained_fraction: Share = 0.95
+    """Rate of kernels inside a training step relative to the same kernels timed alone: power, clocks, temperature."""
+    gemm_factor: PositiveFloat = 1.0
+    """Seconds of products are multiplied by this; 1 unless whole steps ask for more. Likewise below."""
+    attention_factor: PositiveFloat = 1.0
+    stream_factor: PositiveFloat = 1.0
+    launch_factor: PositiveFloat = 1.0
+
+    @property
+    def attention(self) -> AttentionEfficiency:
+        """The faster attention kernel this GPU has."""
+        return self.cudnn or self.flash
+
+    def of_family(self, family: str) -> float:
+        """Share of HBM bandwidth of an elementwise family."""
+        return self.family_fraction.get(family, self.stream_fraction)
