@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -90,11 +91,22 @@ class PartCost:
         """The costs at `index` of arrays."""
         return PartCost(**{f.name: _at(getattr(self, f.name), index) for f in fields(self)})
 
+    def times(self, count: Number) -> PartCost:
+        """`count` such parts on one rank, one after the other; they need their transient bytes in turn."""
+        scaled = {f.name: count * getattr(self, f.name) for f in fields(self)}
+        scaled["transient_bytes"] = np.where(np.asarray(count) > 0, self.transient_bytes, 0.0)
+        return PartCost(**scaled)
+
     def __add__(self, other: PartCost) -> PartCost:
         """Both parts on one rank: all adds up, but of what is needed for a moment the larger counts."""
         total = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         total["transient_bytes"] = np.maximum(self.transient_bytes, other.transient_bytes)
         return PartCost(**total)
+
+
+def sum_parts(parts: Iterable[PartCost]) -> PartCost:
+    """All of `parts` on one rank."""
+    return reduce(PartCost.__add__, parts, PartCost())
 
 
 def _at(value: Number, index: Any) -> Number:
@@ -103,16 +115,17 @@ def _at(value: Number, index: Any) -> Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """Prices of one shape: a `PartCost` per layer kind and recompute mode, and those of the first and the last stage."""
+    """Prices of one shape: a `PartCost` per layer kind and recompute mode, and of what the end stages hold."""
 
     shape: Shape
     layers: dict[tuple[LayerKind, Recompute], PartCost]
-    first: PartCost
-    """Embedding."""
-    last: PartCost
-    """Final norm, head, loss; multi-token prediction; the embedding copy where weights are tied and pp > 1."""
-    last_alone: PartCost
-    """The same on a stage that holds the embedding too (pp = 1)."""
+    embedding: PartCost
+    head: PartCost
+    """Final norm, head, loss; where weights are tied, with the head's own copy of the embedding."""
+    head_beside_embedding: PartCost
+    """The same on a rank that holds the embedding too: no copy of tied weights."""
+    mtp: PartCost | None
+    """All multi-token-prediction blocks, on a rank that holds the head."""
     p2p_s: Number
     """Handing one micro-batch's activation (or gradient) to the next stage."""
     usable_bytes: Number
@@ -124,9 +137,10 @@ class CostTable:
         return CostTable(
             shape=self.shape.take(index),
             layers={key: part.take(index) for key, part in self.layers.items()},
-            first=self.first.take(index),
-            last=self.last.take(index),
-            last_alone=self.last_alone.take(index),
+            embedding=self.embedding.take(index),
+            head=self.head.take(index),
+            head_beside_embedding=self.head_beside_embedding.take(index),
+            mtp=None if self.mtp is None else self.mtp.take(index),
             p2p_s=_at(self.p2p_s, index),
             usable_bytes=_at(self.usable_bytes, index),
             tail_s=_at(self.tail_s, index),
@@ -135,7 +149,7 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """What stays the same while shapes vary: model, training, cluster, runtime, and which modules `selective` recomputes."""
+    """What stays the same while shapes vary, the modules that `selective` recomputes among it."""
 
     model: ModelSpec
     training: TrainingSpec
@@ -151,16 +165,15 @@ class Pricing:
         for kind in model.kinds:
             items = decoder_layer(model, kind, shape, runtime, imbalance)
             layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
-        first = self._plain(embedding(model, shape, runtime), shape)
-        shares = model.tie_word_embeddings
-        last, alone = (self._head(shape, shares_embedding=s) for s in (False, shares))
+        shared = model.tie_word_embeddings
         distance = shape.tp * shape.cp * shape.dp
         return CostTable(
             shape=shape,
             layers=layers,
-            first=first,
-            last=last,
-            last_alone=alone,
+            embedding=self._plain(embedding(model, shape, runtime), shape),
+            head=self._head(shape, shares_embedding=False),
+            head_beside_embedding=self._head(shape, shares_embedding=shared),
+            mtp=self._mtp(shape),
             p2p_s=p2p_s(BF16 * shape.shard_tokens * model.hidden_size, distance, self.cluster)
             * (np.asarray(shape.pp) > 1),
             usable_bytes=memory.usable_bytes(shape, self.cluster.hardware, self.headroom_bytes),
@@ -236,20 +249,25 @@ class Pricing:
         )
 
     def _head(self, shape: Shape, shares_embedding: bool) -> PartCost:
-        """Head and loss, with the multi-token-prediction blocks behind the last layer."""
+        """Final norm, head and loss, and the memory that the logits take while the loss runs."""
         items = head(self.model, shape, self.runtime, shares_embedding)
         part = self._plain(items, shape)
-        for _ in range(self.model.num_nextn_predict_layers):
-            part = part + self._plain(mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance), shape)
         logits = next(op for op in operators_of(items) if op.name == "head")
         logits_bytes = BF16 * logits.m * logits.n
-        # bf16 logits and their gradient; unfused, also an fp32 copy and an fp32 gradient beside the softmax that is kept
+        # bf16 logits and their gradient; unfused, also an fp32 copy and an fp32 gradient beside the softmax kept
         held = 2 * logits_bytes if self.runtime.fused_cross_entropy else (2 * BF16 + 2 * FP32) / BF16 * logits_bytes
         changed = {"transient_bytes": np.maximum(part.transient_bytes, held), "logits_bytes": held}
         return PartCost(**{f.name: changed.get(f.name, getattr(part, f.name)) for f in fields(part)})
 
+    def _mtp(self, shape: Shape) -> PartCost | None:
+        """Every multi-token-prediction block, one after the other."""
+        if not self.model.num_nextn_predict_layers:
+            return None
+        block = self._plain(mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance), shape)
+        return block.times(self.model.num_nextn_predict_layers)
+
     def _reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
-        """Reduce-scatter of gradients over the shard group, all-reduce of the shards over its replicas; all-reduce under ZeRO-0."""
+        """Gradients reduce-scattered over the shard group and all-reduced over its replicas; ZeRO-0: all-reduced."""
         return self._data_parallel_s(dense, expert, shape, self.runtime.gradient_bytes, reduces=True)
 
     def _gather_s(self, dense: Number, expert: Number, shape: Shape) -> Number:

@@ -61,7 +61,9 @@ class RuntimeSpec(Spec):
     parameter_overlap_fraction: Fraction = 0.9
     """Of the window behind the first micro-batch's forward."""
     p2p_overlap: bool = False
-    """Sends and receives run beside compute."""
+    """Under 1F1B, sends and receives run beside compute."""
+    interleaved_p2p_overlap: bool = True
+    """The same under interleaved schedules."""
     # what can be expressed
     schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "none")
     zero_stages: tuple[int, ...] = (0, 1)
@@ -112,7 +114,7 @@ _FEATURES: dict[str, Any] = {
     "fp32_grad_accum": lambda value: {"gradient_bytes": 4 if value else 2},
     "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),
     "overlap_param_gather": _fraction(("parameter_overlap_fraction",), 0.9),
-    "p2p_overlap": _switch("p2p_overlap"),
+    "p2p_overlap": lambda value: {"p2p_overlap": bool(value), "interleaved_p2p_overlap": bool(value)},
     "tp_comm_overlap": _fraction(("tp_overlap_fraction",), 0.6),
 }
 """What each known feature of a run changes; descriptive ones change nothing."""

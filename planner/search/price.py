@@ -1,0 +1,254 @@
+"""From a shape and a split to a priced layout: stages, replayed time, memory in time order, where the seconds go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.layers import ModelTotals, model_totals
+from planner.physics.memory import reserved_bytes
+from planner.physics.operators import BF16
+from planner.plan import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
+from planner.schedule.orders import build_schedule
+from planner.schedule.replay import Durations, makespan_s, replay
+from planner.schedule.timeline import Timeline
+from planner.search.split import Split, held_parts, stage_costs
+from planner.specs.training import Recompute
+
+
+def durations_of(table: CostTable, costs: list[PartCost], pricing: Pricing) -> Durations:
+    """Seconds of every virtual stage as the replay takes them, the trainer's host time per micro-batch included."""
+    host_s = pricing.runtime.microbatch_overhead_s / 2
+    runtime = pricing.runtime
+    overlaps = runtime.interleaved_p2p_overlap if int(table.shape.vpp) > 1 else runtime.p2p_overlap
+    return Durations(
+        forward_s=[float(cost.forward_total_s) + host_s for cost in costs],
+        input_grad_s=[float(cost.input_grad_total_s) + host_s for cost in costs],
+        weight_grad_s=[float(cost.weight_grad_s) for cost in costs],
+        p2p_s=float(table.p2p_s),
+        blocking_p2p=not overlaps,
+        activation_bytes=[float(cost.live_bytes) for cost in costs],
+    )
+
+
+def step_s(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> float:
+    """Seconds of one step: what the search compares, without the report around it."""
+    costs = stage_costs(table, pricing.model, split)
+    shape = table.shape
+    order = build_schedule(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
+    return makespan_s(order, durations_of(table, costs, pricing)) + sum(_ends(pricing, table, _by_rank(costs, table)))
+
+
+def _by_rank(costs: list[PartCost], table: CostTable) -> list[PartCost]:
+    """Costs of all chunks of each rank together."""
+    pp = int(table.shape.pp)
+    totals = []
+    for rank in range(pp):
+        chunks = costs[rank::pp]
+        totals.append(sum(chunks[1:], chunks[0]))
+    return totals
+
+
+def _ends(pricing: Pricing, table: CostTable, ranks: list[PartCost]) -> tuple[float, float, float]:
+    """Seconds beside the pipeline: exposed data-parallel exchange, optimizer, and the tail on every rank.
+
+    Gradients are reduced behind the last micro-batch's backward and parameters gathered behind the first one's forward; the
+    first stage decides, since it starts first and ends last. ZeRO-3 without a pipeline does both for every micro-batch.
+    """
+    runtime, shape = pricing.runtime, table.shape
+    first = ranks[0]
+    if int(shape.zero_stage) == 3 and int(shape.pp) == 1:
+        exchanged = 2 * float(first.gather_s) + float(first.reduce_s)
+        hidden = runtime.gradient_overlap_fraction * float(first.total_s)
+        exposed = float(shape.num_microbatches) * max(0.0, exchanged - hidden)
+    else:
+        hidden = runtime.gradient_overlap_fraction * float(first.backward_total_s)
+        exposed = max(0.0, float(first.reduce_s) - hidden)
+        hidden = runtime.parameter_overlap_fraction * float(first.forward_total_s)
+        exposed += max(0.0, float(first.gather_s) - hidden)
+    return exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s)
+
+
+def price_layout(
+    pricing: Pricing, table: CostTable, split: Split, schedule: str, num_gpus: int, totals: ModelTotals | None = None
+) -> PricedLayout:
+    """Everything a plan says about one layout."""
+    costs = stage_costs(table, pricing.model, split)
+    ranks, shape = _by_rank(costs, table), table.shape
+    order = build_schedule(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
+    timeline = replay(order, durations_of(table, costs, pricing))
+    ends = _ends(pricing, table, ranks)
+    stages = tuple(_stage(pricing, table, split, costs, timeline, rank) for rank in range(int(shape.pp)))
+    capacity = pricing.cluster.hardware.memory_bytes - pricing.headroom_bytes
+    totals = totals or model_totals(pricing.model, pricing.runtime, pricing.training.seq_length)
+    return PricedLayout(
+        evidence=evidence_of(pricing),
+        fits=all(stage.memory.total_bytes <= capacity for stage in stages),
+        parallelism=_layout(pricing, table, split, schedule, num_gpus),
+        stages=stages,
+        step=_step(pricing, timeline, ranks, ends, totals, num_gpus, float(shape.num_ranks)),
+    )
+
+
+def evidence_of(pricing: Pricing) -> Evidence:
+    """`calibrated` where this GPU or its silicon family was measured, else `spec_sheet`."""
+    return "spec_sheet" if pricing.cluster.hardware.efficiency.evidence == "spec_sheet" else "calibrated"
+
+
+def _layout(pricing: Pricing, table: CostTable, split: Split, schedule: str, num_gpus: int) -> Layout:
+    shape = table.shape
+    recompute: Recompute = "full" if any(split.recomputed) else split.base
+    used = int(shape.num_ranks)
+    return Layout(
+        tp=int(shape.tp),
+        cp=int(shape.cp),
+        ep=int(shape.ep),
+        etp=int(shape.etp),
+        pp=int(shape.pp),
+        vpp=int(shape.vpp),
+        dp=int(shape.dp),
+        micro_batch_size=int(shape.micro_batch_size),
+        num_microbatches=int(shape.num_microbatches),
+        schedule=schedule,
+        zero_stage=int(shape.zero_stage),
+        shard_size=int(shape.shard_size),
+        sequence_parallel=bool(shape.sequence_parallel),
+        recompute=recompute,
+        recompute_modules=pricing.selective_modules if recompute == "selective" else (),
+        num_gpus_used=used,
+        num_gpus_spare=num_gpus - used,
+    )
+
+
+def _stage(
+    pricing: Pricing, table: CostTable, split: Split, costs: list[PartCost], timeline: Timeline, rank: int
+) -> StagePlan:
+    pp = int(table.shape.pp)
+    virtual = range(rank, len(costs), pp)
+    total = sum((costs[j] for j in list(virtual)[1:]), costs[rank])
+    modes: dict[str, int] = {}
+    for j in virtual:
+        for (_, mode), count in split.modes(pricing.model, j).items():
+            modes[mode] = modes.get(mode, 0) + count
+    return StagePlan(
+        stage=rank,
+        chunks=tuple(split.chunks[j] for j in virtual),
+        num_layers=sum(modes.values()),
+        holds=tuple(name for j in virtual for name, _ in held_parts(table, split, j)),
+        recompute=modes,
+        in_flight_microbatches=float(timeline.peak_in_flight_microbatches[rank]),
+        forward_s=float(total.forward_s),
+        backward_s=float(total.input_grad_s + total.weight_grad_s),
+        weight_grad_s=float(total.weight_grad_s),
+        forward_comm_s=float(total.forward_total_s - total.forward_s),
+        backward_comm_s=float(total.input_grad_total_s - total.input_grad_s),
+        optimizer_s=float(total.optimizer_s),
+        num_parameters=round(float(total.parameters)),
+        memory=stage_memory(pricing, table, total, float(timeline.peak_activation_bytes[rank])),
+    )
+
+
+def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activations: float) -> StageMemory:
+    """Bytes at the stage's worst moment: the loss with all activations held, or a layer's backward after it.
+
+    `activations` is the most that micro-batches in flight hold. While the loss runs its logits come on top; afterwards
+    they are gone and a layer's backward needs its transient bytes.
+    """
+    weights, gradients, optimizer = (
+        round(float(b)) for b in (total.weights_bytes, total.gradients_bytes, total.optimizer_bytes)
+    )
+    workspace = float(total.transient_bytes) + fixed_workspace_bytes(pricing, table, total)
+    logits = float(total.logits_bytes)
+    in_loss = logits > float(total.transient_bytes)
+    logits, workspace = (logits, workspace - float(total.transient_bytes)) if in_loss else (0.0, workspace)
+    items = [weights, gradients, optimizer, round(activations), round(logits), round(workspace)]
+    allocated = sum(items)
+    reserved = round(float(reserved_bytes(allocated, table.shape, pricing.cluster.hardware)))
+    return StageMemory(
+        weights_bytes=weights,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activations_bytes=items[3],
+        logits_bytes=items[4],
+        workspace_bytes=items[5],
+        reserved_bytes=reserved,
+        peak_allocated_bytes=allocated,
+        total_bytes=allocated + reserved,
+    )
+
+
+def fixed_workspace_bytes(pricing: Pricing, table: CostTable, total: PartCost) -> float:
+    """Buffers that stay: the activation gradient received from the next stage; ZeRO-3's gathered weights.
+
+    ZeRO-3 gathers two layers at a time where nothing is pipelined, and keeps a stage's weights gathered where it is.
+    """
+    shape = table.shape
+    received = BF16 * float(shape.shard_tokens) * pricing.model.hidden_size * (int(shape.pp) > 1)
+    if int(shape.zero_stage) < 3:
+        return received
+    if int(shape.pp) > 1:
+        return received + BF16 * float(total.parameters)
+    largest = max(float(part.parameters) for part in (*table.layers.values(), table.head))
+    return received + 2 * BF16 * largest
+
+
+def _step(
+    pricing: Pricing,
+    timeline: Timeline,
+    ranks: list[PartCost],
+    ends: tuple[float, float, float],
+    totals: ModelTotals,
+    num_gpus: int,
+    num_ranks: float,
+) -> StepTime:
+    exposed, optimizer, tail = ends
+    total_s = timeline.makespan_s + exposed + optimizer + tail
+    tokens = pricing.training.tokens_per_step
+    flops_per_s = totals.model_flops_per_token * tokens / total_s / num_ranks
+    peak = pricing.cluster.hardware.peak_flops("bf16")
+    return StepTime(
+        step_s=total_s,
+        tokens_per_s=tokens / total_s,
+        tokens_per_s_per_gpu=tokens / total_s / num_gpus,
+        model_tflops_per_gpu=flops_per_s / 1e12,
+        mfu=flops_per_s / peak if peak else 0.0,
+        bubble_fraction=max(0.0, timeline.bubble_fraction),
+        breakdown=_breakdown(pricing, timeline, ranks, exposed, optimizer, tail),
+    )
+
+
+def _breakdown(
+    pricing: Pricing, timeline: Timeline, ranks: list[PartCost], exposed: float, optimizer: float, tail: float
+) -> StepBreakdown:
+    """The busiest rank's seconds: M micro-batches of its compute and exchanges, transfers it waits for, and the rest idle."""
+    busiest = int(np.argmax(timeline.busy_s))
+    cost, times = ranks[busiest], timeline.schedule.num_microbatches
+    compute = times * float(cost.forward_s + cost.input_grad_s + cost.weight_grad_s)
+    tp, cp, ep = (
+        times * float(getattr(cost, f"{g}_forward_s") + getattr(cost, f"{g}_backward_s")) for g in ("tp", "cp", "ep")
+    )
+    pp = float(timeline.idle_s["transfer"][busiest])
+    host = float(timeline.busy_s[busiest]) - compute - tp - cp - ep
+    return StepBreakdown(
+        compute_s=compute,
+        tp_comm_s=tp,
+        cp_comm_s=cp,
+        ep_comm_s=ep,
+        pp_comm_s=pp,
+        exposed_dp_s=exposed,
+        bubble_s=timeline.makespan_s - float(timeline.busy_s[busiest]) - pp,
+        optimizer_s=optimizer,
+        overhead_s=max(0.0, host) + tail,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A split of one shape with its step seconds: what the search keeps of a solved node."""
+
+    step_s: float
+    split: Split
+    table: CostTable
+    schedule: str

@@ -1,0 +1,146 @@
+"""A split: which layers every virtual stage holds, and how many of them it recomputes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.errors import SpecError
+from planner.physics.cost import CostTable, PartCost, sum_parts
+from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.training import Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Layers of each virtual stage; virtual stage j runs on rank j mod pp.
+
+    The embedding is on the first virtual stage, the head on the last, and the multi-token-prediction blocks on `mtp_stage`.
+    """
+
+    counts: tuple[int, ...]
+    """Decoder layers of each virtual stage, in model order."""
+    base: Recompute = "none"
+    """Recompute mode of the layers that are not recomputed whole."""
+    recomputed: tuple[int, ...] = ()
+    """Of each virtual stage, how many layers (its first ones) are recomputed whole; empty for none."""
+    mtp_stage: int | None = None
+    """Virtual stage of the multi-token-prediction blocks; None for the last."""
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """[first layer, last layer exclusive) of each virtual stage."""
+        bounds = [0]
+        for count in self.counts:
+            bounds.append(bounds[-1] + count)
+        return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+
+    def modes(self, model: ModelSpec, stage: int) -> Counter[tuple[LayerKind, Recompute]]:
+        """How many layers of each kind and recompute mode a virtual stage holds."""
+        first, last = self.chunks[stage]
+        whole = first + (self.recomputed[stage] if self.recomputed else 0)
+        return Counter((model.layers[i], "full" if i < whole else self.base) for i in range(first, last))
+
+
+def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """num_layers over num_stages as evenly as it goes, the longer stages in the middle, where no embedding or head is."""
+    least, more = divmod(num_layers, num_stages)
+    start = (num_stages - more) // 2
+    return tuple(least + (1 if start <= stage < start + more else 0) for stage in range(num_stages))
+
+
+def stage_costs(table: CostTable, model: ModelSpec, split: Split) -> list[PartCost]:
+    """The cost of each virtual stage: its layers, and the embedding, head and MTP blocks it holds."""
+    num_stages = len(split.counts)
+    costs = []
+    for stage in range(num_stages):
+        parts = [table.layers[key].times(count) for key, count in split.modes(model, stage).items()]
+        parts += [part for _, part in held_parts(table, split, stage)]
+        costs.append(sum_parts(parts))
+    return costs
+
+
+def held_parts(table: CostTable, split: Split, stage: int) -> list[tuple[str, PartCost]]:
+    """What a virtual stage holds beside decoder layers, by name."""
+    last = len(split.counts) - 1
+    held = []
+    if stage == 0:
+        held.append(("embedding", table.embedding))
+    if table.mtp is not None and stage == (last if split.mtp_stage is None else split.mtp_stage):
+        held.append(("mtp", table.mtp))
+    if stage == last:
+        held.append(("head", table.head_beside_embedding if int(table.shape.pp) == 1 else table.head))
+    return held
+
+
+def parse_layout(layout: str, model: ModelSpec, num_stages: int) -> Split:
+    """Read Megatron's --pipeline-model-parallel-layout: E embedding, t decoder, m MTP, L loss, | between virtual stages,
+    (…)*n and x*n for repetition.
+
+    Raises SpecError when it does not parse, or does not hold every layer once, E first and L last.
+    """
+    stages = _expand(layout).split("|")
+    text = f"layout {layout!r}"
+    bad = set("".join(stages)) - set("EtmL")
+    if bad:
+        raise SpecError(f"{text}: unknown symbol {sorted(bad)[0]!r}", "use E, t, m, L, | and (…)*n")
+    if len(stages) != num_stages:
+        raise SpecError(f"{text}: {len(stages)} stages, expected pp·vpp = {num_stages}", "separate virtual stages by |")
+    flat = "".join(stages)
+    expected = "E" + "t" * model.num_hidden_layers + "m" * model.num_nextn_predict_layers + "L"
+    if flat != expected:
+        raise SpecError(
+            f"{text}: holds {flat.count('E')} E, {flat.count('t')} t, {flat.count('m')} m and {flat.count('L')} L",
+            f"the model is E, {model.num_hidden_layers} t, {model.num_nextn_predict_layers} m and L, in this order",
+        )
+    mtp = [stage for stage, symbols in enumerate(stages) if "m" in symbols]
+    if len(mtp) > 1:
+        raise SpecError(f"{text}: m on stages {mtp}", "put all m on one virtual stage")
+    return Split(tuple(symbols.count("t") for symbols in stages), mtp_stage=mtp[0] if mtp else None)
+
+
+def _expand(layout: str) -> str:
+    """Write every repetition out: `Et*2|(t|)*2L` is `Ett|t|t|L`."""
+    out: list[str] = [""]
+    position = 0
+    text = layout.replace(" ", "").replace(",", "")
+    while position < len(text):
+        symbol = text[position]
+        position += 1
+        if symbol == "(":
+            out.append("")
+            continue
+        if symbol == ")":
+            if len(out) < 2:
+                raise SpecError(f"layout {layout!r}: ) without (", "balance the parentheses")
+            symbol = out.pop()
+        digits = position + 1
+        if text[position : position + 1] == "*":
+            while digits < len(text) and text[digits].isdigit():
+                digits += 1
+            times = text[position + 1 : digits]
+            if not times or int(times) > 100_000:
+                raise SpecError(f"layout {layout!r}: * without a count", "write t*4 or (t|)*14")
+            symbol, position = symbol * int(times), digits
+        out[-1] += symbol
+    if len(out) != 1:
+        raise SpecError(f"layout {layout!r}: ( without )", "balance the parentheses")
+    return out[0]
+
+
+def splits_from_counts(counts: Sequence[int], model: ModelSpec, pp: int, vpp: int) -> tuple[int, ...]:
+    """`layers_per_stage` as counts per virtual stage: as given where it has pp·vpp entries, else each stage's over its chunks.
+
+    Raises SpecError when the layers do not add up to the model's.
+    """
+    if sum(counts) != model.num_hidden_layers:
+        raise SpecError(
+            f"layers_per_stage: {'+'.join(map(str, counts))} = {sum(counts)} layers, "
+            f"{model.name} has {model.num_hidden_layers}",
+            "every layer belongs to exactly one stage",
+        )
+    if len(counts) == pp * vpp:
+        return tuple(counts)
+    chunks = [even_counts(count, vpp) for count in counts]
+    return tuple(chunks[stage % pp][stage // pp] for stage in range(pp * vpp))
