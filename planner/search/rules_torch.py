@@ -1,0 +1,85 @@
+"""What torch.distributed.pipelining (torch 2.13) refuses about a shape, by schedule."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.search.rules import DENSE_WIDTH, HEADS, SHARED_EXPERT_WIDTH, Rule, no_multiple
+
+KV_HEADS = Rule(
+    "kv_heads_not_divisible_by_tp",
+    lambda model, training, shape: (model.mla is not None) | (model.num_key_value_heads % shape.tp == 0),
+    lambda model, training, shape: no_multiple("num_key_value_heads", model.num_key_value_heads, "tp", shape.tp),
+)
+"""A sharded head dimension has no copies: key-value heads are split, never replicated."""
+
+UNTIED = Rule(
+    "tied_embeddings_with_pp",
+    lambda model, training, shape: (shape.pp == 1) | (not model.tie_word_embeddings),
+    lambda model, training, shape: (
+        f"tied embeddings cannot be shared between the first and the last of {shape.pp} stages"
+    ),
+)
+
+TORCH_RULES: tuple[Rule, ...] = (HEADS, KV_HEADS, DENSE_WIDTH, SHARED_EXPERT_WIDTH, UNTIED)
+"""Constraints whatever the schedule is."""
+
+_ROUNDS = Rule(
+    "microbatches_no_multiple_of_rounds",
+    lambda model, training, shape: (
+        shape.num_microbatches % np.maximum(1, np.asarray(shape.num_microbatches) // shape.pp) == 0
+    ),
+    lambda model, training, shape: no_multiple(
+        "num_microbatches",
+        shape.num_microbatches,
+        "num_microbatches div pp",
+        max(1, shape.num_microbatches // shape.pp),
+    ),
+)
+
+
+def _at_least(times: int) -> Rule:
+    """num_microbatches ≥ times·pp."""
+    return Rule(
+        "too_few_microbatches",
+        lambda model, training, shape: shape.num_microbatches >= times * shape.pp,
+        lambda model, training, shape: (
+            f"num_microbatches {shape.num_microbatches} is below {'' if times == 1 else f'{times}·'}pp "
+            f"({times * shape.pp})"
+        ),
+    )
+
+
+_ONE_CHUNK = Rule(
+    "schedule_needs_one_stage_per_rank",
+    lambda model, training, shape: shape.vpp == 1,
+    lambda model, training, shape: f"the schedule runs one stage per rank, vpp is {shape.vpp}",
+)
+_TWO_CHUNKS = Rule(
+    "schedule_needs_two_stages_per_rank",
+    lambda model, training, shape: shape.vpp == 2,
+    lambda model, training, shape: f"the schedule runs exactly two stages per rank, vpp is {shape.vpp}",
+)
+
+TORCH_SCHEDULE_RULES: dict[str, tuple[Rule, ...]] = {
+    "none": (),
+    "gpipe": (_ONE_CHUNK,),
+    "1f1b": (_ONE_CHUNK, _at_least(1)),
+    "interleaved-1f1b": (_ROUNDS,),
+    "breadth-first": (),
+    "zb-h1": (_ROUNDS,),
+    "zb-v": (_TWO_CHUNKS,),
+    "dualpipe-v": (_TWO_CHUNKS, _at_least(2)),
+}
+"""Constraints of torch's own schedule classes, by our schedule name; an order given as CSV has none of them."""
+
+TORCH_CLASSES: dict[str, str] = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved-1f1b": "Interleaved1F1B",
+    "breadth-first": "LoopedBFS",
+    "zb-h1": "InterleavedZeroBubble",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+"""torch's name of each schedule that it has a class for."""

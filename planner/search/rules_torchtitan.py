@@ -1,0 +1,71 @@
+"""What torchtitan (0.3.0, and main of August 2026) refuses about a shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from planner.physics.shape import Shape
+from planner.search.rules import EXPERTS, Rule, no_multiple
+from planner.search.rules_torch import TORCH_RULES, TORCH_SCHEDULE_RULES
+
+
+def _sequence_quantum(shape: Shape) -> Any:
+    """tp under sequence parallelism, times 2·cp where cp > 1."""
+    tp = np.where(np.asarray(shape.sequence_parallel) > 0, shape.tp, 1)
+    return tp * np.where(np.asarray(shape.cp) > 1, 2 * np.asarray(shape.cp), 1)
+
+
+def _expert_tp(shape: Shape) -> Any:
+    """Experts are split over tp where ep is 1, and over nothing else where it is not."""
+    return np.where(np.asarray(shape.ep) > 1, 1, shape.tp)
+
+
+def _when_interleaved(rule: Rule) -> Rule:
+    """`rule` where ranks hold several stages."""
+    return replace(rule, holds=lambda model, training, shape: (shape.vpp == 1) | rule.holds(model, training, shape))
+
+
+TORCHTITAN_RULES: tuple[Rule, ...] = (
+    *TORCH_RULES,
+    EXPERTS,
+    Rule(
+        "experts_do_not_divide_ranks",
+        # expert ranks are taken from dp_shard·cp·tp: HSDP replicas do not count
+        lambda model, training, shape: (model.moe is None) | ((shape.shard_size * shape.tp) % shape.ep == 0),
+        lambda model, training, shape: no_multiple("dp_shard·cp·tp", shape.shard_size * shape.tp, "ep", shape.ep),
+    ),
+    Rule(
+        "etp_not_expressible",
+        lambda model, training, shape: (model.moe is None) | (shape.etp == _expert_tp(shape)),
+        lambda model, training, shape: (
+            f"etp {shape.etp}: experts are split over tp ({shape.tp}) at ep 1 and not at all above (ep {shape.ep})"
+        ),
+    ),
+    Rule(
+        "seq_length_not_divisible_by_tp_2cp",
+        lambda model, training, shape: shape.seq_length % _sequence_quantum(shape) == 0,
+        lambda model, training, shape: no_multiple(
+            "seq_length", shape.seq_length, "tp·2cp", int(_sequence_quantum(shape))
+        ),
+    ),
+    Rule(
+        "shard_size_not_dividing_dp_cp",
+        lambda model, training, shape: (shape.dp * shape.cp) % shape.shard_size == 0,
+        lambda model, training, shape: no_multiple("dp·cp", shape.dp * shape.cp, "shard_size", shape.shard_size),
+    ),
+    Rule(
+        "shard_size_no_multiple_of_cp",
+        lambda model, training, shape: shape.shard_size % shape.cp == 0,
+        lambda model, training, shape: no_multiple("shard_size", shape.shard_size, "cp", shape.cp),
+    ),
+    Rule(
+        "too_few_microbatches",
+        lambda model, training, shape: (shape.vpp > 1) | (shape.num_microbatches >= shape.pp),
+        lambda model, training, shape: f"num_microbatches {shape.num_microbatches} is below pp ({shape.pp})",
+    ),
+    *map(_when_interleaved, TORCH_SCHEDULE_RULES["interleaved-1f1b"]),
+)
+"""Constraints for 1F1B at vpp 1 and interleaved 1F1B above."""
