@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.errors import SpecError
-from planner.schedule import bidirectional, looped, zero_bubble
+from planner.schedule import bidirectional, building_block, looped, zero_bubble
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.looped import interleaved_one_f_one_b, one_f_one_b, warm_up_chunks
 
@@ -95,8 +95,8 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ),
         ScheduleKind("zb-h2", lambda pp, v, m, g: zero_bubble.zb_h2(pp, m), "Qi et al. 2023"),
         _v_shaped("zb-v", zero_bubble.zb_v, "Qi et al. 2024"),
-        _v_shaped("v-half", zero_bubble.v_half, "Qi et al. 2024"),
-        _v_shaped("v-min", zero_bubble.v_min, "Qi et al. 2024"),
+        _v_shaped("v-half", building_block.v_half, "Qi et al. 2024"),
+        _v_shaped("v-min", building_block.v_min, "Qi et al. 2024"),
         ScheduleKind(
             "dualpipe",
             lambda pp, v, m, g: bidirectional.dualpipe(pp, m),

@@ -1,4 +1,4 @@
-"""Orders that split the backward and move weight gradients into the bubbles: ZB-H1, ZB-H2, ZB-V, V-Half, V-Min."""
+"""Orders that split the backward and move weight gradients into the bubbles: ZB-H1, ZB-H2, ZB-V."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.looped import grouped_visits
 from planner.schedule.tape import Tape
-
-BLOCK = 6
-"""Slots that one micro-batch takes on a rank with two chunks: F, I and W of each."""
 
 
 def zb_h1(pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None) -> Schedule:
@@ -72,49 +69,3 @@ def zb_v(pp: int, num_microbatches: int) -> Schedule:
         tape.add("W0", tape.count("I", 0) - tape.count("W", 0))
         ranks.append(tuple(action for action in tape.actions if action.microbatch < num_microbatches))
     return Schedule("zb-v", tuple(ranks), v_placement(pp), num_microbatches, splits_backward=True)
-
-
-def v_half(pp: int, num_microbatches: int) -> Schedule:
-    """Building block with about half the activations of 1F1B's first rank (Qi et al. 2024, "Pipeline parallelism with
-    controllable memory", V-Half)."""
-    gap = 3 if pp % 2 == 0 else 0
-    block = [(2 * r, 3 * pp - r - 2, 3 * pp + gap + 2 * r - 1, 6 * pp + gap - r - 2) for r in range(pp)]
-    return _repeat_block("v-half", block, num_microbatches)
-
-
-def v_min(pp: int, num_microbatches: int) -> Schedule:
-    """Building block with about a third of the activations of 1F1B's first rank, the least that a V placement needs
-    (Qi et al. 2024, "Pipeline parallelism with controllable memory", V-Min)."""
-    gap = 2 if pp % 3 == 0 else 0
-    block = [(r, 2 * pp - r - 1, 2 * pp + gap + r, 4 * pp + gap - r - 1) for r in range(pp)]
-    return _repeat_block("v-min", block, num_microbatches)
-
-
-def _repeat_block(name: str, block: Sequence[Sequence[int]], num_microbatches: int) -> Schedule:
-    """Start the same block every BLOCK slots, fill the slots left free with weight gradients, keep only the order.
-
-    A block gives rank r's slots of F and F of the chunk down and up, then I up and down, for the first micro-batch.
-    """
-    pp = len(block)
-    ranks = []
-    for rank, slots in enumerate(block):
-        down, up = rank, 2 * pp - 1 - rank
-        steps = list(zip(slots, "FFII", (down, up, up, down), strict=True))
-        placed = {
-            slot + BLOCK * microbatch: Action(kind, stage, microbatch)
-            for microbatch in range(num_microbatches)
-            for slot, kind, stage in steps
-        }
-        actions: list[Action] = []
-        owed: list[Action] = []
-        for slot in range(max(placed) + 1):
-            action = placed.get(slot)
-            if action is None:
-                actions.extend(owed[:1])
-                del owed[:1]
-            else:
-                actions.append(action)
-                if action.kind == "I":
-                    owed.append(Action("W", action.stage, action.microbatch))
-        ranks.append((*actions, *owed))
-    return Schedule(name, tuple(ranks), v_placement(pp), num_microbatches, splits_backward=True)

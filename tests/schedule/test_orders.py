@@ -1,0 +1,128 @@
+"""What each schedule needs, what it lists, and how much it keeps in flight."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from planner.errors import SpecError
+from planner.schedule.graph import compile_schedule
+from planner.schedule.orders import (
+    SCHEDULES,
+    Action,
+    build_schedule,
+    in_flight_chunks,
+    in_flight_microbatches,
+    interleaved_one_f_one_b,
+    violation,
+)
+
+RandomShape = Callable[[str, random.Random], tuple[int, int, int]]
+
+
+def test_spelling_is_torchs() -> None:
+    assert str(Action("F", 3, 0)) == "3F0"
+    assert Action.parse(" 12W7 ") == Action("W", 12, 7)
+    with pytest.raises(SpecError, match="3G0"):
+        Action.parse("3G0")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_microbatch_passes_every_stage_once_and_nothing_deadlocks(random_shape: RandomShape, name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(25):
+        pp, vpp, num_microbatches = random_shape(name, rng)
+        schedule = build_schedule(name, pp, vpp, num_microbatches)
+        graph = compile_schedule(schedule)  # raises when an action is missing, repeated, misplaced or never ready
+        per_pass = 1 if schedule.forward_only else 2
+        if not schedule.splits_backward:
+            assert len(graph.kind) == per_pass * pp * vpp * num_microbatches
+        assert (schedule.pp, schedule.vpp, schedule.num_microbatches) == (pp, vpp, num_microbatches)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_closed_forms_of_in_flight_count_what_the_lists_do(random_shape: RandomShape, name: str) -> None:
+    rng = random.Random(name)
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    for _ in range(10):
+        pp, vpp, num_microbatches = random_shape(name, rng)
+        counted = []
+        for actions in build_schedule(name, pp, vpp, num_microbatches).ranks:
+            held = [sum(change[action.kind] for action in actions[: end + 1]) for end in range(len(actions))]
+            counted.append(1 if name == "forward-only" else max(held))
+        assert in_flight_chunks(name, pp, vpp, num_microbatches) == counted
+
+
+def test_in_flight_by_hand() -> None:
+    assert in_flight_chunks("1f1b", 4, 1, 8) == [4, 3, 2, 1]
+    assert in_flight_chunks("1f1b", 4, 1, 2) == [2, 2, 2, 1]
+    assert in_flight_chunks("gpipe", 4, 1, 8) == [8] * 4
+    assert in_flight_chunks("interleaved-1f1b", 4, 2, 8) == [11, 9, 7, 5]  # 2·(4 − r − 1) + 4 + 1
+    assert in_flight_microbatches("interleaved-1f1b", 4, 2, 8) == [5.5, 4.5, 3.5, 2.5]
+    assert in_flight_chunks("breadth-first", 4, 2, 8) == [16] * 4
+    assert in_flight_chunks("zb-h1", 4, 1, 12) == [4] * 4
+    assert in_flight_chunks("zb-h2", 4, 1, 12) == [7] * 4  # 2·pp − 1
+    assert in_flight_microbatches("zb-v", 4, 2, 12) == [4.0] * 4
+    assert in_flight_microbatches("dualpipe", 8, 1, 24) == [9.0] * 8  # pp + 1
+    assert in_flight_chunks("dualpipe-v", 4, 2, 12) == [9] * 4  # 2·pp + 1 chunks
+    assert in_flight_microbatches("chimera", 4, 1, 8) == [3, 4, 4, 3]  # pp/2 + 1 … pp
+
+
+@pytest.mark.parametrize("pp", [2, 4, 5, 6, 8, 12])
+def test_v_half_and_v_min_keep_a_half_and_a_third(pp: int) -> None:
+    assert max(in_flight_chunks("v-half", pp, 2, 6 * pp)) == (pp + 2 if pp % 2 == 0 else pp + 1)
+    assert max(in_flight_chunks("v-min", pp, 2, 6 * pp)) <= 2 * -(-pp // 3) + 2
+
+
+def test_interleaving_is_megatrons() -> None:
+    """Rank 0 of pp 2, vpp 2: warm-up of (2 − 0 − 1)·2 + (2 − 1)·2 chunks, then each forward before its backward."""
+    schedule = interleaved_one_f_one_b(2, 2, 4)
+    spelled = " ".join(str(action) for action in schedule.ranks[0])
+    assert spelled == "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3"
+    assert schedule.stage_to_rank == (0, 1, 0, 1)
+
+
+def test_microbatch_groups_may_be_larger_than_pp() -> None:
+    schedule = build_schedule("interleaved-1f1b", 2, 2, 7, 4)
+    forwards = " ".join(str(action) for action in schedule.ranks[1] if action.kind == "F")
+    assert forwards == "1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 1F4 1F5 1F6 3F4 3F5 3F6"
+    with pytest.raises(SpecError, match="group size 2"):
+        build_schedule("interleaved-1f1b", 3, 2, 6, 2)
+    with pytest.raises(SpecError, match="group size 3"):
+        build_schedule("interleaved-1f1b", 2, 2, 7, 3)  # would leave a last group of one
+
+
+def test_two_weight_versions_are_marked_stale() -> None:
+    schedule = build_schedule("pipedream-2bw", 4, 1, 8)
+    assert (schedule.asynchronous, schedule.num_weight_copies, schedule.staleness_steps) == (True, 2, 1)
+    assert build_schedule("dualpipe", 4, 1, 8).num_weight_copies == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "vpp", "num_microbatches", "words"),
+    [
+        ("1f1b", 4, 2, 8, "vpp exactly 1, not 2"),
+        ("interleaved-1f1b", 4, 1, 8, "vpp at least 2, not 1"),
+        ("interleaved-1f1b", 4, 2, 10, "multiple of 4 micro-batches at pp 4, not 10"),
+        ("zb-v", 4, 3, 8, "vpp exactly 2, not 3"),
+        ("dualpipe", 5, 1, 20, "even pp, not 5"),
+        ("dualpipe", 4, 1, 6, "at least 8 micro-batches at pp 4, not 6"),
+        ("chimera", 4, 1, 6, "multiple of 4"),
+        ("none", 2, 1, 4, "pp at most 1, not 2"),
+        ("1f1b", 0, 1, 4, "at least 1"),
+    ],
+)
+def test_requirements_name_their_numbers(name: str, pp: int, vpp: int, num_microbatches: int, words: str) -> None:
+    error = violation(name, pp, vpp, num_microbatches)
+    assert error is not None
+    assert words in error.message
+    with pytest.raises(SpecError):
+        build_schedule(name, pp, vpp, num_microbatches)
+
+
+def test_unknown_name_suggests_the_nearest() -> None:
+    error = violation("interleaved", 4, 2, 8)
+    assert error is not None
+    assert "interleaved-1f1b" in error.hint
