@@ -54,8 +54,9 @@ def leave_tp(name: str, num_bytes: Number, shape: Shape, modules: tuple[str, ...
 
 
 def norm(
-    name: str, width: Number, tokens: Number, model: ModelSpec, runtime: RuntimeSpec, saves_output: bool = True
-) -> Operator:
+    name: str, width: Number, tokens: Number, model: ModelSpec, runtime: RuntimeSpec,
+    saves_output: bool = True, saves_input: bool = True,
+) -> Operator:  # fmt: skip
     """RMSNorm or LayerNorm over `width` features of `tokens` rows; keeps its input, its statistics and its output.
 
     Forward reads and writes once; backward reads input and gradient and writes one. Unfused, each pass is made twice.
@@ -63,7 +64,9 @@ def norm(
     num_bytes = BF16 * tokens * width
     passes = 1 if runtime.fused_norm else 2
     statistics = FP32 * tokens * (2 if model.norm == "layernorm" else 1)
-    saved = [Saved("input", num_bytes), Saved("statistics", statistics)]
+    saved = [Saved("statistics", statistics)]
+    if saves_input:
+        saved.append(Saved("input", num_bytes))
     if saves_output:
         saved.append(Saved("output", num_bytes, ("layernorm",), gemm_input=True))
     return Operator(
@@ -123,15 +126,9 @@ def attention_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
     else:
         yield from _latent_qkv(model, model.mla, shape, runtime)
     yield from _core(model, kind, shape, runtime)
+    # the core's output has the layout of its queries, so that [seq, batch, heads·dim] is a view of it
     width = model.num_attention_heads * v_dim / shape.tp
     hidden_bytes = BF16 * shape.tokens * model.hidden_size
-    if not runtime.fused_rotary:
-        # [batch, heads, seq, dim] -> [seq, batch, heads·dim] is a view for one sequence and a copy for several
-        copied = BF16 * shape.tokens * width * (np.asarray(shape.micro_batch_size) > 1)
-        yield Operator(
-            name="attention reshape", kind="elementwise", family="copy", forward_bytes=2 * copied, backward_bytes=2 * copied,
-            forward_kernels=1, backward_kernels=1, saved=(Saved("copy", copied),),
-        )  # fmt: skip
     yield Operator(
         name="attention output",
         kind="gemm",
@@ -169,7 +166,10 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     )
     if model.qk_norm:
         rows = shape.tokens * (heads + kv_heads)
-        per_head = norm("qk norm", model.head_dim, rows, model, runtime, saves_output=keeps_buffer)
+        # eager: its input is a view of the buffer, and rotation, which reads its output, keeps nothing
+        per_head = norm(
+            "qk norm", model.head_dim, rows, model, runtime, saves_output=False, saves_input=not keeps_buffer
+        )
         yield _with_parameters(per_head, 2 * model.head_dim)
     if rotates:
         rotated = (heads + kv_heads) * model.head_dim
@@ -202,11 +202,16 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
     yield Operator(
         name="kv down", kind="gemm", m=shard, n=down, k=model.hidden_size, parameters=down * model.hidden_size
     )
-    yield norm("kv latent norm", rank, shard, model, runtime)
+    latent_norm = norm("kv latent norm", rank, shard, model, runtime)
+    if not runtime.fused_rotary:
+        # its input is a view of the down-projection's output, whose rotary part is kept along
+        latent_norm = _with_saved(latent_norm, Saved("rotary part", BF16 * shard * mla.qk_rope_head_dim))
+    yield latent_norm
     yield from enter_tp("kv up", BF16 * tokens * down, shape)
     kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     yield Operator(name="kv up", kind="gemm", modules=up, m=tokens, n=kv_width, k=rank, parameters=kv_width * rank)
-    kept = heads * (2 * qk_dim + mla.v_head_dim)
+    # eager: v is a view that keeps the up-projection's output, nope keys included
+    kept = heads * (2 * qk_dim + mla.v_head_dim + (0 if runtime.fused_rotary else mla.qk_nope_head_dim))
     rope = rotary(heads * mla.qk_rope_head_dim + mla.qk_rope_head_dim, tokens, runtime, up)
     # rotation writes q anew and assembles k from its two parts: nope and the rope part shared by all heads
     assembled = BF16 * tokens * 2 * heads * qk_dim

@@ -8,12 +8,10 @@ import numpy as np
 
 from planner.physics.attention import attention_block, enter_tp, leave_tp, norm
 from planner.physics.mlp import mlp_block
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved, num_parameters, operators_of
+from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved, num_parameters, operators_of
 from planner.physics.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.runtime import RuntimeSpec
-
-INT64 = 8
 
 
 def decoder_layer(
@@ -36,6 +34,10 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
     """Token lookup in a vocabulary sharded over tp, plus learned positions, plus BLOOM's norm."""
     hidden_bytes = BF16 * shape.tokens * model.hidden_size
     rows = padded_vocab(model, shape, runtime) / shape.tp
+    shard_bytes = BF16 * shape.shard_tokens * model.hidden_size
+    # adding learned positions makes the shard a tensor of its own
+    is_view = not runtime.clones_embedding_shard and model.position_embedding != "learned"
+    whole = hidden_bytes - shard_bytes if is_view else 0
     lookup = Operator(
         name="embedding",
         kind="elementwise",
@@ -45,7 +47,7 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
         forward_kernels=2,
         backward_kernels=3,
         parameters=rows * model.hidden_size + model.num_position_parameters,
-        saved=(Saved("tokens", INT64 * shape.tokens),),
+        saved=(Saved("tokens", INT64 * shape.tokens), Saved("whole output", whole)),
     )
     extra = (
         (norm("embedding norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False),)
@@ -90,7 +92,10 @@ def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: b
             backward_bytes=passes[1] * logits,
             forward_kernels=3,
             backward_kernels=2,
-            saved=(Saved("softmax", (BF16 if runtime.fused_cross_entropy else FP32) * logits),),
+            saved=(
+                Saved("softmax", (BF16 if runtime.fused_cross_entropy else FP32) * logits),
+                Saved("labels", INT64 * shape.tokens),
+            ),
         ),
         # maximum, target logit and sum of exponentials over the vocabulary shards: fp32 per token
         Collective(name="loss reduce", kind="all_reduce", group="tp", num_bytes=3 * FP32 * shape.tokens),

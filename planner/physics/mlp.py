@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from planner.physics.attention import enter_tp, leave_tp, norm, residual
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved
 from planner.physics.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec, MoESpec
 from planner.specs.runtime import RuntimeSpec
@@ -62,7 +62,7 @@ def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSp
 def _activation(
     name: str, model: ModelSpec, elements: Number, runtime: RuntimeSpec, modules: tuple[str, ...]
 ) -> Operator:
-    """act(gate)·up or act(x) of `elements` outputs; keeps its output, and act(gate) too where the product is not fused."""
+    """act(gate)·up or act(x) of `elements` outputs; keeps its output, and act(gate) where the product is not fused."""
     num_bytes = BF16 * elements
     saved = [Saved("activation", num_bytes, modules, gemm_input=True)]
     if not model.gated_mlp:
@@ -105,7 +105,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
         n=moe.num_experts,
         k=hidden,
         parameters=moe.num_experts * (hidden + (1 if moe.router_bias else 0)),
-        saved=(Saved("scores", 2 * FP32 * tokens * moe.num_experts, ("moe",)),),
+        saved=(Saved("scores", (2 if runtime.fused_permute else 1) * FP32 * tokens * moe.num_experts, ("moe",)),),
     )
     yield Operator(
         name="route",
@@ -116,7 +116,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
         backward_bytes=3 * FP32 * tokens * moe.num_experts,
         forward_kernels=8,
         backward_kernels=6,
-        saved=(Saved("routing map", 2 * FP32 * pairs, ("moe",)),),
+        saved=(Saved("routing map", _routing_bytes(tokens, pairs, runtime), ("moe",)),),
     )
     yield _move("permute", BF16 * tokens * hidden + pair_bytes)
     yield from _all_to_all("dispatch", pair_bytes * imbalance, shape)
@@ -128,7 +128,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     if moe.shared_expert_gate:
         yield Operator(
             name="shared expert gate", kind="gemm", m=tokens, n=1, k=hidden, parameters=hidden,
-            saved=(Saved("shared output", BF16 * tokens * hidden),),
+            saved=(Saved("shared output", BF16 * tokens * hidden), Saved("gate", BF16 * tokens)),
         )  # fmt: skip
 
 
@@ -167,6 +167,8 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         ),
     )
     yield _activation("moe_act", model, rows * width, runtime, ("moe", "moe_act"))
+    if not runtime.fused_permute:
+        yield from _row_weights(rows, width, local, several & (np.asarray(shape.ep) > 1))
     yield Operator(
         name="experts down",
         kind="gemm",
@@ -179,6 +181,37 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         expert=True,
     )
     yield _move("unsort rows", 2 * gathered * several)
+
+
+def _routing_bytes(tokens: Number, pairs: Number, runtime: RuntimeSpec) -> Number:
+    """What routing keeps: the map of token-expert pairs and their probabilities.
+
+    Eager: of each pair its expert, its token, its place among the rows and the way back in int64, and the top-k scores and
+    their sum in fp32.
+    """
+    return 2 * FP32 * pairs if runtime.fused_permute else (4 * INT64 + FP32) * pairs + FP32 * tokens
+
+
+def _row_weights(rows: Number, width: Number, local: Number, sorts: Number) -> Iterator[Operator]:
+    """Eager: activated rows times their router weight; keeps the weighted rows beside the others, weights and offsets,
+    and the two permutations of a second sort by local expert."""
+    num_bytes, modules = BF16 * rows * width, ("moe", "moe_act")
+    yield Operator(
+        name="row weights",
+        kind="elementwise",
+        family="activation",
+        modules=modules,
+        forward_bytes=2 * num_bytes,
+        backward_bytes=6 * num_bytes,
+        forward_kernels=1,
+        backward_kernels=3,
+        saved=(
+            Saved("weighted rows", num_bytes, modules, gemm_input=True),
+            Saved("weights", BF16 * rows, ("moe",)),
+            Saved("offsets", FP32 * local, ("moe",)),
+            Saved("order", 2 * INT64 * rows * sorts, ("moe",)),
+        ),
+    )
 
 
 _ETP_EXCHANGES: tuple[tuple[str, Literal["all_gather", "reduce_scatter"], bool], ...] = (

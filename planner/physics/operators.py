@@ -17,6 +17,7 @@ from planner.physics.shape import Number
 
 BF16 = 2
 FP32 = 4
+INT64 = 8
 
 Group = Literal["tp", "cp", "ep", "etp"]
 
@@ -84,15 +85,27 @@ class Operator:
 
     @property
     def attention_flops(self) -> Number:
-        """2·b·a·q·kv·(d_qk + d_v), times the attended share; backward is 2.5 times that (one product is redone)."""
-        square = 2 * self.batch * self.heads * self.q_len * self.kv_len * (self.qk_dim + self.v_dim)
-        return square * self.attended_fraction
+        """2·b·a·q·kv·(d_qk + d_v), times the attended share."""
+        return self._square * (self.qk_dim + self.v_dim)
+
+    @property
+    def _square(self) -> Number:
+        """FLOPs per unit of head dimension of one product over the attended share of the q × kv square."""
+        return 2 * self.batch * self.heads * self.q_len * self.kv_len * self.attended_fraction
 
     @property
     def forward_flops(self) -> Number:
         if self.kind == "gemm":
             return self.gemm_flops
         return self.attention_flops if self.kind == "attention" else 0
+
+    @property
+    def backward_flops(self) -> Number:
+        """Twice the forward of a product (dgrad and wgrad); of attention QKᵀ again, dQ and dK (d_qk), dP and dV (d_v):
+        2.5 times the forward where the dimensions are equal."""
+        if self.kind == "gemm":
+            return 2 * self.gemm_flops
+        return self._square * (3 * self.qk_dim + 2 * self.v_dim) if self.kind == "attention" else 0
 
     def saved_bytes(self, recomputed: frozenset[str] = frozenset(), fp8: bool = False) -> Number:
         """Bytes kept for backward when the modules in `recomputed` are recomputed."""

@@ -26,6 +26,10 @@ class RuntimeSpec(Spec):
     """Without: chunk, negate, multiply, add, concatenate; and the QKV buffer stays alive through the view of v."""
     fused_activation: bool = True
     """Without: gated MLPs also keep act(gate)."""
+    fused_permute: bool = True
+    """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
+    clones_embedding_shard: bool = True
+    """Without: the sequence shard of the embedding is a view that keeps the whole output alive."""
     fused_cross_entropy: bool = True
     """Without: the loss makes fp32 copies of the logits."""
     fused_grad_accumulation: bool = True
@@ -162,6 +166,8 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             name="torch-eager",
             fused_rotary=False,
             fused_activation=False,
+            fused_permute=False,
+            clones_embedding_shard=False,
             fused_cross_entropy=False,
             fused_grad_accumulation=False,
             vocab_divisible_by=1,

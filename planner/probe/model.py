@@ -1,0 +1,136 @@
+"""The probe's model in eager torch: decoder layer, embedding, head, multi-token prediction.
+
+Activations are [seq/tp, batch, hidden]. What these modules keep for backward is what the operator lists of the
+`torch-eager` runtime say; the tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from planner.probe.attention import Attention, LatentAttention, Norm, Tables
+from planner.probe.linear import Linear, mark_partial, mark_shard
+from planner.probe.mlp import DenseMLP, MoE
+from planner.probe.peers import HiddenToSequence, Leave, LeaveByView, Surroundings, TensorPeers, apply
+from planner.specs.model import LayerKind, ModelSpec
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); with a norm behind each half where the model has post norms."""
+
+    def __init__(self, model: ModelSpec, kind: LayerKind, around: Surroundings) -> None:
+        super().__init__()
+        self.attention_norm = Norm(model.hidden_size, model)
+        self.attention: nn.Module = (
+            Attention(model, kind, around) if model.mla is None else LatentAttention(model, model.mla, kind, around)
+        )
+        self.mlp_norm = Norm(model.hidden_size, model)
+        if kind.mlp == "moe":
+            assert model.moe is not None
+            self.mlp: nn.Module = MoE(model, model.moe, around)
+        else:
+            assert model.intermediate_size is not None
+            self.mlp = DenseMLP(model, model.intermediate_size, around)
+        self.attention_post_norm = Norm(model.hidden_size, model) if model.post_norms else nn.Identity()
+        self.mlp_post_norm = Norm(model.hidden_size, model) if model.post_norms else nn.Identity()
+
+    def forward(self, x: Tensor, tables: Tables) -> Tensor:
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), tables))
+        x = x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+        return x
+
+
+class Embedding(nn.Module):
+    """Token rows sharded over tp, learned positions, and a norm where the model has one."""
+
+    def __init__(self, model: ModelSpec, around: Surroundings) -> None:
+        super().__init__()
+        self.around = around
+        self.rows = model.vocab_size // around.tp.size
+        self.weight = nn.Parameter(torch.empty(self.rows, model.hidden_size))
+        mark_shard(self.weight, 0, ((model.vocab_size, self.rows),))
+        learned = model.position_embedding == "learned"
+        positions = torch.empty(model.max_position_embeddings or 0, model.hidden_size)
+        self.positions = nn.Parameter(positions) if learned else None
+        mark_partial(self.positions)
+        self.norm = Norm(model.hidden_size, model) if model.embedding_norm else nn.Identity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [seq, batch] → [seq/tp, batch, hidden]."""
+        tp = self.around.tp
+        if tp.size == 1:
+            x = functional.embedding(tokens, self.weight)
+        else:
+            local = tokens - tp.rank * self.rows
+            inside = (local >= 0) & (local < self.rows)
+            x = functional.embedding(local.where(inside, 0), self.weight).where(inside.unsqueeze(-1), 0)
+            x = apply(LeaveByView if tp.sequence_parallel else Leave, x, tp)
+        if self.positions is not None:
+            first = tp.rank * x.shape[0] if tp.sequence_parallel else 0
+            x = x + self.positions[first : first + x.shape[0]].unsqueeze(1)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class Head(nn.Module):
+    """Final norm, vocabulary-parallel logits, mean cross-entropy in fp32."""
+
+    def __init__(self, model: ModelSpec, around: Surroundings) -> None:
+        super().__init__()
+        self.tp = around.tp
+        self.norm = Norm(model.hidden_size, model)
+        self.output = Linear(model.hidden_size, model.vocab_size, around, parallel="column")
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """x [seq/tp, batch, hidden] and labels [seq, batch] → the loss, a scalar."""
+        logits = self.output(self.norm(x)).float().flatten(0, 1)
+        if self.tp.size == 1:
+            return functional.cross_entropy(logits, labels.flatten())
+        return apply(VocabularyCrossEntropy, logits, labels.flatten(), self.tp)
+
+
+class VocabularyCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of fp32 logits [tokens, vocab/tp] sharded over tp (Megatron-LM `cross_entropy.py`)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorPeers) -> Tensor:
+        rows = logits.shape[1]
+        local = labels - tp.rank * rows
+        local = local.where((local >= 0) & (local < rows), -1)
+        logits = logits - tp.maximum(logits.amax(1)).unsqueeze(1)
+        target = logits.gather(1, local.clamp(min=0).unsqueeze(1)).squeeze(1)
+        target = tp.all_reduce(target.where(local >= 0, 0.0))
+        total = tp.all_reduce(logits.exp_().sum(1))
+        ctx.save_for_backward(logits.div_(total.unsqueeze(1)), local)
+        return (total.log() - target).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        softmax, local = ctx.saved_tensors
+        minus_one = -(local >= 0).to(softmax.dtype).unsqueeze(1)
+        logits_grad = softmax.scatter_add(1, local.clamp(min=0).unsqueeze(1), minus_one)
+        return logits_grad.mul_(grad / softmax.shape[0]), None, None
+
+
+class MTPBlock(nn.Module):
+    """One multi-token-prediction block (DeepSeek-V3 §2.2) without the embedding and head it shares."""
+
+    def __init__(self, model: ModelSpec, around: Surroundings) -> None:
+        super().__init__()
+        self.tp = around.tp
+        self.embedding_norm = Norm(model.hidden_size, model)
+        self.hidden_norm = Norm(model.hidden_size, model)
+        self.projection = Linear(2 * model.hidden_size, model.hidden_size, around, parallel="column")
+        self.layer = DecoderLayer(model, model.layers[-1], around)
+
+    def forward(self, x: Tensor, embedded: Tensor, tables: Tables) -> Tensor:
+        """Hidden states and embeddings of the next tokens, both [seq/tp, batch, hidden] → hidden states."""
+        joined = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), dim=-1)
+        x = self.projection(joined)
+        x = x if self.tp.size == 1 else apply(HiddenToSequence, x, self.tp)
+        out: Tensor = self.layer(x, tables)
+        return out

@@ -1,0 +1,49 @@
+"""Values of the probe's parameters: the same model whatever its sharding, so that runs can be compared bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.probe.peers import Surroundings
+
+INITIAL_STD = 0.02
+
+
+def initialise(module: nn.Module, seed: int) -> None:
+    """Fill a module: norms around 1, biases and sinks near 0, matrices normal with INITIAL_STD; by seed alone."""
+    generator: torch.Generator | None = None
+    for name, parameter in module.named_parameters():
+        if generator is None or generator.device != parameter.device:
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+        with torch.no_grad():
+            parameter.normal_(0.0, INITIAL_STD, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1.0)
+
+
+def copy_shard(whole: nn.Module, shard: nn.Module, around: Surroundings) -> None:
+    """Fill `shard` with its rank's part of the parameters of `whole`, the same module built without peers."""
+    named = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in shard.named_parameters():
+            parameter.copy_(shard_of(named[name], parameter, around))
+
+
+def shard_of(whole: Tensor, like: Tensor, around: Surroundings) -> Tensor:
+    """The part of a whole parameter (or of its gradient) that `like` is; key-value heads fewer than tp repeat."""
+    cut: Any = getattr(like, "shard", None)
+    if cut is not None:
+        dim, sections = cut
+        parts = torch.split(whole, [width for width, _ in sections], dim=dim)
+        pieces = [
+            part.narrow(dim, around.tp.rank * (width // local) // around.tp.size * local, local)
+            for part, (width, local) in zip(parts, sections, strict=True)
+        ]
+        return torch.cat(pieces, dim=dim)
+    expert: Any = getattr(like, "expert", None)
+    if expert is not None:
+        return whole.narrow(0, around.ep.rank * like.shape[0], like.shape[0])
+    return whole
