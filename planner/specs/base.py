@@ -6,11 +6,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0, le=10**15, strict=True)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=10**15, strict=True)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+# lt and not le: a field that adds its own le would lose it to one given here
+PositiveInt = Annotated[int, Field(gt=0, lt=10**15, strict=True)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=10**15, strict=True)]
+# strict: true is no number
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
 """A share between 0 and 1; names that end in `_fraction` are of this kind."""
 
 

@@ -140,7 +140,12 @@ class ModelSpec(Spec):
         heads, hidden = data.get("num_attention_heads"), data.get("hidden_size")
         if data.get("num_key_value_heads") is None:
             data["num_key_value_heads"] = heads
-        if data.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        if (
+            data.get("head_dim") is None
+            and isinstance(heads, int)
+            and isinstance(hidden, int)
+            and min(heads, hidden) > 0
+        ):
             if hidden % heads:
                 raise ValueError(
                     f"head_dim is missing and hidden_size ({hidden}) is no multiple of num_attention_heads ({heads})"

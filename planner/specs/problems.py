@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from planner.errors import SpecError
-from planner.specs.reading import kind_of
+from planner.specs.reading import kind_of, printable
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -47,7 +47,7 @@ def _path(error: ErrorDetails) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif not ("[" in part or part in {"int", "str", "float", "bool"}):
-            path += f".{part}" if path else part
+            path += f".{printable(part, 60)}" if path else printable(part, 60)
     return path
 
 

@@ -22,6 +22,9 @@ except ImportError:  # PyYAML built without libyaml: the same language, ten time
 MAX_BYTES = 2**20
 """A spec is a page of text; anything larger was named by mistake."""
 
+MAX_DEPTH = 1000
+"""Of nested YAML: libyaml composes by recursion in C, and deeper nesting would overflow its stack."""
+
 STDIN = "-"
 
 
@@ -43,7 +46,13 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 def label(path: str | Path) -> str:
     """How messages name a file."""
-    return "stdin" if str(path) == STDIN else str(path)
+    return "stdin" if str(path) == STDIN else printable(str(path))
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """`text` as it is where it is short and of printable characters, else shortened or escaped."""
+    short = text if len(text) <= limit else f"{text[: limit // 2]}…{text[-limit // 2 :]}"
+    return short if short.isprintable() else repr(short)
 
 
 def read_text(path: str | Path) -> str:
@@ -116,7 +125,7 @@ def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise SpecError(f"{where}: {key}: given twice", "keep one of them")
+            raise SpecError(f"{where}: {printable(key, 60)}: given twice", "keep one of them")
         result[key] = value
     return result
 
@@ -124,6 +133,7 @@ def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
 def _parse_yaml(text: str, where: str) -> Any:
     loader = _Loader(text)
     try:
+        _refuse_nesting(text, where)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -132,12 +142,24 @@ def _parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}: " if mark else ""
-        raise SpecError(f"{where}: {line}not YAML: {error.problem or error.context}", "mend that line") from None
+        problem = printable(str(error.problem or error.context))
+        raise SpecError(f"{where}: {line}not YAML: {problem}", "mend that line") from None
     # what PyYAML's constructors let through for tagged or impossible scalars (2024-13-45, !!bool x, 5,000 digits)
     except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise SpecError(f"{where}: not YAML: {str(error).splitlines()[0]}", "name a YAML or JSON file") from None
+        problem = printable(str(error).partition("\n")[0])
+        raise SpecError(f"{where}: not YAML: {problem}", "name a YAML or JSON file") from None
     finally:
         loader.dispose()
+
+
+def _refuse_nesting(text: str, where: str) -> None:
+    if sum(map(text.count, "[{-?")) <= MAX_DEPTH:  # what opens a collection inside a line
+        return
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise SpecError(f"{where}: not YAML: nested more than {MAX_DEPTH:,} deep", "name a YAML or JSON file")
 
 
 def _refuse_duplicates(root: Node, where: str) -> None:
@@ -158,6 +180,8 @@ def _refuse_duplicates(root: Node, where: str) -> None:
                     continue
                 line = key.start_mark.line + 1
                 if key.value in lines:
-                    message = f"{where}: line {line}: {key.value}: given twice, first on line {lines[key.value]}"
-                    raise SpecError(message, "keep one of them")
+                    name, first = printable(key.value, 60), lines[key.value]
+                    raise SpecError(
+                        f"{where}: line {line}: {name}: given twice, first on line {first}", "keep one of them"
+                    )
                 lines[key.value] = line
