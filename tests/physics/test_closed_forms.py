@@ -77,7 +77,7 @@ SC21_TABLE_1 = {
 
 @pytest.mark.parametrize("name", SC21_TABLE_1)
 def test_flops_of_a_step(name: str) -> None:
-    """Narayanan et al. 2021, equation 3: 96·B·s·l·h²·(1 + s/6h + V/16lh); each layer's forward runs twice."""
+    """Narayanan et al. 2021, equation 3: 96·B·s·l·h²·(1 + s/6h + V/16lh), each forward run twice."""
     a, h, layers = SC21_TABLE_1[name]
     batch, vocab = 512, 51200
     model = gpt(a, h, layers, vocab)
