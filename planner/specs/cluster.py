@@ -74,7 +74,8 @@ class HardwareSpec(Spec):
     tiers: tuple[LinkTier, ...] = Field(min_length=1)
     """Links, innermost first."""
     reserved: ReservedMemory = ReservedMemory()
-    efficiency: Efficiency
+    efficiency: Efficiency = Efficiency()
+    """Given none, what a GPU commonly reaches of its data sheet."""
     usd_per_gpu_hour: PositiveFloat | None = None
     watts_per_gpu: PositiveFloat | None = None
     """Facility power per GPU, CPUs and network included."""

@@ -1,0 +1,197 @@
+"""A name, an alias, a file, a directory or stdin: found from anywhere, or one error that says what to do."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from planner.errors import SpecError
+from planner.specs import registry
+from planner.specs.registry import hardware_names, load_hardware, load_model, model_names
+
+TINY = """\
+num_hidden_layers: 2
+hidden_size: 64
+intermediate_size: 256
+num_attention_heads: 4
+vocab_size: 100
+"""
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 256,
+    "num_attention_heads": 4, "vocab_size": 100,
+}  # fmt: skip
+
+
+def failure(call: Any, argument: str) -> SpecError:
+    with pytest.raises(SpecError) as caught:
+        call(argument)
+    assert caught.value.hint
+    assert "\n" not in caught.value.message + caught.value.hint
+    return caught.value
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-405b", "405b", "405B", "Llama-3.1-405B", "llama3-405b"])
+def test_a_model_is_found_by_name_and_alias_in_any_case(name: str) -> None:
+    assert load_model(name).name == "llama-3.1-405b"
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("h100", "h100-sxm-80gb"), ("H200", "h200-sxm-141gb"), ("a100", "a100-sxm-80gb"), ("gb300", "gb300-nvl72")],
+)
+def test_hardware_is_found_by_alias(alias: str, name: str) -> None:
+    assert load_hardware(alias).name == name
+
+
+def test_names_are_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_model("8b").num_hidden_layers == 32
+
+
+def test_a_name_wins_over_a_directory_that_is_called_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "405b").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(LLAMA))
+    assert load_model("405b").num_hidden_layers == 126
+    assert load_model("mine").num_hidden_layers == 2
+    assert "without config.json" in failure(load_model, "./405b").message
+
+
+def test_one_name_opens_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing every file to find one would take as long as the plan."""
+    registry._shipped_model.cache_clear()
+    parsed: list[str] = []
+    load = registry.load_yaml
+
+    def spy(path: str | Path) -> dict[str, Any]:
+        parsed.append(Path(path).name)
+        return load(path)
+
+    monkeypatch.setattr(registry, "load_yaml", spy)
+    load_model("405b")
+    load_model("llama-3.1-405b")
+    assert parsed == ["llama-3.1-405b.yaml"]
+
+
+def test_the_index_of_aliases_is_what_the_files_say() -> None:
+    assert {name: load_model(name).aliases for name in model_names()} == model_names()
+    assert {name: load_hardware(name).aliases for name in hardware_names()} == hardware_names()
+
+
+@pytest.mark.parametrize("names", [model_names(), hardware_names()])
+def test_no_name_means_two_things(names: dict[str, tuple[str, ...]]) -> None:
+    spoken = [*names, *(alias for aliases in names.values() for alias in aliases)]
+    assert len(spoken) == len(set(spoken))
+    assert spoken == [name.lower() for name in spoken]
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "near"),
+    [
+        (load_model, "llama-3.1-404b", "llama-3.1-405b"),
+        (load_model, "405", "405b"),
+        (load_model, "deepseek-v4", "deepseek-v3"),
+        (load_hardware, "h100-sxm", "h100-sxm-80gb"),
+        (load_hardware, "gb200-nvl36", "gb200-nvl72"),
+    ],
+)
+def test_an_unknown_name_brings_the_nearest(call: Any, name: str, near: str) -> None:
+    error = failure(call, name)
+    assert repr(name) in error.message
+    assert near in error.hint
+
+
+@pytest.mark.parametrize("name", ["", "zzz", "x" * 5000, "nul\0", "../../etc/passwd\n"])
+def test_a_nonsense_name_is_no_crash(name: str) -> None:
+    failure(load_model, name)
+    failure(load_hardware, name)
+
+
+@pytest.mark.parametrize("name", ["models/llama-3.1-8b.yaml", "missing.yaml", "missing/config.json", "meta-llama/x"])
+def test_a_missing_path_is_named_as_a_file(name: str) -> None:
+    assert failure(load_model, name).message.startswith(f"{name}: no such file")
+
+
+def test_a_yaml_file_needs_no_name_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(TINY)
+    assert load_model(path).name == "mine"
+    path.write_text(TINY + "name: other\n")
+    assert load_model(str(path)).name == "other"
+
+
+def test_an_edited_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(TINY)
+    assert load_model(path).vocab_size == 100
+    path.write_text(TINY.replace("100", "200"))
+    assert load_model(path).vocab_size == 200
+
+
+@pytest.mark.parametrize("name", ["config.json", "renamed.json"])
+def test_a_config_json_is_read_as_hugging_face_means_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps(LLAMA))
+    assert load_model(path).num_key_value_heads == 4
+
+
+def test_a_directory_holds_a_config_json_and_gives_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    assert load_model(folder).name == "my-model"
+
+
+def test_a_model_in_our_words_may_be_json_too(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({key: value for key, value in LLAMA.items() if key != "model_type"}))
+    assert load_model(path).name == "mine"
+
+
+@pytest.mark.parametrize("text", [TINY, json.dumps(LLAMA)])
+def test_a_dash_reads_a_model_from_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
+    assert load_model("-").num_hidden_layers == 2
+
+
+def test_hardware_of_ones_own_works_like_ours(tmp_path: Path) -> None:
+    path = tmp_path / "lab.yaml"
+    text = (registry._folder("hardware") / "a100-sxm-80gb.yaml").read_text()
+    path.write_text(text.replace("name: a100-sxm-80gb", "name: lab").replace("memory_gib: 79.15", "memory_gib: 60"))
+    assert load_hardware(path).memory_gib == 60
+
+
+def test_a_wrong_value_names_file_field_and_value(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(TINY.replace("layers: 2", "layers: -3"))
+    assert failure(load_model, str(path)).message == f"{path}: num_hidden_layers: -3 must be greater than 0"
+    path.write_text("architecture: hopper\nmemory: 80\n")
+    assert failure(load_hardware, str(path)).message.startswith(f"{path}: memory: unknown key")
+
+
+def test_a_hardware_directory_is_refused(tmp_path: Path) -> None:
+    assert "is a directory" in failure(load_hardware, f"{tmp_path}/").message
+
+
+def test_package_data_wins_where_the_wheel_brought_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "planner"
+    (package / "specs").mkdir(parents=True)
+    monkeypatch.setattr(registry, "__file__", str(package / "specs" / "registry.py"))
+    assert registry._folder("model") == tmp_path / "model_specs"
+    (package / "_data" / "model_specs").mkdir(parents=True)
+    assert registry._folder("model") == package / "_data" / "model_specs"
+
+
+def test_loading_specs_needs_no_torch() -> None:
+    code = (
+        "import sys; from planner.specs.registry import load_model; load_model('405b'); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
