@@ -40,7 +40,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
     except InexpressibleError as error:
         raise SpecError(f"{where}: {error}", "write the model as YAML, or mend the config") from None
     except ValidationError as error:
-        raise spec_error(error, where, ModelSpec, _spelling(keys)) from None
+        raise spec_error(error, where, ModelSpec, _spelling(keys, given)) from None
 
 
 def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
@@ -77,10 +77,11 @@ def _name(config: Config, where: str) -> str:
     return next(name for name in candidates if name)[:200]
 
 
-def _spelling(keys: Mapping[str, str]) -> dict[str, str]:
+def _spelling(keys: Mapping[str, str], config: Config) -> dict[str, str]:
     """Our field paths to the config's keys, so that a message names what the user wrote."""
     sections = {"moe": MoESpec.model_fields, "mla": MLASpec.model_fields}
-    spelling = {"activation": "hidden_act", "attention_bias": "attention_bias"}
+    activation = _first(("activation_function", "hidden_activation"), config)
+    spelling = {"activation": activation or "hidden_act"}
     for ours, theirs in keys.items():
         section = next((name for name, names in sections.items() if ours in names), None)
         spelling[f"{section}.{ours}" if section else ours] = theirs

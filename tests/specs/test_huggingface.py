@@ -1,0 +1,242 @@
+"""config.json of every architecture: the parameters and the defaults of transformers, or a clear no."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.errors import SpecError
+from planner.physics.layers import model_totals
+from planner.specs.architectures import ARCHITECTURES
+from planner.specs.huggingface import from_config
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_model
+from planner.specs.runtime import load_runtime
+
+CONFIGS = Path(__file__).parent / "configs"
+COUNTS = {
+    # parameters of the model that transformers 5.23 builds from the same file, tied matrices once;
+    # for deepseek-v3 with its router's correction biases and without multi-token prediction
+    "llama-3.1-8b": 8_030_261_248,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+    "gpt2": 124_439_808,
+    "gpt-neox-20b": 20_554_567_680,
+    "gpt-oss-20b": 20_914_757_184,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-27b": 27_009_346_304,
+    "phi-3-mini-4k": 3_821_079_552,
+    "minitron-4b": 4_190_509_056,
+}
+ALSO_SHIPPED = {
+    "llama-3.1-8b", "mixtral-8x7b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-neox-20b",
+    "gpt-oss-20b", "gemma-3-27b",
+}  # fmt: skip
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    """A published config.json, with keys changed, or left out where the change is `...`."""
+    data = json.loads((CONFIGS / f"{name}.json").read_text()) | changes
+    return {key: value for key, value in data.items() if value is not ...}
+
+
+def count(model: ModelSpec) -> int:
+    return model_totals(model, load_runtime("torch-eager"), seq_length=2048).num_parameters
+
+
+def biases(model: ModelSpec) -> tuple[bool, ...]:
+    return model.qkv_bias, model.output_bias, model.has_mlp_bias, model.has_norm_bias
+
+
+def failure(data: dict[str, Any]) -> SpecError:
+    with pytest.raises(SpecError) as caught:
+        from_config(data, "config.json")
+    assert caught.value.message.startswith("config.json: ")
+    assert caught.value.hint
+    return caught.value
+
+
+def test_every_architecture_has_a_published_config() -> None:
+    used = {config(name)["model_type"] for name in COUNTS}
+    assert used - {"gemma3"} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameters_equal_those_that_transformers_builds(name: str) -> None:
+    assert count(load_model(CONFIGS / f"{name}.json")) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", sorted(ALSO_SHIPPED))
+def test_a_config_and_our_own_file_describe_the_same_model(name: str) -> None:
+    own, theirs = load_model(name), from_config(config(name), "config.json")
+    # what a file says of itself, the width of dense MLPs that no layer has, and biases, which have two spellings
+    other = {"name", "aliases", "source", "training", "intermediate_size", "attention_bias", "mlp_bias", "norm_bias"}
+    assert own.model_dump(exclude=other) == theirs.model_dump(exclude=other)
+    assert biases(own) == biases(theirs)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "total"),
+    [
+        # the default configurations of transformers 5.23, built
+        ("llama", 6_738_415_616),
+        ("mistral", 7_241_732_096),
+        ("mixtral", 46_702_792_704),
+        ("qwen2", 12_049_846_272),
+        ("qwen2_moe", 14_315_784_192),
+        ("qwen3", 12_049_461_248),
+        ("qwen3_moe", 15_350_731_776),
+        ("deepseek_v3", 671_026_419_200),
+        ("gpt2", 124_439_808),
+        ("gpt_neox", 20_554_567_680),
+        ("gpt_oss", 116_829_156_672),
+        ("gemma2", 2_614_341_888),
+        ("gemma3_text", 2_628_658_432),
+        ("phi3", 3_821_079_552),
+    ],
+)
+def test_an_empty_config_is_the_model_that_transformers_builds_from_it(model_type: str, total: int) -> None:
+    assert count(from_config({"model_type": model_type}, "config.json")) == total
+
+
+def test_the_one_size_without_a_default_must_be_given() -> None:
+    assert "num_experts_per_tok: " in failure({"model_type": "deepseek_v2"}).message
+    assert count(from_config({"model_type": "deepseek_v2", "num_experts_per_tok": 2}, "x")) == 38_612_307_968
+
+
+def test_the_name_is_the_checkpoints_else_the_folders_else_the_files() -> None:
+    data = config("llama-3.1-8b")
+    assert from_config(data | {"_name_or_path": "meta-llama/Llama-3.1-8B"}, "x/config.json").name == "Llama-3.1-8B"
+    assert from_config(data, "somewhere/llama/config.json").name == "llama"
+    assert from_config(data, "somewhere/llama.json").name == "llama"
+    assert from_config(data | {"_name_or_path": ""}, "config.json").name == "llama"
+
+
+def test_a_model_under_its_own_name_is_read_as_the_architecture_it_is() -> None:
+    assert from_config(config("deepseek-v3", model_type="kimi_k2"), "config.json").mla is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "window", "pattern"),
+    [
+        ("mistral-7b", {}, 4096, None),
+        ("mistral-7b", {"sliding_window": None}, None, None),
+        ("mistral-7b", {"sliding_window": ...}, 4096, None),
+        ("qwen2.5-7b", {}, None, None),
+        ("qwen2.5-7b", {"use_sliding_window": True, "max_window_layers": 0}, 131_072, None),
+        ("qwen2.5-7b", {"use_sliding_window": True, "max_window_layers": 28}, None, None),
+        ("gpt-oss-20b", {}, 128, 2),
+        ("gpt-oss-20b", {"layer_types": ...}, 128, 2),
+        ("gpt-oss-20b", {"layer_types": ["full_attention"] * 24}, None, None),
+        ("gpt-oss-20b", {"layer_types": ["sliding_attention"] * 24}, 128, None),
+        ("gpt-oss-20b", {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 6}, 128, 4),
+        ("gemma-2-2b", {}, 4096, 2),
+        ("gemma-3-1b", {}, 512, 6),
+        ("gemma-3-1b", {"sliding_window_pattern": 4}, 512, 4),
+        ("gemma-3-1b", {"sliding_window_pattern": ..., "_sliding_window_pattern": 3}, 512, 3),
+    ],
+)
+def test_which_layers_slide(name: str, changes: dict[str, Any], window: int | None, pattern: int | None) -> None:
+    model = from_config(config(name, **changes), "config.json")
+    assert (model.sliding_window, model.sliding_window_pattern) == (window, pattern)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "dense_layers"),
+    [
+        ("qwen3-30b-a3b", {}, []),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [0, 1]}, [0, 1]),
+        ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, list(range(0, 48, 2))),
+        ("qwen1.5-moe-a2.7b", {"mlp_only_layers": list(range(24))}, list(range(24))),
+        ("deepseek-v3", {}, [0, 1, 2]),
+        ("deepseek-v3", {"first_k_dense_replace": 0}, []),
+        ("deepseek-v3", {"first_k_dense_replace": 1, "moe_layer_freq": 2}, [0, *range(1, 61, 2)]),
+    ],
+)
+def test_which_layers_are_moe(name: str, changes: dict[str, Any], dense_layers: list[int]) -> None:
+    model = from_config(config(name, **changes), "config.json")
+    assert [layer for layer, kind in enumerate(model.layers) if kind.mlp == "dense"] == dense_layers
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "field", "value"),
+    [
+        ("llama-3.1-8b", {"attention_bias": True, "mlp_bias": True}, "attention_bias", "all"),
+        ("llama-3.1-8b", {"num_key_value_heads": ...}, "num_key_value_heads", 32),
+        ("llama-3.1-8b", {"head_dim": None}, "head_dim", 128),
+        ("llama-3.1-8b", {"head_dim": 64}, "head_dim", 64),
+        ("qwen2.5-7b", {}, "attention_bias", "qkv"),
+        ("qwen3-8b", {}, "qk_norm", True),
+        ("qwen3-30b-a3b", {"num_experts": ..., "num_local_experts": 64}, "moe.num_experts", 64),
+        ("gpt2", {"n_inner": 1000}, "intermediate_size", 1000),
+        ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings", False),
+        ("minitron-4b", {}, "activation", "relu2"),
+        ("gemma-2-2b", {}, "activation", "gelu"),
+        ("deepseek-v2-lite", {}, "mla.q_lora_rank", None),
+        ("deepseek-v2-lite", {"n_shared_experts": None}, "moe.shared_expert_intermediate_size", 0),
+        ("deepseek-v3", {}, "num_nextn_predict_layers", 1),
+        ("deepseek-v3", {"num_nextn_predict_layers": ...}, "num_nextn_predict_layers", 0),
+    ],
+)
+def test_a_key_reaches_its_field(name: str, changes: dict[str, Any], field: str, value: object) -> None:
+    found: Any = from_config(config(name, **changes), "config.json")
+    for part in field.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_an_unknown_architecture_lists_the_known_ones() -> None:
+    error = failure({"model_type": "mamba2"})
+    assert "unknown architecture 'mamba2'" in error.message
+    assert all(name in error.hint for name in ARCHITECTURES)
+    assert "did you mean llama" in failure({"model_type": "lama"}).hint
+
+
+@pytest.mark.parametrize("kind", [None, 3, [], {"a": 1}, "x" * 10_000])
+def test_a_nonsense_architecture_is_no_crash(kind: object) -> None:
+    failure({"model_type": kind} if kind is not None else {"architectures": ["LlamaForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama-3.1-8b", {"num_hidden_layers": -1}, "num_hidden_layers: -1 must be greater than 0"),
+        ("llama-3.1-8b", {"hidden_size": "4096"}, "hidden_size: '4096' is text, expected an integer"),
+        ("llama-3.1-8b", {"num_key_value_heads": 5}, "num_attention_heads (32) is no multiple of"),
+        ("llama-3.1-8b", {"hidden_act": "mish"}, "hidden_act: 'mish' is none of"),
+        ("gpt2", {"n_embd": -4}, "n_embd: -4 must be greater than 0"),
+        ("gpt2", {"n_layer": None}, "n_layer: None is nothing"),
+        ("gpt2", {"activation_function": "mish"}, "activation_function: 'mish' is none of"),
+        ("deepseek-v3", {"n_routed_experts": "256"}, "n_routed_experts: '256' is text"),
+        ("deepseek-v3", {"kv_lora_rank": 0}, "kv_lora_rank: 0 must be greater than 0"),
+        ("mixtral-8x7b", {"num_local_experts": 0}, "num_local_experts: 0 must be greater than 0"),
+        ("gpt-oss-20b", {"layer_types": ["full_attention", "sliding_attention"] * 12}, "layer_types: "),
+        ("gpt-oss-20b", {"layer_types": ["full_attention"] * 3}, "layer_types: 3 entries for 24 layers"),
+        ("qwen2.5-7b", {"use_sliding_window": True, "max_window_layers": 14}, "layer_types: "),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [5]}, "the MoE layers are not every n-th"),
+        ("gemma-3-27b", {"text_config": None}, "text_config: "),
+        ("deepseek-v2-lite", {"num_hidden_layers": 10**15}, "num_hidden_layers: "),
+        ("qwen3-30b-a3b", {"num_hidden_layers": [48]}, "num_hidden_layers: "),
+    ],
+)
+def test_a_wrong_key_is_named_as_the_file_spells_it(name: str, changes: dict[str, Any], message: str) -> None:
+    assert failure(config(name, **changes)).message.startswith(f"config.json: {message}")
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 0, 2.5, "text", [], {}, float("nan"), 10**30])
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen1.5-moe-a2.7b", "gpt-oss-20b", "gpt2", "gemma-3-1b"])
+def test_any_value_under_any_key_is_read_or_refused(name: str, value: object) -> None:
+    for key in config(name):
+        with suppress(SpecError):
+            assert from_config(config(name, **{key: value}), "config.json").num_hidden_layers > 0
