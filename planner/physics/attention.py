@@ -53,13 +53,38 @@ def leave_tp(name: str, num_bytes: Number, shape: Shape, modules: tuple[str, ...
     )
 
 
+def local_copies(
+    name: str, num_bytes: Number, shape: Shape, runtime: RuntimeSpec, modules: tuple[str, ...] = ()
+) -> Iterator[Operator]:
+    """Eager: what a half block's exchanges of `num_bytes` under sequence parallelism pass through this rank's own memory.
+
+    Forward: the gather writes the whole, the scatter cuts the shard out. Backward: the gather again, the shard of dgrad cut
+    out, and the output's gradient put back into the whole.
+    """
+    if runtime.fused_rotary:
+        return
+    whole = num_bytes * shape.sequence_parallel
+    shard = whole / shape.tp
+    yield Operator(
+        name=name,
+        kind="elementwise",
+        family="copy",
+        modules=modules,
+        forward_bytes=whole + 3 * shard,
+        backward_bytes=2 * whole + 5 * shard,
+        forward_kernels=2,
+        backward_kernels=4,
+    )
+
+
 def norm(
     name: str, width: Number, tokens: Number, model: ModelSpec, runtime: RuntimeSpec,
     saves_output: bool = True, saves_input: bool = True,
 ) -> Operator:  # fmt: skip
     """RMSNorm or LayerNorm over `width` features of `tokens` rows; keeps its input, its statistics and its output.
 
-    Forward reads and writes once; backward reads input and gradient and writes one. Unfused, each pass is made twice.
+    Forward reads and writes once; backward reads input and gradient and writes one (eager torch reads both once more for
+    the weight's gradient). Unfused, each pass is made twice.
     """
     num_bytes = BF16 * tokens * width
     passes = 1 if runtime.fused_norm else 2
@@ -75,7 +100,7 @@ def norm(
         family="norm",
         modules=("layernorm",),
         forward_bytes=2 * num_bytes * passes,
-        backward_bytes=3 * num_bytes * passes,
+        backward_bytes=(3 if runtime.fused_rotary else 5) * num_bytes * passes,
         forward_kernels=passes,
         backward_kernels=2 * passes,
         parameters=width * (2 if model.has_norm_bias else 1),
@@ -101,14 +126,16 @@ def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec) -> 
 def rotary(width: Number, tokens: Number, runtime: RuntimeSpec, modules: tuple[str, ...]) -> Operator:
     """Rotary embedding of `width` query and key features a token.
 
-    Fused: one kernel that reads and writes. Eager: neg, cat, two mul and an add (ten passes in all), for q and for k.
+    Fused: one kernel that reads and writes. Eager: neg, cat, two mul and an add (ten passes in all), for q and for k, on
+    views of the QKV buffer.
     """
     num_bytes = BF16 * tokens * width
-    passes, kernels = (2, 1) if runtime.fused_rotary or runtime.compiled else (10, 10)
+    fused = runtime.fused_rotary or runtime.compiled
+    passes, kernels = (2, 1) if fused else (10, 10)
     return Operator(
         name="rotary",
         kind="elementwise",
-        family="rotary",
+        family="rotary" if fused else "strided",
         modules=modules,
         forward_bytes=passes * num_bytes,
         backward_bytes=passes * num_bytes,
@@ -138,6 +165,7 @@ def attention_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
         parameters=width * model.hidden_size + (model.hidden_size if model.output_bias else 0),
     )
     yield from leave_tp("attention output", hidden_bytes, shape)
+    yield from local_copies("attention copies", hidden_bytes, shape, runtime)
     if model.post_norms:
         yield norm("attention post norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False)
     yield residual("attention residual", model.hidden_size, shape.shard_tokens, runtime)

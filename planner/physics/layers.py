@@ -73,8 +73,9 @@ def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding:
 def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: bool) -> tuple[Item, ...]:
     columns = padded_vocab(model, shape, runtime) / shape.tp
     logits = shape.tokens * columns
-    # bf16 logits are read and written once when fused; else an fp32 copy, its exponentials and its gradient pass through memory
-    passes = (2 * BF16, 2 * BF16) if runtime.fused_cross_entropy else (BF16 + 5 * FP32, 3 * FP32 + BF16)
+    # bf16 logits are read and written once when fused. Else they are cast to fp32, read for maximum, sum and result, written;
+    # backward fills a gradient, reads it and the softmax, writes, and casts back to bf16
+    passes = (2 * BF16, 2 * BF16) if runtime.fused_cross_entropy else (BF16 + 5 * FP32, BF16 + 5 * FP32)
     return (
         Operator(
             name="head",

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from planner.physics.attention import enter_tp, leave_tp, norm, residual
+from planner.physics.attention import enter_tp, leave_tp, local_copies, norm, residual
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved
 from planner.physics.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec, MoESpec
@@ -57,6 +57,7 @@ def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSp
         parameters=hidden * (width + (1 if model.has_mlp_bias else 0)),
     )
     yield from leave_tp(f"{module} down", BF16 * tokens * hidden, shape, modules)
+    yield from local_copies(f"{module} copies", BF16 * tokens * hidden, shape, runtime, modules)
 
 
 def _activation(
@@ -71,13 +72,14 @@ def _activation(
     elif runtime.fused_activation or runtime.compiled:
         passes, backward, kernels = (3, 5, 1)
     else:
-        # silu (read, write) and product (two reads, write); backward: two products, silu's gradient, and the concatenation
+        # silu (read, write) and product (two reads, write); backward: two products, silu's gradient, and the concatenation;
+        # gate and up are views of one buffer
         passes, backward, kernels = (5, 13, 2)
         saved.append(Saved("activated gate", num_bytes, modules))
     return Operator(
         name=name,
         kind="elementwise",
-        family="activation",
+        family="strided" if len(saved) > 1 else "activation",
         modules=modules,
         forward_bytes=passes * num_bytes,
         backward_bytes=backward * num_bytes,
