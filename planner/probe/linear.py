@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from planner.probe.peers import Leave, Surroundings, apply
 
-HAS_GROUPED_MM = hasattr(torch, "_grouped_mm")
+_GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32) if hasattr(torch, "_grouped_mm") else ()
+"""What torch's grouped GEMM takes; the rest goes expert by expert."""
 
 
 class Linear(nn.Module):
@@ -122,14 +123,14 @@ class GroupedProduct(torch.autograd.Function):
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[rows, k] · [experts, k, n] → [rows, n]."""
-    if HAS_GROUPED_MM:
+    if x.dtype in _GROUPED_DTYPES:
         return torch._grouped_mm(x, weight, offs=ends)
     return torch.cat([part @ matrix for part, matrix in zip(_split(x, ends), weight, strict=True)])
 
 
 def _grouped_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """[rows, n]ᵀ · [rows, k] → [experts, n, k]."""
-    if HAS_GROUPED_MM:
+    if x.dtype in _GROUPED_DTYPES:
         return torch._grouped_mm(grad.T, x, offs=ends)
     return torch.stack([g.T @ part for g, part in zip(_split(grad, ends), _split(x, ends), strict=True)])
 
