@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
@@ -97,12 +97,26 @@ def _locate(kind: Kind, name: str) -> tuple[Path, bool]:
         found = _find(kind, name.lower())
         if found is not None:
             return found, True
-    if looks_like_path or os.path.exists(name):
+    if os.path.exists(name) or (looks_like_path and not _is_missing(name)):
         return Path(name), False
     names = _names(kind)
-    close = nearest(name, [*names, *(alias for aliases in names.values() for alias in aliases)])
+    known = [*names, *(alias for aliases in names.values() for alias in aliases)]
+    if looks_like_path:  # a repository of the Hugging Face hub looks like one
+        raise SpecError(f"{label(name)}: no such file", f"check the path{nearest(PurePath(name).name, known)}")
+    close = nearest(name, known)
     listing = "plan models" if kind == "model" else "plan hardware"
     raise SpecError(f"{kind}: unknown {name[:100]!r}", f"`{listing}` lists the names{close}")
+
+
+def _is_missing(path: str) -> bool:
+    """Whether there is surely no such file; what cannot be told is told when it is read."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return path != STDIN
+    except (OSError, ValueError):  # no permission, too long, a NUL
+        return False
+    return False
 
 
 def _folder(kind: Kind) -> Path:

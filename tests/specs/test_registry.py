@@ -120,6 +120,11 @@ def test_a_missing_path_is_named_as_a_file(name: str) -> None:
     assert failure(load_model, name).message.startswith(f"{name}: no such file")
 
 
+def test_a_repository_of_the_hub_brings_the_nearest_name() -> None:
+    assert "did you mean llama-3.1-8b" in failure(load_model, "meta-llama/Llama-3.1-8B-Instruct").hint
+    assert "did you mean qwen3-30b-a3b" in failure(load_model, "Qwen/Qwen3-30B-A3B").hint
+
+
 def test_a_yaml_file_needs_no_name_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(TINY)
