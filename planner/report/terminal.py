@@ -1,0 +1,285 @@
+"""A plan for eyes: what was chosen, its stages, where the time goes, what else there was, and how sure it is.
+
+Made for 80 columns. Everything is a rich renderable, so that the console decides about colour; no colour carries
+meaning alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from planner.plan import Layout, Plan, PricedLayout, StagePlan
+from planner.report.format import bar, digits, gibibytes, large, percent, seconds
+
+_MAX_ROWS = 16
+"""Deeper pipelines show runs of alike stages as one row."""
+_STAGE_BAR, _TIME_BAR = 10, 32
+_PANEL_WIDTH = 76
+_EVIDENCE = {
+    "spec_sheet": "spec sheet: peaks and typical efficiencies, nothing measured on this kind of GPU",
+    "calibrated": "calibrated on measurements of this kind of GPU",
+    "probed": "probed: this very plan was run and measured",
+}
+_BREAKDOWN = {
+    "compute_s": "compute",
+    "bubble_s": "pipeline bubble",
+    "tp_comm_s": "tensor-parallel exchanges",
+    "cp_comm_s": "context-parallel exchanges",
+    "ep_comm_s": "expert-parallel exchanges",
+    "pp_comm_s": "pipeline sends",
+    "exposed_dp_s": "data-parallel exchanges",
+    "optimizer_s": "optimizer",
+    "overhead_s": "host and other overhead",
+}
+
+
+def render(plan: Plan) -> Group:
+    """The whole report of a plan, or of one evaluated layout."""
+    return Group(*_sections(plan))
+
+
+def summary(layout: PricedLayout) -> str:
+    """One line: sizes, seconds, memory of the fullest stage."""
+    fits = "" if layout.fits else ", does not fit"
+    return f"{layout.parallelism}: {seconds(layout.step.step_s)}, {gibibytes(_peak_bytes(layout))} GiB{fits}"
+
+
+def _sections(plan: Plan) -> Iterator[RenderableType]:
+    yield _panel(plan)
+    yield _section("Stages", _stages(plan))
+    yield _section(f"Where the {seconds(plan.step.step_s)} of a step go", _breakdown(plan))
+    if plan.alternatives:
+        yield _section("Alternatives, and what each trades", _alternatives(plan))
+    if plan.rejections:
+        yield _section("Rejected shapes, by reason", _rejections(plan))
+    yield _section("How sure", _confidence(plan))
+    if plan.assumptions:
+        yield _section("Assumptions that move the result", _bullets(plan.assumptions))
+    if plan.warnings:
+        yield _section("Warnings", _bullets(plan.warnings))
+
+
+def _section(title: str, body: RenderableType) -> Group:
+    return Group("", Text(title, style="bold"), Padding(body, (0, 0, 0, 1)))
+
+
+def _table(*justify: str | None, gap: int = 2) -> Table:
+    """A table without lines: a column per word of `justify`, l or r, that may wrap where it is None."""
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=False)
+    for where in justify:
+        table.add_column(justify="right" if where == "r" else "left", no_wrap=where is not None)
+    return table
+
+
+def _panel(plan: Plan) -> Panel:
+    best, training = plan.best, plan.training
+    lines: list[RenderableType] = [
+        Text(str(best.parallelism), style="bold green" if best.fits else "bold"),
+        *map(Text, _packed(_manner(best.parallelism))),
+        Text(f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}"),
+    ]
+    if not best.fits:
+        lines.append(Text(_misfit(plan), style="bold red"))
+    lines += ["", _figures(plan)]
+    if plan.run_cost is not None:
+        lines += ["", Text(_cost(plan))]
+    title = f"{plan.model.name} on {plan.cluster.num_gpus:,} × {plan.cluster.hardware.name}, {plan.runtime}"
+    return Panel(Group(*lines), title=Text(title, style="bold"), title_align="left")
+
+
+def _manner(layout: Layout) -> list[str]:
+    """How the layout is run, beside its sizes."""
+    zero = f"ZeRO-{layout.zero_stage}"
+    if layout.zero_stage and layout.shard_size < layout.dp * layout.cp:
+        zero += f" over {layout.shard_size:,}"
+    recompute = "no recompute" if layout.recompute == "none" else f"{layout.recompute} recompute"
+    if layout.recompute == "selective" and layout.recompute_modules:
+        recompute += f" ({', '.join(layout.recompute_modules)})"
+    parts = [layout.schedule if layout.pp > 1 else "no pipeline", zero, recompute]
+    if layout.tp > 1:
+        parts.append("sequence parallel" if layout.sequence_parallel else "no sequence parallel")
+    if layout.ep > 1:
+        parts.append(f"expert TP {layout.etp}")
+    if layout.num_gpus_spare:
+        parts.append(f"{layout.num_gpus_spare:,} GPUs spare")
+    return parts
+
+
+def _packed(parts: Iterable[str]) -> list[str]:
+    """Lines of the panel's width that break between parts only."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(part) + 3 <= _PANEL_WIDTH:
+            lines[-1] += f" · {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
+def _misfit(plan: Plan) -> str:
+    worst, capacity_bytes = plan.best.worst_stage, plan.cluster.hardware.memory_bytes
+    return (
+        f"Does not fit: stage {worst.stage} needs {gibibytes(worst.memory.total_bytes)} GiB, "
+        f"{gibibytes(worst.memory.total_bytes - capacity_bytes)} more than the GPU's {gibibytes(capacity_bytes)}"
+    )
+
+
+def _figures(plan: Plan) -> Table:
+    """The numbers people quote, and the interval where there is one."""
+    step = plan.step
+    grid = Table.grid(padding=(0, 1), expand=True)
+    for _ in range(3):
+        grid.add_column()
+        grid.add_column(justify="right", style="bold")
+        grid.add_column(width=1)
+    middle = ("bubble", percent(step.bubble_fraction))
+    if step.step_s_interval is not None:
+        low_s, high_s = step.step_s_interval
+        middle = ("80% interval", f"{digits(low_s)}–{digits(high_s)} s")
+    speed = digits(step.model_tflops_per_gpu)
+    rows = (
+        ("step", seconds(step.step_s), "tokens/s", f"{step.tokens_per_s:,.0f}", "TFLOP/s/GPU", speed),
+        (*middle, "tokens/s/GPU", f"{step.tokens_per_s_per_gpu:,.1f}", "MFU", percent(step.mfu)),
+    )
+    for row in rows:
+        grid.add_row(*row[:2], "", *row[2:4], "", *row[4:])
+    return grid
+
+
+def _cost(plan: Plan) -> str:
+    cost = plan.run_cost
+    assert cost is not None
+    parts = [f"{digits(cost.days)} days", f"{large(cost.gpu_hours)} GPU-hours"]
+    if cost.usd is not None:
+        parts.append(f"${large(cost.usd)}")
+    if cost.mwh is not None:
+        parts.append(f"{digits(cost.mwh)} MWh")
+    return f"{large(cost.tokens)} tokens: {' · '.join(parts)}"
+
+
+def _stages(plan: Plan) -> Table:
+    stages, capacity_bytes = plan.stages, plan.cluster.hardware.memory_bytes
+    grouped = len(stages) > _MAX_ROWS
+    mixed = len({mode for stage in stages for mode, count in stage.recompute.items() if count}) > 1
+    table = _table("r", "l", "l", *("l" if mixed else ""), "r", "r", "r", "r", "l", gap=1 if mixed else 2)
+    heads = ["stage", "layers", "holds", "in flight", "fwd ms", "bwd ms", "GiB", f"of {gibibytes(capacity_bytes)}"]
+    if mixed:
+        heads.insert(3, "recompute")
+    table.add_row(*(Text(head, style="dim") for head in heads))
+    for run in _runs(stages) if grouped else ([stage] for stage in stages):
+        first, last = run[0], run[-1]
+        worst = max(stage.memory.total_bytes for stage in run)
+        over = worst > capacity_bytes
+        table.add_row(
+            str(first.stage) if len(run) == 1 else f"{first.stage}–{last.stage}",
+            _layers(first) if len(run) == 1 else f"{first.num_layers} each",
+            "+".join(first.holds),
+            *([_recompute(first)] if mixed else []),
+            _span([stage.in_flight_microbatches for stage in run], "{:g}"),
+            f"{1e3 * max(s.forward_s + s.forward_comm_s for s in run):,.1f}",
+            f"{1e3 * max(s.backward_s + s.backward_comm_s for s in run):,.1f}",
+            gibibytes(worst) + ("!" if over else ""),
+            Text(bar(worst / capacity_bytes, _STAGE_BAR, "░"), style="red" if over else "cyan"),
+        )
+    return table
+
+
+def _runs(stages: Iterable[StagePlan]) -> list[list[StagePlan]]:
+    """Neighbouring stages that hold the same."""
+    runs: list[list[StagePlan]] = []
+    for stage in stages:
+        before = runs[-1][-1] if runs else None
+        if before and all(
+            getattr(before, name) == getattr(stage, name) for name in ("num_layers", "holds", "recompute")
+        ):
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return runs
+
+
+def _layers(stage: StagePlan) -> str:
+    """`7 (0–6)`, or `8 in 4 chunks`."""
+    if len(stage.chunks) > 1:
+        return f"{stage.num_layers} in {len(stage.chunks)} chunks"
+    first, end = stage.chunks[0] if stage.chunks else (0, 0)
+    return f"{stage.num_layers} ({first}–{end - 1})" if end > first else "0"
+
+
+def _recompute(stage: StagePlan) -> str:
+    return ", ".join(f"{count} {mode}" for mode, count in stage.recompute.items() if count and mode != "none") or "none"
+
+
+def _span(values: list[float], form: str) -> str:
+    """One value, or first to last."""
+    first, last = form.format(round(values[0], 2)), form.format(round(values[-1], 2))
+    return first if first == last else f"{first}–{last}"
+
+
+def _breakdown(plan: Plan) -> Table:
+    items = [(label, getattr(plan.step.breakdown, name)) for name, label in _BREAKDOWN.items()]
+    table = _table("l", "r", "r", "l")
+    for label, value_s in sorted((item for item in items if item[1] > 0), key=lambda item: -item[1]):
+        share = value_s / plan.step.step_s
+        table.add_row(
+            label, seconds(value_s, plan.step.step_s), percent(share), Text(bar(share, _TIME_BAR), style="cyan")
+        )
+    return table
+
+
+def _alternatives(plan: Plan) -> Group:
+    """Two lines each: what it is and takes, then what it trades."""
+    best = plan.best
+    rows: list[RenderableType] = []
+    for rank, other in enumerate(plan.alternatives, start=1):
+        more = other.step.step_s / best.step.step_s - 1
+        table = Table.grid(padding=(0, 1), expand=True)
+        table.add_column(ratio=1)
+        table.add_column(justify="right", no_wrap=True)
+        figures = f"{seconds(other.step.step_s)}  +{percent(more)}  {gibibytes(_peak_bytes(other))} GiB"
+        table.add_row(Text.assemble(f"{rank}. ", (str(other.parallelism), "bold")), figures)
+        rows.append(table)
+        told = [part for part in _manner(other.parallelism) if part not in _manner(best.parallelism)]
+        text = "; ".join(part for part in (", ".join(told), other.trade) if part)
+        if text:
+            rows.append(Padding(Text(text, style="dim"), (0, 0, 0, 3)))
+    return Group(*rows)
+
+
+def _peak_bytes(layout: PricedLayout) -> int:
+    return layout.worst_stage.memory.total_bytes
+
+
+def _rejections(plan: Plan) -> Table:
+    table = _table("r", "l", None)
+    for reason, count in sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0])):
+        example = plan.rejection_examples.get(reason, "")
+        table.add_row(f"{count:,}", reason.replace("_", " "), Text(example, style="dim"))
+    return table
+
+
+def _confidence(plan: Plan) -> Table:
+    table = _table("l", None)
+    table.add_row("evidence", _EVIDENCE[plan.evidence])
+    search = plan.search
+    if search is not None:
+        took = "" if search.seconds is None else f" in {seconds(search.seconds)}"
+        counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
+        table.add_row("search", f"{counts}, {search.num_ilps:,} solved as ILP{took}")
+        bound = f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model"
+        outcome = "proven" if search.outcome == "proven" else "feasible, stopped by the time limit"
+        table.add_row("solver", f"{outcome}: {bound} (gap {percent(search.gap, 2)})")
+    return table
+
+
+def _bullets(lines: Iterable[str]) -> Table:
+    table = _table("l", None)
+    for line in lines:
+        table.add_row("·", line)
+    return table

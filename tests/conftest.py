@@ -1,0 +1,145 @@
+"""A plan that no search made: what the report and the commands are tested with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from planner.plan import (
+    Layout,
+    ModelSummary,
+    Plan,
+    PricedLayout,
+    RunCost,
+    SearchReport,
+    StageMemory,
+    StagePlan,
+    StepBreakdown,
+    StepTime,
+)
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.runtime import load_runtime
+from planner.specs.training import TrainingSpec
+from planner.specs.units import GIB
+
+
+def _stage(stage: int, pp: int, num_layers: int, first: int, total_gib: float, recompute: dict[str, int]) -> StagePlan:
+    total_bytes = round(total_gib * GIB)
+    memory = StageMemory(
+        weights_bytes=10 * GIB,
+        gradients_bytes=20 * GIB,
+        optimizer_bytes=4 * GIB,
+        activations_bytes=total_bytes - 38 * GIB,
+        logits_bytes=0,
+        workspace_bytes=GIB,
+        reserved_bytes=3 * GIB,
+        peak_allocated_bytes=total_bytes - 3 * GIB,
+        total_bytes=total_bytes,
+    )
+    ends = (("embedding",) if stage == 0 else ()) + (("head",) if stage == pp - 1 else ())
+    return StagePlan(
+        stage=stage,
+        chunks=((first, first + num_layers),),
+        num_layers=num_layers,
+        holds=ends,
+        recompute=recompute,
+        in_flight_microbatches=pp - stage,
+        forward_s=0.045,
+        backward_s=0.092,
+        weight_grad_s=0.045,
+        forward_comm_s=0.006,
+        backward_comm_s=0.011,
+        optimizer_s=0.02,
+        num_parameters=3_200_000_000,
+        memory=memory,
+    )
+
+
+def _priced(
+    pp: int, total_gib: float, fits: bool, step_s: float, recompute: dict[str, int], **layout: Any
+) -> PricedLayout:
+    parallelism = Layout(
+        **{
+            "tp": 8, "cp": 1, "ep": 1, "etp": 8, "pp": pp, "vpp": 1, "dp": 2048 // 8 // pp, "micro_batch_size": 1,
+            "num_microbatches": 8 * pp, "schedule": "1f1b", "zero_stage": 1, "shard_size": 2048 // 8 // pp,
+            "sequence_parallel": True, "recompute": "none", "num_gpus_used": 2048, **layout,
+        }
+    )  # fmt: skip
+    starts = [126 * stage // pp for stage in range(pp + 1)]
+    breakdown = {
+        "compute_s": 0.8, "tp_comm_s": 0.07, "cp_comm_s": 0, "ep_comm_s": 0, "pp_comm_s": 0.01, "exposed_dp_s": 0.005,
+        "bubble_s": 0.1, "optimizer_s": 0.005, "overhead_s": 0.01,
+    }  # fmt: skip
+    return PricedLayout(
+        evidence="calibrated",
+        fits=fits,
+        parallelism=parallelism,
+        stages=tuple(
+            _stage(i, pp, starts[i + 1] - starts[i], starts[i], total_gib - i / 2, recompute) for i in range(pp)
+        ),
+        step=StepTime(
+            step_s=step_s,
+            step_s_interval=(0.95 * step_s, 1.06 * step_s),
+            tokens_per_s=2048 * 8192 / step_s,
+            tokens_per_s_per_gpu=8192 / step_s,
+            model_tflops_per_gpu=412.3,
+            mfu=0.4167,
+            bubble_fraction=0.099,
+            breakdown=StepBreakdown(**{name: share * step_s for name, share in breakdown.items()}),
+        ),
+    )
+
+
+def _plan(
+    pp: int = 16,
+    total_gib: float = 71.3,
+    fits: bool = True,
+    step_s: float = 22.08,
+    recompute: dict[str, int] | None = None,
+    searched: bool = True,
+    **layout: Any,
+) -> Plan:
+    recompute = recompute or {"none": 8}
+    best = _priced(pp, total_gib, fits, step_s, recompute, **layout)
+    other = _priced(8, 76.2, True, 1.023 * step_s, recompute).model_copy(
+        update={"trade": "half the pipeline bubble for 4.9 GiB more on the fullest stage"}
+    )
+    model = load_model("405b")
+    answer: dict[str, Any] = {}
+    if searched:
+        answer = {
+            "alternatives": (other,) * 5,
+            "rejections": {"heads_not_divisible": 312, "out_of_memory": 1204},
+            "rejection_examples": {
+                "heads_not_divisible": "TP 16: 8 key-value heads cannot be split over 16 ranks",
+                "out_of_memory": "TP 1 × PP 1 × DP 2048: stage 0 needs 7,301.2 GiB of 79.1 even when it recomputes all",
+            },
+            "search": SearchReport(
+                num_shapes=1516, num_fitting=312, num_ilps=17, seconds=0.42, outcome="proven", lower_bound_s=22.07,
+                gap=0.0004,
+            ),
+            "assumptions": ("90% of the gradient reduction hides behind the last backward: gradient_overlap_fraction",),
+        }  # fmt: skip
+    return Plan(
+        planner_version="0",
+        model=ModelSummary(
+            name=model.name, num_parameters=405_853_388_800, num_active_parameters=405_853_388_800,
+            model_flops_per_token=2.5e12, spec=model,
+        ),
+        cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=2048),
+        training=TrainingSpec(seq_length=8192, global_batch_size=2048, tokens=15e12),
+        runtime="megatron",
+        runtime_spec=load_runtime("megatron"),
+        best=best,
+        run_cost=RunCost(tokens=15e12, days=228.7, gpu_hours=11_240_000, usd=35_970_000, mwh=19_108),
+        **answer,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def make_plan() -> Callable[..., Plan]:
+    """Builds a plan of 405B on 2,048 GPUs, by default one that fits; keywords change sizes of its layout."""
+    return _plan
