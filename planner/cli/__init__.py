@@ -1,0 +1,53 @@
+"""The `plan` command: parse, call, print. Nothing imports this package."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+
+from planner.errors import PlannerError
+
+INTERRUPTED, CLOSED_PIPE = 130, 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line and return its exit code; whatever goes wrong is one `error:` and one `hint:` on stderr."""
+    given = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show × shows ?
+            stream.reconfigure(errors="replace")
+    try:
+        from planner.cli.app import run
+
+        code = run(given)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    except Exception as error:  # the outermost frame: a defect must not look like an answer either
+        if "--debug" in given:
+            traceback.print_exc()
+        known = error if isinstance(error, PlannerError) else _as_planner_error(error)
+        _complain(known.message, known.hint)
+        return known.exit_code
+
+
+def _as_planner_error(error: Exception) -> PlannerError:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return PlannerError("standard output: no space left on device", "free some space")
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return PlannerError(
+        f"internal: {type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})",
+        "this is a defect of the planner: run again with --debug and report what it prints",
+    )
+
+
+def _complain(message: str, hint: str) -> None:
+    for label, text in (("error", message), ("hint", hint)):
+        if text:
+            print(f"{label}: {' '.join(text.split())}", file=sys.stderr)

@@ -1,0 +1,151 @@
+"""The command tree: `plan` itself is the main job, every other command is loaded when it is named."""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from planner.cli.plan_command import plan_command
+from planner.errors import SpecError
+from planner.specs.problems import nearest
+
+COMMANDS = {
+    "evaluate": ("planner.cli.evaluate_command", "evaluate_command"),
+    "models": ("planner.cli.catalogue", "models_command"),
+    "hardware": ("planner.cli.catalogue", "hardware_command"),
+}
+"""Every command beside the main job: where its function lives. Heavy imports belong inside that function."""
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+_ClickException: Any = typer.BadParameter.__mro__[2]
+"""Typer carries its own copy of click from some version on; this is the class of whichever it uses."""
+
+
+class _Sections:
+    """Help with the options under the headings they were declared with, in plain text that fits 80 columns."""
+
+    def format_options(self: Any, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(param, "rich_help_panel", None) or "Other", []).append(record)
+        sections["Other"] = sections.pop("Other", [])
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+        if isinstance(self, TyperGroup):
+            self.format_commands(ctx, formatter)
+
+
+class Command(_Sections, TyperCommand):
+    """One command."""
+
+
+class Commands(_Sections, TyperGroup):
+    """Loads a command's module when the command is named or listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in COMMANDS:
+            module, function = COMMANDS[cmd_name]
+            return _command(cmd_name, getattr(import_module(module), function))
+        if ctx.resilient_parsing:  # completing a word that is not whole yet
+            return None
+        raise SpecError(
+            f"unknown command {cmd_name!r}",
+            f"plan --model 405b --gpus 2048, or one of the commands {', '.join(COMMANDS)}{nearest(cmd_name, COMMANDS)}",
+        )
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code; PlannerError where it is wrong or cannot be done."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO, force=True)
+    logging.addLevelName(logging.WARNING, "warning")
+    logging.addLevelName(logging.INFO, "note")
+    try:
+        code = _root().main(args=arguments or ["--help"], prog_name="plan", standalone_mode=False)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except _ClickException as error:
+        raise _usage_error(error) from None
+    return code if isinstance(code, int) else 0
+
+
+def _root() -> Any:
+    app = typer.Typer(
+        cls=Commands, invoke_without_command=True, subcommand_metavar="[COMMAND]", context_settings=_SETTINGS,
+        rich_markup_mode=None,
+    )  # fmt: skip
+    app.callback()(plan_command)
+    root = typer.main.get_command(app)
+    root.params += [*_parameters(_everywhere), *_parameters(_at_the_top)]
+    return root
+
+
+def _command(name: str, function: Any) -> Any:
+    app = typer.Typer(context_settings=_SETTINGS, add_completion=False, rich_markup_mode=None)
+    app.command(name, cls=Command)(function)
+    command = typer.main.get_command(app)
+    command.params += _parameters(_everywhere)
+    return command
+
+
+def _parameters(function: Any) -> list[Any]:
+    app = typer.Typer(add_completion=False)
+    app.command()(function)
+    return list(typer.main.get_command(app).params)
+
+
+def _hush(quiet: bool) -> None:
+    if quiet:
+        logging.getLogger().setLevel(logging.ERROR)
+
+
+def _uncolour(no_color: bool) -> None:
+    if no_color:
+        os.environ["NO_COLOR"] = "1"
+        os.environ.pop("FORCE_COLOR", None)
+
+
+def _show_version(version: bool) -> None:
+    if version:
+        from planner.cli.output import versions
+
+        typer.echo(versions())
+        raise typer.Exit
+
+
+def _everywhere(
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", callback=_hush, expose_value=False, help="No warnings, no notes.")
+    ] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", callback=_uncolour, expose_value=False, help="Plain text (also NO_COLOR=1).")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", expose_value=False, help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options of every command; `main` looks for --debug itself, so that it works when parsing fails."""
+
+
+def _at_the_top(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, expose_value=False, help="Show versions."),
+    ] = False,
+) -> None:
+    """Options of `plan` alone."""
+
+
+def _usage_error(error: Any) -> SpecError:
+    """What the parser did not understand, as every other mistake of the user."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "plan"
+    return SpecError(error.format_message().rstrip("."), f"`{command} -h` lists the options, with an example")

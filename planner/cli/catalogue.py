@@ -1,0 +1,122 @@
+"""`plan models` and `plan hardware`: what ships with the planner, and where its numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from planner.cli import options as o
+
+ModelName = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME|FILE]", help="Show this one with its sources.", autocompletion=o.complete_model),
+]
+HardwareName = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME|FILE]", help="Show this one with its sources.", autocompletion=o.complete_hardware),
+]
+
+
+def models_command(name: ModelName = None, json: o.Json = False) -> None:
+    """List the models, or show one with its sources.
+
+    \b
+    Example:
+      plan models
+      plan models deepseek-v3
+    """
+    from planner.physics.layers import ModelTotals, model_totals
+    from planner.report.format import large
+    from planner.specs.model import ModelSpec
+    from planner.specs.registry import load_model, model_names
+    from planner.specs.runtime import load_runtime
+
+    def totals(model: ModelSpec) -> ModelTotals:
+        return model_totals(model, load_runtime(o.DEFAULT_RUNTIME), model.training.seq_length if model.training else 1)
+
+    def described(model: ModelSpec) -> dict[str, Any]:
+        counts = totals(model)
+        return {
+            **model.model_dump(mode="json", exclude_none=True),
+            "num_parameters": counts.num_parameters,
+            "num_active_parameters": counts.num_active_parameters,
+        }
+
+    if name is not None:
+        _show_one(described(load_model(name)), json)
+        return
+    models = [load_model(known) for known in model_names()]
+    if json:
+        _print([described(model) for model in models])
+        return
+    rows = []
+    for model in sorted(models, key=lambda model: totals(model).num_parameters):
+        counts, training = totals(model), model.training
+        active = large(counts.num_active_parameters) if counts.num_active_parameters < counts.num_parameters else ""
+        batch = (f"{training.seq_length:,}", large(training.tokens_per_step)) if training else ("", "")
+        rows.append((model.name, ", ".join(model.aliases), large(counts.num_parameters), active, *batch))
+    _show_table(("name", "aliases", "parameters", "active", "sequence", "batch"), rows)
+
+
+def hardware_command(name: HardwareName = None, json: o.Json = False) -> None:
+    """List the hardware, or show one with its sources.
+
+    \b
+    Example:
+      plan hardware
+      plan hardware h100
+    """
+    from planner.specs.registry import hardware_names, load_hardware
+
+    if name is not None:
+        _show_one(load_hardware(name).model_dump(mode="json", exclude_none=True), json)
+        return
+    profiles = [load_hardware(known) for known in hardware_names()]
+    if json:
+        _print([profile.model_dump(mode="json", exclude_none=True) for profile in profiles])
+        return
+    rows = []
+    for profile in profiles:
+        peaks, tiers = profile.peak_tflops, profile.tiers
+        peak = f"{peaks.get('bf16', peaks.get('fp16', 0)):,.0f}"
+        links = f"{profile.nvlink_domain_size} × {tiers[0].gb_per_s:g}"
+        network = f"{tiers[1].gb_per_s:g}" if len(tiers) > 1 else ""
+        aliases = ", ".join(profile.aliases)
+        rows.append((profile.name, aliases, f"{profile.memory_gib:.1f}", peak, links, network))
+    _show_table(("name", "aliases", "GiB", "TFLOP/s", "domain GB/s", "net GB/s"), rows)
+
+
+def _print(data: Any) -> None:
+    import sys
+
+    from planner.cli.output import dumps
+
+    sys.stdout.write(dumps(data))
+
+
+def _show_one(data: dict[str, Any], as_json: bool) -> None:
+    """As the YAML that `--model` or `--hardware` would read."""
+    if as_json:
+        _print(data)
+        return
+    import sys
+
+    import yaml
+
+    sys.stdout.write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=78))
+
+
+def _show_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Names and aliases on the left, numbers on the right."""
+    from rich.table import Table
+
+    from planner.cli.output import show
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="left" if index < 2 else "right", no_wrap=index != 1)
+    for row in rows:
+        table.add_row(*row)
+    show(table)

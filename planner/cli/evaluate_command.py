@@ -1,0 +1,117 @@
+"""`plan evaluate`: the price of layouts that someone chose."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Annotated, BinaryIO
+
+import typer
+
+from planner.cli import options as o
+from planner.errors import SpecError
+from planner.files import STDOUT as STDIN
+from planner.files import refuse_to_overwrite
+
+MAX_LINE_BYTES = 2**20
+Runs = Annotated[
+    str | None,
+    o.text(o.JOB, "--runs", "FILE", 'Price many: a {"id": …, "run": {…}} a line in, an answer a line out; - is stdin.'),
+]
+
+
+def evaluate_command(
+    ctx: typer.Context,
+    model: o.Model = None,
+    gpus: o.Gpus = None,
+    hardware: o.Hardware = None,
+    gpus_per_node: o.GpusPerNode = None,
+    seq_length: o.SeqLength = None,
+    global_batch_size: o.GlobalBatchSize = None,
+    batch_tokens: o.BatchTokens = None,
+    dtype: o.Dtype = None,
+    runtime: o.Runtime = None,
+    tokens: o.Tokens = None,
+    runs: Runs = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    dp: o.Dp = None,
+    cp: o.Cp = None,
+    ep: o.Ep = None,
+    etp: o.Etp = None,
+    vpp: o.Vpp = None,
+    micro_batch_size: o.MicroBatchSize = None,
+    schedule: o.Schedule = None,
+    zero_stage: o.ZeroStage = None,
+    fsdp: o.Fsdp = None,
+    sequence_parallel: o.SequenceParallel = None,
+    recompute: o.Recompute = None,
+    recompute_modules: o.RecomputeModules = None,
+    recompute_num_layers: o.RecomputeLayers = None,
+    layers_per_stage: o.LayersPerStage = None,
+    layout: o.LayoutString = None,
+    moe_imbalance: o.Imbalance = None,
+    straggler_fraction: o.Straggler = None,
+    json: o.Json = False,
+    output: o.Output = None,
+    force: o.Force = False,
+) -> None:
+    """Price a given layout, fit or not, or a file of many.
+
+    \b
+    Example:
+      plan evaluate --model 405b --gpus 16384 --tp 8 --pp 16 --dp 128
+      plan evaluate --runs runs.jsonl --json
+    """
+    if runs is not None:
+        _evaluate_runs(ctx, runs, json)
+        return
+    from planner.cli.inputs import read_job, read_parallelism
+    from planner.cli.output import answer
+    from planner.search.runs import fill_dp
+    from planner.search.search import evaluate
+
+    job = read_job(ctx.params)
+    parallelism = fill_dp(read_parallelism(ctx.params), job.cluster.num_gpus)
+    if output is not None:
+        refuse_to_overwrite(output, force)
+    plan = evaluate(job.model, job.cluster, job.training, parallelism, runtime=job.runtime)
+    answer(plan, json, output, force, best_alone=True)
+
+
+def _evaluate_runs(ctx: typer.Context, path: str, as_json: bool) -> None:
+    for name, value in ctx.params.items():
+        if name not in ("runs", "json") and value is not None and value is not False:
+            raise SpecError(f"--runs and --{name.replace('_', '-')}: both given", "each line of the file says it all")
+    from planner.cli.output import dumps
+    from planner.report.terminal import summary
+    from planner.search.runs import evaluate_lines
+
+    with _opened(path) as file:
+        for run in evaluate_lines(_lines(file, path)):
+            if as_json:
+                sys.stdout.write(dumps(run.to_json(), indent=None))
+            else:
+                told = summary(run.layout) if run.layout else f"error: {run.error}"
+                sys.stdout.write(f"{run.id}\n    {told}\n")
+            sys.stdout.flush()
+
+
+def _opened(path: str) -> BinaryIO:
+    if path == STDIN:
+        return sys.stdin.buffer
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise SpecError(f"--runs: {path}: {error.strerror}", "name a file of JSON lines, or - for stdin") from None
+
+
+def _lines(file: BinaryIO, path: str) -> Iterator[str]:
+    """Lines as text, none read before it is asked for; SpecError for what cannot be a file of runs."""
+    try:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES or b"\0" in line:
+                raise SpecError(f"--runs: {path}: is not a file of JSON lines", "write one JSON object a line")
+            yield line.decode(errors="replace")
+    except OSError as error:
+        raise SpecError(f"--runs: {path}: {error.strerror}", "name a file of JSON lines, or - for stdin") from None

@@ -1,0 +1,173 @@
+"""Command-line values to specs: what was given, the model's published training for the rest, SpecError for nonsense."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
+from planner.errors import SpecError
+from planner.specs.base import Spec
+from planner.specs.checking import checked
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.runtime import load_runtime
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.units import parse_count
+
+_log = logging.getLogger(__name__)
+_OPTION_OF = {"num_gpus": "gpus", "time_limit_s": "time_limit", "memory_headroom_gib": "memory_headroom"}
+"""Fields that an option spells differently."""
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30}
+_MAX_ENTRIES = 10_000
+S = TypeVar("S", bound=Spec)
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to train, on what, with what."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    training: TrainingSpec
+    runtime: str
+
+
+def read_job(options: Mapping[str, Any]) -> Job:
+    """The job that the options describe; SpecError naming the option."""
+    for name in ("model", "gpus"):
+        if options.get(name) is None:
+            raise SpecError(f"--{name}: is missing", "for example plan --model 405b --gpus 2048")
+    if options["model"] == options.get("hardware") == "-":
+        raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
+    model = load_model(options["model"])
+    cluster = {
+        "hardware": load_hardware(options.get("hardware") or DEFAULT_HARDWARE),
+        "num_gpus": options["gpus"],
+        "gpus_per_node": options.get("gpus_per_node"),
+    }
+    runtime = options.get("runtime") or DEFAULT_RUNTIME
+    load_runtime(runtime)
+    return Job(model, _checked(ClusterSpec, cluster), _training(options, model), runtime)
+
+
+def read_limits(options: Mapping[str, Any]) -> SearchLimits:
+    """Axes pinned by comma lists, and how to search."""
+    values = _given(options, SearchLimits)
+    for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage"):
+        if name in values:
+            values[name] = _list(name, values[name], int)
+    for name in ("recompute", "schedule"):
+        if name in values:
+            values[name] = _list(name, values[name], str)
+    return _checked(SearchLimits, values)
+
+
+def read_parallelism(options: Mapping[str, Any]) -> Parallelism:
+    """One layout; what was not given is unset."""
+    values = _given(options, Parallelism)
+    if "layers_per_stage" in values:
+        values["layers_per_stage"] = _list("layers_per_stage", values["layers_per_stage"], int)
+    if "recompute_modules" in values:
+        values["recompute_modules"] = _list("recompute_modules", values["recompute_modules"], str)
+    return _checked(Parallelism, values)
+
+
+def option(field: str) -> str:
+    """How the command line spells a field."""
+    return "--" + _OPTION_OF.get(field, field).replace("_", "-")
+
+
+def _given(options: Mapping[str, Any], spec: type[Spec]) -> dict[str, Any]:
+    pairs = ((field, options.get(_OPTION_OF.get(field, field))) for field in spec.model_fields)
+    return {field: value for field, value in pairs if value is not None}
+
+
+def _checked(spec: type[S], values: Mapping[str, Any]) -> S:
+    spelling = {field: option(field) for field in spec.model_fields}
+    for field, value in values.items():
+        if isinstance(value, tuple):
+            spelling |= {f"{field}[{i}]": option(field) for i in range(len(value))}
+    return checked(spec, values, spelling=spelling)
+
+
+def _list(field: str, text: str, convert: Callable[[str], V]) -> tuple[V, ...]:
+    """`8,16` as (8, 16)."""
+    try:
+        values = tuple(convert(part.strip()) for part in text.split(",", _MAX_ENTRIES))
+    except ValueError:
+        raise SpecError(f"{option(field)}: {text[:60]!r} is not a list of whole numbers", "write 8 or 8,16") from None
+    if "" in values:
+        raise SpecError(f"{option(field)}: {text[:60]!r} has an empty entry", "put one comma between two values")
+    return values
+
+
+def _training(options: Mapping[str, Any], model: ModelSpec) -> TrainingSpec:
+    published = model.training
+    seq_length = options.get("seq_length")
+    if seq_length is None:
+        if published is None:
+            raise SpecError(f"--seq-length: is missing, and {model.name} states no training", "add --seq-length 8192")
+        seq_length = published.seq_length
+    values = {
+        "seq_length": seq_length,
+        "global_batch_size": 1,
+        "tokens": None if options.get("tokens") is None else _count("tokens", options["tokens"]),
+    }
+    values |= {
+        name: options[name]
+        for name in ("dtype", "moe_imbalance", "straggler_fraction")
+        if options.get(name) is not None
+    }
+    _checked(TrainingSpec, values)  # the batch is counted in sequences of a sane length
+    return _checked(TrainingSpec, {**values, "global_batch_size": _global_batch_size(options, model, seq_length)})
+
+
+def _global_batch_size(options: Mapping[str, Any], model: ModelSpec, seq_length: int) -> int:
+    sequences, tokens = options.get("global_batch_size"), options.get("batch_tokens")
+    if sequences is not None and tokens is not None:
+        raise SpecError("--global-batch-size and --batch-tokens: both given", "give one of them")
+    if sequences is not None:
+        return int(sequences)
+    if tokens is not None:
+        return _whole_sequences("--batch-tokens", _batch_tokens(tokens, seq_length), seq_length)
+    if model.training is None:
+        raise SpecError(
+            f"--global-batch-size: is missing, and {model.name} states no training",
+            "add --global-batch-size 1024 (sequences) or --batch-tokens 4M",
+        )
+    return _whole_sequences(f"{model.name}'s published batch", model.training.tokens_per_step, seq_length)
+
+
+def _whole_sequences(what: str, num_tokens: int, seq_length: int) -> int:
+    sequences, rest = divmod(num_tokens, seq_length)
+    if rest or not sequences:
+        near = " or ".join(f"--global-batch-size {n}" for n in (sequences, sequences + 1) if n)
+        raise SpecError(f"{what}: {num_tokens:,} tokens are no whole number of sequences of {seq_length:,}", near)
+    return sequences
+
+
+def _batch_tokens(text: str, seq_length: int) -> int:
+    """Tokens of a batch. 16M is 16·10⁶, but people also call 2,048 sequences of 8,192 tokens 16M: where only 16·2²⁰ is
+    a whole number of sequences it is taken to be meant, and said so."""
+    num_tokens = _count("batch_tokens", text)
+    suffix = text.strip()[-1].lower()
+    if num_tokens % seq_length and suffix in _BINARY:
+        binary = float(text.strip()[:-1]) * _BINARY[suffix]
+        if binary == int(binary) and int(binary) % seq_length == 0:
+            _log.info(
+                "--batch-tokens: %s is taken as %s, %s sequences", text, f"{binary:,.0f}", f"{binary / seq_length:,.0f}"
+            )
+            return int(binary)
+    return num_tokens
+
+
+def _count(field: str, text: str) -> int:
+    try:
+        return parse_count(text)
+    except (ValueError, OverflowError):
+        raise SpecError(f"{option(field)}: {text[:60]!r} is not a count", "write 1048576, 16M or 15T") from None

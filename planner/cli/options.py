@@ -1,0 +1,145 @@
+"""Options that several commands share, each declared once; defaults stand in brackets in their help.
+
+No option has a default here: a command must be able to tell what was given from what was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+import typer
+
+from planner.errors import SpecError
+from planner.specs.registry import hardware_names, model_names
+from planner.specs.runtime import RUNTIMES
+
+DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"
+JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Search", "Assumptions", "Output"
+
+
+def starting_with(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """A shell completion that offers those of `names` that begin as the word does."""
+    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
+
+
+def _with_aliases(names: Callable[[], dict[str, tuple[str, ...]]]) -> Callable[[], list[str]]:
+    return lambda: [name for canonical, aliases in names().items() for name in (canonical, *aliases)]
+
+
+complete_model = starting_with(_with_aliases(model_names))
+complete_hardware = starting_with(_with_aliases(hardware_names))
+
+
+def text(panel: str, names: str, metavar: str | None, what: str, **more: Any) -> Any:
+    """An option that takes text, or a flag where `metavar` is None."""
+    return typer.Option(*names.split(), metavar=metavar, help=what, show_default=False, rich_help_panel=panel, **more)
+
+
+def number(panel: str, names: str, what: str, metavar: str = "N", convert: Callable[[str], Any] = int) -> Any:
+    """An option that takes one number."""
+    name, kind = names.split()[0], "whole number" if convert is int else "number"
+
+    def parse(word: str) -> Any:
+        try:
+            return convert(word)
+        except ValueError:
+            raise SpecError(f"{name}: {word[:60]!r} is not a {kind}", f"write {name} and a {kind}") from None
+
+    return text(panel, names, metavar, what, parser=parse)
+
+
+Model = Annotated[
+    str | None,
+    text(
+        JOB, "--model -m", "NAME|FILE", "`plan models` lists them; or a YAML, or a Hugging Face config.json.",
+        autocompletion=complete_model,
+    ),
+]  # fmt: skip
+Gpus = Annotated[int | None, number(JOB, "--gpus -g", "GPUs in all.")]
+Hardware = Annotated[
+    str | None,
+    text(
+        JOB, "--hardware", "NAME|FILE", f"`plan hardware` lists it; or a YAML. [{DEFAULT_HARDWARE}]",
+        autocompletion=complete_hardware,
+    ),
+]  # fmt: skip
+GpusPerNode = Annotated[int | None, number(JOB, "--gpus-per-node", "GPUs of a node. [the hardware's]")]
+SeqLength = Annotated[int | None, number(JOB, "--seq-length -s", "Tokens of a sequence. [the model's]")]
+GlobalBatchSize = Annotated[
+    int | None, number(JOB, "--global-batch-size -b", "Sequences of an optimizer step. [the model's]")
+]
+BatchTokens = Annotated[str | None, text(JOB, "--batch-tokens", "COUNT", "The same in tokens, such as 16M.")]
+Dtype = Annotated[
+    str | None,
+    text(JOB, "--dtype", "NAME", "What matrix products compute in: bf16, fp16, fp8, mxfp8 or nvfp4. [bf16]"),
+]
+Runtime = Annotated[
+    str | None,
+    text(
+        JOB, "--runtime", "NAME", f"The trainer: {', '.join(RUNTIMES)}. [{DEFAULT_RUNTIME}]",
+        autocompletion=starting_with(lambda: RUNTIMES),
+    ),
+]  # fmt: skip
+Tokens = Annotated[
+    str | None, text(JOB, "--tokens", "COUNT", "Of the whole training run, such as 15T: adds days and cost.")
+]
+
+Tps = Annotated[str | None, text(LAYOUT, "--tp", "N,N…", "Tensor parallel.")]
+Pps = Annotated[str | None, text(LAYOUT, "--pp", "N,N…", "Pipeline stages.")]
+Dps = Annotated[str | None, text(LAYOUT, "--dp", "N,N…", "Data parallel.")]
+Cps = Annotated[str | None, text(LAYOUT, "--cp", "N,N…", "Context parallel.")]
+Eps = Annotated[str | None, text(LAYOUT, "--ep", "N,N…", "Expert parallel.")]
+Etps = Annotated[str | None, text(LAYOUT, "--etp", "N,N…", "Tensor parallel inside an expert.")]
+Vpps = Annotated[str | None, text(LAYOUT, "--vpp", "N,N…", "Chunks of a stage (interleaving).")]
+MicroBatchSizes = Annotated[str | None, text(LAYOUT, "--micro-batch-size", "N,N…", "Sequences of a micro-batch.")]
+ZeroStages = Annotated[str | None, text(LAYOUT, "--zero-stage", "N,N…", "ZeRO, 0 to 3.")]
+Schedules = Annotated[str | None, text(LAYOUT, "--schedule", "NAME,…", "Pipeline schedules, such as 1f1b.")]
+Recomputes = Annotated[str | None, text(LAYOUT, "--recompute", "MODE,…", "Of none, selective and full.")]
+
+Tp = Annotated[int | None, number(LAYOUT, "--tp", "Tensor parallel. [1]")]
+Pp = Annotated[int | None, number(LAYOUT, "--pp", "Pipeline stages. [1]")]
+Dp = Annotated[int | None, number(LAYOUT, "--dp", "Data parallel. [all the GPUs]")]
+Cp = Annotated[int | None, number(LAYOUT, "--cp", "Context parallel. [1]")]
+Ep = Annotated[int | None, number(LAYOUT, "--ep", "Expert parallel. [1]")]
+Etp = Annotated[int | None, number(LAYOUT, "--etp", "Tensor parallel inside an expert. [tp; 1 for MoE]")]
+Vpp = Annotated[int | None, number(LAYOUT, "--vpp", "Chunks of a stage (interleaving). [1]")]
+MicroBatchSize = Annotated[int | None, number(LAYOUT, "--micro-batch-size", "Sequences of a micro-batch. [1]")]
+ZeroStage = Annotated[int | None, number(LAYOUT, "--zero-stage", "ZeRO, 0 to 3. [1]")]
+Schedule = Annotated[str | None, text(LAYOUT, "--schedule", "NAME", "Pipeline schedule. [1f1b]")]
+Recompute = Annotated[str | None, text(LAYOUT, "--recompute", "MODE", "none, selective or full. [none]")]
+RecomputeModules = Annotated[
+    str | None, text(LAYOUT, "--recompute-modules", "NAME,…", "What `selective` recomputes. [core_attn]")
+]
+RecomputeLayers = Annotated[
+    int | None, number(LAYOUT, "--recompute-num-layers", "Layers of each stage that `full` recomputes. [all]")
+]
+Fsdp = Annotated[
+    str | None, text(LAYOUT, "--fsdp", "N|all", "Shard weights too, over groups of N ranks or over all of them.")
+]
+SequenceParallel = Annotated[
+    bool | None, text(LAYOUT, "--sequence-parallel/--no-sequence-parallel", None, "[on where tp > 1]")
+]
+LayersPerStage = Annotated[
+    str | None, text(LAYOUT, "--layers-per-stage", "N,N…", "Layers of each stage, or of each chunk. [the best split]")
+]
+LayoutString = Annotated[str | None, text(LAYOUT, "--layout", "TEXT", "Megatron's --pipeline-model-parallel-layout.")]
+
+Top = Annotated[int | None, number(SEARCH, "--top", "Alternatives to show. [5]")]
+TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float)]
+TpAcrossNodes = Annotated[bool, text(SEARCH, "--tp-across-nodes", None, "Tensor parallelism may leave a node.")]
+Headroom = Annotated[float | None, number(SEARCH, "--memory-headroom", "To leave free on every GPU. [0]", "GIB", float)]
+
+Imbalance = Annotated[
+    float | None,
+    number(ASSUMED, "--moe-imbalance", "Tokens of the fullest expert rank over the mean. [1]", "X", float),
+]
+Straggler = Annotated[
+    float | None, number(ASSUMED, "--straggler-fraction", "How much slower the slowest rank computes. [0]", "X", float)
+]
+
+Json = Annotated[bool, text(OUTPUT, "--json", None, "The answer as JSON.")]
+Output = Annotated[
+    str | None, text(OUTPUT, "--output -o", "FILE", "Save the plan for other commands to read; - is stdout.")
+]
+Force = Annotated[bool, text(OUTPUT, "--force", None, "Let -o replace a file.")]

@@ -1,0 +1,67 @@
+"""What commands print: answers on stdout, as JSON or for eyes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+import planner
+from planner.files import STDOUT, write_text
+from planner.plan import Plan
+from planner.report.terminal import render
+
+_log = logging.getLogger(__name__)
+MAX_WIDTH = 100
+"""Wider lines are harder to read."""
+
+
+def answer(plan: Plan, as_json: bool, output: str | None, force: bool, best_alone: bool = False) -> None:
+    """Save the plan where `output` says, then print it: a report, or JSON (of its best layout alone where asked)."""
+    if output is not None:
+        write_text(output, dumps(saved(plan).to_json()), force)
+        if output == STDOUT:
+            return
+        _log.info("wrote %s", output)
+    if as_json:
+        sys.stdout.write(dumps(plan.best.model_dump(mode="json") if best_alone else plan.to_json()))
+    else:
+        show(render(plan))
+
+
+def saved(plan: Plan) -> Plan:
+    """The plan as files hold it: without the search's own seconds, so that the same inputs make the same bytes."""
+    if plan.search is None:
+        return plan
+    return plan.model_copy(update={"search": plan.search.model_copy(update={"seconds": None})})
+
+
+def dumps(data: Any, indent: int | None = 2) -> str:
+    """One JSON value and a newline."""
+    return json.dumps(data, indent=indent, allow_nan=False) + "\n"
+
+
+def show(*renderables: RenderableType) -> None:
+    """Renderables on stdout: colour on a terminal only, and no blanks at the ends of lines."""
+    console = Console(highlight=False)
+    console.width = min(console.width, MAX_WIDTH)
+    with console.capture() as capture:
+        for renderable in renderables:
+            console.print(renderable)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+
+
+def versions() -> str:
+    """One line for bug reports; torch is looked up, not imported."""
+    parts = [f"planner {planner.__version__}", f"Python {platform.python_version()}"]
+    for name in ("pulp", "highspy", "torch"):
+        try:
+            parts.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            parts.append(f"{name} not installed")
+    return ", ".join(parts)

@@ -1,0 +1,72 @@
+"""`plan --model … --gpus …`: the main job."""
+
+from __future__ import annotations
+
+import typer
+
+from planner.cli import options as o
+from planner.errors import SpecError
+
+
+def plan_command(
+    ctx: typer.Context,
+    model: o.Model = None,
+    gpus: o.Gpus = None,
+    hardware: o.Hardware = None,
+    gpus_per_node: o.GpusPerNode = None,
+    seq_length: o.SeqLength = None,
+    global_batch_size: o.GlobalBatchSize = None,
+    batch_tokens: o.BatchTokens = None,
+    dtype: o.Dtype = None,
+    runtime: o.Runtime = None,
+    tokens: o.Tokens = None,
+    tp: o.Tps = None,
+    pp: o.Pps = None,
+    dp: o.Dps = None,
+    cp: o.Cps = None,
+    ep: o.Eps = None,
+    etp: o.Etps = None,
+    vpp: o.Vpps = None,
+    micro_batch_size: o.MicroBatchSizes = None,
+    schedule: o.Schedules = None,
+    zero_stage: o.ZeroStages = None,
+    recompute: o.Recomputes = None,
+    top: o.Top = None,
+    time_limit: o.TimeLimit = None,
+    tp_across_nodes: o.TpAcrossNodes = False,
+    memory_headroom: o.Headroom = None,
+    moe_imbalance: o.Imbalance = None,
+    straggler_fraction: o.Straggler = None,
+    json: o.Json = False,
+    output: o.Output = None,
+    force: o.Force = False,
+) -> None:
+    """Plan how to lay a large model out on N GPUs: the fastest layout that fits, proven, and why not the others.
+
+    An option of the layout pins that axis to a value, or restricts it to a comma list.
+
+    \b
+    Example:
+      plan --model 405b --gpus 2048
+      plan --model ./config.json --gpus 512 --hardware h200 -s 8192 -b 1024
+      plan --model deepseek-v3 --gpus 2048 --pp 8,16 --tokens 15T -o plan.json
+    """
+    if ctx.invoked_subcommand is not None:
+        _refuse_options_before(ctx)
+        return
+    from planner.cli.inputs import read_job, read_limits
+    from planner.cli.output import answer
+    from planner.files import refuse_to_overwrite
+    from planner.search.search import plan
+
+    job, limits = read_job(ctx.params), read_limits(ctx.params)
+    if output is not None:
+        refuse_to_overwrite(output, force)
+    answer(plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime), json, output, force)
+
+
+def _refuse_options_before(ctx: typer.Context) -> None:
+    given = [name for name, value in ctx.params.items() if value is not None and value is not False]
+    if given:
+        option, command = "--" + given[0].replace("_", "-"), ctx.invoked_subcommand
+        raise SpecError(f"{option}: stands before the command {command}", f"write plan {command} {option} …")
