@@ -6,6 +6,7 @@ launches. All sizes may be numpy arrays; one call prices thousands of shapes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 QUERY_ROWS = 128
 """Queries of one attention tile."""
 FP8 = 1
+ATTENTION_BACKWARD_KERNELS = 3
+"""Row sums of gradient · output, the gradients, and the cast of dq."""
 ADAM_BYTES = 34
 """Per parameter of the shard: master weight and two moments read and written (24), gradient read (4), bf16 copy (6)."""
 
@@ -35,12 +38,17 @@ class PassSeconds(NamedTuple):
 
 
 def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
-    """GPU seconds of one micro-batch of `op`, pass by pass; `dtype` is that of products by a weight."""
+    """GPU seconds of one micro-batch of `op` in a training step; `dtype` is that of products by a weight."""
+    efficiency = hardware.efficiency
+    forward, backward = 1 / efficiency.sustained_fraction, 1 / efficiency.backward_sustained_fraction
     if op.kind == "gemm":
-        return _gemm(op, hardware, dtype if op.weight else "bf16")
+        forward_s, dgrad_s, wgrad_s = gemm_s(op, hardware, dtype if op.weight else "bf16")
+        forward, backward = forward * efficiency.gemm_factor, backward * efficiency.gemm_factor
+        return PassSeconds(forward * forward_s, backward * dgrad_s, backward * wgrad_s)
     if op.kind == "attention":
         forward_s, backward_s = attention_s(op, hardware)
-        return PassSeconds(forward_s, backward_s, 0.0)
+        forward, backward = forward * efficiency.attention_factor, backward * efficiency.attention_factor
+        return PassSeconds(forward * forward_s, backward * backward_s, 0.0)
     return PassSeconds(
         stream_s(hardware, op.forward_bytes, op.forward_kernels, op.family),
         stream_s(hardware, op.backward_bytes, op.backward_kernels, op.family),
@@ -48,18 +56,36 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
     )
 
 
-def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> PassSeconds:
-    """Host seconds to issue the kernels of `op`: what small operators take where no CUDA graph replays them.
+def part_seconds(
+    operators: Iterable[Operator], hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec
+) -> PassSeconds:
+    """Seconds of operators that run one after another: max(Σ GPU, Σ host), since the host runs ahead of the GPU.
 
-    A part of a stage takes the larger of the sums, since the host runs ahead of the GPU: max(Σ operator, Σ host).
+    What the host needs beyond the GPU in the backward counts as input gradient.
     """
+    gpu, host = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+    for op in operators:
+        gpu = [a + b for a, b in zip(gpu, operator_seconds(op, hardware, dtype, runtime), strict=True)]
+        host = [a + b for a, b in zip(host, host_seconds(op, hardware, runtime), strict=True)]
+    waits = np.maximum(host[1] + host[2] - gpu[1] - gpu[2], 0.0)
+    return PassSeconds(np.maximum(gpu[0], host[0]), gpu[1] + waits, gpu[2])
+
+
+def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> PassSeconds:
+    """Host seconds to issue the kernels of `op`, which bound small operators unless a CUDA graph replays them."""
     issue_s = 0.0 if runtime.cuda_graphs else hardware.efficiency.host_us * MICRO
-    forward, backward = (1, 1) if op.kind == "gemm" else (op.forward_kernels or 1, op.backward_kernels or 3)
-    return PassSeconds(forward * issue_s, backward * issue_s, issue_s if op.kind == "gemm" and op.weight else 0.0)
+    if op.kind == "gemm":
+        return PassSeconds(issue_s, issue_s, issue_s)
+    if op.kind == "attention":
+        return PassSeconds(issue_s, ATTENTION_BACKWARD_KERNELS * issue_s, 0.0)
+    forward, backward = op.forward_kernels * issue_s, op.backward_kernels * issue_s
+    return PassSeconds(
+        forward * (np.asarray(op.forward_bytes) > 0), backward * (np.asarray(op.backward_bytes) > 0), 0.0
+    )
 
 
-def _gemm(op: Operator, hardware: HardwareSpec, dtype: str) -> PassSeconds:
-    """y = x·wᵀ, dx = dy·w, dw = dyᵀ·x; without a weight both gradients are input gradients."""
+def gemm_s(op: Operator, hardware: HardwareSpec, dtype: str) -> PassSeconds:
+    """y = x·wᵀ, dx = dy·w, dw = dyᵀ·x, timed alone; without a weight both gradients are input gradients."""
     gemm = hardware.efficiency.gemm
     forward_s = product_s(hardware, dtype, gemm.forward_fraction, op.count, op.m, op.n, op.k)
     dgrad_s = product_s(hardware, dtype, gemm.dgrad_fraction, op.count, op.m, op.k, op.n)
@@ -84,7 +110,7 @@ def _is_narrow(hardware: HardwareSpec, dtype: str) -> bool:
 def product_s(
     hardware: HardwareSpec, dtype: str, power_fraction: float, count: Number, m: Number, n: Number, k: Number
 ) -> Number:
-    """Seconds of `count` products of m × k by k × n in one launch.
+    """Seconds of `count` products of m × k by k × n in one launch, timed alone.
 
     max( FLOPs · (1 + ramp_k / k) / (power_fraction · peak),                           what the power limit sustains
          waves · tile FLOPs · (1 + ramp_k / k) / (wave_fraction · peak / num_sms),     whole waves at the boost clock
@@ -92,8 +118,7 @@ def product_s(
     with waves = ⌈count · ⌈m / a⌉ · ⌈n / b⌉ / num_sms⌉ for the best of a few tiles a × b. Idle SMs of a ragged last wave
     leave power to the others, so quantization shows only where it costs more than the power limit does.
     """
-    efficiency, num_sms = hardware.efficiency, hardware.num_sms
-    gemm = efficiency.gemm
+    gemm, num_sms = hardware.efficiency.gemm, hardware.num_sms
     narrow = _is_narrow(hardware, dtype)
     wide_peak = hardware.peak_flops("bf16")
     assert wide_peak is not None, "HardwareSpec has bf16 or fp16"
@@ -107,7 +132,7 @@ def product_s(
     operand = FP8 if narrow else BF16
     memory_s = count * (operand * (m * k + k * n) + BF16 * m * n) / (gemm.memory_fraction * hardware.hbm_bytes_per_s)
     seconds = np.maximum(np.maximum(power_s, wave_s) / grouped, memory_s)
-    return seconds * (efficiency.gemm_factor / efficiency.sustained_fraction) + launch_s(hardware)
+    return seconds + launch_s(hardware)
 
 
 def _tile_waves(overhead: float, num_sms: int, count: Number, m: Number, n: Number) -> Number:
@@ -123,7 +148,7 @@ def _tile_waves(overhead: float, num_sms: int, count: Number, m: Number, n: Numb
 
 
 def attention_s(op: Operator, hardware: HardwareSpec) -> tuple[Number, Number]:
-    """Forward and backward seconds of a fused attention kernel.
+    """Forward and backward seconds of a fused attention kernel, timed alone.
 
     FLOPs · (1 + ramp_keys / width) / rate + tail · (one tile row's FLOPs) / (rate / num_sms) + launches, where rate =
     fraction · peak · d / (d + half_head_dim), normalised to d = 128, and width is the keys a query meets at most.
@@ -138,15 +163,14 @@ def attention_s(op: Operator, hardware: HardwareSpec) -> tuple[Number, Number]:
     rate = peak * _head_dim_factor(attention, qk_dim, v_dim)
     width: Number = np.where(np.asarray(op.window) > 0, np.minimum(op.window, op.kv_len), op.kv_len)
     scores = op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction
-    scale = hardware.efficiency.attention_factor / hardware.efficiency.sustained_fraction
     seconds: list[Number] = []
     for fraction, ramp, dims, kernels in (
         (attention.forward_fraction, attention.forward_ramp_keys, qk_dim + v_dim, 1),
-        (attention.backward_fraction, attention.backward_ramp_keys, 3 * qk_dim + 2 * v_dim, 3),
+        (attention.backward_fraction, attention.backward_ramp_keys, 3 * qk_dim + 2 * v_dim, ATTENTION_BACKWARD_KERNELS),
     ):
         tail = attention.tail_fraction * QUERY_ROWS * width * hardware.num_sms
         rows = scores * (1 + ramp / np.minimum(width, op.q_len)) + tail
-        seconds.append(2 * dims * rows / (fraction * rate) * scale + kernels * launch_s(hardware))
+        seconds.append(2 * dims * rows / (fraction * rate) + kernels * launch_s(hardware))
     return seconds[0], seconds[1]
 
 

@@ -74,13 +74,15 @@ class Efficiency(Spec):
     stream_fraction: Fraction = 0.85
     """Share of HBM bandwidth of a plain copy of large tensors; families not named below run at it."""
     family_fraction: dict[str, Fraction] = Field(default_factory=dict)
-    """The same for families that reach less: norm, loss, optimizer, accumulate, permute."""
+    """The same for families that reach less: norm, loss, optimizer, accumulate, permute, strided (on views)."""
     launch_us: NonNegativeFloat = 3.0
     """A kernel's own start and drain when kernels follow each other without gaps."""
     host_us: NonNegativeFloat = 12.0
     """Host time to issue one kernel eagerly: many small kernels are bound by it, not by the GPU."""
-    sustained_fraction: Share = 0.95
-    """Rate of kernels inside a training step relative to the same kernels timed alone: power, clocks, temperature."""
+    sustained_fraction: Share = 0.98
+    """Rate of products and attention inside a training step relative to the same kernels timed alone: power, clocks."""
+    backward_sustained_fraction: Share = 0.96
+    """The same in the backward, which draws more power: gradients of both operands, and accumulation beside them."""
     gemm_factor: PositiveFloat = 1.0
     """Seconds of products are multiplied by this; 1 unless whole steps ask for more. Likewise below."""
     attention_factor: PositiveFloat = 1.0

@@ -1,0 +1,201 @@
+"""Measured tables as problems to fit: what is free, within which bounds, and what the cost model says of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.physics.compute import attention_s, gemm_s, product_s, stream_s
+from planner.physics.operators import Operator
+from planner.physics.shape import FloatArray
+from planner.profile.tables import read_table
+from planner.specs.cluster import HardwareSpec
+from planner.specs.units import MICRO
+
+Bounds = tuple[float, float, float]
+"""First guess, least and largest value."""
+Bench = Mapping[str, float]
+"""What describes the measurement and not the GPU."""
+
+TIMER: dict[str, Bounds] = {"bench.floor_us": (18.0, 5.0, 200.0)}
+"""A kernel timed alone takes at least the host's time to issue it between two events."""
+COLD: dict[str, Bounds] = {"bench.boost": (0.1, 0.001, 1.0), "bench.boost_us": (400.0, 50.0, 3000.0)}
+"""Short kernels timed alone stay below the power limit on average: rates are higher by boost · exp(-t / boost_us)."""
+SHARE: Bounds = (0.7, 0.1, 1.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Free numbers (paths inside `Efficiency`; `bench.*` belong to the measurement) that explain one measured table."""
+
+    name: str
+    free: dict[str, Bounds]
+    predict: Callable[[HardwareSpec, Bench], FloatArray]
+    measured_s: FloatArray
+    groups: npt.NDArray[np.str_]
+    """Rows with the same name are left out together."""
+    weights: FloatArray | float = 1.0
+    labels: npt.NDArray[np.str_] | None = None
+    """Parts of the table that the report tells apart."""
+
+
+def cold(seconds: FloatArray, bench: Bench) -> FloatArray:
+    """Seconds of work that is timed alone, so short that the power limit does not bind yet."""
+    return seconds / (1 + bench["boost"] * np.exp(-seconds / (bench["boost_us"] * MICRO)))
+
+
+def floored(seconds: FloatArray, bench: Bench) -> FloatArray:
+    """What a stop-watch around one call shows."""
+    return np.maximum(seconds, bench["floor_us"] * MICRO)
+
+
+def gemm(gpu: str) -> Problem:
+    """Dense bf16 products, three passes."""
+    table = read_table(gpu, "gemm")
+    m, n, k = (table.number(c) for c in "mnk")
+    op = Operator(name="gemm", kind="gemm", m=m, n=n, k=k)
+    return Problem(
+        name="gemm",
+        free={
+            "gemm.forward_fraction": SHARE,
+            "gemm.dgrad_fraction": SHARE,
+            "gemm.wgrad_fraction": SHARE,
+            "gemm.wave_fraction": (0.9, 0.5, 1.15),
+            "gemm.ramp_k": (150.0, 10.0, 1000.0),
+            "gemm.tile_overhead": (12.0, 1.0, 60.0),
+            **TIMER,
+            **COLD,
+        },
+        predict=lambda hardware, bench: floored(cold(np.concatenate(gemm_s(op, hardware, "bf16")), bench), bench),
+        measured_s=np.concatenate([table.seconds(f"{p}_us") for p in ("forward", "dgrad", "wgrad")]),
+        groups=np.tile(np.char.add(n.astype(str), k.astype(str)), 3),
+        labels=np.repeat(["forward", "dgrad", "wgrad"], table.num_rows),
+    )
+
+
+def gemm_fp8(gpu: str) -> Problem:
+    """Dense fp8 products, forward, operands already cast."""
+    table = read_table(gpu, "gemm")
+    table = table.where(np.isfinite(table.number("fp8_forward_us")))
+    m, n, k = (table.number(c) for c in "mnk")
+
+    def predict(hardware: HardwareSpec, bench: Bench) -> FloatArray:
+        fraction = hardware.efficiency.gemm.forward_fraction
+        return floored(cold(np.asarray(product_s(hardware, "fp8", fraction, 1, m, n, k)), bench), bench)
+
+    return Problem(
+        name="gemm fp8",
+        free={"gemm.fp8_factor": (1.0, 0.3, 1.2), **TIMER, **COLD},
+        predict=predict,
+        measured_s=table.seconds("fp8_forward_us"),
+        groups=np.char.add(n.astype(str), k.astype(str)),
+    )
+
+
+def gemm_grouped(gpu: str) -> Problem:
+    """Experts' grouped bf16 products, three passes."""
+    table = read_table(gpu, "grouped_gemm")
+    count, m, n, k = (table.number(c) for c in ("count", "rows", "n", "k"))
+    op = Operator(name="grouped", kind="gemm", count=count, m=m, n=n, k=k)
+    return Problem(
+        name="gemm grouped",
+        free={"gemm.grouped_factor": (0.93, 0.3, 1.2), **TIMER},
+        predict=lambda hardware, bench: floored(np.concatenate(gemm_s(op, hardware, "bf16")), bench),
+        measured_s=np.concatenate([table.seconds(f"{p}_us") for p in ("forward", "dgrad", "wgrad")]),
+        groups=np.tile(table.text("model"), 3),
+        labels=np.repeat(["forward", "dgrad", "wgrad"], table.num_rows),
+    )
+
+
+def attention(gpu: str, backend: str) -> Problem:
+    """One attention backend, forward and backward."""
+    table = read_table(gpu, "attention")
+    table = table.where(table.text("backend") == backend)
+    batch, heads, kv_heads, seq, qk, v = (
+        table.number(c) for c in ("batch", "heads", "kv_heads", "seq", "qk_dim", "v_dim")
+    )
+    op = Operator(
+        name=backend, kind="attention", batch=batch, heads=heads, kv_heads=kv_heads, q_len=seq, kv_len=seq, qk_dim=qk,
+        v_dim=v,
+    )  # fmt: skip
+
+    def predict(hardware: HardwareSpec, bench: Bench) -> FloatArray:
+        kernel = {"cudnn": hardware.efficiency.cudnn if backend == "cudnn" else None}
+        one = hardware.model_copy(update={"efficiency": hardware.efficiency.model_copy(update=kernel)})
+        forward_s, backward_s = attention_s(op, one)
+        return np.concatenate((forward_s + bench["issue_us"] * MICRO, backward_s + bench["autograd_us"] * MICRO))
+
+    return Problem(
+        name=f"attention {backend}",
+        free={
+            f"{backend}.forward_fraction": SHARE,
+            f"{backend}.backward_fraction": SHARE,
+            f"{backend}.forward_ramp_keys": (250.0, 10.0, 2000.0),
+            f"{backend}.backward_ramp_keys": (450.0, 10.0, 4000.0),
+            f"{backend}.tail_fraction": (0.4, 0.01, 2.0),
+            f"{backend}.half_head_dim": (50.0, 1.0, 300.0),
+            **({f"{backend}.wide_factor": (0.9, 0.3, 1.2)} if backend == "cudnn" else {}),
+            "bench.issue_us": (10.0, 0.1, 200.0),
+            "bench.autograd_us": (50.0, 0.1, 200.0),
+        },
+        predict=predict,
+        measured_s=np.concatenate((table.seconds("forward_us"), table.seconds("backward_us"))),
+        groups=np.tile(np.char.add(heads.astype(str), qk.astype(str)), 2),
+        labels=np.repeat(["forward", "backward"], table.num_rows),
+    )
+
+
+STREAMS: dict[str, tuple[str, float, int, float, int]] = {
+    "copy": ("copy", 4, 1, 0, 0),
+    "add": ("copy", 6, 1, 0, 0),
+    "swiglu": ("copy", 10, 2, 18, 3),
+    "rms_norm": ("norm", 4, 1, 10, 2),
+    "layer_norm": ("norm", 4, 1, 10, 2),
+    "cross_entropy_fp32": ("loss", 22, 3, 22, 3),
+    "adamw_fused_fp32": ("optimizer", 28, 1, 0, 0),
+    "accumulate_bf16_into_fp32": ("accumulate", 10, 1, 0, 0),
+    "moe_permute_top2": ("permute", 6, 1, 0, 0),
+    "moe_permute_top8": ("permute", 18, 1, 0, 0),
+}
+"""Operator: family; bytes per element and kernels of the forward; the same of the backward. As in `physics.layers`."""
+
+
+def stream(gpu: str) -> Problem:
+    """Memory-bound operators, by family."""
+    table = read_table(gpu, "stream")
+    table = table.where(np.isin(table.text("operator"), list(STREAMS)))
+    has_backward = np.isfinite(table.number("backward_us"))
+    names = np.concatenate((table.text("operator"), table.text("operator")[has_backward]))
+    in_backward = np.arange(len(names)) >= table.num_rows
+    elements = table.number("rows") * table.number("columns")
+    elements = np.concatenate((elements, elements[has_backward]))
+    rows = [STREAMS[name] for name in names]
+    num_bytes = elements * [r[3 if b else 1] for r, b in zip(rows, in_backward, strict=True)]
+    kernels = np.array([r[4 if b else 2] for r, b in zip(rows, in_backward, strict=True)])
+    families = np.array([r[0] for r in rows])
+
+    def predict(hardware: HardwareSpec, bench: Bench) -> FloatArray:
+        seconds = np.zeros(len(names))
+        for family in np.unique(families):
+            of = families == family
+            seconds[of] = stream_s(hardware, num_bytes[of], kernels[of], str(family))
+        return np.maximum(seconds, np.where(in_backward, bench["autograd_us"], bench["floor_us"]) * MICRO)
+
+    fitted = sorted(set(families.tolist()) - {"copy"})
+    return Problem(
+        name="stream",
+        free={
+            "stream_fraction": SHARE,
+            **{f"family_fraction.{family}": SHARE for family in fitted},
+            "launch_us": (3.0, 0.5, 10.0),
+            **TIMER,
+            "bench.autograd_us": (90.0, 1.0, 200.0),
+        },
+        predict=predict,
+        measured_s=np.concatenate((table.seconds("forward_us"), table.seconds("backward_us")[has_backward])),
+        groups=names,
+        labels=families,
+    )
