@@ -1,0 +1,177 @@
+"""Launchers: one torchrun per node, started by hand, by Slurm or by Kubernetes, all with the same arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from planner.export.arguments import Arguments, argv, shell_array, shell_words, slug
+from planner.export.bundle import ExportFile
+from planner.plan import Plan
+
+IMAGE = "nvcr.io/nvidia/pytorch:25.09-py3"
+_TORCHRUN = "exec torchrun --nnodes {nodes} --nproc-per-node {gpus} --node-rank {rank}"
+_RENDEZVOUS = '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What torchrun starts on every node."""
+
+    program: str
+    """Shell text behind torchrun's own options: a script's path, or `-m module`. May use PLAN_DIR."""
+    arguments: Arguments
+    words: tuple[str, ...] = ()
+    """Arguments behind the named ones."""
+    environment: dict[str, str] = field(default_factory=dict)
+    forbidden: tuple[str, ...] = ()
+    """Variables to unset."""
+    setup: tuple[str, ...] = ()
+    """Shell lines to run before."""
+    comments: str = ""
+    files: tuple[ExportFile, ...] = ()
+    """Files the program reads from PLAN_DIR."""
+
+
+def nodes_of(plan: Plan) -> tuple[int, int]:
+    """(nodes, GPUs per node): whole nodes where the plan fills them, else the largest equal share that fits in one."""
+    used, node = plan.parallelism.num_gpus_used, plan.cluster.node_size
+    per_node = max(size for size in range(1, min(used, node) + 1) if used % size == 0)
+    return used // per_node, per_node
+
+
+def torchrun_script(plan: Plan, command: Command) -> ExportFile:
+    """launch.sh: runs this node's ranks; NODE_RANK and MASTER_ADDR say which node it is and where the first one is."""
+    nodes, gpus = nodes_of(plan)
+    run = _TORCHRUN.format(nodes=nodes, gpus=gpus, rank='"${NODE_RANK:-0}"')
+    lines = [
+        "#!/usr/bin/env bash",
+        command.comments.rstrip("\n"),
+        *_per_node_note(nodes),
+        "set -euo pipefail",
+        'PLAN_DIR="${PLAN_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}"',
+        *_prologue(command),
+        'export PLAN_DIR MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-29500}"',
+        "",
+        f'{run} {_RENDEZVOUS} \\\n  {command.program} "${{ARGUMENTS[@]}}" "$@"',
+    ]
+    return ExportFile("launch.sh", "\n".join(lines) + "\n", executable=True)
+
+
+def slurm_script(plan: Plan, command: Command) -> ExportFile:
+    """launch.sbatch: one task per node; the first node of the allocation is where all ranks meet."""
+    nodes, gpus = nodes_of(plan)
+    run = _TORCHRUN.format(nodes=nodes, gpus=gpus, rank='"${SLURM_NODEID:-0}"')
+    lines = [
+        "#!/usr/bin/env bash",
+        f"#SBATCH --job-name={slug(plan.model.name)}",
+        f"#SBATCH --nodes={nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --gpus-per-node={gpus}",
+        "#SBATCH --exclusive",
+        "#SBATCH --output=%x-%j.out",
+        command.comments.rstrip("\n"),
+        "# submit from the folder that holds this file: sbatch launch.sbatch",
+        "set -euo pipefail",
+        'PLAN_DIR="${PLAN_DIR:-${SLURM_SUBMIT_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}}"',
+        *_prologue(command),
+        'if [[ -n "${SLURM_JOB_NODELIST:-}" ]]; then',
+        '  mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        '  MASTER_ADDR="${HOSTS[0]}"',
+        "fi",
+        'export PLAN_DIR MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-29500}"',
+        "",
+        "srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c \\",
+        f"  '{run} {_RENDEZVOUS} {command.program} \"$@\"' \\",
+        '  bash "${ARGUMENTS[@]}" "$@"',
+    ]
+    return ExportFile("launch.sbatch", "\n".join(lines) + "\n", executable=True)
+
+
+def _per_node_note(nodes: int) -> Sequence[str]:
+    return [f"# run on each of {nodes} nodes with NODE_RANK=0..{nodes - 1} and MASTER_ADDR"] if nodes > 1 else []
+
+
+def _prologue(command: Command) -> list[str]:
+    lines = [f"export {name}={shell_words([value])}" for name, value in command.environment.items()]
+    lines += [f"unset {name}" for name in command.forbidden]
+    lines += command.setup
+    return ["", *lines, shell_array("ARGUMENTS", command.arguments, command.words), ""]
+
+
+def kubernetes_manifest(plan: Plan, command: Command, image: str = IMAGE) -> ExportFile:
+    """kubernetes.yaml: a Kubeflow PyTorchJob, one pod per node, and a ConfigMap with the files the program reads."""
+    nodes, gpus = nodes_of(plan)
+    name = slug(plan.model.name)
+    documents: list[dict[str, Any]] = []
+    if command.files:
+        documents.append(
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": f"{name}-plan"},
+                "data": {file.name: file.text for file in command.files},
+            }
+        )
+    replicas = {"Master": 1, "Worker": nodes - 1}
+    pod = _pod(name, command, image, nodes, gpus)
+    documents.append(
+        {
+            "apiVersion": "kubeflow.org/v1",
+            "kind": "PyTorchJob",
+            "metadata": {"name": name},
+            "spec": {
+                "pytorchReplicaSpecs": {
+                    role: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+                    for role, count in replicas.items()
+                    if count
+                }
+            },
+        }
+    )
+    text = yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=10_000, allow_unicode=True)
+    return ExportFile("kubernetes.yaml", command.comments + text)
+
+
+class _Plain(yaml.SafeDumper):
+    """Repeats a value that occurs twice instead of naming it."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _pod(name: str, command: Command, image: str, nodes: int, gpus: int) -> dict[str, Any]:
+    run = _TORCHRUN.format(nodes=nodes, gpus=gpus, rank='"$RANK"')
+    script = "\n".join(
+        [
+            "set -euo pipefail",
+            *(f"unset {variable}" for variable in command.forbidden),
+            *command.setup,
+            f'{run} {_RENDEZVOUS} {command.program} "$@"',
+        ]
+    )
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if command.files:
+        volumes.append({"name": "plan", "configMap": {"name": f"{name}-plan"}})
+        mounts.append({"name": "plan", "mountPath": "/plan"})
+    container = {
+        "name": "pytorch",
+        "image": image,
+        "command": ["bash", "-c", script, "bash"],
+        "args": [*argv(command.arguments), *command.words],
+        "env": [{"name": key, "value": value} for key, value in {**command.environment, "PLAN_DIR": "/plan"}.items()],
+        "resources": {"limits": {"nvidia.com/gpu": gpus}},
+        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+        "volumeMounts": mounts,
+    }
+    return {"containers": [container], "volumes": volumes}
+
+
+def fits_one_domain(plan: Plan) -> bool:
+    """Whether the launcher's nodes keep tensor-parallel groups whole."""
+    return math.gcd(plan.parallelism.tp, nodes_of(plan)[1]) == plan.parallelism.tp

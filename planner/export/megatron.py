@@ -1,0 +1,220 @@
+"""A plan in Megatron-LM's arguments: grid, stages, batch, precision, recompute, overlaps; and what it cannot express.
+
+Flags and constraints as of Megatron-LM core 0.20.0 (main, August 2026).
+"""
+
+from __future__ import annotations
+
+from planner.export.arguments import Arguments
+from planner.export.layout_string import layout_string
+from planner.export.megatron_model import model_arguments
+from planner.export.recompute import block_size, object_to_recompute
+from planner.export.refusal import Objections, broken_rules
+from planner.export.stages import VirtualStage, is_even, is_looped, virtual_stages
+from planner.plan import Plan
+from planner.search.rules_megatron import MEGATRON_CP_RULES, MEGATRON_RULES
+from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
+
+WRITTEN_FOR = "Megatron-LM core 0.20.0"
+SCHEDULES = ("1f1b", "interleaved-1f1b", "none")
+_NEEDS_NO_CONNECTION_LIMIT = ("blackwell", "rubin")
+"""Architectures on which CUDA_DEVICE_MAX_CONNECTIONS no longer orders communication before compute."""
+
+
+def megatron_arguments(plan: Plan) -> Arguments:
+    """All arguments of `pretrain_gpt.py`.
+
+    Raises Inexpressible with every reason where Megatron-LM cannot run the plan as it is.
+    """
+    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    _object(plan, stages)
+    runtime = plan.runtime_spec
+    return {
+        **model_arguments(plan.model.spec, plan.training.seq_length, runtime.vocab_divisible_by, runtime.dropout),
+        **_grid(plan),
+        **_pipeline(plan, stages),
+        **_batch(plan),
+        **_data_parallel(plan),
+        **_precision(plan),
+        **_recompute(plan, stages),
+        **_kernels(plan),
+        **_run(plan),
+    }
+
+
+def environment(plan: Plan) -> dict[str, str]:
+    """Environment variables the arguments require; CUDA_DEVICE_MAX_CONNECTIONS must be unset under FSDP."""
+    layout = plan.parallelism
+    if _is_fsdp(plan) or plan.cluster.hardware.architecture.lower() in _NEEDS_NO_CONNECTION_LIMIT:
+        return {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if layout.tp > 1 or layout.cp > 1 else {}
+
+
+def forbidden_environment(plan: Plan) -> tuple[str, ...]:
+    """Variables that must not be set, whatever the user's shell has."""
+    return ("CUDA_DEVICE_MAX_CONNECTIONS",) if _is_fsdp(plan) else ()
+
+
+def _is_fsdp(plan: Plan) -> bool:
+    """ZeRO-2 and 3 are Megatron-FSDP; ZeRO-1 is the distributed optimizer."""
+    return plan.parallelism.zero_stage >= 2
+
+
+def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+    layout, runtime = plan.parallelism, plan.runtime_spec
+    rules = (*MEGATRON_MODEL_RULES, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
+    objections = Objections("megatron", broken_rules(rules, plan))
+    object_to_recompute(plan.best, stages, objections)
+    say = objections.when
+    say(layout.schedule not in SCHEDULES, "schedule", f"{layout.schedule} is none of {', '.join(SCHEDULES)}")
+    say(not is_looped(stages, layout.pp), "placement", "virtual stage j must be on rank j mod pp")
+    say(
+        any(stage.mtp and stage.chunk < layout.vpp - 1 for stage in stages),
+        "mtp_placement",
+        "MTP blocks belong to the last chunk of a rank",
+    )
+    say(_is_fsdp(plan) and layout.pp > 1, "zero_stage", f"FSDP (zero_stage {layout.zero_stage}) at pp {layout.pp}")
+    overlaps_ep = layout.ep > 1 and runtime.ep_overlap_fraction > 0
+    say(overlaps_ep and layout.pp > 1 and layout.vpp == 1, "ep_overlap", "it overlaps ep exchanges with vpp at pp > 1")
+    say(overlaps_ep and layout.recompute == "full", "ep_overlap", "it overlaps no ep exchanges under full recompute")
+    say(
+        layout.vpp > 1 and layout.pp == 2 and not runtime.interleaved_p2p_overlap,
+        "p2p_overlap",
+        "interleaving at pp 2 needs overlapped sends and receives",
+    )
+    say(
+        runtime.cuda_graphs and layout.recompute == "full",
+        "cuda_graphs",
+        "layers under full recompute cannot be captured",
+    )
+    objections.raise_any()
+
+
+def _grid(plan: Plan) -> Arguments:
+    layout = plan.parallelism
+    arguments: Arguments = {
+        "--tensor-model-parallel-size": layout.tp,
+        "--pipeline-model-parallel-size": layout.pp,
+        "--context-parallel-size": layout.cp,
+    }
+    if layout.tp > 1 and layout.sequence_parallel:
+        arguments["--sequence-parallel"] = True
+    if layout.cp > 1:
+        arguments["--cp-comm-type"] = plan.runtime_spec.cp_comm_type
+    if plan.model.spec.moe is not None:
+        # the default would be tp
+        arguments["--expert-model-parallel-size"] = layout.ep
+        arguments["--expert-tensor-parallel-size"] = layout.etp
+    return arguments
+
+
+def _pipeline(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
+    """Even stages by their number, all others by a layout."""
+    layout, arguments = plan.parallelism, Arguments()
+    if layout.pp == 1:
+        return arguments
+    if not is_even(stages):
+        arguments["--pipeline-model-parallel-layout"] = layout_string(stages, plan.model.spec.num_nextn_predict_layers)
+    elif layout.vpp > 1:
+        arguments["--num-virtual-stages-per-pipeline-rank"] = layout.vpp
+    if layout.vpp > 1 and not plan.runtime_spec.interleaved_p2p_overlap:
+        arguments["--no-overlap-p2p-communication"] = True
+    return arguments
+
+
+def _batch(plan: Plan) -> Arguments:
+    return {
+        "--seq-length": plan.training.seq_length,
+        "--micro-batch-size": plan.parallelism.micro_batch_size,
+        "--global-batch-size": plan.training.global_batch_size,
+    }
+
+
+def _data_parallel(plan: Plan) -> Arguments:
+    layout, runtime, arguments = plan.parallelism, plan.runtime_spec, Arguments()
+    if _is_fsdp(plan):
+        strategy = "optim_grads_params" if layout.zero_stage == 3 else "optim_grads"
+        arguments |= {
+            "--use-megatron-fsdp": True,
+            "--data-parallel-sharding-strategy": strategy,
+            "--ckpt-format": "fsdp_dtensor",
+        }
+    if layout.zero_stage >= 1:
+        arguments["--use-distributed-optimizer"] = True
+        if layout.shard_size < layout.dp * layout.cp:
+            arguments["--num-distributed-optimizer-instances"] = layout.dp * layout.cp // layout.shard_size
+    if runtime.gradient_overlap_fraction > 0:
+        arguments["--overlap-grad-reduce"] = True
+        if runtime.parameter_overlap_fraction > 0 and layout.zero_stage >= 1:
+            arguments["--overlap-param-gather"] = True
+    return arguments
+
+
+_PRECISION: dict[str, Arguments] = {
+    "bf16": {"--bf16": True},
+    "fp16": {"--fp16": True},
+    "fp8": {"--bf16": True, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
+    "mxfp8": {"--bf16": True, "--fp8-format": "e4m3", "--fp8-recipe": "mxfp8"},
+    "nvfp4": {"--bf16": True, "--fp4-format": "e2m1", "--fp4-recipe": "nvfp4"},
+}
+
+
+def _precision(plan: Plan) -> Arguments:
+    arguments = dict(_PRECISION[plan.training.dtype])
+    if plan.runtime_spec.gradient_bytes == 2 and plan.training.dtype != "fp16":
+        arguments["--grad-reduce-in-bf16"] = True
+    return arguments
+
+
+def _recompute(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
+    layout = plan.parallelism
+    if layout.recompute == "none":
+        return {}
+    if layout.recompute == "selective":
+        return {
+            "--recompute-granularity": "selective",
+            "--recompute-modules": layout.recompute_modules or ("core_attn",),
+        }
+    size = block_size(plan.best, stages)
+    method, layers = ("uniform", 1) if size is None else ("block", size)
+    return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
+
+
+def _kernels(plan: Plan) -> Arguments:
+    """Fusions, exchanges behind compute and graphs, as the runtime was priced."""
+    layout, runtime, model = plan.parallelism, plan.runtime_spec, plan.model.spec
+    arguments: Arguments = {
+        "--transformer-impl": "transformer_engine",
+        "--attention-backend": "auto" if runtime.flash_attention else "unfused",
+    }
+    if runtime.fused_cross_entropy:
+        arguments |= {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "native"}
+    if not runtime.fused_grad_accumulation:
+        arguments["--no-gradient-accumulation-fusion"] = True
+    if not runtime.fused_rotary and model.position_embedding == "rope":
+        arguments["--no-rope-fusion"] = True
+    if not runtime.fused_activation:
+        arguments["--no-bias-swiglu-fusion" if model.gated_mlp else "--no-bias-gelu-fusion"] = True
+    if runtime.tp_overlap_fraction > 0 and layout.tp > 1 and layout.sequence_parallel:
+        arguments["--tp-comm-overlap"] = True
+    if runtime.ep_overlap_fraction > 0 and layout.ep > 1:
+        arguments["--overlap-moe-expert-parallel-comm"] = True
+    if runtime.cuda_graphs:
+        modules = ("attn",) if model.moe is not None else ("attn", "mlp")
+        arguments |= {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": modules}
+    return arguments
+
+
+def _run(plan: Plan) -> Arguments:
+    """What a plan does not decide: data, learning rate, length. Of equal options the last wins: users append theirs."""
+    training = plan.training
+    steps = 1000 if training.tokens is None else max(1, round(training.tokens / training.tokens_per_step))
+    return {
+        "--train-iters": steps,
+        "--lr": 1e-4,
+        "--min-lr": 1e-5,
+        "--log-interval": 1,
+        "--log-throughput": True,
+        "--mock-data": True,
+        "--tokenizer-type": "NullTokenizer",
+    }

@@ -1,0 +1,66 @@
+"""Files that start Megatron-LM: options as YAML, and launchers that pass the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from planner.export.arguments import Arguments
+from planner.export.bundle import ExportFile, header
+from planner.export.exported import Exported
+from planner.export.launch import Command
+from planner.export.megatron import WRITTEN_FOR, environment, forbidden_environment, megatron_arguments
+from planner.export.megatron_model import ROTARY_BASE, rotary_base
+from planner.plan import Plan
+
+OPTIONS_FILE = "megatron.yaml"
+
+
+def export_megatron(plan: Plan) -> Exported:
+    """`MODEL_ARGS` and `ENV_VARS` as Megatron's own CI writes them, and the command that passes the same arguments.
+
+    Raises Inexpressible where Megatron-LM cannot run the plan.
+    """
+    arguments, notes = megatron_arguments(plan), _notes(plan)
+    comments = header(plan, WRITTEN_FOR, notes)
+    command = Command(
+        program='"$MEGATRON_PATH"/pretrain_gpt.py',
+        arguments=arguments,
+        environment=environment(plan),
+        forbidden=forbidden_environment(plan),
+        setup=('export MEGATRON_PATH="${MEGATRON_PATH:-$PWD}"',),
+        comments=comments,
+    )
+    file = ExportFile(OPTIONS_FILE, comments + options_yaml(arguments, command.environment))
+    return Exported("megatron", WRITTEN_FOR, (file,), command, notes)
+
+
+def options_yaml(arguments: Arguments, variables: dict[str, str]) -> str:
+    """Options as `ENV_VARS:` and `MODEL_ARGS:`; a bare flag is true, several words are a list."""
+    data: dict[str, Any] = {
+        "ENV_VARS": {name: _scalar(value) for name, value in variables.items()},
+        "MODEL_ARGS": {
+            option: list(value) if isinstance(value, tuple) and len(value) > 1 else _scalar(value)
+            for option, value in arguments.items()
+        },
+    }
+    return yaml.safe_dump(data, sort_keys=False, width=10_000, default_flow_style=False)
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return value[0]
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    notes = [
+        "data (--mock-data), learning rate and number of steps are placeholders: append yours to the launcher",
+        "MEGATRON_PATH names a checkout of Megatron-LM; without it the current folder is one",
+    ]
+    if plan.model.spec.position_embedding == "rope" and rotary_base(plan.model.spec) is None:
+        notes.append(f"the model spec states no rope_theta: --rotary-base {ROTARY_BASE} is Megatron's default")
+    if plan.parallelism.num_gpus_spare:
+        notes.append(f"{plan.parallelism.num_gpus_spare} GPUs stay unused")
+    return tuple(notes)

@@ -1,0 +1,54 @@
+"""Recompute as trainers say it: none, some modules of every layer, or the first n layers of every virtual stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.export.refusal import Objections
+from planner.export.stages import VirtualStage
+from planner.plan import PricedLayout
+
+
+def full_layers(best: PricedLayout) -> dict[int, int]:
+    """Layers recomputed whole, by pipeline rank."""
+    return {stage.stage: stage.recompute.get("full", 0) for stage in best.stages}
+
+
+def all_full(best: PricedLayout) -> bool:
+    """Whether every layer is recomputed whole."""
+    return all(stage.recompute.get("full", 0) == stage.num_layers for stage in best.stages)
+
+
+def block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> int | None:
+    """The n for which the first n layers of every virtual stage are the plan's recomputed ones; None where all are.
+
+    Raises ValueError where no n does it.
+    """
+    if all_full(best):
+        return None
+    wanted = full_layers(best)
+    for size in range(1, max(stage.num_layers for stage in stages) + 1):
+        counts = dict.fromkeys(wanted, 0)
+        for stage in stages:
+            counts[stage.rank] += min(size, stage.num_layers)
+        if counts == wanted:
+            return size
+    raise ValueError("recompute differs between stages")
+
+
+def object_to_recompute(best: PricedLayout, stages: Sequence[VirtualStage], objections: Objections) -> None:
+    """One setting must do for all stages, and modules are not recomputed beside whole layers."""
+    shown = ", ".join(f"stage {stage.stage} {stage.recompute}" for stage in best.stages)
+    modes = {mode for stage in best.stages for mode, count in stage.recompute.items() if count}
+    objections.when(
+        len(modes - {"none"}) > 1, "recompute_mixed", f"whole layers and modules are recomputed together ({shown})"
+    )
+    if "full" not in modes:
+        objections.when(
+            {"none", "selective"} <= modes, "recompute_per_stage", f"one setting must do for all layers ({shown})"
+        )
+        return
+    try:
+        block_size(best, stages)
+    except ValueError:
+        objections.when(True, "recompute_per_stage", f"no one number of layers per virtual stage gives {shown}")

@@ -1,0 +1,77 @@
+"""A plan that a target cannot express is refused with every reason, not only the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from planner.errors import SpecError
+from planner.physics.shape import Shape
+from planner.plan import Layout, Plan
+from planner.search.rules import Rule
+
+
+class Reason(NamedTuple):
+    """Why a target cannot express a plan."""
+
+    name: str
+    """Short, such as `schedule`; rules of the search bring their own."""
+    message: str
+
+
+class Inexpressible(SpecError):  # noqa: N818 (named as its base's siblings are)
+    """The target has no way to say what the plan says."""
+
+    def __init__(self, target: str, reasons: Sequence[Reason], hint: str = "") -> None:
+        self.reasons = tuple(reasons)
+        listed = "; ".join(f"{reason.name}: {reason.message}" for reason in reasons)
+        super().__init__(f"{target} cannot express this plan: {listed}", hint or f"plan again with --runtime {target}")
+
+
+@dataclass(slots=True)
+class Objections:
+    """Collects reasons; `raise_any` ends the export if there are some."""
+
+    target: str
+    reasons: list[Reason]
+    hint: str = ""
+
+    def when(self, wrong: object, name: str, message: str) -> None:
+        """Object if `wrong`."""
+        if wrong:
+            self.reasons.append(Reason(name, message))
+
+    def raise_any(self) -> None:
+        if self.reasons:
+            raise Inexpressible(self.target, self.reasons, self.hint)
+
+
+def broken_rules(rules: Iterable[Rule], plan: Plan) -> list[Reason]:
+    """The rules of a trainer that the plan's shape breaks."""
+    shape = shape_of(plan.parallelism, plan.training.seq_length)
+    model, training = plan.model.spec, plan.training
+    return [
+        Reason(rule.reason, rule.message(model, training, shape))
+        for rule in rules
+        if not rule.holds(model, training, shape)
+    ]
+
+
+def shape_of(layout: Layout, seq_length: int) -> Shape:
+    """The plan's sizes as the rules take them."""
+    return Shape(
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        etp=layout.etp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        dp=layout.dp,
+        micro_batch_size=layout.micro_batch_size,
+        num_microbatches=layout.num_microbatches,
+        seq_length=seq_length,
+        sequence_parallel=int(layout.sequence_parallel),
+        zero_stage=layout.zero_stage,
+        shard_size=layout.shard_size,
+    )
