@@ -59,6 +59,8 @@ class PartCost:
     optimizer_bytes: Number = 0.0
     parameters: Number = 0.0
     """Parameters of the part on this rank, before ZeRO-3 sharding."""
+    expert_parameters: Number = 0.0
+    """Of these, the routed experts'."""
     reduce_s: Number = 0.0
     """Gradient reduction over data-parallel ranks, once per step (ZeRO-3: per micro-batch)."""
     gather_s: Number = 0.0
@@ -158,6 +160,11 @@ class Pricing:
     selective_modules: tuple[str, ...] = ("core_attn",)
     headroom_bytes: float = 0.0
 
+    @property
+    def kind_counts(self) -> dict[LayerKind, int]:
+        """How many layers of each kind the model has."""
+        return {kind: self.model.layers.count(kind) for kind in self.model.kinds}
+
     def table(self, shape: Shape, modes: Sequence[Recompute] = ("none", "selective", "full")) -> CostTable:
         """Price `shape` (numbers or arrays) under each recompute mode."""
         model, runtime, imbalance = self.model, self.runtime, self.training.moe_imbalance
@@ -243,6 +250,7 @@ class Pricing:
             gradients_bytes=memory.gradients_bytes(dense, expert, shape, runtime),
             optimizer_bytes=memory.optimizer_bytes(dense, expert, shape, runtime),
             parameters=dense + expert,
+            expert_parameters=expert,
             reduce_s=self._reduce_s(dense, expert, shape),
             gather_s=self._gather_s(dense, expert, shape),
             optimizer_s=compute.optimizer_s(hardware, memory.sharded_parameters(dense, expert, shape), runtime),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.physics.cost import CostTable, PartCost, Pricing
 from planner.physics.layers import ModelTotals, model_totals
 from planner.physics.memory import reserved_bytes
 from planner.physics.operators import BF16
 from planner.plan import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
-from planner.schedule.orders import build_schedule
+from planner.schedule.orders import Schedule, build_schedule
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.schedule.timeline import Timeline
 from planner.search.split import Split, held_parts, stage_costs
@@ -71,6 +72,35 @@ def _ends(pricing: Pricing, table: CostTable, ranks: list[PartCost]) -> tuple[fl
     return exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s)
 
 
+@lru_cache(maxsize=64)
+def _held_changes(order: Schedule) -> tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]], ...]:
+    """Per rank, along its actions: the virtual stage, and +1 where an activation is kept, −1 where it is freed."""
+    change = {"F": 1.0, "B": -1.0, "I": 0.0, "W": -1.0}
+    return tuple(
+        (np.array([action.stage for action in actions]), np.array([change[action.kind] for action in actions]))
+        for actions in order.ranks
+    )
+
+
+def peak_activation_bytes(order: Schedule, live_bytes: list[float]) -> list[float]:
+    """The most that micro-batches in flight hold on each rank, as the order of its actions has it (times do not matter)."""
+    live = np.asarray(live_bytes)
+    return [float(np.cumsum(sign * live[stage]).max()) for stage, sign in _held_changes(order)]
+
+
+def split_fits(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> bool:
+    """Whether every stage fits when the schedule's own order says what it holds in flight."""
+    costs = stage_costs(table, pricing.model, split)
+    shape = table.shape
+    order = build_schedule(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
+    peaks = peak_activation_bytes(order, [float(cost.live_bytes) for cost in costs])
+    capacity = pricing.cluster.hardware.memory_bytes - pricing.headroom_bytes
+    return all(
+        stage_memory(pricing, table, total, peak).total_bytes <= capacity
+        for total, peak in zip(_by_rank(costs, table), peaks, strict=True)
+    )
+
+
 def price_layout(
     pricing: Pricing, table: CostTable, split: Split, schedule: str, num_gpus: int, totals: ModelTotals | None = None
 ) -> PricedLayout:
@@ -99,7 +129,7 @@ def evidence_of(pricing: Pricing) -> Evidence:
 
 def _layout(pricing: Pricing, table: CostTable, split: Split, schedule: str, num_gpus: int) -> Layout:
     shape = table.shape
-    recompute: Recompute = "full" if any(split.recomputed) else split.base
+    recompute: Recompute = "full" if any(map(any, split.recomputed)) else split.base
     used = int(shape.num_ranks)
     return Layout(
         tp=int(shape.tp),
@@ -242,13 +272,3 @@ def _breakdown(
         optimizer_s=optimizer,
         overhead_s=max(0.0, host) + tail,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """A split of one shape with its step seconds: what the search keeps of a solved node."""
-
-    step_s: float
-    split: Split
-    table: CostTable
-    schedule: str

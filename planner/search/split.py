@@ -23,8 +23,9 @@ class Split:
     """Decoder layers of each virtual stage, in model order."""
     base: Recompute = "none"
     """Recompute mode of the layers that are not recomputed whole."""
-    recomputed: tuple[int, ...] = ()
-    """Of each virtual stage, how many layers (its first ones) are recomputed whole; empty for none."""
+    recomputed: tuple[tuple[int, ...], ...] = ()
+    """Of each virtual stage and layer kind (in model order), how many layers, its first ones, are recomputed whole;
+    empty for none."""
     mtp_stage: int | None = None
     """Virtual stage of the multi-token-prediction blocks; None for the last."""
 
@@ -39,8 +40,13 @@ class Split:
     def modes(self, model: ModelSpec, stage: int) -> Counter[tuple[LayerKind, Recompute]]:
         """How many layers of each kind and recompute mode a virtual stage holds."""
         first, last = self.chunks[stage]
-        whole = first + (self.recomputed[stage] if self.recomputed else 0)
-        return Counter((model.layers[i], "full" if i < whole else self.base) for i in range(first, last))
+        kinds = Counter(model.layers[first:last])
+        whole = dict(zip(model.kinds, self.recomputed[stage], strict=True)) if self.recomputed else {}
+        modes: Counter[tuple[LayerKind, Recompute]] = Counter()
+        for kind, count in kinds.items():
+            modes[kind, "full"] += whole.get(kind, 0)
+            modes[kind, self.base] += count - whole.get(kind, 0)
+        return +modes
 
 
 def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -48,6 +54,21 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     least, more = divmod(num_layers, num_stages)
     start = (num_stages - more) // 2
     return tuple(least + (1 if start <= stage < start + more else 0) for stage in range(num_stages))
+
+
+def interleaved_counts(totals: Sequence[int], first_row: Sequence[int], vpp: int) -> tuple[int, ...]:
+    """Layers of each virtual stage from those of each rank and of its first chunk.
+
+    The other chunks of a rank share the rest as evenly as it goes, and all ranks give the longer chunks to the same rows: then
+    the busiest rank is the busiest in every row, and interleaving stalls least. The last row, before the head, is served last.
+    """
+    pp = len(totals)
+    counts = list(first_row) + [0] * (pp * (vpp - 1))
+    for rank in range(pp):
+        least, more = divmod(totals[rank] - first_row[rank], vpp - 1)
+        for row in range(1, vpp):
+            counts[row * pp + rank] = least + (1 if row <= more else 0)
+    return tuple(counts)
 
 
 def stage_costs(table: CostTable, model: ModelSpec, split: Split) -> list[PartCost]:

@@ -1,0 +1,193 @@
+"""Closed-form screens over thousands of shapes at once: can it fit at all, and how fast can it be at best.
+
+Both are relaxations of the integer program, so nothing that could win is lost: ranks take any number of layers that their memory
+and time allow, recomputing as little as fits, and only together must they hold the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.physics import memory
+from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.shape import FloatArray, Shape
+from planner.specs.model import LayerKind
+from planner.specs.training import Recompute
+
+BISECTIONS = 18
+"""Halvings of the step-time interval: 2⁻¹⁸ of it is far below the reported gap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """Shapes (arrays) with the prices of their kernels, looked up once per distinct (tp, cp, ep, etp, micro-batch)."""
+
+    pricing: Pricing
+    shape: Shape
+    table: CostTable
+    """Prices per distinct kernel; memory and data-parallel exchange in it are of no use here."""
+    kernel: npt.NDArray[np.int64]
+    """Row of the table for each shape."""
+
+    def part(self, part: PartCost, quantity: str) -> FloatArray:
+        """A quantity of a part for every shape."""
+        value = np.asarray(getattr(part, quantity), dtype=float)
+        return value[self.kernel] if value.ndim else np.full(len(self.kernel), float(value))
+
+    def static_bytes(self, part: PartCost) -> FloatArray:
+        """Weights, gradients and optimizer of a part under each shape's sharding."""
+        expert = self.part(part, "expert_parameters")
+        dense = self.part(part, "parameters") - expert
+        runtime, dtype = self.pricing.runtime, self.pricing.training.dtype
+        total: FloatArray = (
+            memory.weights_bytes(dense, expert, self.shape, runtime, dtype)
+            + memory.gradients_bytes(dense, expert, self.shape, runtime)
+            + memory.optimizer_bytes(dense, expert, self.shape, runtime)
+        )
+        return total
+
+    def take(self, index: npt.NDArray[np.int64]) -> Screen:
+        """The shapes at `index`."""
+        return Screen(self.pricing, self.shape.take(index), self.table, self.kernel[index])
+
+    @property
+    def ends_s(self) -> FloatArray:
+        """Seconds of a micro-batch in embedding, head and multi-token prediction."""
+        parts = [self.table.embedding, self.table.head] + ([self.table.mtp] if self.table.mtp else [])
+        return np.sum([self.part(part, "total_s") for part in parts], axis=0)
+
+    def work_s(self, mode: Recompute) -> FloatArray:
+        """Seconds of one micro-batch through the whole model, forward and backward."""
+        layers = self.pricing.model.layers
+        return self.ends_s + np.sum(
+            [layers.count(kind) * self.part(self.table.layers[kind, mode], "total_s") for kind in set(layers)], axis=0
+        )
+
+
+def screen_of(pricing: Pricing, shape: Shape) -> Screen:
+    """Price every distinct kernel of `shape` once."""
+    axes = ("tp", "cp", "ep", "etp", "micro_batch_size")
+    columns = np.stack([np.asarray(getattr(shape, axis)) for axis in axes])
+    base = columns.max(axis=1, initial=0) + 1
+    keys = np.ravel_multi_index(tuple(columns), tuple(base))
+    _, first, kernel = np.unique(keys, return_index=True, return_inverse=True)
+    few = shape.take(first)
+    kernels = Shape(
+        tp=few.tp, cp=few.cp, ep=few.ep, etp=few.etp, micro_batch_size=few.micro_batch_size,
+        seq_length=few.seq_length, sequence_parallel=few.sequence_parallel, dp=few.ep * few.etp,
+    )  # fmt: skip
+    return Screen(pricing, shape, pricing.table(kernels), kernel.astype(np.int64))
+
+
+def coarse_bound_s(screen: Screen) -> FloatArray:
+    """A lower bound of the step for every shape: max(M · the busiest rank, one micro-batch's round trip).
+
+    The busiest rank has at least work / pp, the longest count of the quickest layer, and what the head's rank must hold.
+    """
+    model, shape = screen.pricing.model, screen.shape
+    work = screen.work_s("none")
+    quickest = np.min([screen.part(screen.table.layers[kind, "none"], "total_s") for kind in model.kinds], axis=0)
+    busiest = np.maximum(work / shape.pp, np.ceil(model.num_hidden_layers / shape.pp) * quickest)
+    return np.maximum(shape.num_microbatches * busiest, work)
+
+
+def room_layers(screen: Screen, kind: LayerKind) -> FloatArray:
+    """Most layers of `kind` that all ranks of each shape can hold together, recomputed as cheaply in bytes as can be.
+
+    Rank r holds min(M, pp − r) micro-batches in flight, the least of any schedule that this planner uses.
+    """
+    shape, table = screen.shape, screen.table
+    parts = [table.layers[kind, mode] for mode in ("none", "selective", "full")]
+    static = screen.static_bytes(parts[0])
+    live = np.min([screen.part(part, "live_bytes") for part in parts], axis=0)
+    transient = np.min([screen.part(part, "transient_bytes") for part in parts], axis=0)
+    usable = memory.usable_bytes(shape, screen.pricing.cluster.hardware, screen.pricing.headroom_bytes) - transient
+    ends = (screen.static_bytes(table.embedding), screen.static_bytes(table.head))
+    room = np.zeros(len(screen.kernel))
+    pps = np.asarray(shape.pp)
+    for pp in np.unique(pps):
+        rows = np.flatnonzero(pps == pp)
+        held = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
+        free = np.repeat(usable[rows, None], pp, axis=1)
+        free[:, 0] -= ends[0][rows]
+        free[:, -1] -= ends[1][rows]
+        per_layer = static[rows, None] + held * live[rows, None]
+        room[rows] = np.floor(np.maximum(free, 0.0) / per_layer).sum(axis=1)
+    return room
+
+
+def fits(screen: Screen) -> npt.NDArray[np.bool_]:
+    """Whether all ranks together have room for the layers of each kind: necessary for any split."""
+    model = screen.pricing.model
+    return np.all([room_layers(screen, k) >= model.layers.count(k) for k in model.kinds], axis=0)
+
+
+def busiest_rank_s(screen: Screen, base: Recompute, whole: bool) -> FloatArray:
+    """Least seconds of a micro-batch on the busiest rank, where ranks recompute what their memory forces them to.
+
+    Layers not recomputed whole are in mode `base`; `whole` says whether any may be. For each layer kind by itself, the least
+    time in which all ranks together hold that kind's layers is found by bisection; the other kinds are taken as free.
+    """
+    model = screen.pricing.model
+    busiest = screen.work_s(base) / np.asarray(screen.shape.pp)
+    for kind in model.kinds:
+        busiest = np.maximum(busiest, _kind_bound_s(screen, kind, base, whole))
+    return busiest
+
+
+def _kind_bound_s(screen: Screen, kind: LayerKind, base: Recompute, whole: bool) -> FloatArray:
+    shape, table, model = screen.shape, screen.table, screen.pricing.model
+    plain, full = table.layers[kind, base], table.layers[kind, "full"]
+    count = model.layers.count(kind)
+    alone = len(model.kinds) == 1
+    seconds = screen.part(plain, "total_s")[:, None]
+    again = np.maximum(screen.part(full, "total_s")[:, None] - seconds, 1e-12)
+    static, live = screen.static_bytes(plain)[:, None], screen.part(plain, "live_bytes")[:, None]
+    saved = np.maximum(live - screen.part(full, "live_bytes")[:, None], 1.0)
+    pps = np.asarray(shape.pp)[:, None]
+    rank = np.arange(int(pps.max(initial=1)))[None, :]
+    exists = rank < pps
+    held = np.maximum(np.minimum(np.asarray(shape.num_microbatches)[:, None], pps - rank), 1)
+    usable = memory.usable_bytes(shape, screen.pricing.cluster.hardware, screen.pricing.headroom_bytes)
+    free = (usable - screen.part(plain, "transient_bytes"))[:, None] - (rank == 0) * screen.static_bytes(
+        table.embedding
+    )[:, None]
+    free = np.maximum(free - (rank == pps - 1) * screen.static_bytes(table.head)[:, None], 0.0)
+    first_s, last_s = (screen.part(part, "total_s")[:, None] for part in (table.embedding, table.head))
+    ends_s = (rank == 0) * first_s + (rank == pps - 1) * last_s
+    roomy = np.floor(free / (static + held * live))
+    # layers = (busy + again·free/saved-bytes-in-flight) / (seconds + again·bytes per layer / saved bytes): memory binds
+    rate = again / (held * saved)
+    tight = np.floor(free / (static + held * (live - saved))) if whole else roomy
+    low = np.zeros(len(screen.kernel))
+    high = count * (seconds + again)[:, 0] + first_s[:, 0] + last_s[:, 0]
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        busy = np.maximum(middle[:, None] - ends_s, 0.0)
+        layers = busy / seconds
+        if whole:
+            layers = np.minimum(layers, np.maximum((busy + rate * free) / (seconds + rate * (static + held * live)), 0))
+        layers = np.minimum(layers, tight)
+        layers = np.floor(layers + 1e-9) if alone else layers
+        enough = (layers * exists).sum(axis=1) >= count
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return low
+
+
+def schedule_bound_s(
+    screen: Screen, busiest_s: FloatArray, base: Recompute, interleaves: npt.NDArray[np.bool_]
+) -> FloatArray:
+    """From the busiest rank to the step: M · busiest, and for 1F1B the fill and drain.
+
+    1F1B with stages no longer than `busiest`: T ≥ (M − 1 − pp) · busiest + 2 · work, from T ≥ M·t_r + Σ_{q<r} t_q +
+    [2·Σ_{q>r} t_q − (pp − 1 − r)·t_r]⁺ at the busiest rank, since all stages together fall short of pp · busiest by no more than
+    pp · busiest − work. It grows with `busiest` only where M > pp.
+    """
+    shape = screen.shape
+    work, steps = screen.work_s(base), np.asarray(shape.num_microbatches)
+    plain = np.where(steps > np.asarray(shape.pp), (steps - 1 - shape.pp) * busiest_s + 2 * work, 0.0)
+    plain = np.where(np.asarray(shape.pp) == 1, steps * work, plain)
+    return np.maximum(np.maximum(steps * busiest_s, work), np.where(interleaves, 0.0, plain))

@@ -1,0 +1,241 @@
+"""Every shape worth pricing, as arrays: the axes, what is legal, and a typed reason for each shape that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.physics.shape import Shape
+from planner.search.rules import HEADS, Rule
+from planner.search.rules_megatron import MEGATRON_CP_RULES, MEGATRON_RULES
+from planner.search.rules_torch import TORCH_RULES
+from planner.search.rules_torchtitan import TORCHTITAN_RULES
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.runtime import RuntimeSpec
+from planner.specs.training import SearchLimits, TrainingSpec
+
+IntArray = npt.NDArray[np.int64]
+
+MAX_MICRO_BATCH_TOKENS = 1 << 16
+"""Tokens of a micro-batch beyond which larger ones are not tried: GEMMs gain nothing and activations grow."""
+MAX_CP = 512
+
+
+@dataclass(slots=True)
+class Rejections:
+    """Counts of rejected shapes by reason, with one example each."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, count: int, example: str) -> None:
+        if count:
+            self.counts[reason] = self.counts.get(reason, 0) + count
+            self.examples.setdefault(reason, example)
+
+
+def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
+    """The hard constraints of the trainer that a runtime describes."""
+    if runtime.name == "torchtitan":
+        return TORCHTITAN_RULES
+    if runtime.name in ("megatron", "megatron-deepspeed", "nanotron"):
+        return MEGATRON_RULES + MEGATRON_CP_RULES[runtime.cp_comm_type]
+    return TORCH_RULES
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Divisors of `number` up to `most`, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({d for pair in ((d, number // d) for d in small) for d in pair if d <= most})
+
+
+def _pinned(pins: Sequence[int] | None, free: Sequence[int]) -> list[int]:
+    return sorted(set(pins)) if pins is not None else list(free)
+
+
+def enumerate_shapes(
+    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits, runtime: RuntimeSpec
+) -> tuple[Shape, Rejections]:
+    """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage) with the most data parallelism that the batch allows.
+
+    Interleaving and recompute are chosen later, shape by shape. dp is the largest divisor of global_batch_size / micro_batch_size
+    that leaves no more ranks than GPUs; what is left over stays spare.
+    """
+    rejections = Rejections()
+    grid = _grid(model, cluster, training, limits, runtime, rejections)
+    dp = _data_parallel(grid, cluster, training, limits)
+    legal = dp > 0
+    _reject(grid, ~legal, rejections, cluster, training)
+    shape = _shape(grid, np.maximum(dp, 1), training)
+    own = _own_rules(model, cluster, limits)
+    for rule in (*own, *rules_for(runtime)):
+        holds = np.broadcast_to(np.asarray(rule.holds(model, training, shape)), legal.shape)
+        broken = legal & ~holds
+        if broken.any():
+            first = int(np.argmax(broken))
+            rejections.add(rule.reason, int(broken.sum()), rule.message(model, training, scalar(shape, first)))
+        legal &= holds
+    return shape.take(legal), rejections
+
+
+def scalar(shape: Shape, index: int) -> Shape:
+    """One shape of many, as Python numbers."""
+    one = shape.take(index)
+    numbers = {name: getattr(one, name) for name in Shape.__slots__}
+    return Shape(**{k: v.item() if isinstance(v, np.generic) else v for k, v in numbers.items()})
+
+
+Grid = dict[str, IntArray]
+
+
+def _grid(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    limits: SearchLimits,
+    runtime: RuntimeSpec,
+    rejections: Rejections,
+) -> Grid:
+    """The raw axes, multiplied out."""
+    gpus, moe = cluster.num_gpus, model.moe
+    domain = cluster.tiers[0].num_gpus or cluster.node_size if len(cluster.tiers) > 1 else gpus
+    widest = gpus if limits.tp_across_nodes else min(domain, gpus)
+    tps = _pinned(limits.tp, range(1, min(widest, model.num_attention_heads) + 1))
+    cps = _pinned(
+        limits.cp, divisors(max(training.seq_length // 2, 1), min(gpus, MAX_CP)) if training.seq_length > 1 else [1]
+    )
+    eps = _pinned(limits.ep, [1] if moe is None else divisors(moe.num_experts, gpus))
+    layers = [
+        (tp, cp, ep, etp)
+        for tp, cp, ep in product(tps, cps, eps)
+        if tp * cp <= gpus
+        for etp in _pinned(limits.etp, [tp] if moe is None else sorted({1, tp}))
+    ]
+    pps = _pinned(limits.pp, range(1, min(model.num_hidden_layers, gpus) + 1))
+    batches = _pinned(
+        limits.micro_batch_size,
+        divisors(training.global_batch_size, max(1, MAX_MICRO_BATCH_TOKENS // training.seq_length)),
+    )
+    zeros = _pinned(limits.zero_stage, _useful_zero_stages(runtime))
+    rows = np.array(layers, dtype=np.int64).reshape(-1, 4)
+    split = model.num_attention_heads % rows[:, 0] == 0
+    if split.any():
+        # refused before they are multiplied out, and counted as what they would have been
+        lost = int((~split).sum()) * len(pps) * len(batches) * len(zeros)
+        tp = next((tp for tp in tps if model.num_attention_heads % tp), 0)
+        rejections.add(HEADS.reason, lost, HEADS.message(model, training, Shape(tp=tp)))
+        rows = rows[split]
+    kernel, pp, batch, zero = (a.ravel() for a in np.meshgrid(np.arange(len(rows)), pps, batches, zeros, indexing="ij"))
+    tp, cp, ep, etp = rows[kernel].T
+    fits = tp * cp * pp <= gpus
+    columns = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "pp": pp, "micro_batch_size": batch, "zero_stage": zero}
+    # shapes with more ranks than GPUs are no shapes of this cluster; pinned ones are kept so that they are refused with a reason
+    if fits.any():
+        columns = {name: np.asarray(column[fits], dtype=np.int64) for name, column in columns.items()}
+    return {name: np.asarray(column, dtype=np.int64) for name, column in columns.items()}
+
+
+def _useful_zero_stages(runtime: RuntimeSpec) -> list[int]:
+    """ZeRO stages worth trying: not 0 where 1 can be had, since it needs more memory and moves the same bytes."""
+    return [stage for stage in runtime.zero_stages if stage > 0 or 1 not in runtime.zero_stages]
+
+
+def _data_parallel(grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits) -> IntArray:
+    """Largest usable dp for each row, 0 where there is none."""
+    room = cluster.num_gpus // (grid["tp"] * grid["cp"] * grid["pp"])
+    dp = np.zeros_like(room)
+    slots = grid["tp"] * grid["cp"]
+    experts = grid["ep"] * grid["etp"]
+    for batch in np.unique(grid["micro_batch_size"]):
+        if training.global_batch_size % batch:
+            continue
+        choices = divisors(training.global_batch_size // int(batch), cluster.num_gpus)
+        sizes = np.array([0] + [d for d in choices if limits.dp is None or d in limits.dp])
+        rows = np.flatnonzero(grid["micro_batch_size"] == batch)
+        index = np.searchsorted(sizes, room[rows], side="right") - 1
+        # step down where the expert grid does not fit into tp·cp·dp; 0 is a multiple of everything and ends the walk
+        while (bad := slots[rows] * sizes[index] % experts[rows] != 0).any():
+            index[bad] -= 1
+        dp[rows] = sizes[index]
+    return dp
+
+
+def _reject(
+    grid: Grid, rows: npt.NDArray[np.bool_], rejections: Rejections, cluster: ClusterSpec, training: TrainingSpec
+) -> None:
+    """Count rows without any data-parallel size by what stands in the way."""
+    if not rows.any():
+        return
+    ranks = grid["tp"] * grid["cp"] * grid["pp"]
+    batch = training.global_batch_size % grid["micro_batch_size"] != 0
+    crowded = ranks > cluster.num_gpus
+    for reason, mask, text in (
+        ("more_ranks_than_gpus", rows & crowded, "tp {tp} · cp {cp} · pp {pp} exceeds " + f"{cluster.num_gpus} GPUs"),
+        (
+            "global_batch_not_divisible",
+            rows & ~crowded & batch,
+            f"global_batch_size {training.global_batch_size} is no multiple of micro_batch_size {{micro_batch_size}}",
+        ),
+        (
+            "no_data_parallel_size",
+            rows & ~crowded & ~batch,
+            "no dp suits tp {tp}, cp {cp}, pp {pp}, ep {ep}, etp {etp}, "
+            f"micro-batch {{micro_batch_size}} on {cluster.num_gpus} GPUs at global batch {training.global_batch_size}",
+        ),
+    ):
+        if mask.any():
+            first = int(np.argmax(mask))
+            rejections.add(reason, int(mask.sum()), text.format(**{k: int(v[first]) for k, v in grid.items()}))
+
+
+def _shape(grid: Grid, dp: IntArray, training: TrainingSpec) -> Shape:
+    """The grid as a `Shape` of arrays, not interleaved."""
+    return Shape(
+        **grid,
+        dp=dp,
+        num_microbatches=training.global_batch_size // (dp * grid["micro_batch_size"]),
+        seq_length=training.seq_length,
+        sequence_parallel=(grid["tp"] > 1).astype(np.int64),
+        shard_size=dp * grid["cp"],
+    )
+
+
+def _own_rules(model: ModelSpec, cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
+    """Rules that hold for every trainer."""
+    domain = cluster.tiers[0].num_gpus or cluster.num_gpus
+    return (
+        Rule(
+            "more_stages_than_layers",
+            lambda m, t, s: s.pp * s.vpp <= m.num_hidden_layers,
+            lambda m, t, s: f"pp {s.pp} · vpp {s.vpp} stages for {m.num_hidden_layers} layers",
+        ),
+        Rule(
+            "tp_across_nvlink_domains",
+            lambda m, t, s: (s.tp <= domain) | limits.tp_across_nodes,
+            lambda m, t, s: f"tp {s.tp} leaves the NVLink domain of {domain} GPUs (allow it with --tp-across-nodes)",
+        ),
+    )
+
+
+def interleavings(
+    shape: Shape, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec
+) -> list[tuple[Shape, str]]:
+    """One scalar shape with every schedule and vpp it may run, plain 1F1B first."""
+    pp, microbatches = int(shape.pp), int(shape.num_microbatches)
+    allowed = limits.schedule or runtime.schedules
+    plain = "none" if pp == 1 else "1f1b"
+    options: list[tuple[Shape, str]] = []
+    if (plain in allowed or (plain == "none" and limits.schedule is None)) and 1 in (limits.vpp or (1,)):
+        options.append((shape, plain))
+    if pp > 1 and "interleaved-1f1b" in allowed and microbatches >= pp:
+        # chunks that hold only embedding or head need no layer
+        slots = model.num_hidden_layers + (2 if runtime.head_only_stage else 0)
+        for vpp in limits.vpp or range(2, slots // pp + 1):
+            if vpp > 1 and pp * vpp <= slots and not (runtime.interleaved_microbatch_multiple and microbatches % pp):
+                options.append((replace(shape, vpp=int(vpp)), "interleaved-1f1b"))
+    return options

@@ -1,0 +1,155 @@
+"""Why this and not that: what stands in the way, how far the nearest miss is, what would lift it, what alternatives trade."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.errors import Infeasible
+from planner.physics import memory
+from planner.physics.cost import Pricing
+from planner.plan import PricedLayout
+from planner.search.bounds import Screen
+from planner.search.candidates import Rejections, scalar
+from planner.specs.training import SearchLimits
+from planner.specs.units import gib
+
+
+def nothing_legal(rejections: Rejections) -> Infeasible:
+    """No shape obeys the arithmetic of model, batch and trainer."""
+    reason = max(rejections.counts, key=lambda name: rejections.counts[name], default="")
+    example = rejections.examples.get(reason, "no shape exists")
+    return Infeasible(
+        f"no legal layout: {example} ({_listed(rejections)})",
+        "free a pinned axis, or change the number of GPUs or the global batch size",
+        rejections.counts,
+    )
+
+
+def count_misfits(screen: Screen, num_fitting: int, rejections: Rejections) -> None:
+    """Count shapes whose ranks together have no room for the layers."""
+    misfits = len(screen.kernel) - num_fitting
+    if misfits:
+        short = shortfall_bytes(screen)
+        worst = int(np.argmax(short))
+        rejections.add("does_not_fit", misfits, f"{_named(screen, worst)} lacks {gib(short[worst]):.1f} GiB on a rank")
+
+
+def shortfall_bytes(screen: Screen) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Bytes missing on the rank with most in flight when layers are split evenly and recomputed whole; negative where it fits."""
+    model, shape, table = screen.pricing.model, screen.shape, screen.table
+    kind = max(screen.pricing.kind_counts, key=lambda k: screen.pricing.kind_counts[k])
+    parts = [table.layers[kind, mode] for mode in ("none", "selective", "full")]
+    live = np.min([screen.part(part, "live_bytes") for part in parts], axis=0)
+    transient = np.min([screen.part(part, "transient_bytes") for part in parts], axis=0)
+    layers = np.ceil(model.num_hidden_layers / np.asarray(shape.pp))
+    held = np.minimum(np.asarray(shape.num_microbatches), np.asarray(shape.pp))
+    needed = layers * (screen.static_bytes(parts[0]) + held * live) + transient + screen.static_bytes(table.embedding)
+    usable = memory.usable_bytes(shape, screen.pricing.cluster.hardware, screen.pricing.headroom_bytes)
+    return np.asarray(needed - usable, dtype=float)
+
+
+def nothing_fits(pricing: Pricing, limits: SearchLimits, screen: Screen, rejections: Rejections) -> Infeasible:
+    """The nearest miss in GiB, and the smallest change that lifts it."""
+    short = shortfall_bytes(screen)
+    nearest = int(np.argmin(np.where(short > 0, short, np.inf))) if (short > 0).any() else int(np.argmin(short))
+    missing = max(float(short[nearest]), 0.0)
+    rejections.counts.setdefault("does_not_fit", len(screen.kernel))
+    hardware = pricing.cluster.hardware
+    return Infeasible(
+        f"nothing fits in {hardware.memory_gib:g} GiB of {pricing.cluster.num_gpus} × {hardware.name}: the nearest miss, "
+        f"{_named(screen, nearest)}, lacks {gib(missing):.1f} GiB on a rank ({_listed(rejections)})",
+        _remedy(pricing, limits, missing),
+        rejections.counts,
+    )
+
+
+def _remedy(pricing: Pricing, limits: SearchLimits, missing_bytes: float) -> str:
+    """The smallest change that makes room: unpin an axis, shorten the reserve, or add GPUs; each is tried by planning with it."""
+    from planner.search.search import plan
+
+    model, cluster, training, runtime = pricing.model, pricing.cluster, pricing.training, pricing.runtime
+
+    def works(limits: SearchLimits, num_gpus: int = cluster.num_gpus) -> bool:
+        quick = limits.model_copy(update={"top": 1, "time_limit_s": 2.0, "gap_fraction": 1.0})
+        try:
+            plan(model, cluster.model_copy(update={"num_gpus": num_gpus}), training, limits=quick, runtime=runtime)
+        except Infeasible:
+            return False
+        return True
+
+    if limits.gap_fraction == 1.0:
+        return "add GPUs, or free a pinned axis"
+    pins = [
+        name
+        for name in ("recompute", "micro_batch_size", "pp", "tp", "cp", "ep", "dp", "vpp", "zero_stage")
+        if getattr(limits, name)
+    ]
+    for name in pins:
+        if works(limits.model_copy(update={name: None})):
+            return f"do not pin {name.replace('_', '-')}: with it free a layout fits"
+    if limits.memory_headroom_gib and works(limits.model_copy(update={"memory_headroom_gib": 0.0})):
+        return f"lower --memory-headroom from {limits.memory_headroom_gib:g} GiB to 0"
+    node = cluster.node_size
+    num_gpus = cluster.num_gpus
+    for _ in range(8):
+        num_gpus *= 2
+        if works(limits, num_gpus):
+            low, high = num_gpus // 2, num_gpus
+            while high - low > node and high > low + 1:
+                middle = (low + high) // 2 // node * node or (low + high) // 2
+                if middle in (low, high):
+                    break
+                low, high = (low, middle) if works(limits, middle) else (middle, high)
+            return f"it fits on {high} GPUs"
+    return "use GPUs with more memory, a shorter sequence or a smaller model"
+
+
+def _listed(rejections: Rejections) -> str:
+    ordered = sorted(rejections.counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} × {reason}" for reason, count in ordered) or "nothing rejected"
+
+
+def _named(screen: Screen, index: int) -> str:
+    s = scalar(screen.shape, index)
+    extra = f" ep {s.ep}" if s.ep > 1 else ""
+    return f"tp {s.tp} cp {s.cp} pp {s.pp} dp {s.dp}{extra} micro-batch {s.micro_batch_size}"
+
+
+def trade(best: PricedLayout, other: PricedLayout) -> str:
+    """What an alternative gives up and gains against the best."""
+    slower = other.step.step_s / best.step.step_s - 1
+    memory_gib = gib(other.worst_stage.memory.total_bytes - best.worst_stage.memory.total_bytes)
+    parts = [f"{slower:+.1%} time", f"{memory_gib:+.1f} GiB"]
+    pairs = {name: (getattr(best.step.breakdown, name), getattr(other.step.breakdown, name)) for name in _TRADED}
+    worst = max(pairs, key=lambda name: pairs[name][1] - pairs[name][0])
+    saved = min(pairs, key=lambda name: pairs[name][1] - pairs[name][0])
+    for name in (worst, saved):
+        change = pairs[name][1] - pairs[name][0]
+        if abs(change) > 0.005 * best.step.step_s:
+            parts.append(f"{change:+.2f} s {_TRADED[name]}")
+    return ", ".join(parts)
+
+
+_TRADED = {
+    "compute_s": "compute",
+    "tp_comm_s": "TP exchange",
+    "cp_comm_s": "CP exchange",
+    "ep_comm_s": "EP exchange",
+    "pp_comm_s": "PP transfer",
+    "exposed_dp_s": "DP exchange",
+    "bubble_s": "bubble",
+    "optimizer_s": "optimizer",
+}
+
+
+def assumptions(pricing: Pricing) -> tuple[str, ...]:
+    """Defaults that move the answer, in words."""
+    runtime, training = pricing.runtime, pricing.training
+    lines = [
+        f"{runtime.gradient_overlap_fraction:.0%} of the last backward hides gradient reduction",
+        f"every rank computes as fast as the profile says (straggler {training.straggler_fraction:.0%})",
+    ]
+    if pricing.model.moe is not None:
+        lines.append(f"the busiest expert rank gets {training.moe_imbalance:g} times the mean tokens")
+        lines.append(f"{runtime.ep_overlap_fraction:.0%} of expert exchange hides behind compute")
+    return tuple(lines)

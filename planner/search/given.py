@@ -1,0 +1,146 @@
+"""A layout that the user states: checked, completed with the trainer's defaults, and turned into a shape and a split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.errors import SpecError
+from planner.physics.cost import Pricing
+from planner.physics.shape import Shape
+from planner.schedule.orders import SCHEDULES, violation
+from planner.search.candidates import rules_for
+from planner.search.split import Split, even_counts, parse_layout, splits_from_counts
+from planner.specs.model import ModelSpec
+from planner.specs.training import Parallelism
+
+
+@dataclass(frozen=True, slots=True)
+class GivenLayout:
+    """What was asked for, in the search's own terms."""
+
+    shape: Shape
+    split: Split
+    schedule: str
+    warnings: tuple[str, ...]
+
+
+def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
+    """Turn a stated layout into a shape and a split.
+
+    Raises SpecError where it contradicts the model, the batch or the cluster; what only the trainer refuses is a warning.
+    """
+    shape = _shape(pricing, wanted)
+    _check_arithmetic(pricing, shape)
+    schedule = wanted.schedule or ("none" if shape.pp == 1 else "interleaved-1f1b" if shape.vpp > 1 else "1f1b")
+    if shape.vpp > 1 and schedule == "1f1b":
+        schedule = "interleaved-1f1b"
+    if shape.pp == 1 and schedule in ("1f1b", "interleaved-1f1b"):
+        schedule = "none"
+    if schedule not in SCHEDULES or (error := violation(schedule, shape.pp, shape.vpp, shape.num_microbatches)):
+        raise violation(schedule, shape.pp, shape.vpp, shape.num_microbatches) or error
+    split = _split(pricing.model, wanted, shape)
+    warnings = [
+        f"{pricing.runtime.name} refuses this layout: {rule.message(pricing.model, pricing.training, shape)}"
+        for rule in rules_for(pricing.runtime)
+        if not rule.holds(pricing.model, pricing.training, shape)
+    ]
+    return GivenLayout(shape, split, schedule, tuple(warnings))
+
+
+def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
+    training, cluster = pricing.training, pricing.cluster
+    ranks = wanted.tp * wanted.cp * wanted.pp * wanted.dp
+    if ranks > cluster.num_gpus:
+        raise SpecError(
+            f"parallelism: tp {wanted.tp} · cp {wanted.cp} · pp {wanted.pp} · dp {wanted.dp} = {ranks} ranks, "
+            f"the cluster has {cluster.num_gpus} GPUs",
+            f"lower dp to {max(1, cluster.num_gpus // max(1, ranks // wanted.dp))}, or give {ranks} GPUs",
+        )
+    per_step = wanted.dp * wanted.micro_batch_size
+    if training.global_batch_size % per_step:
+        raise SpecError(
+            f"global_batch_size: {training.global_batch_size} is no multiple of dp {wanted.dp} · "
+            f"micro_batch_size {wanted.micro_batch_size} = {per_step}",
+            f"use {max(1, training.global_batch_size // per_step) * per_step} sequences, or another dp",
+        )
+    zero = wanted.zero_stage
+    if zero is None:
+        stages = pricing.runtime.zero_stages
+        zero = 3 if wanted.fsdp is not None else 1 if 1 in stages else stages[0]
+    shard = wanted.dp * wanted.cp
+    if wanted.fsdp_shard_size is not None:
+        shard = min(shard, wanted.fsdp_shard_size)
+    etp = wanted.etp if wanted.etp is not None else (1 if pricing.model.moe is not None else wanted.tp)
+    sequence_parallel = wanted.tp > 1 if wanted.sequence_parallel is None else wanted.sequence_parallel
+    return Shape(
+        tp=wanted.tp,
+        cp=wanted.cp,
+        ep=wanted.ep,
+        etp=etp,
+        pp=wanted.pp,
+        vpp=wanted.vpp,
+        dp=wanted.dp,
+        micro_batch_size=wanted.micro_batch_size,
+        num_microbatches=training.global_batch_size // per_step,
+        seq_length=training.seq_length,
+        sequence_parallel=int(sequence_parallel and wanted.tp > 1),
+        zero_stage=zero,
+        shard_size=shard,
+    )
+
+
+def _check_arithmetic(pricing: Pricing, shape: Shape) -> None:
+    """What no trainer could run."""
+    model, moe = pricing.model, pricing.model.moe
+    pairs = [
+        ("num_attention_heads", model.num_attention_heads, "tp", shape.tp),
+        ("seq_length", shape.seq_length, "cp", shape.cp),
+    ]
+    if moe is not None:
+        pairs.append(("num_experts", moe.num_experts, "ep", shape.ep))
+        pairs.append(("tp·cp·dp", shape.tp * shape.cp * shape.dp, "ep·etp", shape.ep * shape.etp))
+    elif shape.ep > 1:
+        raise SpecError(f"parallelism.ep: {shape.ep}, but {model.name} has no experts", "set ep to 1")
+    for name, value, axis, size in pairs:
+        if value % size:
+            raise SpecError(
+                f"parallelism.{axis}: {name} {value} is no multiple of {axis} {size}", f"{axis} must divide it"
+            )
+    if shape.pp * shape.vpp > model.num_hidden_layers + 2:
+        raise SpecError(
+            f"parallelism.pp: {shape.pp} · vpp {shape.vpp} stages for {model.num_hidden_layers} layers",
+            "use fewer stages: none may be empty but those of embedding and head",
+        )
+
+
+def _split(model: ModelSpec, wanted: Parallelism, shape: Shape) -> Split:
+    num_stages = int(shape.pp * shape.vpp)
+    if wanted.layout is not None:
+        split = parse_layout(wanted.layout, model, num_stages)
+    elif wanted.layers_per_stage is not None:
+        split = Split(splits_from_counts(wanted.layers_per_stage, model, int(shape.pp), int(shape.vpp)))
+    else:
+        split = Split(default_counts(model, num_stages))
+    if wanted.recompute == "selective" or (wanted.recompute == "none" and wanted.recompute_modules):
+        return Split(split.counts, "selective", (), split.mtp_stage)
+    if wanted.recompute == "none":
+        return split
+    recomputed = []
+    for (first, last), count in zip(split.chunks, split.counts, strict=True):
+        whole = count if wanted.recompute_num_layers is None else min(count, wanted.recompute_num_layers)
+        held = model.layers[first : min(last, first + whole)]
+        recomputed.append(tuple(held.count(kind) for kind in model.kinds))
+    return Split(split.counts, "none", tuple(recomputed), split.mtp_stage)
+
+
+def default_counts(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
+    """How trainers cut where they are told nothing: evenly; or evenly with the embedding, the head and MTP counted as layers.
+
+    The ends are counted where only that makes the stages equal (Megatron's account_for_embedding/loss_in_pipeline_split).
+    """
+    layers, extra = model.num_hidden_layers, model.num_nextn_predict_layers
+    for first, last in ((0, 0), (1, 1 + extra), (1, 1), (0, 1), (1, 0)):
+        per_stage, left = divmod(layers + first + last, num_stages)
+        if left == 0 and per_stage >= max(first, last) and num_stages > 1:
+            return (per_stage - first, *([per_stage] * (num_stages - 2)), per_stage - last)
+    return even_counts(layers, num_stages)

@@ -1,0 +1,295 @@
+"""The integer program of one shape: how many layers on which rank, and how many of them recomputed.
+
+Ranks r = 0 … pp − 1, virtual stages j = chunk·pp + r; the first row of virtual stages is j = r. Maximal runs of equal layers are
+numbered i, kinds κ. t, f, b are seconds of one micro-batch (forward plus backward, forward, backward; exchanges included),
+M micro-batches, c seconds of a transfer.
+
+    filled[r,i] ∈ ℕ      layers of run i on the first-row stages 0 … r
+    rest[r] ∈ ℕ          layers of the last run on rank r's other chunks (interleaving only)
+    recomputed[r,κ] ∈ ℕ  layers of kind κ on rank r that are recomputed whole
+    T, gradients, parameters, optimizer ≥ 0
+
+    minimise T + gradients + parameters + optimizer
+    1. layers     filled grows with r and reaches each run's length; the last run is filled by the first row and the rest → _add_layers
+    2. order      run i + 1 starts on or after the stage that finishes run i (binary finished[r,i])           → _add_layers
+    3. chunks     no stage is empty, unless it holds the embedding or the head and the trainer allows that; the chunks of a rank
+                  differ by about one layer                                                               → _add_chunks
+    4. recompute  recomputed[r,κ] ≤ layers of κ on r; one number for all where the trainer has one setting   → _add_recompute
+    5. time       T ≥ every lower bound of the schedule on every rank (any order; at most k in flight)       → _add_time
+    6. memory     static + in flight · live + transient ≤ usable on every rank                               → _add_memory
+    7. ends       gradients, parameters: exchange of the first rank less what hides it; optimizer: any rank's → _add_ends
+
+Sources: PHYSICS §5 for the bounds (Narayanan et al. 2021 for the orders). For 1F1B they meet the replay wherever stages
+differ little, so the optimum is a certificate; the gap to the replay is reported, never hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pulp
+
+from planner.errors import SolverError
+from planner.physics.cost import PartCost
+from planner.specs.model import LayerKind
+from planner.specs.training import Recompute
+
+Expression = Any
+"""A pulp expression, a variable or a number."""
+
+Whole = Literal["none", "all", "one_count", "per_stage"]
+"""How many layers are recomputed whole: none, all, the same number on every virtual stage, or each rank's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One shape to be split."""
+
+    runs: Sequence[tuple[LayerKind, int]]
+    layers: dict[tuple[LayerKind, Recompute], PartCost]
+    embedding: PartCost
+    head: PartCost
+    """Everything the last virtual stage holds beside layers."""
+    pp: int
+    vpp: int
+    num_microbatches: int
+    base: Recompute
+    """Mode of layers that are not recomputed whole."""
+    whole: Whole
+    in_flight: Sequence[float]
+    """Micro-batches that each rank holds at its fullest, in units of all its chunks."""
+    usable_bytes: float
+    p2p_s: float
+    empty_ends: bool = False
+    """The first and the last virtual stage may hold no decoder layer."""
+    gradient_overlap_fraction: float = 0.0
+    parameter_overlap_fraction: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Layers per rank as the solver chose them."""
+
+    totals: tuple[int, ...]
+    """Decoder layers of each rank."""
+    first_row: tuple[int, ...]
+    """Of these, on its first chunk."""
+    recomputed: tuple[tuple[int, ...], ...]
+    """Of each rank and kind, layers recomputed whole (one_count: of each virtual stage)."""
+    objective_s: float
+    bound_s: float
+    """Proven lower bound of the objective; 0 where the solver was stopped."""
+
+
+def solve(node: Node, time_limit_s: float) -> Solution | None:
+    """Solve one node; None when no split fits. Raises SolverError when the solver stops without an answer."""
+    program = _Program(node)
+    program.problem.solve(pulp.HiGHS(msg=False, timeLimit=max(time_limit_s, 0.05), gapRel=1e-6, threads=1))
+    status = program.problem.sol_status
+    if status == pulp.LpSolutionInfeasible:
+        return None
+    if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        raise SolverError(
+            f"the solver found no split over {node.pp} stages within {time_limit_s:.3g} s",
+            "raise --time-limit, or pin axes to shrink the search",
+        )
+    return program.solution(proven=status == pulp.LpSolutionOptimal)
+
+
+class _Program:
+    """Builds the rows named above over one pulp problem."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.problem = pulp.LpProblem("split", pulp.LpMinimize)
+        self.kinds = list(dict.fromkeys(kind for kind, _ in node.runs))
+        self._add_layers()
+        self._add_chunks()
+        self._add_recompute()
+        self._add_time()
+        self._add_memory()
+        self._add_ends()
+        self.problem.setObjective(self.makespan + self.gradients + self.parameters + self.optimizer)
+
+    def _variable(self, name: str, most: float | None = None, integer: bool = False) -> Any:
+        category = pulp.LpInteger if integer else pulp.LpContinuous
+        return self.problem.add_variable(name, lowBound=0, upBound=most, cat=category)
+
+    def _named(self, name: str, expression: Expression) -> Any:
+        """A variable equal to `expression`, so that a long sum enters many rows as one term."""
+        variable = self._variable(name)
+        self.problem += variable == expression, f"is_{name}"
+        return variable
+
+    def _add_layers(self) -> None:
+        """Rows 1 and 2: `first[r][i]` layers of run i on rank r's first chunk, `rest[r]` of the last run on its others."""
+        node, lengths = self.node, [length for _, length in self.node.runs]
+        num_runs, interleaved = len(lengths), node.vpp > 1
+        filled: list[list[Expression]] = []
+        for rank in range(node.pp):
+            row: list[Expression] = []
+            for run, length in enumerate(lengths):
+                complete = rank == node.pp - 1 and not (interleaved and run == num_runs - 1)
+                row.append(length if complete else self._variable(f"filled_{rank}_{run}", length, integer=True))
+            filled.append(row)
+            for run in range(num_runs - 1 if rank < node.pp - 1 else 0):
+                finished = self._variable(f"finished_{rank}_{run}", 1, integer=True)
+                self.problem += row[run] >= lengths[run] * finished, f"order_{rank}_{run}_full"
+                self.problem += row[run + 1] <= lengths[run + 1] * finished, f"order_{rank}_{run}_next"
+        self.first = [
+            [count - (filled[rank - 1][run] if rank else 0) for run, count in enumerate(row)]
+            for rank, row in enumerate(filled)
+        ]
+        for rank in range(1, node.pp):
+            for run, count in enumerate(self.first[rank]):
+                self.problem += count >= 0, f"grows_{rank}_{run}"
+        self.rest: list[Expression] = [0] * node.pp
+        if interleaved:
+            self.rest = [self._variable(f"rest_{r}", lengths[-1], integer=True) for r in range(node.pp)]
+            self.problem += pulp.lpSum(self.rest) + filled[-1][-1] == lengths[-1], "layers"
+        self.first_row = [pulp.lpSum(row) for row in self.first]
+        self.totals = [row + rest for row, rest in zip(self.first_row, self.rest, strict=True)]
+        self.layers = [self._by_kind(row, rest) for row, rest in zip(self.first, self.rest, strict=True)]
+
+    def _by_kind(self, row: Sequence[Expression], rest: Expression) -> dict[LayerKind, Expression]:
+        """Layers of each kind, from counts per run and the last run's rest."""
+        counts: dict[LayerKind, Expression] = dict.fromkeys(self.kinds, 0)
+        for (kind, _), count in zip(self.node.runs, row, strict=True):
+            counts[kind] = counts[kind] + count
+        counts[self.node.runs[-1][0]] = counts[self.node.runs[-1][0]] + rest
+        return counts
+
+    def _add_chunks(self) -> None:
+        """Row 3."""
+        node = self.node
+        for rank in range(node.pp):
+            spare_first = node.empty_ends and rank == 0 and node.pp * node.vpp > 1
+            spare_last = node.empty_ends and rank == node.pp - 1 and node.pp * node.vpp > 1
+            others = node.vpp - 1
+            self.problem += (
+                self.first_row[rank] >= (0 if spare_first or (spare_last and not others) else 1),
+                f"held_{rank}",
+            )
+            if others:
+                self.problem += self.rest[rank] >= others - (1 if spare_last else 0), f"rest_held_{rank}"
+                self.problem += others * self.first_row[rank] <= self.rest[rank] + others, f"chunk_most_{rank}"
+                least = 2 * others if spare_first else others
+                self.problem += others * self.first_row[rank] >= self.rest[rank] - least, f"chunk_least_{rank}"
+
+    def _add_recompute(self) -> None:
+        """Row 4: `whole[r][κ]` layers of kind κ that rank r recomputes whole."""
+        node = self.node
+        if node.whole in ("none", "all"):
+            nothing: dict[LayerKind, Expression] = dict.fromkeys(self.kinds, 0)
+            self.whole = [dict(row) if node.whole == "all" else dict(nothing) for row in self.layers]
+            return
+        most = sum(length for _, length in node.runs)
+        self.common = self._variable("recomputed", most, integer=True) if node.whole == "one_count" else None
+        self.whole = []
+        for rank, row in enumerate(self.layers):
+            counts: dict[LayerKind, Expression] = {}
+            for number, (kind, held) in enumerate(row.items()):
+                if self.common is not None:
+                    counts[kind] = node.vpp * self.common
+                else:
+                    counts[kind] = self._variable(f"recomputed_{rank}_{number}", most, integer=True)
+                self.problem += counts[kind] <= held, f"recompute_{rank}_{number}"
+            self.whole.append(counts)
+
+    def _layers(self, rank: int, quantity: str) -> Expression:
+        """A linear quantity of the layers on a rank, under their modes."""
+        node, terms = self.node, 0
+        for kind, count in self.layers[rank].items():
+            plain = float(getattr(node.layers[kind, node.base], quantity))
+            terms = terms + plain * count
+            if node.whole != "none":
+                whole = float(getattr(node.layers[kind, "full"], quantity))
+                terms = terms + (whole - plain) * self.whole[rank][kind]
+        return terms
+
+    def _held(self, rank: int, quantity: str) -> float:
+        """The same of the embedding or head that a rank holds."""
+        node = self.node
+        of_first = float(getattr(node.embedding, quantity)) if rank == 0 else 0.0
+        return of_first + (float(getattr(node.head, quantity)) if rank == node.pp - 1 else 0.0)
+
+    def _rank(self, rank: int, quantity: str) -> Expression:
+        return self._layers(rank, quantity) + self._held(rank, quantity)
+
+    def _add_time(self) -> None:
+        """Row 5."""
+        self.makespan = self._variable("T")
+        if self.node.vpp == 1:
+            self._add_one_f_one_b()
+        else:
+            self._add_interleaved()
+
+    def _add_one_f_one_b(self) -> None:
+        """At most k = min(M, pp − r) in flight: what of the trip below a rank k forwards (or backwards) cannot fill is idle."""
+        node, pp = self.node, self.node.pp
+        hop = 2 * node.p2p_s
+        forward, backward, before = [], [], [0]
+        for rank in range(pp):
+            forward.append(self._named(f"forward_{rank}", self._rank(rank, "forward_total_s")))
+            backward.append(self._named(f"backward_{rank}", self._rank(rank, "backward_total_s")))
+            before.append(self._named(f"trip_{rank}", before[-1] + forward[rank] + backward[rank]))
+        for rank in range(pp):
+            held = min(node.num_microbatches, pp - rank)
+            base = node.num_microbatches * (forward[rank] + backward[rank]) + before[rank] + rank * hop
+            below = before[pp] - before[rank + 1] + (pp - 1 - rank) * hop
+            first, last = below - (held - 1) * forward[rank], below - (held - 1) * backward[rank]
+            waits = [0, first, last] + ([first + last] if node.num_microbatches > held else [])
+            for number, wait in enumerate(waits):
+                self.problem += self.makespan >= base + wait, f"time_{rank}_{number}"
+
+    def _add_interleaved(self) -> None:
+        """Any order: M·t of the rank, and the trips through the first chunks before it."""
+        node, before = self.node, 0
+        quickest = min(float(node.layers[kind, node.base].total_s) for kind in self.kinds)
+        for rank in range(node.pp):
+            busy = self._rank(rank, "total_s")
+            self.problem += self.makespan >= node.num_microbatches * busy + before, f"time_{rank}"
+            chunk = quickest * self.first_row[rank] + (float(node.embedding.total_s) if rank == 0 else 0.0)
+            before = self._named(f"trip_{rank}", before + chunk + 2 * node.p2p_s)
+
+    def _add_memory(self) -> None:
+        """Row 6; the transient is the larger of a layer's backward and the loss."""
+        node = self.node
+        modes: tuple[Recompute, ...] = {"none": (node.base,), "all": ("full",)}.get(node.whole, (node.base, "full"))  # type: ignore[assignment]
+        layer = max(float(node.layers[kind, mode].transient_bytes) for kind in self.kinds for mode in modes)
+        for rank in range(node.pp):
+            live = node.in_flight[rank] * self._layers(rank, "live_bytes") + self._held(rank, "live_bytes")
+            if rank == 0:
+                live = live + (node.in_flight[0] - 1) * float(node.embedding.live_bytes)
+            transient = max(layer, float(node.head.transient_bytes) if rank == node.pp - 1 else 0.0)
+            self.problem += self._rank(rank, "static_bytes") + live + transient <= node.usable_bytes, f"memory_{rank}"
+
+    def _add_ends(self) -> None:
+        """Row 7."""
+        node = self.node
+        self.gradients, self.parameters, self.optimizer = map(self._variable, ("gradients", "parameters", "optimizer"))
+        hidden = node.gradient_overlap_fraction * self._rank(0, "backward_total_s")
+        self.problem += self.gradients >= self._rank(0, "reduce_s") - hidden, "exposed_gradients"
+        hidden = node.parameter_overlap_fraction * self._rank(0, "forward_total_s")
+        self.problem += self.parameters >= self._rank(0, "gather_s") - hidden, "exposed_parameters"
+        for rank in range(node.pp):
+            self.problem += self.optimizer >= self._rank(rank, "optimizer_s"), f"optimizer_{rank}"
+
+    def solution(self, proven: bool) -> Solution:
+        objective = float(pulp.value(self.problem.objective))
+        whole = (
+            self.whole if self.node.whole != "one_count" else [dict.fromkeys(self.kinds, self.common)] * self.node.pp
+        )
+        return Solution(
+            totals=tuple(map(_count, self.totals)),
+            first_row=tuple(map(_count, self.first_row)),
+            recomputed=tuple(tuple(map(_count, row.values())) for row in whole),
+            objective_s=objective,
+            bound_s=objective if proven else 0.0,
+        )
+
+
+def _count(expression: Expression) -> int:
+    return round(float(pulp.value(expression)))

@@ -1,0 +1,98 @@
+"""From a candidate to a solved split: the node's numbers for the integer program, and its answer as a split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from planner.physics.cost import CostTable, PartCost, Pricing, sum_parts
+from planner.schedule.orders import in_flight_microbatches
+from planner.search.ilp import Node, Solution, Whole
+from planner.search.split import Split, even_counts, held_parts, interleaved_counts
+from planner.specs.model import LayerKind
+from planner.specs.training import Recompute
+
+MAX_RUNS_INTERLEAVED = 4
+"""Beyond this many runs (alternating kinds), interleaved chunks are balanced with layers of the mean kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeChoice:
+    """One way to recompute that a trainer can be told: a mode for most layers, and how many are recomputed whole."""
+
+    base: Recompute
+    whole: Whole
+
+    def __str__(self) -> str:
+        return "full" if self.whole == "all" else self.base
+
+
+def node_of(
+    pricing: Pricing, table: CostTable, choice: RecomputeChoice, schedule: str, usable_fraction: float = 1.0
+) -> Node:
+    """The integer program's numbers for one shape."""
+    shape, runtime, model = table.shape, pricing.runtime, pricing.model
+    pp, vpp, microbatches = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    ends = Split((0,) * (pp * vpp))
+    last = sum_parts(part for name, part in held_parts(table, ends, pp * vpp - 1) if name != "embedding")
+    received = 2.0 * float(shape.shard_tokens) * model.hidden_size * (pp > 1)
+    runs, layers = model.runs, table.layers
+    if vpp > 1 and len(runs) > MAX_RUNS_INTERLEAVED:
+        runs, layers = _mean_kind(pricing, table)
+    return Node(
+        runs=runs,
+        layers=layers,
+        embedding=table.embedding,
+        head=last,
+        pp=pp,
+        vpp=vpp,
+        num_microbatches=microbatches,
+        base=choice.base,
+        whole=choice.whole,
+        in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
+        usable_bytes=float(table.usable_bytes) * usable_fraction - received,
+        p2p_s=float(table.p2p_s),
+        empty_ends=runtime.head_only_stage,
+        gradient_overlap_fraction=runtime.gradient_overlap_fraction,
+        parameter_overlap_fraction=runtime.parameter_overlap_fraction,
+    )
+
+
+def _mean_kind(
+    pricing: Pricing, table: CostTable
+) -> tuple[tuple[tuple[LayerKind, int], ...], dict[tuple[LayerKind, Recompute], PartCost]]:
+    """One kind whose costs are the mean over the model's layers."""
+    model = pricing.model
+    kind, num_layers = model.layers[0], model.num_hidden_layers
+    shares = {k: model.layers.count(k) / num_layers for k in model.kinds}
+    modes: tuple[Recompute, ...] = ("none", "selective", "full")
+    layers = {}
+    for mode in modes:
+        parts = [(table.layers[k, mode], share) for k, share in shares.items() if (k, mode) in table.layers]
+        mean = {f.name: sum(getattr(part, f.name) * share for part, share in parts) for f in fields(PartCost)}
+        layers[kind, mode] = PartCost(**mean)
+    return ((kind, num_layers),), layers
+
+
+def split_of(pricing: Pricing, node: Node, solution: Solution) -> Split:
+    """The solver's counts as a split over virtual stages."""
+    model = pricing.model
+    if node.vpp == 1:
+        counts = solution.totals
+    else:
+        counts = interleaved_counts(solution.totals, solution.first_row, node.vpp)
+    draft = Split(counts, node.base)
+    if not any(map(any, solution.recomputed)):
+        return draft
+    recomputed = []
+    for stage in range(len(counts)):
+        first, last = draft.chunks[stage]
+        held = model.layers[first:last]
+        if node.whole == "all":
+            recomputed.append(tuple(held.count(kind) for kind in model.kinds))
+        elif node.whole == "one_count":
+            recomputed.append(tuple(min(n, len(held)) for n in solution.recomputed[stage % node.pp]))
+        else:
+            row, rank = divmod(stage, node.pp)
+            shares = [even_counts(n, node.vpp)[row] for n in solution.recomputed[rank]]
+            recomputed.append(tuple(min(n, held.count(kind)) for n, kind in zip(shares, model.kinds, strict=True)))
+    return Split(counts, node.base, tuple(recomputed))

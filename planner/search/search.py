@@ -1,0 +1,206 @@
+"""The file to read first: three specs in, one plan out."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from planner import __version__
+from planner.errors import SpecError
+from planner.physics.cost import Pricing
+from planner.physics.layers import ModelTotals, model_totals
+from planner.plan import ModelSummary, Plan, PricedLayout, RunCost, SearchReport
+from planner.search import bounds, explain
+from planner.search.branch import Branch, Found
+from planner.search.candidates import enumerate_shapes
+from planner.search.given import given_layout
+from planner.search.nodes import RecomputeChoice
+from planner.search.price import price_layout
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.runtime import RuntimeSpec, load_runtime
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.units import GIB
+
+
+def plan(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    *,
+    limits: SearchLimits | None = None,
+    runtime: RuntimeSpec | str = "megatron",
+) -> Plan:
+    """The fastest layout of `model` on `cluster` that fits, proven within the reported gap, and what else was looked at.
+
+    Raises Infeasible when nothing is legal and fits, SpecError when the inputs contradict each other.
+    """
+    started = time.monotonic()
+    limits, runtime = limits or SearchLimits(), _runtime(runtime)
+    pricing = pricing_of(model, cluster, training, runtime, limits)
+    shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
+    if not len(np.atleast_1d(shapes.tp)):
+        raise explain.nothing_legal(rejections)
+    screen = bounds.screen_of(pricing, shapes)
+    fitting = screen.take(np.flatnonzero(bounds.fits(screen)))
+    explain.count_misfits(screen, len(fitting.kernel), rejections)
+    branch = Branch(
+        pricing, limits, recompute_choices(model, runtime, limits), started + limits.time_limit_s, rejections
+    )
+    branch.run(fitting)
+    best = branch.best
+    if best is None:
+        raise explain.nothing_fits(pricing, limits, screen, rejections)
+    found = [best, *sorted((f for f in branch.found.values() if f is not best), key=lambda f: f.step_s)[: limits.top]]
+    totals = model_totals(model, runtime, training.seq_length)
+    layouts = [_priced(pricing, one, totals) for one in found]
+    report = _report(branch, best, len(screen.kernel), len(fitting.kernel), time.monotonic() - started)
+    return _plan(pricing, totals, layouts, report, rejections.counts, rejections.examples)
+
+
+def evaluate(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    parallelism: Parallelism,
+    *,
+    runtime: RuntimeSpec | str = "megatron",
+) -> Plan:
+    """Price one given layout, whether it fits or not.
+
+    Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
+    """
+    runtime = _runtime(runtime)
+    pricing = pricing_of(model, cluster, training, runtime, modules=parallelism.recompute_modules)
+    layout = given_layout(pricing, parallelism)
+    totals = model_totals(model, runtime, training.seq_length)
+    priced = price_layout(pricing, pricing.table(layout.shape), layout.split, layout.schedule, cluster.num_gpus, totals)
+    return _plan(pricing, totals, [priced.model_copy(update={"warnings": layout.warnings})], None, {}, {})
+
+
+def _runtime(runtime: RuntimeSpec | str) -> RuntimeSpec:
+    return load_runtime(runtime) if isinstance(runtime, str) else runtime
+
+
+def pricing_of(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    runtime: RuntimeSpec,
+    limits: SearchLimits | None = None,
+    modules: tuple[str, ...] = (),
+) -> Pricing:
+    """What stays the same while shapes vary. Raises SpecError where the GPU has no such dtype."""
+    hardware = cluster.hardware
+    if hardware.peak_flops(training.dtype) is None:
+        raise SpecError(
+            f"dtype {training.dtype!r}: {hardware.name} has no such peak",
+            f"one of {', '.join(hardware.peak_tflops)}",
+        )
+    headroom = limits.memory_headroom_gib * GIB if limits else 0.0
+    return Pricing(
+        model=model,
+        training=training,
+        cluster=cluster,
+        runtime=runtime,
+        selective_modules=modules or selective_modules(model, runtime),
+        headroom_bytes=headroom,
+    )
+
+
+def selective_modules(model: ModelSpec, runtime: RuntimeSpec) -> tuple[str, ...]:
+    """Modules that give most memory for least time: the s² matrix without flash attention, else the cheap elementwise ones."""
+    if not runtime.flash_attention:
+        return ("core_attn",)
+    cheap = ["layernorm"]
+    if model.moe is not None:
+        cheap.append("moe_act")
+    if model.mla is not None:
+        cheap.append("mla_up_proj")
+    return tuple(m for m in cheap if m in runtime.selective_recompute_modules) or ("core_attn",)
+
+
+def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimits) -> tuple[RecomputeChoice, ...]:
+    """The ways to recompute that the trainer can be told and the user allows."""
+    allowed = limits.recompute or ("none", "selective", "full")
+    choices = []
+    if "none" in allowed and "full" in allowed and runtime.recompute_per_stage:
+        choices.append(RecomputeChoice("none", "per_stage"))
+    elif "none" in allowed and "full" in allowed and len(model.kinds) == 1:
+        # one number of layers for all stages counts layers, not kinds
+        choices.append(RecomputeChoice("none", "one_count"))
+    elif "none" in allowed:
+        choices.append(RecomputeChoice("none", "none"))
+    if "selective" in allowed:
+        choices.append(RecomputeChoice("selective", "none"))
+    if "full" in allowed and not (runtime.recompute_per_stage and "none" in allowed):
+        choices.append(RecomputeChoice("none", "all"))
+    return tuple(choices)
+
+
+def _priced(pricing: Pricing, found: Found, totals: ModelTotals) -> PricedLayout:
+    return price_layout(pricing, found.table, found.split, found.schedule, pricing.cluster.num_gpus, totals)
+
+
+def _report(branch: Branch, best: Found, num_shapes: int, num_fitting: int, seconds: float) -> SearchReport:
+    """A search is proven when it ended by itself; its gap is the distance from the replayed best to the least bound left."""
+    bound = min(branch.lower_bound_s, best.step_s)
+    return SearchReport(
+        num_shapes=num_shapes,
+        num_fitting=num_fitting,
+        num_ilps=branch.num_ilps,
+        seconds=seconds,
+        outcome="proven" if branch.complete else "feasible",
+        lower_bound_s=bound,
+        gap=best.step_s / bound - 1,
+    )
+
+
+def _plan(
+    pricing: Pricing,
+    totals: ModelTotals,
+    layouts: list[PricedLayout],
+    report: SearchReport | None,
+    rejections: dict[str, int],
+    examples: dict[str, str],
+) -> Plan:
+    best = layouts[0]
+    model = pricing.model
+    return Plan(
+        planner_version=__version__,
+        model=ModelSummary(
+            name=model.name,
+            num_parameters=totals.num_parameters,
+            num_active_parameters=totals.num_active_parameters,
+            model_flops_per_token=totals.model_flops_per_token,
+            spec=model,
+        ),
+        cluster=pricing.cluster,
+        training=pricing.training,
+        runtime=pricing.runtime.name,
+        runtime_spec=pricing.runtime,
+        best=best,
+        alternatives=tuple(other.model_copy(update={"trade": explain.trade(best, other)}) for other in layouts[1:]),
+        rejections=dict(sorted(rejections.items(), key=lambda item: (-item[1], item[0]))),
+        rejection_examples=dict(sorted(examples.items())),
+        search=report,
+        run_cost=_run_cost(pricing, best),
+        assumptions=explain.assumptions(pricing),
+    )
+
+
+def _run_cost(pricing: Pricing, best: PricedLayout) -> RunCost | None:
+    """Days, GPU-hours, dollars and megawatt-hours for all tokens, over every GPU given."""
+    tokens, hardware = pricing.training.tokens, pricing.cluster.hardware
+    if tokens is None:
+        return None
+    hours = tokens / best.step.tokens_per_s / 3600
+    gpu_hours = hours * pricing.cluster.num_gpus
+    return RunCost(
+        tokens=tokens,
+        days=hours / 24,
+        gpu_hours=gpu_hours,
+        usd=gpu_hours * hardware.usd_per_gpu_hour if hardware.usd_per_gpu_hour else None,
+        mwh=gpu_hours * hardware.watts_per_gpu / 1e6 if hardware.watts_per_gpu else None,
+    )
