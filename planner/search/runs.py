@@ -22,7 +22,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.problems import spec_error
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.runtime import RuntimeSpec, load_runtime
 from planner.specs.training import Dtype, Parallelism, TrainingSpec
 
 _log = logging.getLogger(__name__)
@@ -62,20 +62,14 @@ class Run:
     model: ModelSpec
     cluster: ClusterSpec
     training: TrainingSpec
-    runtime: str
+    runtime: RuntimeSpec
+    """With what the run's features switch on or off."""
     parallelism: Parallelism
-    features: dict[str, Any]
-
-    @property
-    def unknown_features(self) -> tuple[str, ...]:
-        """Features that the runtime has no word for."""
-        return load_runtime(self.runtime).with_features(self.features)[1]
+    unknown_features: tuple[str, ...]
 
     def evaluate(self) -> PricedLayout:
         """Price the run's layout, fit or not; SpecError where the layout is illegal."""
-        plan = evaluate(
-            self.model, self.cluster, self.training, self.parallelism, runtime=self.runtime, features=self.features
-        )
+        plan = evaluate(self.model, self.cluster, self.training, self.parallelism, runtime=self.runtime)
         return plan.best.model_copy(update={"id": self.id})
 
 
@@ -99,9 +93,9 @@ class RunAnswer:
 def evaluate_lines(lines: Iterable[str]) -> Iterator[RunAnswer]:
     """One answer per line that is not blank, in their order, each before the next line is read.
 
-    Each feature that a runtime does not know is logged once as a warning.
+    Each unknown feature is logged once as a warning.
     """
-    warned: set[tuple[str, str]] = set()
+    warned: set[str] = set()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -111,9 +105,9 @@ def evaluate_lines(lines: Iterable[str]) -> Iterator[RunAnswer]:
             run_id = data.get("id")
             run = parse_run(data, where)
             for name in run.unknown_features:
-                if (run.runtime, name) not in warned:
-                    warned.add((run.runtime, name))
-                    _log.warning("%s: features: %s: unknown to %s, ignored", where, name, run.runtime)
+                if name not in warned:
+                    warned.add(name)
+                    _log.warning("%s: features: %s: unknown, ignored", where, name)
             yield RunAnswer(run_id, layout=run.evaluate())
         except PlannerError as error:
             yield RunAnswer(run_id, error=error)
@@ -138,15 +132,15 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         "network_gb_per_s": network_gb_per_s(spec.inter_node, spec.gpus_per_node or hardware.gpus_per_node),
     }
     training = spec.model_dump(include={"seq_length", "global_batch_size", "dtype"})
-    load_runtime(spec.runtime)
+    runtime, unknown = load_runtime(spec.runtime).with_features(spec.features)
     return Run(
         id=run_id,
         model=_model(spec.model, f"{where}: run: model"),
         cluster=checked(ClusterSpec, cluster, f"{where}: run"),
         training=checked(TrainingSpec, training, f"{where}: run"),
-        runtime=spec.runtime,
+        runtime=runtime,
         parallelism=fill_dp(spec.parallelism, spec.num_gpus),
-        features=spec.features,
+        unknown_features=unknown,
     )
 
 

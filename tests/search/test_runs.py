@@ -1,0 +1,120 @@
+"""A line of JSON becomes the arguments of evaluate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.errors import SpecError
+from planner.search.runs import evaluate_lines, fill_dp, network_gb_per_s, parse_run
+from planner.specs.training import Parallelism
+
+RUN: dict[str, Any] = {
+    "model": "405b", "hardware": "h100", "num_gpus": 16384, "gpus_per_node": 8, "runtime": "megatron",
+    "seq_length": 8192, "global_batch_size": 2048, "dtype": "bf16", "parallelism": {"tp": 8, "pp": 16, "dp": 128},
+}  # fmt: skip
+
+
+def parsed(**changes: Any) -> Any:
+    return parse_run({"id": "x", "run": {**RUN, **changes}}, "line 1")
+
+
+@pytest.mark.parametrize(
+    ("description", "expected"),
+    [
+        ("8x200 Gb/s HDR InfiniBand per node", 25.0),
+        ("4x100 Gb/s Omni-Path per node", 6.25),
+        ("800 Gb/s per node (some configuration)", 12.5),
+        ("8x400 Gb/s per node (standard; not stated)", 50.0),
+        ("400 Gb/s RDMA per GPU", 50.0),
+        ("400 Gb/s CX-7 per GPU", 50.0),
+        ("400 Gb/s InfiniBand per GPU (Eos)", 50.0),
+        ("8 x 25.5 gb/s per gpu", 25.5),
+        ("racks; scale-out 400-800 Gb/s per GPU (not stated)", None),
+        ("400-800 Gb/s per GPU", None),
+        ("400 Gb/s", None),
+        ("InfiniBand", None),
+        ("0 Gb/s per GPU", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_network_rates_in_words(description: str | None, expected: float | None) -> None:
+    assert network_gb_per_s(description, 8) == expected
+
+
+def test_a_rate_in_inter_node_replaces_the_profiles() -> None:
+    assert parsed(inter_node="8x200 Gb/s per node").cluster.network_gb_per_s == 25.0
+    assert parsed(inter_node="fast").cluster.network_gb_per_s is None
+    assert parsed(intra_node="NVLink", precision_recipe="fp16").cluster.network_gb_per_s is None
+
+
+def test_inline_models_take_flat_fields() -> None:
+    model = {
+        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    }  # fmt: skip
+    assert parsed(model=model).model.moe.num_experts == 4
+
+
+def test_features_change_the_runtime_and_unknown_ones_are_named() -> None:
+    run = parsed(features={"cuda_graph": "full", "warp_drive": True})
+    assert run.runtime.cuda_graphs
+    assert run.unknown_features == ("warp_drive",)
+
+
+def test_dp_fills_the_cluster_where_none_is_given() -> None:
+    assert fill_dp(Parallelism(tp=8, pp=16), 2048).dp == 16
+    assert fill_dp(Parallelism(tp=8, pp=16, dp=3), 2048).dp == 3
+    with pytest.raises(SpecError, match=r"tp·cp·pp \(24\) does not divide 2,048") as caught:
+        fill_dp(Parallelism(tp=8, pp=3), 2048)
+    assert "dp 85 to leave 8 GPUs spare" in caught.value.hint
+    with pytest.raises(SpecError):
+        fill_dp(Parallelism(tp=8), 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[1]", "line 1: holds a list, not an object"),
+        ('{"id": 1, "id": 2}', "line 1: id: given twice"),
+        ('{"id": 7, "run": {}}', "line 1: id: 7 is an integer, expected text"),
+        ('{"id": "x"}', "line 1: run: is missing"),
+        ('{"id": "x", "run": 3}', "line 1: run: 3"),
+        ('{"id": "x", "run": {"hardwear": "h100"}}', "line 1: run: hardwear: unknown key"),
+        ('{"run": {"model": "nope", "hardware": "h100", "num_gpus": 8, "seq_length": 1, "global_batch_size": 1}}',
+         "model: unknown 'nope'"),
+        ('{"run": {"model": {"layers": 3}, "hardware": "h100", "num_gpus": 8, "seq_length": 1, '
+         '"global_batch_size": 1}}',
+         "line 1: run: model: layers: unknown key"),
+        ('{"run": {"model": "8b", "hardware": "h100", "num_gpus": 0, "seq_length": 1, "global_batch_size": 1}}',
+         "line 1: run: num_gpus: 0 must be greater than 0"),
+        ('{"run": {"model": "8b", "hardware": "h100", "num_gpus": 8, "seq_length": 1, "global_batch_size": 1, '
+         '"runtime": "x"}}', "runtime: unknown 'x'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_line_is_an_error_object(line: str, message: str) -> None:
+    (answer,) = evaluate_lines([line])
+    error = answer.to_json()["error"]
+    assert error["type"] == "SpecError"
+    assert error["message"].startswith(message)
+    assert error["hint"]
+
+
+def test_deep_nesting_is_an_error_not_a_crash() -> None:
+    (answer,) = evaluate_lines(['{"run": ' + "[" * 200_000])
+    assert "line 1: not JSON" in answer.to_json()["error"]["message"]
+
+
+def test_answers_come_before_the_next_line_is_read() -> None:
+    def lines() -> Any:
+        yield "{"
+        raise AssertionError("read ahead")
+
+    assert next(evaluate_lines(lines())).error is not None
+
+
+def test_blank_lines_are_skipped() -> None:
+    assert list(evaluate_lines(["\n", "  \n"])) == []
