@@ -59,7 +59,7 @@ def _stage(stage: int, pp: int, num_layers: int, first: int, total_gib: float, r
 
 
 def _priced(
-    pp: int, total_gib: float, fits: bool, step_s: float, recompute: dict[str, int], **layout: Any
+    pp: int, total_gib: float, fits: bool, step_s: float, stage_recompute: dict[str, int], **layout: Any
 ) -> PricedLayout:
     parallelism = Layout(
         **{
@@ -78,7 +78,7 @@ def _priced(
         fits=fits,
         parallelism=parallelism,
         stages=tuple(
-            _stage(i, pp, starts[i + 1] - starts[i], starts[i], total_gib - i / 2, recompute) for i in range(pp)
+            _stage(i, pp, starts[i + 1] - starts[i], starts[i], total_gib - i / 2, stage_recompute) for i in range(pp)
         ),
         step=StepTime(
             step_s=step_s,
@@ -98,11 +98,11 @@ def _plan(
     total_gib: float = 71.3,
     fits: bool = True,
     step_s: float = 22.08,
-    recompute: dict[str, int] | None = None,
+    stage_recompute: dict[str, int] | None = None,
     searched: bool = True,
     **layout: Any,
 ) -> Plan:
-    recompute = recompute or {"none": 8}
+    recompute = stage_recompute or {"none": 8}
     best = _priced(pp, total_gib, fits, step_s, recompute, **layout)
     other = _priced(8, 76.2, True, 1.023 * step_s, recompute).model_copy(
         update={"trade": "half the pipeline bubble for 4.9 GiB more on the fullest stage"}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -19,7 +20,6 @@ from planner.report.format import bar, digits, gibibytes, large, percent, second
 
 _MAX_ROWS = 16
 """Deeper pipelines show runs of alike stages as one row."""
-_STAGE_BAR, _TIME_BAR = 10, 32
 _PANEL_WIDTH = 76
 _EVIDENCE = {
     "spec_sheet": "spec sheet: peaks and typical efficiencies, nothing measured on this kind of GPU",
@@ -39,6 +39,19 @@ _BREAKDOWN = {
 }
 
 
+class _Bar:
+    """A bar as wide as its column lets it be, within limits."""
+
+    def __init__(self, fraction: float, widest: int, track: str = " ", style: str = "cyan") -> None:
+        self.fraction, self.widest, self.track, self.style = fraction, widest, track, style
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(3, self.widest)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Text(bar(self.fraction, min(self.widest, options.max_width), self.track), style=self.style)
+
+
 def render(plan: Plan) -> Group:
     """The whole report of a plan, or of one evaluated layout."""
     return Group(*_sections(plan))
@@ -52,7 +65,7 @@ def summary(layout: PricedLayout) -> str:
 
 def _sections(plan: Plan) -> Iterator[RenderableType]:
     yield _panel(plan)
-    yield _section("Stages", _stages(plan))
+    yield _section(f"Stages, on GPUs of {gibibytes(plan.cluster.hardware.memory_bytes)} GiB", _stages(plan))
     yield _section(f"Where the {seconds(plan.step.step_s)} of a step go", _breakdown(plan))
     if plan.alternatives:
         yield _section("Alternatives, and what each trades", _alternatives(plan))
@@ -167,8 +180,8 @@ def _stages(plan: Plan) -> Table:
     stages, capacity_bytes = plan.stages, plan.cluster.hardware.memory_bytes
     grouped = len(stages) > _MAX_ROWS
     mixed = len({mode for stage in stages for mode, count in stage.recompute.items() if count}) > 1
-    table = _table("r", "l", "l", *("l" if mixed else ""), "r", "r", "r", "r", "l", gap=1 if mixed else 2)
-    heads = ["stage", "layers", "holds", "in flight", "fwd ms", "bwd ms", "GiB", f"of {gibibytes(capacity_bytes)}"]
+    table = _table("r", "l", "l", *("l" if mixed else ""), "r", "r", "r", "r", None, gap=1 if mixed else 2)
+    heads = ["stage", "layers", "holds", "in flight", "fwd ms", "bwd ms", "GiB", ""]
     if mixed:
         heads.insert(3, "recompute")
     table.add_row(*(Text(head, style="dim") for head in heads))
@@ -179,13 +192,13 @@ def _stages(plan: Plan) -> Table:
         table.add_row(
             str(first.stage) if len(run) == 1 else f"{first.stage}–{last.stage}",
             _layers(first) if len(run) == 1 else f"{first.num_layers} each",
-            "+".join(first.holds),
+            "+".join(first.holds).replace("embedding", "embed"),
             *([_recompute(first)] if mixed else []),
             _span([stage.in_flight_microbatches for stage in run], "{:g}"),
             f"{1e3 * max(s.forward_s + s.forward_comm_s for s in run):,.1f}",
             f"{1e3 * max(s.backward_s + s.backward_comm_s for s in run):,.1f}",
             gibibytes(worst) + ("!" if over else ""),
-            Text(bar(worst / capacity_bytes, _STAGE_BAR, "░"), style="red" if over else "cyan"),
+            _Bar(worst / capacity_bytes, 16, "░", style="red" if over else "cyan"),
         )
     return table
 
@@ -224,12 +237,10 @@ def _span(values: list[float], form: str) -> str:
 
 def _breakdown(plan: Plan) -> Table:
     items = [(label, getattr(plan.step.breakdown, name)) for name, label in _BREAKDOWN.items()]
-    table = _table("l", "r", "r", "l")
+    table = _table("l", "r", "r", None)
     for label, value_s in sorted((item for item in items if item[1] > 0), key=lambda item: -item[1]):
         share = value_s / plan.step.step_s
-        table.add_row(
-            label, seconds(value_s, plan.step.step_s), percent(share), Text(bar(share, _TIME_BAR), style="cyan")
-        )
+        table.add_row(label, seconds(value_s, plan.step.step_s), percent(share), _Bar(share, 32))
     return table
 
 
@@ -272,9 +283,9 @@ def _confidence(plan: Plan) -> Table:
         took = "" if search.seconds is None else f" in {seconds(search.seconds)}"
         counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
         table.add_row("search", f"{counts}, {search.num_ilps:,} solved as ILP{took}")
+        outcome = "proven" if search.outcome == "proven" else "stopped by the time limit"
         bound = f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model"
-        outcome = "proven" if search.outcome == "proven" else "feasible, stopped by the time limit"
-        table.add_row("solver", f"{outcome}: {bound} (gap {percent(search.gap, 2)})")
+        table.add_row("solver", f"{outcome}, gap {percent(search.gap, 2)}: {bound}")
     return table
 
 
