@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from planner.cli import options as o
 
@@ -37,15 +39,19 @@ def models_command(name: ModelName = None, json: o.Json = False) -> None:
         return model_totals(model, load_runtime(o.DEFAULT_RUNTIME), model.training.seq_length if model.training else 1)
 
     def described(model: ModelSpec) -> dict[str, Any]:
-        counts = totals(model)
         return {
-            **model.model_dump(mode="json", exclude_none=True),
-            "num_parameters": counts.num_parameters,
-            "num_active_parameters": counts.num_active_parameters,
+            **_plain(model),
+            **{key: getattr(totals(model), key) for key in ("num_parameters", "num_active_parameters")},
         }
 
     if name is not None:
-        _show_one(described(load_model(name)), json)
+        model = load_model(name)
+        if json:
+            _print(described(model))
+        else:
+            counts = totals(model)
+            sys.stdout.write(f"# {counts.num_parameters:,} parameters, {counts.num_active_parameters:,} active\n")
+            _show_yaml(_plain(model))
         return
     models = [load_model(known) for known in model_names()]
     if json:
@@ -71,11 +77,11 @@ def hardware_command(name: HardwareName = None, json: o.Json = False) -> None:
     from planner.specs.registry import hardware_names, load_hardware
 
     if name is not None:
-        _show_one(load_hardware(name).model_dump(mode="json", exclude_none=True), json)
+        (_print if json else _show_yaml)(_plain(load_hardware(name)))
         return
     profiles = [load_hardware(known) for known in hardware_names()]
     if json:
-        _print([profile.model_dump(mode="json", exclude_none=True) for profile in profiles])
+        _print([_plain(profile) for profile in profiles])
         return
     rows = []
     for profile in profiles:
@@ -88,24 +94,21 @@ def hardware_command(name: HardwareName = None, json: o.Json = False) -> None:
     _show_table(("name", "aliases", "GiB", "TFLOP/s", "domain GB/s", "net GB/s"), rows)
 
 
-def _print(data: Any) -> None:
-    import sys
+def _plain(spec: BaseModel) -> dict[str, Any]:
+    return spec.model_dump(mode="json", exclude_none=True)
 
+
+def _print(data: Any) -> None:
     from planner.cli.output import dumps
 
     sys.stdout.write(dumps(data))
 
 
-def _show_one(data: dict[str, Any], as_json: bool) -> None:
-    """As the YAML that `--model` or `--hardware` would read."""
-    if as_json:
-        _print(data)
-        return
-    import sys
-
+def _show_yaml(data: dict[str, Any]) -> None:
+    """As `--model` or `--hardware` would read it. PyYAML breaks a line one word after `width`."""
     import yaml
 
-    sys.stdout.write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=78))
+    sys.stdout.write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=50))
 
 
 def _show_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
