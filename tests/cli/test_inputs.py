@@ -1,0 +1,124 @@
+"""Options become specs; whatever is wrong names the option."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cli.inputs import read_job, read_limits, read_parallelism
+from planner.errors import SpecError
+
+JOB = {"model": "405b", "gpus": 2048}
+
+
+def problem(read: Any, **options: Any) -> SpecError:
+    with pytest.raises(SpecError) as caught:
+        read({**JOB, **options})
+    return caught.value
+
+
+def test_what_is_not_given_comes_from_the_models_published_training() -> None:
+    job = read_job(JOB)
+    assert (job.training.seq_length, job.training.global_batch_size, job.training.dtype) == (8192, 2048, "bf16")
+    assert (job.cluster.hardware.name, job.cluster.num_gpus, job.runtime) == ("h100-sxm-80gb", 2048, "megatron")
+
+
+def test_a_longer_sequence_keeps_the_published_tokens_per_step() -> None:
+    assert read_job({**JOB, "seq_length": 131072}).training.global_batch_size == 128
+
+
+def test_batches_in_tokens() -> None:
+    assert read_job({**JOB, "batch_tokens": "16777216"}).training.global_batch_size == 2048
+    assert read_job({**JOB, "seq_length": 1000, "batch_tokens": "4M"}).training.global_batch_size == 4000
+
+
+def test_16m_of_8192_is_2048_sequences_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert read_job({**JOB, "batch_tokens": "16M"}).training.global_batch_size == 2048
+    assert "16M is taken as 16,777,216, 2,048 sequences" in caplog.text
+
+
+def test_a_batch_is_never_rounded() -> None:
+    error = problem(read_job, batch_tokens="1000000")
+    assert error.message == "--batch-tokens: 1,000,000 tokens are no whole number of sequences of 8,192"
+    assert error.hint == "--global-batch-size 122 or --global-batch-size 123"
+    assert "llama-3.1-405b's published batch: 16,777,216 tokens" in problem(read_job, seq_length=5000).message
+
+
+def test_a_model_without_published_training_must_be_told(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        "{num_hidden_layers: 2, hidden_size: 64, intermediate_size: 128, num_attention_heads: 4, vocab_size: 512}"
+    )
+    assert "--seq-length: is missing" in problem(read_job, model=str(path)).message
+    assert "--global-batch-size: is missing" in problem(read_job, model=str(path), seq_length=128).message
+    job = read_job({"model": str(path), "gpus": 1, "seq_length": 128, "global_batch_size": 4})
+    assert job.training.tokens_per_step == 512
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": None}, "--model: is missing"),
+        ({"gpus": None}, "--gpus: is missing"),
+        ({"gpus": 0}, "--gpus: 0 must be greater than 0"),
+        ({"gpus": -8}, "--gpus: -8 must be greater than 0"),
+        ({"gpus": 10**30}, "--gpus: 1000000000000000000000000000000 must be at most 10,000,000"),
+        ({"gpus_per_node": 0}, "--gpus-per-node: 0 must be greater than 0"),
+        ({"seq_length": 0}, "--seq-length: 0 must be greater than 0"),
+        ({"seq_length": 10**30}, "--seq-length: 1000000000000000000000000000000 must be at most"),
+        ({"global_batch_size": -1}, "--global-batch-size: -1 must be greater than 0"),
+        ({"global_batch_size": 1, "batch_tokens": "16M"}, "--global-batch-size and --batch-tokens: both given"),
+        ({"batch_tokens": "many"}, "--batch-tokens: 'many' is not a count"),
+        ({"batch_tokens": "9e999"}, "--batch-tokens: '9e999' is not a count"),
+        ({"batch_tokens": "0"}, "--batch-tokens: 0 tokens are no whole number of sequences"),
+        ({"tokens": "0"}, "--tokens: 0 must be greater than 0"),
+        ({"dtype": "bf17"}, "--dtype: 'bf17' is none of"),
+        ({"runtime": "megatorn"}, "runtime: unknown 'megatorn'"),
+        ({"moe_imbalance": 0.5}, "--moe-imbalance: 0.5 must be at least 1"),
+        ({"straggler_fraction": float("nan")}, "--straggler-fraction: nan is not a finite number"),
+        ({"model": "-", "hardware": "-"}, "--model and --hardware: both read standard input"),
+    ],
+)
+def test_wrong_jobs(options: dict[str, Any], message: str) -> None:
+    error = problem(read_job, **options)
+    assert error.message.startswith(message)
+    assert error.hint
+    assert error.exit_code == 2
+
+
+def test_comma_lists_pin_axes() -> None:
+    limits = read_limits({"tp": "8", "pp": "8, 16", "recompute": "none,full", "schedule": "1f1b", "top": 3})
+    assert (limits.tp, limits.pp, limits.recompute, limits.schedule) == ((8,), (8, 16), ("none", "full"), ("1f1b",))
+    assert (limits.top, limits.cp, limits.time_limit_s, limits.tp_across_nodes) == (3, None, 30.0, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": "x"}, "--tp: 'x' is not a list of whole numbers"),
+        ({"tp": "8,,16"}, "--tp: '8,,16' is not a list of whole numbers"),
+        ({"tp": ""}, "--tp: '' is not a list of whole numbers"),
+        ({"pp": "8,0"}, "--pp: 0 must be greater than 0"),
+        ({"zero_stage": "4"}, "--zero-stage: 4 is none of"),
+        ({"recompute": "none,"}, "--recompute: 'none,' has an empty entry"),
+        ({"recompute": "some"}, "--recompute: 'some' is none of 'none', 'selective' or 'full'"),
+        ({"top": 0}, "--top: 0 must be greater than 0"),
+        ({"time_limit": 0.0}, "--time-limit: 0.0 must be greater than 0"),
+        ({"memory_headroom": -1.0}, "--memory-headroom: -1.0 must be at least 0"),
+    ],
+)
+def test_wrong_limits(options: dict[str, Any], message: str) -> None:
+    assert problem(read_limits, **options).message.startswith(message)
+
+
+def test_one_layout() -> None:
+    layout = read_parallelism({"tp": 8, "pp": 2, "layers_per_stage": "64,62", "recompute_modules": "mlp, core_attn"})
+    assert (layout.tp, layout.layers_per_stage, layout.recompute_modules) == (8, (64, 62), ("mlp", "core_attn"))
+    assert "dp" not in layout.model_fields_set
+    assert problem(read_parallelism, pp=2, layers_per_stage="1,2,3").message.startswith(
+        "layers_per_stage has 3 entries"
+    )

@@ -1,0 +1,257 @@
+"""What goes to stdout, what to stderr, and which code comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cli import main
+from planner.plan import Plan
+
+SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "60"]
+LAYOUT = ["evaluate", "--model", "405b", "--gpus", "2048", "--tp", "8", "--pp", "16"]
+PLAN = [sys.executable, "-m", "planner.cli"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The saved plan of a small model."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    assert main([*SMALL, "-q", "-o", str(path)]) == 0
+    return path
+
+
+def test_the_main_job_prints_a_report_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMALL) == 0
+    out, err = capsys.readouterr()
+    assert "llama-3.2-1b on 8 × h100-sxm-80gb" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert err == ""
+
+
+def test_json_is_the_plan_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--json"]) == 0
+    out, err = capsys.readouterr()
+    data = json.loads(out)
+    assert {
+        "schema_version",
+        "model",
+        "cluster",
+        "training",
+        "runtime",
+        "best",
+        "alternatives",
+        "search",
+    } <= data.keys()
+    assert data["search"]["seconds"] > 0
+    assert Plan.from_json(data).to_json() == data
+    assert err == ""
+
+
+def test_saved_plans_are_the_same_for_the_same_inputs(small: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.json"
+    assert main([*SMALL, "-q", "-o", str(again)]) == 0
+    assert again.read_bytes() == small.read_bytes()
+    assert json.loads(again.read_text())["search"]["seconds"] is None
+
+
+def test_a_file_is_not_overwritten_without_force(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = small.read_bytes()
+    assert main([*SMALL, "-o", str(small)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {small}: already exists\nhint: add --force")
+    assert small.read_bytes() == before
+    assert main([*SMALL, "-o", str(small), "--force"]) == 0
+    assert list(small.parent.iterdir()) == [small]
+
+
+def test_a_dash_saves_to_stdout_alone(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "-o", "-"]) == 0
+    assert capsys.readouterr().out == small.read_text()
+
+
+def test_evaluate_gives_one_layout_with_its_id_field(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LAYOUT, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["id"] is None
+    assert data["parallelism"]["dp"] == 16
+    assert sum(stage["num_layers"] for stage in data["stages"]) == 126
+
+
+def test_evaluate_says_when_a_layout_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--model", "405b", "--gpus", "8", "--tp", "8"]) == 0
+    assert "Does not fit: stage 0 needs" in capsys.readouterr().out
+
+
+def test_evaluate_takes_an_uneven_split(capsys: pytest.CaptureFixture[str]) -> None:
+    layers = [7, *[8] * 14, 7]
+    assert main([*LAYOUT, "--layers-per-stage", ",".join(map(str, layers)), "--json"]) == 0
+    assert [stage["num_layers"] for stage in json.loads(capsys.readouterr().out)["stages"]] == layers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--gpus", "8"], 2, "--model: is missing"),
+        (["--model", "405", "--gpus", "8"], 2, "model: unknown '405'"),
+        (["--model", "405b", "--gpus", "x"], 2, "--gpus: 'x' is not a whole number"),
+        (["--model", "405b", "--gpus"], 2, "Option '--gpus' requires an argument"),
+        (["--model", "405b", "--gpus", "8", "--hardware", "h1000"], 2, "hardware: unknown 'h1000'"),
+        (["--modle", "405b"], 2, "No such option: --modle"),
+        (["evalute"], 2, "unknown command 'evalute'"),
+        (["--model", "405b", "evaluate"], 2, "--model: stands before the command evaluate"),
+        (["evaluate", "--model", "405b", "--gpus", "8", "more"], 2, "Got unexpected extra argument"),
+        (["evaluate", "--runs", "x", "--tp", "8"], 2, "--runs and --tp: both given"),
+        (["evaluate", "--runs", "nowhere.jsonl"], 2, "--runs: nowhere.jsonl: No such file or directory"),
+        (["evaluate", "--runs", "/"], 2, "--runs: /: Is a directory"),
+        (["--model", "405b", "--gpus", "8"], 3, "nothing fits"),
+        ([*LAYOUT, "--dp", "99"], 2, ""),
+        ([*LAYOUT, "-o", "/"], 2, "/: is a directory"),
+        ([*LAYOUT, "-o", "/dev/full"], 1, "/dev/full: cannot be written: No space left on device"),
+    ],
+)
+def test_mistakes_are_one_error_line_one_hint_line_and_a_code(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(f"error: {message}")
+    assert lines[1].startswith("hint: ")
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--debug", "--model", "nothing", "--gpus", "8"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-2].startswith("error: model: unknown 'nothing'")
+
+
+def test_a_defect_is_reported_as_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("by\nzero")
+
+    monkeypatch.setattr("planner.search.search.plan", broken)
+    assert main(SMALL) == 1
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: internal: ZeroDivisionError: by zero (test_main.py:")
+    assert "--debug" in hint
+
+
+def test_quiet_drops_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*LAYOUT, "--batch-tokens", "16M", "-o", str(tmp_path / "plan.json")]
+    assert main(arguments) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["note", "note"]
+    assert main([*arguments, "--force", "-q"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_runs_answer_line_by_line_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = {
+        "model": "8b", "hardware": "h100", "num_gpus": 8, "seq_length": 8192, "global_batch_size": 8,
+        "parallelism": {"tp": 8}, "features": {"warp_drive": True},
+    }  # fmt: skip
+    lines = [
+        {"id": "good", "run": run, "measured": {}},
+        {"id": "odd", "run": {**run, "parallelism": {"tp": 8, "typo": 1}}},
+        "not JSON",
+        {"id": "again", "run": run},
+    ]
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    assert main(["evaluate", "--runs", str(path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [answer["id"] for answer in answers] == ["good", "odd", None, "again"]
+    assert answers[0]["fits"] is True
+    assert answers[1]["error"] == {
+        "type": "SpecError",
+        "message": "line 2: run: parallelism.typo: unknown key",
+        "hint": answers[1]["error"]["hint"],
+    }
+    assert "not JSON" in answers[2]["error"]["message"]
+    assert {**answers[3], "id": "good"} == answers[0]
+    assert err == "warning: line 1: features: warp_drive: unknown, ignored\n"
+
+
+def test_runs_without_json_are_two_lines_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"id": "a", "run": {}}\n')
+    assert main(["evaluate", "--runs", str(path)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first, second.split(":")[0]) == ("a", "    error")
+
+
+@pytest.mark.parametrize("content", [b"\x00\x01\x02", b"x" * (2**20 + 2)])
+def test_what_is_no_file_of_runs_is_refused(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(content)
+    assert main(["evaluate", "--runs", str(path)]) == 2
+    assert "is not a file of JSON lines" in capsys.readouterr().err
+
+
+def test_models_and_hardware_can_be_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, expected in (
+        (["models"], "405.9B"),
+        (["models", "405b"], "405,853,388,800 parameters"),
+        (["models", "405b", "--json"], '"num_parameters": 405853388800'),
+        (["models", "--json"], '"llama-3.1-405b"'),
+        (["hardware"], "h100-sxm-80gb"),
+        (["hardware", "h100"], "source: "),
+        (["hardware", "h100", "--json"], '"memory_gib": 79.1'),
+        (["hardware", "--json"], '"gb200-nvl72"'),
+    ):
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        assert expected in out
+        if "--json" not in arguments:
+            assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("listing", "option", "name"), [("models", "--model", "405b"), ("hardware", "--hardware", "h100")]
+)
+def test_what_is_shown_can_be_read_back(
+    listing: str, option: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([listing, name])
+    path = tmp_path / "mine.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert main([*LAYOUT, "--json"]) == main([*LAYOUT, option, str(path), "--json"]) == 0
+    first, second = capsys.readouterr().out.split("\n}\n", 1)
+    assert first == second.removesuffix("\n}\n")
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    with subprocess.Popen([*PLAN, "models", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 1
+
+
+def test_ctrl_c_is_130_without_a_traceback() -> None:
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*PLAN, "evaluate", "--runs", "-"], **streams) as process:  # type: ignore[call-overload]
+        process.stdin.write(b'{"id": "a", "run": {}}\n')
+        process.stdin.flush()
+        assert process.stdout.readline() == b"a\n"  # it is running, and waits for the next line
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+        assert process.stderr.read() == b""
+
+
+def test_a_terminal_without_unicode_still_gets_an_answer() -> None:
+    done = subprocess.run([*PLAN, *LAYOUT], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    assert done.stderr == b""
