@@ -1,0 +1,78 @@
+"""Who may import whom; only the solver's file imports the solver, only what runs on GPUs imports torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "planner"
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+ALLOWED = {
+    "errors": set(),
+    "files": {"errors"},
+    "specs": {"errors"},
+    "physics": {"errors", "specs"},
+    "schedule": {"errors", "physics.shape"},
+    "plan": {"specs", "physics.shape"},
+    "search": {"errors", "specs", "physics", "schedule", "plan"},
+    # a target's constraints are written once, and the search holds candidates against them too
+    "export": {"errors", "files", "specs", "plan", "schedule", "physics.shape", "search.rules*"},
+    "report": {"errors", "files", "specs", "plan", "schedule"},
+    "probe": {"errors", "files", "specs", "plan", "schedule"},
+    # a fit evaluates what it fits
+    "profile": {"errors", "files", "specs", "plan", "schedule", "physics"},
+}
+"""Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""
+
+EXTERNAL = {"pulp": {"search/ilp.py"}, "torch": {"probe", "profile"}}
+"""Libraries that only these files or folders may import."""
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file names in an import, wherever it stands."""
+    names = set()
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room(path: Path) -> str:
+    return path.parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room(p) not in ("cli", "__init__")], ids=str)
+def test_imports_only_what_its_room_may(path: Path) -> None:
+    ours = {name.removeprefix("planner.") for name in imports(path) if name.startswith("planner.")}
+    allowed = {room(path), *ALLOWED[room(path)], "__version__"}
+    strangers = {name for name in ours if not any(fnmatch(name, p) for a in allowed for p in (a, f"{a}.*"))}
+    assert not strangers, f"{path} imports {sorted(strangers)}; {room(path)} may import {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("library", EXTERNAL)
+def test_only_its_files_import(library: str) -> None:
+    users = {path for path in FILES if any(name.split(".")[0] == library for name in imports(path))}
+    assert not {str(p) for p in users if not {str(p), p.parts[0]} & EXTERNAL[library]}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import planner",
+        "from planner import plan",
+        "from planner.cli import main; main(['--model', '8b', '--gpus', '8', '--json'])",
+        "from planner.cli import main; main(['-h'])",
+    ],
+)
+def test_torch_is_not_imported(statement: str) -> None:
+    code = f"{statement}; import sys; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
