@@ -22,6 +22,8 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 """Output tiles of one SM that the libraries choose from."""
 QUERY_ROWS = 128
 """Queries of one attention tile."""
+TABLE_BYTES = 8
+"""Per parameter of the embedding table beyond ADAM_BYTES: measured on all first stages alike, cause unknown."""
 FP8 = 1
 ATTENTION_BACKWARD_KERNELS = 3
 """Row sums of gradient · output, the gradients, and the cast of dq."""
@@ -192,9 +194,16 @@ def stream_s(hardware: HardwareSpec, num_bytes: Number, num_kernels: Number, fam
     return num_bytes / bytes_per_s + num_kernels * launch_s(hardware) * (np.asarray(num_bytes) > 0)
 
 
-def optimizer_s(hardware: HardwareSpec, num_parameters: Number, runtime: RuntimeSpec) -> Number:
-    """Seconds of one fused AdamW step on a shard of `num_parameters`, and of casting the result to bf16."""
-    return stream_s(hardware, (ADAM_BYTES - 12 + runtime.optimizer_bytes) * num_parameters, 2, "optimizer")
+def optimizer_s(
+    hardware: HardwareSpec, num_parameters: Number, runtime: RuntimeSpec, num_embedding_parameters: Number = 0
+) -> Number:
+    """Seconds of one fused AdamW step on a shard of `num_parameters`, and of casting the result to bf16.
+
+    `num_embedding_parameters` of the shard belong to the embedding table; with dp shards in parameter order, the first
+    one holds as much of the table as fits, and is the slowest.
+    """
+    num_bytes = (ADAM_BYTES - 12 + runtime.optimizer_bytes) * num_parameters + TABLE_BYTES * num_embedding_parameters
+    return stream_s(hardware, num_bytes, 0, "optimizer")
 
 
 def accumulate_s(hardware: HardwareSpec, num_parameters: Number) -> Number:

@@ -117,7 +117,6 @@ def fit_all(gpu: str, hardware: HardwareSpec, leave_out: bool = True) -> Hardwar
         values = fit(problem, hardware)
         _report(problem, log_errors(problem, hardware, values), left_out(problem, hardware) if leave_out else None)
         hardware = hardware_with(hardware, values)
-    print(f"{'optimizer':28s} {Residuals.of(stages.optimizer_errors(gpu, hardware))}")
     return hardware
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.physics.compute import PassSeconds, accumulate_s, optimizer_s, part_seconds
 from planner.physics.layers import decoder_layer, embedding, head
@@ -47,8 +46,9 @@ class Rows:
 
     def __init__(self, table: Table, name: str, pipelined: bool) -> None:
         of = table.where(table.text("model") == name)
-        self.rows = np.flatnonzero(table.text("model") == name)
+        self.names = of.text("model")
         self.measured = Passes(of.seconds("forward_us"), of.seconds("backward_us"))
+        self.measured_optimizer_s = of.seconds("optimizer_us") if pipelined else np.zeros(0)
         tp, batch, seq = of.number("tp"), of.number("batch"), of.number("seq")
         model, self.pipelined = measured_model(name), pipelined
         shape = Shape(
@@ -65,8 +65,6 @@ class Rows:
         self.first, self.last = of.number("stage") == 0, of.number("stage") == of.number("pp") - 1
         self.embedding = self._operators(embedding(model, shape, EAGER))
         self.head = self._operators(head(model, shape, EAGER))
-        self.optimizer_s = of.seconds("optimizer_us")
-        self.parameters = of.number("parameters")
 
     @staticmethod
     def _operators(items: tuple[Item, ...]) -> list[Operator]:
@@ -88,50 +86,59 @@ class Rows:
             backward = backward + held * added
         return Passes(forward, backward)
 
-    def predicted_parameters(self) -> FloatArray:
-        parts = (
-            (self.layer, self.num_layers), (self.embedding, self.first), (self.head, self.last)
-        )  # fmt: skip
-        total: FloatArray = np.asarray(sum(num_parameters(items) * times for items, times in parts))
-        return total
+    @property
+    def parameters(self) -> FloatArray:
+        """Of the stage on one rank."""
+        table, rest = (np.asarray(n, dtype=float) for n in (self._table(), num_parameters(self.head) * self.last))
+        return np.asarray(self.num_layers * num_parameters(self.layer) + table + rest)
+
+    def _table(self) -> FloatArray:
+        return np.asarray(num_parameters(self.embedding) * self.first, dtype=float)
+
+    def optimizer_s(self, hardware: HardwareSpec) -> FloatArray:
+        """Of the first data-parallel rank."""
+        shard = self.parameters / self.dp
+        return np.asarray(optimizer_s(hardware, shard, EAGER, np.minimum(self._table(), shard)))
+
+
+def _groups(table: Table, pipelined: bool) -> list[Rows]:
+    return [Rows(table, name, pipelined) for name in np.unique(table.text("model"))]
 
 
 def steps(gpu: str) -> Problem:
-    """Layers and stages in eager torch, forward and backward."""
-    layers, stages = read_table(gpu, "layers"), read_table(gpu, "stages")
-    layers = layers.where(layers.number("compiled") == 0)
-    groups = [Rows(layers, name, False) for name in np.unique(layers.text("model"))]
-    groups += [Rows(stages, name, True) for name in np.unique(stages.text("model"))]
-    sizes = [len(group.rows) for group in groups]
-    names = np.concatenate((np.unique(layers.text("model")), np.unique(stages.text("model"))))
+    """Layers and stages in eager torch: forward, backward, and the stages' optimizer."""
+    layers = read_table(gpu, "layers")
+    alone = _groups(layers.where(layers.number("compiled") == 0), pipelined=False)
+    staged = _groups(read_table(gpu, "stages"), pipelined=True)
 
     def predict(hardware: HardwareSpec, bench: Bench) -> FloatArray:
-        passes = [group.predict(hardware, bench) for group in groups]
-        return np.concatenate([p.forward_s for p in passes] + [p.backward_s for p in passes])
+        passes = [rows.predict(hardware, bench) for rows in (*alone, *staged)]
+        optimizer = [rows.optimizer_s(hardware) for rows in staged]
+        return np.concatenate([p.forward_s for p in passes] + [p.backward_s for p in passes] + optimizer)
 
-    kinds = np.repeat(np.where([group.pipelined for group in groups], "stage", "layer"), sizes)
-    labels: npt.NDArray[np.str_] = np.concatenate((np.char.add(kinds, " forward"), np.char.add(kinds, " backward")))
-    measured = [group.measured.forward_s for group in groups] + [group.measured.backward_s for group in groups]
+    measured = [rows.measured for rows in (*alone, *staged)]
+    kinds = ["layer"] * sum(len(rows.names) for rows in alone) + ["stage"] * sum(len(rows.names) for rows in staged)
+    labels = [f"{kind} {way}" for way in ("forward", "backward") for kind in kinds]
+    labels += ["stage optimizer"] * kinds.count("stage")
+    names = np.concatenate([rows.names for rows in (*alone, *staged)])
     return Problem(
-        name="layers and stages",
+        name="steps",
         free={
             "sustained_fraction": (0.98, 0.7, 1.05),
             "backward_sustained_fraction": (0.96, 0.7, 1.05),
             "family_fraction.strided": (0.6, 0.2, 1.0),
+            "family_fraction.optimizer": (0.7, 0.2, 1.0),
             "host_us": (25.0, 5.0, 80.0),
             "bench.boost": COLD["bench.boost"],
             "bench.boost_us": (10_000.0, 1000.0, 50_000.0),
         },
         predict=predict,
-        measured_s=np.concatenate(measured),
-        groups=np.tile(np.repeat(names, sizes), 2),
+        measured_s=np.concatenate(
+            [m.forward_s for m in measured]
+            + [m.backward_s for m in measured]
+            + [rows.measured_optimizer_s for rows in staged]
+        ),
+        groups=np.concatenate((names, names, *(rows.names for rows in staged))),
         weights=np.where(np.char.startswith(labels, "stage"), STAGE_WEIGHT, 1.0),
-        labels=labels,
+        labels=np.array(labels),
     )
-
-
-def optimizer_errors(gpu: str, hardware: HardwareSpec) -> FloatArray:
-    """log(predicted / measured) of the optimizer seconds of all stages."""
-    table = read_table(gpu, "stages")
-    predicted = optimizer_s(hardware, table.number("parameters") / table.number("dp"), EAGER)
-    return np.asarray(np.log(predicted / table.seconds("optimizer_us")))
