@@ -87,13 +87,20 @@ def _timing(schedule: Schedule, graph: Graph, costs: Costs) -> Timing:
     start_s, end_s = np.maximum(free, arrival), ends[1:]
     gap_s = start_s - before
     transfer_s = costs.hop_s if costs.exchange_s is None else np.maximum(costs.exchange_s, costs.hop_s)
-    compute_s = costs.compute_s
     if graph.redirected:
         forward, backward = (positions - 1 for positions in pair_positions(schedule, graph))
         gap_s[forward] = start_s[backward] - before[forward]
         gap_s[backward] = 0.0
         start_s[forward], end_s[forward] = start_s[backward], end_s[backward]
-    return Timing(start_s, end_s, gap_s, np.minimum(transfer_s, gap_s), compute_s)
+    return Timing(
+        start_s=start_s,
+        end_s=end_s,
+        gap_s=gap_s,
+        hop_s=costs.hop_s,
+        arrival_s=arrival,
+        transfer_s=np.minimum(transfer_s, gap_s),
+        compute_s=costs.compute_s,
+    )
 
 
 def _saved_bytes(schedule: Schedule, graph: Graph, durations: Durations) -> FloatArray | None:

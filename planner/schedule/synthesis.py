@@ -56,10 +56,9 @@ def synthesize(
     kind of task of one rank and schedule along the result. Deterministic for a seed; stops at the lower bound.
     Raises Infeasible when not even one micro-batch fits on a rank.
     """
-    placements = [tuple(stage_to_rank)] if stage_to_rank is not None else _placements(pp, len(durations.forward_s))
+    tried = [tuple(stage_to_rank)] if stage_to_rank is not None else placements(pp, len(durations.forward_s))
     searches = [
-        _Search(durations, placement, num_microbatches, max_activation_bytes, splits_backward)
-        for placement in placements
+        _Search(durations, placement, num_microbatches, max_activation_bytes, splits_backward) for placement in tried
     ]
     bound_s = min(search.bound_s for search in searches)
     for search in searches:
@@ -74,7 +73,8 @@ def synthesize(
     return Synthesis(best.schedule, best.best_s, min(bound_s, best.best_s), named.named, named.named_s)
 
 
-def _placements(pp: int, num_stages: int) -> list[tuple[int, ...]]:
+def placements(pp: int, num_stages: int) -> list[tuple[int, ...]]:
+    """Ways to lay the stages out over pp ranks: looped, and with two per rank also as a V."""
     looped = tuple(range(pp)) * (num_stages // pp)
     return [looped, v_placement(pp)] if num_stages == 2 * pp and pp > 1 else [looped]
 

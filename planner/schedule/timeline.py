@@ -27,6 +27,10 @@ class Timing:
     end_s: FloatArray
     gap_s: FloatArray
     """Idle time of the rank right before the action."""
+    hop_s: FloatArray
+    """Transfer of what the action consumes."""
+    arrival_s: FloatArray
+    """When that transfer is done; 0 for none."""
     transfer_s: FloatArray
     """The part of it in which the transfer is under way."""
     compute_s: FloatArray
@@ -39,6 +43,10 @@ class Timeline:
     schedule: Schedule
     start_s: tuple[FloatArray, ...]
     end_s: tuple[FloatArray, ...]
+    hop_s: tuple[FloatArray, ...]
+    """Transfer of what each action consumes; 0 where it needs none or the result is on the rank already."""
+    arrival_s: tuple[FloatArray, ...]
+    """When what each action consumes is there; 0 for the first stage's forwards and for weight gradients."""
     makespan_s: float
     """From time 0 to the end of the last action of any rank."""
     busy_s: FloatArray
@@ -91,6 +99,8 @@ def build_timeline(
         schedule=schedule,
         start_s=tuple(timing.start_s[index] for index in order),
         end_s=tuple(timing.end_s[index] for index in order),
+        hop_s=tuple(timing.hop_s[index] for index in order),
+        arrival_s=tuple(timing.arrival_s[index] for index in order),
         makespan_s=makespan_s,
         busy_s=_per_rank(schedule, graph.rank, timing.compute_s),
         idle_s=_idle_by_cause(schedule, graph, timing, even, makespan_s),

@@ -1,0 +1,279 @@
+"""`plan schedule`: a pipeline schedule drawn, timed and compared, without a model."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli import options as o
+
+if TYPE_CHECKING:
+    from planner.schedule.actions import Schedule
+    from planner.schedule.compare import RankSeconds, StragglerCost
+    from planner.schedule.synthesis import Synthesis
+    from planner.schedule.timeline import Timeline
+
+STAGES, FILES = "Stages", "Files"
+AUTO = "auto"
+MAX_CHUNKS = 2**21
+"""Of all micro-batches on all virtual stages: more would take minutes and gigabytes."""
+
+
+def _names() -> list[str]:
+    from planner.schedule.orders import SCHEDULES
+
+    return [*SCHEDULES, AUTO]
+
+
+def _seconds(word: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in word.split(","))
+
+
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[NAME|FILE.csv]",
+        help="A schedule such as 1f1b or zb-v, auto to find one, or a file in torch's CSV format.",
+        autocompletion=o.starting_with(_names),
+    ),
+]
+Pp = Annotated[int, o.number(STAGES, "--pp", "Pipeline ranks. [4]")]
+MicroBatches = Annotated[int, o.number(STAGES, "--micro-batches -m", "Micro-batches of a step. [8]")]
+Vpp = Annotated[int | None, o.number(STAGES, "--vpp", "Chunks per rank. [what the schedule needs]")]
+Group = Annotated[int | None, o.number(STAGES, "--group", "Micro-batches per interleaving group. [pp]")]
+Forward = Annotated[
+    Any, o.number(STAGES, "--forward", "Seconds of a rank's forward, or one per rank. [1]", "S,S…", _seconds)
+]
+Backward = Annotated[
+    Any, o.number(STAGES, "--backward", "Of its whole backward. [twice the forward]", "S,S…", _seconds)
+]
+WeightGrad = Annotated[Any, o.number(STAGES, "--weight-grad", "Of that, the weight gradient. [half]", "S,S…", _seconds)]
+P2p = Annotated[float, o.number(STAGES, "--p2p", "Seconds of one transfer. [0]", "S", float)]
+Blocking = Annotated[bool, o.text(STAGES, "--blocking", None, "Ranks wait for their transfers.")]
+SlowStages = Annotated[
+    list[str] | None, o.text(STAGES, "--slow-stage", "R:FACTOR", "Slow rank, such as 3:1.2; may be repeated.")
+]
+SlowLinks = Annotated[
+    list[str] | None, o.text(STAGES, "--slow-link", "A-B:FACTOR", "Slow link, such as 1-2:5; may be repeated.")
+]
+Sizes = Annotated[Any, o.number(STAGES, "--sizes", "Relative length of each micro-batch.", "X,X…", _seconds)]
+InFlight = Annotated[
+    float | None,
+    o.number(STAGES, "--in-flight", "auto: whole micro-batches a rank may hold. [any number]", "N", float),
+]
+Compare = Annotated[bool, o.text(o.OUTPUT, "--compare", None, "Every schedule for these stages, side by side.")]
+Svg = Annotated[str | None, o.text(FILES, "--svg", "FILE", "Draw the timeline as SVG.")]
+Trace = Annotated[str | None, o.text(FILES, "--trace", "FILE", "Chrome trace events; opens in Perfetto.")]
+Force = Annotated[bool, o.text(FILES, "--force", None, "Let these replace files.")]
+Csv = Annotated[str | None, o.text(FILES, "--csv", "FILE", "The order, as torch.distributed.pipelining loads it.")]
+
+
+def schedule_command(
+    name: Name = None,
+    pp: Pp = 4,
+    micro_batches: MicroBatches = 8,
+    vpp: Vpp = None,
+    group: Group = None,
+    forward: Forward = None,
+    backward: Backward = None,
+    weight_grad: WeightGrad = None,
+    p2p: P2p = 0.0,
+    blocking: Blocking = False,
+    slow_stage: SlowStages = None,
+    slow_link: SlowLinks = None,
+    sizes: Sizes = None,
+    in_flight: InFlight = None,
+    compare: Compare = False,
+    json: o.Json = False,
+    svg: Svg = None,
+    trace: Trace = None,
+    csv: Csv = None,
+    force: Force = False,
+) -> None:
+    """Draw, time or compare pipeline schedules.
+
+    \b
+    Example:
+      plan schedule 1f1b --pp 4 --micro-batches 8
+      plan schedule interleaved-1f1b --pp 8 --vpp 4 --micro-batches 64 --slow-stage 3:1.2
+      plan schedule auto --pp 4 --micro-batches 12 --forward 1,1,1.1,1.3 --in-flight 4
+      plan schedule --compare --pp 8 --micro-batches 64
+    """
+    from planner.cli.output import dumps, show
+    from planner.errors import SpecError
+    from planner.files import refuse_to_overwrite
+    from planner.report.schedule_json import timeline_json
+
+    for path in (svg, trace, csv):
+        if path is not None:
+            refuse_to_overwrite(path, force)
+    read = _read_csv(name) if name is not None and name.endswith(".csv") else None
+    pp = pp if read is None else read.pp
+    if pp < 1 or micro_batches < 1 or pp * (vpp or 1) * micro_batches > MAX_CHUNKS:
+        raise SpecError(
+            f"--pp {pp}, --vpp {vpp or 1}, --micro-batches {micro_batches}: their product must lie between 1 and "
+            f"{MAX_CHUNKS:,}",
+            "plan schedule 1f1b --pp 4 --micro-batches 8",
+        )
+    seconds = _rank_seconds(
+        pp, forward, backward, weight_grad, p2p, blocking, sizes, _slow(slow_stage, pp), _slow_links(slow_link, pp)
+    )
+    if compare:
+        if name is not None:
+            raise SpecError(f"--compare and {name!r}: all schedules are compared", "leave one of the two out")
+        _print_comparison(seconds, micro_batches, vpp, json)
+        return
+    schedule, synthesis = (
+        (read, None) if read else _order(name or "1f1b", seconds, micro_batches, vpp, group, in_flight)
+    )
+    timeline = seconds.replayed(schedule)
+    straggler = _straggler(schedule, seconds)
+    _write_files(timeline, svg, trace, csv, force)
+    if json:
+        sys.stdout.write(dumps(timeline_json(timeline, synthesis, straggler)))
+    else:
+        show(*_rendered(timeline, synthesis, straggler))
+
+
+def _rank_seconds(
+    pp: int,
+    forward: tuple[float, ...] | None,
+    backward: tuple[float, ...] | None,
+    weight_grad: tuple[float, ...] | None,
+    p2p: float,
+    blocking: bool,
+    sizes: tuple[float, ...] | None,
+    slow_ranks: dict[int, float],
+    slow_links: dict[tuple[int, int], float],
+) -> RankSeconds:
+    from planner.errors import SpecError
+    from planner.schedule.compare import RankSeconds
+
+    def per_rank(option: str, values: tuple[float, ...]) -> tuple[float, ...]:
+        if len(values) not in (1, pp) or not all(0 <= value < float("inf") for value in values):
+            raise SpecError(
+                f"{option} {','.join(f'{value:g}' for value in values)}: not one time, nor one for each of {pp} ranks"
+            )
+        return values if len(values) == pp else values * pp
+
+    forward_s = per_rank("--forward", forward or (1.0,))
+    backward_s = per_rank("--backward", backward) if backward else tuple(2 * f for f in forward_s)
+    weight_grad_s = per_rank("--weight-grad", weight_grad) if weight_grad else tuple(b / 2 for b in backward_s)
+    if any(w > b for w, b in zip(weight_grad_s, backward_s, strict=True)):
+        raise SpecError("--weight-grad is longer than --backward, of which it is a part")
+    input_grad_s = tuple(b - w for b, w in zip(backward_s, weight_grad_s, strict=True))
+    (p2p_s,) = per_rank("--p2p", (p2p,))[:1]
+    return RankSeconds(
+        forward_s, input_grad_s, weight_grad_s, p2p_s, blocking, sizes, slow_ranks=slow_ranks, slow_links=slow_links
+    )
+
+
+def _slow(words: list[str] | None, pp: int) -> dict[int, float]:
+    """`3:1.2` as {3: 1.2}."""
+    from planner.errors import SpecError
+
+    factors = {}
+    for word in words or []:
+        rank, _, factor = word.partition(":")
+        if not (rank.isdecimal() and int(rank) < pp and _is_factor(factor)):
+            raise SpecError(f"--slow-stage {word}: not a rank below {pp} and a factor", "--slow-stage 3:1.2")
+        factors[int(rank)] = float(factor)
+    return factors
+
+
+def _slow_links(words: list[str] | None, pp: int) -> dict[tuple[int, int], float]:
+    """`1-2:5` as {(1, 2): 5.0}."""
+    from planner.errors import SpecError
+
+    factors = {}
+    for word in words or []:
+        link, _, factor = word.partition(":")
+        ends = link.split("-")
+        if not (len(ends) == 2 and all(e.isdecimal() and int(e) < pp for e in ends) and _is_factor(factor)):
+            raise SpecError(f"--slow-link {word}: not two ranks below {pp} and a factor", "--slow-link 1-2:5")
+        factors[int(ends[0]), int(ends[1])] = float(factor)
+    return factors
+
+
+def _is_factor(word: str) -> bool:
+    try:
+        return 0 < float(word) < float("inf")
+    except ValueError:
+        return False
+
+
+def _order(
+    name: str, seconds: RankSeconds, micro_batches: int, vpp: int | None, group: int | None, in_flight: float | None
+) -> tuple[Schedule, Synthesis | None]:
+    """The schedule that was named, or found."""
+    from planner.schedule.compare import find_order
+    from planner.schedule.orders import SCHEDULES, build_schedule
+
+    pp = len(seconds.forward_s)
+    if name == AUTO:
+        found = find_order(seconds, micro_batches, vpp or 1, in_flight)
+        return found.schedule, found
+    fewest = SCHEDULES[name].min_vpp if name in SCHEDULES else 1
+    return build_schedule(name, pp, vpp or fewest, micro_batches, group), None
+
+
+def _read_csv(path: str) -> Schedule:
+    from planner.errors import SpecError
+    from planner.export.torch_csv import from_torch_csv
+    from planner.specs.reading import read_text
+
+    schedule = from_torch_csv(read_text(path), path)
+    if len(schedule.stage_to_rank) % schedule.pp:
+        stages = len(schedule.stage_to_rank)
+        raise SpecError(f"{path}: {stages} stages on {schedule.pp} ranks", "give every rank as many stages")
+    return schedule
+
+
+def _straggler(schedule: Schedule, seconds: RankSeconds) -> StragglerCost | None:
+    from planner.schedule.compare import straggler_cost
+
+    return straggler_cost(schedule, seconds) if seconds.slow_ranks else None
+
+
+def _write_files(timeline: Timeline, svg: str | None, trace: str | None, csv: str | None, force: bool) -> None:
+    from planner.cli.output import dumps
+    from planner.export.torch_csv import to_torch_csv
+    from planner.files import write_text
+    from planner.report.timeline import timeline_svg
+    from planner.report.trace import trace_events
+
+    if svg is not None:
+        write_text(svg, timeline_svg(timeline), force)
+    if trace is not None:
+        write_text(trace, dumps(trace_events(timeline, counts_bytes=False), indent=None), force)
+    if csv is not None:
+        write_text(csv, to_torch_csv(timeline.schedule), force)
+
+
+def _rendered(timeline: Timeline, synthesis: Synthesis | None, straggler: StragglerCost | None) -> list[Any]:
+    from rich.console import Console
+
+    from planner.cli.output import MAX_WIDTH
+    from planner.report.timeline import render_straggler, render_synthesis, render_timeline
+
+    parts: list[Any] = [render_timeline(timeline, min(Console().width, MAX_WIDTH))]
+    if synthesis is not None:
+        parts.append(render_synthesis(synthesis))
+    if straggler is not None:
+        parts.append(render_straggler(straggler))
+    return parts
+
+
+def _print_comparison(seconds: RankSeconds, micro_batches: int, vpp: int | None, as_json: bool) -> None:
+    from planner.cli.output import dumps, show
+    from planner.report.schedule_json import comparison_json
+    from planner.report.timeline import render_comparison
+    from planner.schedule.compare import compare
+
+    rows = compare(seconds, micro_batches, vpp)
+    if as_json:
+        sys.stdout.write(dumps([comparison_json(row) for row in rows]))
+    else:
+        show(render_comparison(rows))

@@ -1,0 +1,111 @@
+"""`plan schedule` end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.cli import app, main
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(app.COMMANDS, "schedule", ("planner.cli.schedule", "schedule_command"))
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_a_schedule_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "1f1b", "--pp", "4", "--micro-batches", "8", "--forward", "1", "--backward", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1f1b: 4 ranks, 8 micro-batches, 33.00 s"
+    assert lines[1] == "bubble 27.3% of the step, 37.5% of useful time"
+    assert lines[3].startswith("0 F0F1─F2F3·")
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "share", "of_useful"),
+    [
+        (["1f1b", "--pp", "8", "-m", "64"], 7 / 71, 7 / 64),
+        (["interleaved-1f1b", "--pp", "8", "-m", "64", "--vpp", "4"], 1.75 / 65.75, 1.75 / 64),
+        (["1f1b", "--pp", "4", "-m", "1"], 0.75, 3.0),
+        (["1f1b", "--pp", "4", "-m", "16"], 3 / 19, 3 / 16),
+    ],
+)
+def test_textbook_bubbles(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], share: float, of_useful: float
+) -> None:
+    assert main(["schedule", *arguments, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["bubble_fraction"] == pytest.approx(share)
+    assert answer["bubble_of_useful_fraction"] == pytest.approx(of_useful)
+
+
+def test_slow_stages_links_and_lengths_are_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["schedule", "1f1b", "--pp", "4", "--p2p", "0.1", "--json"]
+    seconds = []
+    for more in (
+        [],
+        ["--slow-stage", "3:1.2"],
+        ["--slow-link", "0-1:9"],
+        ["--sizes", "1,1,1,3,1,1,1,1"],
+        ["--blocking"],
+    ):
+        assert main([*base, *more]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["makespan_s"])
+    assert all(slower > seconds[0] for slower in seconds[1:])
+    assert main(["schedule", "1f1b", "--slow-stage", "3:1.2"]) == 0
+    assert "slow ranks cost 4.800 s" in capsys.readouterr().out
+
+
+def test_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--compare", "--pp", "8", "-m", "64", "--json"]) == 0
+    rows = {row["schedule"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["1f1b"]["step_s"] == 213
+    assert rows["zb-v"]["vpp"] == 2
+    assert main(["schedule", "--compare", "--pp", "5", "-m", "6"]) == 0
+    assert "needs an even pp" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_order_is_found_written_and_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    csv, svg, trace = (tmp_path / name for name in ("order.csv", "order.svg", "order.json"))
+    arguments = ["schedule", "auto", "-m", "12", "--forward", "1,1.3,1,1.2", "--in-flight", "5", "--json"]
+    assert main([*arguments, "--csv", str(csv), "--svg", str(svg), "--trace", str(trace)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["makespan_s"] <= found["best_named_s"]
+    assert found["gap"] >= 0
+    assert max(found["peak_in_flight_microbatches"]) <= 5
+    assert svg.read_text().startswith("<svg")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert main(["schedule", str(csv), "--forward", "1,1.3,1,1.2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan_s"] == pytest.approx(found["makespan_s"])
+    assert main([*arguments, "--csv", str(csv)]) == 2  # files are not replaced unasked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["zbv"], "did you mean zb-v?"),
+        (["1f1b", "--pp", "0"], "must lie between"),
+        (["1f1b", "--pp", "4096", "-m", "4096"], "must lie between"),
+        (["1f1b", "--forward", "1,2"], "nor one for each of 4 ranks"),
+        (["1f1b", "--forward", "-1"], "not one time"),
+        (["1f1b", "--forward", "x"], "is not a number"),
+        (["1f1b", "--weight-grad", "9"], "longer than --backward"),
+        (["1f1b", "--slow-stage", "4:2"], "not a rank below 4"),
+        (["1f1b", "--slow-stage", "3"], "not a rank below 4 and a factor"),
+        (["1f1b", "--slow-link", "1:2"], "not two ranks below 4"),
+        (["1f1b", "--sizes", "1,2"], "microbatch_sizes has 2 entries"),
+        (["interleaved-1f1b", "-m", "6"], "needs a multiple of 4 micro-batches"),
+        (["auto", "--in-flight", "0.5"], "rank 0 may hold 0.5"),
+        (["1f1b", "--compare"], "all schedules are compared"),
+        (["no-such.csv"], "no-such.csv"),
+    ],
+)
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert main(["schedule", *arguments]) in (2, 3)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
