@@ -22,7 +22,7 @@ def export_megatron(plan: Plan) -> Exported:
 
     Raises Inexpressible where Megatron-LM cannot run the plan.
     """
-    arguments, notes = megatron_arguments(plan), _notes(plan)
+    arguments, notes = megatron_arguments(plan), notes_of(plan)
     comments = header(plan, WRITTEN_FOR, notes)
     command = Command(
         program='"$MEGATRON_PATH"/pretrain_gpt.py',
@@ -54,7 +54,7 @@ def _scalar(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
-def _notes(plan: Plan) -> tuple[str, ...]:
+def notes_of(plan: Plan) -> tuple[str, ...]:
     notes = [
         "data (--mock-data), learning rate and number of steps are placeholders: append yours to the launcher",
         "MEGATRON_PATH names a checkout of Megatron-LM; without it the current folder is one",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planner.errors import SpecError
+from planner.export.bridge import export_bridge
 from planner.export.bundle import Bundle, ExportFile, plan_sha256
 from planner.export.exported import Exported
 from planner.export.launch import IMAGE, Command, kubernetes_manifest, slurm_script, torchrun_script
@@ -12,7 +13,7 @@ from planner.export.megatron_target import export_megatron
 from planner.plan import Plan
 from planner.specs.problems import nearest
 
-TRAINERS: dict[str, Callable[[Plan], Exported]] = {"megatron": export_megatron}
+TRAINERS: dict[str, Callable[[Plan], Exported]] = {"megatron": export_megatron, "bridge": export_bridge}
 LAUNCHERS = ("torchrun", "slurm", "kubernetes")
 TARGETS = (*TRAINERS, *LAUNCHERS)
 _TRAINER_OF = {"megatron": "megatron", "torchtitan": "torchtitan", "torch-eager": "torch"}

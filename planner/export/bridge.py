@@ -1,0 +1,230 @@
+"""A plan as Megatron-Bridge overrides: the Megatron-LM arguments under the names of Bridge's configuration tree."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from planner.export.arguments import Arguments, Value
+from planner.export.bundle import ExportFile, header
+from planner.export.exported import Exported
+from planner.export.launch import Command
+from planner.export.megatron import environment, forbidden_environment, megatron_arguments
+from planner.export.megatron_target import notes_of
+from planner.export.refusal import Objections
+from planner.plan import Plan
+
+WRITTEN_FOR = "Megatron-Bridge 0.7.0"
+OVERRIDES_FILE = "bridge.json"
+Overrides = dict[str, Any]
+
+_SAME = {
+    "--num-layers": "model.num_layers",
+    "--hidden-size": "model.hidden_size",
+    "--ffn-hidden-size": "model.ffn_hidden_size",
+    "--num-attention-heads": "model.num_attention_heads",
+    "--kv-channels": "model.kv_channels",
+    "--num-query-groups": "model.num_query_groups",
+    "--multi-latent-attention": "model.multi_latent_attention",
+    "--kv-lora-rank": "model.kv_lora_rank",
+    "--q-lora-rank": "model.q_lora_rank",
+    "--qk-head-dim": "model.qk_head_dim",
+    "--qk-pos-emb-head-dim": "model.qk_pos_emb_head_dim",
+    "--v-head-dim": "model.v_head_dim",
+    "--window-attn-skip-freq": "model.window_attn_skip_freq",
+    "--softmax-type": "model.softmax_type",
+    "--position-embedding-type": "model.position_embedding_type",
+    "--rotary-base": "model.rotary_base",
+    "--make-vocab-size-divisible-by": "model.make_vocab_size_divisible_by",
+    "--normalization": "model.normalization",
+    "--add-qkv-bias": "model.add_qkv_bias",
+    "--attention-dropout": "model.attention_dropout",
+    "--hidden-dropout": "model.hidden_dropout",
+    "--num-experts": "model.num_moe_experts",
+    "--moe-ffn-hidden-size": "model.moe_ffn_hidden_size",
+    "--moe-router-topk": "model.moe_router_topk",
+    "--moe-grouped-gemm": "model.moe_grouped_gemm",
+    "--moe-permute-fusion": "model.moe_permute_fusion",
+    "--moe-token-dispatcher-type": "model.moe_token_dispatcher_type",
+    "--moe-router-dtype": "model.moe_router_dtype",
+    "--moe-shared-expert-intermediate-size": "model.moe_shared_expert_intermediate_size",
+    "--moe-shared-expert-gate": "model.moe_shared_expert_gate",
+    "--moe-router-score-function": "model.moe_router_score_function",
+    "--moe-router-enable-expert-bias": "model.moe_router_enable_expert_bias",
+    "--moe-router-load-balancing-type": "model.moe_router_load_balancing_type",
+    "--moe-router-pre-softmax": "model.moe_router_pre_softmax",
+    "--mtp-num-layers": "model.mtp_num_layers",
+    "--tensor-model-parallel-size": "model.tensor_model_parallel_size",
+    "--pipeline-model-parallel-size": "model.pipeline_model_parallel_size",
+    "--context-parallel-size": "model.context_parallel_size",
+    "--cp-comm-type": "model.cp_comm_type",
+    "--expert-model-parallel-size": "model.expert_model_parallel_size",
+    "--expert-tensor-parallel-size": "model.expert_tensor_parallel_size",
+    "--pipeline-model-parallel-layout": "model.pipeline_model_parallel_layout",
+    "--micro-batch-size": "train.micro_batch_size",
+    "--global-batch-size": "train.global_batch_size",
+    "--use-megatron-fsdp": "ddp.use_megatron_fsdp",
+    "--data-parallel-sharding-strategy": "ddp.data_parallel_sharding_strategy",
+    "--ckpt-format": "checkpoint.ckpt_format",
+    "--num-distributed-optimizer-instances": "ddp.num_distributed_optimizer_instances",
+    "--recompute-granularity": "model.recompute_granularity",
+    "--recompute-method": "model.recompute_method",
+    "--recompute-num-layers": "model.recompute_num_layers",
+    "--transformer-impl": "model.transformer_impl",
+    "--attention-backend": "model.attention_backend",
+    "--cross-entropy-loss-fusion": "model.cross_entropy_loss_fusion",
+    "--cross-entropy-fusion-impl": "model.cross_entropy_fusion_impl",
+    "--tp-comm-overlap": "model.tp_comm_overlap",
+    "--overlap-moe-expert-parallel-comm": "model.overlap_moe_expert_parallel_comm",
+    "--train-iters": "train.train_iters",
+    "--lr": "optimizer.lr",
+    "--min-lr": "optimizer.min_lr",
+    "--log-interval": "logger.log_interval",
+    "--log-throughput": "logger.log_throughput",
+    "--tokenizer-type": "tokenizer.tokenizer_type",
+}
+"""Options whose value a configuration field takes as it is."""
+
+_SWITCHED_OFF = {
+    "--no-gradient-accumulation-fusion": "model.gradient_accumulation_fusion",
+    "--no-rope-fusion": "model.apply_rope_fusion",
+    "--no-bias-swiglu-fusion": "model.bias_activation_fusion",
+    "--no-bias-gelu-fusion": "model.bias_activation_fusion",
+    "--no-overlap-p2p-communication": "model.overlap_p2p_comm",
+}
+_DERIVED = frozenset(
+    {
+        "--group-query-attention", "--vocab-size", "--untie-embeddings-and-output-weights", "--qk-layernorm",
+        "--swiglu", "--squared-relu", "--disable-bias-linear", "--moe-layer-freq", "--window-size",
+        "--max-position-embeddings",
+        "--sequence-parallel", "--num-virtual-stages-per-pipeline-rank", "--seq-length", "--use-distributed-optimizer",
+        "--overlap-grad-reduce", "--overlap-param-gather", "--recompute-modules", "--bf16", "--fp16", "--fp8-format",
+        "--fp8-recipe", "--fp4-format", "--fp4-recipe", "--grad-reduce-in-bf16", "--mock-data",
+    }
+)  # fmt: skip
+"""Options that `_derived` puts in Bridge's words."""
+
+_MIXED_PRECISION = {
+    "bf16": "bf16_mixed",
+    "fp16": "fp16_mixed",
+    "fp8": "bf16_with_fp8_current_scaling_mixed",
+    "mxfp8": "bf16_with_mxfp8_mixed",
+    "nvfp4": "bf16_with_nvfp4_mixed",
+}
+
+
+def export_bridge(plan: Plan) -> Exported:
+    """Overrides of a recipe that needs no download, and the command that passes them.
+
+    Raises Inexpressible where Bridge cannot run the plan.
+    """
+    overrides = bridge_overrides(plan)
+    words = [f"{path}={json.dumps(value)}" for path, value in overrides.items()]
+    notes = ("BRIDGE_PATH names a checkout of Megatron-Bridge", *notes_of(plan)[1:])
+    variables = environment(plan)
+    comments = header(plan, WRITTEN_FOR, notes)
+    recipe = recipe_of(plan)
+    data = {
+        "recipe": recipe,
+        "world_size": plan.parallelism.num_gpus_used,
+        "env": variables,
+        "overrides": words,
+    }
+    command = Command(
+        program='"$BRIDGE_PATH"/scripts/training/run_recipe.py',
+        arguments={"--recipe": recipe, "--mode": "pretrain", "--dataset": "mock"},
+        words=tuple(words),
+        environment=variables,
+        forbidden=forbidden_environment(plan),
+        setup=('export BRIDGE_PATH="${BRIDGE_PATH:-$PWD}"',),
+        comments=comments,
+    )
+    file = ExportFile(OVERRIDES_FILE, json.dumps(data, indent=2) + "\n")
+    return Exported("bridge", WRITTEN_FOR, (file,), command, notes)
+
+
+def recipe_of(plan: Plan) -> str:
+    """The recipe to start from: one whose model is all overrides, with latent attention where the model has it."""
+    return "vanilla_gpt_pretrain_config" if plan.model.spec.mla is None else "deepseek_v3_pretrain_config"
+
+
+def bridge_overrides(plan: Plan) -> Overrides:
+    """Configuration path to value."""
+    arguments = megatron_arguments(plan)
+    objections = Objections("bridge", [], "export to megatron")
+    objections.when(plan.runtime_spec.cuda_graphs, "cuda_graphs", "the modules to capture cannot be overridden")
+    model = plan.model.spec
+    objections.when(
+        model.position_embedding == "learned" and model.max_position_embeddings != plan.training.seq_length,
+        "max_position_embeddings",
+        f"its table has seq_length {plan.training.seq_length} rows, the model's {model.max_position_embeddings}",
+    )
+    objections.raise_any()
+    overrides: Overrides = {}
+    for option, value in arguments.items():
+        if option in _SAME:
+            overrides[_SAME[option]] = _plain(value)
+        elif option in _SWITCHED_OFF:
+            overrides[_SWITCHED_OFF[option]] = False
+        else:
+            assert option in _DERIVED, option
+    return overrides | _derived(plan, arguments)
+
+
+def _plain(value: Value) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _derived(plan: Plan, arguments: Arguments) -> Overrides:
+    """What Bridge spells differently, and what its recipes set and a plan must unset."""
+    layout, model = plan.parallelism, plan.model.spec
+    overlaps = "--overlap-param-gather" in arguments
+    overrides: Overrides = {
+        "model.seq_length": plan.training.seq_length,
+        "dataset.seq_length": plan.training.seq_length,
+        "tokenizer.vocab_size": model.vocab_size,
+        "model.vocab_size": model.vocab_size,
+        "model.should_pad_vocab": True,
+        "model.share_embeddings_and_output_weights": model.tie_word_embeddings,
+        "model.add_bias_linear": "--disable-bias-linear" not in arguments,
+        "model.qk_layernorm": "--qk-layernorm" in arguments,
+        "model.gated_linear_unit": model.gated_mlp,
+        "model.activation_func": {"relu2": "squared_relu"}.get(model.activation, model.activation),
+        "model.sequence_parallel": "--sequence-parallel" in arguments,
+        "model.virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "model.pipeline_dtype": "float16" if plan.training.dtype == "fp16" else "bfloat16",
+        "mixed_precision": _MIXED_PRECISION[plan.training.dtype],
+        "ddp.use_distributed_optimizer": layout.zero_stage >= 1,
+        "optimizer.use_distributed_optimizer": layout.zero_stage >= 1,
+        "ddp.overlap_grad_reduce": "--overlap-grad-reduce" in arguments,
+        "ddp.overlap_param_gather": overlaps,
+        "ddp.grad_reduce_in_fp32": "--grad-reduce-in-bf16" not in arguments,
+        **{f"model.{name}": arguments.get(f"--{name.replace('_', '-')}") for name in _RECOMPUTE},
+    }
+    if "--pipeline-model-parallel-layout" not in arguments:
+        overrides["model.pipeline_model_parallel_layout"] = None
+    if model.mla is not None:
+        overrides |= _LATENT_RECIPE | {"model.mtp_num_layers": model.num_nextn_predict_layers or None}
+    if isinstance(modules := arguments.get("--recompute-modules"), tuple):
+        overrides["model.recompute_modules"] = list(modules)
+    if model.sliding_window is not None:
+        overrides["model.window_size"] = [model.sliding_window - 1, 0]
+    if model.moe is not None:
+        overrides["model.moe_layer_freq"] = [int(kind.mlp == "moe") for kind in model.layers]
+        overrides["model.moe_shared_expert_overlap"] = False
+    return overrides
+
+
+_LATENT_RECIPE: Overrides = {
+    "model.rotary_scaling_factor": 1.0,
+    "model.moe_router_num_groups": None,
+    "model.moe_router_group_topk": None,
+    "model.moe_router_topk_scaling_factor": None,
+    "optimizer.use_precision_aware_optimizer": False,
+    "optimizer.main_grads_dtype": "float32",
+    "optimizer.main_params_dtype": "float32",
+    "optimizer.exp_avg_dtype": "float32",
+    "optimizer.exp_avg_sq_dtype": "float32",
+}
+"""What the recipe with latent attention sets for its own model, back at Megatron's defaults."""
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
