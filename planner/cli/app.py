@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": ("planner.cli.evaluate_command", "evaluate_command"),
     "models": ("planner.cli.catalogue", "models_command"),
     "hardware": ("planner.cli.catalogue", "hardware_command"),
+    "schedule": ("planner.cli.schedule", "schedule_command"),
 }
 """Every command beside the main job: where its function lives. Heavy imports belong inside that function."""
 
@@ -30,12 +31,15 @@ class _Sections:
     """Help with the options under the headings they were declared with, in plain text that fits 80 columns."""
 
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
-                sections.setdefault(getattr(param, "rich_help_panel", None) or "Other", []).append(record)
+            name, explanation = param.get_help_record(ctx) or ("", "")
+            if param.param_type_name == "argument":
+                sections["Arguments"].append((param.metavar or name, explanation))
+            elif name:
+                sections.setdefault(getattr(param, "rich_help_panel", None) or "Other", []).append((name, explanation))
         sections["Other"] = sections.pop("Other", [])
+        sections = {title: records for title, records in sections.items() if records}
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)

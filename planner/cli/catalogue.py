@@ -13,11 +13,11 @@ from planner.cli import options as o
 
 ModelName = Annotated[
     str | None,
-    typer.Argument(metavar="[NAME|FILE]", help="Show this one with its sources.", autocompletion=o.complete_model),
+    typer.Argument(metavar="NAME|FILE", help="Show this one with its sources.", autocompletion=o.complete_model),
 ]
 HardwareName = Annotated[
     str | None,
-    typer.Argument(metavar="[NAME|FILE]", help="Show this one with its sources.", autocompletion=o.complete_hardware),
+    typer.Argument(metavar="NAME|FILE", help="Show this one with its sources.", autocompletion=o.complete_hardware),
 ]
 
 

@@ -97,8 +97,8 @@ def schedule_command(
     \b
     Example:
       plan schedule 1f1b --pp 4 --micro-batches 8
-      plan schedule interleaved-1f1b --pp 8 --vpp 4 --micro-batches 64 --slow-stage 3:1.2
-      plan schedule auto --pp 4 --micro-batches 12 --forward 1,1,1.1,1.3 --in-flight 4
+      plan schedule interleaved-1f1b --pp 8 --vpp 4 -m 64 --slow-stage 3:1.2
+      plan schedule auto --pp 4 -m 12 --forward 1,1,1.1,1.3 --in-flight 4
       plan schedule --compare --pp 8 --micro-batches 64
     """
     from planner.cli.output import dumps, show
