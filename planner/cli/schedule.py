@@ -34,7 +34,7 @@ def _seconds(word: str) -> tuple[float, ...]:
 Name = Annotated[
     str | None,
     typer.Argument(
-        metavar="[NAME|FILE.csv]",
+        metavar="NAME|FILE.csv",
         help="A schedule such as 1f1b or zb-v, auto to find one, or a file in torch's CSV format.",
         autocompletion=o.starting_with(_names),
     ),
