@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.probe.linear import Linear, mark_partial, mark_shard
-from planner.probe.peers import Enter, Surroundings, apply
+from planner.probe.peers import Enter, Surroundings, apply, recomputable
 from planner.specs.model import LayerKind, MLASpec, ModelSpec
 
 NORM_EPSILON = 1e-5
@@ -111,7 +112,7 @@ def _with_sink(k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor) -> tupl
     if mask is None:
         mask = torch.full((seq, seq), -math.inf, dtype=k.dtype, device=k.device).triu(1)
     column = sinks.view(-1, 1, 1).expand(-1, seq, 1)
-    mask = torch.cat((mask.expand(sinks.numel(), seq, seq), column), dim=-1)
+    mask = torch.cat((mask.expand(1, sinks.numel(), seq, seq), column[None]), dim=-1)
     k, v = (torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in (k, v))
     return k, v, mask
 
@@ -121,6 +122,7 @@ class _Attention(nn.Module):
 
     def __init__(self, model: ModelSpec, kind: LayerKind, around: Surroundings, v_dim: int) -> None:
         super().__init__()
+        self.around = around
         self.slides = kind.attention == "sliding"
         self.window = (model.sliding_window or 0) if self.slides else 0
         self.heads = model.num_attention_heads // around.tp.size
@@ -132,7 +134,8 @@ class _Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
         mask = tables.window_mask if self.slides else tables.alibi
-        out: Tensor = self.output(core_attention(q, k, v, mask, self.window, self.sinks))
+        core: Callable[..., Tensor] = recomputable("core_attn", core_attention, self.around)
+        out: Tensor = self.output(core(q, k, v, mask, self.window, self.sinks))
         return out
 
 
@@ -163,7 +166,7 @@ class LatentAttention(_Attention):
 
     def __init__(self, model: ModelSpec, mla: MLASpec, kind: LayerKind, around: Surroundings) -> None:
         super().__init__(model, kind, around, mla.v_head_dim)
-        self.mla, self.around = mla, around
+        self.mla = mla
         hidden, heads = model.hidden_size, model.num_attention_heads
         self.q_dims = [mla.qk_nope_head_dim, mla.qk_rope_head_dim]
         self.kv_dims = [mla.qk_nope_head_dim, mla.v_head_dim]

@@ -75,6 +75,11 @@ def mark_partial(parameter: Tensor | None, always: bool = False) -> None:
         parameter.partial = "always" if always else "sequence"  # type: ignore[attr-defined]
 
 
+def mark_replica(parameter: Tensor, name: str) -> None:
+    """Note that other ranks (or chunks) hold the same parameter of the model under this name and must keep it equal."""
+    parameter.replica = name  # type: ignore[attr-defined]
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, around: Surroundings, enters: bool) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.probe.linear import GroupedProduct, Linear, mark_partial
-from planner.probe.peers import Exchange, Surroundings, apply
+from planner.probe.peers import Exchange, Surroundings, apply, recomputable, to_fp32
 from planner.specs.model import ModelSpec, MoESpec
 
 
@@ -72,14 +72,14 @@ class MoE(nn.Module):
         y = rows.index_select(0, back).view(*chosen.shape, -1).sum(1).view_as(x)
         if self.shared is None:
             return y
-        shared = self.shared(x)
+        shared = recomputable("shared_experts", self.shared, self.around)(x)
         if self.shared_gate is not None:
             shared = torch.sigmoid(self.shared_gate(x)) * shared
-        return y + cast(Tensor, shared)
+        return y + shared
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of each token, both [tokens, num_experts_per_tok]."""
-        scores = self.router(tokens).float().softmax(dim=-1)
+        scores = to_fp32(self.router(tokens)).softmax(dim=-1)
         top, k = self.moe.num_experts, self.moe.num_experts_per_tok
         if self.around.balanced_routing:
             chosen = torch.arange(tokens.shape[0] * k, device=tokens.device).view(-1, k) % top

@@ -15,7 +15,16 @@ from torch.nn import functional
 from planner.probe.attention import Attention, LatentAttention, Norm, Tables
 from planner.probe.linear import Linear, mark_partial, mark_shard
 from planner.probe.mlp import DenseMLP, MoE
-from planner.probe.peers import HiddenToSequence, Leave, LeaveByView, Surroundings, TensorPeers, apply
+from planner.probe.peers import (
+    HiddenToSequence,
+    Leave,
+    LeaveByView,
+    Surroundings,
+    TensorPeers,
+    apply,
+    recomputable,
+    to_fp32,
+)
 from planner.specs.model import LayerKind, ModelSpec
 
 
@@ -24,6 +33,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, model: ModelSpec, kind: LayerKind, around: Surroundings) -> None:
         super().__init__()
+        self.around, self.mlp_name = around, "moe" if kind.mlp == "moe" else "mlp"
         self.attention_norm = Norm(model.hidden_size, model)
         self.attention: nn.Module = (
             Attention(model, kind, around) if model.mla is None else LatentAttention(model, model.mla, kind, around)
@@ -40,7 +50,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, tables: Tables) -> Tensor:
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), tables))
-        x = x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+        mlp = recomputable(self.mlp_name, self.mlp, self.around)
+        x = x + self.mlp_post_norm(mlp(self.mlp_norm(x)))
         return x
 
 
@@ -87,7 +98,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         """x [seq/tp, batch, hidden] and labels [seq, batch] → the loss, a scalar."""
-        logits = self.output(self.norm(x)).float().flatten(0, 1)
+        logits = to_fp32(self.output(self.norm(x))).flatten(0, 1)
         if self.tp.size == 1:
             return functional.cross_entropy(logits, labels.flatten())
         return apply(VocabularyCrossEntropy, logits, labels.flatten(), self.tp)

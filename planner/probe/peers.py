@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(slots=True)
@@ -133,6 +135,8 @@ class Surroundings:
     ep: ExpertPeers = field(default_factory=ExpertPeers)
     balanced_routing: bool = False
     """Every expert gets the same number of rows, whatever the router says."""
+    recomputed: frozenset[str] = frozenset()
+    """Modules of a layer that are recomputed in backward: core_attn, mlp, moe, shared_experts."""
     deferred: list[Callable[[], None]] | None = None
     """Where the products of a backward's weight gradients are put aside; None: they run at once."""
 
@@ -142,6 +146,18 @@ class Surroundings:
             return product()
         self.deferred.append(lambda: accumulate(weight, product()))
         return None
+
+
+def recomputable(name: str, function: Callable[..., Tensor], around: Surroundings) -> Callable[..., Tensor]:
+    """`function`, run again in backward instead of keeping what it saves, where its name is among those recomputed."""
+    if name not in around.recomputed:
+        return function
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+
+
+def to_fp32(x: Tensor) -> Tensor:
+    """x in at least fp32: runs in fp64 stay exact."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:

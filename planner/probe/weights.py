@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +14,20 @@ INITIAL_STD = 0.02
 
 
 def initialise(module: nn.Module, seed: int) -> None:
-    """Fill a module: norms around 1, biases and sinks near 0, matrices normal with INITIAL_STD; by seed alone."""
-    generator: torch.Generator | None = None
+    """Fill a module: norms around 1, all else normal with INITIAL_STD; each parameter by seed and its name alone."""
     for name, parameter in module.named_parameters():
-        if generator is None or generator.device != parameter.device:
-            generator = torch.Generator(parameter.device).manual_seed(seed)
+        generator = torch.Generator(parameter.device).manual_seed(
+            crc32(f"{seed} {whole_name(name, parameter)}".encode())
+        )
         with torch.no_grad():
             parameter.normal_(0.0, INITIAL_STD, generator=generator)
             if "norm" in name and name.endswith("weight"):
                 parameter.add_(1.0)
+
+
+def whole_name(name: str, parameter: Tensor) -> str:
+    """The name of a parameter in the whole model: replicas share one."""
+    return str(getattr(parameter, "replica", name))
 
 
 def copy_shard(whole: nn.Module, shard: nn.Module, around: Surroundings) -> None:

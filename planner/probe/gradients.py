@@ -1,0 +1,125 @@
+"""What happens after the pipeline: gradients summed over ranks, their global norm, a sharded AdamW (ZeRO-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclass(slots=True)
+class Sharding:
+    """The ranks among which a kind of parameter is replicated, and this rank's number there; None where it is alone."""
+
+    group: Any = None
+    size: int = 1
+    rank: int = 0
+
+
+def collect_gradients(parameter: nn.Parameter) -> None:
+    """Add each gradient to the parameter's main_grad as soon as backward makes it, and free it."""
+
+    def add(parameter: Tensor) -> None:
+        if parameter.grad is not None:  # None: a deferred weight gradient
+            cast(Any, parameter).main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+    cast(Any, parameter).register_post_accumulate_grad_hook(add)
+
+
+class FlatParameters:
+    """Parameters of one kind side by side: weights, gradients in `grad_dtype`, and a shard of optimizer state.
+
+    `counted` come first: those whose squares this rank adds to the global norm. The buffer is padded to a multiple of
+    the shards; master weights and Adam moments exist for this rank's shard alone.
+    """
+
+    def __init__(
+        self,
+        counted: Sequence[nn.Parameter],
+        others: Sequence[nn.Parameter],
+        sharding: Sharding,
+        grad_dtype: torch.dtype,
+        learning_rate: float,
+    ) -> None:
+        self.parameters, self.sharding = [*counted, *others], sharding
+        first = self.parameters[0]
+        total = sum(p.numel() for p in self.parameters)
+        self.num_counted = sum(p.numel() for p in counted)
+        self.shard_size = -(-total // sharding.size)
+        padded = self.shard_size * sharding.size
+        self.grads = torch.zeros(padded, dtype=grad_dtype, device=first.device)
+        self.weights = torch.zeros(padded, dtype=first.dtype, device=first.device)
+        start = 0
+        for parameter in self.parameters:
+            end = start + parameter.numel()
+            self.weights[start:end].copy_(parameter.detach().flatten())
+            parameter.data = self.weights[start:end].view_as(parameter)
+            cast(Any, parameter).main_grad = self.grads[start:end].view_as(parameter)
+            collect_gradients(parameter)
+            start = end
+        self.shard = slice(sharding.rank * self.shard_size, (sharding.rank + 1) * self.shard_size)
+        self.master = nn.Parameter(self.weights[self.shard].to(grad_dtype, copy=True))
+        self.optimizer = torch.optim.AdamW([self.master], lr=learning_rate, fused=True, **cast(Any, ADAM))
+
+    def allocate_state(self) -> None:
+        """Let the optimizer make its moments now, with a step that changes nothing."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.param_groups[0]["lr"] = 0.0
+        self.master.grad = torch.zeros_like(self.master)
+        self.optimizer.step()
+        self.master.grad = None
+        self.optimizer.param_groups[0]["lr"] = rate
+        for state in self.optimizer.state.values():
+            state["step"].zero_()
+
+    def reduce(self) -> None:
+        """Sum the gradients over the replicas; each rank keeps its shard of the sum."""
+        if self.sharding.size == 1:
+            return
+        if self.grads.is_cuda:
+            dist.reduce_scatter_tensor(self.grads[self.shard], self.grads, group=self.sharding.group)
+        else:  # gloo has no reduce-scatter in every torch this runs on
+            dist.all_reduce(self.grads, group=self.sharding.group)
+
+    def squared_norm(self) -> Tensor:
+        """Sum of squares of this rank's shard, of counted parameters only."""
+        counted = self.grads[self.shard.start : max(self.shard.start, min(self.shard.stop, self.num_counted))]
+        return counted.float().square().sum() if counted.dtype != torch.float64 else counted.square().sum()
+
+    def step(self, scale: Tensor) -> None:
+        """One AdamW step on the shard with gradients times `scale`, then everybody's weights; gradients are zeroed."""
+        self.master.grad = self.grads[self.shard].mul_(scale)
+        self.optimizer.step()
+        self.master.grad = None
+        self.weights[self.shard].copy_(self.master.detach())
+        if self.sharding.size > 1:
+            shard = self.weights[self.shard].clone()
+            dist.all_gather_into_tensor(self.weights, shard, group=self.sharding.group)
+        self.grads.zero_()
+
+
+def all_reduce_flat(tensors: Iterable[Tensor], group: Any) -> None:
+    """Sum several tensors over a group with one exchange."""
+    tensors = list(tensors)
+    if not tensors:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
+        start += tensor.numel()
+
+
+def clip_scale(squared_norm: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """The global norm, and the factor that brings gradients down to `max_norm` (0: no clipping), as torch clips."""
+    norm = squared_norm.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+    return norm, scale

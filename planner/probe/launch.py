@@ -1,0 +1,153 @@
+"""Starts the ranks of a probe on this machine, watches them, and turns whatever happens into a result or one error."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from planner.errors import ProbeError
+from planner.files import write_text
+from planner.probe import worker
+from planner.probe.result import Failure, Measured, OutOfMemory, RankResult
+from planner.probe.run import ProbeRun
+from planner.probe.status import Where, read_status
+
+POLL_S = 0.02
+GRACE_S = 1.0
+"""How long the other ranks may still say what they know after one has failed."""
+STOPPED_S = 10.0
+
+Child = Callable[[Path, int, int], None]
+_PRELOAD = ["planner.probe.worker"]
+
+
+def launch(run: ProbeRun, child: Child = worker.child) -> Measured:
+    """Run all ranks on this machine, one process each.
+
+    The ranks' folder is removed at the end, except after a failure: there the stacks and logs of all ranks are kept.
+    Raises ProbeError naming rank, stage and phase. All processes are gone when this returns or raises.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="plan-probe-"))
+        write_text(folder / worker.RUN_FILE, run.model_dump_json(), force=True)
+    except OSError as error:
+        raise ProbeError(
+            f"the probe's folder cannot be made: {error.strerror}", "set TMPDIR to a folder with space"
+        ) from None
+    try:
+        measured = _Launch(run, folder, child).watch()
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    return measured
+
+
+class _Launch:
+    def __init__(self, run: ProbeRun, folder: Path, child: Child) -> None:
+        self.run, self.folder = run, folder
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)  # torch is imported once, not once a rank
+        self.processes: list[BaseProcess] = [
+            context.Process(target=child, args=(folder, rank, rank), daemon=True) for rank in range(run.world_size)
+        ]
+
+    def watch(self) -> Measured:
+        """Start the ranks and wait for them; they are all gone afterwards, whatever happens."""
+        self.started_s = time.monotonic()
+        try:
+            for process in self.processes:
+                process.start()
+            while any(process.exitcode is None for process in self.processes):
+                if any(process.exitcode for process in self.processes):
+                    break
+                self._check_progress()
+                time.sleep(POLL_S)
+            if any(process.exitcode for process in self.processes):
+                return self._out_of_memory_or_raise()
+            return self._collect()
+        finally:
+            self._stop()
+
+    def _collect(self) -> Measured:
+        ranks = []
+        for rank in range(self.run.world_size):
+            path = self.folder / worker.RESULT_FILE.format(rank)
+            ranks.append(RankResult.model_validate_json(path.read_text()))
+        return Measured(run=self.run, ranks=tuple(ranks))
+
+    def _check_progress(self) -> None:
+        now = time.monotonic()
+        places = {rank: self._where(rank) for rank in range(self.run.world_size)}
+        stuck = {rank: where for rank, where in places.items() if now - where.since_s > self.run.timeout_s}
+        if not stuck or any(where.phase == "done" for where in places.values()):
+            return
+        # of the ranks that stand still, the one that computes keeps the others waiting
+        rank = min(stuck, key=lambda r: ("computing" not in stuck[r].detail, stuck[r].since_s))
+        self._dump_stacks()
+        what = "hangs" if "waiting" not in stuck[rank].detail else "waits in vain"
+        raise ProbeError(
+            f"{self._name(rank)} {what} in {stuck[rank]}: no progress for {self.run.timeout_s:g} s",
+            f"stacks and logs of all ranks are in {self.folder}; --timeout gives slow ranks longer",
+        )
+
+    def _where(self, rank: int) -> Where:
+        where = read_status(self.folder / worker.STATUS_FILE.format(rank))
+        return where or Where("start", "", self.started_s, self.started_s)
+
+    def _dump_stacks(self) -> None:
+        for process in self.processes:
+            if process.exitcode is None and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(GRACE_S)
+
+    def _out_of_memory_or_raise(self) -> Measured:
+        """Find the rank that began it: killed, or the first whose error is not just that others are gone."""
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and any(process.exitcode is None for process in self.processes):
+            time.sleep(POLL_S)
+        failures = self._failures()
+        memory = next((failure for failure in failures if failure.kind == "out_of_memory"), None)
+        if memory is not None:
+            return Measured(
+                run=self.run,
+                ranks=(),
+                out_of_memory=OutOfMemory(**memory.model_dump(include=set(OutOfMemory.model_fields))),
+            )
+        hint = f"stacks and logs of all ranks are in {self.folder}"
+        for rank, process in enumerate(self.processes):
+            if (process.exitcode or 0) < 0:
+                name = signal.Signals(-(process.exitcode or 0)).name
+                raise ProbeError(f"{self._name(rank)} was killed by {name} in {self._where(rank)}", hint)
+        if failures:
+            first = failures[0]
+            raise ProbeError(f"{self._name(first.rank)} failed in {self._where(first.rank)}: {first.message}", hint)
+        rank = next(rank for rank, process in enumerate(self.processes) if process.exitcode)
+        raise ProbeError(f"{self._name(rank)} ended with code {self.processes[rank].exitcode}", hint)
+
+    def _failures(self) -> list[Failure]:
+        """What failed ranks left, causes before consequences."""
+        found = []
+        for rank in range(self.run.world_size):
+            path = self.folder / worker.FAILURE_FILE.format(rank)
+            if path.exists():
+                found.append(Failure.model_validate_json(path.read_text()))
+        return sorted(found, key=lambda failure: (failure.kind == "lost_peer", failure.time_s))
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self.run.place(rank)})"
+
+    def _stop(self) -> None:
+        for process in self.processes:
+            if process.pid is not None and process.exitcode is None:
+                process.kill()
+        for process in self.processes:
+            if process.pid is not None:
+                process.join(STOPPED_S)

@@ -1,0 +1,121 @@
+"""What a probe runs: a model, a grid of ranks, an action list per pipeline rank; a file that every rank reads."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from planner.schedule.actions import Action, Schedule
+from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.model import ModelSpec
+
+Device = Literal["cpu", "cuda"]
+
+
+class ChunkSpec(Spec):
+    """One virtual stage: the decoder layers [first_layer, last_layer) and what else it holds."""
+
+    first_layer: NonNegativeInt
+    last_layer: NonNegativeInt
+    embedding: bool = False
+    head: bool = False
+    mtp: bool = False
+    num_recomputed: NonNegativeInt = 0
+    """Layers, the first ones, that are recomputed whole."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.last_layer - self.first_layer
+
+
+class SleepSeconds(NamedTuple):
+    """What replaces the compute of a virtual stage for one micro-batch."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+
+
+class Place(NamedTuple):
+    """Coordinates of a rank: tp innermost, then dp, then pp, as Megatron and torchtitan number them."""
+
+    pp: int
+    dp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"stage {self.pp}, dp {self.dp}, tp {self.tp}"
+
+
+class ProbeRun(Spec):
+    """One probe, whole: every rank finds its part in it."""
+
+    model: ModelSpec
+    device: Device = "cpu"
+    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
+    tp: PositiveInt = 1
+    dp: PositiveInt = 1
+    ep: PositiveInt = 1
+    sequence_parallel: bool = False
+    micro_batch_size: PositiveInt = 1
+    seq_length: PositiveInt
+    schedule: str
+    ranks: tuple[tuple[str, ...], ...]
+    """Actions of each pipeline rank, spelled as torch does: 3F0."""
+    stage_to_rank: tuple[int, ...]
+    num_microbatches: PositiveInt
+    num_directions: PositiveInt = 1
+    chunks: tuple[ChunkSpec, ...]
+    """One per virtual stage of one copy of the model."""
+    recompute_modules: tuple[str, ...] = ()
+    """Modules of every layer that are recomputed (selective)."""
+    balanced_routing: bool = False
+    sleep: tuple[SleepSeconds, ...] | None = None
+    """Per virtual stage: sleep instead of computing."""
+    check: bool = False
+    """Compare loss, gradients and gradient norm with one process."""
+    warm_up_steps: NonNegativeInt = 1
+    num_steps: PositiveInt = 3
+    learning_rate: PositiveFloat = 1e-3
+    max_norm: NonNegativeFloat = 1.0
+    """Gradients are clipped to this global norm."""
+    timeout_s: PositiveFloat = 120.0
+    """Longest that any phase may take."""
+    seed: int = 0
+
+    @property
+    def pp(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    @cached_property
+    def order(self) -> Schedule:
+        """The action lists as a schedule."""
+        ranks = tuple(tuple(Action.parse(text) for text in actions) for actions in self.ranks)
+        return Schedule(
+            self.schedule,
+            ranks,
+            self.stage_to_rank,
+            self.num_microbatches,
+            num_directions=self.num_directions,
+            splits_backward=any(action.kind in "IW" for actions in ranks for action in actions),
+        )
+
+    def place(self, rank: int) -> Place:
+        """Coordinates of a global rank."""
+        return Place(rank // (self.tp * self.dp), rank // self.tp % self.dp, rank % self.tp)
+
+    def rank(self, place: Place) -> int:
+        """Global rank at some coordinates."""
+        return (place.pp * self.dp + place.dp) * self.tp + place.tp
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Virtual stages that a pipeline rank holds, both copies of a bidirectional schedule included."""
+        return tuple(stage for stage, rank in enumerate(self.stage_to_rank) if rank == pp_rank)
+
+    def chunk_of(self, stage: int) -> ChunkSpec:
+        """What virtual stage `stage` holds, of whichever copy."""
+        return self.chunks[stage % len(self.chunks)]

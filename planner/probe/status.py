@@ -1,0 +1,52 @@
+"""Where a rank is: a line in a small memory-mapped file that its launcher reads while the rank works."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+SIZE = 256
+
+
+class Where(NamedTuple):
+    """Phase of a rank, the action it is at, and since when (host's monotonic clock)."""
+
+    phase: str
+    detail: str
+    phase_since_s: float
+    since_s: float
+
+    def __str__(self) -> str:
+        return f"{self.phase}, at {self.detail}" if self.detail else self.phase
+
+
+class Status:
+    """Writes this rank's line; cheap enough for every action."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(b" " * SIZE)
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), SIZE)
+        self.phase, self._phase_since_s = "", 0.0
+        self.enter("start")
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase; its timeout starts now."""
+        self.phase, self._phase_since_s = phase, time.monotonic()
+        self.at("")
+
+    def at(self, detail: object) -> None:
+        """Note an action within the phase."""
+        line = f"{self.phase}|{detail}|{self._phase_since_s:.3f}|{time.monotonic():.3f}|"
+        self._map[:] = line.encode()[:SIZE].ljust(SIZE)
+
+
+def read_status(path: Path) -> Where | None:
+    """The line of a rank, or None where it has not written one yet."""
+    try:
+        phase, detail, phase_since_s, since_s, _ = path.read_text(errors="replace").split("|")
+        return Where(phase, detail, float(phase_since_s), float(since_s))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,200 @@
+"""One rank's training step: its stages, its pipeline, its gradients and optimizer; the same loop on CPU and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.probe.attention import Tables
+from planner.probe.chunk import Chunk, hidden_shape, synthetic_batch
+from planner.probe.gradients import FlatParameters, Sharding, all_reduce_flat, clip_scale
+from planner.probe.peers import Surroundings
+from planner.probe.pipeline import Clock, Pipeline, SleepingPipeline, StepRecord
+from planner.probe.result import StepSeconds
+from planner.probe.run import ProbeRun
+from planner.probe.weights import copy_shard, initialise, whole_name
+from planner.probe.wires import Wires
+
+
+def dtypes(run: ProbeRun) -> tuple[torch.dtype, torch.dtype]:
+    """dtype of weights and activations, and of gradients and optimizer state."""
+    compute: torch.dtype = getattr(torch, run.dtype)
+    return compute, torch.float64 if compute == torch.float64 else torch.float32
+
+
+def build_chunk(run: ProbeRun, stage: int, around: Surroundings, device: str) -> Chunk:
+    """The module of a virtual stage. Where results are checked it is a shard of the very model that one process has."""
+    spec, (dtype, _) = run.chunk_of(stage), dtypes(run)
+    with torch.device(device):
+        chunk = Chunk(run.model, spec, around).to(dtype)
+        if not run.check:
+            initialise(chunk, run.seed)
+            return chunk
+        whole = Chunk(run.model, spec, Surroundings()).to(dtype)
+    initialise(whole, run.seed)
+    copy_shard(whole, chunk, around)
+    return chunk
+
+
+def batch_seed(run: ProbeRun, step: int, dp: int, microbatch: int) -> int:
+    return crc32(f"{run.seed} {step} {dp} {microbatch}".encode())
+
+
+class Parameters:
+    """The parameters of a rank by how their gradients are summed: dense ones over dp, routed experts over expert-dp."""
+
+    def __init__(self, run: ProbeRun, chunks: dict[int, Chunk], holders: Callable[[str, int], tuple[int, ...]]) -> None:
+        self.run = run
+        self.named: list[tuple[str, int, nn.Parameter]] = [
+            (whole_name(name, parameter), stage, parameter)
+            for stage, chunk in chunks.items()
+            for name, parameter in chunk.named_parameters()
+        ]
+        self.holders = {(name, stage): holders(name, stage) for name, stage, _ in self.named}
+
+    def of_kind(self, expert: bool, tp_rank: int, pp_rank: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters whose squares this rank counts in the global norm, and the others."""
+        counted: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        seen: set[str] = set()
+        for name, stage, parameter in self.named:
+            if hasattr(parameter, "expert") != expert:
+                continue
+            first_holder = self.holders[name, stage][0] == pp_rank and name not in seen
+            seen.add(name)
+            once = expert or hasattr(parameter, "shard") or tp_rank == 0
+            (counted if first_holder and once else others).append(parameter)
+        return counted, others
+
+    def partial_over_tp(self) -> Iterator[Tensor]:
+        """Main gradients of which each tensor-parallel rank has a part."""
+        for _, _, parameter in self.named:
+            partial = getattr(parameter, "partial", None)
+            if not hasattr(parameter, "expert") and (
+                partial == "always" or (partial == "sequence" and self.run.sequence_parallel)
+            ):
+                yield cast(Any, parameter).main_grad
+
+    def replicas(self) -> dict[tuple[int, ...], dict[str, list[Tensor]]]:
+        """Main gradients of parameters held more than once: by holders, by name."""
+        found: dict[tuple[int, ...], dict[str, list[Tensor]]] = {}
+        for name, stage, parameter in self.named:
+            found.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(cast(Any, parameter).main_grad)
+        return {
+            holders: {name: grads for name, grads in names.items() if len(holders) > 1 or len(grads) > 1}
+            for holders, names in found.items()
+        }
+
+
+class Trainer:
+    """A rank's stages and what it does in a step. `groups` may be missing where a rank runs without peers."""
+
+    def __init__(
+        self,
+        run: ProbeRun,
+        pp_rank: int,
+        around: Surroundings,
+        wires: Wires,
+        device: str,
+        dense: Sharding,
+        expert: Sharding,
+        holders: Callable[[str, int], tuple[int, ...]] = lambda name, stage: (0,),
+        replica_groups: dict[tuple[int, ...], Any] | None = None,
+        dp_rank: int = 0,
+    ) -> None:
+        self.run, self.around, self.device, self.dp_rank = run, around, device, dp_rank
+        self.replica_groups = replica_groups or {}
+        self.clock = Clock(device)
+        dtype, grad_dtype = dtypes(run)
+        self.shape, self.dtype = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around), dtype
+        stages = run.stages_of(pp_rank)
+        self.chunks: dict[int, Chunk] = {}
+        self.flat: list[FlatParameters] = []
+        if run.sleep is not None:
+            self.pipeline: Pipeline = SleepingPipeline(
+                run.order, pp_rank, {}, wires, around, None, self.clock, durations=run.sleep, empty=self.empty
+            )
+            return
+        self.chunks = {stage: build_chunk(run, stage, around, device) for stage in stages}
+        self.parameters = Parameters(run, self.chunks, holders)
+        for is_expert, sharding in ((False, dense), (True, expert)):
+            counted, others = self.parameters.of_kind(is_expert, around.tp.rank, pp_rank)
+            if counted or others:
+                self.flat.append(FlatParameters(counted, others, sharding, grad_dtype, run.learning_rate))
+        tables = Tables.of(run.model, run.seq_length, around, self.empty())
+        self.pipeline = Pipeline(run.order, pp_rank, self.chunks, wires, around, tables, self.clock)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for flat in self.flat for parameter in flat.parameters)
+
+    def empty(self) -> Tensor:
+        """A buffer for one message."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def step(
+        self, step: int, on_action: Callable[[str], None], on_gradients: Callable[[], None] = lambda: None
+    ) -> tuple[StepRecord, StepSeconds]:
+        """Pipeline, reduction, clipping, optimizer. `on_gradients` is called between reduction and optimizer."""
+        run = self.run
+        batches = [
+            synthetic_batch(
+                run.model, run.seq_length, run.micro_batch_size, batch_seed(run, step, self.dp_rank, mb), self.device
+            )
+            for mb in range(run.num_microbatches)
+        ]
+        self.clock.start()
+        record = self.pipeline.step(batches, 1 / (run.num_microbatches * run.dp), on_action)
+        marks = [self.clock.mark()]
+        norm = self.reduce()
+        marks.append(self.clock.mark())
+        on_gradients()
+        marks.append(self.clock.mark())
+        for flat in self.flat:
+            flat.step(clip_scale(norm, run.max_norm)[1])
+        marks.append(self.clock.mark())
+        pipeline_s, reduced_s, resumed_s, end_s = map(self.clock.seconds, marks)
+        seconds = StepSeconds(
+            pipeline_s=pipeline_s,
+            reduce_s=reduced_s - pipeline_s,
+            optimizer_s=end_s - resumed_s,
+            step_s=end_s - (resumed_s - reduced_s),
+            loss=self._over_all_ranks(record.loss if self.around.tp.rank == 0 else 0.0),
+            gradient_norm=float(norm.sqrt()),
+        )
+        return record, seconds
+
+    def reduce(self) -> Tensor:
+        """Sum gradients over every rank that has a part or a replica of them; the square of their global norm."""
+        if not self.flat:
+            return torch.zeros((), device=self.device)
+        if self.around.tp.size > 1 and dist.is_initialized():
+            all_reduce_flat(self.parameters.partial_over_tp(), cast(Any, self.around.tp).group)
+        for holders, names in sorted(self.parameters.replicas().items()):
+            self._sum_replicas(names, self.replica_groups.get(holders))
+        for flat in self.flat:
+            flat.reduce()
+        squared = torch.stack([flat.squared_norm() for flat in self.flat]).sum()
+        if dist.is_initialized():
+            dist.all_reduce(squared)
+        return squared
+
+    @staticmethod
+    def _sum_replicas(names: dict[str, list[Tensor]], group: Any) -> None:
+        sums = [sum(grads[1:], grads[0]) for _, grads in sorted(names.items())]
+        if group is not None:
+            all_reduce_flat(sums, group)
+        for total, (_, grads) in zip(sums, sorted(names.items()), strict=True):
+            for grad in grads:
+                grad.copy_(total)
+
+    def _over_all_ranks(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return float(total)

@@ -1,0 +1,59 @@
+"""Small runs for the probe: a model of a few layers, split evenly over the virtual stages of a schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.probe.run import ChunkSpec, ProbeRun
+from planner.schedule.orders import Schedule, build_schedule
+from planner.specs.model import ModelSpec
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
+
+
+def tiny_run(order: Schedule | tuple[str, int, int, int], layers: int | None = None, **options: Any) -> ProbeRun:
+    """A run of `order` (or of the schedule by name, pp, vpp and micro-batches), a layer a virtual stage by default."""
+    order = build_schedule(*order) if isinstance(order, tuple) else order
+    n = order.num_model_stages
+    model = options.pop("model", {})
+    layers = layers or n
+    bounds = [layers * i // n for i in range(n + 1)]
+    mtp = bool(model.get("num_nextn_predict_layers"))
+    chunks = tuple(
+        ChunkSpec(
+            first_layer=bounds[i],
+            last_layer=bounds[i + 1],
+            embedding=i == 0,
+            head=i == n - 1,
+            mtp=mtp and i == n - 1,
+            num_recomputed=options.get("num_recomputed", 0),
+        )
+        for i in range(n)
+    )
+    options.pop("num_recomputed", None)
+    defaults: dict[str, Any] = {"seq_length": 8, "check": True, "warm_up_steps": 0, "num_steps": 2, "timeout_s": 60.0}
+    return ProbeRun(
+        model=ModelSpec(num_hidden_layers=layers, **{**TINY, **model}),
+        schedule=order.name,
+        ranks=tuple(tuple(str(action) for action in actions) for actions in order.ranks),
+        stage_to_rank=order.stage_to_rank,
+        num_microbatches=order.num_microbatches,
+        num_directions=order.num_directions,
+        chunks=chunks,
+        **{**defaults, **options},
+    )
+
+
+@pytest.fixture(scope="session")
+def make_run() -> Any:
+    return tiny_run

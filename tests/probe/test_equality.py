@@ -1,0 +1,87 @@
+"""Ranks of every layout together are one process: loss, gradients and their norm, over two optimizer steps, in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.schedule.actions import Action, Schedule
+from planner.schedule.orders import in_flight_chunks
+
+pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from planner.probe.launch import launch  # noqa: E402
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MLA = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+GPT = {
+    "gated_mlp": False,
+    "activation": "gelu",
+    "norm": "layernorm",
+    "bias": True,
+    "position_embedding": "learned",
+    "max_position_embeddings": 8,
+}
+GEMMA = {"qk_norm": True, "post_norms": True, "sliding_window": 4, "sliding_window_pattern": 2}
+GPT_OSS = {"attention_sinks": True, "sliding_window": 4, "sliding_window_pattern": 2, "bias": True, "moe": MOE}
+TP2 = {"tp": 2, "sequence_parallel": True}
+
+RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
+    "pp4": (("1f1b", 4, 1, 6), {}),
+    "pp3-uneven": (("1f1b", 3, 1, 4), {"layers": 5}),
+    "interleaved": (("interleaved-1f1b", 2, 2, 4), {}),
+    "zb-h1": (("zb-h1", 2, 1, 4), {"model": {"moe": MOE}}),
+    "zb-v": (("zb-v", 2, 2, 5), {"model": {"tie_word_embeddings": True}}),
+    "zb-v-tp": (("zb-v", 2, 2, 4), TP2),
+    "dualpipe-v": (("dualpipe-v", 2, 2, 4), {}),
+    "dualpipe": (("dualpipe", 2, 1, 4), {}),
+    "chimera-tied": (("chimera", 2, 1, 4), {"model": {"tie_word_embeddings": True}}),
+    "tp2": (("1f1b", 2, 1, 3), {**TP2, "model": {"qk_norm": True}}),
+    "tp2-without-sequence-parallelism": (("1f1b", 2, 1, 3), {"tp": 2, "model": GPT}),
+    "dp2-tied": (("1f1b", 2, 1, 3), {"dp": 2, "model": {"tie_word_embeddings": True}}),
+    "dp2-ep2": (
+        ("1f1b", 2, 1, 2),
+        {"dp": 2, "ep": 2, "model": {"moe": {**MOE, "shared_expert_intermediate_size": 16}}},
+    ),
+    "dp2-tp2-ep4": (("none", 1, 1, 2), {**TP2, "dp": 2, "ep": 4, "model": {"moe": MOE}}),
+    "gpt-recomputed": (("1f1b", 2, 1, 3), {**TP2, "num_recomputed": 1, "model": GPT}),
+    "gemma-selective": (("1f1b", 2, 1, 3), {**TP2, "recompute_modules": ("core_attn", "mlp"), "model": GEMMA}),
+    "gpt-oss": (("1f1b", 2, 1, 3), {**TP2, "model": GPT_OSS}),
+    "alibi": (("none", 1, 1, 2), {**TP2, "model": {"position_embedding": "alibi", "embedding_norm": True}}),
+    "mla": (("1f1b", 2, 1, 3), {**TP2, "model": {"mla": MLA}}),
+    "mtp": (("1f1b", 2, 1, 3), {**TP2, "model": {"mla": MLA, "num_nextn_predict_layers": 2}}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_one_process(name: str, make_run: Any) -> None:
+    order, options = RUNS[name]
+    measured = launch(make_run(order, **options))
+    checks = [check for rank in measured.ranks for check in rank.checks]
+    assert {check.name for check in checks} == {"gradients", "loss", "gradient norm"}
+    assert [check for check in checks if not check.passed] == []
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v"])
+def test_in_flight_as_planned(name: str, make_run: Any) -> None:
+    vpp = 1 if name == "1f1b" else 2
+    measured = launch(make_run((name, 2, vpp, 6), check=False, num_steps=1))
+    assert [rank.peak_in_flight_chunks for rank in measured.ranks] == in_flight_chunks(name, 2, vpp, 6)
+
+
+def test_a_hand_written_order(make_run: Any) -> None:
+    ranks = (
+        ["0F0", "0F1", "0B0", "0F2", "0B2", "0B1"],
+        ["1F0", "1B0", "1F1", "1F2", "1I2", "1B1", "1W2"],
+    )
+    order = Schedule("mine", tuple(tuple(map(Action.parse, actions)) for actions in ranks), (0, 1), 3)
+    measured = launch(make_run(order))
+    assert all(check.passed for rank in measured.ranks for check in rank.checks)
+    assert [[timed.action for timed in rank.actions] for rank in measured.ranks] == [list(actions) for actions in ranks]
