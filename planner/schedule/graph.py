@@ -50,10 +50,10 @@ def compile_schedule(schedule: Schedule, overlap: bool = False) -> Graph:
     lengths = [len(actions) for actions in schedule.ranks]
     num_actions = sum(lengths)
     number = {kind: i for i, kind in enumerate(KINDS)}
-    fields = np.array(
-        [(number[kind], stage, mb) for actions in schedule.ranks for kind, stage, mb in actions], dtype=np.int32
-    ).reshape(num_actions, 3)
-    kind, stage, microbatch = fields.T.copy()
+    flat = [action for actions in schedule.ranks for action in actions]
+    kind = np.array([number[action[0]] for action in flat], dtype=np.int32)
+    stage = np.array([action[1] for action in flat], dtype=np.int32)
+    microbatch = np.array([action[2] for action in flat], dtype=np.int32)
     rank = np.repeat(np.arange(schedule.pp, dtype=np.int32), lengths)
     source = _sources(schedule, kind, stage, microbatch, rank)
     if overlap:

@@ -39,6 +39,13 @@ class Durations:
     pair_overlap_fraction: float = 0.0
     """How much of the shorter half of an overlapped forward-backward pair hides behind the longer (DualPipe)."""
 
+    def as_torch_splits(self) -> Durations:
+        """As torch.distributed.pipelining splits a backward: on the first stage, which hands no gradient on, the input
+        gradient does nothing and the weight gradient all of it (torch 2.13, `backward_weight_one_chunk`)."""
+        input_grad_s, weight_grad_s = list(self.input_grad_s), list(self.weight_grad_s)
+        input_grad_s[0], weight_grad_s[0] = 0.0, input_grad_s[0] + weight_grad_s[0]
+        return replace(self, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
+
 
 def makespan_s(schedule: Schedule, durations: Durations) -> float:
     """Seconds from the first action to the end of the last: `replay(...).makespan_s` without the timeline."""

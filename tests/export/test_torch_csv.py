@@ -84,8 +84,29 @@ def batch(num_microbatches: int) -> tuple[Any, Any]:
     return torch.randn(*shape, dtype=torch.double), torch.randn(*shape, dtype=torch.double)
 
 
+def record(stage: Any, done: list[str]) -> None:
+    """Append what the stage computes to `done`, as it does."""
+    forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
+    weight = stage.backward_weight_one_chunk
+
+    def recorded_forward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        done.append(f"{stage.stage_index}F{microbatch}")
+        return forward(microbatch, *args, **kwargs)
+
+    def recorded_backward(microbatch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
+        done.append(f"{stage.stage_index}{'B' if full_backward else 'I'}{microbatch}")
+        backward(microbatch, *args, full_backward=full_backward, **kwargs)
+
+    def recorded_weight(microbatch: int, *args: Any, **kwargs: Any) -> None:
+        done.append(f"{stage.stage_index}W{microbatch}")
+        weight(microbatch, *args, **kwargs)
+
+    stage.forward_one_chunk, stage.backward_one_chunk = recorded_forward, recorded_backward
+    stage.backward_weight_one_chunk = recorded_weight
+
+
 def run_rank(rank: int, port: int, cases: list[tuple[str, list[int], tuple[int, ...], int]], out: str) -> None:
-    """One of four processes: load each CSV, run one step, write the losses and gradients of its stages."""
+    """One of four processes: load each CSV, run one step, write losses, gradients and what was done in which order."""
     from torch.distributed.pipelining import PipelineStage
 
     torch.set_num_threads(1)
@@ -96,6 +117,9 @@ def run_rank(rank: int, port: int, cases: list[tuple[str, list[int], tuple[int, 
         stages = [PipelineStage(modules[stage], stage, len(layers), torch.device("cpu")) for stage in held]
         runtime = schedules._PipelineScheduleRuntime(stages, num_microbatches, loss_fn=torch.nn.functional.mse_loss)
         runtime._load_csv(path)
+        done: list[str] = []
+        for stage in stages:
+            record(stage, done)
         inputs, targets = batch(num_microbatches)
         losses: list[Any] = []
         arguments = (inputs,) if 0 in held else ()
@@ -104,7 +128,7 @@ def run_rank(rank: int, port: int, cases: list[tuple[str, list[int], tuple[int, 
         else:
             runtime.step(*arguments)
         gradients = {stage: [weight.grad for weight in modules[stage].parameters()] for stage in held}
-        torch.save((losses, gradients), f"{out}/{number}-{rank}.pt")
+        torch.save((losses, gradients, done), f"{out}/{number}-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -146,8 +170,9 @@ def test_four_processes_compute_what_one_does(tmp_path: Path) -> None:
         losses, gradients = one_process(layers, num_microbatches)
         found: dict[int, list[Any]] = {}
         for rank in range(4):
-            rank_losses, rank_gradients = torch.load(tmp_path / f"{number}-{rank}.pt")
+            rank_losses, rank_gradients, done = torch.load(tmp_path / f"{number}-{rank}.pt")
             found |= rank_gradients
+            assert done == [str(action) for action in chosen[number][0].ranks[rank]]
             if rank_losses:
                 torch.testing.assert_close([loss.detach() for loss in rank_losses], losses)
         torch.testing.assert_close(found, gradients)
