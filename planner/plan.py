@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
@@ -17,7 +17,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import TrainingSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 
 Interval = tuple[float, float]
 Evidence = Literal["spec_sheet", "calibrated", "probed"]
