@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
 from planner.cli import options as o
-from planner.errors import SpecError
+from planner.errors import Infeasible, SolverError, SpecError
 from planner.files import STDOUT as STDIN
 from planner.files import refuse_to_overwrite
+from planner.plan import PricedLayout
+from planner.specs.training import SearchLimits
+
+if TYPE_CHECKING:
+    from planner.cli.inputs import Job
 
 MAX_LINE_BYTES = 2**20
+OWN_CHOICE_LIMIT_S = 10.0
 Runs = Annotated[
     str | None,
     o.text(o.JOB, "--runs", "FILE", 'Price many: a {"id": …, "run": {…}} a line in, an answer a line out; - is stdin.'),
@@ -67,7 +73,8 @@ def evaluate_command(
         _evaluate_runs(ctx, runs, json)
         return
     from planner.cli.inputs import read_job, read_parallelism
-    from planner.cli.output import answer
+    from planner.cli.output import dumps, save, show
+    from planner.report.terminal import render
     from planner.search.runs import fill_dp
     from planner.search.search import evaluate
 
@@ -76,7 +83,25 @@ def evaluate_command(
     if output is not None:
         refuse_to_overwrite(output, force)
     plan = evaluate(job.model, job.cluster, job.training, parallelism, runtime=job.runtime)
-    answer(plan, json, output, force, best_alone=True)
+    if save(plan, output, force):
+        return
+    if json:
+        sys.stdout.write(dumps(plan.best.model_dump(mode="json")))
+    else:
+        show(render(plan, _own_choice(job)))
+
+
+def _own_choice(job: Job) -> PricedLayout | None:
+    """What the planner would do with the same job; nothing where it finds no layout that fits."""
+    from planner.cli.output import waiting
+    from planner.search.search import plan
+
+    limits = SearchLimits(time_limit_s=OWN_CHOICE_LIMIT_S)
+    try:
+        with waiting("searching for the planner's own choice"):
+            return plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime).best
+    except (Infeasible, SolverError):
+        return None
 
 
 def _evaluate_runs(ctx: typer.Context, path: str, as_json: bool) -> None:

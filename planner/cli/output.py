@@ -6,7 +6,10 @@ import json
 import logging
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
+from threading import Timer
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -21,17 +24,24 @@ MAX_WIDTH = 100
 """Wider lines are harder to read."""
 
 
-def answer(plan: Plan, as_json: bool, output: str | None, force: bool, best_alone: bool = False) -> None:
-    """Save the plan where `output` says, then print it: a report, or JSON (of its best layout alone where asked)."""
-    if output is not None:
-        write_text(output, dumps(saved(plan).to_json()), force)
-        if output == STDOUT:
-            return
-        _log.info("wrote %s", output)
+def answer(plan: Plan, as_json: bool, output: str | None, force: bool) -> None:
+    """Save the plan where `output` says, then print it as a report or as JSON."""
+    if save(plan, output, force):
+        return
     if as_json:
-        sys.stdout.write(dumps(plan.best.model_dump(mode="json") if best_alone else plan.to_json()))
+        sys.stdout.write(dumps(plan.to_json()))
     else:
         show(render(plan))
+
+
+def save(plan: Plan, output: str | None, force: bool) -> bool:
+    """Write the plan file that other commands read; true where stdout has thereby got its answer."""
+    if output is None:
+        return False
+    write_text(output, dumps(saved(plan).to_json()), force)
+    if output != STDOUT:
+        _log.info("wrote %s", output)
+    return output == STDOUT
 
 
 def saved(plan: Plan) -> Plan:
@@ -39,6 +49,23 @@ def saved(plan: Plan) -> Plan:
     if plan.search is None:
         return plan
     return plan.model_copy(update={"search": plan.search.model_copy(update={"seconds": None})})
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner on stderr for what takes more than a second, on terminals only."""
+    if not sys.stderr.isatty() or not _log.isEnabledFor(logging.INFO):
+        yield
+        return
+    status = Console(stderr=True).status(what)
+    timer = Timer(1.0, status.start)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
 
 
 def dumps(data: Any, indent: int | None = 2) -> str:

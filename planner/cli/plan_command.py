@@ -55,14 +55,16 @@ def plan_command(
         _refuse_options_before(ctx)
         return
     from planner.cli.inputs import read_job, read_limits
-    from planner.cli.output import answer
+    from planner.cli.output import answer, waiting
     from planner.files import refuse_to_overwrite
     from planner.search.search import plan
 
     job, limits = read_job(ctx.params), read_limits(ctx.params)
     if output is not None:
         refuse_to_overwrite(output, force)
-    answer(plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime), json, output, force)
+    with waiting("searching"):
+        found = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime)
+    answer(found, json, output, force)
 
 
 def _refuse_options_before(ctx: typer.Context) -> None:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.measure import Measurement
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from planner.plan import Layout, Plan, PricedLayout, StagePlan
-from planner.report.format import bar, digits, gibibytes, large, percent, seconds
+from planner.report.format import digits, gibibytes, large, percent, seconds
+from planner.report.pieces import Bar, bullets, columns, section
 
 _MAX_ROWS = 16
 """Deeper pipelines show runs of alike stages as one row."""
 _PANEL_WIDTH = 76
+_LEAST_SHARE = 0.0005
+"""Of the step: what would show as 0.0%."""
 _EVIDENCE = {
     "spec_sheet": "spec sheet: peaks and typical efficiencies, nothing measured on this kind of GPU",
     "calibrated": "calibrated on measurements of this kind of GPU",
@@ -39,22 +41,9 @@ _BREAKDOWN = {
 }
 
 
-class _Bar:
-    """A bar as wide as its column lets it be, within limits."""
-
-    def __init__(self, fraction: float, widest: int, track: str = " ", style: str = "cyan") -> None:
-        self.fraction, self.widest, self.track, self.style = fraction, widest, track, style
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(3, self.widest)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Text(bar(self.fraction, min(self.widest, options.max_width), self.track), style=self.style)
-
-
-def render(plan: Plan) -> Group:
-    """The whole report of a plan, or of one evaluated layout."""
-    return Group(*_sections(plan))
+def render(plan: Plan, own: PricedLayout | None = None) -> Group:
+    """The whole report of a plan, or of one evaluated layout beside the planner's own choice for the same job."""
+    return Group(*_sections(plan, own))
 
 
 def summary(layout: PricedLayout) -> str:
@@ -63,31 +52,23 @@ def summary(layout: PricedLayout) -> str:
     return f"{layout.parallelism}: {seconds(layout.step.step_s)}, {gibibytes(_peak_bytes(layout))} GiB{fits}"
 
 
-def _sections(plan: Plan) -> Iterator[RenderableType]:
+def _sections(plan: Plan, own: PricedLayout | None) -> Iterator[RenderableType]:
     yield _panel(plan)
-    yield _section(f"Stages, on GPUs of {gibibytes(plan.cluster.hardware.memory_bytes)} GiB", _stages(plan))
-    yield _section(f"Where the {seconds(plan.step.step_s)} of a step go", _breakdown(plan))
+    if own is not None:
+        yield section(
+            "Beside the planner's own choice", Group(*_entry("given", plan.best), *_entry("own  ", own, plan.best))
+        )
+    yield section(f"Stages, on GPUs of {gibibytes(plan.cluster.hardware.memory_bytes)} GiB", _stages(plan))
+    yield section(f"Where the {seconds(plan.step.step_s)} of a step go", _breakdown(plan))
     if plan.alternatives:
-        yield _section("Alternatives, and what each trades", _alternatives(plan))
+        yield section("Alternatives, and what each trades", _alternatives(plan))
     if plan.rejections:
-        yield _section("Rejected shapes, by reason", _rejections(plan))
-    yield _section("How sure", _confidence(plan))
+        yield section("Rejected shapes, by reason", _rejections(plan))
+    yield section("How sure", _confidence(plan))
     if plan.assumptions:
-        yield _section("Assumptions that move the result", _bullets(plan.assumptions))
+        yield section("Assumptions that move the result", bullets(plan.assumptions))
     if plan.warnings:
-        yield _section("Warnings", _bullets(plan.warnings))
-
-
-def _section(title: str, body: RenderableType) -> Group:
-    return Group("", Text(title, style="bold"), Padding(body, (0, 0, 0, 1)))
-
-
-def _table(*justify: str | None, gap: int = 2) -> Table:
-    """A table without lines: a column per word of `justify`, l or r, that may wrap where it is None."""
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=False)
-    for where in justify:
-        table.add_column(justify="right" if where == "r" else "left", no_wrap=where is not None)
-    return table
+        yield section("Warnings", bullets(plan.warnings))
 
 
 def _panel(plan: Plan) -> Panel:
@@ -180,7 +161,7 @@ def _stages(plan: Plan) -> Table:
     stages, capacity_bytes = plan.stages, plan.cluster.hardware.memory_bytes
     grouped = len(stages) > _MAX_ROWS
     mixed = len({mode for stage in stages for mode, count in stage.recompute.items() if count}) > 1
-    table = _table("r", "l", "l", *("l" if mixed else ""), "r", "r", "r", "r", None, gap=1 if mixed else 2)
+    table = columns("r", "l", "l", *("l" if mixed else ""), "r", "r", "r", "r", None, gap=1 if mixed else 2)
     heads = ["stage", "layers", "holds", "in flight", "fwd ms", "bwd ms", "GiB", ""]
     if mixed:
         heads.insert(3, "recompute")
@@ -198,7 +179,7 @@ def _stages(plan: Plan) -> Table:
             f"{1e3 * max(s.forward_s + s.forward_comm_s for s in run):,.1f}",
             f"{1e3 * max(s.backward_s + s.backward_comm_s for s in run):,.1f}",
             gibibytes(worst) + ("!" if over else ""),
-            _Bar(worst / capacity_bytes, 16, "░", style="red" if over else "cyan"),
+            Bar(worst / capacity_bytes, 16, "░", style="red" if over else "cyan"),
         )
     return table
 
@@ -237,30 +218,40 @@ def _span(values: list[float], form: str) -> str:
 
 def _breakdown(plan: Plan) -> Table:
     items = [(label, getattr(plan.step.breakdown, name)) for name, label in _BREAKDOWN.items()]
-    table = _table("l", "r", "r", None)
-    for label, value_s in sorted((item for item in items if item[1] > 0), key=lambda item: -item[1]):
+    table = columns("l", "r", "r", None)
+    for label, value_s in sorted(items, key=lambda item: -item[1]):
         share = value_s / plan.step.step_s
-        table.add_row(label, seconds(value_s, plan.step.step_s), percent(share), _Bar(share, 32))
+        if share >= _LEAST_SHARE:
+            table.add_row(label, seconds(value_s, plan.step.step_s), percent(share), Bar(share, 32))
     return table
 
 
 def _alternatives(plan: Plan) -> Group:
-    """Two lines each: what it is and takes, then what it trades."""
-    best = plan.best
-    rows: list[RenderableType] = []
-    for rank, other in enumerate(plan.alternatives, start=1):
-        more = other.step.step_s / best.step.step_s - 1
-        table = Table.grid(padding=(0, 1), expand=True)
-        table.add_column(ratio=1)
-        table.add_column(justify="right", no_wrap=True)
-        figures = f"{seconds(other.step.step_s)}  +{percent(more)}  {gibibytes(_peak_bytes(other))} GiB"
-        table.add_row(Text.assemble(f"{rank}. ", (str(other.parallelism), "bold")), figures)
-        rows.append(table)
-        told = [part for part in _manner(other.parallelism) if part not in _manner(best.parallelism)]
-        text = "; ".join(part for part in (", ".join(told), other.trade) if part)
-        if text:
-            rows.append(Padding(Text(text, style="dim"), (0, 0, 0, 3)))
-    return Group(*rows)
+    entries = (_entry(f"{rank}.", other, plan.best) for rank, other in enumerate(plan.alternatives, start=1))
+    return Group(*(line for entry in entries for line in entry))
+
+
+def _entry(label: str, layout: PricedLayout, beside: PricedLayout | None = None) -> Iterator[RenderableType]:
+    """Two lines: what it is and takes; how it is run where that differs from `beside`, and what it trades."""
+    more = "" if beside is None or layout.trade else f"{layout.step.step_s / beside.step.step_s - 1:+.1%}  "
+    figures = f"{seconds(layout.step.step_s)}  {more}{gibibytes(_peak_bytes(layout))}{'' if layout.fits else '!'} GiB"
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_row(label, Text(_sizes(layout.parallelism), style="bold"), figures)
+    yield table
+    same = _manner(beside.parallelism) if beside else []
+    told = ", ".join(part for part in _manner(layout.parallelism) if part not in same)
+    if told or layout.trade:
+        text = Text("; ".join(part for part in (told, layout.trade) if part), style="dim")
+        yield Padding(text, (0, 0, 0, len(label) + 1))
+
+
+def _sizes(layout: Layout) -> str:
+    """The layout in fewer letters, to stand beside its figures."""
+    axes, _, batches = str(layout).partition(" · micro-batch ")
+    return f"{axes.replace(' × ', ' ')} · mb {batches}"
 
 
 def _peak_bytes(layout: PricedLayout) -> int:
@@ -268,7 +259,7 @@ def _peak_bytes(layout: PricedLayout) -> int:
 
 
 def _rejections(plan: Plan) -> Table:
-    table = _table("r", "l", None)
+    table = columns("r", "l", None)
     for reason, count in sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0])):
         example = plan.rejection_examples.get(reason, "")
         table.add_row(f"{count:,}", reason.replace("_", " "), Text(example, style="dim"))
@@ -276,7 +267,7 @@ def _rejections(plan: Plan) -> Table:
 
 
 def _confidence(plan: Plan) -> Table:
-    table = _table("l", None)
+    table = columns("l", None)
     table.add_row("evidence", _EVIDENCE[plan.evidence])
     search = plan.search
     if search is not None:
@@ -286,11 +277,4 @@ def _confidence(plan: Plan) -> Table:
         outcome = "proven" if search.outcome == "proven" else "stopped by the time limit"
         bound = f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model"
         table.add_row("solver", f"{outcome}, gap {percent(search.gap, 2)}: {bound}")
-    return table
-
-
-def _bullets(lines: Iterable[str]) -> Table:
-    table = _table("l", None)
-    for line in lines:
-        table.add_row("·", line)
     return table
