@@ -6,16 +6,22 @@ and time allow, recomputing as little as fits, and only together must they hold 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from planner.physics import memory
+from planner.physics.communication import p2p_s
 from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.operators import BF16
 from planner.physics.shape import FloatArray, Shape
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
+
+NEVER_S = 1e30
+"""Stands for infinity where it is multiplied by what may be zero."""
 
 BISECTIONS = 18
 """Halvings of the step-time interval: 2⁻¹⁸ of it is far below the reported gap."""
@@ -54,6 +60,14 @@ class Screen:
         return Screen(self.pricing, self.shape.take(index), self.table, self.kernel[index])
 
     @property
+    def p2p_s(self) -> FloatArray:
+        """Seconds of one transfer between stages."""
+        shape = self.shape
+        distance = np.asarray(shape.tp * shape.cp * shape.dp)
+        num_bytes = BF16 * shape.shard_tokens * self.pricing.model.hidden_size
+        return np.asarray(p2p_s(num_bytes, distance, self.pricing.cluster) * (np.asarray(shape.pp) > 1))
+
+    @property
     def ends_s(self) -> FloatArray:
         """Seconds of a micro-batch in embedding, head and multi-token prediction."""
         parts = [self.table.embedding, self.table.head] + ([self.table.mtp] if self.table.mtp else [])
@@ -80,6 +94,13 @@ def screen_of(pricing: Pricing, shape: Shape) -> Screen:
         seq_length=few.seq_length, sequence_parallel=few.sequence_parallel, dp=few.ep * few.etp,
     )  # fmt: skip
     return Screen(pricing, shape, pricing.table(kernels), kernel.astype(np.int64))
+
+
+def screen_of_one(pricing: Pricing, table: CostTable) -> Screen:
+    """A single shape whose table is already priced."""
+    shape = table.shape
+    arrays = Shape(**{f.name: np.atleast_1d(np.asarray(getattr(shape, f.name))) for f in fields(shape)})
+    return Screen(pricing, arrays, table, np.zeros(1, dtype=np.int64))
 
 
 def coarse_bound_s(screen: Screen) -> FloatArray:
@@ -125,24 +146,29 @@ def fits(screen: Screen) -> npt.NDArray[np.bool_]:
     return np.all([room_layers(screen, k) >= model.layers.count(k) for k in model.kinds], axis=0)
 
 
-def busiest_rank_s(screen: Screen, base: Recompute, whole: bool) -> FloatArray:
-    """Least seconds of a micro-batch on the busiest rank, where ranks recompute what their memory forces them to.
+def busiest_rank_s(
+    screen: Screen, base: Recompute, whole: bool, in_flight: Sequence[float] | None = None
+) -> FloatArray:
+    """Least T / M of any schedule, where ranks recompute what their memory forces them to.
 
     Layers not recomputed whole are in mode `base`; `whole` says whether any may be. For each layer kind by itself, the least
-    time in which all ranks together hold that kind's layers is found by bisection; the other kinds are taken as free.
+    time in which all ranks together hold that kind's layers is found by bisection; the other kinds are taken as free. Rank r
+    has T less the trip of one micro-batch through the ranks before it, of which each holds a layer at least. Ranks hold
+    `in_flight` micro-batches, or the least of any schedule. Infinite where nothing fits.
     """
     model = screen.pricing.model
     busiest = screen.work_s(base) / np.asarray(screen.shape.pp)
     for kind in model.kinds:
-        busiest = np.maximum(busiest, _kind_bound_s(screen, kind, base, whole))
+        busiest = np.maximum(busiest, _kind_bound_s(screen, kind, base, whole, in_flight))
     return busiest
 
 
-def _kind_bound_s(screen: Screen, kind: LayerKind, base: Recompute, whole: bool) -> FloatArray:
+def _kind_bound_s(
+    screen: Screen, kind: LayerKind, base: Recompute, whole: bool, in_flight: Sequence[float] | None
+) -> FloatArray:
     shape, table, model = screen.shape, screen.table, screen.pricing.model
     plain, full = table.layers[kind, base], table.layers[kind, "full"]
     count = model.layers.count(kind)
-    alone = len(model.kinds) == 1
     seconds = screen.part(plain, "total_s")[:, None]
     again = np.maximum(screen.part(full, "total_s")[:, None] - seconds, 1e-12)
     static, live = screen.static_bytes(plain)[:, None], screen.part(plain, "live_bytes")[:, None]
@@ -150,7 +176,9 @@ def _kind_bound_s(screen: Screen, kind: LayerKind, base: Recompute, whole: bool)
     pps = np.asarray(shape.pp)[:, None]
     rank = np.arange(int(pps.max(initial=1)))[None, :]
     exists = rank < pps
-    held = np.maximum(np.minimum(np.asarray(shape.num_microbatches)[:, None], pps - rank), 1)
+    held = np.maximum(np.minimum(np.asarray(shape.num_microbatches)[:, None], pps - rank), 1.0)
+    if in_flight is not None:
+        held = np.asarray(in_flight, dtype=float)[None, :]
     usable = memory.usable_bytes(shape, screen.pricing.cluster.hardware, screen.pricing.headroom_bytes)
     free = (usable - screen.part(plain, "transient_bytes"))[:, None] - (rank == 0) * screen.static_bytes(
         table.embedding
@@ -158,12 +186,17 @@ def _kind_bound_s(screen: Screen, kind: LayerKind, base: Recompute, whole: bool)
     free = np.maximum(free - (rank == pps - 1) * screen.static_bytes(table.head)[:, None], 0.0)
     first_s, last_s = (screen.part(part, "total_s")[:, None] for part in (table.embedding, table.head))
     ends_s = (rank == 0) * first_s + (rank == pps - 1) * last_s
+    quickest = np.min([screen.part(table.layers[k, base], "total_s") for k in model.kinds], axis=0)[:, None]
+    hop = quickest + 2 * np.broadcast_to(np.asarray(screen.p2p_s), len(screen.kernel))[:, None]
+    stages_before = np.maximum(rank - (1 if screen.pricing.runtime.head_only_stage else 0), 0)
+    trip_s = stages_before * hop / np.asarray(shape.num_microbatches)[:, None]
+    ends_s = ends_s + trip_s
     roomy = np.floor(free / (static + held * live))
     # layers = (busy + again·free/saved-bytes-in-flight) / (seconds + again·bytes per layer / saved bytes): memory binds
     rate = again / (held * saved)
     tight = np.floor(free / (static + held * (live - saved))) if whole else roomy
     low = np.zeros(len(screen.kernel))
-    high = count * (seconds + again)[:, 0] + first_s[:, 0] + last_s[:, 0]
+    high = count * (seconds + again)[:, 0] + ends_s.max(axis=1)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         busy = np.maximum(middle[:, None] - ends_s, 0.0)
@@ -171,10 +204,10 @@ def _kind_bound_s(screen: Screen, kind: LayerKind, base: Recompute, whole: bool)
         if whole:
             layers = np.minimum(layers, np.maximum((busy + rate * free) / (seconds + rate * (static + held * live)), 0))
         layers = np.minimum(layers, tight)
-        layers = np.floor(layers + 1e-9) if alone else layers
+        layers = np.floor(layers + 1e-9)
         enough = (layers * exists).sum(axis=1) >= count
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    return low
+    return np.where((tight * exists).sum(axis=1) < count, np.inf, low)
 
 
 def schedule_bound_s(
@@ -188,6 +221,8 @@ def schedule_bound_s(
     """
     shape = screen.shape
     work, steps = screen.work_s(base), np.asarray(shape.num_microbatches)
+    busiest_s = np.where(np.isfinite(busiest_s), busiest_s, NEVER_S)
     plain = np.where(steps > np.asarray(shape.pp), (steps - 1 - shape.pp) * busiest_s + 2 * work, 0.0)
     plain = np.where(np.asarray(shape.pp) == 1, steps * work, plain)
-    return np.maximum(np.maximum(steps * busiest_s, work), np.where(interleaves, 0.0, plain))
+    least = np.maximum(np.maximum(steps * busiest_s, work), np.where(interleaves, 0.0, plain))
+    return np.where(busiest_s >= NEVER_S, np.inf, least)

@@ -8,13 +8,15 @@ bound is left below the incumbent less the gap asked for, or when time is up; ei
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.physics.cost import CostTable, Pricing
 from planner.physics.shape import FloatArray, Shape
+from planner.schedule.orders import in_flight_microbatches
 from planner.search import bounds
 from planner.search.candidates import Rejections, interleavings, scalar
 from planner.search.ilp import solve
@@ -28,6 +30,12 @@ BLOCK = 1024
 SHRINK = 0.98
 """Memory planned with after a split that the replay showed not to fit."""
 MAX_SHRINKS = 3
+RUNNERS_UP = 40
+NODES_PER_ALTERNATIVE = 2
+"""Shapes, and nodes of each, that are looked at for alternatives once the best is proven."""
+ALTERNATIVE_SLACK = 1.5
+ALTERNATIVE_GAP = 0.01
+"""How many times slower than the best an alternative may be, and how near its own optimum it is solved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,10 @@ class Branch:
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
     complete: bool = True
+    runners_up: list[tuple[Shape, FloatArray]] = field(default_factory=list)
+    """Shapes that were cut, nearest first."""
+    slack: float | None = None
+    """Once alternatives are wanted: how many times slower than the best they may be."""
 
     @property
     def best(self) -> Found | None:
@@ -87,7 +99,9 @@ class Branch:
     def cutoff_s(self, gap_fraction: float) -> float:
         """A node whose bound is not below this cannot beat the incumbent by more than the gap."""
         best = self.best
-        return np.inf if best is None else best.step_s * (1 - gap_fraction)
+        if best is None:
+            return np.inf
+        return best.step_s * (1 - gap_fraction if self.slack is None else self.slack)
 
     def run(self, screen: bounds.Screen) -> None:
         """Search all shapes of `screen` (those that can fit)."""
@@ -102,18 +116,33 @@ class Branch:
 
     def _run_block(self, screen: bounds.Screen, coarse: FloatArray) -> None:
         """Refine a block's bounds and work through its shapes, best bound first."""
-        refined = np.maximum(coarse, self._refined_s(screen))
-        for index in np.argsort(refined, kind="stable"):
-            bound = float(refined[index])
-            if not np.isfinite(bound):
-                continue
+        refined = np.maximum(self._refined_s(screen), coarse)
+        order = [int(i) for i in np.argsort(refined.min(axis=0), kind="stable") if np.isfinite(refined[:, i].min())]
+        for position, index in enumerate(order):
+            bound = float(refined[:, index].min())
             if bound >= self.cutoff_s(self.limits.gap_fraction) or self._late():
                 self._leave(bound)
+                self.runners_up += [(scalar(screen.shape, i), refined[:, i]) for i in order[position:][:RUNNERS_UP]]
                 return
-            self._run_shape(scalar(screen.shape, int(index)), bound)
+            self._run_shape(scalar(screen.shape, index), refined[:, index])
+
+    def run_alternatives(self) -> None:
+        """Solve further shapes, best bound first, until there are as many layouts as asked for; they change no proof."""
+        proof = self.lower_bound_s, self.complete
+        self.slack = ALTERNATIVE_SLACK
+        for shape, bounds_s in sorted(self.runners_up, key=lambda one: float(one[1].min())):
+            if len(self.found) > self.limits.top or self._late():
+                break
+            options = interleavings(shape, self.pricing.model, self.limits, self.pricing.runtime)
+            for node in sorted(self._nodes(options, bounds_s), key=lambda node: node.guess_s)[:NODES_PER_ALTERNATIVE]:
+                before = len(self.found)
+                self._solve_choice(node, node.choice)
+                if len(self.found) > before:
+                    break
+        self.lower_bound_s, self.complete = proof
 
     def _refined_s(self, screen: bounds.Screen) -> FloatArray:
-        """The best bound over recompute choices."""
+        """Bounds per recompute choice (rows) and shape."""
         shape, limits = screen.shape, self.limits
         allowed = limits.schedule or self.pricing.runtime.schedules
         multiple = np.asarray(shape.num_microbatches) % np.asarray(shape.pp) == 0
@@ -121,14 +150,21 @@ class Branch:
         interleaves = (np.asarray(shape.pp) > 1) & can
         if self.pricing.runtime.interleaved_microbatch_multiple:
             interleaves &= multiple
-        best = np.full(len(screen.kernel), np.inf)
-        for choice in self.choices:
-            base = "full" if choice.whole == "all" else choice.base
-            busiest = bounds.busiest_rank_s(screen, base, choice.whole in ("one_count", "per_stage"))
-            best = np.minimum(best, bounds.schedule_bound_s(screen, busiest, base, interleaves))
-        return best
+        return np.array([self._bound_s(screen, choice, interleaves) for choice in self.choices])
 
-    def _run_shape(self, shape: Shape, bound_s: float) -> None:
+    def _bound_s(
+        self,
+        screen: bounds.Screen,
+        choice: RecomputeChoice,
+        interleaves: npt.NDArray[np.bool_],
+        in_flight: Sequence[float] | None = None,
+    ) -> FloatArray:
+        base = "full" if choice.whole == "all" else choice.base
+        whole = choice.whole in ("one_count", "per_stage")
+        busiest = bounds.busiest_rank_s(screen, base, whole, in_flight)
+        return bounds.schedule_bound_s(screen, busiest, base, interleaves)
+
+    def _run_shape(self, shape: Shape, bounds_s: FloatArray) -> None:
         """Open a shape into its nodes and solve those that can still win, the most promising first."""
         options = interleavings(shape, self.pricing.model, self.limits, self.pricing.runtime)
         if not options:
@@ -136,7 +172,7 @@ class Branch:
                 "no_schedule", 1, f"no schedule runs pp {shape.pp} with {shape.num_microbatches} micro-batches"
             )
             return
-        nodes = sorted(self._nodes(options, bound_s), key=lambda node: node.guess_s)
+        nodes = sorted(self._nodes(options, bounds_s), key=lambda node: node.guess_s)
         for node in nodes:
             if node.bound_s >= self.cutoff_s(self.limits.gap_fraction):
                 self._leave(node.bound_s)
@@ -146,41 +182,64 @@ class Branch:
             else:
                 self._solve(node)
 
-    def _nodes(self, options: list[tuple[Shape, str]], bound_s: float) -> Iterator[Open]:
+    def _nodes(self, options: list[tuple[Shape, str]], bounds_s: FloatArray) -> Iterator[Open]:
+        """The schedules and recompute choices of one shape whose bounds still allow a win, each with its own in-flight."""
         pricing = self.pricing
         table = pricing.table(options[0][0])
         for shape, schedule in options:
             one = replace(table, shape=shape)
-            for choice in self.choices:
+            steps, pp, vpp = int(shape.num_microbatches), int(shape.pp), int(shape.vpp)
+            in_flight = in_flight_microbatches(schedule, pp, vpp, steps)
+            screen, interleaved = bounds.screen_of_one(pricing, one), np.array([vpp > 1])
+            for choice, shape_bound in zip(self.choices, bounds_s, strict=True):
+                if shape_bound >= self.cutoff_s(self.limits.gap_fraction):
+                    self._leave(float(shape_bound))
+                    continue
+                bound = max(float(shape_bound), float(self._bound_s(screen, choice, interleaved, in_flight)[0]))
+                if not np.isfinite(bound):
+                    continue
                 mode = "full" if choice.whole == "all" else choice.base
-                busy = sum(float(table.layers[k, mode].total_s) * n for k, n in pricing.kind_counts.items()) / int(
-                    shape.pp
-                )
-                steps, pp, vpp = int(shape.num_microbatches), int(shape.pp), int(shape.vpp)
+                busy = sum(float(table.layers[k, mode].total_s) * n for k, n in pricing.kind_counts.items()) / pp
                 fill = (pp - 1) * (busy / vpp + 2 * float(table.p2p_s))
                 guess = steps * busy * unevenness(pricing.model.num_hidden_layers, pp, vpp) + fill
-                plain = steps * busy + (pp - 1) * busy if vpp == 1 and len(pricing.kind_counts) == 1 else 0.0
-                yield Open(max(bound_s, 0.0), max(guess, plain, bound_s), one, schedule, choice)
+                yield Open(bound, max(guess, bound), one, schedule, choice)
 
     def _solve(self, node: Open) -> None:
-        """Solve one node, replay its split, and keep it where it is the fastest of its kind."""
-        usable = 1.0
+        """Solve one node and remember its bound.
+
+        Where one number of recomputed layers holds for all stages, none is tried first: mostly it fits, and is fast enough
+        for the node's own bound to rule the others out.
+        """
+        if node.choice.whole == "one_count":
+            self._solve_choice(node, RecomputeChoice(node.choice.base, "none"))
+            if node.bound_s >= self.cutoff_s(self.limits.gap_fraction):
+                self._leave(node.bound_s)
+                return
+        self._leave(max(node.bound_s, self._solve_choice(node, node.choice)))
+
+    def _solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
+        """Solve, replay, and keep the split where it is the fastest of its kind; the solver's bound (∞: nothing fits)."""
+        usable, bound = 1.0, np.inf
         for _ in range(MAX_SHRINKS):
-            problem = node_of(self.pricing, node.table, node.choice, node.schedule, usable)
+            cutoff = self.cutoff_s(self.limits.gap_fraction)
+            problem = node_of(self.pricing, node.table, choice, node.schedule, usable, cutoff)
+            if self.slack is not None:
+                problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
             self.num_ilps += 1
             solution = solve(problem, self.deadline_s - time.monotonic())
             if solution is None:
-                return
-            if usable == 1.0:
-                self._leave(max(node.bound_s, solution.bound_s))
+                bound = min(bound, cutoff)
+                break
+            bound = min(bound, solution.bound_s)
             if solution.bound_s >= self.cutoff_s(0.0):
-                return
+                break
             split = split_of(self.pricing, problem, solution)
             if split_fits(self.pricing, node.table, split, node.schedule):
                 seconds = step_s(self.pricing, node.table, split, node.schedule)
                 self._keep(Found(seconds, node.table, split, node.schedule))
-                return
+                break
             usable *= SHRINK
+        return float(bound)
 
     def _keep(self, found: Found) -> None:
         known = self.found.get(found.key)

@@ -233,9 +233,14 @@ def interleavings(
     if (plain in allowed or (plain == "none" and limits.schedule is None)) and 1 in (limits.vpp or (1,)):
         options.append((shape, plain))
     if pp > 1 and "interleaved-1f1b" in allowed and microbatches >= pp:
-        # chunks that hold only embedding or head need no layer
-        slots = model.num_hidden_layers + (2 if runtime.head_only_stage else 0)
-        for vpp in limits.vpp or range(2, slots // pp + 1):
-            if vpp > 1 and pp * vpp <= slots and not (runtime.interleaved_microbatch_multiple and microbatches % pp):
+        for vpp in limits.vpp or range(2, (model.num_hidden_layers + 2) // pp + 1):
+            multiple = not runtime.interleaved_microbatch_multiple or microbatches % pp == 0
+            if vpp > 1 and multiple and cuts_evenly(model.num_hidden_layers, pp * int(vpp), runtime.head_only_stage):
                 options.append((replace(shape, vpp=int(vpp)), "interleaved-1f1b"))
     return options
+
+
+def cuts_evenly(num_layers: int, num_stages: int, empty_ends: bool) -> bool:
+    """Whether equal stages hold the layers when the first and the last may hold fewer (none, where `empty_ends`)."""
+    chunk = -(-num_layers // num_stages)
+    return num_stages * chunk - num_layers <= 2 * (chunk - (0 if empty_ends else 1))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from planner.errors import SpecError
 from planner.physics.cost import Pricing
 from planner.physics.shape import Shape
-from planner.schedule.orders import SCHEDULES, violation
+from planner.schedule.orders import violation
 from planner.search.candidates import rules_for
 from planner.search.split import Split, even_counts, parse_layout, splits_from_counts
 from planner.specs.model import ModelSpec
@@ -36,8 +36,9 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
         schedule = "interleaved-1f1b"
     if shape.pp == 1 and schedule in ("1f1b", "interleaved-1f1b"):
         schedule = "none"
-    if schedule not in SCHEDULES or (error := violation(schedule, shape.pp, shape.vpp, shape.num_microbatches)):
-        raise violation(schedule, shape.pp, shape.vpp, shape.num_microbatches) or error
+    error = violation(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
+    if error is not None:
+        raise error
     split = _split(pricing.model, wanted, shape)
     warnings = [
         f"{pricing.runtime.name} refuses this layout: {rule.message(pricing.model, pricing.training, shape)}"
@@ -63,7 +64,7 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
             f"micro_batch_size {wanted.micro_batch_size} = {per_step}",
             f"use {max(1, training.global_batch_size // per_step) * per_step} sequences, or another dp",
         )
-    zero = wanted.zero_stage
+    zero: int | None = wanted.zero_stage
     if zero is None:
         stages = pricing.runtime.zero_stages
         zero = 3 if wanted.fsdp is not None else 1 if 1 in stages else stages[0]

@@ -5,15 +5,15 @@ numbered i, kinds κ. t, f, b are seconds of one micro-batch (forward plus backw
 M micro-batches, c seconds of a transfer.
 
     filled[r,i] ∈ ℕ      layers of run i on the first-row stages 0 … r
-    rest[r] ∈ ℕ          layers of the last run on rank r's other chunks (interleaving only)
+    chunk ∈ ℕ            layers of every virtual stage (interleaving only), but for the end stages: missing[end] ∈ ℕ fewer
     recomputed[r,κ] ∈ ℕ  layers of kind κ on rank r that are recomputed whole
     T, gradients, parameters, optimizer ≥ 0
 
     minimise T + gradients + parameters + optimizer
-    1. layers     filled grows with r and reaches each run's length; the last run is filled by the first row and the rest → _add_layers
+    1. layers     filled grows with r and reaches each run's length; the last run also fills the later chunks → _add_layers
     2. order      run i + 1 starts on or after the stage that finishes run i (binary finished[r,i])           → _add_layers
-    3. chunks     no stage is empty, unless it holds the embedding or the head and the trainer allows that; the chunks of a rank
-                  differ by about one layer                                                               → _add_chunks
+    3. chunks     no stage is empty, unless it holds the embedding or the head and the trainer allows that; interleaved
+                  stages are equal, but for the first and the last: the order stalls on unequal ones          → _add_chunks
     4. recompute  recomputed[r,κ] ≤ layers of κ on r; one number for all where the trainer has one setting   → _add_recompute
     5. time       T ≥ every lower bound of the schedule on every rank (any order; at most k in flight)       → _add_time
     6. memory     static + in flight · live + transient ≤ usable on every rank                               → _add_memory
@@ -25,6 +25,7 @@ differ little, so the optimum is a certificate; the gap to the replay is reporte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,6 +36,7 @@ from planner.errors import SolverError
 from planner.physics.cost import PartCost
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
+from planner.specs.units import GIB
 
 Expression = Any
 """A pulp expression, a variable or a number."""
@@ -62,6 +64,12 @@ class Node:
     """Micro-batches that each rank holds at its fullest, in units of all its chunks."""
     usable_bytes: float
     p2p_s: float
+    blocking_p2p: bool = False
+    """Whether a rank waits for its transfers."""
+    cutoff_s: float = math.inf
+    """Solutions that take longer are of no interest."""
+    gap_fraction: float = 1e-4
+    """How near the optimum is near enough."""
     empty_ends: bool = False
     """The first and the last virtual stage may hold no decoder layer."""
     gradient_overlap_fraction: float = 0.0
@@ -78,15 +86,14 @@ class Solution:
     """Of these, on its first chunk."""
     recomputed: tuple[tuple[int, ...], ...]
     """Of each rank and kind, layers recomputed whole (one_count: of each virtual stage)."""
-    objective_s: float
     bound_s: float
     """Proven lower bound of the objective; 0 where the solver was stopped."""
 
 
 def solve(node: Node, time_limit_s: float) -> Solution | None:
-    """Solve one node; None when no split fits. Raises SolverError when the solver stops without an answer."""
+    """Solve one node; None when no split fits and is quicker than the cutoff. Raises SolverError when the solver stops without an answer."""
     program = _Program(node)
-    program.problem.solve(pulp.HiGHS(msg=False, timeLimit=max(time_limit_s, 0.05), gapRel=1e-6, threads=1))
+    program.problem.solve(pulp.HiGHS(msg=False, timeLimit=max(time_limit_s, 0.05), gapRel=node.gap_fraction, threads=1))
     status = program.problem.sol_status
     if status == pulp.LpSolutionInfeasible:
         return None
@@ -106,7 +113,6 @@ class _Program:
         self.problem = pulp.LpProblem("split", pulp.LpMinimize)
         self.kinds = list(dict.fromkeys(kind for kind, _ in node.runs))
         self._add_layers()
-        self._add_chunks()
         self._add_recompute()
         self._add_time()
         self._add_memory()
@@ -145,13 +151,16 @@ class _Program:
         for rank in range(1, node.pp):
             for run, count in enumerate(self.first[rank]):
                 self.problem += count >= 0, f"grows_{rank}_{run}"
+        self.first_row = [pulp.lpSum(row) for row in self.first]
         self.rest: list[Expression] = [0] * node.pp
         if interleaved:
-            self.rest = [self._variable(f"rest_{r}", lengths[-1], integer=True) for r in range(node.pp)]
+            self._add_chunks()
             self.problem += pulp.lpSum(self.rest) + filled[-1][-1] == lengths[-1], "layers"
-        self.first_row = [pulp.lpSum(row) for row in self.first]
         self.totals = [row + rest for row, rest in zip(self.first_row, self.rest, strict=True)]
         self.layers = [self._by_kind(row, rest) for row, rest in zip(self.first, self.rest, strict=True)]
+        for rank, total in enumerate(self.totals if not interleaved else []):
+            empty = node.empty_ends and rank in (0, node.pp - 1) and node.pp > 1
+            self.problem += total >= (0 if empty else 1), f"held_{rank}"
 
     def _by_kind(self, row: Sequence[Expression], rest: Expression) -> dict[LayerKind, Expression]:
         """Layers of each kind, from counts per run and the last run's rest."""
@@ -162,21 +171,15 @@ class _Program:
         return counts
 
     def _add_chunks(self) -> None:
-        """Row 3."""
-        node = self.node
+        """Row 3, where chunks interleave."""
+        node, most = self.node, sum(length for _, length in self.node.runs)
+        chunk = self._variable("chunk", most, integer=True)
+        missing = [self._variable(f"missing_{end}", most, integer=True) for end in ("first", "last")]
         for rank in range(node.pp):
-            spare_first = node.empty_ends and rank == 0 and node.pp * node.vpp > 1
-            spare_last = node.empty_ends and rank == node.pp - 1 and node.pp * node.vpp > 1
-            others = node.vpp - 1
-            self.problem += (
-                self.first_row[rank] >= (0 if spare_first or (spare_last and not others) else 1),
-                f"held_{rank}",
-            )
-            if others:
-                self.problem += self.rest[rank] >= others - (1 if spare_last else 0), f"rest_held_{rank}"
-                self.problem += others * self.first_row[rank] <= self.rest[rank] + others, f"chunk_most_{rank}"
-                least = 2 * others if spare_first else others
-                self.problem += others * self.first_row[rank] >= self.rest[rank] - least, f"chunk_least_{rank}"
+            self.problem += self.first_row[rank] == chunk - (missing[0] if rank == 0 else 0), f"chunk_first_{rank}"
+            self.rest[rank] = (node.vpp - 1) * chunk - (missing[1] if rank == node.pp - 1 else 0)
+        for end in missing:
+            self.problem += end <= chunk - (0 if node.empty_ends else 1), f"held_{end.name}"
 
     def _add_recompute(self) -> None:
         """Row 4: `whole[r][κ]` layers of kind κ that rank r recomputes whole."""
@@ -200,7 +203,7 @@ class _Program:
 
     def _layers(self, rank: int, quantity: str) -> Expression:
         """A linear quantity of the layers on a rank, under their modes."""
-        node, terms = self.node, 0
+        node, terms = self.node, pulp.LpAffineExpression()
         for kind, count in self.layers[rank].items():
             plain = float(getattr(node.layers[kind, node.base], quantity))
             terms = terms + plain * count
@@ -220,16 +223,19 @@ class _Program:
 
     def _add_time(self) -> None:
         """Row 5."""
-        self.makespan = self._variable("T")
+        self.makespan = self._variable("T", None if math.isinf(self.node.cutoff_s) else self.node.cutoff_s)
         if self.node.vpp == 1:
             self._add_one_f_one_b()
         else:
             self._add_interleaved()
 
     def _add_one_f_one_b(self) -> None:
-        """At most k = min(M, pp − r) in flight: what of the trip below a rank k forwards (or backwards) cannot fill is idle."""
+        """At most k = min(M, pp − r) in flight: what of the trip below a rank k forwards (or backwards) cannot fill is idle.
+
+        Where transfers block, a rank spends c between any two of its 2M actions as well.
+        """
         node, pp = self.node, self.node.pp
-        hop = 2 * node.p2p_s
+        hop, pause = 2 * node.p2p_s, node.p2p_s if node.blocking_p2p and node.pp > 1 else 0.0
         forward, backward, before = [], [], [0]
         for rank in range(pp):
             forward.append(self._named(f"forward_{rank}", self._rank(rank, "forward_total_s")))
@@ -237,12 +243,12 @@ class _Program:
             before.append(self._named(f"trip_{rank}", before[-1] + forward[rank] + backward[rank]))
         for rank in range(pp):
             held = min(node.num_microbatches, pp - rank)
-            base = node.num_microbatches * (forward[rank] + backward[rank]) + before[rank] + rank * hop
-            below = before[pp] - before[rank + 1] + (pp - 1 - rank) * hop
+            busy = node.num_microbatches * (forward[rank] + backward[rank]) + (2 * node.num_microbatches - 1) * pause
+            below = before[pp] - before[rank + 1] + (pp - 1 - rank) * hop - held * pause
             first, last = below - (held - 1) * forward[rank], below - (held - 1) * backward[rank]
             waits = [0, first, last] + ([first + last] if node.num_microbatches > held else [])
             for number, wait in enumerate(waits):
-                self.problem += self.makespan >= base + wait, f"time_{rank}_{number}"
+                self.problem += self.makespan >= busy + before[rank] + rank * hop + wait, f"time_{rank}_{number}"
 
     def _add_interleaved(self) -> None:
         """Any order: M·t of the rank, and the trips through the first chunks before it."""
@@ -264,7 +270,8 @@ class _Program:
             if rank == 0:
                 live = live + (node.in_flight[0] - 1) * float(node.embedding.live_bytes)
             transient = max(layer, float(node.head.transient_bytes) if rank == node.pp - 1 else 0.0)
-            self.problem += self._rank(rank, "static_bytes") + live + transient <= node.usable_bytes, f"memory_{rank}"
+            needed = self._rank(rank, "static_bytes") + live + transient
+            self.problem += needed * (1 / GIB) <= node.usable_bytes / GIB, f"memory_{rank}"
 
     def _add_ends(self) -> None:
         """Row 7."""
@@ -278,7 +285,7 @@ class _Program:
             self.problem += self.optimizer >= self._rank(rank, "optimizer_s"), f"optimizer_{rank}"
 
     def solution(self, proven: bool) -> Solution:
-        objective = float(pulp.value(self.problem.objective))
+        info = self.problem.solverModel.getInfo()
         whole = (
             self.whole if self.node.whole != "one_count" else [dict.fromkeys(self.kinds, self.common)] * self.node.pp
         )
@@ -286,8 +293,7 @@ class _Program:
             totals=tuple(map(_count, self.totals)),
             first_row=tuple(map(_count, self.first_row)),
             recomputed=tuple(tuple(map(_count, row.values())) for row in whole),
-            objective_s=objective,
-            bound_s=objective if proven else 0.0,
+            bound_s=float(info.mip_dual_bound if proven else 0.0),
         )
 
 

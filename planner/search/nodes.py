@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from planner.physics.cost import CostTable, PartCost, Pricing, sum_parts
@@ -27,7 +28,12 @@ class RecomputeChoice:
 
 
 def node_of(
-    pricing: Pricing, table: CostTable, choice: RecomputeChoice, schedule: str, usable_fraction: float = 1.0
+    pricing: Pricing,
+    table: CostTable,
+    choice: RecomputeChoice,
+    schedule: str,
+    usable_fraction: float = 1.0,
+    cutoff_s: float = math.inf,
 ) -> Node:
     """The integer program's numbers for one shape."""
     shape, runtime, model = table.shape, pricing.runtime, pricing.model
@@ -51,6 +57,8 @@ def node_of(
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
         usable_bytes=float(table.usable_bytes) * usable_fraction - received,
         p2p_s=float(table.p2p_s),
+        blocking_p2p=not (runtime.interleaved_p2p_overlap if vpp > 1 else runtime.p2p_overlap),
+        cutoff_s=cutoff_s,
         empty_ends=runtime.head_only_stage,
         gradient_overlap_fraction=runtime.gradient_overlap_fraction,
         parameter_overlap_fraction=runtime.parameter_overlap_fraction,

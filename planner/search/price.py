@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -11,12 +12,18 @@ from planner.physics.cost import CostTable, PartCost, Pricing
 from planner.physics.layers import ModelTotals, model_totals
 from planner.physics.memory import reserved_bytes
 from planner.physics.operators import BF16
+from planner.physics.shape import FloatArray
 from planner.plan import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
 from planner.schedule.orders import Schedule, build_schedule
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.schedule.timeline import Timeline
 from planner.search.split import Split, held_parts, stage_costs
 from planner.specs.training import Recompute
+
+
+STEADY_ROUNDS = (3, 4)
+"""Rounds of pp micro-batches after which a pipeline repeats itself: the search replays these and extrapolates; what is
+reported is replayed in full."""
 
 
 def durations_of(table: CostTable, costs: list[PartCost], pricing: Pricing) -> Durations:
@@ -34,12 +41,64 @@ def durations_of(table: CostTable, costs: list[PartCost], pricing: Pricing) -> D
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What the replay says of one step's pipeline; arrays are per rank."""
+
+    num_microbatches: int
+    makespan_s: float
+    busy_s: FloatArray
+    transfer_s: FloatArray
+    """Time a rank waits for transfers under way."""
+    in_flight_microbatches: FloatArray
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share over all ranks."""
+        return 1 - float(self.busy_s.mean()) / self.makespan_s if self.makespan_s else 0.0
+
+
+def run_pipeline(table: CostTable, durations: Durations, schedule: str, exact: bool) -> Pipeline:
+    """Replay one step; unless `exact`, a few rounds of it, whose last one is repeated for the rest."""
+    shape = table.shape
+    pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    short, long = (rounds * pp for rounds in STEADY_ROUNDS)
+    if exact or pp == 1 or wanted <= long or wanted % pp:
+        return _pipeline(replay(build_schedule(schedule, pp, vpp, wanted), durations))
+    few, more = (_pipeline(replay(build_schedule(schedule, pp, vpp, m), durations)) for m in (short, long))
+    further = (wanted - long) / (long - short)
+    return Pipeline(
+        num_microbatches=wanted,
+        makespan_s=more.makespan_s + further * (more.makespan_s - few.makespan_s),
+        busy_s=more.busy_s + further * (more.busy_s - few.busy_s),
+        transfer_s=more.transfer_s + further * (more.transfer_s - few.transfer_s),
+        in_flight_microbatches=more.in_flight_microbatches,
+    )
+
+
+def _pipeline(timeline: Timeline) -> Pipeline:
+    return Pipeline(
+        num_microbatches=timeline.schedule.num_microbatches,
+        makespan_s=timeline.makespan_s,
+        busy_s=timeline.busy_s,
+        transfer_s=timeline.idle_s["transfer"],
+        in_flight_microbatches=timeline.peak_in_flight_microbatches,
+    )
+
+
 def step_s(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> float:
     """Seconds of one step: what the search compares, without the report around it."""
     costs = stage_costs(table, pricing.model, split)
-    shape = table.shape
-    order = build_schedule(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
-    return makespan_s(order, durations_of(table, costs, pricing)) + sum(_ends(pricing, table, _by_rank(costs, table)))
+    shape, durations = table.shape, durations_of(table, costs, pricing)
+    pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    # beyond a few rounds every further micro-batch adds the same: two short replays give the slope
+    short, long = (rounds * pp for rounds in STEADY_ROUNDS)
+    if pp == 1 or wanted <= long or wanted % pp:
+        pipeline = makespan_s(build_schedule(schedule, pp, vpp, wanted), durations)
+    else:
+        few, more = (makespan_s(build_schedule(schedule, pp, vpp, m), durations) for m in (short, long))
+        pipeline = more + (more - few) / (long - short) * (wanted - long)
+    return pipeline + sum(_ends(pricing, table, _by_rank(costs, table)))
 
 
 def _by_rank(costs: list[PartCost], table: CostTable) -> list[PartCost]:
@@ -88,11 +147,18 @@ def peak_activation_bytes(order: Schedule, live_bytes: list[float]) -> list[floa
     return [float(np.cumsum(sign * live[stage]).max()) for stage, sign in _held_changes(order)]
 
 
+def _few_rounds(table: CostTable, schedule: str) -> Schedule:
+    """The schedule over as many micro-batches as it takes to hold all that it will ever hold."""
+    shape = table.shape
+    pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    few = STEADY_ROUNDS[0] * pp
+    return build_schedule(schedule, pp, vpp, few if few < wanted and wanted % pp == 0 else wanted)
+
+
 def split_fits(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> bool:
     """Whether every stage fits when the schedule's own order says what it holds in flight."""
     costs = stage_costs(table, pricing.model, split)
-    shape = table.shape
-    order = build_schedule(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
+    order = _few_rounds(table, schedule)
     peaks = peak_activation_bytes(order, [float(cost.live_bytes) for cost in costs])
     capacity = pricing.cluster.hardware.memory_bytes - pricing.headroom_bytes
     return all(
@@ -102,15 +168,24 @@ def split_fits(pricing: Pricing, table: CostTable, split: Split, schedule: str) 
 
 
 def price_layout(
-    pricing: Pricing, table: CostTable, split: Split, schedule: str, num_gpus: int, totals: ModelTotals | None = None
+    pricing: Pricing,
+    table: CostTable,
+    split: Split,
+    schedule: str,
+    num_gpus: int,
+    totals: ModelTotals | None = None,
+    exact: bool = True,
 ) -> PricedLayout:
     """Everything a plan says about one layout."""
     costs = stage_costs(table, pricing.model, split)
     ranks, shape = _by_rank(costs, table), table.shape
-    order = build_schedule(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
-    timeline = replay(order, durations_of(table, costs, pricing))
+    pipeline = run_pipeline(table, durations_of(table, costs, pricing), schedule, exact)
+    peaks = peak_activation_bytes(_few_rounds(table, schedule), [float(cost.live_bytes) for cost in costs])
     ends = _ends(pricing, table, ranks)
-    stages = tuple(_stage(pricing, table, split, costs, timeline, rank) for rank in range(int(shape.pp)))
+    stages = tuple(
+        _stage(pricing, table, split, costs, float(pipeline.in_flight_microbatches[rank]), peaks[rank], rank)
+        for rank in range(int(shape.pp))
+    )
     capacity = pricing.cluster.hardware.memory_bytes - pricing.headroom_bytes
     totals = totals or model_totals(pricing.model, pricing.runtime, pricing.training.seq_length)
     return PricedLayout(
@@ -118,7 +193,7 @@ def price_layout(
         fits=all(stage.memory.total_bytes <= capacity for stage in stages),
         parallelism=_layout(pricing, table, split, schedule, num_gpus),
         stages=stages,
-        step=_step(pricing, timeline, ranks, ends, totals, num_gpus, float(shape.num_ranks)),
+        step=_step(pricing, pipeline, ranks, ends, totals, num_gpus, float(shape.num_ranks)),
     )
 
 
@@ -153,7 +228,13 @@ def _layout(pricing: Pricing, table: CostTable, split: Split, schedule: str, num
 
 
 def _stage(
-    pricing: Pricing, table: CostTable, split: Split, costs: list[PartCost], timeline: Timeline, rank: int
+    pricing: Pricing,
+    table: CostTable,
+    split: Split,
+    costs: list[PartCost],
+    in_flight: float,
+    activations: float,
+    rank: int,
 ) -> StagePlan:
     pp = int(table.shape.pp)
     virtual = range(rank, len(costs), pp)
@@ -168,7 +249,7 @@ def _stage(
         num_layers=sum(modes.values()),
         holds=tuple(name for j in virtual for name, _ in held_parts(table, split, j)),
         recompute=modes,
-        in_flight_microbatches=float(timeline.peak_in_flight_microbatches[rank]),
+        in_flight_microbatches=in_flight,
         forward_s=float(total.forward_s),
         backward_s=float(total.input_grad_s + total.weight_grad_s),
         weight_grad_s=float(total.weight_grad_s),
@@ -176,7 +257,7 @@ def _stage(
         backward_comm_s=float(total.input_grad_total_s - total.input_grad_s),
         optimizer_s=float(total.optimizer_s),
         num_parameters=round(float(total.parameters)),
-        memory=stage_memory(pricing, table, total, float(timeline.peak_activation_bytes[rank])),
+        memory=stage_memory(pricing, table, total, activations),
     )
 
 
@@ -226,7 +307,7 @@ def fixed_workspace_bytes(pricing: Pricing, table: CostTable, total: PartCost) -
 
 def _step(
     pricing: Pricing,
-    timeline: Timeline,
+    pipeline: Pipeline,
     ranks: list[PartCost],
     ends: tuple[float, float, float],
     totals: ModelTotals,
@@ -234,7 +315,7 @@ def _step(
     num_ranks: float,
 ) -> StepTime:
     exposed, optimizer, tail = ends
-    total_s = timeline.makespan_s + exposed + optimizer + tail
+    total_s = pipeline.makespan_s + exposed + optimizer + tail
     tokens = pricing.training.tokens_per_step
     flops_per_s = totals.model_flops_per_token * tokens / total_s / num_ranks
     peak = pricing.cluster.hardware.peak_flops("bf16")
@@ -244,23 +325,23 @@ def _step(
         tokens_per_s_per_gpu=tokens / total_s / num_gpus,
         model_tflops_per_gpu=flops_per_s / 1e12,
         mfu=flops_per_s / peak if peak else 0.0,
-        bubble_fraction=max(0.0, timeline.bubble_fraction),
-        breakdown=_breakdown(pricing, timeline, ranks, exposed, optimizer, tail),
+        bubble_fraction=max(0.0, pipeline.bubble_fraction),
+        breakdown=_breakdown(pricing, pipeline, ranks, exposed, optimizer, tail),
     )
 
 
 def _breakdown(
-    pricing: Pricing, timeline: Timeline, ranks: list[PartCost], exposed: float, optimizer: float, tail: float
+    pricing: Pricing, pipeline: Pipeline, ranks: list[PartCost], exposed: float, optimizer: float, tail: float
 ) -> StepBreakdown:
     """The busiest rank's seconds: M micro-batches of its compute and exchanges, transfers it waits for, and the rest idle."""
-    busiest = int(np.argmax(timeline.busy_s))
-    cost, times = ranks[busiest], timeline.schedule.num_microbatches
+    busiest = int(np.argmax(pipeline.busy_s))
+    cost, times = ranks[busiest], pipeline.num_microbatches
     compute = times * float(cost.forward_s + cost.input_grad_s + cost.weight_grad_s)
     tp, cp, ep = (
         times * float(getattr(cost, f"{g}_forward_s") + getattr(cost, f"{g}_backward_s")) for g in ("tp", "cp", "ep")
     )
-    pp = float(timeline.idle_s["transfer"][busiest])
-    host = float(timeline.busy_s[busiest]) - compute - tp - cp - ep
+    pp = float(pipeline.transfer_s[busiest])
+    host = float(pipeline.busy_s[busiest]) - compute - tp - cp - ep
     return StepBreakdown(
         compute_s=compute,
         tp_comm_s=tp,
@@ -268,7 +349,7 @@ def _breakdown(
         ep_comm_s=ep,
         pp_comm_s=pp,
         exposed_dp_s=exposed,
-        bubble_s=timeline.makespan_s - float(timeline.busy_s[busiest]) - pp,
+        bubble_s=pipeline.makespan_s - float(pipeline.busy_s[busiest]) - pp,
         optimizer_s=optimizer,
         overhead_s=max(0.0, host) + tail,
     )

@@ -49,12 +49,13 @@ def plan(
         pricing, limits, recompute_choices(model, runtime, limits), started + limits.time_limit_s, rejections
     )
     branch.run(fitting)
+    branch.run_alternatives()
     best = branch.best
     if best is None:
         raise explain.nothing_fits(pricing, limits, screen, rejections)
     found = [best, *sorted((f for f in branch.found.values() if f is not best), key=lambda f: f.step_s)[: limits.top]]
     totals = model_totals(model, runtime, training.seq_length)
-    layouts = [_priced(pricing, one, totals) for one in found]
+    layouts = [_priced(pricing, one, totals, exact=one is best) for one in found]
     report = _report(branch, best, len(screen.kernel), len(fitting.kernel), time.monotonic() - started)
     return _plan(pricing, totals, layouts, report, rejections.counts, rejections.examples)
 
@@ -139,8 +140,8 @@ def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimi
     return tuple(choices)
 
 
-def _priced(pricing: Pricing, found: Found, totals: ModelTotals) -> PricedLayout:
-    return price_layout(pricing, found.table, found.split, found.schedule, pricing.cluster.num_gpus, totals)
+def _priced(pricing: Pricing, found: Found, totals: ModelTotals, exact: bool) -> PricedLayout:
+    return price_layout(pricing, found.table, found.split, found.schedule, pricing.cluster.num_gpus, totals, exact)
 
 
 def _report(branch: Branch, best: Found, num_shapes: int, num_fitting: int, seconds: float) -> SearchReport:

@@ -57,17 +57,10 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def interleaved_counts(totals: Sequence[int], first_row: Sequence[int], vpp: int) -> tuple[int, ...]:
-    """Layers of each virtual stage from those of each rank and of its first chunk.
-
-    The other chunks of a rank share the rest as evenly as it goes, and all ranks give the longer chunks to the same rows: then
-    the busiest rank is the busiest in every row, and interleaving stalls least. The last row, before the head, is served last.
-    """
-    pp = len(totals)
-    counts = list(first_row) + [0] * (pp * (vpp - 1))
-    for rank in range(pp):
-        least, more = divmod(totals[rank] - first_row[rank], vpp - 1)
-        for row in range(1, vpp):
-            counts[row * pp + rank] = least + (1 if row <= more else 0)
+    """Layers of each virtual stage from those of each rank and of its first chunk: equal chunks, the last stage what is left."""
+    chunk = (totals[0] - first_row[0]) // (vpp - 1)
+    counts = [*first_row, *[chunk] * (len(totals) * (vpp - 1))]
+    counts[-1] += sum(totals) - sum(counts)
     return tuple(counts)
 
 

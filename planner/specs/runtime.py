@@ -138,6 +138,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
     for spec in (
         RuntimeSpec(
             name="megatron",
+            head_only_stage=True,
             tp_async_overlap_fraction=0.9,
             selective_recompute_modules=(
                 "core_attn",

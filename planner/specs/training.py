@@ -107,7 +107,7 @@ class SearchLimits(Spec):
     top: PositiveInt = Field(default=5, le=1000)
     """Alternatives to report beside the best plan."""
     time_limit_s: PositiveFloat = 30.0
-    gap_fraction: NonNegativeFloat = Field(default=0.001, le=1.0)
+    gap_fraction: NonNegativeFloat = Field(default=0.005, le=1.0)
     """A shape is cut when its bound is within this fraction of the incumbent."""
     memory_headroom_gib: NonNegativeFloat = 0.0
     """GPU memory to leave free on every rank."""
