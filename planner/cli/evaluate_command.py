@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from planner.cli import options as o
-from planner.errors import Infeasible, SolverError, SpecError
+from planner.errors import PlannerError, SpecError
 from planner.files import STDOUT as STDIN
 from planner.files import refuse_to_overwrite
 from planner.plan import PricedLayout
@@ -100,7 +100,7 @@ def _own_choice(job: Job) -> PricedLayout | None:
     try:
         with waiting("searching for the planner's own choice"):
             return plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime).best
-    except (Infeasible, SolverError):
+    except PlannerError:
         return None
 
 

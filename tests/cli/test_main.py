@@ -89,6 +89,14 @@ def test_evaluate_says_when_a_layout_does_not_fit(capsys: pytest.CaptureFixture[
     assert "Does not fit: stage 0 needs" in capsys.readouterr().out
 
 
+def test_evaluate_shows_the_planners_own_choice_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(LAYOUT) == 0
+    lines = capsys.readouterr().out.splitlines()
+    given, own = (next(line for line in lines if line.startswith(f" {label} ")) for label in ("given", "own"))
+    assert given.split()[1:7] == ["TP", "8", "PP", "16", "DP", "16"]
+    assert "%" in own
+
+
 def test_evaluate_takes_an_uneven_split(capsys: pytest.CaptureFixture[str]) -> None:
     layers = [7, *[8] * 14, 7]
     assert main([*LAYOUT, "--layers-per-stage", ",".join(map(str, layers)), "--json"]) == 0
@@ -147,7 +155,7 @@ def test_a_defect_is_reported_as_one(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_quiet_drops_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*LAYOUT, "--batch-tokens", "16M", "-o", str(tmp_path / "plan.json")]
+    arguments = [*LAYOUT, "--batch-tokens", "16M", "--json", "-o", str(tmp_path / "plan.json")]
     assert main(arguments) == 0
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["note", "note"]
     assert main([*arguments, "--force", "-q"]) == 0
