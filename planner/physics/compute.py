@@ -20,6 +20,8 @@ from planner.specs.units import MICRO
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 """Output tiles of one SM that the libraries choose from."""
+ALIGNED = 8
+"""Elements of 16 bytes, which tensor-core kernels load at once."""
 QUERY_ROWS = 128
 """Queries of one attention tile."""
 TABLE_BYTES = 8
@@ -93,7 +95,9 @@ def gemm_s(op: Operator, hardware: HardwareSpec, dtype: str) -> PassSeconds:
     dgrad_s = product_s(hardware, dtype, gemm.dgrad_fraction, op.count, op.m, op.k, op.n)
     wgrad_s = product_s(hardware, dtype, gemm.wgrad_fraction, op.count, op.n, op.k, op.m)
     if not op.weight:
-        return PassSeconds(forward_s, dgrad_s + wgrad_s, 0.0)
+        # heads of a batched product lie in memory one after the other: rows of 16 bytes or a fallback without tensor cores
+        slow = np.where((op.n % ALIGNED) + (op.k % ALIGNED) == 0, 1.0, 1 / gemm.unaligned_factor)
+        return PassSeconds(slow * forward_s, slow * (dgrad_s + wgrad_s), 0.0)
     if not _is_narrow(hardware, dtype):
         return PassSeconds(forward_s, dgrad_s, wgrad_s)
     # the input before the forward and the gradient before the backward are read and written twice, as is and transposed

@@ -37,6 +37,8 @@ class GemmEfficiency(Spec):
     """Of the bf16 fractions, for 8-bit and narrower dtypes; below 1 where scaling costs more than it saves."""
     grouped_factor: PositiveFloat = 0.95
     """Of the bf16 fractions, for grouped products (several experts, or heads, in one launch)."""
+    unaligned_factor: PositiveFloat = 0.1
+    """Of the rate, for products of attention heads whose dimension is no multiple of 8 (BLOOM's trials on A100)."""
 
 
 class AttentionEfficiency(Spec):
