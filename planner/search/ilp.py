@@ -263,7 +263,7 @@ class _Program:
     def _add_memory(self) -> None:
         """Row 6; the transient is the larger of a layer's backward and the loss."""
         node = self.node
-        modes: tuple[Recompute, ...] = {"none": (node.base,), "all": ("full",)}.get(node.whole, (node.base, "full"))  # type: ignore[assignment]
+        modes: tuple[Recompute, ...] = {"none": (node.base,), "all": ("full",)}.get(node.whole, (node.base, "full"))
         layer = max(float(node.layers[kind, mode].transient_bytes) for kind in self.kinds for mode in modes)
         for rank in range(node.pp):
             live = node.in_flight[rank] * self._layers(rank, "live_bytes") + self._held(rank, "live_bytes")

@@ -1,4 +1,4 @@
-"""What Megatron-LM's arguments cannot say about a model, whatever the layout: no search avoids it, an export refuses it."""
+"""What Megatron-LM's arguments cannot say about a model, whatever the layout: no search avoids it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
         "activation",
         lambda m: m.activation not in (("silu",) if m.gated_mlp else ("gelu", "relu2")),
         lambda m: (
-            f"{'gated MLPs are silu' if m.gated_mlp else 'plain MLPs are gelu or relu2'} there, the model's {m.activation}"
+            f"{'gated MLPs are silu' if m.gated_mlp else 'plain MLPs gelu or relu2'} there, the model's {m.activation}"
         ),
     ),
     _rule(

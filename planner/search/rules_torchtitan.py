@@ -45,6 +45,11 @@ TORCHTITAN_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "mtp_with_pp_or_cp",
+        lambda model, training, shape: (model.num_nextn_predict_layers == 0) | ((shape.pp == 1) & (shape.cp == 1)),
+        lambda model, training, shape: f"multi-token prediction runs at pp 1 and cp 1, not {shape.pp} and {shape.cp}",
+    ),
+    Rule(
         "seq_length_not_divisible_by_tp_2cp",
         lambda model, training, shape: shape.seq_length % _sequence_quantum(shape) == 0,
         lambda model, training, shape: no_multiple(
