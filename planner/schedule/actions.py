@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.errors import SpecError
 
+IntArray = NDArray[np.int32]
+
 KINDS = "FBIW"
 """Forward, full backward, input gradient, weight gradient; a full backward is I and W at once."""
+F, B, I, W = range(len(KINDS))  # noqa: E741 - the kinds as torch names them, by their place in KINDS
 
 _SPELLING = re.compile(r"^(\d+)([FBIW])(\d+)$")
 
@@ -34,6 +41,50 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ActionList(Sequence[Action]):
+    """Actions of one rank in order, kept as integer arrays: long lists are made, held and compiled in bulk."""
+
+    kind: IntArray
+    """Places in KINDS."""
+    stage: IntArray
+    microbatch: IntArray
+
+    @classmethod
+    def of(cls, actions: Iterable[Action]) -> ActionList:
+        """The same actions, packed."""
+        if isinstance(actions, ActionList):
+            return actions
+        rows = [(KINDS.index(kind), stage, microbatch) for kind, stage, microbatch in actions]
+        return cls(*np.array(rows, dtype=np.int32).reshape(len(rows), 3).T)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+    @overload
+    def __getitem__(self, index: slice) -> ActionList: ...
+    def __getitem__(self, index: int | slice) -> Action | ActionList:
+        if isinstance(index, slice):
+            return ActionList(self.kind[index], self.stage[index], self.microbatch[index])
+        return Action(KINDS[self.kind[index]], int(self.stage[index]), int(self.microbatch[index]))
+
+    def __iter__(self) -> Iterator[Action]:
+        kinds = (KINDS[kind] for kind in self.kind.tolist())
+        return map(Action, kinds, self.stage.tolist(), self.microbatch.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ActionList) and all(
+            np.array_equal(own, others)
+            for own, others in zip(
+                (self.kind, self.stage, self.microbatch), (other.kind, other.stage, other.microbatch), strict=True
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
     """Who works on what, in which order; when is left to the replay.
 
@@ -45,8 +96,8 @@ class Schedule:
     """
 
     name: str
-    ranks: tuple[tuple[Action, ...], ...]
-    """Actions of each pipeline rank in the order it runs them."""
+    ranks: tuple[Sequence[Action], ...]
+    """Actions of each pipeline rank in the order it runs them; kept as ActionLists whatever they were given as."""
     stage_to_rank: tuple[int, ...]
     """Rank of each virtual stage, both copies of a bidirectional schedule included."""
     num_microbatches: int
@@ -63,6 +114,9 @@ class Schedule:
     """Optimizer steps by which the weights of a gradient lag behind (1 for 2BW)."""
     overlapped: tuple[tuple[int, ...], ...] = ()
     """Per rank: positions of forwards that run together with the backward right behind them (DualPipe)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(map(ActionList.of, self.ranks)))
 
     @property
     def pp(self) -> int:

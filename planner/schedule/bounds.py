@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.schedule.graph import B, F, I, W
+from planner.schedule.actions import B, F, I, W
 from planner.schedule.replay import Durations, stage_tables
 from planner.schedule.timeline import FloatArray
 

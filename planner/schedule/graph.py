@@ -6,14 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.errors import SpecError
-from planner.schedule.actions import KINDS, Schedule
-
-IntArray = NDArray[np.int32]
-
-F, B, I, W = range(4)  # noqa: E741 - the kinds as torch names them, and their places in KINDS
+from planner.schedule.actions import ActionList, B, F, I, IntArray, Schedule, W
 
 
 class DeadlockError(SpecError):
@@ -49,11 +44,10 @@ def compile_schedule(schedule: Schedule, overlap: bool = False) -> Graph:
     """
     lengths = [len(actions) for actions in schedule.ranks]
     num_actions = sum(lengths)
-    number = {kind: i for i, kind in enumerate(KINDS)}
-    flat = [action for actions in schedule.ranks for action in actions]
-    kind = np.array([number[action[0]] for action in flat], dtype=np.int32)
-    stage = np.array([action[1] for action in flat], dtype=np.int32)
-    microbatch = np.array([action[2] for action in flat], dtype=np.int32)
+    packed = [ActionList.of(actions) for actions in schedule.ranks]
+    kind = np.concatenate([actions.kind for actions in packed])
+    stage = np.concatenate([actions.stage for actions in packed])
+    microbatch = np.concatenate([actions.microbatch for actions in packed])
     rank = np.repeat(np.arange(schedule.pp, dtype=np.int32), lengths)
     source = _sources(schedule, kind, stage, microbatch, rank)
     if overlap:

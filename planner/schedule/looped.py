@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import numpy as np
 
-from planner.schedule.actions import Action, Schedule
+from planner.schedule.actions import ActionList, B, F, IntArray, Schedule
 
 
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
@@ -29,15 +29,15 @@ def interleaved_one_f_one_b(
     Source: Narayanan et al. 2021, §2.2; Megatron-LM `get_pp_rank_microbatches` and `get_schedule_table`.
     """
     group = microbatch_group_size or pp
-    visits = list(grouped_visits(vpp, num_microbatches, group))
-    ranks = []
-    for rank in range(pp):
-        forwards = [Action("F", chunk * pp + rank, mb) for chunk, mb in visits]
-        backwards = [Action("B", (vpp - 1 - chunk) * pp + rank, mb) for chunk, mb in visits]
-        ahead = min(len(visits), warm_up_chunks(pp, vpp, rank, group))
-        ranks.append(_one_forward_one_backward(forwards, backwards, ahead))
+    chunk, microbatch = grouped_visits(vpp, num_microbatches, group)
+    ranks = tuple(
+        _one_forward_one_backward(
+            chunk * pp + rank, (vpp - 1 - chunk) * pp + rank, microbatch, warm_up_chunks(pp, vpp, rank, group)
+        )
+        for rank in range(pp)
+    )
     name = "1f1b" if vpp == 1 else "interleaved-1f1b"
-    return Schedule(name, tuple(ranks), tuple(range(pp)) * vpp, num_microbatches)
+    return Schedule(name, ranks, tuple(range(pp)) * vpp, num_microbatches)
 
 
 def warm_up_chunks(pp: int, vpp: int, rank: int, microbatch_group_size: int) -> int:
@@ -50,15 +50,16 @@ def breadth_first(
 ) -> Schedule:
     """Each chunk runs all its micro-batches before the next chunk begins (Lamy-Poirier 2023, "Breadth-first pipeline
     parallelism"); backwards take the last micro-batch first, as torch's ScheduleLoopedBFS does."""
-    microbatches = range(num_microbatches)
-    backward_microbatches = microbatches[::-1] if reverse else microbatches
-    ranks = []
-    for rank in range(pp):
-        stages = range(rank, pp * vpp, pp)
-        forwards = [Action("F", stage, mb) for stage in stages for mb in microbatches]
-        backwards = [Action("B", stage, mb) for stage in stages[::-1] for mb in backward_microbatches]
-        ranks.append((*forwards, *backwards))
-    return Schedule(name, tuple(ranks), tuple(range(pp)) * vpp, num_microbatches)
+    microbatches = np.arange(num_microbatches, dtype=np.int32)
+    down = np.tile(microbatches, vpp)
+    up = np.tile(microbatches[::-1] if reverse else microbatches, vpp)
+    chunk = np.repeat(np.arange(vpp, dtype=np.int32), num_microbatches)
+    kind = np.repeat(np.array([F, B], dtype=np.int32), len(down))
+    ranks = tuple(
+        ActionList(kind, np.concatenate((chunk, chunk[::-1])) * pp + rank, np.concatenate((down, up)))
+        for rank in range(pp)
+    )
+    return Schedule(name, ranks, tuple(range(pp)) * vpp, num_microbatches)
 
 
 def pipedream_2bw(pp: int, num_microbatches: int) -> Schedule:
@@ -81,8 +82,9 @@ def pipedream_2bw(pp: int, num_microbatches: int) -> Schedule:
 
 def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
     """Forwards alone, for evaluation, in the order of interleaved 1F1B's forwards."""
-    visits = list(grouped_visits(vpp, num_microbatches, pp))
-    ranks = tuple(tuple(Action("F", chunk * pp + rank, mb) for chunk, mb in visits) for rank in range(pp))
+    chunk, microbatch = grouped_visits(vpp, num_microbatches, pp)
+    kind = np.full(len(chunk), F, dtype=np.int32)
+    ranks = tuple(ActionList(kind, chunk * pp + rank, microbatch) for rank in range(pp))
     return Schedule("forward-only", ranks, tuple(range(pp)) * vpp, num_microbatches, forward_only=True)
 
 
@@ -92,14 +94,24 @@ def no_pipeline(num_microbatches: int) -> Schedule:
     return Schedule("none", order.ranks, order.stage_to_rank, num_microbatches)
 
 
-def grouped_visits(vpp: int, num_microbatches: int, group: int) -> Iterator[tuple[int, int]]:
-    """(chunk, micro-batch) in the order of Megatron's schedule table; the last group may be smaller."""
-    for first in range(0, num_microbatches, group):
-        for chunk in range(vpp):
-            for microbatch in range(first, min(first + group, num_microbatches)):
-                yield chunk, microbatch
+def grouped_visits(vpp: int, num_microbatches: int, group: int) -> tuple[IntArray, IntArray]:
+    """Chunks and micro-batches in the order of Megatron-LM's schedule table; the last group may be smaller."""
+    chunk = np.repeat(np.arange(vpp, dtype=np.int32), num_microbatches)
+    microbatch = np.tile(np.arange(num_microbatches, dtype=np.int32), vpp)
+    order = np.lexsort((microbatch, chunk, microbatch // group))
+    return chunk[order], microbatch[order]
 
 
-def _one_forward_one_backward(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    steady = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
-    return (*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :])
+def _one_forward_one_backward(
+    forward_stage: IntArray, backward_stage: IntArray, microbatch: IntArray, ahead: int
+) -> ActionList:
+    """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    total = len(microbatch)
+    ahead = min(ahead, total)
+    is_forward = np.concatenate(
+        (np.ones(ahead, dtype=bool), np.tile([True, False], total - ahead), np.zeros(ahead, dtype=bool))
+    )
+    stage, mb = np.empty(2 * total, dtype=np.int32), np.empty(2 * total, dtype=np.int32)
+    stage[is_forward], stage[~is_forward] = forward_stage, backward_stage
+    mb[is_forward], mb[~is_forward] = microbatch, microbatch
+    return ActionList(np.where(is_forward, F, B).astype(np.int32), stage, mb)

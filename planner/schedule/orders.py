@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from planner.errors import SpecError
 from planner.schedule import bidirectional, building_block, looped, zero_bubble
-from planner.schedule.actions import Action, Schedule
+from planner.schedule.actions import Action, ActionList, Schedule
 from planner.schedule.looped import interleaved_one_f_one_b, one_f_one_b, warm_up_chunks
 
 __all__ = [
@@ -213,7 +215,7 @@ def in_flight_chunks(
         return [min(total, warm_up_chunks(pp, vpp, rank, group) + 1) for rank in range(pp)]
     if name in ("gpipe", "breadth-first"):
         return [total] * pp
-    return list(_counted_chunks(build_schedule(name, pp, vpp, num_microbatches, microbatch_group_size)))
+    return _counted_chunks(build_schedule(name, pp, vpp, num_microbatches, microbatch_group_size))
 
 
 def in_flight_microbatches(
@@ -224,14 +226,8 @@ def in_flight_microbatches(
     return [count / vpp for count in chunks]
 
 
-@lru_cache(maxsize=1024)
-def _counted_chunks(schedule: Schedule) -> tuple[int, ...]:
-    change = {"F": 0 if schedule.forward_only else 1, "B": -1, "I": 0, "W": -1}
-    peaks = []
-    for actions in schedule.ranks:
-        held = peak = 0
-        for kind, _, _ in actions:
-            held += change[kind]
-            peak = max(peak, held)
-        peaks.append(max(peak, 1 if schedule.forward_only else 0))
-    return tuple(peaks)
+def _counted_chunks(schedule: Schedule) -> list[int]:
+    if schedule.forward_only:
+        return [1] * schedule.pp
+    change = np.array([1, -1, 0, -1])  # along KINDS
+    return [int(np.cumsum(change[ActionList.of(actions).kind]).max()) for actions in schedule.ranks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.schedule.graph import F, I, W
+from planner.schedule.actions import F, I, W
 from planner.schedule.shop import NEVER, Shop, Task
 
 WINDOW = 24

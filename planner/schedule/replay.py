@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from planner.errors import SpecError
-from planner.schedule.actions import Schedule
-from planner.schedule.graph import B, F, Graph, I, W, compile_schedule, pair_positions
-from planner.schedule.timeline import FloatArray, Timeline, Timing, build_timeline
+from planner.schedule.actions import B, F, I, Schedule, W
+from planner.schedule.graph import Graph, compile_schedule, pair_positions
+from planner.schedule.timeline import FloatArray, Timeline, Timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,12 @@ def replay(schedule: Schedule, durations: Durations) -> Timeline:
     """
     graph = compile_schedule(schedule, _overlaps(schedule, durations))
     costs = _costs(schedule, graph, durations)
+
+    def evened() -> Timing:
+        return _timing(schedule, graph, _costs(schedule, graph, _evened(durations)))
+
     timing = _timing(schedule, graph, costs)
-    even_costs = _costs(schedule, graph, _evened(durations))
-    is_even = np.array_equal(even_costs.compute_s, costs.compute_s)
-    even = timing if is_even else _timing(schedule, graph, even_costs)
-    return build_timeline(schedule, graph, timing, even, _saved_bytes(schedule, graph, durations))
+    return Timeline(schedule, graph, timing, evened, _saved_bytes(schedule, graph, durations))
 
 
 def _evened(durations: Durations) -> Durations:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from planner.errors import Infeasible
-from planner.schedule.actions import KINDS, Action, Schedule
-from planner.schedule.graph import F, I, W
+from planner.schedule.actions import KINDS, Action, F, I, Schedule, W
 from planner.schedule.replay import Durations, stage_tables
 
 NEVER = float("inf")

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.errors import Infeasible
-from planner.schedule.actions import Schedule
+from planner.schedule.actions import B, F, I, Schedule, W
 from planner.schedule.bounds import in_flight_bounds_s
-from planner.schedule.graph import B, F, I, W
 from planner.schedule.orders import SCHEDULES, build_schedule, violation
 from planner.schedule.picks import ByReference, ByRule
 from planner.schedule.replay import Durations, makespan_s, replay

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.schedule.actions import Schedule
-from planner.schedule.graph import B, F, Graph, IntArray, W
+from planner.schedule.actions import B, F, IntArray, Schedule, W
+from planner.schedule.graph import Graph
 
 FloatArray = NDArray[np.float64]
 
@@ -36,39 +37,93 @@ class Timing:
     compute_s: FloatArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each rank did what. Per-rank tuples hold one array along `schedule.ranks[rank]`."""
+    """When each rank did what. Per-rank tuples hold one array along `schedule.ranks[rank]`; most is worked out when it
+    is first asked for."""
 
     schedule: Schedule
-    start_s: tuple[FloatArray, ...]
-    end_s: tuple[FloatArray, ...]
-    hop_s: tuple[FloatArray, ...]
-    """Transfer of what each action consumes; 0 where it needs none or the result is on the rank already."""
-    arrival_s: tuple[FloatArray, ...]
-    """When what each action consumes is there; 0 for the first stage's forwards and for weight gradients."""
-    makespan_s: float
-    """From time 0 to the end of the last action of any rank."""
-    busy_s: FloatArray
-    """Seconds of computation per rank."""
-    idle_s: Mapping[str, FloatArray]
-    """Idle seconds per rank for each of IDLE_CAUSES; with busy_s they add up to makespan_s."""
-    peak_in_flight_chunks: IntArray
-    """Most (virtual stage, micro-batch) activations held at once, per rank."""
-    activation_times_s: tuple[FloatArray, ...]
-    """Per rank: when the activations held change (at the start of a forward, the end of a weight gradient)."""
-    activation_held_bytes: tuple[FloatArray, ...]
-    """Per rank: bytes held from that time on; counted in activations where no bytes were given."""
+    graph: Graph
+    timing: Timing
+    evened: Callable[[], Timing]
+    """The same pass with every stage as long as the average one."""
+    saved_bytes: FloatArray | None
+    """What each action's micro-batch keeps on its stage, along the graph; None to count activations instead."""
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """From time 0 to the end of the last action of any rank."""
+        return float(self.timing.end_s.max(initial=0.0))
+
+    @cached_property
+    def start_s(self) -> tuple[FloatArray, ...]:
+        """When each action starts."""
+        return self._by_rank(self.timing.start_s)
+
+    @cached_property
+    def end_s(self) -> tuple[FloatArray, ...]:
+        """When each action ends."""
+        return self._by_rank(self.timing.end_s)
+
+    @cached_property
+    def hop_s(self) -> tuple[FloatArray, ...]:
+        """Transfer of what each action consumes; 0 where it needs none or the result is on the rank already."""
+        return self._by_rank(self.timing.hop_s)
+
+    @cached_property
+    def arrival_s(self) -> tuple[FloatArray, ...]:
+        """When what each action consumes is there; 0 for the first stage's forwards and for weight gradients."""
+        return self._by_rank(self.timing.arrival_s)
+
+    @cached_property
+    def busy_s(self) -> FloatArray:
+        """Seconds of computation per rank."""
+        return self._sums(self.timing.compute_s, np.ones(len(self.graph.kind), dtype=bool))
+
+    @cached_property
+    def idle_s(self) -> Mapping[str, FloatArray]:
+        """Idle seconds per rank for each of IDLE_CAUSES; with busy_s they add up to makespan_s."""
+        timing, even = self.timing, self.evened()
+        first, forward = self.graph.previous == 0, self.graph.kind == F
+        wait_s = np.maximum(0.0, timing.gap_s - timing.transfer_s)
+        expected_s = np.minimum(wait_s, np.maximum(0.0, even.gap_s - even.transfer_s))
+        last_end_s = np.array([end_s.max(initial=0.0) for end_s in self.end_s])
+        return {
+            "fill": self._sums(timing.gap_s, first),
+            "activation": self._sums(expected_s, ~first & forward),
+            "gradient": self._sums(expected_s, ~first & ~forward),
+            "imbalance": self._sums(wait_s - expected_s, ~first),
+            "transfer": self._sums(timing.transfer_s, ~first),
+            "drain": self.makespan_s - last_end_s,
+        }
+
+    @cached_property
+    def peak_in_flight_chunks(self) -> IntArray:
+        """Most (virtual stage, micro-batch) activations held at once, per rank."""
+        if self.schedule.forward_only:
+            return np.ones(self.schedule.pp, dtype=np.int32)
+        return np.array([np.cumsum(change).max(initial=0) for change in self._by_rank(self._changes)], dtype=np.int32)
 
     @property
     def peak_in_flight_microbatches(self) -> FloatArray:
         """Most activations held per rank, in units of what a pp-th of the model saves for one micro-batch."""
         return self.peak_in_flight_chunks / self.schedule.vpp
 
-    @property
+    @cached_property
     def peak_activation_bytes(self) -> FloatArray:
-        """Most activation bytes held at once, per rank."""
-        return np.array([held.max(initial=0.0) for held in self.activation_held_bytes])
+        """Most activation bytes held at once, per rank; the order alone decides it."""
+        saved = self._by_rank(self._changes * self._unit)
+        return np.array([np.cumsum(change).max(initial=0.0) for change in saved])
+
+    @cached_property
+    def activation_times_s(self) -> tuple[FloatArray, ...]:
+        """Per rank: when the activations held change, at the start of a forward or the end of a weight gradient."""
+        return tuple(times_s for times_s, _ in self._activation_curves)
+
+    @cached_property
+    def activation_held_bytes(self) -> tuple[FloatArray, ...]:
+        """Per rank: bytes held from that time on; counted in activations where no bytes were given."""
+        return tuple(held for _, held in self._activation_curves)
 
     @property
     def bubble_fraction(self) -> float:
@@ -86,79 +141,35 @@ class Timeline:
         """From the first start to the last end, per rank; a run without flushes repeats after the longest of them."""
         return np.array([end[-1] - start[0] for start, end in zip(self.start_s, self.end_s, strict=True)])
 
+    @cached_property
+    def _changes(self) -> FloatArray:
+        """Along the graph: +1 where an activation appears, −1 where it goes; forward-only runs keep nothing."""
+        kind = self.graph.kind
+        appears = (kind == F) & (not self.schedule.forward_only)
+        changes: FloatArray = appears.astype(np.float64) - ((kind == B) | (kind == W))
+        return changes
 
-def build_timeline(
-    schedule: Schedule, graph: Graph, timing: Timing, even: Timing, saved_bytes: FloatArray | None
-) -> Timeline:
-    """Lay a pass over the graph out by rank; `even` is the same pass with all stages equally long."""
-    order = [positions - 1 for positions in graph.position]
-    makespan_s = float(timing.end_s.max(initial=0.0))
-    unit = np.ones(len(graph.kind)) if saved_bytes is None else saved_bytes
-    curves = [_activation_curve(graph, timing, index, unit, schedule.forward_only) for index in order]
-    return Timeline(
-        schedule=schedule,
-        start_s=tuple(timing.start_s[index] for index in order),
-        end_s=tuple(timing.end_s[index] for index in order),
-        hop_s=tuple(timing.hop_s[index] for index in order),
-        arrival_s=tuple(timing.arrival_s[index] for index in order),
-        makespan_s=makespan_s,
-        busy_s=_per_rank(schedule, graph.rank, timing.compute_s),
-        idle_s=_idle_by_cause(schedule, graph, timing, even, makespan_s),
-        peak_in_flight_chunks=np.array([_peak_chunks(graph.kind[index], schedule.forward_only) for index in order]),
-        activation_times_s=tuple(times for times, _ in curves),
-        activation_held_bytes=tuple(held for _, held in curves),
-    )
+    @property
+    def _unit(self) -> FloatArray:
+        return np.ones(len(self.graph.kind)) if self.saved_bytes is None else self.saved_bytes
 
+    @cached_property
+    def _activation_curves(self) -> list[tuple[FloatArray, FloatArray]]:
+        """A backward that ends as a forward starts frees before the forward allocates."""
+        curves = []
+        for positions in self.graph.position:
+            change = self._changes[positions - 1]
+            index = positions[change != 0] - 1
+            change = self._changes[index]
+            times_s = np.where(change > 0, self.timing.start_s[index], self.timing.end_s[index])
+            in_time = np.lexsort((change, times_s))
+            curves.append((times_s[in_time], np.cumsum((change * self._unit[index])[in_time])))
+        return curves
 
-def _per_rank(schedule: Schedule, rank: IntArray, seconds: FloatArray) -> FloatArray:
-    total_s = np.zeros(schedule.pp)
-    np.add.at(total_s, rank, seconds)
-    return total_s
+    def _by_rank(self, values: FloatArray) -> tuple[FloatArray, ...]:
+        return tuple(values[positions - 1] for positions in self.graph.position)
 
-
-def _idle_by_cause(
-    schedule: Schedule, graph: Graph, timing: Timing, even: Timing, makespan_s: float
-) -> dict[str, FloatArray]:
-    def per_rank(seconds: FloatArray, where: NDArray[np.bool_]) -> FloatArray:
-        return _per_rank(schedule, graph.rank[where], seconds[where])
-
-    first = graph.previous == 0
-    wait_s = np.maximum(0.0, timing.gap_s - timing.transfer_s)
-    even_wait_s = np.maximum(0.0, even.gap_s - even.transfer_s)
-    expected_s = np.minimum(wait_s, even_wait_s)
-    forward = graph.kind == F
-    last_end_s = np.zeros(schedule.pp)
-    np.maximum.at(last_end_s, graph.rank, timing.end_s)
-    return {
-        "fill": per_rank(timing.gap_s, first),
-        "activation": per_rank(expected_s, ~first & forward),
-        "gradient": per_rank(expected_s, ~first & ~forward),
-        "imbalance": per_rank(wait_s - expected_s, ~first),
-        "transfer": per_rank(timing.transfer_s, ~first),
-        "drain": makespan_s - last_end_s,
-    }
-
-
-def _changes(kind: IntArray, forward_only: bool) -> IntArray:
-    """+1 where an activation appears, −1 where it goes (forward-only runs keep nothing)."""
-    appears = (kind == F) & (not forward_only)
-    goes = (kind == B) | (kind == W)
-    changes: IntArray = appears.astype(np.int32) - goes.astype(np.int32)
-    return changes
-
-
-def _peak_chunks(kind: IntArray, forward_only: bool) -> int:
-    if forward_only:
-        return min(1, len(kind))
-    return int(np.cumsum(_changes(kind, forward_only)).max(initial=0))
-
-
-def _activation_curve(
-    graph: Graph, timing: Timing, index: IntArray, unit: FloatArray, forward_only: bool
-) -> tuple[FloatArray, FloatArray]:
-    """Held bytes over time; a backward that ends as a forward starts frees before the forward allocates."""
-    change = _changes(graph.kind[index], forward_only)
-    index, change = index[change != 0], change[change != 0]
-    times_s = np.where(change > 0, timing.start_s[index], timing.end_s[index])
-    in_time = np.lexsort((change, times_s))
-    return times_s[in_time], np.cumsum((change * unit[index])[in_time])
+    def _sums(self, seconds: FloatArray, where: NDArray[np.bool_]) -> FloatArray:
+        total_s = np.zeros(self.schedule.pp)
+        np.add.at(total_s, self.graph.rank[where], seconds[where])
+        return total_s

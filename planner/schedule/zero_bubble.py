@@ -29,7 +29,7 @@ def _split_one_forward_one_backward(
 ) -> Schedule:
     """Rank r runs ahead[r] forwards, then F I and, once delay[r] weight gradients are owed, W; the rest at the end."""
     pp = len(ahead)
-    visits = list(grouped_visits(vpp, num_microbatches, group))
+    visits = list(zip(*(array.tolist() for array in grouped_visits(vpp, num_microbatches, group)), strict=True))
     ranks = []
     for rank in range(pp):
         forwards = iter([Action("F", chunk * pp + rank, mb) for chunk, mb in visits])
