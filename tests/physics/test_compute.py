@@ -1,0 +1,245 @@
+"""Seconds of operators: bounds no kernel can beat, what small work loses, and what depends on what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.physics.compute import (
+    accumulate_s,
+    gemm_s,
+    operator_seconds,
+    optimizer_s,
+    part_seconds,
+    product_s,
+    stream_s,
+)
+from planner.physics.operators import Operator
+from planner.specs.cluster import HardwareSpec
+from planner.specs.efficiency import GemmEfficiency
+from planner.specs.registry import hardware_names, load_hardware
+from planner.specs.runtime import load_runtime
+
+H200 = load_hardware("h200-sxm-141gb")
+A100 = load_hardware("a100-sxm-80gb")
+MEGATRON = load_runtime("megatron")
+
+
+def gemm(m: float, n: float, k: float, **fields: object) -> Operator:
+    return Operator(name="gemm", kind="gemm", m=m, n=n, k=k, **fields)  # type: ignore[arg-type]
+
+
+def attention(**fields: object) -> Operator:
+    usual = {"batch": 1, "heads": 32, "kv_heads": 8, "q_len": 8192, "kv_len": 8192, "qk_dim": 128, "v_dim": 128}
+    return Operator(name="attention", kind="attention", **(usual | fields))  # type: ignore[arg-type]
+
+
+def forward_s(op: Operator, hardware: HardwareSpec = H200, dtype: str = "bf16") -> float:
+    return float(operator_seconds(op, hardware, dtype, MEGATRON).forward_s)
+
+
+def alone_s(m: float, n: float, k: float, hardware: HardwareSpec = H200) -> float:
+    return float(product_s(hardware, "bf16", hardware.efficiency.gemm.forward_fraction, 1, m, n, k))
+
+
+def with_gemm(hardware: HardwareSpec, **fields: float) -> HardwareSpec:
+    block = GemmEfficiency.model_validate(hardware.efficiency.gemm.model_dump() | fields)
+    return hardware.model_copy(update={"efficiency": hardware.efficiency.model_copy(update={"gemm": block})})
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "measured_us"),
+    [(8192, 8192, 8192, 1681), (4096, 28672, 4096, 1454), (16384, 4096, 1024, 248), (1024, 8192, 8192, 176)],
+)
+def test_products_take_what_was_measured_on_h200(m: int, n: int, k: int, measured_us: float) -> None:
+    assert alone_s(m, n, k) * 1e6 == pytest.approx(measured_us, rel=0.2)
+
+
+@pytest.mark.parametrize("name", sorted(hardware_names()))
+def test_no_product_beats_peak_or_bandwidth(name: str) -> None:
+    hardware, rng = load_hardware(name), np.random.default_rng(0)
+    m, n, k = (rng.integers(1, 200, 500) * 64.0 for _ in range(3))
+    peak = hardware.peak_flops("bf16")
+    assert peak is not None
+    for seconds in gemm_s(gemm(m, n, k), hardware, "bf16"):  # type: ignore[arg-type]
+        assert np.all(seconds > 2 * m * n * k / peak)
+        assert np.all(seconds > 2 * (m * n + m * k + n * k) / hardware.hbm_bytes_per_s)
+
+
+def test_products_never_get_faster_with_size() -> None:
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(1, 100, (3, 300)) * 64.0
+    fraction = H200.efficiency.gemm.forward_fraction
+    before = product_s(H200, "bf16", fraction, 1, *sizes)
+    for axis in range(3):
+        larger = sizes.copy()
+        larger[axis] += 64
+        assert np.all(product_s(H200, "bf16", fraction, 1, *larger) >= before)
+
+
+def test_one_row_past_a_full_wave_costs_another_wave() -> None:
+    # 11 x 12 tiles of 128 x 256 fill the 132 SMs; one row more, and smaller tiles or a second wave must do
+    full, more = alone_s(11 * 128, 12 * 256, 8192), alone_s(11 * 128 + 1, 12 * 256, 8192)
+    assert more > 1.08 * full
+
+
+def test_idle_sms_leave_power_to_the_others() -> None:
+    # where the power limit binds, quantization is hidden: a GPU that could clock higher is no faster
+    cool = with_gemm(H200, wave_fraction=1.1)
+    assert alone_s(8192, 8192, 8192, cool) == alone_s(8192, 8192, 8192)
+    # 135 tiles of 128 x 256 on 132 SMs
+    assert alone_s(9 * 128, 15 * 256, 8192, cool) < alone_s(9 * 128, 15 * 256, 8192)
+
+
+def test_short_reductions_pay_for_prologue_and_epilogue() -> None:
+    rate = [2 * 16384 * 4096 * k / alone_s(16384, 4096, k) for k in (512, 1024, 2048, 8192)]
+    assert rate == sorted(rate)
+    assert rate[0] < 0.8 * rate[-1]
+
+
+def test_tensor_parallel_shards_lose_efficiency() -> None:
+    whole, shards = forward_s(gemm(4096, 6144, 4096)), 8 * forward_s(gemm(4096, 768, 4096))
+    assert 1.05 * whole < shards < 2 * whole
+
+
+def test_fp8_speeds_up_products_by_weights_alone() -> None:
+    weight, scores = gemm(8192, 8192, 8192), gemm(2048, 2048, 128, count=64, weight=False)
+    assert 0.5 < forward_s(weight, dtype="fp8") / forward_s(weight) < 0.62
+    assert forward_s(scores, dtype="fp8") == forward_s(scores)
+    assert forward_s(weight, A100, "fp8") == forward_s(weight, A100), "A100 has no fp8"
+
+
+def test_fp8_pays_for_its_casts() -> None:
+    op = gemm(8192, 8192, 64)
+    product = float(product_s(H200, "fp8", H200.efficiency.gemm.forward_fraction, 1, 8192, 8192, 64))
+    cast = float(stream_s(H200, 4 * 8192 * 64, 1, "cast"))
+    assert forward_s(op, dtype="fp8") == pytest.approx(product / H200.efficiency.sustained_fraction + cast, rel=1e-3)
+
+
+def test_products_without_a_weight_have_two_input_gradients() -> None:
+    scores, weight = gemm(2048, 2048, 128, weight=False), gemm(2048, 2048, 128)
+    both = operator_seconds(weight, H200, "bf16", MEGATRON)
+    one = operator_seconds(scores, H200, "bf16", MEGATRON)
+    assert float(one.wgrad_s) == 0
+    assert float(one.dgrad_s) == pytest.approx(float(both.dgrad_s + both.wgrad_s))
+
+
+def test_heads_of_odd_dimension_lose_tensor_cores() -> None:
+    even, odd = (gemm(2048, 2048, d, count=32, weight=False) for d in (112, 108))
+    assert forward_s(odd, A100) > 5 * forward_s(even, A100)
+    assert forward_s(replace(odd, weight=True), A100) <= forward_s(replace(even, weight=True), A100)
+
+
+def test_grouped_products_share_waves_but_stream_every_weight() -> None:
+    one, many = gemm(128, 2048, 768), gemm(128, 2048, 768, count=64)
+    assert forward_s(many) < 0.7 * 64 * forward_s(one)
+    assert forward_s(many) > forward_s(gemm(64 * 128, 2048, 768))
+    assert forward_s(many) > 64 * 2 * 2048 * 768 / H200.hbm_bytes_per_s
+
+
+def test_attention_reaches_what_was_measured_on_h200() -> None:
+    seconds = operator_seconds(attention(), H200, "bf16", MEGATRON)
+    assert float(seconds.forward_s) * 1e6 == pytest.approx(883, rel=0.05)
+    assert float(seconds.dgrad_s) * 1e6 == pytest.approx(2701, rel=0.08)
+    assert float(seconds.wgrad_s) == 0
+
+
+def test_attention_is_less_efficient_for_short_sequences_and_few_heads() -> None:
+    rate = {
+        (seq, heads): heads * seq**2 / forward_s(attention(q_len=seq, kv_len=seq, heads=heads))
+        for seq, heads in ((2048, 32), (8192, 32), (32768, 32), (8192, 4))
+    }
+    assert rate[2048, 32] < rate[8192, 32] < rate[32768, 32]
+    assert rate[8192, 4] < 0.85 * rate[8192, 32]
+
+
+def test_attention_pads_head_dimensions_and_amortises_softmax_over_them() -> None:
+    narrow, odd, usual, wide = (
+        forward_s(attention(qk_dim=d, v_dim=v)) for d, v in ((64, 64), (96, 96), (128, 128), (192, 128))
+    )
+    assert odd == usual, "cuDNN pads 96 to 128"
+    assert 0.5 * usual < narrow < usual
+    assert wide > usual * 320 / 256
+
+
+def test_sliding_windows_save_work() -> None:
+    full, window, all_keys = (forward_s(attention(window=w)) for w in (0, 1024, 8192))
+    assert all_keys == full
+    assert 0.1 * full < window < 0.4 * full
+
+
+def test_the_faster_attention_kernel_is_taken_where_the_gpu_has_it() -> None:
+    flash = H200.efficiency.model_copy(update={"cudnn": None})
+    assert forward_s(attention(), H200.model_copy(update={"efficiency": flash})) > 1.5 * forward_s(attention())
+    assert A100.efficiency.cudnn is None
+
+
+def test_streams_take_their_bytes_and_their_launches() -> None:
+    launch = H200.efficiency.launch_us * 1e-6
+    assert float(stream_s(H200, 48e9, 1)) == pytest.approx(0.01 / H200.efficiency.stream_fraction + launch)
+    assert float(stream_s(H200, 1, 7)) == pytest.approx(7 * launch, rel=1e-3)
+    assert float(stream_s(H200, 0, 7)) == 0, "a kernel that another runtime fuses away"
+    assert stream_s(H200, 1e9, 1, "norm") > stream_s(H200, 1e9, 1, "residual")
+
+
+def test_optimizer_and_accumulation_move_their_bytes() -> None:
+    shard = 10**9
+    bandwidth = H200.efficiency.of_family("optimizer") * H200.hbm_bytes_per_s
+    assert float(optimizer_s(H200, shard, MEGATRON)) == pytest.approx(34 * shard / bandwidth)
+    assert float(optimizer_s(H200, shard, MEGATRON, shard)) == pytest.approx(42 * shard / bandwidth)
+    lean = MEGATRON.model_copy(update={"optimizer_bytes": 8})
+    assert optimizer_s(H200, shard, lean) < optimizer_s(H200, shard, MEGATRON)
+    assert float(accumulate_s(H200, shard)) > 10 * shard / H200.hbm_bytes_per_s
+
+
+def test_small_operators_wait_for_the_host_unless_graphs_replay_them() -> None:
+    small = [gemm(128, 256, 256), attention(q_len=128, kv_len=128, heads=1)] * 4
+    graphs = MEGATRON.model_copy(update={"cuda_graphs": True})
+    eager, replayed = (part_seconds(small, H200, "bf16", runtime) for runtime in (MEGATRON, graphs))
+    host = H200.efficiency.host_us * 1e-6
+    assert float(eager.forward_s) == pytest.approx(8 * host)
+    assert float(eager.dgrad_s + eager.wgrad_s) == pytest.approx(4 * (2 + 3) * host)
+    assert replayed.forward_s < eager.forward_s
+
+
+def test_large_operators_hide_the_host() -> None:
+    large = [gemm(8192, 8192, 8192)] * 3
+    seconds = part_seconds(large, H200, "bf16", MEGATRON)
+    assert float(seconds.forward_s) == pytest.approx(3 * forward_s(large[0]))
+
+
+@pytest.mark.parametrize("kind", ["gemm", "grouped", "attention", "elementwise"])
+def test_arrays_give_what_their_elements_give(kind: str) -> None:
+    rng = np.random.default_rng(2)
+    m, n, k = (rng.integers(1, 90, 40) * 32.0 for _ in range(3))
+    make = {
+        "gemm": lambda m, n, k: gemm(m, n, k),
+        "grouped": lambda m, n, k: gemm(m, n, 768, count=np.floor(k / 32)),  # type: ignore[arg-type]
+        "attention": lambda m, n, k: attention(q_len=m, kv_len=2 * m, heads=n / 32, window=k),
+        "elementwise": lambda m, n, k: Operator(
+            name="e", kind="elementwise", forward_bytes=m * n, backward_bytes=k * n
+        ),
+    }[kind]
+    together = operator_seconds(make(m, n, k), H200, "fp8", MEGATRON)
+    for i in range(len(m)):
+        alone = operator_seconds(make(m[i], n[i], k[i]), H200, "fp8", MEGATRON)
+        for array, number in zip(together, alone, strict=True):
+            assert np.broadcast_to(array, m.shape)[i] == pytest.approx(float(number), rel=1e-12)
+
+
+def test_a_better_gpu_is_never_slower() -> None:
+    ops = [gemm(4096, 6144, 4096), gemm(512, 512, 512), attention(), gemm(256, 2048, 768, count=64)]
+    better = [
+        H200.model_copy(update={"hbm_gb_per_s": 2 * H200.hbm_gb_per_s}),
+        H200.model_copy(update={"peak_tflops": {k: 2 * v for k, v in H200.peak_tflops.items()}}),
+    ]
+    for hardware in better:
+        for op in ops:
+            for now, then in zip(
+                operator_seconds(op, hardware, "bf16", MEGATRON),
+                operator_seconds(op, H200, "bf16", MEGATRON),
+                strict=True,
+            ):
+                assert now <= then
