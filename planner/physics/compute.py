@@ -95,7 +95,7 @@ def gemm_s(op: Operator, hardware: HardwareSpec, dtype: str) -> PassSeconds:
     dgrad_s = product_s(hardware, dtype, gemm.dgrad_fraction, op.count, op.m, op.k, op.n)
     wgrad_s = product_s(hardware, dtype, gemm.wgrad_fraction, op.count, op.n, op.k, op.m)
     if not op.weight:
-        # heads of a batched product lie in memory one after the other: rows of 16 bytes or a fallback without tensor cores
+        # heads lie in memory one after the other: rows of 16 bytes, or a fallback without tensor cores
         slow = np.where((op.n % ALIGNED) + (op.k % ALIGNED) == 0, 1.0, 1 / gemm.unaligned_factor)
         return PassSeconds(slow * forward_s, slow * (dgrad_s + wgrad_s), 0.0)
     if not _is_narrow(hardware, dtype):
