@@ -15,7 +15,10 @@ ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 @dataclass(slots=True)
 class Sharding:
-    """The ranks among which a kind of parameter is replicated, and this rank's number there; None where it is alone."""
+    """The ranks among which a kind of parameter is replicated, and this rank's number there.
+
+    Without a group nothing is exchanged: the rank is alone, or its replicas are emulated (size > 1).
+    """
 
     group: Any = None
     size: int = 1
@@ -81,7 +84,7 @@ class FlatParameters:
 
     def reduce(self) -> None:
         """Sum the gradients over the replicas; each rank keeps its shard of the sum."""
-        if self.sharding.size == 1:
+        if self.sharding.group is None:
             return
         if self.grads.is_cuda:
             dist.reduce_scatter_tensor(self.grads[self.shard], self.grads, group=self.sharding.group)
@@ -99,7 +102,7 @@ class FlatParameters:
         self.optimizer.step()
         self.master.grad = None
         self.weights[self.shard].copy_(self.master.detach())
-        if self.sharding.size > 1:
+        if self.sharding.group is not None:
             shard = self.weights[self.shard].clone()
             dist.all_gather_into_tensor(self.weights, shard, group=self.sharding.group)
         self.grads.zero_()

@@ -8,13 +8,13 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from planner.errors import ProbeError
 from planner.files import write_text
-from planner.probe import worker
+from planner.probe import process, worker
 from planner.probe.result import Failure, Measured, OutOfMemory, RankResult
 from planner.probe.run import ProbeRun
 from planner.probe.status import Where, read_status
@@ -25,11 +25,12 @@ GRACE_S = 1.0
 STOPPED_S = 10.0
 
 Child = Callable[[Path, int, int], None]
-_PRELOAD = ["planner.probe.worker"]
+"""What a process runs: (folder, global rank, number on this machine)."""
+_PRELOAD = ["planner.probe.process", "planner.probe.stage"]
 
 
-def launch(run: ProbeRun, child: Child = worker.child) -> Measured:
-    """Run all ranks on this machine, one process each.
+def launch(run: ProbeRun, child: Child = process.child, ranks: Sequence[int] = ()) -> Measured:
+    """Run all ranks, or those named, on this machine, one process each.
 
     The ranks' folder is removed at the end, except after a failure: there the stacks and logs of all ranks are kept.
     Raises ProbeError naming rank, stage and phase. All processes are gone when this returns or raises.
@@ -42,7 +43,7 @@ def launch(run: ProbeRun, child: Child = worker.child) -> Measured:
             f"the probe's folder cannot be made: {error.strerror}", "set TMPDIR to a folder with space"
         ) from None
     try:
-        measured = _Launch(run, folder, child).watch()
+        measured = _Launch(run, folder, child, ranks or range(run.world_size)).watch()
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -51,26 +52,26 @@ def launch(run: ProbeRun, child: Child = worker.child) -> Measured:
 
 
 class _Launch:
-    def __init__(self, run: ProbeRun, folder: Path, child: Child) -> None:
-        self.run, self.folder = run, folder
+    def __init__(self, run: ProbeRun, folder: Path, child: Child, ranks: Sequence[int]) -> None:
+        self.run, self.folder, self.ranks = run, folder, ranks
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)  # torch is imported once, not once a rank
         self.processes: list[BaseProcess] = [
-            context.Process(target=child, args=(folder, rank, rank), daemon=True) for rank in range(run.world_size)
+            context.Process(target=child, args=(folder, rank, number), daemon=True) for number, rank in enumerate(ranks)
         ]
 
     def watch(self) -> Measured:
         """Start the ranks and wait for them; they are all gone afterwards, whatever happens."""
         self.started_s = time.monotonic()
         try:
-            for process in self.processes:
-                process.start()
-            while any(process.exitcode is None for process in self.processes):
-                if any(process.exitcode for process in self.processes):
+            for started in self.processes:
+                started.start()
+            while any(started.exitcode is None for started in self.processes):
+                if any(started.exitcode for started in self.processes):
                     break
                 self._check_progress()
                 time.sleep(POLL_S)
-            if any(process.exitcode for process in self.processes):
+            if any(started.exitcode for started in self.processes):
                 return self._out_of_memory_or_raise()
             return self._collect()
         finally:
@@ -78,14 +79,14 @@ class _Launch:
 
     def _collect(self) -> Measured:
         ranks = []
-        for rank in range(self.run.world_size):
+        for rank in self.ranks:
             path = self.folder / worker.RESULT_FILE.format(rank)
             ranks.append(RankResult.model_validate_json(path.read_text()))
         return Measured(run=self.run, ranks=tuple(ranks))
 
     def _check_progress(self) -> None:
         now = time.monotonic()
-        places = {rank: self._where(rank) for rank in range(self.run.world_size)}
+        places = {rank: self._where(rank) for rank in self.ranks}
         stuck = {rank: where for rank, where in places.items() if now - where.since_s > self.run.timeout_s}
         if not stuck or any(where.phase == "done" for where in places.values()):
             return
@@ -103,15 +104,15 @@ class _Launch:
         return where or Where("start", "", self.started_s, self.started_s)
 
     def _dump_stacks(self) -> None:
-        for process in self.processes:
-            if process.exitcode is None and process.pid is not None:
-                os.kill(process.pid, signal.SIGUSR1)
+        for started in self.processes:
+            if started.exitcode is None and started.pid is not None:
+                os.kill(started.pid, signal.SIGUSR1)
         time.sleep(GRACE_S)
 
     def _out_of_memory_or_raise(self) -> Measured:
         """Find the rank that began it: killed, or the first whose error is not just that others are gone."""
         deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and any(process.exitcode is None for process in self.processes):
+        while time.monotonic() < deadline and any(started.exitcode is None for started in self.processes):
             time.sleep(POLL_S)
         failures = self._failures()
         memory = next((failure for failure in failures if failure.kind == "out_of_memory"), None)
@@ -122,21 +123,21 @@ class _Launch:
                 out_of_memory=OutOfMemory(**memory.model_dump(include=set(OutOfMemory.model_fields))),
             )
         hint = f"stacks and logs of all ranks are in {self.folder}"
-        for rank, process in enumerate(self.processes):
-            if (process.exitcode or 0) < 0:
-                name = signal.Signals(-(process.exitcode or 0)).name
+        for rank, started in zip(self.ranks, self.processes, strict=True):
+            if (started.exitcode or 0) < 0:
+                name = signal.Signals(-(started.exitcode or 0)).name
                 raise ProbeError(f"{self._name(rank)} was killed by {name} in {self._where(rank)}", hint)
         if failures:
             first = failures[0]
             raise ProbeError(f"{self._name(first.rank)} failed in {self._where(first.rank)}: {first.message}", hint)
-        rank = next(rank for rank, process in enumerate(self.processes) if process.exitcode)
-        raise ProbeError(f"{self._name(rank)} ended with code {self.processes[rank].exitcode}", hint)
+        rank, code = next((r, p.exitcode) for r, p in zip(self.ranks, self.processes, strict=True) if p.exitcode)
+        raise ProbeError(f"{self._name(rank)} ended with code {code} in {self._where(rank)}", hint)
 
     def _failures(self) -> list[Failure]:
         """What failed ranks left, causes before consequences."""
         found = []
-        for rank in range(self.run.world_size):
-            path = self.folder / worker.FAILURE_FILE.format(rank)
+        for rank in self.ranks:
+            path = self.folder / process.FAILURE_FILE.format(rank)
             if path.exists():
                 found.append(Failure.model_validate_json(path.read_text()))
         return sorted(found, key=lambda failure: (failure.kind == "lost_peer", failure.time_s))
@@ -145,9 +146,9 @@ class _Launch:
         return f"rank {rank} ({self.run.place(rank)})"
 
     def _stop(self) -> None:
-        for process in self.processes:
-            if process.pid is not None and process.exitcode is None:
-                process.kill()
-        for process in self.processes:
-            if process.pid is not None:
-                process.join(STOPPED_S)
+        for started in self.processes:
+            if started.pid is not None and started.exitcode is None:
+                started.kill()
+        for started in self.processes:
+            if started.pid is not None:
+                started.join(STOPPED_S)

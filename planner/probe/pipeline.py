@@ -87,7 +87,7 @@ class Pipeline:
         tables: Tables | None,
         clock: Clock,
     ) -> None:
-        self.schedule, self.actions = schedule, schedule.ranks[pp_rank]
+        self.schedule, self.actions = schedule, tuple(schedule.ranks[pp_rank])
         self.chunks, self.wires, self.around, self.tables, self.clock = chunks, wires, around, tables, clock
         self.held: dict[tuple[int, int], Held] = {}
         self.owed: dict[tuple[int, int], list[Callable[[], None]]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from planner.probe.run import ProbeRun
+from planner.probe.slices import Slice
 from planner.specs.base import Spec
 
 
@@ -16,6 +17,19 @@ class TimedAction(Spec):
     """The rank was free and began to wait for the action's input."""
     start_s: float
     end_s: float
+
+
+class ChunkSeconds(Spec):
+    """Median seconds of one micro-batch on one virtual stage."""
+
+    stage: int
+    """Virtual stage."""
+    forward_s: float
+    backward_s: float
+    """Of whole backwards, or of input and weight gradient together where the schedule splits them."""
+    input_grad_s: float | None = None
+    weight_grad_s: float | None = None
+    """Both measured apart: in the schedule itself where it splits backwards, else after the steps; null where not."""
 
 
 class RankMemory(Spec):
@@ -62,6 +76,7 @@ class RankResult(Spec):
     steps: tuple[StepSeconds, ...]
     actions: tuple[TimedAction, ...]
     """Of the last step."""
+    chunks: tuple[ChunkSeconds, ...] = ()
     peak_in_flight_chunks: int
     memory: RankMemory | None = None
     checks: tuple[Check, ...] = ()
@@ -83,6 +98,76 @@ class Measured(Spec):
     run: ProbeRun
     ranks: tuple[RankResult, ...]
     out_of_memory: OutOfMemory | None = None
+
+
+class Comparison(Spec):
+    """One quantity, predicted and measured."""
+
+    name: str
+    stage: int | None = None
+    """Pipeline rank; null for the whole pipeline."""
+    unit: Literal["s", "bytes", "fraction", "count"]
+    predicted: float
+    measured: float
+    agrees: bool | None = None
+    """Within the tolerance; null where the quantity is shown and not judged."""
+
+    @property
+    def error_fraction(self) -> float | None:
+        """measured / predicted − 1."""
+        return self.measured / self.predicted - 1 if self.predicted else None
+
+
+class StageActivity(Spec):
+    """What a pipeline rank did with the last step, and what waited for it."""
+
+    stage: int
+    utilisation_fraction: float
+    """Computing, of the time from the first rank's start to the last rank's end."""
+    wait_s: float
+    """Waiting for messages of other ranks."""
+    idle_s: dict[str, float]
+    """The replay's account of idle time by cause, with the measured durations."""
+    queue: tuple[tuple[float, int], ...]
+    """(seconds, micro-batches that have arrived and not been taken up from then on)."""
+    max_queue: int
+
+
+class ProbeResult(Spec):
+    """A plan run, or a slice of it: what was predicted beside what was measured."""
+
+    schema_version: Literal[1] = 1
+    mode: Literal["ranks", "stages"]
+    """All ranks of the slice together, or one stage at a time with its peers emulated."""
+    device: str
+    torch_version: str
+    inputs_sha256: str
+    """Of the plan's inputs."""
+    slice: Slice
+    sleeps: bool = False
+    """Compute was replaced by sleeps: times say something about the schedule only."""
+    tolerance_fraction: float
+    comparisons: tuple[Comparison, ...]
+    checks: tuple[Check, ...]
+    activity: tuple[StageActivity, ...] = ()
+    step_s: float | None = None
+    """Median of the measured steps; of single stages, the replay of the whole pipeline with measured durations."""
+    step_spread_s: float = 0.0
+    """Longest less shortest measured step."""
+    loss: float | None = None
+    ranks: tuple[RankResult, ...] = ()
+    out_of_memory: OutOfMemory | None = None
+    predicted_bytes: int | None = None
+    """Of the stage that ran out of memory: what the plan says it needs."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every check passed and every judged quantity is within the tolerance."""
+        return (
+            self.out_of_memory is None
+            and all(check.passed for check in self.checks)
+            and all(comparison.agrees is not False for comparison in self.comparisons)
+        )
 
 
 class Failure(Spec):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from planner.schedule.actions import Action, Schedule
+from planner.schedule.actions import Action, ActionList, Schedule
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from planner.specs.model import ModelSpec
 
@@ -94,14 +94,14 @@ class ProbeRun(Spec):
     @cached_property
     def order(self) -> Schedule:
         """The action lists as a schedule."""
-        ranks = tuple(tuple(Action.parse(text) for text in actions) for actions in self.ranks)
+        ranks = tuple(ActionList.of(map(Action.parse, actions)) for actions in self.ranks)
         return Schedule(
             self.schedule,
             ranks,
             self.stage_to_rank,
             self.num_microbatches,
             num_directions=self.num_directions,
-            splits_backward=any(action.kind in "IW" for actions in ranks for action in actions),
+            splits_backward=any("I" in text for actions in self.ranks for text in actions),
         )
 
     def place(self, rank: int) -> Place:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
-import multiprocessing.connection
 import os
-import re
-import signal
-import sys
-import threading
-import time
-import traceback
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from planner.errors import PlannerError
 from planner.files import write_text
 from planner.probe.grid import Grid
+from planner.probe.pipeline import StepRecord
 from planner.probe.reference import (
     check_gradients,
     check_steps,
@@ -30,16 +21,14 @@ from planner.probe.reference import (
     load_reference,
     save_reference,
 )
-from planner.probe.result import Check, Failure, RankMemory, RankResult, StepSeconds, TimedAction
+from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
 from planner.probe.status import Status
 from planner.probe.training import Trainer, dtypes
 from planner.probe.wires import GroupWires
 
-RUN_FILE, RESULT_FILE, FAILURE_FILE = "run.json", "rank{}.json", "rank{}.failure.json"
-STATUS_FILE, STACK_FILE, LOG_FILE = "rank{}.status", "rank{}.stack", "rank{}.log"
+RUN_FILE, RESULT_FILE, STATUS_FILE = "run.json", "rank{}.json", "rank{}.status"
 REFERENCE_FILE = "reference.pt"
-EXIT_FAILED = 5
 
 
 class Worker:
@@ -86,8 +75,7 @@ class Worker:
 
     def join(self) -> None:
         """Meet the other ranks, and make sure that all of them run the same software on devices of their own."""
-        if self.run.device == "cuda":
-            torch.cuda.set_device(self.device)
+        self.use_device()
         backend = "gloo" if self.run.device == "cpu" else "nccl"
         dist.init_process_group(
             backend,
@@ -101,6 +89,10 @@ class Worker:
         everyone: list[Any] = [None] * self.run.world_size
         dist.all_gather_object(everyone, mine)
         agree(everyone)
+
+    def use_device(self) -> None:
+        if self.run.device == "cuda":
+            torch.cuda.set_device(self.device)
 
     def device_id(self) -> str:
         return "" if self.run.device == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
@@ -143,9 +135,9 @@ class Worker:
         return torch.cuda.memory_allocated() if self.run.device == "cuda" else 0
 
     def report(
-        self, trainer: Trainer, steps: list[StepSeconds], record: Any, checks: list[Check], static_bytes: int
-    ) -> None:
-        """Write what was measured."""
+        self, trainer: Trainer, steps: list[StepSeconds], record: StepRecord, checks: list[Check], static_bytes: int
+    ) -> RankResult:
+        """Write down what was measured."""
         place = self.run.place(self.rank)
         memory = None
         if trainer.clock.is_cuda:
@@ -169,11 +161,40 @@ class Worker:
                 TimedAction(action=str(timed.action), ready_s=timed.ready_s, start_s=timed.start_s, end_s=timed.end_s)
                 for timed in record.actions
             ),
+            chunks=chunk_seconds(record),
             peak_in_flight_chunks=record.peak_in_flight,
             memory=memory,
             checks=tuple(checks),
         )
+        self.write(result)
+        return result
+
+    def write(self, result: RankResult) -> None:
         write_text(self.folder / RESULT_FILE.format(self.rank), result.model_dump_json(), force=True)
+
+
+def chunk_seconds(record: StepRecord) -> tuple[ChunkSeconds, ...]:
+    """Medians of a step's actions by virtual stage."""
+    seconds: dict[tuple[int, str], list[float]] = {}
+    for timed in record.actions:
+        seconds.setdefault((timed.action.stage, timed.action.kind), []).append(timed.end_s - timed.start_s)
+    medians = {key: median(values) for key, values in seconds.items()}
+    found = []
+    for stage in sorted({stage for stage, _ in medians}):
+        parts = [medians.get((stage, kind)) for kind in "FBIW"]
+        forward_s, backward_s, input_grad_s, weight_grad_s = parts
+        if backward_s is None:
+            backward_s = (input_grad_s or 0.0) + (weight_grad_s or 0.0)
+        found.append(
+            ChunkSeconds(
+                stage=stage,
+                forward_s=forward_s or 0.0,
+                backward_s=backward_s,
+                input_grad_s=input_grad_s,
+                weight_grad_s=weight_grad_s,
+            )
+        )
+    return tuple(found)
 
 
 def agree(everyone: list[tuple[str, str, str]]) -> None:
@@ -185,68 +206,3 @@ def agree(everyone: list[tuple[str, str, str]]) -> None:
         if device and (host, device) in devices:
             raise RuntimeError(f"ranks {devices[host, device]} and {rank} share one GPU ({device} of {host})")
         devices[host, device] = rank
-
-
-def failure_of(error: BaseException, rank: int, run: ProbeRun | None, where: str) -> Failure:
-    """An exception as the file that the launcher reads."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-    lost = any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
-    return Failure(
-        rank=rank,
-        stage=0 if run is None else run.place(rank).pp,
-        phase=where,
-        kind="out_of_memory" if memory else "lost_peer" if lost else "error",
-        message=text,
-        traceback="".join(traceback.format_exception(error)),
-        time_s=time.monotonic(),
-        asked_bytes=asked_bytes(str(error)) if memory else None,
-    )
-
-
-def asked_bytes(message: str) -> int | None:
-    """What an allocator says it was asked for: `Tried to allocate 2.50 GiB`, `you tried to allocate 1024 bytes`."""
-    match = re.search(r"ried to allocate ([0-9.]+) ?(bytes|KiB|MiB|GiB)", message)
-    if match is None:
-        return None
-    return round(float(match[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]])
-
-
-def attempt(folder: Path, rank: int, local_rank: int, local: bool = True) -> Failure | None:
-    """Run one rank; what went wrong, also written into the folder, or None."""
-    worker: Worker | None = None
-    try:
-        worker = Worker(folder, rank, local_rank, local)
-        worker.main()
-    except Exception as error:
-        where = "start" if worker is None else worker.status.phase
-        failure = failure_of(error, rank, None if worker is None else worker.run, where)
-        with suppress(PlannerError):  # a full disk: the launcher still has the log
-            write_text(folder / FAILURE_FILE.format(rank), failure.model_dump_json(), force=True)
-        traceback.print_exc()
-        return failure
-    return None
-
-
-def child(folder: Path, rank: int, local_rank: int) -> None:
-    """A rank as a process of its own, beside its launcher: it outlives neither Ctrl-C there nor the launcher's end."""
-    os.setsid()
-    threading.Thread(target=_die_with_launcher, daemon=True).start()
-    log = os.open(folder / LOG_FILE.format(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    stack = (folder / STACK_FILE.format(rank)).open("w")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    failure = attempt(folder, rank, local_rank)
-    sys.stdout.flush()
-    os._exit(0 if failure is None else EXIT_FAILED)  # threads of a lost process group must not hold the process back
-
-
-def _die_with_launcher() -> None:
-    launcher = multiprocessing.parent_process()
-    if launcher is not None:
-        multiprocessing.connection.wait([launcher.sentinel])
-        os._exit(EXIT_FAILED)

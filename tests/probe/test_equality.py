@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from planner.schedule.actions import Action, Schedule
+from planner.schedule.actions import Action, ActionList, Schedule
 from planner.schedule.orders import in_flight_chunks
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe.launch import launch  # noqa: E402
+from planner.probe.launch import launch
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MLA = {
@@ -81,7 +81,7 @@ def test_a_hand_written_order(make_run: Any) -> None:
         ["0F0", "0F1", "0B0", "0F2", "0B2", "0B1"],
         ["1F0", "1B0", "1F1", "1F2", "1I2", "1B1", "1W2"],
     )
-    order = Schedule("mine", tuple(tuple(map(Action.parse, actions)) for actions in ranks), (0, 1), 3)
+    order = Schedule("mine", tuple(ActionList.of(map(Action.parse, actions)) for actions in ranks), (0, 1), 3)
     measured = launch(make_run(order))
     assert all(check.passed for rank in measured.ranks for check in rank.checks)
     assert [[timed.action for timed in rank.actions] for rank in measured.ranks] == [list(actions) for actions in ranks]

@@ -1,0 +1,98 @@
+"""A worker in a process of its own: its log, its stacks, and the file that says why it failed."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from planner.errors import PlannerError
+from planner.files import write_text
+from planner.probe.result import Failure
+from planner.probe.run import ProbeRun
+from planner.probe.worker import Worker
+
+FAILURE_FILE, STACK_FILE, LOG_FILE = "rank{}.failure.json", "rank{}.stack", "rank{}.log"
+EXIT_FAILED = 5
+
+
+def attempt(make: Callable[[], Worker], folder: Path, rank: int) -> Failure | None:
+    """Run one rank; what went wrong, also written into the folder, or None."""
+    worker: Worker | None = None
+    try:
+        worker = make()
+        worker.main()
+    except Exception as error:
+        where = "start" if worker is None else worker.status.phase
+        failure = failure_of(error, rank, None if worker is None else worker.run, where)
+        with suppress(PlannerError):  # a full disk: the launcher still has the log
+            write_text(folder / FAILURE_FILE.format(rank), failure.model_dump_json(), force=True)
+        traceback.print_exc()
+        return failure
+    return None
+
+
+def child(folder: Path, rank: int, local_rank: int) -> None:
+    """One of all the ranks of a run, as a process of its own."""
+    in_its_own_process(lambda: Worker(folder, rank, local_rank, local=True), folder, rank)
+
+
+def in_its_own_process(make: Callable[[], Worker], folder: Path, rank: int) -> None:
+    """Run a worker beside its launcher and end the process: it outlives neither Ctrl-C there nor the launcher's end."""
+    os.setsid()
+    threading.Thread(target=_die_with_launcher, daemon=True).start()
+    log = os.open(folder / LOG_FILE.format(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    stack = (folder / STACK_FILE.format(rank)).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    failure = attempt(make, folder, rank)
+    sys.stdout.flush()
+    os._exit(0 if failure is None else EXIT_FAILED)  # threads of a lost process group must not hold the process back
+
+
+def _die_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        multiprocessing.connection.wait([launcher.sentinel])
+        os._exit(EXIT_FAILED)
+
+
+def failure_of(error: BaseException, rank: int, run: ProbeRun | None, where: str) -> Failure:
+    """An exception as the file that the launcher reads."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    lost = any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+    return Failure(
+        rank=rank,
+        stage=0 if run is None else run.place(rank).pp,
+        phase=where,
+        kind="out_of_memory" if memory else "lost_peer" if lost else "error",
+        message=text,
+        traceback="".join(traceback.format_exception(error)),
+        time_s=time.monotonic(),
+        asked_bytes=asked_bytes(str(error)) if memory else None,
+    )
+
+
+def asked_bytes(message: str) -> int | None:
+    """What an allocator says it was asked for: `Tried to allocate 2.50 GiB`, `you tried to allocate 1024 bytes`."""
+    match = re.search(r"ried to allocate ([0-9.]+) ?(bytes|KiB|MiB|GiB)", message)
+    if match is None:
+        return None
+    return round(float(match[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]])

@@ -1,0 +1,101 @@
+"""One stage on one device, run as its rank would run it: neighbours, tensor-parallel and expert peers emulated.
+
+Received activations are random and output gradients are ones, made on the device; a gather repeats the shard, a
+reduce-scatter keeps its first part; experts get equal shares. Optimizer state is that of one data-parallel shard.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from planner.probe.chunk import synthetic_batch
+from planner.probe.gradients import Sharding
+from planner.probe.peers import EmulatedPeers, ExpertPeers, Surroundings
+from planner.probe.process import in_its_own_process
+from planner.probe.result import ChunkSeconds
+from planner.probe.training import Trainer
+from planner.probe.wires import EmulatedWires, needed_by
+from planner.probe.worker import Worker, chunk_seconds
+from planner.schedule.actions import Action
+
+SPLIT_REPEATS = 3
+
+
+def stage_child(folder: Path, rank: int, local_rank: int) -> None:
+    """The stage of one rank alone, as a process of its own."""
+    in_its_own_process(lambda: StageWorker(folder, rank, 0, local=True), folder, rank)
+
+
+class StageWorker(Worker):
+    """A rank without anybody else."""
+
+    def main(self) -> None:
+        run = self.run
+        self.status.enter("build")
+        self.use_device()
+        trainer = self.build_alone()
+        static_bytes = self.static_memory()
+        steps = []
+        for step in range(run.warm_up_steps + run.num_steps):
+            self.status.enter("warm-up" if step < run.warm_up_steps else f"step {step - run.warm_up_steps}")
+            if trainer.clock.is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            record, seconds = trainer.step(step, self.status.at)
+            steps.append(seconds)
+        self.status.enter("report")
+        result = self.report(trainer, steps[run.warm_up_steps :], record, [], static_bytes)
+        self.status.enter("input and weight gradients")
+        chunks = tuple(self.split(trainer, seconds) for seconds in chunk_seconds(record))
+        self.status.enter("report")
+        self.write(result.model_copy(update={"chunks": chunks}))
+        self.status.enter("done")
+
+    def build_alone(self) -> Trainer:
+        """The rank's stages among emulated peers."""
+        run, place = self.run, self.run.place(self.rank)
+        around = Surroundings(
+            tp=EmulatedPeers(run.tp, 0, run.sequence_parallel),
+            ep=ExpertPeers(run.ep),
+            balanced_routing=run.balanced_routing,
+            recomputed=frozenset(run.recompute_modules),
+        )
+        trainer: Trainer
+
+        def make(kind: str) -> Tensor:
+            return trainer.empty().normal_() if kind == "F" else torch.ones_like(trainer.empty())
+
+        trainer = Trainer(
+            run,
+            place.pp,
+            around,
+            EmulatedWires(run.stages_of(place.pp), make),
+            self.device,
+            dense=Sharding(size=run.dp),
+            expert=Sharding(size=run.dp * run.tp // run.ep),
+            holders=lambda name, stage: (place.pp,),
+        )
+        for flat in trainer.flat:
+            flat.allocate_state()
+        return trainer
+
+    def split(self, trainer: Trainer, seconds: ChunkSeconds) -> ChunkSeconds:
+        """Time input and weight gradients apart, a micro-batch at a time, where the schedule does not."""
+        run, pipeline, clock = self.run, trainer.pipeline, trainer.clock
+        if seconds.input_grad_s is not None:
+            return seconds
+        batch = synthetic_batch(run.model, run.seq_length, run.micro_batch_size, run.seed, self.device)
+        times: dict[str, list[float]] = {"F": [], "I": [], "W": []}
+        for _ in range(SPLIT_REPEATS):
+            clock.start()
+            for kind in times:
+                action = Action(kind, seconds.stage, 0)
+                needed = needed_by(run.order, action)
+                received = None if needed is None else pipeline.wires.receive(needed)
+                start = clock.mark()
+                pipeline.run(action, received, [batch], 1.0)
+                times[kind].append(clock.seconds(clock.mark()) - clock.seconds(start))
+        return seconds.model_copy(update={"input_grad_s": median(times["I"]), "weight_grad_s": median(times["W"])})
