@@ -19,6 +19,7 @@ COMMANDS = {
     "models": ("planner.cli.catalogue", "models_command"),
     "hardware": ("planner.cli.catalogue", "hardware_command"),
     "schedule": ("planner.cli.schedule", "schedule_command"),
+    "validate": ("planner.cli.validate_command", "validate_command"),
 }
 """Every command beside the main job: where its function lives. Heavy imports belong inside that function."""
 

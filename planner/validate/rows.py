@@ -1,0 +1,71 @@
+"""Training runs that others published, each with its source, as the planner is judged by them.
+
+`data/runs.jsonl` holds one run a line in the form of `plan evaluate --runs`, with what was measured beside it; models
+that several runs share stand once in `data/models.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from planner.specs.base import PositiveFloat, Spec
+
+MemoryKind = Literal["allocated", "allocated on rank 0", "reserved", "nvidia-smi", "unverified"]
+"""What the source calls peak memory: of torch's allocator (allocated or reserved, the worst rank's unless one is named),
+or what nvidia-smi shows on the nodes it was run on."""
+
+
+class Measured(Spec):
+    """What the source reports of the run."""
+
+    step_s: PositiveFloat
+    """Seconds of an optimizer step; throughput is inverted with the source's own convention."""
+    peak_memory_gib: PositiveFloat | None = None
+    memory_kind: MemoryKind | None = None
+
+
+class Row(Spec):
+    """One published run."""
+
+    id: str
+    source: str
+    """Document and table."""
+    family: str
+    """Where it comes from: rows of one family share hardware, software and habits, and are left out together."""
+    trust: Literal["A", "B", "C"]
+    """A fully specified and consistent, B one field inferred, C to be used with care."""
+    weight: PositiveFloat
+    """One over how often the same configuration was published."""
+    run: dict[str, Any]
+    """The run, as `plan evaluate --runs` reads it."""
+    measured: Measured
+    assumed: tuple[str, ...] = ()
+    """Fields of the run that the source does not state."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether errors on this row are scored: trusted, and nothing about it assumed."""
+        return self.trust in ("A", "B") and not self.assumed
+
+    def to_line(self) -> str:
+        """The run as one line of `plan evaluate --runs`."""
+        return json.dumps({"id": self.id, "run": self.run})
+
+
+@cache
+def load_rows() -> tuple[Row, ...]:
+    """All published runs that come with the package, in the order of their file."""
+    models = {line["key"]: line["model"] for line in _lines("models.jsonl")}
+    rows = []
+    for line in _lines("runs.jsonl"):
+        line["run"]["model"] = models[line["run"]["model"]]
+        rows.append(Row.model_validate(line))
+    return tuple(rows)
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    text = (resources.files(__package__) / "data" / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]

@@ -1,0 +1,47 @@
+"""What a score counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planner.validate.rows import load_rows
+from planner.validate.score import by_family, evaluate_rows, score, spearman, weighted_quantile
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.1, 1.0), (0.5, 2.0), (0.8, 2.0), (0.9, 5.0)])
+def test_quantiles_count_weight_and_not_rows(fraction: float, expected: float) -> None:
+    values, weights = np.array([5.0, 1.0, 2.0]), np.array([1.0, 2.0, 5.0])
+    assert weighted_quantile(values, weights, fraction) == expected
+
+
+def test_a_family_is_scored_on_its_trusted_rows_alone() -> None:
+    rows = [row for row in load_rows() if row.family == "megatron-sc21"]
+    scored = evaluate_rows(rows)
+    (family, everything) = by_family(scored)
+    assert family.num_rows == everything.num_rows == sum(row.counts for row in rows) < len(rows)
+
+
+def test_a_run_that_cannot_be_priced_is_counted_and_not_hidden() -> None:
+    row = load_rows()[0]
+    bad = row.model_copy(update={"run": {**row.run, "num_gpus": 1}})
+    scored = evaluate_rows([row, bad])
+    assert scored[1].error is not None
+    result = score("both", scored)
+    assert result is not None
+    assert (result.num_rows, result.num_unsupported) == (1, 1)
+
+
+def test_rank_correlation_sees_order_alone() -> None:
+    rows = [row for row in load_rows() if row.family == "korthikanti"][:4]
+    scored = evaluate_rows(rows)
+    ordered = sorted(scored, key=lambda s: s.layout.step.step_s / s.row.run["global_batch_size"])  # type: ignore[union-attr]
+    measured = [
+        one.row.measured.model_copy(update={"step_s": (i + 1.0) * one.row.run["global_batch_size"]})
+        for i, one in enumerate(ordered)
+    ]
+    again = [
+        type(one)(one.row.model_copy(update={"measured": m}), one.layout)
+        for one, m in zip(ordered, measured, strict=True)
+    ]
+    assert spearman(again) == pytest.approx(1.0)
