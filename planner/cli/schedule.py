@@ -101,36 +101,43 @@ def schedule_command(
       plan schedule auto --pp 4 -m 12 --forward 1,1,1.1,1.3 --in-flight 4
       plan schedule --compare --pp 8 --micro-batches 64
     """
-    from planner.cli.output import dumps, show
-    from planner.errors import SpecError
     from planner.files import refuse_to_overwrite
-    from planner.report.schedule_json import timeline_json
 
     for path in (svg, trace, csv):
         if path is not None:
             refuse_to_overwrite(path, force)
     read = _read_csv(name) if name is not None and name.endswith(".csv") else None
     pp = pp if read is None else read.pp
-    if pp < 1 or micro_batches < 1 or pp * (vpp or 1) * micro_batches > MAX_CHUNKS:
-        raise SpecError(
-            f"--pp {pp}, --vpp {vpp or 1}, --micro-batches {micro_batches}: their product must lie between 1 and "
-            f"{MAX_CHUNKS:,}",
-            "plan schedule 1f1b --pp 4 --micro-batches 8",
-        )
+    _check_sizes(pp, 1 if vpp is None else vpp, micro_batches)
     seconds = _rank_seconds(
         pp, forward, backward, weight_grad, p2p, blocking, sizes, _slow(slow_stage, pp), _slow_links(slow_link, pp)
     )
     if compare:
-        if name is not None:
-            raise SpecError(f"--compare and {name!r}: all schedules are compared", "leave one of the two out")
-        _print_comparison(seconds, micro_batches, vpp, json)
+        _print_comparison(name, seconds, micro_batches, vpp, json)
         return
     schedule, synthesis = (
         (read, None) if read else _order(name or "1f1b", seconds, micro_batches, vpp, group, in_flight)
     )
     timeline = seconds.replayed(schedule)
-    straggler = _straggler(schedule, seconds)
     _write_files(timeline, svg, trace, csv, force)
+    _print(timeline, synthesis, _straggler(schedule, seconds), json)
+
+
+def _check_sizes(pp: int, vpp: int, micro_batches: int) -> None:
+    from planner.errors import SpecError
+
+    if min(pp, vpp, micro_batches) < 1 or pp * vpp * micro_batches > MAX_CHUNKS:
+        raise SpecError(
+            f"--pp {pp}, --vpp {vpp}, --micro-batches {micro_batches}: each must be at least 1, their product at most "
+            f"{MAX_CHUNKS:,}",
+            "plan schedule 1f1b --pp 4 --micro-batches 8",
+        )
+
+
+def _print(timeline: Timeline, synthesis: Synthesis | None, straggler: StragglerCost | None, json: bool) -> None:
+    from planner.cli.output import dumps, show
+    from planner.report.schedule_json import timeline_json
+
     if json:
         sys.stdout.write(dumps(timeline_json(timeline, synthesis, straggler)))
     else:
@@ -213,10 +220,10 @@ def _order(
 
     pp = len(seconds.forward_s)
     if name == AUTO:
-        found = find_order(seconds, micro_batches, vpp or 1, in_flight)
+        found = find_order(seconds, micro_batches, 1 if vpp is None else vpp, in_flight)
         return found.schedule, found
     fewest = SCHEDULES[name].min_vpp if name in SCHEDULES else 1
-    return build_schedule(name, pp, vpp or fewest, micro_batches, group), None
+    return build_schedule(name, pp, fewest if vpp is None else vpp, micro_batches, group), None
 
 
 def _read_csv(path: str) -> Schedule:
@@ -266,12 +273,17 @@ def _rendered(timeline: Timeline, synthesis: Synthesis | None, straggler: Stragg
     return parts
 
 
-def _print_comparison(seconds: RankSeconds, micro_batches: int, vpp: int | None, as_json: bool) -> None:
+def _print_comparison(
+    name: str | None, seconds: RankSeconds, micro_batches: int, vpp: int | None, as_json: bool
+) -> None:
     from planner.cli.output import dumps, show
+    from planner.errors import SpecError
     from planner.report.schedule_json import comparison_json
     from planner.report.timeline import render_comparison
     from planner.schedule.compare import compare
 
+    if name is not None:
+        raise SpecError(f"--compare and {name!r}: all schedules are compared", "leave one of the two out")
     rows = compare(seconds, micro_batches, vpp)
     if as_json:
         sys.stdout.write(dumps([comparison_json(row) for row in rows]))

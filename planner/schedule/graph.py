@@ -35,7 +35,7 @@ class Graph:
     """Whether consumers of an overlapped forward wait for its pair."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def compile_schedule(schedule: Schedule, overlap: bool = False) -> Graph:
     """Order the actions so that one pass can time them; the schedule is checked on the way.
 

@@ -187,7 +187,7 @@ def _group_violation(kind: ScheduleKind, pp: int, num_microbatches: int, group: 
     return None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def build_schedule(
     name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
 ) -> Schedule:

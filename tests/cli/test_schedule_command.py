@@ -88,8 +88,9 @@ def test_an_order_is_found_written_and_read_back(capsys: pytest.CaptureFixture[s
     ("arguments", "words"),
     [
         (["zbv"], "did you mean zb-v?"),
-        (["1f1b", "--pp", "0"], "must lie between"),
-        (["1f1b", "--pp", "4096", "-m", "4096"], "must lie between"),
+        (["1f1b", "--pp", "0"], "each must be at least 1"),
+        (["1f1b", "--pp", "4096", "-m", "4096"], "each must be at least 1"),
+        (["zb-v", "--vpp", "0"], "--vpp 0"),
         (["1f1b", "--forward", "1,2"], "nor one for each of 4 ranks"),
         (["1f1b", "--forward", "-1"], "not one time"),
         (["1f1b", "--forward", "x"], "is not a number"),
