@@ -20,8 +20,8 @@ from planner.plan import Plan
 from planner.report.terminal import render
 
 _log = logging.getLogger(__name__)
-MAX_WIDTH = 100
-"""Wider lines are harder to read."""
+MIN_WIDTH, MAX_WIDTH = 80, 100
+"""Narrower terminals wrap lines rather than lose their ends; wider lines are harder to read."""
 
 
 def answer(plan: Plan, as_json: bool, output: str | None, force: bool) -> None:
@@ -76,7 +76,7 @@ def dumps(data: Any, indent: int | None = 2) -> str:
 def show(*renderables: RenderableType) -> None:
     """Renderables on stdout: colour on a terminal only, and no blanks at the ends of lines."""
     console = Console(highlight=False)
-    console.width = min(console.width, MAX_WIDTH)
+    console.width = min(max(console.width, MIN_WIDTH), MAX_WIDTH)
     with console.capture() as capture:
         for renderable in renderables:
             console.print(renderable)
