@@ -21,6 +21,7 @@ ALLOWED = {
     "schedule": {"errors", "physics.shape"},
     "plan": {"specs", "physics.shape"},
     "search": {"errors", "specs", "physics", "schedule", "plan"},
+    "validate": {"errors", "files", "specs", "plan", "search", "physics.shape"},
     # a target's constraints are written once, and the search holds candidates against them too
     "export": {"errors", "files", "specs", "plan", "schedule", "physics.shape", "search.rules*"},
     "report": {"errors", "files", "specs", "plan", "schedule"},

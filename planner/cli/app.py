@@ -20,6 +20,7 @@ COMMANDS = {
     "hardware": ("planner.cli.catalogue", "hardware_command"),
     "schedule": ("planner.cli.schedule", "schedule_command"),
     "validate": ("planner.cli.validate_command", "validate_command"),
+    "validate": ("planner.cli.validate_command", "validate_command"),
 }
 """Every command beside the main job: where its function lives. Heavy imports belong inside that function."""
 
