@@ -1,0 +1,85 @@
+"""What the documents say is what the program does."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from planner.cli import main
+from planner.cli.app import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+SHELL = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+LINES = [line for line in SHELL.splitlines() if line.startswith("plan ")]
+
+
+def script(name: str) -> ModuleType:
+    """A script without a suffix, as a module."""
+    loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / name))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def without_seconds(text: str) -> str:
+    return re.sub(r"solved as ILP in [0-9.]+ m?s", "solved as ILP in …", text)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_command_of_the_readme_works(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
+
+
+def test_the_outputs_in_the_readme_are_what_the_commands_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = script("readme")
+    blocks = readme.BLOCK.findall(README)
+    assert blocks
+    for _, arguments, shown, _ in blocks:
+        assert without_seconds(shown) == without_seconds(readme.output_of(arguments)), "run scripts/readme"
+
+
+@pytest.mark.parametrize("code", PYTHON)
+def test_the_python_of_the_readme_works(code: str) -> None:
+    exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_in_the_readme(command: str) -> None:
+    assert any(line.split()[:2] == ["plan", command] for line in LINES)
+
+
+def test_every_exit_code_is_in_the_readme() -> None:
+    from planner import errors
+
+    codes = {error.exit_code for error in vars(errors).values() if isinstance(error, type)}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)} == codes | {0, 130}
+
+
+def test_the_first_screen_is_a_sentence_and_the_line_that_plans() -> None:
+    lines = README.splitlines()
+    assert lines[0] == "# planner"
+    assert any(line.startswith("python3 -m venv .venv && .venv/bin/pip install . &&") for line in lines[:8])
+
+
+def test_documents_name_files_that_exist() -> None:
+    for document in ("README.md", "AGENTS.md", "CONTRIBUTING.md"):
+        named = re.findall(r"`?((?:planner|scripts|tests)/[a-z_0-9/]+(?:\.py)?)`?", (ROOT / document).read_text())
+        assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_scripts_stay_small() -> None:
+    for name in ("check", "test"):
+        assert len((ROOT / "scripts" / name).read_text().splitlines()) <= 20
