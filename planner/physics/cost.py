@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from typing import Any, Literal
 
@@ -177,7 +177,7 @@ class Pricing:
         return CostTable(
             shape=shape,
             layers=layers,
-            embedding=self._plain(embedding(model, shape, runtime), shape),
+            embedding=self._embedding(shape, layers),
             head=self._head(shape, shares_embedding=False),
             head_beside_embedding=self._head(shape, shares_embedding=shared),
             mtp=self._mtp(shape),
@@ -222,10 +222,9 @@ class Pricing:
         seconds: dict[str, Number] = dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), 0.0)
         seconds.update({f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")})
         slow = 1 + self.training.straggler_fraction
-        for op in operators_of(items):
-            passes = compute.operator_seconds(op, self.cluster.hardware, self.training.dtype, self.runtime)
-            for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
-                seconds[key] = seconds[key] + slow * value
+        passes = compute.part_seconds(operators_of(items), self.cluster.hardware, self.training.dtype, self.runtime)
+        for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
+            seconds[key] = slow * value
         for exchange in collectives_of(items):
             hidden = (
                 0.0 if exchange.overlap == "none" else getattr(self.runtime, f"{exchange.overlap}_overlap_fraction")
@@ -255,6 +254,15 @@ class Pricing:
             gather_s=self._gather_s(dense, expert, shape),
             optimizer_s=compute.optimizer_s(hardware, memory.sharded_parameters(dense, expert, shape), runtime),
         )
+
+    def _embedding(self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost]) -> PartCost:
+        """The embedding, whose table slows down the optimizer of the first shards of its stage."""
+        part = self._plain(embedding(self.model, shape, self.runtime), shape)
+        counts = self.kind_counts
+        stage = part.parameters + sum(layers[kind, "none"].parameters * n for kind, n in counts.items()) / shape.pp
+        sharded = memory.sharded_parameters(part.parameters, 0.0, shape)
+        table = np.minimum(part.parameters, memory.sharded_parameters(stage, 0.0, shape))
+        return replace(part, optimizer_s=compute.optimizer_s(self.cluster.hardware, sharded, self.runtime, table))
 
     def _head(self, shape: Shape, shares_embedding: bool) -> PartCost:
         """Final norm, head and loss, and the memory that the logits take while the loss runs."""

@@ -13,9 +13,13 @@ from planner.specs.runtime import RuntimeSpec
 
 
 def weights_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
-    """Weights a rank keeps between steps; sharded under ZeRO-3. fp8 recipes cache one-byte copies beside them."""
+    """Weights a rank keeps; fp8 recipes cache one-byte copies beside them.
+
+    Under ZeRO-3 they are sharded, and a pipeline stage keeps its bf16 copies gathered from its first micro-batch to its last.
+    """
     per_parameter = runtime.weight_bytes + (runtime.fp8_weight_bytes if is_fp8(dtype) else 0)
-    return per_parameter * _sharded(dense, expert, shape, 3)
+    gathered = (np.asarray(shape.zero_stage) == 3) & (np.asarray(shape.pp) > 1)
+    return per_parameter * _sharded(dense, expert, shape, 3) + np.where(gathered, BF16 * (dense + expert), 0.0)
 
 
 def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:

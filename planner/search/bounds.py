@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from planner.physics import memory
 from planner.physics.communication import p2p_s
 from planner.physics.cost import CostTable, PartCost, Pricing
 from planner.physics.operators import BF16
-from planner.physics.shape import FloatArray, Shape
+from planner.physics.shape import FloatArray, Number, Shape
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
@@ -147,28 +148,57 @@ def fits(screen: Screen) -> npt.NDArray[np.bool_]:
 
 
 def busiest_rank_s(
-    screen: Screen, base: Recompute, whole: bool, in_flight: Sequence[float] | None = None
+    screen: Screen,
+    base: Recompute,
+    whole: bool,
+    interleaves: npt.NDArray[np.bool_],
+    in_flight: Sequence[float] | None = None,
 ) -> FloatArray:
-    """Least T / M of any schedule, where ranks recompute what their memory forces them to.
+    """Least seconds of a micro-batch on the busiest rank, where ranks recompute what their memory forces them to.
 
-    Layers not recomputed whole are in mode `base`; `whole` says whether any may be. For each layer kind by itself, the least
-    time in which all ranks together hold that kind's layers is found by bisection; the other kinds are taken as free. Rank r
-    has T less the trip of one micro-batch through the ranks before it, of which each holds a layer at least. Ranks hold
-    `in_flight` micro-batches, or the least of any schedule. Infinite where nothing fits.
+    Layers not recomputed whole are in mode `base`; `whole` says whether any may be. The least time in which all ranks together
+    hold the layers is found by bisection: those of each kind with the others taken as free, and all with each as cheap as the
+    cheapest. Where schedules interleave it is the least T / M instead: rank r has T less the trip of one micro-batch through the
+    ranks before it, of which each holds a layer at least. Ranks hold `in_flight` micro-batches, or the least of any schedule. Infinite where nothing fits.
     """
     model = screen.pricing.model
     busiest = screen.work_s(base) / np.asarray(screen.shape.pp)
-    for kind in model.kinds:
-        busiest = np.maximum(busiest, _kind_bound_s(screen, kind, base, whole, in_flight))
-    return busiest
+    cases = [(kind, model.layers.count(kind)) for kind in model.kinds]
+    for kind, count in cases:
+        plain, full = screen.table.layers[kind, base], screen.table.layers[kind, "full"]
+        busiest = np.maximum(busiest, _holding_bound_s(screen, plain, full, count, whole, interleaves, in_flight))
+    if len(cases) > 1:
+        plain, full = (_least([screen.table.layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
+        busiest = np.maximum(
+            busiest, _holding_bound_s(screen, plain, full, model.num_hidden_layers, whole, interleaves, in_flight)
+        )
+    return np.asarray(busiest)
 
 
-def _kind_bound_s(
-    screen: Screen, kind: LayerKind, base: Recompute, whole: bool, in_flight: Sequence[float] | None
+FULL: Recompute = "full"
+
+
+def _least(parts: Sequence[PartCost]) -> PartCost:
+    """A layer that costs no more than any of `parts`, in any respect that the bounds look at."""
+
+    def least(quantity: str) -> Number:
+        return reduce(np.minimum, [np.asarray(getattr(part, quantity)) for part in parts])
+
+    names = ("live_bytes", "transient_bytes", "parameters", "expert_parameters")
+    return PartCost(forward_s=least("total_s"), **{name: least(name) for name in names})
+
+
+def _holding_bound_s(
+    screen: Screen,
+    plain: PartCost,
+    full: PartCost,
+    count: int,
+    whole: bool,
+    interleaves: npt.NDArray[np.bool_],
+    in_flight: Sequence[float] | None,
 ) -> FloatArray:
-    shape, table, model = screen.shape, screen.table, screen.pricing.model
-    plain, full = table.layers[kind, base], table.layers[kind, "full"]
-    count = model.layers.count(kind)
+    """The same for `count` layers that cost `plain`, or `full` where they are recomputed whole."""
+    shape, table = screen.shape, screen.table
     seconds = screen.part(plain, "total_s")[:, None]
     again = np.maximum(screen.part(full, "total_s")[:, None] - seconds, 1e-12)
     static, live = screen.static_bytes(plain)[:, None], screen.part(plain, "live_bytes")[:, None]
@@ -186,10 +216,10 @@ def _kind_bound_s(
     free = np.maximum(free - (rank == pps - 1) * screen.static_bytes(table.head)[:, None], 0.0)
     first_s, last_s = (screen.part(part, "total_s")[:, None] for part in (table.embedding, table.head))
     ends_s = (rank == 0) * first_s + (rank == pps - 1) * last_s
-    quickest = np.min([screen.part(table.layers[k, base], "total_s") for k in model.kinds], axis=0)[:, None]
+    quickest = np.min([screen.part(part, "total_s") for part in table.layers.values()], axis=0)[:, None]
     hop = quickest + 2 * np.broadcast_to(np.asarray(screen.p2p_s), len(screen.kernel))[:, None]
     stages_before = np.maximum(rank - (1 if screen.pricing.runtime.head_only_stage else 0), 0)
-    trip_s = stages_before * hop / np.asarray(shape.num_microbatches)[:, None]
+    trip_s = interleaves[:, None] * stages_before * hop / np.asarray(shape.num_microbatches)[:, None]
     ends_s = ends_s + trip_s
     roomy = np.floor(free / (static + held * live))
     # layers = (busy + again·free/saved-bytes-in-flight) / (seconds + again·bytes per layer / saved bytes): memory binds
@@ -216,13 +246,24 @@ def schedule_bound_s(
     """From the busiest rank to the step: M · busiest, and for 1F1B the fill and drain.
 
     1F1B with stages no longer than `busiest`: T ≥ (M − 1 − pp) · busiest + 2 · work, from T ≥ M·t_r + Σ_{q<r} t_q +
-    [2·Σ_{q>r} t_q − (pp − 1 − r)·t_r]⁺ at the busiest rank, since all stages together fall short of pp · busiest by no more than
-    pp · busiest − work. It grows with `busiest` only where M > pp.
+    [2·Σ_{q>r} t_q − (pp − 1 − r)·t_r]⁺ at the busiest rank, since all stages together fall short of pp · busiest by no more
+    than pp · busiest − work. It grows with `busiest` only where M > pp. For any M, with one stage per rank, a rank's first
+    backward comes after the whole trip and M − 1 more follow: T ≥ work + (M − 1)·b_r, and b_r is at least the least share that
+    the backward has of any part.
     """
     shape = screen.shape
     work, steps = screen.work_s(base), np.asarray(shape.num_microbatches)
     busiest_s = np.where(np.isfinite(busiest_s), busiest_s, NEVER_S)
-    plain = np.where(steps > np.asarray(shape.pp), (steps - 1 - shape.pp) * busiest_s + 2 * work, 0.0)
+    few = work + (steps - 1) * _backward_share(screen, base) * busiest_s
+    plain = np.where(steps > np.asarray(shape.pp), (steps - 1 - shape.pp) * busiest_s + 2 * work, few)
     plain = np.where(np.asarray(shape.pp) == 1, steps * work, plain)
     least = np.maximum(np.maximum(steps * busiest_s, work), np.where(interleaves, 0.0, plain))
     return np.where(busiest_s >= NEVER_S, np.inf, least)
+
+
+def _backward_share(screen: Screen, base: Recompute) -> FloatArray:
+    """The least share of its seconds that any layer, the embedding or the head spends in the backward."""
+    table = screen.table
+    parts = [table.layers[kind, base] for kind in screen.pricing.model.kinds] + [table.embedding, table.head]
+    shares = [screen.part(part, "backward_total_s") / screen.part(part, "total_s") for part in parts]
+    return np.min(shares, axis=0)

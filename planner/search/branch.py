@@ -30,7 +30,7 @@ BLOCK = 1024
 SHRINK = 0.98
 """Memory planned with after a split that the replay showed not to fit."""
 MAX_SHRINKS = 3
-RUNNERS_UP = 40
+RUNNERS_UP = 24
 NODES_PER_ALTERNATIVE = 2
 """Shapes, and nodes of each, that are looked at for alternatives once the best is proven."""
 ALTERNATIVE_SLACK = 1.5
@@ -101,7 +101,10 @@ class Branch:
         best = self.best
         if best is None:
             return np.inf
-        return best.step_s * (1 - gap_fraction if self.slack is None else self.slack)
+        if self.slack is None:
+            return best.step_s * (1 - gap_fraction)
+        ranked = sorted(found.step_s for found in self.found.values())
+        return ranked[self.limits.top] if len(ranked) > self.limits.top else best.step_s * self.slack
 
     def run(self, screen: bounds.Screen) -> None:
         """Search all shapes of `screen` (those that can fit)."""
@@ -124,14 +127,17 @@ class Branch:
                 self._leave(bound)
                 self.runners_up += [(scalar(screen.shape, i), refined[:, i]) for i in order[position:][:RUNNERS_UP]]
                 return
-            self._run_shape(scalar(screen.shape, index), refined[:, index])
+            shape, known = scalar(screen.shape, index), len(self.found)
+            self._run_shape(shape, refined[:, index])
+            if len(self.found) == known:
+                self.runners_up.append((shape, refined[:, index]))
 
     def run_alternatives(self) -> None:
-        """Solve further shapes, best bound first, until there are as many layouts as asked for; they change no proof."""
+        """Solve further shapes, best bound first, until none can be among the layouts asked for; they change no proof."""
         proof = self.lower_bound_s, self.complete
         self.slack = ALTERNATIVE_SLACK
-        for shape, bounds_s in sorted(self.runners_up, key=lambda one: float(one[1].min())):
-            if len(self.found) > self.limits.top or self._late():
+        for shape, bounds_s in sorted(self.runners_up, key=lambda one: float(one[1].min()))[:RUNNERS_UP]:
+            if float(bounds_s.min()) >= self.cutoff_s(0.0) or self._late():
                 break
             options = interleavings(shape, self.pricing.model, self.limits, self.pricing.runtime)
             for node in sorted(self._nodes(options, bounds_s), key=lambda node: node.guess_s)[:NODES_PER_ALTERNATIVE]:
@@ -161,7 +167,7 @@ class Branch:
     ) -> FloatArray:
         base = "full" if choice.whole == "all" else choice.base
         whole = choice.whole in ("one_count", "per_stage")
-        busiest = bounds.busiest_rank_s(screen, base, whole, in_flight)
+        busiest = bounds.busiest_rank_s(screen, base, whole, interleaves, in_flight)
         return bounds.schedule_bound_s(screen, busiest, base, interleaves)
 
     def _run_shape(self, shape: Shape, bounds_s: FloatArray) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from planner.physics.cost import CostTable, PartCost, Pricing, sum_parts
 from planner.schedule.orders import in_flight_microbatches
 from planner.search.ilp import Node, Solution, Whole
+from planner.search.price import fixed_workspace_bytes
 from planner.search.split import Split, even_counts, held_parts, interleaved_counts
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
@@ -40,7 +41,6 @@ def node_of(
     pp, vpp, microbatches = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     ends = Split((0,) * (pp * vpp))
     last = sum_parts(part for name, part in held_parts(table, ends, pp * vpp - 1) if name != "embedding")
-    received = 2.0 * float(shape.shard_tokens) * model.hidden_size * (pp > 1)
     runs, layers = model.runs, table.layers
     if vpp > 1 and len(runs) > MAX_RUNS_INTERLEAVED:
         runs, layers = _mean_kind(pricing, table)
@@ -55,7 +55,7 @@ def node_of(
         base=choice.base,
         whole=choice.whole,
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
-        usable_bytes=float(table.usable_bytes) * usable_fraction - received,
+        usable_bytes=float(table.usable_bytes) * usable_fraction - fixed_workspace_bytes(pricing, table),
         p2p_s=float(table.p2p_s),
         blocking_p2p=not (runtime.interleaved_p2p_overlap if vpp > 1 else runtime.p2p_overlap),
         cutoff_s=cutoff_s,

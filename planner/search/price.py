@@ -270,7 +270,7 @@ def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activation
     weights, gradients, optimizer = (
         round(float(b)) for b in (total.weights_bytes, total.gradients_bytes, total.optimizer_bytes)
     )
-    workspace = float(total.transient_bytes) + fixed_workspace_bytes(pricing, table, total)
+    workspace = float(total.transient_bytes) + fixed_workspace_bytes(pricing, table)
     logits = float(total.logits_bytes)
     in_loss = logits > float(total.transient_bytes)
     logits, workspace = (logits, workspace - float(total.transient_bytes)) if in_loss else (0.0, workspace)
@@ -290,19 +290,14 @@ def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activation
     )
 
 
-def fixed_workspace_bytes(pricing: Pricing, table: CostTable, total: PartCost) -> float:
-    """Buffers that stay: the activation gradient received from the next stage; ZeRO-3's gathered weights.
-
-    ZeRO-3 gathers two layers at a time where nothing is pipelined, and keeps a stage's weights gathered where it is.
-    """
+def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
+    """Buffers of every rank: the gradient received from the next stage; the two layers that unpipelined ZeRO-3 gathers."""
     shape = table.shape
-    received = BF16 * float(shape.shard_tokens) * pricing.model.hidden_size * (int(shape.pp) > 1)
-    if int(shape.zero_stage) < 3:
-        return received
     if int(shape.pp) > 1:
-        return received + BF16 * float(total.parameters)
-    largest = max(float(part.parameters) for part in (*table.layers.values(), table.head))
-    return received + 2 * BF16 * largest
+        return BF16 * float(shape.shard_tokens) * pricing.model.hidden_size
+    if int(shape.zero_stage) < 3:
+        return 0.0
+    return 2 * BF16 * max(float(part.parameters) for part in (*table.layers.values(), table.head))
 
 
 def _step(

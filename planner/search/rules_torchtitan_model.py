@@ -39,8 +39,8 @@ TORCHTITAN_MODEL_RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "bias",
-        lambda m: (m.qkv_bias or m.output_bias or m.has_mlp_bias) and not is_gpt_oss(m),
-        lambda m: "only its gpt-oss models have biases",
+        lambda m: (m.output_bias or m.has_mlp_bias) and not is_gpt_oss(m),
+        lambda m: "its models have biases on queries, keys and values only, but for gpt-oss",
     ),
     _rule(
         "attention_sinks",
