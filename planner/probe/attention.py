@@ -80,12 +80,15 @@ def _has_window_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def core_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int, sinks: Tensor | None) -> Tensor:
+def core_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int, sinks: Tensor | None, cp: int = 1
+) -> Tensor:
     """Causal attention of q [seq, batch, heads, dim] over k and v [seq, batch, kv heads, dim].
 
     Returns [seq, batch, heads·v dim]. `mask` is added to the scores and replaces causality where given; a window
     goes to the flash kernel on a GPU. Unequal head dimensions are padded on the CPU, whose kernel wants them equal.
-    Learned sinks become one more key with a logit of their own.
+    Learned sinks become one more key with a logit of their own. With cp > 1 the rank's share of a causal attention over
+    cp shards is emulated: all of its queries over cp/2 copies of its keys.
     """
     if window and mask is None:
         out = torch.ops.aten._flash_attention_forward(
@@ -101,7 +104,10 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window:
         k, v, mask = _with_sink(k, v, mask, sinks)
     grouped = k.shape[2] != q.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    causal = mask is None and cp == 1
+    if mask is None and cp > 1:
+        k, v = (x.repeat(1, 1, -(-cp // 2), 1)[:, :, : x.shape[2] * cp // 2] for x in (k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     out = out.permute(2, 0, 1, 3)[..., :v_dim]
     return out.reshape(*out.shape[:2], -1)
 
@@ -135,7 +141,7 @@ class _Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
         mask = tables.window_mask if self.slides else tables.alibi
         core: Callable[..., Tensor] = recomputable("core_attn", core_attention, self.around)
-        out: Tensor = self.output(core(q, k, v, mask, self.window, self.sinks))
+        out: Tensor = self.output(core(q, k, v, mask, self.window, self.sinks, self.around.cp))
         return out
 
 

@@ -133,6 +133,8 @@ class Surroundings:
 
     tp: TensorPeers = field(default_factory=TensorPeers)
     ep: ExpertPeers = field(default_factory=ExpertPeers)
+    cp: int = 1
+    """Context-parallel ranks, emulated: queries of this rank's shard see the keys of cp/2 shards, the causal mean."""
     balanced_routing: bool = False
     """Every expert gets the same number of rows, whatever the router says."""
     recomputed: frozenset[str] = frozenset()

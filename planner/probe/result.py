@@ -155,6 +155,7 @@ class ProbeResult(Spec):
     step_spread_s: float = 0.0
     """Longest less shortest measured step."""
     loss: float | None = None
+    run: ProbeRun
     ranks: tuple[RankResult, ...] = ()
     out_of_memory: OutOfMemory | None = None
     predicted_bytes: int | None = None

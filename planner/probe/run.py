@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from planner.schedule.actions import Action, ActionList, Schedule
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
@@ -56,6 +56,8 @@ class ProbeRun(Spec):
     tp: PositiveInt = 1
     dp: PositiveInt = 1
     ep: PositiveInt = 1
+    cp: PositiveInt = 1
+    """Of a stage alone: its queries see the keys of cp sequence shards, `seq_length` of which are its own."""
     sequence_parallel: bool = False
     micro_batch_size: PositiveInt = 1
     seq_length: PositiveInt
@@ -82,6 +84,18 @@ class ProbeRun(Spec):
     timeout_s: PositiveFloat = 120.0
     """Longest that any phase may take."""
     seed: int = 0
+
+    @classmethod
+    def of(cls, order: Schedule, **fields: Any) -> ProbeRun:
+        """A run of `order`; the other fields by name."""
+        return cls(
+            schedule=order.name,
+            ranks=tuple(tuple(map(str, actions)) for actions in order.ranks),
+            stage_to_rank=order.stage_to_rank,
+            num_microbatches=order.num_microbatches,
+            num_directions=order.num_directions,
+            **fields,
+        )
 
     @property
     def pp(self) -> int:

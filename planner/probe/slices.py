@@ -192,13 +192,8 @@ def _plain(value: object) -> object:
     return value.model_dump() if isinstance(value, Spec) else value
 
 
-def sleep_seconds(
-    layout: PricedLayout, order: Schedule, stages: Sequence[int], mean_forward_s: float
-) -> tuple[SleepSeconds, ...]:
-    """Planned seconds of every virtual stage, exchanges included, scaled to a mean forward of `mean_forward_s`.
-
-    A stage's seconds are shared among its chunks by their layers.
-    """
+def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[SleepSeconds, ...]:
+    """Planned seconds of every virtual stage, exchanges included: a stage's are shared among its chunks by layers."""
     seen = [0] * order.pp
     raw = []
     for rank in order.stage_to_rank[: order.num_model_stages]:
@@ -209,7 +204,14 @@ def sleep_seconds(
         seen[rank] += 1
         input_grad_s = stage.backward_s - stage.weight_grad_s + stage.backward_comm_s
         raw.append(
-            tuple(share * s for s in (stage.forward_s + stage.forward_comm_s, input_grad_s, stage.weight_grad_s))
+            SleepSeconds(
+                share * (stage.forward_s + stage.forward_comm_s), share * input_grad_s, share * stage.weight_grad_s
+            )
         )
-    factor = mean_forward_s / (sum(forward_s for forward_s, _, _ in raw) / len(raw))
-    return tuple(SleepSeconds(*(factor * s for s in seconds)) for seconds in raw)
+    return tuple(raw)
+
+
+def scaled_seconds(planned: Sequence[SleepSeconds], mean_forward_s: float) -> tuple[SleepSeconds, ...]:
+    """The same proportions with a mean forward of `mean_forward_s`."""
+    factor = mean_forward_s * len(planned) / sum(seconds.forward_s for seconds in planned)
+    return tuple(SleepSeconds(*(factor * s for s in seconds)) for seconds in planned)

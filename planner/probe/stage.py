@@ -60,6 +60,7 @@ class StageWorker(Worker):
         around = Surroundings(
             tp=EmulatedPeers(run.tp, 0, run.sequence_parallel),
             ep=ExpertPeers(run.ep),
+            cp=run.cp,
             balanced_routing=run.balanced_routing,
             recomputed=frozenset(run.recompute_modules),
         )

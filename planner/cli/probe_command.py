@@ -1,0 +1,159 @@
+"""`plan probe`: a short real run that can contradict the plan."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli import options as o
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+    from planner.probe.outcome import Options
+    from planner.probe.result import ProbeResult
+    from planner.schedule.actions import Schedule
+
+_WHERE, _SMALL, _OUTPUT = "Where it runs", "On the CPU", "Output"
+
+
+def _option(panel: str, name: str, metavar: str | None, help_text: str) -> Any:
+    return typer.Option(*name.split(), metavar=metavar, help=help_text, show_default=False, rich_help_panel=panel)
+
+
+PlanFile = Annotated[
+    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
+]
+Device = Annotated[str | None, _option(_WHERE, "--device", "cpu|cuda", "What computes. [cuda where torch sees one]")]
+Stage = Annotated[str | None, _option(_WHERE, "--stage", "R|all", "One stage at a time, its peers emulated.")]
+Steps = Annotated[int, _option(_WHERE, "--steps", "N", "Steps to measure. [3]")]
+Timeout = Annotated[float, _option(_WHERE, "--timeout", "S", "Without progress for longer, a rank hangs. [120]")]
+OrderFile = Annotated[str | None, _option(_WHERE, "--order", "FILE.csv", "Run this order (torch's CSV) instead.")]
+Scale = Annotated[int, _option(_SMALL, "--scale", "N", "Hidden size of the model in small. [64]")]
+Processes = Annotated[int, _option(_SMALL, "--processes", "N", "Ranks to start at most. [8]")]
+Sleep = Annotated[bool, _option(_SMALL, "--sleep", None, "Sleep for the planned seconds: measures the bubble.")]
+Tolerance = Annotated[float, _option(_OUTPUT, "--tolerance", "X", "Of a prediction: off by more is a mismatch. [0.1]")]
+Trace = Annotated[str | None, _option(_OUTPUT, "--trace", "FILE", "Measured beside predicted, for ui.perfetto.dev.")]
+
+
+def probe_command(
+    plan: PlanFile,
+    device: Device = None,
+    stage: Stage = None,
+    steps: Steps = 3,
+    timeout: Timeout = 120.0,
+    order: OrderFile = None,
+    scale: Scale = 64,
+    processes: Processes = 8,
+    sleep: Sleep = False,
+    tolerance: Tolerance = 0.1,
+    trace: Trace = None,
+    json: o.Json = False,
+    output: o.Output = None,
+    force: o.Force = False,
+) -> None:
+    """Run the plan's pipeline for a few steps, and put measured beside predicted.
+
+    Exit code 0 where they agree, 6 where they do not, 5 where it could not run.
+
+    \b
+    Example:
+      plan probe plan.json
+      plan probe plan.json --sleep
+      plan probe plan.json --device cuda --stage all
+    """
+    from planner.cli.output import dumps, show
+    from planner.cli.plan_file import read_plan
+    from planner.cli.probe_report import render
+    from planner.errors import ProbeMismatch
+    from planner.files import STDOUT, refuse_to_overwrite, write_text
+
+    for path in (output, trace):
+        if path is not None:
+            refuse_to_overwrite(path, force)
+    read = read_plan(plan)
+    result = _probe(read, device, stage, steps, timeout, _read_order(order), scale, processes, sleep, tolerance)
+    if result is None:  # another rank reports
+        return
+    if trace is not None:
+        from planner.probe.trace import trace_events
+
+        write_text(trace, dumps(trace_events(read, result), indent=None), force)
+    if output is not None:
+        write_text(output, dumps(result.model_dump(mode="json")), force)
+    if output != STDOUT:
+        if json:
+            sys.stdout.write(dumps(result.model_dump(mode="json")))
+        else:
+            show(render(result))
+    if not result.agrees:
+        raise ProbeMismatch("the run contradicts the plan", "the report names what is off, and by how much")
+
+
+def _probe(
+    plan: Plan,
+    device: str | None,
+    stage: str | None,
+    steps: int,
+    timeout_s: float,
+    order: Schedule | None,
+    scale: int,
+    processes: int,
+    sleep: bool,
+    tolerance: float,
+) -> ProbeResult | None:
+    from planner.errors import ProbeError, SpecError
+
+    if device not in (None, "cpu", "cuda"):
+        raise SpecError(f"--device: {device!r} is unknown", "cpu or cuda")
+    _at_least({"--steps": (steps, 1), "--scale": (scale, 8), "--processes": (processes, 1)})
+    if timeout_s <= 0 or tolerance <= 0:
+        raise SpecError(f"--timeout {timeout_s:g}, --tolerance {tolerance:g}: must be positive")
+    try:
+        import torch
+
+        from planner.probe.probe import Options, probe
+    except ModuleNotFoundError as error:
+        raise ProbeError(f"the probe needs {error.name}", "pip install 'planner[probe]'") from None
+    stages: Any = None if stage is None else "all" if stage == "all" else _number("--stage", stage)
+    options: Options = Options(
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),  # type: ignore[arg-type]
+        stages=stages,
+        hidden_size=scale,
+        num_processes=processes,
+        sleep=sleep,
+        num_steps=steps,
+        tolerance_fraction=tolerance,
+        timeout_s=timeout_s,
+        order=order,
+    )
+    if sleep and (options.device != "cpu" or stages is not None):
+        raise SpecError("--sleep: ranks sleep on the CPU only", "leave out --device cuda and --stage")
+    return probe(plan, options)
+
+
+def _at_least(values: dict[str, tuple[int, int]]) -> None:
+    from planner.errors import SpecError
+
+    for name, (value, least) in values.items():
+        if value < least:
+            raise SpecError(f"{name}: {value} is too small", f"at least {least}")
+
+
+def _number(name: str, text: str) -> int:
+    from planner.errors import SpecError
+
+    try:
+        return int(text)
+    except ValueError:
+        raise SpecError(f"{name}: {text[:60]!r} is no stage", "a number, or all") from None
+
+
+def _read_order(path: str | None) -> Schedule | None:
+    if path is None:
+        return None
+    from planner.export.torch_csv import from_torch_csv
+    from planner.specs.reading import read_text
+
+    return from_torch_csv(read_text(path))

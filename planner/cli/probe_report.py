@@ -1,0 +1,119 @@
+"""A probe's result for eyes: what was run of the plan, what it proved, predicted beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.report.format import digits, gibibytes, percent, seconds
+from planner.report.pieces import bullets, columns, section
+
+if TYPE_CHECKING:
+    from planner.probe.result import Comparison, ProbeResult
+
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "s": seconds,
+    "bytes": lambda value: f"{gibibytes(value)} GiB",
+    "fraction": percent,
+    "count": digits,
+}
+
+
+def render(result: ProbeResult) -> Group:
+    """The whole report."""
+    return Group(*_sections(result))
+
+
+def _sections(result: ProbeResult) -> Iterator[RenderableType]:
+    yield Text(f"plan  {result.slice.asked}", style="bold")
+    yield Text(f"run   {result.slice.run}")
+    yield Text(
+        f"on    {result.device}, torch {result.torch_version}" if result.torch_version else f"on    {result.device}"
+    )
+    if result.slice.reduced:
+        yield Text(f"less  {', '.join(result.slice.reduced)}")
+    if result.out_of_memory is not None:
+        yield section("Out of memory", bullets(_memory_lines(result)))
+    if result.checks:
+        yield section("Proved", _checks(result))
+    if result.comparisons:
+        yield section("Predicted and measured", _comparisons(result.comparisons))
+    if result.activity:
+        yield section("What the stages did", _activity(result))
+    yield section("Verified here, and not", bullets(_claims(result)))
+    yield Text(f"\n{_verdict(result)}", style="bold")
+
+
+def _checks(result: ProbeResult) -> Table:
+    table = columns("l", "l", None)
+    for check in result.checks:
+        table.add_row("ok" if check.passed else "FAILED", check.name, check.detail)
+    return table
+
+
+def _comparisons(comparisons: tuple[Comparison, ...]) -> Table:
+    table = columns("l", "l", "r", "r", "r", "l")
+    table.show_header = True
+    for column, head in zip(table.columns, ("", "stage", "predicted", "measured", "error", ""), strict=True):
+        column.header = head
+    for found in comparisons:
+        error = found.error_fraction
+        table.add_row(
+            found.name,
+            "" if found.stage is None else str(found.stage),
+            _SHOWN[found.unit](found.predicted),
+            _SHOWN[found.unit](found.measured),
+            "" if error is None else f"{100 * error:+.1f}%",
+            {None: "", True: "ok", False: "OFF"}[found.agrees],
+        )
+    return table
+
+
+def _activity(result: ProbeResult) -> Table:
+    table = columns("r", "r", "r", "r", None)
+    table.show_header = True
+    for column, head in zip(table.columns, ("stage", "busy", "waits", "queue", "idle by cause"), strict=True):
+        column.header = head
+    for stage in result.activity:
+        causes = sorted(stage.idle_s.items(), key=lambda item: -item[1])
+        table.add_row(
+            str(stage.stage),
+            percent(stage.utilisation_fraction),
+            seconds(stage.wait_s),
+            str(stage.max_queue),
+            ", ".join(f"{cause} {seconds(idle_s)}" for cause, idle_s in causes if idle_s > 0) or "none",
+        )
+    return table
+
+
+def _memory_lines(result: ProbeResult) -> list[str]:
+    memory = result.out_of_memory
+    assert memory is not None
+    asked = "" if memory.asked_bytes is None else f" for {gibibytes(memory.asked_bytes)} GiB more"
+    planned = "" if result.predicted_bytes is None else f"; the plan has it at {gibibytes(result.predicted_bytes)} GiB"
+    return [f"stage {memory.stage} (rank {memory.rank}) asked{asked} in {memory.phase}{planned}", memory.message]
+
+
+def _claims(result: ProbeResult) -> list[str]:
+    lines = [f"verified: {', '.join(result.slice.verified)}"]
+    if result.slice.extrapolated:
+        lines.append(f"not measured: {', '.join(result.slice.extrapolated)}")
+    if result.device == "cpu":
+        lines.append("a run on the CPU proves nothing about the speed of GPUs")
+    return lines
+
+
+def _verdict(result: ProbeResult) -> str:
+    if result.agrees:
+        return "the run agrees with the plan"
+    wrong = [check.name for check in result.checks if not check.passed]
+    wrong += [
+        found.name if found.stage is None else f"{found.name} of stage {found.stage}"
+        for found in result.comparisons
+        if found.agrees is False
+    ]
+    return f"the run contradicts the plan: {', '.join(wrong) or 'out of memory'}"

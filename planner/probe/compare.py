@@ -1,0 +1,183 @@
+"""Predicted beside measured: quantities, what each stage did with its time, and what the run proved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Literal
+
+from planner.plan import PricedLayout
+from planner.probe.result import Check, Comparison, RankResult, StageActivity
+from planner.probe.run import ProbeRun, SleepSeconds
+from planner.probe.wires import message_of, needed_by
+from planner.schedule.actions import Action, Schedule
+from planner.schedule.replay import Durations, replay
+
+BUBBLE_TOLERANCE = 0.03
+"""Of a step, absolute: the bubble of sleeping ranks against the replay."""
+
+Unit = Literal["s", "bytes", "fraction", "count"]
+
+
+def durations(seconds: Sequence[SleepSeconds]) -> Durations:
+    """Seconds per virtual stage as the replay takes them."""
+    return Durations(
+        forward_s=[s.forward_s for s in seconds],
+        input_grad_s=[s.input_grad_s for s in seconds],
+        weight_grad_s=[s.weight_grad_s for s in seconds],
+    )
+
+
+def by_stage(run: ProbeRun, ranks: Sequence[RankResult]) -> list[RankResult]:
+    """One rank of each pipeline stage."""
+    return [next(r for r in ranks if r.stage == stage) for stage in range(run.pp)]
+
+
+def measured_seconds(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[SleepSeconds, ...]:
+    """Measured medians of every virtual stage; a backward that was not split is all input gradient."""
+    found: dict[int, SleepSeconds] = {}
+    for rank in ranks:
+        for chunk in rank.chunks:
+            whole = SleepSeconds(chunk.forward_s, chunk.backward_s, 0.0)
+            if chunk.input_grad_s is not None and chunk.weight_grad_s is not None and run.order.splits_backward:
+                whole = SleepSeconds(chunk.forward_s, chunk.input_grad_s, chunk.weight_grad_s)
+            found.setdefault(chunk.stage % len(run.chunks), whole)
+    return tuple(found[stage] for stage in range(len(run.chunks)))
+
+
+def span_s(ranks: Sequence[RankResult]) -> float:
+    """From the start of the step to the last rank's last action."""
+    return max(rank.actions[-1].end_s for rank in ranks)
+
+
+def busy_s(rank: RankResult) -> float:
+    return sum(timed.end_s - timed.start_s for timed in rank.actions)
+
+
+def bubble_fraction(ranks: Sequence[RankResult]) -> float:
+    """1 − mean busy seconds / span, as `Timeline.bubble_fraction`."""
+    return 1 - sum(map(busy_s, ranks)) / len(ranks) / span_s(ranks)
+
+
+def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
+    """What a finished run proves about the plan's order; a wrong shape or a deadlock would have ended it."""
+    stages = by_stage(run, ranks)
+    ran = [tuple(timed.action for timed in rank.actions) for rank in stages]
+    num_messages = sum(message_of(run.order, action) is not None for actions in run.order.ranks for action in actions)
+    one = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
+    planned = [int(count) for count in replay(run.order, durations(one)).peak_in_flight_chunks]
+    found = [rank.peak_in_flight_chunks for rank in stages]
+    checks = [
+        Check(name="order", passed=ran == list(run.ranks), detail=f"{sum(map(len, ran))} actions without a deadlock"),
+        Check(name="exchanges", passed=True, detail=f"{num_messages} messages, each of the planned shape"),
+        Check(name="in flight", passed=found == planned, detail=f"{found} chunks at most, planned {planned}"),
+    ]
+    for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
+        same = [check for rank in ranks for check in rank.checks if check.name == name]
+        worst = next((check for check in same if not check.passed), same[0])
+        checks.append(worst)
+    return checks
+
+
+def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
+    """Utilisation, waits, idle time by cause and queue of every pipeline rank."""
+    stages = by_stage(run, ranks)
+    timeline = replay(run.order, durations(measured_seconds(run, stages)))
+    total_s = span_s(stages)
+    found = []
+    for rank in stages:
+        queue = queue_of(run.order, stages, rank)
+        found.append(
+            StageActivity(
+                stage=rank.stage,
+                utilisation_fraction=busy_s(rank) / total_s,
+                wait_s=sum(timed.start_s - timed.ready_s for timed in rank.actions),
+                idle_s={cause: float(seconds[rank.stage]) for cause, seconds in timeline.idle_s.items()},
+                queue=tuple(queue),
+                max_queue=max((depth for _, depth in queue), default=0),
+            )
+        )
+    return tuple(found)
+
+
+def queue_of(order: Schedule, stages: Sequence[RankResult], rank: RankResult) -> list[tuple[float, int]]:
+    """Micro-batches that have arrived at a rank and wait to be taken up, over time."""
+    sent = {}
+    for other in stages:
+        for timed in other.actions:
+            message = message_of(order, Action.parse(timed.action))
+            if message is not None:
+                sent[message] = timed.end_s
+    changes: list[tuple[float, int]] = []
+    for timed in rank.actions:
+        needed = needed_by(order, Action.parse(timed.action))
+        if needed is not None:
+            changes += [(min(sent[needed], timed.start_s), 1), (timed.start_s, -1)]
+    depth, curve = 0, []
+    for time_s, change in sorted(changes, key=lambda item: (item[0], -item[1])):
+        depth += change
+        curve.append((time_s, depth))
+    return curve
+
+
+def compared(
+    name: str,
+    unit: Unit,
+    predicted: float,
+    measured: float,
+    tolerance_fraction: float | None,
+    stage: int | None = None,
+) -> Comparison:
+    """Judge a quantity, or only show it (no tolerance)."""
+    agrees = None
+    if tolerance_fraction is not None:
+        agrees = abs(measured - predicted) <= tolerance_fraction * abs(predicted)
+    return Comparison(name=name, stage=stage, unit=unit, predicted=predicted, measured=measured, agrees=agrees)
+
+
+def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Comparison]:
+    """The bubble and the length of a step of sleeping ranks against the replay of the same seconds."""
+    assert run.sleep is not None
+    timeline, stages = replay(run.order, durations(run.sleep)), by_stage(run, ranks)
+    measured = bubble_fraction(stages)
+    return [
+        Comparison(
+            name="bubble",
+            unit="fraction",
+            predicted=timeline.bubble_fraction,
+            measured=measured,
+            agrees=abs(measured - timeline.bubble_fraction) <= BUBBLE_TOLERANCE,
+        ),
+        compared("pipeline", "s", timeline.makespan_s, span_s(stages), None),
+    ]
+
+
+def compare_stage(
+    layout: PricedLayout, plan_stage: int, ranks: Sequence[RankResult], tolerance_fraction: float, alone: bool
+) -> list[Comparison]:
+    """Seconds and bytes of one stage's ranks; `alone`: peers were emulated, so that no exchange is in its seconds."""
+    stage = layout.stages[plan_stage]
+    forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
+    backward_s = median(sum(chunk.backward_s for chunk in rank.chunks) for rank in ranks)
+    exchanged = (0.0, 0.0) if alone else (stage.forward_comm_s, stage.backward_comm_s)
+    found = [
+        compared("forward", "s", stage.forward_s + exchanged[0], forward_s, tolerance_fraction, plan_stage),
+        compared("backward", "s", stage.backward_s + exchanged[1], backward_s, tolerance_fraction, plan_stage),
+    ]
+    weight_grads = [chunk.weight_grad_s for rank in ranks for chunk in rank.chunks if chunk.weight_grad_s is not None]
+    if weight_grads:
+        seconds = sum(weight_grads) / len(ranks)
+        found.append(compared("weight gradient", "s", stage.weight_grad_s, seconds, None, plan_stage))
+    optimizer_s = median(step.optimizer_s for rank in ranks for step in rank.steps)
+    found.append(compared("optimizer", "s", stage.optimizer_s, optimizer_s, None, plan_stage))
+    memories = [rank.memory for rank in ranks if rank.memory is not None]
+    if memories:
+        planned, tolerance = stage.memory, tolerance_fraction
+        static = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
+        rows = (
+            ("static memory", static, max(m.static_bytes for m in memories), tolerance),
+            ("peak allocated", planned.peak_allocated_bytes, max(m.peak_allocated_bytes for m in memories), tolerance),
+            ("device memory", planned.total_bytes, max(m.device_used_bytes for m in memories), None),
+        )
+        found += [compared(name, "bytes", a, b, judged, plan_stage) for name, a, b, judged in rows]
+    return found

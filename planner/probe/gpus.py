@@ -1,0 +1,151 @@
+"""The plan's stages at their real size: on GPUs with all their ranks, or one stage after the other on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from planner.errors import ProbeError
+from planner.plan import Plan, PricedLayout, StagePlan
+from planner.probe import slices
+from planner.probe.compare import compare_stage, compared, durations, span_s
+from planner.probe.launch import launch
+from planner.probe.outcome import Options, recompute_modules, result, slice_of
+from planner.probe.result import Comparison, Measured, ProbeResult, RankResult
+from planner.probe.run import ChunkSpec, Place, ProbeRun, SleepSeconds
+from planner.probe.stage import stage_child
+from planner.schedule.actions import Schedule
+from planner.schedule.replay import replay
+
+MICROBATCHES_PER_STAGE = 3
+"""Of a stage alone: enough for a steady state beyond its warm-up."""
+
+
+def require_gpu(options: Options) -> None:
+    """Raise ProbeError where the device asked for is not there."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ProbeError("--device cuda: torch sees no GPU", "run where there is one, or with --device cpu")
+
+
+def probe_ranks(plan: Plan, options: Options, num_gpus: int) -> ProbeResult:
+    """As many whole tensor-parallel groups and stages as `num_gpus` hold, started here, one process a GPU."""
+    run, grid, stages = ranks_run(plan, options, num_gpus)
+    return ranks_result(plan, options, launch(run), grid, stages)
+
+
+def ranks_run(plan: Plan, options: Options, num_gpus: int) -> tuple[ProbeRun, slices.Grid, list[int]]:
+    """What the GPUs run, its sizes, and which of the plan's stages its stages are."""
+    layout = plan.best
+    if layout.parallelism.cp > 1:
+        raise ProbeError("the probe's ranks do not split sequences: cp must be 1", "probe the stages: --stage all")
+    if layout.parallelism.zero_stage > 1:
+        raise ProbeError(
+            "the probe shards optimizer states only: zero_stage must be 0 or 1", "plan with --zero-stage 1"
+        )
+    grid = slices.fit_gpus(layout, num_gpus)
+    order = options.order or slices.slice_schedule(layout, grid.pp)
+    stages = slices.sampled_stages(layout.parallelism.pp, grid.pp)
+    return real_run(plan, options, order, slices.real_chunks(layout, order, stages), grid), grid, stages
+
+
+def ranks_result(
+    plan: Plan, options: Options, measured: Measured, grid: slices.Grid, stages: Sequence[int]
+) -> ProbeResult:
+    """Predicted beside measured, stage by stage and for the pipeline."""
+    layout, order, comparisons = plan.best, measured.run.order, list[Comparison]()
+    if measured.ranks:
+        for rank, stage in enumerate(stages):
+            ranks = [found for found in measured.ranks if found.stage == rank]
+            comparisons += compare_stage(layout, stage, ranks, options.tolerance_fraction, alone=False)
+        planned_s = replay(order, durations(slices.planned_seconds(layout, order, stages))).makespan_s
+        comparisons.append(compared("pipeline", "s", planned_s, span_s(measured.ranks), options.tolerance_fraction))
+    return result(plan, options, slice_of(plan, grid, order, options), measured, comparisons)
+
+
+def probe_stages(plan: Plan, options: Options) -> ProbeResult:
+    """Each distinct stage alone, then the replay of the whole pipeline with measured seconds."""
+    layout = plan.best
+    asked = layout.parallelism
+    order = slices.slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
+    grid = slices.Grid(asked.pp, asked.dp, asked.tp, asked.ep)
+    run = real_run(plan, options, order, slices.real_chunks(layout, order, range(asked.pp)), grid)
+    run = run.model_copy(update={"warm_up_steps": 2, "num_steps": 1})
+    stands_for = distinct_stages(layout)
+    ranks: list[RankResult] = []
+    comparisons: list[Comparison] = []
+    measured = Measured(run=run, ranks=())
+    for stage in sorted(set(stands_for)) if options.stages == "all" else [_wanted(options.stages, asked.pp)]:
+        measured = launch(run, stage_child, ranks=(run.rank(Place(stage, 0, 0)),))
+        if measured.out_of_memory is not None:
+            break
+        ranks += measured.ranks
+        comparisons += compare_stage(layout, stage, measured.ranks, options.tolerance_fraction, alone=True)
+    step_s = None
+    if options.stages == "all" and measured.out_of_memory is None:
+        found = {rank.stage: rank for rank in ranks}
+        step_s = replayed_step_s(layout, [found[stage] for stage in stands_for])
+        comparisons.append(compared("step", "s", layout.step.step_s, step_s, options.tolerance_fraction))
+    measured = measured.model_copy(update={"ranks": tuple(ranks)})
+    part = slice_of(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
+    return result(plan, options, part, measured, comparisons, step_s)
+
+
+def _wanted(stage: object, pp: int) -> int:
+    if not isinstance(stage, int) or not 0 <= stage < pp:
+        raise ProbeError(f"--stage {stage}: the plan has stages 0 to {pp - 1}", "name one of them, or all")
+    return stage
+
+
+def distinct_stages(layout: PricedLayout) -> list[int]:
+    """For each stage the first one that has the same layers to hold, to recompute and to keep in flight."""
+
+    def key(stage: StagePlan) -> tuple[object, ...]:
+        seconds = (round(stage.forward_s, 9), round(stage.backward_s, 9))  # tells apart layers of different kinds
+        return stage.num_layers, stage.holds, str(stage.recompute), stage.in_flight_microbatches, seconds
+
+    first: dict[tuple[object, ...], int] = {}
+    return [first.setdefault(key(stage), stage.stage) for stage in layout.stages]
+
+
+def replayed_step_s(layout: PricedLayout, stages: Sequence[RankResult]) -> float:
+    """The plan's whole step with measured compute; exchanges and what comes beside the pipeline are the plan's."""
+    order = slices.slice_schedule(layout, layout.parallelism.pp, layout.parallelism.num_microbatches)
+    taken, seconds = [0] * order.pp, []
+    for rank in order.stage_to_rank[: order.num_model_stages]:
+        stage, chunk = layout.stages[rank], stages[rank].chunks[taken[rank]]
+        taken[rank] += 1
+        weight_grad_s = min(chunk.weight_grad_s or 0.0, chunk.backward_s)
+        seconds.append(
+            SleepSeconds(
+                chunk.forward_s + stage.forward_comm_s / order.vpp,
+                chunk.backward_s - weight_grad_s + stage.backward_comm_s / order.vpp,
+                weight_grad_s,
+            )
+        )
+    beside = layout.step.breakdown
+    pipeline_s = float(replay(order, durations(seconds)).makespan_s)
+    return pipeline_s + beside.exposed_dp_s + beside.optimizer_s + beside.overhead_s
+
+
+def real_run(plan: Plan, options: Options, order: Schedule, chunks: Sequence[ChunkSpec], grid: slices.Grid) -> ProbeRun:
+    """The plan's stages at full size in bf16; on the CPU too, for models that it can hold."""
+    layout = plan.best.parallelism
+    return ProbeRun.of(
+        order,
+        model=plan.model.spec,
+        device=options.device,
+        dtype="bfloat16",
+        tp=grid.tp,
+        dp=grid.dp,
+        ep=grid.ep,
+        cp=layout.cp,
+        sequence_parallel=layout.sequence_parallel and grid.tp > 1,
+        micro_batch_size=layout.micro_batch_size,
+        seq_length=plan.training.seq_length // layout.cp,
+        chunks=tuple(chunks),
+        recompute_modules=recompute_modules(plan.best),
+        balanced_routing=True,
+        num_steps=options.num_steps,
+        timeout_s=options.timeout_s,
+    )

@@ -1,0 +1,113 @@
+"""How to probe, what part of the plan that runs, and the result put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Literal, NamedTuple
+
+from planner.plan import Plan, PricedLayout
+from planner.probe.compare import activity, run_checks
+from planner.probe.result import Comparison, Measured, ProbeResult
+from planner.probe.run import Device
+from planner.probe.slices import RECOMPUTABLE, Grid, Slice
+from planner.schedule.actions import Schedule
+
+
+class Options(NamedTuple):
+    """How to probe."""
+
+    device: Device = "cpu"
+    stages: Literal["all"] | int | None = None
+    """One device, one stage at a time: all distinct ones, or one of them."""
+    hidden_size: int = 64
+    """Of the scaled-down model on the CPU."""
+    num_processes: int = 8
+    """At most, on the CPU."""
+    most_layers: int = 2
+    """Per virtual stage, on the CPU."""
+    sleep: bool = False
+    """On the CPU: sleep for the plan's seconds, scaled, in place of computing."""
+    num_steps: int = 3
+    tolerance_fraction: float = 0.1
+    timeout_s: float = 120.0
+    """Longest that a rank may show no progress."""
+    order: Schedule | None = None
+    """Another order than the plan's, such as one read from a CSV file."""
+
+
+def recompute_modules(layout: PricedLayout) -> tuple[str, ...]:
+    """Selectively recomputed modules that the probe's model can recompute."""
+    return tuple(name for name in layout.parallelism.recompute_modules if name in RECOMPUTABLE)
+
+
+def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced: Sequence[str] = ()) -> Slice:
+    """What is run of the plan, in words."""
+    layout = plan.best.parallelism
+    sizes = (
+        ("TP", layout.tp, grid.tp),
+        ("CP", layout.cp, 1),
+        ("PP", layout.pp, grid.pp),
+        ("DP", layout.dp, grid.dp),
+        ("EP", layout.ep, grid.ep),
+        ("micro-batches", layout.num_microbatches, order.num_microbatches),
+    )
+    verified, extrapolated = _claims(options)
+    if layout.num_gpus_used > grid.pp * grid.dp * grid.tp:
+        extrapolated.append(f"{layout.num_gpus_used - grid.pp * grid.dp * grid.tp:,} more ranks")
+    left_out = [name for name in layout.recompute_modules if name not in RECOMPUTABLE]
+    if left_out:
+        extrapolated.append(f"recomputation of {', '.join(left_out)}")
+    if plan.training.dtype != "bf16" and options.device == "cuda":
+        extrapolated.append(f"{plan.training.dtype} (the probe computes in bf16)")
+    return Slice(
+        asked=f"{layout} · {layout.schedule}",
+        run=f"TP {grid.tp} × PP {grid.pp} × DP {grid.dp} · {order.name} · {order.num_microbatches} micro-batches",
+        reduced=(*(f"{name} {asked} → {run}" for name, asked, run in sizes if asked != run), *reduced),
+        verified=tuple(verified),
+        extrapolated=tuple(extrapolated),
+    )
+
+
+def _claims(options: Options) -> tuple[list[str], list[str]]:
+    """What a run of this kind verifies, and what it cannot."""
+    if options.stages is not None:
+        return ["compute seconds and memory of each stage that ran"], ["network", "ranks waiting for each other"]
+    if options.device == "cuda":
+        return ["seconds and memory of each stage that ran", "exchanges among the ranks that ran"], []
+    proved = ["bubble"] if options.sleep else ["loss", "gradients", "gradient norm"]
+    return ["order", "exchanges", "in flight", *proved], ["GPU seconds", "GPU memory", "network"]
+
+
+def result(
+    plan: Plan,
+    options: Options,
+    part: Slice,
+    measured: Measured,
+    comparisons: Sequence[Comparison],
+    step_s: float | None = None,
+) -> ProbeResult:
+    """Everything together; `step_s` where no rank ran a whole step."""
+    ranks, run, alone = measured.ranks, measured.run, options.stages is not None
+    complete = bool(ranks) and not alone
+    steps = [max(rank.steps[i].step_s for rank in ranks) for i in range(run.num_steps)] if complete else []
+    memory = measured.out_of_memory
+    return ProbeResult(
+        mode="stages" if alone else "ranks",
+        device=ranks[0].device_name if ranks else options.device,
+        torch_version=ranks[0].torch_version if ranks else "",
+        inputs_sha256=plan.inputs_sha256,
+        slice=part,
+        sleeps=run.sleep is not None,
+        tolerance_fraction=options.tolerance_fraction,
+        comparisons=tuple(comparisons),
+        checks=tuple(run_checks(run, ranks)) if complete else (),
+        activity=activity(run, ranks) if complete else (),
+        step_s=median(steps) if steps else step_s,
+        step_spread_s=max(steps) - min(steps) if steps else 0.0,
+        loss=ranks[0].steps[-1].loss if complete and run.sleep is None else None,
+        run=run,
+        ranks=ranks,
+        out_of_memory=memory,
+        predicted_bytes=None if memory is None else plan.best.stages[memory.stage].memory.total_bytes,
+    )

@@ -1,0 +1,32 @@
+"""`probe()`: run a plan, or the largest slice of it that fits here, and hold what it measures against what it says."""
+
+from __future__ import annotations
+
+import torch
+
+from planner.errors import ProbeError
+from planner.plan import Plan
+from planner.probe.gpus import probe_ranks, probe_stages, require_gpu
+from planner.probe.laptop import probe_laptop
+from planner.probe.outcome import Options
+from planner.probe.result import ProbeResult
+
+__all__ = ["Options", "probe"]
+
+
+def probe(plan: Plan, options: Options) -> ProbeResult:
+    """Run what can be run of the plan's best layout, and compare.
+
+    Raises ProbeError naming rank, stage and phase when it cannot run; a disagreement is in the result.
+    """
+    layout, model = plan.parallelism, plan.model.spec
+    if model.moe is not None and layout.etp > 1:
+        raise ProbeError(f"the probe shards no single expert: etp {layout.etp} must be 1", "plan again with --etp 1")
+    if model.moe is not None and layout.tp > 1 and not layout.sequence_parallel:
+        raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
+    require_gpu(options)
+    if options.stages is not None:
+        return probe_stages(plan, options)
+    if options.device == "cuda":
+        return probe_ranks(plan, options, torch.cuda.device_count())
+    return probe_laptop(plan, options)

@@ -1,0 +1,64 @@
+"""A measured step beside the predicted one as Chrome trace events, which Perfetto (ui.perfetto.dev) opens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from planner.plan import Plan
+from planner.probe.compare import by_stage, durations
+from planner.probe.result import ProbeResult
+from planner.probe.slices import planned_seconds, sampled_stages
+from planner.schedule.replay import replay
+
+MEASURED, PREDICTED = 0, 1
+_MICROSECONDS = 1e6
+
+Event = dict[str, Any]
+
+
+def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
+    """One process of measured ranks and one of predicted ones, a thread per pipeline rank; µs."""
+    events: list[Event] = []
+    if result.mode == "ranks" and result.ranks:
+        events = [*_measured(result), *_predicted(plan, result)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _measured(result: ProbeResult) -> Iterator[Event]:
+    yield _process(MEASURED, f"measured on {result.device}")
+    for rank in by_stage(result.run, result.ranks):
+        for timed in rank.actions:
+            if timed.start_s > timed.ready_s:
+                yield _span(MEASURED, rank.stage, "wait", timed.ready_s, timed.start_s)
+            yield _span(MEASURED, rank.stage, timed.action, timed.start_s, timed.end_s)
+
+
+def _predicted(plan: Plan, result: ProbeResult) -> Iterator[Event]:
+    run = result.run
+    if run.sleep is not None:
+        seconds = run.sleep
+    else:
+        stages = sampled_stages(plan.parallelism.pp, run.pp)
+        seconds = planned_seconds(plan.best, run.order, stages)
+    timeline = replay(run.order, durations(seconds))
+    yield _process(PREDICTED, "predicted")
+    for rank, actions in enumerate(run.ranks):
+        starts, ends = timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist()
+        for action, start_s, end_s in zip(actions, starts, ends, strict=True):
+            yield _span(PREDICTED, rank, action, start_s, end_s)
+
+
+def _process(pid: int, name: str) -> Event:
+    return {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+
+
+def _span(pid: int, rank: int, name: str, start_s: float, end_s: float) -> Event:
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": rank,
+        "name": name,
+        "ts": start_s * _MICROSECONDS,
+        "dur": (end_s - start_s) * _MICROSECONDS,
+    }
