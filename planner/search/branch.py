@@ -142,7 +142,9 @@ class Branch:
             options = interleavings(shape, self.pricing.model, self.limits, self.pricing.runtime)
             for node in sorted(self._nodes(options, bounds_s), key=lambda node: node.guess_s)[:NODES_PER_ALTERNATIVE]:
                 before = len(self.found)
-                self._solve_choice(node, node.choice)
+                # how many layers to recompute is worth an integer program for the best layout, not for the runners-up
+                choice = node.choice if node.choice.whole != "one_count" else RecomputeChoice(node.choice.base, "none")
+                self._solve_choice(node, choice)
                 if len(self.found) > before:
                     break
         self.lower_bound_s, self.complete = proof

@@ -14,12 +14,12 @@ from planner.physics.memory import reserved_bytes
 from planner.physics.operators import BF16
 from planner.physics.shape import FloatArray
 from planner.plan import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
-from planner.schedule.orders import Schedule, build_schedule
+from planner.schedule.actions import KINDS, ActionList, Schedule
+from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.schedule.timeline import Timeline
 from planner.search.split import Split, held_parts, stage_costs
 from planner.specs.training import Recompute
-
 
 STEADY_ROUNDS = (3, 4)
 """Rounds of pp micro-batches after which a pipeline repeats itself: the search replays these and extrapolates; what is
@@ -132,13 +132,10 @@ def _ends(pricing: Pricing, table: CostTable, ranks: list[PartCost]) -> tuple[fl
 
 
 @lru_cache(maxsize=64)
-def _held_changes(order: Schedule) -> tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]], ...]:
+def _held_changes(order: Schedule) -> tuple[tuple[npt.NDArray[np.int32], FloatArray], ...]:
     """Per rank, along its actions: the virtual stage, and +1 where an activation is kept, −1 where it is freed."""
-    change = {"F": 1.0, "B": -1.0, "I": 0.0, "W": -1.0}
-    return tuple(
-        (np.array([action.stage for action in actions]), np.array([change[action.kind] for action in actions]))
-        for actions in order.ranks
-    )
+    change = np.array([{"F": 1.0, "I": 0.0}.get(kind, -1.0) for kind in KINDS])
+    return tuple((actions.stage, change[actions.kind]) for actions in map(ActionList.of, order.ranks))
 
 
 def peak_activation_bytes(order: Schedule, live_bytes: list[float]) -> list[float]:
@@ -239,9 +236,9 @@ def _stage(
     pp = int(table.shape.pp)
     virtual = range(rank, len(costs), pp)
     total = sum((costs[j] for j in list(virtual)[1:]), costs[rank])
-    modes: dict[str, int] = {}
+    layer_modes, modes = split.modes(pricing.model), dict[str, int]()
     for j in virtual:
-        for (_, mode), count in split.modes(pricing.model, j).items():
+        for (_, mode), count in layer_modes[j].items():
             modes[mode] = modes.get(mode, 0) + count
     return StagePlan(
         stage=rank,

@@ -11,6 +11,11 @@ from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.training import Recompute
 
+Modes = dict[tuple[LayerKind, Recompute], int]
+"""Layers per kind and recompute mode."""
+
+FULL: Recompute = "full"
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -37,16 +42,16 @@ class Split:
             bounds.append(bounds[-1] + count)
         return tuple(zip(bounds[:-1], bounds[1:], strict=True))
 
-    def modes(self, model: ModelSpec, stage: int) -> Counter[tuple[LayerKind, Recompute]]:
-        """How many layers of each kind and recompute mode a virtual stage holds."""
-        first, last = self.chunks[stage]
-        kinds = Counter(model.layers[first:last])
-        whole = dict(zip(model.kinds, self.recomputed[stage], strict=True)) if self.recomputed else {}
-        modes: Counter[tuple[LayerKind, Recompute]] = Counter()
-        for kind, count in kinds.items():
-            modes[kind, "full"] += whole.get(kind, 0)
-            modes[kind, self.base] += count - whole.get(kind, 0)
-        return +modes
+    def modes(self, model: ModelSpec) -> list[Modes]:
+        """How many layers of each kind and recompute mode every virtual stage holds."""
+        stages = []
+        for stage, (first, last) in enumerate(self.chunks):
+            modes: Modes = {}
+            for kind, count in Counter(model.layers[first:last]).items():
+                whole = self.recomputed[stage][model.kinds.index(kind)] if self.recomputed else 0
+                modes.update({key: n for key, n in (((kind, FULL), whole), ((kind, self.base), count - whole)) if n})
+            stages.append(modes)
+        return stages
 
 
 def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -66,12 +71,14 @@ def interleaved_counts(totals: Sequence[int], first_row: Sequence[int], vpp: int
 
 def stage_costs(table: CostTable, model: ModelSpec, split: Split) -> list[PartCost]:
     """The cost of each virtual stage: its layers, and the embedding, head and MTP blocks it holds."""
-    num_stages = len(split.counts)
+    known: dict[tuple[tuple[tuple[LayerKind, Recompute], int], ...], PartCost] = {}
     costs = []
-    for stage in range(num_stages):
-        parts = [table.layers[key].times(count) for key, count in split.modes(model, stage).items()]
-        parts += [part for _, part in held_parts(table, split, stage)]
-        costs.append(sum_parts(parts))
+    for stage, modes in enumerate(split.modes(model)):
+        key = tuple(modes.items())
+        if key not in known:
+            known[key] = sum_parts(table.layers[mode].times(count) for mode, count in key)
+        held = [part for _, part in held_parts(table, split, stage)]
+        costs.append(sum(held, known[key]))
     return costs
 
 
