@@ -1,28 +1,29 @@
 """Plans how to lay a large model out on N GPUs.
 
-from planner import ClusterSpec, TrainingSpec, load_hardware, load_model, plan
+    from planner import ClusterSpec, TrainingSpec, load_hardware, load_model, plan
 
-cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=2048)
-training = TrainingSpec(seq_length=8192, global_batch_size=2048)
-print(plan(load_model("405b"), cluster, training).parallelism)
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=2048)
+    training = TrainingSpec(seq_length=8192, global_batch_size=2048)
+    print(plan(load_model("405b"), cluster, training).parallelism)
+
+Names are loaded when they are first asked for, so that importing the package costs nothing.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from planner.plan import Plan
-from planner.specs.cluster import ClusterSpec
-from planner.specs.model import ModelSpec
-from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import RuntimeSpec
-from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
-
 if TYPE_CHECKING:
+    from planner.plan import Plan
     from planner.search.search import evaluate, plan
-else:
-    # Loading planner/plan.py has put that module where the function `plan` belongs; it will not be put there again.
-    del plan
+    from planner.specs.cluster import ClusterSpec
+    from planner.specs.model import ModelSpec
+    from planner.specs.registry import load_hardware, load_model
+    from planner.specs.runtime import RuntimeSpec
+    from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 
 __version__ = "0.1.0"
 
@@ -40,12 +41,40 @@ __all__ = [
     "plan",
 ]
 
+_HOMES = {
+    "ClusterSpec": "planner.specs.cluster",
+    "ModelSpec": "planner.specs.model",
+    "Parallelism": "planner.specs.training",
+    "Plan": "planner.plan",
+    "RuntimeSpec": "planner.specs.runtime",
+    "SearchLimits": "planner.specs.training",
+    "TrainingSpec": "planner.specs.training",
+    "evaluate": "planner.search.search",
+    "load_hardware": "planner.specs.registry",
+    "load_model": "planner.specs.registry",
+    "plan": "planner.search.search",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Load the search and its solver when something is planned, not before."""
-    if name not in ("plan", "evaluate"):
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from planner.search import search
+    return getattr(import_module(_HOMES[name]), name)
 
-    globals().update(plan=search.plan, evaluate=search.evaluate)
-    return globals()[name]
+
+class _Package(ModuleType):
+    """This package, where `plan` is the function although a module has the same name.
+
+    Loading planner/plan.py sets it as the package's attribute `plan`; a property takes that and keeps to the function.
+    """
+
+    @property
+    def plan(self) -> Any:
+        return __getattr__("plan")
+
+    @plan.setter
+    def plan(self, module: ModuleType) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Package
