@@ -10,10 +10,15 @@ from planner.export.bundle import Bundle, ExportFile, plan_sha256
 from planner.export.exported import Exported
 from planner.export.launch import IMAGE, Command, kubernetes_manifest, slurm_script, torchrun_script
 from planner.export.megatron_target import export_megatron
+from planner.export.torchtitan import export_torchtitan
 from planner.plan import Plan
 from planner.specs.problems import nearest
 
-TRAINERS: dict[str, Callable[[Plan], Exported]] = {"megatron": export_megatron, "bridge": export_bridge}
+TRAINERS: dict[str, Callable[[Plan], Exported]] = {
+    "megatron": export_megatron,
+    "bridge": export_bridge,
+    "torchtitan": export_torchtitan,
+}
 LAUNCHERS = ("torchrun", "slurm", "kubernetes")
 TARGETS = (*TRAINERS, *LAUNCHERS)
 _TRAINER_OF = {"megatron": "megatron", "torchtitan": "torchtitan", "torch-eager": "torch"}

@@ -1,0 +1,176 @@
+"""A plan as a torchtitan recipe: a Python file with one function that returns the trainer's configuration."""
+
+from __future__ import annotations
+
+from planner.export.bundle import ExportFile, header
+from planner.export.exported import Exported
+from planner.export.launch import Command
+from planner.export.megatron_model import rotary_base
+from planner.export.recompute import all_full, object_to_recompute
+from planner.export.refusal import Objections, broken_rules
+from planner.export.stages import VirtualStage, is_looped, module_names, virtual_stages
+from planner.export.torchtitan_model import DEFAULT_ROTARY_BASE, model_source
+from planner.plan import Plan
+from planner.search.rules_torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES
+from planner.search.rules_torchtitan import TORCHTITAN_RULES
+from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
+
+WRITTEN_FOR = "torchtitan 0.3.0 and main of August 2026"
+RECIPE = "planned_recipe"
+
+
+def export_torchtitan(plan: Plan) -> Exported:
+    """The recipe, and the command that names it. Raises Inexpressible where torchtitan cannot run the plan."""
+    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    _object(plan, stages)
+    notes = _notes(plan)
+    comments = header(plan, WRITTEN_FOR, notes)
+    recipe = ExportFile(f"{RECIPE}.py", comments + recipe_source(plan, stages))
+    command = Command(
+        program="-m torchtitan.train",
+        arguments={"--module": RECIPE, "--config": "plan"},
+        setup=('export PYTHONPATH="$PLAN_DIR${PYTHONPATH:+:$PYTHONPATH}"',),
+        comments=comments,
+        files=(recipe,),
+    )
+    return Exported("torchtitan", WRITTEN_FOR, (recipe,), command, notes)
+
+
+def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+    layout = plan.parallelism
+    schedule_rules = TORCH_SCHEDULE_RULES.get(layout.schedule, ())
+    rules = {rule.reason: rule for rule in (*TORCHTITAN_MODEL_RULES, *TORCHTITAN_RULES, *schedule_rules)}
+    objections = Objections("torchtitan", broken_rules(rules.values(), plan))
+    object_to_recompute(plan.best, stages, objections)
+    say = objections.when
+    known = layout.schedule in TORCH_CLASSES or layout.pp == 1
+    say(not known, "schedule", f"{layout.schedule} is none of {', '.join(TORCH_CLASSES)}")
+    two_way = layout.schedule in ("zb-v", "dualpipe-v")
+    say(known and is_looped(stages, layout.pp) == (two_way and layout.pp > 1), "placement", "stages on other ranks")
+    say(any(not stage.num_layers for stage in stages), "empty_stage", "a stage without decoder layers")
+    say(plan.training.dtype != "bf16", "dtype", f"{plan.training.dtype} is not exported, only bf16")
+    say(
+        layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
+    )
+    full = any(stage.recompute.get("full") for stage in plan.stages)
+    say(full and not all_full(plan.best), "recompute_some_layers", "it recomputes all layers or none")
+    objections.raise_any()
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    model = plan.model.spec
+    notes = [
+        "data, tokenizer (HF_ASSETS_PATH), optimizer and number of steps are placeholders",
+        "initial weights are drawn with a plain std of 0.02",
+    ]
+    if rotary_base(model) is None:
+        notes.append(f"the model spec states no rope_theta: {DEFAULT_ROTARY_BASE:g} is torchtitan's default")
+    if plan.parallelism.recompute == "selective":
+        notes.append("SelectiveAC chooses operations itself: it recomputes others than the plan's modules")
+    if plan.parallelism.cp > 1:
+        notes.append("context parallelism needs spmd_types, and that a torch nightly")
+    return tuple(notes)
+
+
+def recipe_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
+    """The recipe's text below its header."""
+    layout = plan.parallelism
+    more, model = model_source(plan.model.spec, plan.training.seq_length)
+    imports = [
+        "import os",
+        "from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig",
+        "from torchtitan.models.llama3.config_registry import llama3_debugmodel",
+        "from torchtitan.trainer import Trainer",
+        *([] if layout.recompute == "none" else [f"from {_CHECKPOINT_MODULE} import {_CHECKPOINT[layout.recompute]}"]),
+        *(_MTP_LOSS if plan.model.spec.num_nextn_predict_layers else _LOSS),
+        *more,
+    ]
+    ours = sorted((line for line in imports if "torchtitan" in line), key=lambda line: line.split()[1])
+    others = [line for line in imports if "torchtitan" not in line]
+    split = _stages_source(stages) if layout.pp > 1 else ""
+    return "\n".join([*_standard_first(others), "", *ours, "", "", model, split, _function_source(plan)])
+
+
+_CHECKPOINT_MODULE = "torchtitan.distributed.activation_checkpoint"
+_CHECKPOINT = {"selective": "SelectiveAC", "full": "FullAC"}
+_LOSS = ["from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss"]
+_MTP_LOSS = ["from torchtitan.models.deepseek_v3.mtp import MTPLoss"]
+
+
+def _standard_first(lines: list[str]) -> list[str]:
+    """Standard library, then torch after an empty line."""
+    standard = sorted((line for line in lines if "torch" not in line), key=lambda line: (line[:4] == "from", line))
+    torch = [line for line in lines if "torch" in line]
+    return [*standard, "", *torch] if torch else standard
+
+
+def _stages_source(stages: tuple[VirtualStage, ...]) -> str:
+    """Module names of each stage, in model order."""
+    rows = []
+    for stage in stages:
+        layers = f'*(f"layers.{{i}}" for i in range({stage.first_layer}, {stage.last_layer}))'
+        names = [
+            *(['"tok_embeddings"'] if stage.embedding else []),
+            layers,
+            *(['"norm"', '"lm_head"'] if stage.head else []),
+        ]
+        rows.append(f"    [{', '.join(names)}],")
+    return "\n".join(["", "STAGES = [", *rows, "]", "", ""])
+
+
+def stage_modules(stages: tuple[VirtualStage, ...]) -> list[list[str]]:
+    """What the recipe's STAGES evaluates to."""
+    return [module_names(stage, "tok_embeddings", "layers.", "norm", "lm_head") for stage in stages]
+
+
+def _function_source(plan: Plan) -> str:
+    layout, training, runtime = plan.parallelism, plan.training, plan.runtime_spec
+    shard = layout.shard_size // layout.cp if layout.zero_stage >= 2 else 1
+    schedule = TORCH_CLASSES.get(layout.schedule, "1F1B")
+    loss = "CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)"
+    wrapped = f"ChunkedLossWrapper.Config(loss_fn={loss})"
+    if plan.model.spec.num_nextn_predict_layers:
+        wrapped = "MTPLoss.Config(global_vocab_size=spec.model.vocab_size)"
+    checkpoint = "None" if layout.recompute == "none" else f"{_CHECKPOINT[layout.recompute]}.Config()"
+    async_tp = runtime.compiled and runtime.tp_overlap_fraction > 0
+    return f'''
+def plan() -> Trainer.Config:
+    spec, config = model_spec(), llama3_debugmodel()
+    parallelism = dict(
+        pipeline_parallel_degree={layout.pp},
+        pipeline_parallel_schedule="{schedule}",
+        module_fqns_per_model_part={"STAGES" if layout.pp > 1 else None},
+        tensor_parallel_degree={layout.tp},
+        enable_sequence_parallel={layout.sequence_parallel},
+        context_parallel_degree={layout.cp},
+        data_parallel_replicate_degree={layout.dp // shard},
+        data_parallel_shard_degree={shard},
+        fsdp_reshard_after_forward="{"never" if layout.zero_stage == 2 else "default"}",
+        expert_parallel_degree={layout.ep},
+        spmd_backend="{"partial_dtensor" if layout.cp == 1 else "spmd_types"}",
+    )
+    training = dict(steps=1000, disable_cuda_graphs=True)
+    if hasattr(TrainingConfig(), "num_tokens_per_microbatch_per_dp_rank"):
+        parallelism.update(num_pp_microbatches={layout.num_microbatches if layout.pp > 1 else 1})
+        training.update(
+            num_tokens_per_microbatch_per_dp_rank={layout.micro_batch_size * training.seq_length},
+            num_tokens_per_train_step={training.tokens_per_step},
+            max_context_length={training.seq_length},
+        )
+    else:  # up to 0.3.0 a batch is counted in sequences
+        parallelism.update(pipeline_parallel_microbatch_size={layout.micro_batch_size})
+        training.update(
+            local_batch_size={layout.micro_batch_size * (layout.num_microbatches if layout.pp > 1 else 1)},
+            global_batch_size={training.global_batch_size},
+            seq_len={training.seq_length},
+        )
+    config.model_spec = spec
+    config.hf_assets_path = os.environ.get("HF_ASSETS_PATH", config.hf_assets_path)
+    config.loss = {wrapped}
+    config.parallelism = ParallelismConfig(**parallelism)
+    config.training = TrainingConfig(**training)
+    config.activation_checkpoint = {checkpoint}
+    config.compile = CompileConfig(enable={runtime.compiled}, enable_async_tensor_parallel={async_tp})
+    config.validator.enable = False
+    return config
+'''.lstrip("\n")
