@@ -56,9 +56,9 @@ def leave_tp(name: str, num_bytes: Number, shape: Shape, modules: tuple[str, ...
 def local_copies(
     name: str, num_bytes: Number, shape: Shape, runtime: RuntimeSpec, modules: tuple[str, ...] = ()
 ) -> Iterator[Operator]:
-    """Eager: what a half block's exchanges of `num_bytes` under sequence parallelism pass through this rank's own memory.
+    """Eager: what a half block's sequence-parallel exchanges of `num_bytes` pass through this rank's own memory.
 
-    Forward: the gather writes the whole, the scatter cuts the shard out. Backward: the gather again, the shard of dgrad cut
+    Forward: the gather writes the whole, the scatter cuts the shard out. Backward: the gather again, dgrad's shard cut
     out, and the output's gradient put back into the whole.
     """
     if runtime.fused_rotary:
@@ -83,7 +83,7 @@ def norm(
 ) -> Operator:  # fmt: skip
     """RMSNorm or LayerNorm over `width` features of `tokens` rows; keeps its input, its statistics and its output.
 
-    Forward reads and writes once; backward reads input and gradient and writes one (eager torch reads both once more for
+    Forward reads and writes once; backward reads input and gradient and writes one (eager torch reads both again for
     the weight's gradient). Unfused, each pass is made twice.
     """
     num_bytes = BF16 * tokens * width
@@ -126,8 +126,8 @@ def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec) -> 
 def rotary(width: Number, tokens: Number, runtime: RuntimeSpec, modules: tuple[str, ...]) -> Operator:
     """Rotary embedding of `width` query and key features a token.
 
-    Fused: one kernel that reads and writes. Eager: neg, cat, two mul and an add (ten passes in all), for q and for k, on
-    views of the QKV buffer.
+    Fused: one kernel that reads and writes. Eager: neg, cat, two mul and an add (ten passes in all), for q and for k,
+    on views of the QKV buffer.
     """
     num_bytes = BF16 * tokens * width
     fused = runtime.fused_rotary or runtime.compiled
@@ -206,7 +206,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
 
 
 def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
-    """MLA (DeepSeek-V2 §2.1): queries and key-values through low-rank bottlenecks, replicated over tp; heads sharded after."""
+    """MLA (DeepSeek-V2 §2.1): queries and key-values through low ranks replicated over tp; heads sharded after."""
     heads = model.num_attention_heads / shape.tp
     qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     tokens, shard = shape.tokens, shape.shard_tokens

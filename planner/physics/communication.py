@@ -1,8 +1,8 @@
 """Seconds of a collective: which links a group's ranks are joined by, and how long the bytes take over them.
 
-Ranks are numbered with tp innermost, then cp, dp, pp (experts: etp, ep, expert-dp, pp), as Megatron and torchtitan do. A group
-of n ranks a `stride` apart has min(n, D / stride) members under a tier of D GPUs; what they exchange among themselves goes over
-that tier, and the rest over the next.
+Ranks are numbered with tp innermost, then cp, dp, pp (experts: etp, ep, expert-dp, pp), as Megatron and torchtitan do.
+A group of n ranks a `stride` apart has min(n, D / stride) members under a tier of D GPUs; what they exchange among
+themselves goes over that tier, and the rest over the next.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def collective_s(kind: Kind, num_bytes: Number, size: Number, stride: Number, cl
 
     all_gather, reduce_scatter and ring: at each tier the (g−1)/g of the tensor that a unit lacks arrives through the
     `inner` members already gathered below: (g−1)/g · S / inner / bandwidth + steps · latency, g = members / inner.
-    all_reduce is twice that; all_to_all sends each tier its peers' share of S. Innermost tiers are rings (g−1 steps), outer
-    ones trees (log₂ g).
+    all_reduce is twice that; all_to_all sends each tier its peers' share of S. Innermost tiers are rings (g−1 steps),
+    outer ones trees (log₂ g).
     """
     num_bytes = np.asarray(num_bytes, dtype=float)
     seconds: Number = 0.0

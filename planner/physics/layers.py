@@ -73,7 +73,7 @@ def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding:
 def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: bool) -> tuple[Item, ...]:
     columns = padded_vocab(model, shape, runtime) / shape.tp
     logits = shape.tokens * columns
-    # bf16 logits are read and written once when fused. Else they are cast to fp32, read for maximum, sum and result, written;
+    # fused: bf16 logits are read and written once; else cast to fp32, read for maximum, sum and result, written, and
     # backward fills a gradient, reads it and the softmax, writes, and casts back to bf16
     passes = (2 * BF16, 2 * BF16) if runtime.fused_cross_entropy else (BF16 + 5 * FP32, BF16 + 5 * FP32)
     return (
@@ -104,7 +104,7 @@ def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: b
 
 
 def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0) -> tuple[Item, ...]:
-    """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, projection of 2h to h, a decoder layer, shared head."""
+    """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, 2h projected to h, decoder layer, shared head."""
     hidden, tokens = model.hidden_size, shape.tokens
     projection = Operator(
         name="mtp projection", kind="gemm", m=tokens, n=hidden / shape.tp, k=2 * hidden,
@@ -131,7 +131,7 @@ class ModelTotals(NamedTuple):
     num_active_parameters: int
     """Parameters that one token visits: all but the experts it is not routed to."""
     model_flops_per_token: float
-    """3 × forward FLOPs: 6·(matmul parameters a token meets, head included, embedding lookup not) + 6·L·s·a·d causal."""
+    """3 × forward FLOPs: 6·(matmul parameters a token meets, head included, lookup not) + 6·L·s·a·d causal."""
 
 
 def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int) -> ModelTotals:

@@ -15,7 +15,7 @@ from planner.specs.runtime import RuntimeSpec
 def weights_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
     """Weights a rank keeps; fp8 recipes cache one-byte copies beside them.
 
-    Under ZeRO-3 they are sharded, and a pipeline stage keeps its bf16 copies gathered from its first micro-batch to its last.
+    Under ZeRO-3 they are sharded, and a pipeline stage keeps bf16 copies gathered from first micro-batch to last.
     """
     per_parameter = runtime.weight_bytes + (runtime.fp8_weight_bytes if is_fp8(dtype) else 0)
     gathered = (np.asarray(shape.zero_stage) == 3) & (np.asarray(shape.pp) > 1)
@@ -83,8 +83,8 @@ def usable_bytes(shape: Shape, hardware: HardwareSpec, headroom_bytes: float = 0
 def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
     """The most that a part's backward needs above what it saved.
 
-    Walks the operators backwards: an operator needs its output's and its input's gradient (and a bf16 weight gradient, unless
-    the GEMM adds into the main gradient) while the tensors saved by later operators are already free.
+    Walks the operators backwards: an operator needs its output's and its input's gradient (and a bf16 weight gradient,
+    unless the GEMM adds into the main gradient) while the tensors saved by later operators are already free.
     """
     worst: Number = 0.0
     freed: Number = 0.0

@@ -72,7 +72,7 @@ def _activation(
     elif runtime.fused_activation or runtime.compiled:
         passes, backward, kernels = (3, 5, 1)
     else:
-        # silu (read, write) and product (two reads, write); backward: two products, silu's gradient, and the concatenation;
+        # silu (read, write) and product (two reads, write); backward: two products, silu's gradient, the concatenation;
         # gate and up are views of one buffer
         passes, backward, kernels = (5, 13, 2)
         saved.append(Saved("activated gate", num_bytes, modules))
@@ -92,8 +92,8 @@ def _activation(
 def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imbalance: float) -> Iterator[Item]:
     """Router, permute, dispatch over ep (and etp), grouped GEMMs, combine, un-permute; shared expert beside it.
 
-    ms tokens enter a rank and each visits top-k experts: ep trades tokens between ranks and removes none, so a rank computes
-    ms·topk·etp rows whatever ep is (times the imbalance on the most loaded rank).
+    ms tokens enter a rank and each visits top-k experts: ep trades tokens between ranks and removes none, so a rank
+    computes ms·topk·etp rows whatever ep is (times the imbalance on the most loaded rank).
     """
     tokens, hidden = shape.shard_tokens, model.hidden_size
     pairs = tokens * moe.num_experts_per_tok
@@ -188,8 +188,8 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
 def _routing_bytes(tokens: Number, pairs: Number, runtime: RuntimeSpec) -> Number:
     """What routing keeps: the map of token-expert pairs and their probabilities.
 
-    Eager: of each pair its expert, its token, its place among the rows and the way back in int64, and the top-k scores and
-    their sum in fp32.
+    Eager: of each pair its expert, its token, its place among the rows and the way back in int64, and the top-k scores
+    and their sum in fp32.
     """
     return 2 * FP32 * pairs if runtime.fused_permute else (4 * INT64 + FP32) * pairs + FP32 * tokens
 

@@ -1,8 +1,9 @@
 """What a layer is: the one list of operators that parameters, FLOPs, seconds, bytes and traffic are folds over.
 
-A decoder layer, the embedding and the head are tuples of `Operator` and `Collective`. A new architecture is a new tuple; nothing
-else in the planner knows what a layer is. Sizes follow Korthikanti et al. 2022 §4, with m tokens per rank, t = tp.
-Symbols: m = tokens, ms = shard_tokens, h = hidden_size, a / k = query / key-value heads, d = head_dim, f = intermediate_size.
+A decoder layer, the embedding and the head are tuples of `Operator` and `Collective`. A new architecture is a new
+tuple; nothing else in the planner knows what a layer is. Sizes follow Korthikanti et al. 2022 §4, with m tokens per
+rank, t = tp. Symbols: m = tokens, ms = shard_tokens, h = hidden_size, a / k = query / key-value heads, d = head_dim,
+f = intermediate_size.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Operator:
 
     @property
     def attended_fraction(self) -> Number:
-        """Share of the q_len × kv_len square that causal (and sliding) attention computes: ½, or window/kv_len less its corner."""
+        """Share of the q_len × kv_len square that is computed: ½ (causal), or window/kv_len less its corner."""
         width = np.where(np.asarray(self.window) > 0, np.minimum(self.window, self.kv_len), self.kv_len)
         return width / self.kv_len * (1 - width / self.kv_len / 2)
 
@@ -118,7 +119,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One exchange of one micro-batch among the ranks of `group`; `num_bytes` is the size of the whole (gathered) tensor."""
+    """One exchange of a micro-batch among the ranks of `group`; `num_bytes` is the whole (gathered) tensor's size."""
 
     name: str
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
