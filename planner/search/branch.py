@@ -30,7 +30,7 @@ BLOCK = 1024
 SHRINK = 0.98
 """Memory planned with after a split that the replay showed not to fit."""
 MAX_SHRINKS = 3
-RUNNERS_UP = 24
+RUNNERS_UP = 12
 NODES_PER_ALTERNATIVE = 2
 """Shapes, and nodes of each, that are looked at for alternatives once the best is proven."""
 ALTERNATIVE_SLACK = 1.5

@@ -38,6 +38,9 @@ from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 from planner.specs.units import GIB
 
+_WAYS = ("forward_total_s", "backward_total_s")
+FULL: Recompute = "full"
+
 Expression = Any
 """A pulp expression, a variable or a number."""
 
@@ -173,11 +176,12 @@ class _Program:
     def _add_chunks(self) -> None:
         """Row 3, where chunks interleave."""
         node, most = self.node, sum(length for _, length in self.node.runs)
-        chunk = self._variable("chunk", most, integer=True)
+        self.chunk = chunk = self._variable("chunk", most, integer=True)
         missing = [self._variable(f"missing_{end}", most, integer=True) for end in ("first", "last")]
         for rank in range(node.pp):
             self.problem += self.first_row[rank] == chunk - (missing[0] if rank == 0 else 0), f"chunk_first_{rank}"
             self.rest[rank] = (node.vpp - 1) * chunk - (missing[1] if rank == node.pp - 1 else 0)
+        self.last_row = [chunk] * (node.pp - 1) + [chunk - missing[1]]
         for end in missing:
             self.problem += end <= chunk - (0 if node.empty_ends else 1), f"held_{end.name}"
 
@@ -212,11 +216,13 @@ class _Program:
                 terms = terms + (whole - plain) * self.whole[rank][kind]
         return terms
 
-    def _held(self, rank: int, quantity: str) -> float:
-        """The same of the embedding or head that a rank holds."""
+    def _held(self, rank: int, quantity: str, last_row: bool | None = None) -> float:
+        """The same of the embedding (in the first row of chunks) and the head (in the last) that a rank holds."""
         node = self.node
-        of_first = float(getattr(node.embedding, quantity)) if rank == 0 else 0.0
-        return of_first + (float(getattr(node.head, quantity)) if rank == node.pp - 1 else 0.0)
+        embedding = rank == 0 and last_row is not True
+        head = rank == node.pp - 1 and last_row is not False
+        held = [part for part, here in ((node.embedding, embedding), (node.head, head)) if here]
+        return sum(float(getattr(part, quantity)) for part in held)
 
     def _rank(self, rank: int, quantity: str) -> Expression:
         return self._layers(rank, quantity) + self._held(rank, quantity)
@@ -251,14 +257,48 @@ class _Program:
                 self.problem += self.makespan >= busy + before[rank] + rank * hop + wait, f"time_{rank}_{number}"
 
     def _add_interleaved(self) -> None:
-        """Any order: M·t of the rank, and the trips through the first chunks before it."""
-        node, before = self.node, 0
-        quickest = min(float(node.layers[kind, node.base].total_s) for kind in self.kinds)
-        for rank in range(node.pp):
-            busy = self._rank(rank, "total_s")
-            self.problem += self.makespan >= node.num_microbatches * busy + before, f"time_{rank}"
-            chunk = quickest * self.first_row[rank] + (float(node.embedding.total_s) if rank == 0 else 0.0)
-            before = self._named(f"trip_{rank}", before + chunk + 2 * node.p2p_s)
+        """At most k chunks in flight: head + M·t + tail + what of the trip below a rank k chunk passes cannot fill.
+
+        With s the rank's first virtual stage and e its last: head and tail are the trips through the first chunks before s;
+        a first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after Σ_{j>e} f_j + Σ_{j≥s} b_j.
+        """
+        node, pp = self.node, self.node.pp
+        hop, chunks = node.p2p_s, node.num_microbatches * node.vpp
+        total = {way: self._named(f"all_{way}", pulp.lpSum(self._rank(r, way) for r in range(pp))) for way in _WAYS}
+        quick = {way: min(self._per_layer(way)) for way in _WAYS}
+        before: dict[str, Expression] = dict.fromkeys(_WAYS, 0)
+        # of the last row, the stages behind the rank in question
+        behind: dict[str, list[Expression]] = {way: [0] * (pp + 1) for way in _WAYS}
+        for rank in reversed(range(pp)):
+            for way in _WAYS:
+                held = self.last_row[rank] * quick[way] + self._held(rank, way, last_row=True)
+                behind[way][rank] = self._named(f"behind_{rank}_{way}", behind[way][rank + 1] + held)
+        for rank in range(pp):
+            busy = (
+                node.num_microbatches * self._rank(rank, "total_s")
+                + before["forward_total_s"]
+                + before["backward_total_s"]
+            )
+            busy = busy + 2 * rank * hop
+            k = min(round(node.in_flight[rank] * node.vpp), chunks)
+            hops = (pp * node.vpp - 1 - rank + pp - 1 - rank) * hop
+            waits: list[Expression] = [0]
+            for way, back in zip(_WAYS, reversed(_WAYS), strict=True):
+                slowest = self.chunk * max(self._per_layer(way)) + self._held(rank, way)
+                waits.append(total[way] - before[way] + behind[back][rank + 1] + hops - k * slowest)
+            if chunks > k:
+                waits.append(waits[1] + waits[2])
+            for number, wait in enumerate(waits):
+                self.problem += self.makespan >= busy + wait, f"time_{rank}_{number}"
+            for way in _WAYS:
+                held = self.first_row[rank] * quick[way] + self._held(rank, way, last_row=False)
+                before[way] = self._named(f"before_{rank}_{way}", before[way] + held)
+
+    def _per_layer(self, quantity: str) -> list[float]:
+        """A quantity of each kind of layer in the modes it may be in; recomputation counts for the slower ones only."""
+        node = self.node
+        modes = {"none": (node.base,), "all": (FULL,)}.get(node.whole, (node.base, FULL))
+        return [float(getattr(node.layers[kind, mode], quantity)) for kind in self.kinds for mode in modes]
 
     def _add_memory(self) -> None:
         """Row 6; the transient is the larger of a layer's backward and the loss."""
