@@ -153,7 +153,7 @@ def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Compariso
 
 
 def compare_stage(
-    layout: PricedLayout, plan_stage: int, ranks: Sequence[RankResult], tolerance_fraction: float, alone: bool
+    layout: PricedLayout, plan_stage: int, ranks: Sequence[RankResult], tolerance_fraction: float | None, alone: bool
 ) -> list[Comparison]:
     """Seconds and bytes of one stage's ranks; `alone`: peers were emulated, so that no exchange is in its seconds."""
     stage = layout.stages[plan_stage]

@@ -72,6 +72,7 @@ def probe_stages(plan: Plan, options: Options) -> ProbeResult:
     run = real_run(plan, options, order, slices.real_chunks(layout, order, range(asked.pp)), grid)
     run = run.model_copy(update={"warm_up_steps": 2, "num_steps": 1})
     stands_for = distinct_stages(layout)
+    tolerance = options.tolerance_fraction if judges_seconds(plan, options) else None
     ranks: list[RankResult] = []
     comparisons: list[Comparison] = []
     measured = Measured(run=run, ranks=())
@@ -80,15 +81,20 @@ def probe_stages(plan: Plan, options: Options) -> ProbeResult:
         if measured.out_of_memory is not None:
             break
         ranks += measured.ranks
-        comparisons += compare_stage(layout, stage, measured.ranks, options.tolerance_fraction, alone=True)
+        comparisons += compare_stage(layout, stage, measured.ranks, tolerance, alone=True)
     step_s = None
     if options.stages == "all" and measured.out_of_memory is None:
         found = {rank.stage: rank for rank in ranks}
         step_s = replayed_step_s(layout, [found[stage] for stage in stands_for])
-        comparisons.append(compared("step", "s", layout.step.step_s, step_s, options.tolerance_fraction))
+        comparisons.append(compared("step", "s", layout.step.step_s, step_s, tolerance))
     measured = measured.model_copy(update={"ranks": tuple(ranks)})
     part = slice_of(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
     return result(plan, options, part, measured, comparisons, step_s)
+
+
+def judges_seconds(plan: Plan, options: Options) -> bool:
+    """Whether the plan's seconds are of the kind of device that runs: a GPU's say nothing about a CPU's."""
+    return options.device == "cuda" or plan.cluster.hardware.architecture == "cpu"
 
 
 def _wanted(stage: object, pp: int) -> int:

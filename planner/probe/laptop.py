@@ -9,7 +9,7 @@ from planner.probe import slices
 from planner.probe.compare import compare_bubble, durations
 from planner.probe.launch import launch
 from planner.probe.outcome import Options, recompute_modules, result, slice_of
-from planner.probe.result import ProbeResult
+from planner.probe.result import Measured, ProbeResult
 from planner.probe.run import ProbeRun, SleepSeconds
 from planner.schedule.actions import Schedule
 from planner.schedule.replay import replay
@@ -22,6 +22,12 @@ SEQ_LENGTH = 16
 
 def probe_laptop(plan: Plan, options: Options) -> ProbeResult:
     """Prove order, exchanges, in-flight counts and gradients; or measure the bubble (options.sleep)."""
+    run, grid = laptop_run(plan, options)
+    return laptop_result(plan, options, launch(run), grid)
+
+
+def laptop_run(plan: Plan, options: Options) -> tuple[ProbeRun, slices.Grid]:
+    """What the processes run, and its sizes."""
     layout, model = plan.best, plan.model.spec
     grid = slices.fit_grid(layout, options.num_processes, most_dp=1 if options.sleep else 2)
     if options.order is not None:
@@ -47,14 +53,17 @@ def probe_laptop(plan: Plan, options: Options) -> ProbeResult:
         num_steps=options.num_steps,
         timeout_s=options.timeout_s,
     )
-    measured = launch(run)
+    return run, grid
+
+
+def laptop_result(plan: Plan, options: Options, measured: Measured, grid: slices.Grid) -> ProbeResult:
+    """What the processes proved, and the bubble where they slept."""
+    run, model = measured.run, plan.model.spec
     comparisons = compare_bubble(run, measured.ranks) if options.sleep and measured.ranks else []
-    layers = sum(chunk.num_layers for chunk in chunks)
     reduced = [
-        f"hidden_size {model.hidden_size} → {options.hidden_size}",
-        f"layers {model.num_hidden_layers} → {layers}",
+        f"{name} {getattr(model, name)} → {getattr(run.model, name)}" for name in ("hidden_size", "num_hidden_layers")
     ]
-    return result(plan, options, slice_of(plan, grid, order, options, reduced), measured, comparisons)
+    return result(plan, options, slice_of(plan, grid, run.order, options, reduced), measured, comparisons)
 
 
 def mean_sleep_s(order: Schedule, planned: Sequence[SleepSeconds]) -> float:

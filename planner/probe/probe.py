@@ -7,6 +7,7 @@ import torch
 from planner.errors import ProbeError
 from planner.plan import Plan
 from planner.probe.gpus import probe_ranks, probe_stages, require_gpu
+from planner.probe.joined import joins_others, probe_joined
 from planner.probe.laptop import probe_laptop
 from planner.probe.outcome import Options
 from planner.probe.result import ProbeResult
@@ -14,8 +15,8 @@ from planner.probe.result import ProbeResult
 __all__ = ["Options", "probe"]
 
 
-def probe(plan: Plan, options: Options) -> ProbeResult:
-    """Run what can be run of the plan's best layout, and compare.
+def probe(plan: Plan, options: Options) -> ProbeResult | None:
+    """Run what can be run of the plan's best layout, and compare; None on all ranks but the first of several.
 
     Raises ProbeError naming rank, stage and phase when it cannot run; a disagreement is in the result.
     """
@@ -27,6 +28,8 @@ def probe(plan: Plan, options: Options) -> ProbeResult:
     require_gpu(options)
     if options.stages is not None:
         return probe_stages(plan, options)
+    if joins_others():
+        return probe_joined(plan, options)
     if options.device == "cuda":
         return probe_ranks(plan, options, torch.cuda.device_count())
     return probe_laptop(plan, options)

@@ -37,6 +37,8 @@ def attempt(make: Callable[[], Worker], folder: Path, rank: int) -> Failure | No
     except Exception as error:
         where = "start" if worker is None else worker.status.phase
         failure = failure_of(error, rank, None if worker is None else worker.run, where)
+        if worker is not None:
+            worker.status.at(failure.message)  # the status file has its space already
         with suppress(PlannerError):  # a full disk: the launcher still has the log
             write_text(folder / FAILURE_FILE.format(rank), failure.model_dump_json(), force=True)
         traceback.print_exc()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -60,14 +59,6 @@ def compute_reference(run: ProbeRun, num_steps: int) -> Reference:
         reference.losses.append(total)
         reference.norms.append(float(norm))
     return reference
-
-
-def save_reference(reference: Reference, path: Path) -> None:
-    torch.save(tuple(reference), path)
-
-
-def load_reference(path: Path) -> Reference:
-    return Reference(*torch.load(path, weights_only=True))
 
 
 def check_gradients(

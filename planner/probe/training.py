@@ -138,7 +138,7 @@ class Trainer:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def step(
-        self, step: int, on_action: Callable[[str], None], on_gradients: Callable[[], None] = lambda: None
+        self, step: int, on_action: Callable[[str], None], on_gradients: Callable[[], None] | None = None
     ) -> tuple[StepRecord, StepSeconds]:
         """Pipeline, reduction, clipping, optimizer. `on_gradients` is called between reduction and optimizer."""
         run = self.run
@@ -153,7 +153,8 @@ class Trainer:
         marks = [self.clock.mark()]
         norm = self.reduce()
         marks.append(self.clock.mark())
-        on_gradients()
+        if on_gradients is not None:
+            on_gradients()
         marks.append(self.clock.mark())
         for flat in self.flat:
             flat.step(clip_scale(norm, run.max_norm)[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -14,13 +15,7 @@ import torch.distributed as dist
 from planner.files import write_text
 from planner.probe.grid import Grid
 from planner.probe.pipeline import StepRecord
-from planner.probe.reference import (
-    check_gradients,
-    check_steps,
-    compute_reference,
-    load_reference,
-    save_reference,
-)
+from planner.probe.reference import Reference, check_gradients, check_steps, compute_reference
 from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
 from planner.probe.status import Status
@@ -28,7 +23,6 @@ from planner.probe.training import Trainer, dtypes
 from planner.probe.wires import GroupWires
 
 RUN_FILE, RESULT_FILE, STATUS_FILE = "run.json", "rank{}.json", "rank{}.status"
-REFERENCE_FILE = "reference.pt"
 
 
 class Worker:
@@ -51,24 +45,22 @@ class Worker:
         trainer = self.build(grid)
         memory = self.static_memory()
         num_steps = run.warm_up_steps + run.num_steps
-        if run.check:
-            self.status.enter("reference")
-            if self.rank == 0:
-                save_reference(compute_reference(run, num_steps), self.folder / REFERENCE_FILE)
-            dist.barrier()
-        steps, checks = [], []
+        reference = self.reference(num_steps) if run.check else None
+        steps: list[StepSeconds] = []
+        checks: list[Check] = []
         for step in range(num_steps):
             self.status.enter("warm-up" if step < run.warm_up_steps else f"step {step - run.warm_up_steps}")
             self.barrier()
             if trainer.clock.is_cuda and step == num_steps - 1:
                 torch.cuda.reset_peak_memory_stats()
-            check = (lambda: checks.append(self.check(trainer))) if run.check and step == 0 else (lambda: None)
-            record, seconds = trainer.step(step, self.status.at, check)
+            on_gradients = partial(self.check, trainer, reference, checks) if step == 0 else None
+            record, seconds = trainer.step(step, self.status.at, on_gradients)
             steps.append(seconds)
         self.status.enter("report")
-        if run.check:
-            checks += check_steps(load_reference(self.folder / REFERENCE_FILE), steps, dtypes(run)[0])
-        self.report(trainer, steps[run.warm_up_steps :], record, checks, memory)
+        if reference is not None:
+            checks += check_steps(reference, steps, dtypes(run)[0])
+        result = self.report(trainer, steps[run.warm_up_steps :], record, checks, memory)
+        self.gather(result)
         self.barrier()
         self.status.enter("done")
         dist.destroy_process_group()
@@ -127,9 +119,17 @@ class Worker:
             flat.allocate_state()
         return trainer
 
-    def check(self, trainer: Trainer) -> Check:
-        reference = load_reference(self.folder / REFERENCE_FILE)
-        return check_gradients(reference, trainer.parameters, trainer.flat, trainer.around, dtypes(self.run)[0])
+    def reference(self, num_steps: int) -> Reference:
+        """What one process computes: rank 0 does, and tells the others."""
+        self.status.enter("reference")
+        told: list[Any] = [compute_reference(self.run, num_steps) if self.rank == 0 else None]
+        dist.broadcast_object_list(told)
+        return cast(Reference, told[0])
+
+    def check(self, trainer: Trainer, reference: Reference | None, checks: list[Check]) -> None:
+        if reference is not None:
+            dtype = dtypes(self.run)[0]
+            checks.append(check_gradients(reference, trainer.parameters, trainer.flat, trainer.around, dtype))
 
     def static_memory(self) -> int:
         return torch.cuda.memory_allocated() if self.run.device == "cuda" else 0
@@ -169,8 +169,17 @@ class Worker:
         self.write(result)
         return result
 
+    def gather(self, result: RankResult) -> None:
+        """Where ranks have folders of their own, bring all results into that of rank 0."""
+        if self.local:
+            return
+        results: list[Any] = [None] * self.run.world_size
+        dist.all_gather_object(results, result)
+        for other in results if self.rank == 0 else ():
+            self.write(other)
+
     def write(self, result: RankResult) -> None:
-        write_text(self.folder / RESULT_FILE.format(self.rank), result.model_dump_json(), force=True)
+        write_text(self.folder / RESULT_FILE.format(result.rank), result.model_dump_json(), force=True)
 
 
 def chunk_seconds(record: StepRecord) -> tuple[ChunkSeconds, ...]:
