@@ -48,8 +48,13 @@ class _Sections:
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
-        if isinstance(self, TyperGroup):
-            self.format_commands(ctx, formatter)
+        if isinstance(self, Commands):
+            with formatter.section("Commands"):
+                formatter.write_dl([(name, _first_sentence(self.get_command(ctx, name).help)) for name in COMMANDS])
+
+
+def _first_sentence(text: str) -> str:
+    return text.split("\n\n")[0].split(". ")[0].replace("\n", " ")
 
 
 class Command(_Sections, TyperCommand):
