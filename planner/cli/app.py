@@ -21,9 +21,6 @@ COMMANDS = {
     "schedule": ("planner.cli.schedule", "schedule_command"),
     "validate": ("planner.cli.validate_command", "validate_command"),
     "probe": ("planner.cli.probe_command", "probe_command"),
-    "validate": ("planner.cli.validate_command", "validate_command"),
-    "probe": ("planner.cli.probe_command", "probe_command"),
-    "probe": ("planner.cli.probe_command", "probe_command"),
 }
 """Every command beside the main job: where its function lives. Heavy imports belong inside that function."""
 
