@@ -1,7 +1,7 @@
 """Closed-form screens over thousands of shapes at once: can it fit at all, and how fast can it be at best.
 
-Both are relaxations of the integer program, so nothing that could win is lost: ranks take any number of layers that their memory
-and time allow, recomputing as little as fits, and only together must they hold the model.
+Both are relaxations of the integer program, so nothing that could win is lost: ranks take any number of layers that
+their memory and time allow, recomputing as little as fits, and only together must they hold the model.
 """
 
 from __future__ import annotations
@@ -72,14 +72,13 @@ class Screen:
     def ends_s(self) -> FloatArray:
         """Seconds of a micro-batch in embedding, head and multi-token prediction."""
         parts = [self.table.embedding, self.table.head] + ([self.table.mtp] if self.table.mtp else [])
-        return np.sum([self.part(part, "total_s") for part in parts], axis=0)
+        return np.asarray(np.sum([self.part(part, "total_s") for part in parts], axis=0))
 
     def work_s(self, mode: Recompute) -> FloatArray:
         """Seconds of one micro-batch through the whole model, forward and backward."""
-        layers = self.pricing.model.layers
-        return self.ends_s + np.sum(
-            [layers.count(kind) * self.part(self.table.layers[kind, mode], "total_s") for kind in set(layers)], axis=0
-        )
+        counts = self.pricing.kind_counts
+        layers = [count * self.part(self.table.layers[kind, mode], "total_s") for kind, count in counts.items()]
+        return np.asarray(self.ends_s + np.sum(layers, axis=0))
 
 
 def screen_of(pricing: Pricing, shape: Shape) -> Screen:
@@ -107,13 +106,13 @@ def screen_of_one(pricing: Pricing, table: CostTable) -> Screen:
 def coarse_bound_s(screen: Screen) -> FloatArray:
     """A lower bound of the step for every shape: max(M · the busiest rank, one micro-batch's round trip).
 
-    The busiest rank has at least work / pp, the longest count of the quickest layer, and what the head's rank must hold.
+    The busiest rank has at least work / pp, and the longest count of the quickest layer.
     """
     model, shape = screen.pricing.model, screen.shape
     work = screen.work_s("none")
     quickest = np.min([screen.part(screen.table.layers[kind, "none"], "total_s") for kind in model.kinds], axis=0)
     busiest = np.maximum(work / shape.pp, np.ceil(model.num_hidden_layers / shape.pp) * quickest)
-    return np.maximum(shape.num_microbatches * busiest, work)
+    return np.asarray(np.maximum(shape.num_microbatches * busiest, work))
 
 
 def room_layers(screen: Screen, kind: LayerKind) -> FloatArray:
@@ -144,7 +143,7 @@ def room_layers(screen: Screen, kind: LayerKind) -> FloatArray:
 def fits(screen: Screen) -> npt.NDArray[np.bool_]:
     """Whether all ranks together have room for the layers of each kind: necessary for any split."""
     model = screen.pricing.model
-    return np.all([room_layers(screen, k) >= model.layers.count(k) for k in model.kinds], axis=0)
+    return np.asarray(np.all([room_layers(screen, k) >= model.layers.count(k) for k in model.kinds], axis=0))
 
 
 def busiest_rank_s(
@@ -156,10 +155,11 @@ def busiest_rank_s(
 ) -> FloatArray:
     """Least seconds of a micro-batch on the busiest rank, where ranks recompute what their memory forces them to.
 
-    Layers not recomputed whole are in mode `base`; `whole` says whether any may be. The least time in which all ranks together
-    hold the layers is found by bisection: those of each kind with the others taken as free, and all with each as cheap as the
-    cheapest. Where schedules interleave it is the least T / M instead: rank r has T less the trip of one micro-batch through the
-    ranks before it, of which each holds a layer at least. Ranks hold `in_flight` micro-batches, or the least of any schedule. Infinite where nothing fits.
+    Layers not recomputed whole are in mode `base`; `whole` says whether any may be. The least time in which all ranks
+    together hold the layers is found by bisection: those of each kind with the others taken as free, and all with each
+    as cheap as the cheapest. Where schedules interleave it is the least T / M: rank r has T less the trip of one
+    micro-batch through the ranks before it, of which each holds a layer at least. Ranks hold `in_flight` micro-batches,
+    or the least of any schedule. Infinite where nothing fits.
     """
     model = screen.pricing.model
     busiest = screen.work_s(base) / np.asarray(screen.shape.pp)
@@ -246,10 +246,10 @@ def schedule_bound_s(
     """From the busiest rank to the step: M · busiest, and for 1F1B the fill and drain.
 
     1F1B with stages no longer than `busiest`: T ≥ (M − 1 − pp) · busiest + 2 · work, from T ≥ M·t_r + Σ_{q<r} t_q +
-    [2·Σ_{q>r} t_q − (pp − 1 − r)·t_r]⁺ at the busiest rank, since all stages together fall short of pp · busiest by no more
-    than pp · busiest − work. It grows with `busiest` only where M > pp. For any M, with one stage per rank, a rank's first
-    backward comes after the whole trip and M − 1 more follow: T ≥ work + (M − 1)·b_r, and b_r is at least the least share that
-    the backward has of any part.
+    [2·Σ_{q>r} t_q − (pp − 1 − r)·t_r]⁺ at the busiest rank, since all stages together fall short of pp · busiest by no
+    more than pp · busiest − work. It grows with `busiest` only where M > pp. For any M, with one stage per rank, a
+    rank's first backward comes after the whole trip and M − 1 more follow: T ≥ work + (M − 1)·b_r, and b_r is at least
+    the least share that the backward has of any part.
     """
     shape = screen.shape
     work, steps = screen.work_s(base), np.asarray(shape.num_microbatches)
@@ -266,4 +266,4 @@ def _backward_share(screen: Screen, base: Recompute) -> FloatArray:
     table = screen.table
     parts = [table.layers[kind, base] for kind in screen.pricing.model.kinds] + [table.embedding, table.head]
     shares = [screen.part(part, "backward_total_s") / screen.part(part, "total_s") for part in parts]
-    return np.min(shares, axis=0)
+    return np.asarray(np.min(shares, axis=0))

@@ -63,8 +63,8 @@ def enumerate_shapes(
 ) -> tuple[Shape, Rejections]:
     """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage) with the most data parallelism that the batch allows.
 
-    Interleaving and recompute are chosen later, shape by shape. dp is the largest divisor of global_batch_size / micro_batch_size
-    that leaves no more ranks than GPUs; what is left over stays spare.
+    Interleaving and recompute are chosen later, shape by shape. dp is the largest divisor of
+    global_batch_size / micro_batch_size that needs no more ranks than GPUs; what is left over stays spare.
     """
     rejections = Rejections()
     grid = _grid(model, cluster, training, limits, runtime, rejections)
@@ -134,7 +134,7 @@ def _grid(
     tp, cp, ep, etp = rows[kernel].T
     fits = tp * cp * pp <= gpus
     columns = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "pp": pp, "micro_batch_size": batch, "zero_stage": zero}
-    # shapes with more ranks than GPUs are no shapes of this cluster; pinned ones are kept so that they are refused with a reason
+    # shapes with more ranks than GPUs are no shapes of this cluster; pinned ones are kept to be refused with a reason
     if fits.any():
         columns = {name: np.asarray(column[fits], dtype=np.int64) for name, column in columns.items()}
     return {name: np.asarray(column, dtype=np.int64) for name, column in columns.items()}

@@ -1,4 +1,4 @@
-"""Why this and not that: what stands in the way, how far the nearest miss is, what would lift it, what alternatives trade."""
+"""Why this and not that: what stands in the way, the nearest miss, what would lift it, what alternatives trade."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def count_misfits(screen: Screen, num_fitting: int, rejections: Rejections) -> N
 
 
 def shortfall_bytes(screen: Screen) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Bytes missing on the rank with most in flight when layers are split evenly and recomputed whole; negative where it fits."""
+    """Bytes missing on the fullest rank when layers are split evenly and recomputed whole; negative where it fits."""
     model, shape, table = screen.pricing.model, screen.shape, screen.table
     kind = max(screen.pricing.kind_counts, key=lambda k: screen.pricing.kind_counts[k])
     parts = [table.layers[kind, mode] for mode in ("none", "selective", "full")]
@@ -56,15 +56,15 @@ def nothing_fits(pricing: Pricing, limits: SearchLimits, screen: Screen, rejecti
     rejections.counts.setdefault("does_not_fit", len(screen.kernel))
     hardware = pricing.cluster.hardware
     return Infeasible(
-        f"nothing fits in {hardware.memory_gib:g} GiB of {pricing.cluster.num_gpus} × {hardware.name}: the nearest miss, "
-        f"{_named(screen, nearest)}, lacks {gib(missing):.1f} GiB on a rank ({_listed(rejections)})",
+        f"nothing fits in {hardware.memory_gib:g} GiB of {pricing.cluster.num_gpus} × {hardware.name}: the nearest "
+        f"miss, {_named(screen, nearest)}, lacks {gib(missing):.1f} GiB on a rank ({_listed(rejections)})",
         _remedy(pricing, limits, missing),
         rejections.counts,
     )
 
 
 def _remedy(pricing: Pricing, limits: SearchLimits, missing_bytes: float) -> str:
-    """The smallest change that makes room: unpin an axis, shorten the reserve, or add GPUs; each is tried by planning with it."""
+    """The smallest change that makes room: unpin an axis, shorten the reserve, add GPUs; each is planned with first."""
     from planner.search.search import plan
 
     model, cluster, training, runtime = pricing.model, pricing.cluster, pricing.training, pricing.runtime

@@ -1,4 +1,4 @@
-"""A layout that the user states: checked, completed with the trainer's defaults, and turned into a shape and a split."""
+"""A layout that the user states: checked, completed with the trainer's defaults, turned into a shape and a split."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GivenLayout:
 def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
     """Turn a stated layout into a shape and a split.
 
-    Raises SpecError where it contradicts the model, the batch or the cluster; what only the trainer refuses is a warning.
+    Raises SpecError where it contradicts model, batch or cluster; what only the trainer refuses is a warning.
     """
     shape = _shape(pricing, wanted)
     _check_arithmetic(pricing, shape)
@@ -135,9 +135,9 @@ def _split(model: ModelSpec, wanted: Parallelism, shape: Shape) -> Split:
 
 
 def default_counts(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
-    """How trainers cut where they are told nothing: evenly; or evenly with the embedding, the head and MTP counted as layers.
+    """How trainers cut where they are told nothing: evenly, or evenly with embedding, head and MTP counted as layers.
 
-    The ends are counted where only that makes the stages equal (Megatron's account_for_embedding/loss_in_pipeline_split).
+    The ends count where only that makes the stages equal (Megatron's account_for_embedding/loss_in_pipeline_split).
     """
     layers, extra = model.num_hidden_layers, model.num_nextn_predict_layers
     for first, last in ((0, 0), (1, 1 + extra), (1, 1), (0, 1), (1, 0)):

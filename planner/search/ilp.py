@@ -1,23 +1,25 @@
 """The integer program of one shape: how many layers on which rank, and how many of them recomputed.
 
-Ranks r = 0 … pp − 1, virtual stages j = chunk·pp + r; the first row of virtual stages is j = r. Maximal runs of equal layers are
-numbered i, kinds κ. t, f, b are seconds of one micro-batch (forward plus backward, forward, backward; exchanges included),
-M micro-batches, c seconds of a transfer.
+Ranks r = 0 … pp − 1, virtual stages j = chunk·pp + r; the first row of virtual stages is j = r. Maximal runs of equal
+layers are numbered i, kinds κ. t, f, b are seconds of one micro-batch (forward plus backward, forward, backward;
+exchanges included), M micro-batches, c seconds of a transfer.
 
     filled[r,i] ∈ ℕ      layers of run i on the first-row stages 0 … r
-    chunk ∈ ℕ            layers of every virtual stage (interleaving only), but for the end stages: missing[end] ∈ ℕ fewer
+    chunk ∈ ℕ            layers of every virtual stage (interleaving only); the end stages have missing[end] ∈ ℕ fewer
     recomputed[r,κ] ∈ ℕ  layers of kind κ on rank r that are recomputed whole
     T, gradients, parameters, optimizer ≥ 0
 
     minimise T + gradients + parameters + optimizer
-    1. layers     filled grows with r and reaches each run's length; the last run also fills the later chunks → _add_layers
-    2. order      run i + 1 starts on or after the stage that finishes run i (binary finished[r,i])           → _add_layers
+    1. layers     filled grows with r and reaches each run's length; the last run also fills the later chunks
+    2. order      run i + 1 starts on or after the stage that finishes run i (binary finished[r,i])
     3. chunks     no stage is empty, unless it holds the embedding or the head and the trainer allows that; interleaved
-                  stages are equal, but for the first and the last: the order stalls on unequal ones          → _add_chunks
-    4. recompute  recomputed[r,κ] ≤ layers of κ on r; one number for all where the trainer has one setting   → _add_recompute
-    5. time       T ≥ every lower bound of the schedule on every rank (any order; at most k in flight)       → _add_time
-    6. memory     static + in flight · live + transient ≤ usable on every rank                               → _add_memory
-    7. ends       gradients, parameters: exchange of the first rank less what hides it; optimizer: any rank's → _add_ends
+                  stages are equal, but for the first and the last: the order stalls on unequal ones
+    4. recompute  recomputed[r,κ] ≤ layers of κ on r; one number for all where the trainer has one setting
+    5. time       T ≥ every lower bound of the schedule on every rank (any order; at most k in flight)
+    6. memory     static + in flight · live + transient ≤ usable on every rank
+    7. ends       gradients, parameters: exchange of the first rank less what hides it; optimizer: any rank's
+
+Rows 1 and 2 are `_add_layers`, the others the method of their name.
 
 Sources: PHYSICS §5 for the bounds (Narayanan et al. 2021 for the orders). For 1F1B they meet the replay wherever stages
 differ little, so the optimum is a certificate; the gap to the replay is reported, never hidden.
@@ -94,7 +96,10 @@ class Solution:
 
 
 def solve(node: Node, time_limit_s: float) -> Solution | None:
-    """Solve one node; None when no split fits and is quicker than the cutoff. Raises SolverError when the solver stops without an answer."""
+    """Solve one node; None when no split fits and is quicker than the cutoff.
+
+    Raises SolverError when the solver stops without an answer.
+    """
     program = _Program(node)
     program.problem.solve(pulp.HiGHS(msg=False, timeLimit=max(time_limit_s, 0.05), gapRel=node.gap_fraction, threads=1))
     status = program.problem.sol_status
@@ -133,7 +138,7 @@ class _Program:
         return variable
 
     def _add_layers(self) -> None:
-        """Rows 1 and 2: `first[r][i]` layers of run i on rank r's first chunk, `rest[r]` of the last run on its others."""
+        """Rows 1 and 2: `first[r][i]` layers of run i on rank r's first chunk, `rest[r]` of the last on its others."""
         node, lengths = self.node, [length for _, length in self.node.runs]
         num_runs, interleaved = len(lengths), node.vpp > 1
         filled: list[list[Expression]] = []
@@ -236,7 +241,7 @@ class _Program:
             self._add_interleaved()
 
     def _add_one_f_one_b(self) -> None:
-        """At most k = min(M, pp − r) in flight: what of the trip below a rank k forwards (or backwards) cannot fill is idle.
+        """At most k = min(M, pp − r) in flight: what of the trip below a rank k passes cannot fill is idle.
 
         Where transfers block, a rank spends c between any two of its 2M actions as well.
         """
@@ -259,8 +264,8 @@ class _Program:
     def _add_interleaved(self) -> None:
         """At most k chunks in flight: head + M·t + tail + what of the trip below a rank k chunk passes cannot fill.
 
-        With s the rank's first virtual stage and e its last: head and tail are the trips through the first chunks before s;
-        a first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after Σ_{j>e} f_j + Σ_{j≥s} b_j.
+        With s the rank's first virtual stage and e its last: head and tail are the trips through the chunks before s; a
+        first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after Σ_{j>e} f_j + Σ_{j≥s} b_j.
         """
         node, pp = self.node, self.node.pp
         hop, chunks = node.p2p_s, node.num_microbatches * node.vpp

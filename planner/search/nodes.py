@@ -84,10 +84,8 @@ def _mean_kind(
 def split_of(pricing: Pricing, node: Node, solution: Solution) -> Split:
     """The solver's counts as a split over virtual stages."""
     model = pricing.model
-    if node.vpp == 1:
-        counts = solution.totals
-    else:
-        counts = interleaved_counts(solution.totals, solution.first_row, node.vpp)
+    interleaved = node.vpp > 1
+    counts = interleaved_counts(solution.totals, solution.first_row, node.vpp) if interleaved else solution.totals
     draft = Split(counts, node.base)
     if not any(map(any, solution.recomputed)):
         return draft

@@ -114,8 +114,8 @@ def _by_rank(costs: list[PartCost], table: CostTable) -> list[PartCost]:
 def _ends(pricing: Pricing, table: CostTable, ranks: list[PartCost]) -> tuple[float, float, float]:
     """Seconds beside the pipeline: exposed data-parallel exchange, optimizer, and the tail on every rank.
 
-    Gradients are reduced behind the last micro-batch's backward and parameters gathered behind the first one's forward; the
-    first stage decides, since it starts first and ends last. ZeRO-3 without a pipeline does both for every micro-batch.
+    Gradients are reduced behind the last micro-batch's backward and parameters gathered behind the first one's forward;
+    the first stage decides: it starts first and ends last. ZeRO-3 without a pipeline does both for every micro-batch.
     """
     runtime, shape = pricing.runtime, table.shape
     first = ranks[0]
@@ -139,7 +139,7 @@ def _held_changes(order: Schedule) -> tuple[tuple[npt.NDArray[np.int32], FloatAr
 
 
 def peak_activation_bytes(order: Schedule, live_bytes: list[float]) -> list[float]:
-    """The most that micro-batches in flight hold on each rank, as the order of its actions has it (times do not matter)."""
+    """The most that micro-batches in flight hold on each rank, by the order of its actions (times do not matter)."""
     live = np.asarray(live_bytes)
     return [float(np.cumsum(sign * live[stage]).max()) for stage, sign in _held_changes(order)]
 
@@ -288,7 +288,7 @@ def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activation
 
 
 def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
-    """Buffers of every rank: the gradient received from the next stage; the two layers that unpipelined ZeRO-3 gathers."""
+    """Buffers of every rank: the gradient from the next stage; the two layers that unpipelined ZeRO-3 gathers."""
     shape = table.shape
     if int(shape.pp) > 1:
         return BF16 * float(shape.shard_tokens) * pricing.model.hidden_size
@@ -325,7 +325,7 @@ def _step(
 def _breakdown(
     pricing: Pricing, pipeline: Pipeline, ranks: list[PartCost], exposed: float, optimizer: float, tail: float
 ) -> StepBreakdown:
-    """The busiest rank's seconds: M micro-batches of its compute and exchanges, transfers it waits for, and the rest idle."""
+    """The busiest rank's seconds: M micro-batches of compute and exchanges, transfers it waits for, the rest idle."""
     busiest = int(np.argmax(pipeline.busy_s))
     cost, times = ranks[busiest], pipeline.num_microbatches
     compute = times * float(cost.forward_s + cost.input_grad_s + cost.weight_grad_s)

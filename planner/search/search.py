@@ -32,7 +32,7 @@ def plan(
     limits: SearchLimits | None = None,
     runtime: RuntimeSpec | str = "megatron",
 ) -> Plan:
-    """The fastest layout of `model` on `cluster` that fits, proven within the reported gap, and what else was looked at.
+    """The fastest layout of `model` on `cluster` that fits, proven within the reported gap; what else was looked at.
 
     Raises Infeasible when nothing is legal and fits, SpecError when the inputs contradict each other.
     """
@@ -111,7 +111,7 @@ def pricing_of(
 
 
 def selective_modules(model: ModelSpec, runtime: RuntimeSpec) -> tuple[str, ...]:
-    """Modules that give most memory for least time: the s² matrix without flash attention, else the cheap elementwise ones."""
+    """Modules that give most memory for least time: the s² matrix without flash attention, else elementwise ones."""
     if not runtime.flash_attention:
         return ("core_attn",)
     cheap = ["layernorm"]
@@ -145,7 +145,7 @@ def _priced(pricing: Pricing, found: Found, totals: ModelTotals, exact: bool) ->
 
 
 def _report(branch: Branch, best: Found, num_shapes: int, num_fitting: int, seconds: float) -> SearchReport:
-    """A search is proven when it ended by itself; its gap is the distance from the replayed best to the least bound left."""
+    """A search is proven when it ended by itself; its gap is how far the replayed best is from the least bound left."""
     bound = min(branch.lower_bound_s, best.step_s)
     return SearchReport(
         num_shapes=num_shapes,

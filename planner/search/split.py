@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from planner.errors import SpecError
 from planner.physics.cost import CostTable, PartCost, sum_parts
@@ -21,7 +22,7 @@ FULL: Recompute = "full"
 class Split:
     """Layers of each virtual stage; virtual stage j runs on rank j mod pp.
 
-    The embedding is on the first virtual stage, the head on the last, and the multi-token-prediction blocks on `mtp_stage`.
+    The embedding is on the first virtual stage, the head on the last, multi-token-prediction blocks on `mtp_stage`.
     """
 
     counts: tuple[int, ...]
@@ -40,7 +41,7 @@ class Split:
         bounds = [0]
         for count in self.counts:
             bounds.append(bounds[-1] + count)
-        return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+        return tuple(pairwise(bounds))
 
     def modes(self, model: ModelSpec) -> list[Modes]:
         """How many layers of each kind and recompute mode every virtual stage holds."""
@@ -55,14 +56,14 @@ class Split:
 
 
 def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """num_layers over num_stages as evenly as it goes, the longer stages in the middle, where no embedding or head is."""
+    """num_layers over num_stages as evenly as it goes, longer stages in the middle, away from embedding and head."""
     least, more = divmod(num_layers, num_stages)
     start = (num_stages - more) // 2
     return tuple(least + (1 if start <= stage < start + more else 0) for stage in range(num_stages))
 
 
 def interleaved_counts(totals: Sequence[int], first_row: Sequence[int], vpp: int) -> tuple[int, ...]:
-    """Layers of each virtual stage from those of each rank and of its first chunk: equal chunks, the last stage what is left."""
+    """Layers of each virtual stage from those of each rank and its first chunk: equal chunks, the last what is left."""
     chunk = (totals[0] - first_row[0]) // (vpp - 1)
     counts = [*first_row, *[chunk] * (len(totals) * (vpp - 1))]
     counts[-1] += sum(totals) - sum(counts)
@@ -96,8 +97,8 @@ def held_parts(table: CostTable, split: Split, stage: int) -> list[tuple[str, Pa
 
 
 def parse_layout(layout: str, model: ModelSpec, num_stages: int) -> Split:
-    """Read Megatron's --pipeline-model-parallel-layout: E embedding, t decoder, m MTP, L loss, | between virtual stages,
-    (…)*n and x*n for repetition.
+    """Read Megatron's --pipeline-model-parallel-layout: E embedding, t decoder, m MTP, L loss, | between virtual
+    stages, (…)*n and x*n for repetition.
 
     Raises SpecError when it does not parse, or does not hold every layer once, E first and L last.
     """
@@ -151,7 +152,7 @@ def _expand(layout: str) -> str:
 
 
 def splits_from_counts(counts: Sequence[int], model: ModelSpec, pp: int, vpp: int) -> tuple[int, ...]:
-    """`layers_per_stage` as counts per virtual stage: as given where it has pp·vpp entries, else each stage's over its chunks.
+    """`layers_per_stage` as counts per virtual stage: as given with pp·vpp entries, else each stage's over its chunks.
 
     Raises SpecError when the layers do not add up to the model's.
     """
