@@ -111,14 +111,13 @@ def _probe(
     if timeout_s <= 0 or tolerance <= 0:
         raise SpecError(f"--timeout {timeout_s:g}, --tolerance {tolerance:g}: must be positive")
     try:
-        import torch
-
+        from planner.probe.gpus import default_device
         from planner.probe.probe import Options, probe
     except ModuleNotFoundError as error:
         raise ProbeError(f"the probe needs {error.name}", "pip install 'planner[probe]'") from None
     stages: Any = None if stage is None else "all" if stage == "all" else _number("--stage", stage)
     options: Options = Options(
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),  # type: ignore[arg-type]
+        device=device or default_device(),  # type: ignore[arg-type]
         stages=stages,
         hidden_size=scale,
         num_processes=processes,

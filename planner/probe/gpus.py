@@ -13,13 +13,18 @@ from planner.probe.compare import compare_stage, compared, durations, span_s
 from planner.probe.launch import launch
 from planner.probe.outcome import Options, recompute_modules, result, slice_of
 from planner.probe.result import Comparison, Measured, ProbeResult, RankResult
-from planner.probe.run import ChunkSpec, Place, ProbeRun, SleepSeconds
+from planner.probe.run import ChunkSpec, Device, Place, ProbeRun, SleepSeconds
 from planner.probe.stage import stage_child
 from planner.schedule.actions import Schedule
 from planner.schedule.replay import replay
 
 MICROBATCHES_PER_STAGE = 3
 """Of a stage alone: enough for a steady state beyond its warm-up."""
+
+
+def default_device() -> Device:
+    """cuda where torch sees a GPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def require_gpu(options: Options) -> None:
