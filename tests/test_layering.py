@@ -26,9 +26,8 @@ ALLOWED = {
     "export": {"errors", "files", "specs", "plan", "schedule", "physics.shape", "search.rules*"},
     "report": {"errors", "files", "specs", "plan", "schedule"},
     "probe": {"errors", "files", "specs", "plan", "schedule"},
-    "validate": {"errors", "files", "specs", "plan", "physics", "search"},
-    # a fit evaluates what it fits
-    "profile": {"errors", "files", "specs", "plan", "schedule", "physics", "search", "validate"},
+    # a fit evaluates what it fits, on the runs that validate ships
+    "profile": {"errors", "files", "specs", "plan", "schedule", "physics", "search.runs", "validate.rows"},
 }
 """Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""
 
