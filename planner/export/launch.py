@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
+from planner.errors import SpecError
 from planner.export.arguments import Arguments, argv, shell_array, shell_words, slug
 from planner.export.bundle import ExportFile
 from planner.plan import Plan
 
 IMAGE = "nvcr.io/nvidia/pytorch:25.09-py3"
+_MAX_CONFIG_MAP_BYTES = 1_000_000
+"""etcd takes 1 MiB with everything around it."""
 _TORCHRUN = "exec torchrun --nnodes {nodes} --nproc-per-node {gpus} --node-rank {rank}"
 _RENDEZVOUS = '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
 
@@ -57,7 +59,7 @@ def torchrun_script(plan: Plan, command: Command) -> ExportFile:
         *_prologue(command),
         'export PLAN_DIR MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-29500}"',
         "",
-        f'{run} {_RENDEZVOUS} \\\n  {command.program} "${{ARGUMENTS[@]}}" "$@"',
+        f"{run} {_RENDEZVOUS} \\\n  {command.program} {_passed(command)}",
     ]
     return ExportFile("launch.sh", "\n".join(lines) + "\n", executable=True)
 
@@ -87,9 +89,14 @@ def slurm_script(plan: Plan, command: Command) -> ExportFile:
         "",
         "srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c \\",
         f"  '{run} {_RENDEZVOUS} {command.program} \"$@\"' \\",
-        '  bash "${ARGUMENTS[@]}" "$@"',
+        f"  bash {_passed(command)}",
     ]
     return ExportFile("launch.sbatch", "\n".join(lines) + "\n", executable=True)
+
+
+def _passed(command: Command) -> str:
+    """The command's arguments and those of the launcher itself."""
+    return '"${ARGUMENTS[@]}" "$@"' if command.arguments or command.words else '"$@"'
 
 
 def _per_node_note(nodes: int) -> Sequence[str]:
@@ -100,7 +107,9 @@ def _prologue(command: Command) -> list[str]:
     lines = [f"export {name}={shell_words([value])}" for name, value in command.environment.items()]
     lines += [f"unset {name}" for name in command.forbidden]
     lines += command.setup
-    return ["", *lines, shell_array("ARGUMENTS", command.arguments, command.words), ""]
+    if command.arguments or command.words:
+        lines.append(shell_array("ARGUMENTS", command.arguments, command.words))
+    return ["", *lines, ""] if lines else []
 
 
 def kubernetes_manifest(plan: Plan, command: Command, image: str = IMAGE) -> ExportFile:
@@ -108,6 +117,12 @@ def kubernetes_manifest(plan: Plan, command: Command, image: str = IMAGE) -> Exp
     nodes, gpus = nodes_of(plan)
     name = slug(plan.model.name)
     documents: list[dict[str, Any]] = []
+    size = sum(len(file.text.encode()) for file in command.files)
+    if size > _MAX_CONFIG_MAP_BYTES:
+        raise SpecError(
+            f"kubernetes: a ConfigMap holds 1 MiB, {', '.join(file.name for file in command.files)} are {size:,} bytes",
+            "put the files on a shared volume and start launch.sh there",
+        )
     if command.files:
         documents.append(
             {
@@ -143,6 +158,13 @@ class _Plain(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Texts of several lines as such."""
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Plain.add_representer(str, _Plain.represent_str)
+
 
 def _pod(name: str, command: Command, image: str, nodes: int, gpus: int) -> dict[str, Any]:
     run = _TORCHRUN.format(nodes=nodes, gpus=gpus, rank='"$RANK"')
@@ -170,8 +192,3 @@ def _pod(name: str, command: Command, image: str, nodes: int, gpus: int) -> dict
         "volumeMounts": mounts,
     }
     return {"containers": [container], "volumes": volumes}
-
-
-def fits_one_domain(plan: Plan) -> bool:
-    """Whether the launcher's nodes keep tensor-parallel groups whole."""
-    return math.gcd(plan.parallelism.tp, nodes_of(plan)[1]) == plan.parallelism.tp

@@ -27,7 +27,7 @@ def block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> int | None
     if all_full(best):
         return None
     wanted = full_layers(best)
-    for size in range(1, max(stage.num_layers for stage in stages) + 1):
+    for size in range(max(stage.num_layers for stage in stages) + 1):
         counts = dict.fromkeys(wanted, 0)
         for stage in stages:
             counts[stage.rank] += min(size, stage.num_layers)

@@ -10,6 +10,7 @@ from planner.export.bundle import Bundle, ExportFile, plan_sha256
 from planner.export.exported import Exported
 from planner.export.launch import IMAGE, Command, kubernetes_manifest, slurm_script, torchrun_script
 from planner.export.megatron_target import export_megatron
+from planner.export.torch_plan import export_torch
 from planner.export.torchtitan import export_torchtitan
 from planner.plan import Plan
 from planner.specs.problems import nearest
@@ -18,6 +19,7 @@ TRAINERS: dict[str, Callable[[Plan], Exported]] = {
     "megatron": export_megatron,
     "bridge": export_bridge,
     "torchtitan": export_torchtitan,
+    "torch": export_torch,
 }
 LAUNCHERS = ("torchrun", "slurm", "kubernetes")
 TARGETS = (*TRAINERS, *LAUNCHERS)

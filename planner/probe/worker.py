@@ -215,3 +215,9 @@ def agree(everyone: list[tuple[str, str, str]]) -> None:
         if device and (host, device) in devices:
             raise RuntimeError(f"ranks {devices[host, device]} and {rank} share one GPU ({device} of {host})")
         devices[host, device] = rank
+
+
+if __name__ == "__main__":
+    from planner.probe.exported import main
+
+    raise SystemExit(main())

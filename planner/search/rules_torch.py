@@ -21,7 +21,7 @@ UNTIED = Rule(
     ),
 )
 
-TORCH_RULES: tuple[Rule, ...] = (HEADS, KV_HEADS, DENSE_WIDTH, SHARED_EXPERT_WIDTH, UNTIED)
+TORCH_RULES: tuple[Rule, ...] = (HEADS, KV_HEADS, DENSE_WIDTH, SHARED_EXPERT_WIDTH)
 """Constraints whatever the schedule is."""
 
 _ROUNDS = Rule(

@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.physics.shape import Shape
 from planner.search.rules import EXPERTS, Rule, no_multiple
-from planner.search.rules_torch import TORCH_RULES, TORCH_SCHEDULE_RULES
+from planner.search.rules_torch import TORCH_RULES, TORCH_SCHEDULE_RULES, UNTIED
 
 
 def _sequence_quantum(shape: Shape) -> Any:
@@ -30,6 +30,7 @@ def _when_interleaved(rule: Rule) -> Rule:
 
 TORCHTITAN_RULES: tuple[Rule, ...] = (
     *TORCH_RULES,
+    UNTIED,
     EXPERTS,
     Rule(
         "experts_do_not_divide_ranks",

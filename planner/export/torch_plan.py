@@ -1,0 +1,171 @@
+"""A plan for torch.distributed.pipelining: stages, order and grid in one YAML file, which our own runner executes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from planner.errors import SpecError
+from planner.export.bundle import ExportFile, header
+from planner.export.exported import Exported
+from planner.export.launch import Command
+from planner.export.recompute import block_size
+from planner.export.refusal import Objections, broken_rules
+from planner.export.stages import VirtualStage, virtual_stages
+from planner.export.torch_csv import to_torch_csv
+from planner.plan import Plan
+from planner.schedule.actions import Schedule
+from planner.schedule.orders import build_schedule, violation
+from planner.search.rules_torch import TORCH_CLASSES, TORCH_RULES
+
+WRITTEN_FOR = "torch 2.13"
+PLAN_FILE, ORDER_FILE, PIPELINING_FILE = "plan.torch.yaml", "schedule.csv", "pipelining.json"
+RUNNER = "planner.probe.worker"
+RECOMPUTABLE = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
+"""Modules that the runner can recompute by themselves."""
+
+
+def export_torch(plan: Plan) -> Exported:
+    """The runner's file, the order as torch's CSV, and what torch.distributed.pipelining itself needs to know.
+
+    Raises Inexpressible where torch's runtime or the runner cannot run the plan.
+    """
+    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    _object(plan, stages)
+    layout = plan.parallelism
+    order = build_schedule(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
+    notes = _notes(plan)
+    comments = header(plan, WRITTEN_FOR, notes)
+    files = (
+        ExportFile(PLAN_FILE, comments + plan_yaml(plan, stages, order)),
+        ExportFile(ORDER_FILE, to_torch_csv(order)),
+        ExportFile(PIPELINING_FILE, json.dumps(pipelining(plan, stages, order), indent=2) + "\n"),
+    )
+    command = Command(
+        program=f'-m {RUNNER} --config "$PLAN_DIR"/{PLAN_FILE}',
+        arguments={},
+        comments=comments,
+        files=files[:2],
+    )
+    return Exported("torch", WRITTEN_FOR, files, command, notes)
+
+
+def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+    layout, model = plan.parallelism, plan.model.spec
+    objections = Objections("torch", broken_rules(TORCH_RULES, plan), "plan again with --runtime torch-eager")
+    say = objections.when
+    error = violation(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
+    say(error, "schedule", error.message if error else "")
+    if error is None:
+        order = build_schedule(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
+        refused = _refused(order)
+        say(refused, "schedule", refused)
+        say(
+            not refused and [stage.rank for stage in stages] != list(order.stage_to_rank),
+            "placement",
+            f"schedule {layout.schedule} runs the stages on other ranks",
+        )
+    say(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run")
+    say(layout.cp > 1, "cp", f"the runner does not split sequences (cp {layout.cp})")
+    say(layout.zero_stage > 1, "zero_stage", f"the runner shards optimizer states only, not ZeRO-{layout.zero_stage}")
+    say(model.moe is not None and layout.etp > 1, "etp", f"the runner does not split an expert (etp {layout.etp})")
+    say(model.vocab_size % layout.tp, "vocab_size", f"vocab_size {model.vocab_size} is no multiple of tp {layout.tp}")
+    say(plan.training.dtype != "bf16", "dtype", f"the runner computes in bf16, not {plan.training.dtype}")
+    objections.raise_any()
+
+
+def _refused(order: Schedule) -> str:
+    try:
+        to_torch_csv(order)
+    except SpecError as error:
+        return error.message
+    return ""
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    notes = ["the runner trains on random tokens; it needs pip install 'planner[probe]' on every node"]
+    beyond = sorted(set(plan.parallelism.recompute_modules) - RECOMPUTABLE)
+    if beyond:
+        notes.append(f"the runner does not recompute {', '.join(beyond)} by themselves: they are kept")
+    return tuple(notes)
+
+
+def plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> str:
+    """Everything a rank needs to build its part; the order stands in `schedule_csv`."""
+    layout = plan.parallelism
+    modules = sorted(set(layout.recompute_modules) & RECOMPUTABLE) if layout.recompute == "selective" else []
+    data = {
+        "schedule": layout.schedule,
+        "schedule_csv": ORDER_FILE,
+        "num_microbatches": layout.num_microbatches,
+        "micro_batch_size": layout.micro_batch_size,
+        "seq_length": plan.training.seq_length,
+        "dtype": "bfloat16",
+        "tp": layout.tp,
+        "dp": layout.dp,
+        "ep": layout.ep,
+        "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
+        "recompute_modules": modules,
+        "balanced_routing": plan.model.spec.moe is not None,
+        "stage_to_rank": list(order.stage_to_rank),
+        "chunks": _chunks(plan, stages),
+        "model": plan.model.spec.model_dump(mode="json", exclude_none=True, exclude={"training", "aliases"}),
+    }
+    return yaml.dump(data, Dumper=_Compact, sort_keys=False, width=118, allow_unicode=True)
+
+
+def _chunks(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[dict[str, Any]]:
+    counts = recomputed(plan, stages)
+    return [
+        {
+            "first_layer": stage.first_layer,
+            "last_layer": stage.last_layer,
+            **{name: True for name in ("embedding", "mtp", "head") if getattr(stage, name)},
+            **({"num_recomputed": count} if count else {}),
+        }
+        for stage, count in zip(stages, counts, strict=True)
+    ]
+
+
+def recomputed(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[int]:
+    """Layers of each virtual stage that are recomputed whole.
+
+    The plan counts them by rank: the same number in every chunk where that adds up, else the first chunks' first.
+    """
+    try:
+        size = block_size(plan.best, stages)
+        return [stage.num_layers if size is None else min(size, stage.num_layers) for stage in stages]
+    except ValueError:
+        left = {stage.stage: stage.recompute.get("full", 0) for stage in plan.stages}
+        counts = []
+        for stage in stages:
+            counts.append(min(left[stage.rank], stage.num_layers))
+            left[stage.rank] -= counts[-1]
+        return counts
+
+
+def pipelining(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> dict[str, Any]:
+    """The schedule's torch class where there is one, the ranks and layers of its stages, and the CSV."""
+    layout = plan.parallelism
+    known = TORCH_CLASSES.get(layout.schedule)
+    return {
+        **({"schedule": known} if known else {}),
+        "pp": layout.pp,
+        "n_microbatches": layout.num_microbatches,
+        "stage_layers": [stage.num_layers for stage in stages],
+        "stage_to_rank": list(order.stage_to_rank),
+        "csv": ORDER_FILE,
+    }
+
+
+class _Compact(yaml.SafeDumper):
+    """Writes a chunk, and a list of numbers, on one line."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        scalars = all(isinstance(item, (int, str)) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=scalars)
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        return super().represent_mapping(tag, mapping, flow_style="first_layer" in mapping)
