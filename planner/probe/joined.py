@@ -87,7 +87,7 @@ def _run(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...]:
 
 def _error(failure: Failure, run: ProbeRun) -> ProbeError:
     hint = "the other ranks say more" if failure.kind == "lost_peer" else "--debug shows where"
-    if failure.phase == "rendezvous":
+    if failure.phase.startswith("rendezvous"):
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         hint = f"the ranks meet at {address}; where that port is taken, set MASTER_PORT (torchrun --master-port)"
     return ProbeError(

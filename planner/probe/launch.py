@@ -127,11 +127,16 @@ class _Launch:
             if (started.exitcode or 0) < 0:
                 name = signal.Signals(-(started.exitcode or 0)).name
                 raise ProbeError(f"{self._name(rank)} was killed by {name} in {self._where(rank)}", hint)
-        if failures:
-            first = failures[0]
-            raise ProbeError(f"{self._name(first.rank)} failed in {self._where(first.rank)}: {first.message}", hint)
-        rank, code = next((r, p.exitcode) for r, p in zip(self.ranks, self.processes, strict=True) if p.exitcode)
-        raise ProbeError(f"{self._name(rank)} ended with code {code} in {self._where(rank)}", hint)
+        silent = [
+            (rank, started.exitcode)
+            for rank, started in zip(self.ranks, self.processes, strict=True)
+            if started.exitcode and rank not in {failure.rank for failure in failures}
+        ]
+        if silent and all(failure.kind == "lost_peer" for failure in failures):
+            rank, code = silent[0]
+            raise ProbeError(f"{self._name(rank)} ended with code {code} in {self._where(rank)}", hint)
+        first = failures[0]
+        raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)
 
     def _failures(self) -> list[Failure]:
         """What failed ranks left, causes before consequences."""

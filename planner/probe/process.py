@@ -35,7 +35,7 @@ def attempt(make: Callable[[], Worker], folder: Path, rank: int) -> Failure | No
         worker = make()
         worker.main()
     except Exception as error:
-        where = "start" if worker is None else worker.status.phase
+        where = "start" if worker is None else str(worker.status)
         failure = failure_of(error, rank, None if worker is None else worker.run, where)
         if worker is not None:
             worker.status.at(failure.message)  # the status file has its space already

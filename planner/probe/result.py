@@ -177,6 +177,7 @@ class Failure(Spec):
     rank: int
     stage: int
     phase: str
+    """And the action, where it was at one."""
     kind: Literal["error", "out_of_memory", "lost_peer"]
     message: str
     traceback: str

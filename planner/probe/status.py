@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-SIZE = 256
+SIZE, MAX_DETAIL = 256, 160
 
 
 class Where(NamedTuple):
@@ -19,7 +19,11 @@ class Where(NamedTuple):
     since_s: float
 
     def __str__(self) -> str:
-        return f"{self.phase}, at {self.detail}" if self.detail else self.phase
+        return in_words(self.phase, self.detail)
+
+
+def in_words(phase: str, detail: str) -> str:
+    return f"{phase}, at {detail}" if detail else phase
 
 
 class Status:
@@ -29,7 +33,7 @@ class Status:
         path.write_bytes(b" " * SIZE)
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), SIZE)
-        self.phase, self._phase_since_s = "", 0.0
+        self.phase, self.detail, self._phase_since_s = "", "", 0.0
         self.enter("start")
 
     def enter(self, phase: str) -> None:
@@ -39,8 +43,12 @@ class Status:
 
     def at(self, detail: object) -> None:
         """Note an action within the phase."""
-        line = f"{self.phase}|{detail}|{self._phase_since_s:.3f}|{time.monotonic():.3f}|"
-        self._map[:] = line.encode()[:SIZE].ljust(SIZE)
+        self.detail = str(detail).replace("|", "/")[:MAX_DETAIL]
+        line = f"{self.phase}|{self.detail}|{self._phase_since_s:.3f}|{time.monotonic():.3f}|"
+        self._map[:] = line.encode("ascii", "replace")[:SIZE].ljust(SIZE)
+
+    def __str__(self) -> str:
+        return in_words(self.phase, self.detail)
 
 
 def read_status(path: Path) -> Where | None:

@@ -42,15 +42,8 @@ def tiny_run(order: Schedule | tuple[str, int, int, int], layers: int | None = N
     )
     options.pop("num_recomputed", None)
     defaults: dict[str, Any] = {"seq_length": 8, "check": True, "warm_up_steps": 0, "num_steps": 2, "timeout_s": 60.0}
-    return ProbeRun(
-        model=ModelSpec(num_hidden_layers=layers, **{**TINY, **model}),
-        schedule=order.name,
-        ranks=tuple(tuple(str(action) for action in actions) for actions in order.ranks),
-        stage_to_rank=order.stage_to_rank,
-        num_microbatches=order.num_microbatches,
-        num_directions=order.num_directions,
-        chunks=chunks,
-        **{**defaults, **options},
+    return ProbeRun.of(
+        order, model=ModelSpec(num_hidden_layers=layers, **{**TINY, **model}), chunks=chunks, **{**defaults, **options}
     )
 
 

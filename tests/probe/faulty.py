@@ -1,0 +1,89 @@
+"""Ranks that fail on purpose: children for the launcher that break one thing and then run as usual."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner import files
+from planner.probe import process, stage
+from planner.probe.pipeline import Pipeline
+
+SICK_RANK = 1
+
+
+def _at(action_text: str, fault: Callable[[], None]) -> None:
+    """Have `fault` happen when the rank comes to an action."""
+    healthy = Pipeline.run
+
+    def run(self: Pipeline, action: Any, *args: Any) -> Any:
+        if str(action) == action_text:
+            fault()
+        return healthy(self, action, *args)
+
+    Pipeline.run = run  # type: ignore[method-assign]
+
+
+def _out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of …")
+
+
+def _raise() -> None:
+    raise RuntimeError("boom\nand more")
+
+
+def killed(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        _at("1F1", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    process.child(folder, rank, local_rank)
+
+
+def raising(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        _at("1B0", _raise)
+    process.child(folder, rank, local_rank)
+
+
+def out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        _at("1F0", _out_of_memory)
+    process.child(folder, rank, local_rank)
+
+
+def stage_out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
+    _at("1F0", _out_of_memory)
+    stage.stage_child(folder, rank, local_rank)
+
+
+def hanging(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        _at("1F1", lambda: time.sleep(1000))
+    process.child(folder, rank, local_rank)
+
+
+def other_torch(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        torch.__version__ = "2.6.0"  # type: ignore[assignment]
+    process.child(folder, rank, local_rank)
+
+
+def full_disk(folder: Path, rank: int, local_rank: int) -> None:
+    def replace(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if rank == SICK_RANK:
+        files._replace = replace
+    process.child(folder, rank, local_rank)
+
+
+def leaving_its_pid(folder: Path, rank: int, local_rank: int) -> None:
+    (folder.parent / f"pid{rank}").write_text(str(os.getpid()))
+    _at("1F1", lambda: time.sleep(1000))
+    process.child(folder, rank, local_rank)

@@ -1,0 +1,151 @@
+"""Whatever goes wrong ends in one error that names rank, stage and phase, with no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.errors import ProbeError
+
+pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+import faulty
+
+from planner.probe.joined import first_host
+from planner.probe.launch import launch
+from planner.probe.process import asked_bytes
+from planner.probe.worker import agree
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every run's folder lies in the test's own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def small(make_run: Any, **options: Any) -> Any:
+    return make_run(("1f1b", 2, 1, 3), check=False, num_steps=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (faulty.killed, r"rank 1 \(stage 1, dp 0, tp 0\) was killed by SIGKILL in step 0, at 1F1"),
+        (faulty.raising, r"rank 1 \(stage 1, dp 0, tp 0\) failed in step 0, at 1B0 .*: RuntimeError: boom$"),
+        (faulty.other_torch, r"failed in rendezvous.*: RuntimeError: rank 1 on .* runs torch 2\.6\.0, rank 0 runs"),
+        (faulty.full_disk, r"rank 1 \(stage 1, dp 0, tp 0\) ended with code 5 in report.*No space left on device"),
+    ],
+)
+def test_a_rank_fails(fault: Any, message: str, make_run: Any) -> None:
+    with pytest.raises(ProbeError, match=message):
+        launch(small(make_run), fault)
+
+
+def test_a_hang_ends_in_its_time_with_all_stacks(make_run: Any, own_tmp: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(ProbeError, match=r"rank 1 .* hangs in step 0, at 1F1 \(computing\): no progress") as error:
+        launch(small(make_run, timeout_s=6.0), faulty.hanging)
+    assert time.monotonic() - began < 40
+    stacks = sorted(own_tmp.glob("plan-probe-*/rank*.stack"))
+    assert str(stacks[0].parent) in error.value.hint
+    assert "time.sleep(1000)" in stacks[1].read_text() or "faulty.py" in stacks[1].read_text()
+    assert "wires.py" in stacks[0].read_text()
+
+
+def test_an_order_that_deadlocks(make_run: Any) -> None:
+    run = small(make_run, timeout_s=6.0)
+    crossed = (("0F0", "0B0", "0F1", "0B1", "0F2", "0B2"), ("1F0", "1F1", "1F2", "1B0", "1B1", "1B2"))
+    with pytest.raises(ProbeError, match=r"waits in vain in step 0, at 0B0 \(waiting\)"):
+        launch(run.model_copy(update={"ranks": crossed}))
+
+
+def test_out_of_memory_is_a_result(make_run: Any, own_tmp: Path) -> None:
+    measured = launch(small(make_run), faulty.out_of_memory)
+    found = measured.out_of_memory
+    assert found is not None
+    assert (found.rank, found.stage, found.phase) == (1, 1, "step 0, at 1F0 (computing)")
+    assert found.asked_bytes == 5 * 2**29
+    assert list(own_tmp.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("Tried to allocate 20.00 MiB. GPU 0", 20 * 2**20),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes", 4096),
+        ("no number here", None),
+    ],
+)
+def test_how_much_was_asked_for(text: str, num_bytes: int | None) -> None:
+    assert asked_bytes(text) == num_bytes
+
+
+def test_two_ranks_on_one_gpu() -> None:
+    with pytest.raises(RuntimeError, match="ranks 0 and 2 share one GPU"):
+        agree([("2.9", "node", "GPU-a"), ("2.9", "node", "GPU-b"), ("2.9", "node", "GPU-a")])
+    agree([("2.9", "node", "GPU-a"), ("2.9", "other", "GPU-a")])
+    agree([("2.9", "node", ""), ("2.9", "node", "")])
+
+
+def test_no_space_for_the_folder(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(ProbeError, match="folder cannot be made"):
+        launch(small(make_run))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_its_launcher(sent: signal.Signals, make_run: Any, own_tmp: Path) -> None:
+    run_file = own_tmp / "run.json"
+    run_file.write_text(small(make_run).model_dump_json())
+    root = HERE.parent.parent
+    launcher = subprocess.Popen(
+        [sys.executable, str(HERE / "launch_and_wait.py"), str(run_file)],
+        env={**os.environ, "TMPDIR": str(own_tmp), "PYTHONPATH": str(root)},
+        start_new_session=True,
+    )
+    pids = [own_tmp / f"pid{rank}" for rank in range(2)]
+    until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
+    until(lambda: all("step 0" in status.read_text() for status in own_tmp.glob("plan-probe-*/*.status")))
+    launcher.send_signal(sent)
+    assert launcher.wait(20) == (130 if sent == signal.SIGINT else -signal.SIGKILL)
+    until(lambda: not any(alive(int(pid.read_text())) for pid in pids))
+    if sent == signal.SIGINT:
+        assert list(own_tmp.glob("plan-probe-*")) == []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 40
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return (
+        "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        if Path("/proc").exists()
+        else True
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [("gpu[07-12,20],login", "gpu07"), ("a1,a2", "a1"), ("single", "single"), ("n-[1,3]", "n-1")]
+)
+def test_first_host_of_slurm(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host

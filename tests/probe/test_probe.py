@@ -1,0 +1,252 @@
+"""From a plan to a result: the slice that runs, what it proves, what it measures, and the command around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.errors import ProbeError
+from planner.plan import Plan
+from planner.schedule.orders import build_schedule
+from planner.search.search import evaluate
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import Parallelism, TrainingSpec
+
+pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from planner.cli import main
+from planner.probe import slices
+from planner.probe.gpus import distinct_stages
+from planner.probe.probe import Options, probe
+from planner.probe.result import ProbeResult
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = {
+    "name": "small",
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+
+
+def plan_of(model: ModelSpec, num_gpus: int, seq_length: int, batch: int, **layout: Any) -> Plan:
+    return evaluate(
+        model,
+        ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus),
+        TrainingSpec(seq_length=seq_length, global_batch_size=batch),
+        Parallelism(**layout),
+        runtime="torch-eager",
+    )
+
+
+def small_plan(**layout: Any) -> Plan:
+    sizes = {"tp": 1, "pp": 2, "dp": 1, **layout}
+    return plan_of(ModelSpec(**SMALL), sizes["tp"] * sizes["pp"] * sizes["dp"], 32, 8, **sizes)
+
+
+def run(plan: Plan, **options: Any) -> ProbeResult:
+    result = probe(plan, Options(**{"num_steps": 1, "timeout_s": 60.0, **options}))
+    assert result is not None
+    return result
+
+
+def test_a_slice_of_a_large_plan_runs_and_agrees() -> None:
+    plan = plan_of(load_model("deepseek-v2-lite"), 64, 4096, 64, tp=2, pp=3, dp=8, cp=1, ep=16, etp=1)
+    result = run(plan, num_processes=6)
+    assert result.agrees
+    assert {check.name for check in result.checks} == {
+        "order", "exchanges", "in flight", "loss", "gradients", "gradient norm",
+    }  # fmt: skip
+    assert "DP 8 → 1" in result.slice.reduced
+    assert result.run.model.moe is not None
+    assert result.run.model.mla is not None
+    assert {kind.mlp for kind in result.run.model.layers} == {"dense", "moe"}
+    assert [stage.stage for stage in result.activity] == [0, 1, 2]
+
+
+def test_another_order_than_the_plans() -> None:
+    result = run(small_plan(), order=build_schedule("zb-v", 2, 2, 4))
+    assert result.agrees
+    assert "zb-v" in result.slice.run
+
+
+@pytest.mark.parametrize(("schedule", "layout"), [("1f1b", {"pp": 4}), ("interleaved-1f1b", {"pp": 2, "vpp": 3})])
+def test_the_bubble_of_sleeping_ranks(schedule: str, layout: dict[str, int]) -> None:
+    plan = small_plan(schedule=schedule, **layout)
+    for _ in range(3):  # a busy machine may wake one rank late
+        result = run(plan, sleep=True)
+        bubble = next(found for found in result.comparisons if found.name == "bubble")
+        if bubble.agrees:
+            break
+    assert result.agrees
+    assert abs(bubble.measured - bubble.predicted) <= 0.03
+
+
+def test_stages_alone() -> None:
+    result = run(small_plan(tp=2, pp=3, dp=2), stages="all")
+    assert result.mode == "stages"
+    assert [rank.stage for rank in result.ranks] == [0, 1, 2]
+    names = {found.name for found in result.comparisons}
+    assert names == {"forward", "backward", "weight gradient", "optimizer", "step"}
+    # seconds of a CPU are not held against a GPU's
+    assert all(found.agrees is None for found in result.comparisons)
+    assert all(chunk.input_grad_s and chunk.weight_grad_s for rank in result.ranks for chunk in rank.chunks)
+    assert result.step_s is not None
+
+
+def test_one_stage_alone_among_experts() -> None:
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    plan = plan_of(ModelSpec(**{**SMALL, "moe": moe}), 8, 32, 16, tp=2, pp=2, dp=2, ep=4, etp=1)
+    result = run(plan, stages=1)
+    planned = plan.stages[1].num_parameters
+    assert [(rank.stage, rank.num_parameters) for rank in result.ranks] == [(1, planned)]
+    with pytest.raises(ProbeError, match="--stage 2: the plan has stages 0 to 1"):
+        run(plan, stages=2)
+
+
+@pytest.mark.parametrize("name", ["405b", "deepseek-v3", "gpt3-175b", "gpt-oss-20b", "gemma-3-27b", "bloom-176b"])
+def test_a_model_in_small_keeps_its_structure(name: str) -> None:
+    model, grid = load_model(name), slices.Grid(pp=2, dp=2, tp=2, ep=4)
+    small = slices.scaled_model(model, 64, 8, 16, grid)
+    assert set(small.kinds) == set(model.kinds)
+    assert small.num_attention_heads % grid.tp == small.num_key_value_heads % grid.tp == 0
+    kept = ("gated_mlp", "activation", "norm", "qk_norm", "post_norms", "attention_sinks", "tie_word_embeddings")
+    assert [getattr(small, field) for field in kept] == [getattr(model, field) for field in kept]
+    assert small.moe is None or small.moe.num_experts % grid.ep == 0
+
+
+def test_layers_shrink_in_proportion() -> None:
+    chunks = [slices.ChunkSpec(first_layer=a, last_layer=b) for a, b in ((0, 7), (7, 15), (15, 15), (15, 16))]
+    assert [chunk.num_layers for chunk in slices.scaled_chunks(chunks, 2)] == [2, 2, 0, 1]
+
+
+def test_gpus_take_whole_tensor_parallel_groups() -> None:
+    plan = plan_of(load_model("8b"), 64, 8192, 64, tp=4, pp=4, dp=4)
+    assert slices.fit_gpus(plan.best, 32) == (4, 2, 4, 1)
+    assert slices.fit_gpus(plan.best, 8) == (2, 1, 4, 1)
+    with pytest.raises(ProbeError, match="2 GPUs are less than one tensor-parallel group of 4"):
+        slices.fit_gpus(plan.best, 2)
+
+
+def test_stages_that_differ_only_in_place_are_run_once() -> None:
+    plan = plan_of(load_model("8b"), 64, 8192, 64, tp=1, pp=4, vpp=2, dp=16, schedule="interleaved-1f1b")
+    first = distinct_stages(plan.best)
+    assert first[0] == 0
+    assert first[-1] == 3
+    assert all(plan.stages[a].num_layers == plan.stages[b].num_layers for a, b in enumerate(first))
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> str:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(small_plan().to_json()))
+    return str(path)
+
+
+def test_command_prints_json_and_traces(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["probe", plan_file, "--device", "cpu", "--steps", "1", "--json", "--trace", str(trace)]) == 0
+    result = ProbeResult.model_validate_json(capsys.readouterr().out)
+    assert result.agrees
+    events = json.loads(trace.read_text())["traceEvents"]
+    spans = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
+    assert {(0, "0F0"), (1, "0F0"), (0, "1B3"), (1, "1B3")} <= spans
+
+
+def test_a_mismatch_is_exit_code_6(
+    plan_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import faulty
+
+    monkeypatch.setattr("planner.probe.gpus.stage_child", faulty.stage_out_of_memory)
+    assert main(["probe", plan_file, "--device", "cpu", "--stage", "1"]) == 6
+    captured = capsys.readouterr()
+    assert "stage 1 (rank 1) asked for 2.5 GiB more in warm-up, at 1F0" in " ".join(captured.out.split())
+    assert "error: the run contradicts the plan" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "tpu"], "--device: 'tpu' is unknown"),
+        (["--stage", "x"], "--stage: 'x' is no stage"),
+        (["--steps", "0"], "--steps: 0 is too small"),
+        (["--timeout", "-1"], "must be positive"),
+        (["--sleep", "--stage", "all"], "--sleep: ranks sleep on the CPU only"),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", plan_file, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.json"
+    path.write_text('{"hidden_size": 1}')
+    assert main(["probe", str(path)]) == 2
+    assert "is not a plan" in capsys.readouterr().err
+
+
+def test_no_gpu(plan_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["probe", plan_file, "--device", "cuda"]) == 5
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
+def joined(plan_file: str, rank: int, world_size: int, port: int) -> subprocess.Popen[str]:
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "planner.cli", "probe", plan_file, "--device", "cpu", "--steps", "1", "--json"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "MASTER_ADDR": "127.0.0.1",
+            **{k: str(v) for k, v in environment.items()},
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_ranks_that_torchrun_starts(plan_file: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [joined(plan_file, rank, 2, port) for rank in range(2)]
+    outputs = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert ProbeResult.model_validate_json(outputs[0][0]).agrees
+    assert outputs[1][0] == ""
+
+
+def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ranks = [joined(plan_file, 0, 2, port), joined(plan_file, 2, 3, port)]
+        (_, in_use), (_, too_many) = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [5, 5]
+    assert "error: rank 0 (stage 0, dp 0, tp 0) failed in rendezvous" in in_use
+    assert "set MASTER_PORT" in in_use
+    assert str(port) in in_use
+    assert "3 ranks were started, the largest slice of the plan that fits has 2" in too_many
