@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ class Bundle:
     """What the plan does not decide and the export had to."""
     inputs_sha256: str = ""
     world_size: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def manifest(self) -> dict[str, Any]:
         """Every file's sha256, the plan's hash and the versions."""

@@ -159,8 +159,17 @@ class _Plain(yaml.SafeDumper):
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Texts of several lines as such."""
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+        """Texts of several lines as such; what another YAML reader takes for a number, quoted."""
+        style = "|" if "\n" in data else "'" if _is_number(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 _Plain.add_representer(str, _Plain.represent_str)
