@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-
 if TYPE_CHECKING:
     from pathlib import Path
 
