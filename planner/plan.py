@@ -140,6 +140,8 @@ class PricedLayout(Spec):
     stages: tuple[StagePlan, ...]
     step: StepTime
     warnings: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
+    """Of a schedule made to measure (`auto`): each rank's actions in order, as torch spells them."""
     trade: str = ""
     """Of an alternative: what it trades against the best plan."""
 

@@ -47,6 +47,9 @@ class ScheduleKind:
     """num_microbatches must be a multiple of this function of pp and vpp."""
     grouped: bool = False
     """Whether a micro-batch group size may be given, which replaces the multiple."""
+    splits_backward: bool = False
+    trains_one_copy: bool = True
+    """Whether it trains, with a flush after each step, one copy of the model: what a plan can be made for."""
 
 
 _ANY_VPP = 1 << 30
@@ -62,6 +65,7 @@ def _v_shaped(
         min_vpp=2,
         max_vpp=2,
         min_microbatches_per_rank=min_microbatches_per_rank,
+        splits_backward=True,
     )
 
 
@@ -94,8 +98,9 @@ SCHEDULES: dict[str, ScheduleKind] = {
             max_vpp=_ANY_VPP,
             microbatch_multiple=lambda pp, vpp: pp if vpp > 1 else 1,
             grouped=True,
+            splits_backward=True,
         ),
-        ScheduleKind("zb-h2", lambda pp, v, m, g: zero_bubble.zb_h2(pp, m), "Qi et al. 2023"),
+        ScheduleKind("zb-h2", lambda pp, v, m, g: zero_bubble.zb_h2(pp, m), "Qi et al. 2023", splits_backward=True),
         _v_shaped("zb-v", zero_bubble.zb_v, "Qi et al. 2024"),
         _v_shaped("v-half", building_block.v_half, "Qi et al. 2024"),
         _v_shaped("v-min", building_block.v_min, "Qi et al. 2024"),
@@ -106,6 +111,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
             even_pp=True,
             min_microbatches_per_rank=2,
             microbatch_multiple=lambda pp, vpp: 2,
+            trains_one_copy=False,
         ),
         _v_shaped("dualpipe-v", bidirectional.dualpipe_v, "Qi et al. 2025", min_microbatches_per_rank=2),
         ScheduleKind(
@@ -114,13 +120,20 @@ SCHEDULES: dict[str, ScheduleKind] = {
             "Li and Hoefler 2021",
             even_pp=True,
             microbatch_multiple=lambda pp, vpp: pp,
+            trains_one_copy=False,
         ),
-        ScheduleKind("pipedream-2bw", lambda pp, v, m, g: looped.pipedream_2bw(pp, m), "Narayanan et al. 2021 (2BW)"),
+        ScheduleKind(
+            "pipedream-2bw",
+            lambda pp, v, m, g: looped.pipedream_2bw(pp, m),
+            "Narayanan et al. 2021 (2BW)",
+            trains_one_copy=False,
+        ),
         ScheduleKind(
             "forward-only",
             lambda pp, v, m, g: looped.forward_only(pp, v, m),
             "evaluation",
             max_vpp=_ANY_VPP,
+            trains_one_copy=False,
         ),
     )
 }
@@ -185,6 +198,12 @@ def _group_violation(kind: ScheduleKind, pp: int, num_microbatches: int, group: 
             hint=f"it lies between {pp} and {num_microbatches}, and leaves a last group of at least {pp} or none",
         )
     return None
+
+
+def placement(name: str, pp: int, vpp: int) -> tuple[int, ...]:
+    """Rank of each virtual stage under schedule `name` (one direction): V-shaped for schedules of exactly two chunks."""
+    kind = SCHEDULES[name]
+    return zero_bubble.v_placement(pp) if kind.min_vpp == kind.max_vpp == 2 else tuple(range(pp)) * vpp
 
 
 @lru_cache(maxsize=32)

@@ -29,6 +29,30 @@ BISECTIONS = 18
 
 
 @dataclass(frozen=True, slots=True)
+class Orders:
+    """What the schedules that a shape may run have in common; arrays over shapes."""
+
+    only_plain: npt.NDArray[np.bool_]
+    """1F1B without interleaving is the only one."""
+    trips: npt.NDArray[np.bool_]
+    """A rank's last action is a backward, so that trips to it and back count."""
+    in_flight: FloatArray
+    """Micro-batches that each rank (columns) holds at least."""
+
+
+def least_in_flight(shape: Shape, schedules: Sequence[str]) -> FloatArray:
+    """Fewest micro-batches that any of `schedules` holds on each rank: min(M, pp − r), or one where a frugal one is among them."""
+    pps = np.asarray(shape.pp)[:, None]
+    rank = np.arange(int(pps.max(initial=1)))[None, :]
+    held = np.minimum(np.asarray(shape.num_microbatches)[:, None], pps - rank)
+    return np.asarray(np.maximum(1.0 if FRUGAL.intersection(schedules) else held, 1.0) + 0.0 * rank)
+
+
+FRUGAL = frozenset({"v-half", "v-min"})
+"""Schedules that hold less than 1F1B."""
+
+
+@dataclass(frozen=True, slots=True)
 class Screen:
     """Shapes (arrays) with the prices of their kernels, looked up once per distinct (tp, cp, ep, etp, micro-batch)."""
 
@@ -115,7 +139,7 @@ def coarse_bound_s(screen: Screen) -> FloatArray:
     return np.asarray(np.maximum(shape.num_microbatches * busiest, work))
 
 
-def room_layers(screen: Screen, kind: LayerKind) -> FloatArray:
+def room_layers(screen: Screen, kind: LayerKind, frugal: bool = False) -> FloatArray:
     """Most layers of `kind` that all ranks of each shape can hold together, recomputed as cheaply in bytes as can be.
 
     Rank r holds min(M, pp − r) micro-batches in flight, the least of any schedule that this planner uses.
@@ -132,6 +156,7 @@ def room_layers(screen: Screen, kind: LayerKind) -> FloatArray:
     for pp in np.unique(pps):
         rows = np.flatnonzero(pps == pp)
         held = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
+        held = np.ones_like(held) if frugal else held
         free = np.repeat(usable[rows, None], pp, axis=1)
         free[:, 0] -= ends[0][rows]
         free[:, -1] -= ends[1][rows]
@@ -140,18 +165,17 @@ def room_layers(screen: Screen, kind: LayerKind) -> FloatArray:
     return room
 
 
-def fits(screen: Screen) -> npt.NDArray[np.bool_]:
+def fits(screen: Screen, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
     """Whether all ranks together have room for the layers of each kind: necessary for any split."""
-    model = screen.pricing.model
-    return np.asarray(np.all([room_layers(screen, k) >= model.layers.count(k) for k in model.kinds], axis=0))
+    model, frugal = screen.pricing.model, bool(FRUGAL.intersection(schedules))
+    return np.asarray(np.all([room_layers(screen, k, frugal) >= model.layers.count(k) for k in model.kinds], axis=0))
 
 
 def busiest_rank_s(
     screen: Screen,
     base: Recompute,
     whole: bool,
-    interleaves: npt.NDArray[np.bool_],
-    in_flight: Sequence[float] | None = None,
+    orders: Orders,
 ) -> FloatArray:
     """Least seconds of a micro-batch on the busiest rank, where ranks recompute what their memory forces them to.
 
@@ -166,12 +190,10 @@ def busiest_rank_s(
     cases = [(kind, model.layers.count(kind)) for kind in model.kinds]
     for kind, count in cases:
         plain, full = screen.table.layers[kind, base], screen.table.layers[kind, "full"]
-        busiest = np.maximum(busiest, _holding_bound_s(screen, plain, full, count, whole, interleaves, in_flight))
+        busiest = np.maximum(busiest, _holding_bound_s(screen, plain, full, count, whole, orders))
     if len(cases) > 1:
         plain, full = (_least([screen.table.layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
-        busiest = np.maximum(
-            busiest, _holding_bound_s(screen, plain, full, model.num_hidden_layers, whole, interleaves, in_flight)
-        )
+        busiest = np.maximum(busiest, _holding_bound_s(screen, plain, full, model.num_hidden_layers, whole, orders))
     return np.asarray(busiest)
 
 
@@ -194,8 +216,7 @@ def _holding_bound_s(
     full: PartCost,
     count: int,
     whole: bool,
-    interleaves: npt.NDArray[np.bool_],
-    in_flight: Sequence[float] | None,
+    orders: Orders,
 ) -> FloatArray:
     """The same for `count` layers that cost `plain`, or `full` where they are recomputed whole."""
     shape, table = screen.shape, screen.table
@@ -206,9 +227,7 @@ def _holding_bound_s(
     pps = np.asarray(shape.pp)[:, None]
     rank = np.arange(int(pps.max(initial=1)))[None, :]
     exists = rank < pps
-    held = np.maximum(np.minimum(np.asarray(shape.num_microbatches)[:, None], pps - rank), 1.0)
-    if in_flight is not None:
-        held = np.asarray(in_flight, dtype=float)[None, :]
+    held = orders.in_flight[:, : rank.shape[1]]
     usable = memory.usable_bytes(shape, screen.pricing.cluster.hardware, screen.pricing.headroom_bytes)
     free = (usable - screen.part(plain, "transient_bytes"))[:, None] - (rank == 0) * screen.static_bytes(
         table.embedding
@@ -219,7 +238,7 @@ def _holding_bound_s(
     quickest = np.min([screen.part(part, "total_s") for part in table.layers.values()], axis=0)[:, None]
     hop = quickest + 2 * np.broadcast_to(np.asarray(screen.p2p_s), len(screen.kernel))[:, None]
     stages_before = np.maximum(rank - (1 if screen.pricing.runtime.head_only_stage else 0), 0)
-    trip_s = interleaves[:, None] * stages_before * hop / np.asarray(shape.num_microbatches)[:, None]
+    trip_s = orders.trips[:, None] * stages_before * hop / np.asarray(shape.num_microbatches)[:, None]
     ends_s = ends_s + trip_s
     roomy = np.floor(free / (static + held * live))
     # layers = (busy + again·free/saved-bytes-in-flight) / (seconds + again·bytes per layer / saved bytes): memory binds
@@ -240,9 +259,7 @@ def _holding_bound_s(
     return np.where((tight * exists).sum(axis=1) < count, np.inf, low)
 
 
-def schedule_bound_s(
-    screen: Screen, busiest_s: FloatArray, base: Recompute, interleaves: npt.NDArray[np.bool_]
-) -> FloatArray:
+def schedule_bound_s(screen: Screen, busiest_s: FloatArray, base: Recompute, orders: Orders) -> FloatArray:
     """From the busiest rank to the step: M · busiest, and for 1F1B the fill and drain.
 
     1F1B with stages no longer than `busiest`: T ≥ (M − 1 − pp) · busiest + 2 · work, from T ≥ M·t_r + Σ_{q<r} t_q +
@@ -257,7 +274,7 @@ def schedule_bound_s(
     few = work + (steps - 1) * _backward_share(screen, base) * busiest_s
     plain = np.where(steps > np.asarray(shape.pp), (steps - 1 - shape.pp) * busiest_s + 2 * work, few)
     plain = np.where(np.asarray(shape.pp) == 1, steps * work, plain)
-    least = np.maximum(np.maximum(steps * busiest_s, work), np.where(interleaves, 0.0, plain))
+    least = np.maximum(np.maximum(steps * busiest_s, work), np.where(orders.only_plain, plain, 0.0))
     return np.where(busiest_s >= NEVER_S, np.inf, least)
 
 

@@ -1,8 +1,9 @@
-"""Branch and bound over shapes: the shape is the branching variable, each node an integer program, the replay the judge.
+"""Branch and bound over shapes: the shape is the branching variable, a node an integer program, the replay the judge.
 
-Shapes come in the order of a lower bound on their step. A shape whose bound is not below the incumbent's replayed time is cut;
-the others are opened into nodes (schedule, vpp, recompute), most promising first, solved and replayed. The search ends when no
-bound is left below the incumbent less the gap asked for, or when time is up; either way it says how far the bound is.
+Shapes come in the order of a lower bound on their step. A shape whose bound is not below the incumbent's replayed time
+is cut; the others are opened into nodes (schedule, vpp, recompute), most promising first, solved and replayed. The
+search ends when no bound is left below the incumbent less the gap asked for, or when time is up; either way it says how
+far the bound is.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import numpy.typing as npt
 
 from planner.physics.cost import CostTable, Pricing
 from planner.physics.shape import FloatArray, Shape
-from planner.schedule.orders import in_flight_microbatches
+from planner.schedule.actions import Schedule
+from planner.schedule.orders import SCHEDULES, in_flight_microbatches
 from planner.search import bounds
-from planner.search.candidates import Rejections, interleavings, scalar
+from planner.search.candidates import Rejections, scalar, schedule_options, schedules_tried
 from planner.search.ilp import solve
 from planner.search.nodes import RecomputeChoice, node_of, split_of
 from planner.search.price import split_fits, step_s
@@ -30,7 +32,7 @@ BLOCK = 1024
 SHRINK = 0.98
 """Memory planned with after a split that the replay showed not to fit."""
 MAX_SHRINKS = 3
-RUNNERS_UP = 12
+RUNNERS_UP = 16
 NODES_PER_ALTERNATIVE = 2
 """Shapes, and nodes of each, that are looked at for alternatives once the best is proven."""
 ALTERNATIVE_SLACK = 1.5
@@ -46,6 +48,8 @@ class Found:
     table: CostTable
     split: Split
     schedule: str
+    order: Schedule | None = None
+    """Where the order was made to measure: its action lists."""
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -133,13 +137,15 @@ class Branch:
                 self.runners_up.append((shape, refined[:, index]))
 
     def run_alternatives(self) -> None:
-        """Solve further shapes, best bound first, until none can be among the layouts asked for; they change no proof."""
+        """Solve more shapes, best bound first, until none can be among the layouts asked for; they change no proof."""
         proof = self.lower_bound_s, self.complete
         self.slack = ALTERNATIVE_SLACK
         for shape, bounds_s in sorted(self.runners_up, key=lambda one: float(one[1].min()))[:RUNNERS_UP]:
             if float(bounds_s.min()) >= self.cutoff_s(0.0) or self._late():
                 break
-            options = interleavings(shape, self.pricing.model, self.limits, self.pricing.runtime)
+            options = schedule_options(shape, self.pricing.model, self.limits, self.pricing.runtime)
+            if not options:
+                continue
             for node in sorted(self._nodes(options, bounds_s), key=lambda node: node.guess_s)[:NODES_PER_ALTERNATIVE]:
                 before = len(self.found)
                 # how many layers to recompute is worth an integer program for the best layout, not for the runners-up
@@ -151,30 +157,29 @@ class Branch:
 
     def _refined_s(self, screen: bounds.Screen) -> FloatArray:
         """Bounds per recompute choice (rows) and shape."""
-        shape, limits = screen.shape, self.limits
-        allowed = limits.schedule or self.pricing.runtime.schedules
-        multiple = np.asarray(shape.num_microbatches) % np.asarray(shape.pp) == 0
-        can = "interleaved-1f1b" in allowed and (limits.vpp is None or max(limits.vpp) > 1)
-        interleaves = (np.asarray(shape.pp) > 1) & can
-        if self.pricing.runtime.interleaved_microbatch_multiple:
-            interleaves &= multiple
-        return np.array([self._bound_s(screen, choice, interleaves) for choice in self.choices])
+        tried = set(schedules_tried(self.limits, self.pricing.runtime))
+        pps, steps = np.asarray(screen.shape.pp), np.asarray(screen.shape.num_microbatches)
+        loose = not self.pricing.runtime.interleaved_microbatch_multiple
+        vpp = self.limits.vpp is None or max(self.limits.vpp) > 1
+        interleaves = (pps > 1) & ((steps % pps == 0) | loose) & ("interleaved-1f1b" in tried and vpp)
+        others = bool(tried - {"none", "1f1b", "interleaved-1f1b"})
+        only_plain = ~interleaves & ((pps == 1) | (not others))
+        splits = any(SCHEDULES[name].splits_backward for name in tried)
+        orders = bounds.Orders(only_plain, ~only_plain & (not splits), self._least_in_flight(screen))
+        return np.array([self._bound_s(screen, choice, orders) for choice in self.choices])
 
-    def _bound_s(
-        self,
-        screen: bounds.Screen,
-        choice: RecomputeChoice,
-        interleaves: npt.NDArray[np.bool_],
-        in_flight: Sequence[float] | None = None,
-    ) -> FloatArray:
+    def _least_in_flight(self, screen: bounds.Screen) -> FloatArray:
+        return bounds.least_in_flight(screen.shape, schedules_tried(self.limits, self.pricing.runtime))
+
+    def _bound_s(self, screen: bounds.Screen, choice: RecomputeChoice, orders: bounds.Orders) -> FloatArray:
         base = "full" if choice.whole == "all" else choice.base
         whole = choice.whole in ("one_count", "per_stage")
-        busiest = bounds.busiest_rank_s(screen, base, whole, interleaves, in_flight)
-        return bounds.schedule_bound_s(screen, busiest, base, interleaves)
+        busiest = bounds.busiest_rank_s(screen, base, whole, orders)
+        return bounds.schedule_bound_s(screen, busiest, base, orders)
 
     def _run_shape(self, shape: Shape, bounds_s: FloatArray) -> None:
         """Open a shape into its nodes and solve those that can still win, the most promising first."""
-        options = interleavings(shape, self.pricing.model, self.limits, self.pricing.runtime)
+        options = schedule_options(shape, self.pricing.model, self.limits, self.pricing.runtime)
         if not options:
             self.rejections.add(
                 "no_schedule", 1, f"no schedule runs pp {shape.pp} with {shape.num_microbatches} micro-batches"
@@ -191,19 +196,21 @@ class Branch:
                 self._solve(node)
 
     def _nodes(self, options: list[tuple[Shape, str]], bounds_s: FloatArray) -> Iterator[Open]:
-        """The schedules and recompute choices of one shape whose bounds still allow a win, each with its own in-flight."""
+        """The schedules and recompute choices of a shape whose bounds allow a win, each with its own in-flight."""
         pricing = self.pricing
         table = pricing.table(options[0][0])
         for shape, schedule in options:
             one = replace(table, shape=shape)
             steps, pp, vpp = int(shape.num_microbatches), int(shape.pp), int(shape.vpp)
             in_flight = in_flight_microbatches(schedule, pp, vpp, steps)
-            screen, interleaved = bounds.screen_of_one(pricing, one), np.array([vpp > 1])
+            screen, plain = bounds.screen_of_one(pricing, one), np.array([schedule in ("none", "1f1b")])
+            trips = ~plain & (not SCHEDULES[schedule].splits_backward)
+            orders = bounds.Orders(plain, trips, np.array([in_flight]))
             for choice, shape_bound in zip(self.choices, bounds_s, strict=True):
                 if shape_bound >= self.cutoff_s(self.limits.gap_fraction):
                     self._leave(float(shape_bound))
                     continue
-                bound = max(float(shape_bound), float(self._bound_s(screen, choice, interleaved, in_flight)[0]))
+                bound = max(float(shape_bound), float(self._bound_s(screen, choice, orders)[0]))
                 if not np.isfinite(bound):
                     continue
                 mode = "full" if choice.whole == "all" else choice.base
@@ -215,8 +222,8 @@ class Branch:
     def _solve(self, node: Open) -> None:
         """Solve one node and remember its bound.
 
-        Where one number of recomputed layers holds for all stages, none is tried first: mostly it fits, and is fast enough
-        for the node's own bound to rule the others out.
+        Where one number of recomputed layers holds for all stages, none is tried first: mostly it fits, and is fast
+        enough for the node's own bound to rule the others out.
         """
         if node.choice.whole == "one_count":
             self._solve_choice(node, RecomputeChoice(node.choice.base, "none"))
@@ -226,7 +233,7 @@ class Branch:
         self._leave(max(node.bound_s, self._solve_choice(node, node.choice)))
 
     def _solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
-        """Solve, replay, and keep the split where it is the fastest of its kind; the solver's bound (∞: nothing fits)."""
+        """Solve, replay, keep the split where it is the fastest of its kind; the solver's bound (∞: nothing fits)."""
         usable, bound = 1.0, np.inf
         for _ in range(MAX_SHRINKS):
             cutoff = self.cutoff_s(self.limits.gap_fraction)

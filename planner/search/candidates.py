@@ -9,13 +9,16 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
+from planner.errors import SpecError
 from planner.physics.shape import Shape
+from planner.schedule.orders import SCHEDULES, violation
 from planner.search.rules import HEADS, Rule
 from planner.search.rules_megatron import MEGATRON_CP_RULES, MEGATRON_RULES
 from planner.search.rules_torch import TORCH_RULES
 from planner.search.rules_torchtitan import TORCHTITAN_RULES
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.problems import nearest
 from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import SearchLimits, TrainingSpec
 
@@ -222,22 +225,49 @@ def _own_rules(model: ModelSpec, cluster: ClusterSpec, limits: SearchLimits) -> 
     )
 
 
-def interleavings(
+def schedule_options(
     shape: Shape, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec
 ) -> list[tuple[Shape, str]]:
     """One scalar shape with every schedule and vpp it may run, plain 1F1B first."""
     pp, microbatches = int(shape.pp), int(shape.num_microbatches)
-    allowed = limits.schedule or runtime.schedules
-    plain = "none" if pp == 1 else "1f1b"
     options: list[tuple[Shape, str]] = []
-    if (plain in allowed or (plain == "none" and limits.schedule is None)) and 1 in (limits.vpp or (1,)):
-        options.append((shape, plain))
-    if pp > 1 and "interleaved-1f1b" in allowed and microbatches >= pp:
-        for vpp in limits.vpp or range(2, (model.num_hidden_layers + 2) // pp + 1):
-            multiple = not runtime.interleaved_microbatch_multiple or microbatches % pp == 0
-            if vpp > 1 and multiple and cuts_evenly(model.num_hidden_layers, pp * int(vpp), runtime.head_only_stage):
-                options.append((replace(shape, vpp=int(vpp)), "interleaved-1f1b"))
+    for name in schedules_tried(limits, runtime):
+        kind = SCHEDULES[name]
+        most = min(kind.max_vpp, (model.num_hidden_layers + 2) // pp)
+        for vpp in limits.vpp or range(kind.min_vpp, most + 1):
+            loose = name == "interleaved-1f1b" and not runtime.interleaved_microbatch_multiple and microbatches >= pp
+            if violation(name, pp, int(vpp), microbatches, microbatches if loose and microbatches % pp else None):
+                continue
+            if vpp == 1 or cuts_evenly(model.num_hidden_layers, pp * int(vpp), runtime.head_only_stage):
+                options.append((replace(shape, vpp=int(vpp)), name))
     return options
+
+
+def schedules_tried(limits: SearchLimits, runtime: RuntimeSpec) -> tuple[str, ...]:
+    """Schedules the search may use; without a pipeline there is always the one that is none."""
+    wanted = limits.schedule or DEFAULT_SCHEDULES
+    if "auto" in wanted:
+        wanted = (*wanted, *MEASURED_AGAINST)
+    return ("none", *(n for n in dict.fromkeys(wanted) if n in runtime.schedules and n in SCHEDULES and n != "none"))
+
+
+def check_schedules(limits: SearchLimits, runtime: RuntimeSpec) -> None:
+    """Raise SpecError for a schedule that nobody knows, or that this trainer cannot run."""
+    for name in limits.schedule or ():
+        if name in runtime.schedules:
+            continue
+        known = name in SCHEDULES or name == "auto"
+        raise SpecError(
+            f"schedule: {runtime.name} cannot run {name!r}" if known else f"schedule: unknown {name!r}",
+            f"one of {', '.join(runtime.schedules)}{'' if known else nearest(name, SCHEDULES)}",
+        )
+
+
+MEASURED_AGAINST = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+"""Schedules whose shapes an order made to measure starts from."""
+
+DEFAULT_SCHEDULES = ("1f1b", "interleaved-1f1b")
+"""Tried where the user names none: what every trainer runs."""
 
 
 def cuts_evenly(num_layers: int, num_stages: int, empty_ends: bool) -> bool:

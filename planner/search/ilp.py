@@ -69,6 +69,10 @@ class Node:
     """Micro-batches that each rank holds at its fullest, in units of all its chunks."""
     usable_bytes: float
     p2p_s: float
+    bound: Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
+    """Which lower bounds the schedule obeys."""
+    placement: Sequence[int]
+    """Rank of each virtual stage."""
     blocking_p2p: bool = False
     """Whether a rank waits for its transfers."""
     cutoff_s: float = math.inf
@@ -83,12 +87,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Layers per rank as the solver chose them."""
+    """Layers as the solver chose them."""
 
-    totals: tuple[int, ...]
-    """Decoder layers of each rank."""
-    first_row: tuple[int, ...]
-    """Of these, on its first chunk."""
+    counts: tuple[int, ...]
+    """Decoder layers of each virtual stage, in model order."""
     recomputed: tuple[tuple[int, ...], ...]
     """Of each rank and kind, layers recomputed whole (one_count: of each virtual stage)."""
     bound_s: float
@@ -185,7 +187,8 @@ class _Program:
         missing = [self._variable(f"missing_{end}", most, integer=True) for end in ("first", "last")]
         for rank in range(node.pp):
             self.problem += self.first_row[rank] == chunk - (missing[0] if rank == 0 else 0), f"chunk_first_{rank}"
-            self.rest[rank] = (node.vpp - 1) * chunk - (missing[1] if rank == node.pp - 1 else 0)
+            self.rest[rank] = (node.vpp - 1) * chunk - (missing[1] if rank == node.placement[-1] else 0)
+        self.missing_last = missing[1]
         self.last_row = [chunk] * (node.pp - 1) + [chunk - missing[1]]
         for end in missing:
             self.problem += end <= chunk - (0 if node.empty_ends else 1), f"held_{end.name}"
@@ -225,7 +228,7 @@ class _Program:
         """The same of the embedding (in the first row of chunks) and the head (in the last) that a rank holds."""
         node = self.node
         embedding = rank == 0 and last_row is not True
-        head = rank == node.pp - 1 and last_row is not False
+        head = rank == node.placement[-1] and last_row is not False
         held = [part for part, here in ((node.embedding, embedding), (node.head, head)) if here]
         return sum(float(getattr(part, quantity)) for part in held)
 
@@ -235,10 +238,24 @@ class _Program:
     def _add_time(self) -> None:
         """Row 5."""
         self.makespan = self._variable("T", None if math.isinf(self.node.cutoff_s) else self.node.cutoff_s)
-        if self.node.vpp == 1:
+        if self.node.bound == "one_f_one_b":
             self._add_one_f_one_b()
-        else:
+        elif self.node.bound == "interleaved":
             self._add_interleaved()
+        else:
+            self._add_any_order()
+
+    def _add_any_order(self) -> None:
+        """Trip to the rank + M·t + trip back; no way back where weight gradients may follow the last input gradient."""
+        node = self.node
+        ways = _WAYS[:1] if node.bound == "split_backward" else _WAYS
+        quickest = sum(min(self._per_layer(way)) for way in ways)
+        before: Expression = 0
+        for rank in range(node.pp):
+            busy = node.num_microbatches * self._rank(rank, "total_s")
+            self.problem += self.makespan >= busy + before + len(ways) * rank * node.p2p_s, f"time_{rank}"
+            held = sum(self._held(rank, way, last_row=False) for way in ways)
+            before = self._named(f"before_{rank}", before + self.first_row[rank] * quickest + held)
 
     def _add_one_f_one_b(self) -> None:
         """At most k = min(M, pp − r) in flight: what of the trip below a rank k passes cannot fill is idle.
@@ -314,7 +331,7 @@ class _Program:
             live = node.in_flight[rank] * self._layers(rank, "live_bytes") + self._held(rank, "live_bytes")
             if rank == 0:
                 live = live + (node.in_flight[0] - 1) * float(node.embedding.live_bytes)
-            transient = max(layer, float(node.head.transient_bytes) if rank == node.pp - 1 else 0.0)
+            transient = max(layer, float(node.head.transient_bytes) if rank == node.placement[-1] else 0.0)
             needed = self._rank(rank, "static_bytes") + live + transient
             self.problem += needed * (1 / GIB) <= node.usable_bytes / GIB, f"memory_{rank}"
 
@@ -335,11 +352,19 @@ class _Program:
             self.whole if self.node.whole != "one_count" else [dict.fromkeys(self.kinds, self.common)] * self.node.pp
         )
         return Solution(
-            totals=tuple(map(_count, self.totals)),
-            first_row=tuple(map(_count, self.first_row)),
+            counts=self._counts(),
             recomputed=tuple(tuple(map(_count, row.values())) for row in whole),
             bound_s=float(info.mip_dual_bound if proven else 0.0),
         )
+
+    def _counts(self) -> tuple[int, ...]:
+        """Layers of each virtual stage: the first row's, then equal chunks, of which the last stage of all holds fewer."""
+        node = self.node
+        if node.vpp == 1:
+            return tuple(map(_count, self.totals))
+        later = [_count(self.chunk)] * (node.pp * (node.vpp - 1))
+        later[-1] -= _count(self.missing_last)
+        return (*map(_count, self.first_row), *later)
 
 
 def _count(expression: Expression) -> int:

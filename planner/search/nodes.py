@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from planner.physics.cost import CostTable, PartCost, Pricing, sum_parts
-from planner.schedule.orders import in_flight_microbatches
+from planner.schedule.orders import SCHEDULES, in_flight_microbatches, placement
 from planner.search.ilp import Node, Solution, Whole
 from planner.search.price import fixed_workspace_bytes
-from planner.search.split import Split, even_counts, held_parts, interleaved_counts
+from planner.search.split import Split, even_counts, held_parts
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
 MAX_RUNS_INTERLEAVED = 4
 """Beyond this many runs (alternating kinds), interleaved chunks are balanced with layers of the mean kind."""
+
+
+Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
+
+_BOUNDS: dict[str, Bound] = {"none": "one_f_one_b", "1f1b": "one_f_one_b", "interleaved-1f1b": "interleaved"}
+"""Schedules with bounds of their own; the others obey what holds for any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,9 @@ def node_of(
     shape, runtime, model = table.shape, pricing.runtime, pricing.model
     pp, vpp, microbatches = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     ends = Split((0,) * (pp * vpp))
-    last = sum_parts(part for name, part in held_parts(table, ends, pp * vpp - 1) if name != "embedding")
+    ranks = placement(schedule, pp, vpp)
+    folded = ranks[0] == ranks[-1]
+    last = sum_parts(part for name, part in held_parts(table, ends, pp * vpp - 1, folded) if name != "embedding")
     runs, layers = model.runs, table.layers
     if vpp > 1 and len(runs) > MAX_RUNS_INTERLEAVED:
         runs, layers = _mean_kind(pricing, table)
@@ -57,6 +66,8 @@ def node_of(
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
         usable_bytes=float(table.usable_bytes) * usable_fraction - fixed_workspace_bytes(pricing, table),
         p2p_s=float(table.p2p_s),
+        bound=_BOUNDS.get(schedule, "split_backward" if SCHEDULES[schedule].splits_backward else "any_order"),
+        placement=ranks,
         blocking_p2p=not (runtime.interleaved_p2p_overlap if vpp > 1 else runtime.p2p_overlap),
         cutoff_s=cutoff_s,
         empty_ends=runtime.head_only_stage,
@@ -84,8 +95,7 @@ def _mean_kind(
 def split_of(pricing: Pricing, node: Node, solution: Solution) -> Split:
     """The solver's counts as a split over virtual stages."""
     model = pricing.model
-    interleaved = node.vpp > 1
-    counts = interleaved_counts(solution.totals, solution.first_row, node.vpp) if interleaved else solution.totals
+    counts = solution.counts
     draft = Split(counts, node.base)
     if not any(map(any, solution.recomputed)):
         return draft
@@ -96,9 +106,8 @@ def split_of(pricing: Pricing, node: Node, solution: Solution) -> Split:
         if node.whole == "all":
             recomputed.append(tuple(held.count(kind) for kind in model.kinds))
         elif node.whole == "one_count":
-            recomputed.append(tuple(min(n, len(held)) for n in solution.recomputed[stage % node.pp]))
+            recomputed.append(tuple(min(n, len(held)) for n in solution.recomputed[node.placement[stage]]))
         else:
-            row, rank = divmod(stage, node.pp)
-            shares = [even_counts(n, node.vpp)[row] for n in solution.recomputed[rank]]
+            shares = [even_counts(n, node.vpp)[stage // node.pp] for n in solution.recomputed[node.placement[stage]]]
             recomputed.append(tuple(min(n, held.count(kind)) for n, kind in zip(shares, model.kinds, strict=True)))
     return Split(counts, node.base, tuple(recomputed))

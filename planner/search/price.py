@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +16,7 @@ from planner.physics.operators import BF16
 from planner.physics.shape import FloatArray
 from planner.plan import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
 from planner.schedule.actions import KINDS, ActionList, Schedule
-from planner.schedule.orders import build_schedule
+from planner.schedule.orders import build_schedule, placement
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.schedule.timeline import Timeline
 from planner.search.split import Split, held_parts, stage_costs
@@ -58,8 +59,12 @@ class Pipeline:
         return 1 - float(self.busy_s.mean()) / self.makespan_s if self.makespan_s else 0.0
 
 
-def run_pipeline(table: CostTable, durations: Durations, schedule: str, exact: bool) -> Pipeline:
+def run_pipeline(
+    table: CostTable, durations: Durations, schedule: str, exact: bool = True, order: Schedule | None = None
+) -> Pipeline:
     """Replay one step; unless `exact`, a few rounds of it, whose last one is repeated for the rest."""
+    if order is not None:
+        return _pipeline(replay(order, durations))
     shape = table.shape
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     short, long = (rounds * pp for rounds in STEADY_ROUNDS)
@@ -88,7 +93,8 @@ def _pipeline(timeline: Timeline) -> Pipeline:
 
 def step_s(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> float:
     """Seconds of one step: what the search compares, without the report around it."""
-    costs = stage_costs(table, pricing.model, split)
+    ranks_of = _placement(table, schedule)
+    costs = stage_costs(table, pricing.model, split, ranks_of)
     shape, durations = table.shape, durations_of(table, costs, pricing)
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     # beyond a few rounds every further micro-batch adds the same: two short replays give the slope
@@ -98,17 +104,19 @@ def step_s(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> f
     else:
         few, more = (makespan_s(build_schedule(schedule, pp, vpp, m), durations) for m in (short, long))
         pipeline = more + (more - few) / (long - short) * (wanted - long)
-    return pipeline + sum(_ends(pricing, table, _by_rank(costs, table)))
+    return pipeline + sum(_ends(pricing, table, _by_rank(costs, ranks_of)))
 
 
-def _by_rank(costs: list[PartCost], table: CostTable) -> list[PartCost]:
+def _by_rank(costs: list[PartCost], placement: Sequence[int]) -> list[PartCost]:
     """Costs of all chunks of each rank together."""
-    pp = int(table.shape.pp)
-    totals = []
-    for rank in range(pp):
-        chunks = costs[rank::pp]
-        totals.append(sum(chunks[1:], chunks[0]))
-    return totals
+    totals: dict[int, PartCost] = {}
+    for cost, rank in zip(costs, placement, strict=True):
+        totals[rank] = totals[rank] + cost if rank in totals else cost
+    return [totals[rank] for rank in range(len(totals))]
+
+
+def _placement(table: CostTable, schedule: str) -> tuple[int, ...]:
+    return placement(schedule, int(table.shape.pp), int(table.shape.vpp))
 
 
 def _ends(pricing: Pricing, table: CostTable, ranks: list[PartCost]) -> tuple[float, float, float]:
@@ -152,15 +160,30 @@ def _few_rounds(table: CostTable, schedule: str) -> Schedule:
     return build_schedule(schedule, pp, vpp, few if few < wanted and wanted % pp == 0 else wanted)
 
 
+def build_order(table: CostTable, schedule: str) -> Schedule:
+    """The whole step's action lists."""
+    shape = table.shape
+    return build_schedule(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
+
+
+def room_bytes(pricing: Pricing, table: CostTable, costs: list[PartCost], ranks_of: Sequence[int]) -> list[float]:
+    """What each rank has left for activations beside its static bytes and what an operator or the loss needs."""
+    fixed = fixed_workspace_bytes(pricing, table)
+    moments = [max(float(rank.transient_bytes), float(rank.logits_bytes)) for rank in _by_rank(costs, ranks_of)]
+    static = [float(rank.static_bytes) for rank in _by_rank(costs, ranks_of)]
+    return [float(table.usable_bytes) - fixed - a - b for a, b in zip(static, moments, strict=True)]
+
+
 def split_fits(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> bool:
     """Whether every stage fits when the schedule's own order says what it holds in flight."""
-    costs = stage_costs(table, pricing.model, split)
+    ranks_of = _placement(table, schedule)
+    costs = stage_costs(table, pricing.model, split, ranks_of)
     order = _few_rounds(table, schedule)
     peaks = peak_activation_bytes(order, [float(cost.live_bytes) for cost in costs])
     capacity = pricing.cluster.hardware.memory_bytes - pricing.headroom_bytes
     return all(
         stage_memory(pricing, table, total, peak).total_bytes <= capacity
-        for total, peak in zip(_by_rank(costs, table), peaks, strict=True)
+        for total, peak in zip(_by_rank(costs, ranks_of), peaks, strict=True)
     )
 
 
@@ -172,15 +195,17 @@ def price_layout(
     num_gpus: int,
     totals: ModelTotals | None = None,
     exact: bool = True,
+    order: Schedule | None = None,
 ) -> PricedLayout:
-    """Everything a plan says about one layout."""
-    costs = stage_costs(table, pricing.model, split)
-    ranks, shape = _by_rank(costs, table), table.shape
-    pipeline = run_pipeline(table, durations_of(table, costs, pricing), schedule, exact)
-    peaks = peak_activation_bytes(_few_rounds(table, schedule), [float(cost.live_bytes) for cost in costs])
+    """Everything a plan says about one layout; `order` replaces the named schedule's action lists."""
+    ranks_of = _placement(table, schedule)
+    costs = stage_costs(table, pricing.model, split, ranks_of)
+    ranks, shape = _by_rank(costs, ranks_of), table.shape
+    pipeline = run_pipeline(table, durations_of(table, costs, pricing), schedule, exact, order)
+    peaks = peak_activation_bytes(order or _few_rounds(table, schedule), [float(cost.live_bytes) for cost in costs])
     ends = _ends(pricing, table, ranks)
     stages = tuple(
-        _stage(pricing, table, split, costs, float(pipeline.in_flight_microbatches[rank]), peaks[rank], rank)
+        _stage(pricing, table, split, costs, ranks_of, float(pipeline.in_flight_microbatches[rank]), peaks[rank], rank)
         for rank in range(int(shape.pp))
     )
     capacity = pricing.cluster.hardware.memory_bytes - pricing.headroom_bytes
@@ -188,7 +213,8 @@ def price_layout(
     return PricedLayout(
         evidence=evidence_of(pricing),
         fits=all(stage.memory.total_bytes <= capacity for stage in stages),
-        parallelism=_layout(pricing, table, split, schedule, num_gpus),
+        parallelism=_layout(pricing, table, split, schedule if order is None else order.name, num_gpus),
+        actions=() if order is None else tuple(" ".join(map(str, actions)) for actions in order.ranks),
         stages=stages,
         step=_step(pricing, pipeline, ranks, ends, totals, num_gpus, float(shape.num_ranks)),
     )
@@ -229,13 +255,14 @@ def _stage(
     table: CostTable,
     split: Split,
     costs: list[PartCost],
+    ranks_of: Sequence[int],
     in_flight: float,
     activations: float,
     rank: int,
 ) -> StagePlan:
-    pp = int(table.shape.pp)
-    virtual = range(rank, len(costs), pp)
-    total = sum((costs[j] for j in list(virtual)[1:]), costs[rank])
+    virtual = [j for j, holder in enumerate(ranks_of) if holder == rank]
+    total = sum((costs[j] for j in virtual[1:]), costs[virtual[0]])
+    folded = ranks_of[0] == ranks_of[-1]
     layer_modes, modes = split.modes(pricing.model), dict[str, int]()
     for j in virtual:
         for (_, mode), count in layer_modes[j].items():
@@ -244,7 +271,7 @@ def _stage(
         stage=rank,
         chunks=tuple(split.chunks[j] for j in virtual),
         num_layers=sum(modes.values()),
-        holds=tuple(name for j in virtual for name, _ in held_parts(table, split, j)),
+        holds=tuple(name for j in virtual for name, _ in held_parts(table, split, j, folded)),
         recompute=modes,
         in_flight_microbatches=in_flight,
         forward_s=float(total.forward_s),

@@ -12,8 +12,9 @@ from planner.physics.cost import Pricing
 from planner.physics.layers import ModelTotals, model_totals
 from planner.plan import ModelSummary, Plan, PricedLayout, RunCost, SearchReport
 from planner.search import bounds, explain
+from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import Branch, Found
-from planner.search.candidates import enumerate_shapes
+from planner.search.candidates import check_schedules, enumerate_shapes, schedules_tried
 from planner.search.given import given_layout
 from planner.search.nodes import RecomputeChoice
 from planner.search.price import price_layout
@@ -38,12 +39,13 @@ def plan(
     """
     started = time.monotonic()
     limits, runtime = limits or SearchLimits(), _runtime(runtime)
+    check_schedules(limits, runtime)
     pricing = pricing_of(model, cluster, training, runtime, limits)
     shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
     if not len(np.atleast_1d(shapes.tp)):
         raise explain.nothing_legal(rejections)
     screen = bounds.screen_of(pricing, shapes)
-    fitting = screen.take(np.flatnonzero(bounds.fits(screen)))
+    fitting = screen.take(np.flatnonzero(bounds.fits(screen, schedules_tried(limits, runtime))))
     explain.count_misfits(screen, len(fitting.kernel), rejections)
     branch = Branch(
         pricing, limits, recompute_choices(model, runtime, limits), started + limits.time_limit_s, rejections
@@ -51,9 +53,12 @@ def plan(
     branch.run(fitting)
     branch.run_alternatives()
     best = branch.best
+    if best is not None and AUTO in (limits.schedule or ()):
+        best = made_to_measure(pricing, best)
     if best is None:
         raise explain.nothing_fits(pricing, limits, screen, rejections)
-    found = [best, *sorted((f for f in branch.found.values() if f is not best), key=lambda f: f.step_s)[: limits.top]]
+    others = (found for found in branch.found.values() if found.key != best.key)
+    found = [best, *sorted(others, key=lambda one: one.step_s)[: limits.top]]
     totals = model_totals(model, runtime, training.seq_length)
     layouts = [_priced(pricing, one, totals, exact=one is best) for one in found]
     report = _report(branch, best, len(screen.kernel), len(fitting.kernel), time.monotonic() - started)
@@ -141,7 +146,8 @@ def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimi
 
 
 def _priced(pricing: Pricing, found: Found, totals: ModelTotals, exact: bool) -> PricedLayout:
-    return price_layout(pricing, found.table, found.split, found.schedule, pricing.cluster.num_gpus, totals, exact)
+    num_gpus = pricing.cluster.num_gpus
+    return price_layout(pricing, found.table, found.split, found.schedule, num_gpus, totals, exact, found.order)
 
 
 def _report(branch: Branch, best: Found, num_shapes: int, num_fitting: int, seconds: float) -> SearchReport:

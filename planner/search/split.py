@@ -62,29 +62,22 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(least + (1 if start <= stage < start + more else 0) for stage in range(num_stages))
 
 
-def interleaved_counts(totals: Sequence[int], first_row: Sequence[int], vpp: int) -> tuple[int, ...]:
-    """Layers of each virtual stage from those of each rank and its first chunk: equal chunks, the last what is left."""
-    chunk = (totals[0] - first_row[0]) // (vpp - 1)
-    counts = [*first_row, *[chunk] * (len(totals) * (vpp - 1))]
-    counts[-1] += sum(totals) - sum(counts)
-    return tuple(counts)
-
-
-def stage_costs(table: CostTable, model: ModelSpec, split: Split) -> list[PartCost]:
+def stage_costs(table: CostTable, model: ModelSpec, split: Split, placement: Sequence[int]) -> list[PartCost]:
     """The cost of each virtual stage: its layers, and the embedding, head and MTP blocks it holds."""
+    folded = placement[0] == placement[-1]
     known: dict[tuple[tuple[tuple[LayerKind, Recompute], int], ...], PartCost] = {}
     costs = []
     for stage, modes in enumerate(split.modes(model)):
         key = tuple(modes.items())
         if key not in known:
             known[key] = sum_parts(table.layers[mode].times(count) for mode, count in key)
-        held = [part for _, part in held_parts(table, split, stage)]
+        held = [part for _, part in held_parts(table, split, stage, folded)]
         costs.append(sum(held, known[key]))
     return costs
 
 
-def held_parts(table: CostTable, split: Split, stage: int) -> list[tuple[str, PartCost]]:
-    """What a virtual stage holds beside decoder layers, by name."""
+def held_parts(table: CostTable, split: Split, stage: int, folded: bool) -> list[tuple[str, PartCost]]:
+    """What a virtual stage holds beside decoder layers; `folded`: one rank has both the first stage and the last."""
     last = len(split.counts) - 1
     held = []
     if stage == 0:
@@ -92,7 +85,7 @@ def held_parts(table: CostTable, split: Split, stage: int) -> list[tuple[str, Pa
     if table.mtp is not None and stage == (last if split.mtp_stage is None else split.mtp_stage):
         held.append(("mtp", table.mtp))
     if stage == last:
-        held.append(("head", table.head_beside_embedding if int(table.shape.pp) == 1 else table.head))
+        held.append(("head", table.head_beside_embedding if folded else table.head))
     return held
 
 

@@ -133,6 +133,12 @@ for _name in (
 ):
     _FEATURES[_name] = lambda value: {}
 
+TORCH_SCHEDULES = (
+    "none", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v",
+    "auto",
+)  # fmt: skip
+"""What torch.distributed.pipelining runs: its own classes, and any order through its CSV runtime (`auto`: one made to measure)."""
+
 RUNTIMES: dict[str, RuntimeSpec] = {
     spec.name: spec
     for spec in (
@@ -160,11 +166,12 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             optimizer_bytes=8,
             vocab_divisible_by=1,
             zero_stages=(3,),
-            schedules=("1f1b", "interleaved-1f1b", "none"),
+            schedules=TORCH_SCHEDULES,
             min_microbatches_is_pp=True,
         ),
         RuntimeSpec(
             name="torch-eager",
+            schedules=TORCH_SCHEDULES,
             fused_rotary=False,
             fused_activation=False,
             fused_permute=False,

@@ -1,0 +1,39 @@
+"""An order made to measure: after the shape and the split are chosen, look for a better order of its actions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.errors import Infeasible
+from planner.physics.cost import Pricing
+from planner.schedule.orders import placement
+from planner.schedule.replay import makespan_s
+from planner.schedule.synthesis import synthesize
+from planner.search.branch import Found
+from planner.search.price import build_order, durations_of, room_bytes
+from planner.search.split import stage_costs
+
+AUTO = "auto"
+MAX_ACTIONS = 24_000
+"""Orders of more actions than this are left as they are: looking for a better one would take longer than the plan."""
+
+
+def made_to_measure(pricing: Pricing, found: Found) -> Found:
+    """`found` with the best order for its own stage times and memory, or as it was where no better one is found."""
+    shape = found.table.shape
+    pp, vpp, steps = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    if pp == 1 or 3 * pp * vpp * steps > MAX_ACTIONS:
+        return found
+    ranks = placement(found.schedule, pp, vpp)
+    costs = stage_costs(found.table, pricing.model, found.split, ranks)
+    durations = durations_of(found.table, costs, pricing)
+    room = room_bytes(pricing, found.table, costs, ranks)
+    try:
+        better = synthesize(durations, pp, steps, max_activation_bytes=room, stage_to_rank=ranks)
+    except Infeasible:
+        return found
+    saved = makespan_s(build_order(found.table, found.schedule), durations) - better.makespan_s
+    if saved <= 0:
+        return found
+    order = replace(better.schedule, name=AUTO)
+    return replace(found, step_s=found.step_s - saved, order=order)
