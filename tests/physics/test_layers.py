@@ -1,0 +1,140 @@
+"""Layers put together: parameters of shipped models, sharding, padded vocabularies, tied weights, prediction blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.physics.layers import decoder_layer, embedding, head, model_totals, mtp_block, padded_vocab
+from planner.physics.operators import Item, num_parameters, operators_of
+from planner.physics.shape import Shape
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_model, model_names
+from planner.specs.runtime import RUNTIMES, load_runtime
+
+MEGATRON, TORCH = load_runtime("megatron"), load_runtime("torch-eager")
+ONE = Shape(seq_length=4096)
+
+
+def whole_model(model: ModelSpec, shape: Shape, runtime: str) -> list[tuple[Item, ...]]:
+    """Embedding, every decoder layer and the head, as one rank of each shard holds them."""
+    spec = load_runtime(runtime)
+    layers = [decoder_layer(model, kind, shape, spec) for kind in model.layers]
+    return [embedding(model, shape, spec), *layers, head(model, shape, spec, model.tie_word_embeddings)]
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("405b", 405_853_388_800),
+        ("70b", 70_553_706_496),
+        ("8b", 8_030_261_248),
+        ("deepseek-v3", 671_026_419_200),
+        ("mixtral-8x7b", 46_702_792_704),
+    ],
+)
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_parameters_equal_the_published_ones_whatever_the_trainer(name: str, total: int, runtime: str) -> None:
+    assert model_totals(load_model(name), load_runtime(runtime), 4096).num_parameters == total
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_layers_of_a_shipped_model_add_up_to_its_total(name: str) -> None:
+    model = load_model(name)
+    parameters = sum(float(num_parameters(items)) for items in whole_model(model, ONE, "torch-eager"))
+    assert parameters == model_totals(model, TORCH, 4096).num_parameters
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_active_parameters_and_flops_agree(name: str) -> None:
+    """Six FLOPs a step for each matmul parameter that a token meets; attention and prediction blocks come on top."""
+    model = load_model(name)
+    totals = model_totals(model, MEGATRON, 2048)
+    assert totals.num_active_parameters <= totals.num_parameters
+    assert (totals.num_active_parameters < totals.num_parameters) == (model.moe is not None)
+    lookup = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    matmul = totals.num_active_parameters - lookup - model.num_position_parameters
+    assert totals.model_flops_per_token >= 6 * 0.999 * matmul
+    longer = model_totals(model, MEGATRON, 4096)
+    assert longer.num_parameters == totals.num_parameters
+    if model.sliding_window is None:
+        assert longer.model_flops_per_token > totals.model_flops_per_token
+
+
+@pytest.mark.parametrize("name", ["8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"])
+def test_tensor_parallel_ranks_together_hold_every_matrix(name: str) -> None:
+    """What is not sharded (norms, routers, latent projections, output biases) is copied: never less than the model."""
+    model = load_model(name)
+    whole = sum(float(num_parameters(items)) for items in whole_model(model, ONE, "torch-eager"))
+    tp = 8
+    sharded = Shape(seq_length=4096, tp=tp, etp=tp, sequence_parallel=1)
+    shard = sum(float(num_parameters(items)) for items in whole_model(model, sharded, "torch-eager"))
+    copied = tp * shard - whole
+    assert copied >= 0
+    # norms, biases and positions are below two thousandths; latent down-projections and routers are not
+    assert copied / whole < (2e-3 if model.moe is None else 0.05)
+
+
+@pytest.mark.parametrize("ep", [2, 8])
+def test_expert_parallelism_divides_experts_and_nothing_else(ep: int) -> None:
+    model = load_model("mixtral-8x7b")
+    kind = model.layers[0]
+    one, many = (decoder_layer(model, kind, replace(ONE, ep=n), MEGATRON) for n in (1, ep))
+    assert num_parameters(many, expert=True) == num_parameters(one, expert=True) / ep
+    assert num_parameters(many, expert=False) == num_parameters(one, expert=False)
+    assert sum(op.forward_flops for op in operators_of(many)) == sum(op.forward_flops for op in operators_of(one))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "runtime", "padded"),
+    [
+        (128_256, 1, "megatron", 128_256),
+        (128_256, 4, "megatron", 128_512),  # a multiple of 128 · 4
+        (128_256, 8, "megatron", 129_024),
+        (50_257, 1, "megatron", 50_304),
+        (50_257, 8, "megatron", 51_200),  # the 51,200 of Megatron's GPT models
+        (32_000, 2, "megatron", 32_000),
+        (50_257, 8, "torch-eager", 50_264),  # a multiple of tp only
+        (32_000, 8, "torchtitan", 32_000),
+    ],
+)
+def test_vocabulary_is_padded_as_the_trainer_does(vocab: int, tp: int, runtime: str, padded: int) -> None:
+    model = load_model("8b").model_copy(update={"vocab_size": vocab})
+    spec, shape = load_runtime(runtime), Shape(tp=tp, seq_length=4096)
+    assert padded_vocab(model, shape, spec) == padded
+    rows = padded / tp * model.hidden_size
+    assert num_parameters(embedding(model, shape, spec)) == rows
+    assert num_parameters(head(model, shape, spec)) == rows + model.hidden_size
+    np.testing.assert_array_equal(padded_vocab(model, Shape(tp=np.array([tp, tp])), spec), [padded, padded])
+
+
+def test_a_tied_head_beside_its_embedding_has_no_matrix_of_its_own() -> None:
+    model = load_model("llama-3.2-1b")
+    assert model.tie_word_embeddings
+    apart, beside = (num_parameters(head(model, ONE, TORCH, shares)) for shares in (False, True))
+    assert apart - beside == model.vocab_size * model.hidden_size
+    assert beside == model.hidden_size
+    flops = [sum(op.forward_flops for op in operators_of(head(model, ONE, TORCH, shares))) for shares in (False, True)]
+    assert flops[0] == flops[1]
+
+
+def test_a_prediction_block_is_a_layer_with_a_projection_and_a_head_of_others() -> None:
+    """DeepSeek-AI 2024, section 2.2: embedding and head are the main model's."""
+    model = load_model("deepseek-v3")
+    h = model.hidden_size
+    layer = num_parameters(decoder_layer(model, model.layers[-1], ONE, TORCH))
+    assert num_parameters(mtp_block(model, ONE, TORCH)) == layer + 2 * h * h + 3 * h
+    plain = model.model_copy(update={"num_nextn_predict_layers": 0})
+    with_block, without = (model_totals(m, MEGATRON, 4096) for m in (model, plain))
+    assert with_block.num_parameters == without.num_parameters
+    assert with_block.model_flops_per_token > without.model_flops_per_token
+
+
+def test_learned_positions_and_a_norm_behind_the_embedding_are_parameters() -> None:
+    opt, bloom = load_model("opt-175b"), load_model("bloom-176b")
+    rows = num_parameters(embedding(opt, ONE, TORCH)) / opt.hidden_size
+    assert rows == opt.vocab_size + (opt.max_position_embeddings or 0)
+    assert bloom.embedding_norm
+    assert num_parameters(embedding(bloom, ONE, TORCH)) == (bloom.vocab_size + 2) * bloom.hidden_size
