@@ -19,6 +19,7 @@ COMMANDS = {
     "models": ("planner.cli.catalogue", "models_command"),
     "hardware": ("planner.cli.catalogue", "hardware_command"),
     "schedule": ("planner.cli.schedule", "schedule_command"),
+    "trace": ("planner.cli.trace_command", "trace_command"),
     "validate": ("planner.cli.validate_command", "validate_command"),
     "probe": ("planner.cli.probe_command", "probe_command"),
 }

@@ -104,10 +104,10 @@ def step_s(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> f
     else:
         few, more = (makespan_s(build_schedule(schedule, pp, vpp, m), durations) for m in (short, long))
         pipeline = more + (more - few) / (long - short) * (wanted - long)
-    return pipeline + sum(_ends(pricing, table, _by_rank(costs, ranks_of)))
+    return pipeline + sum(_ends(pricing, table, cost_by_rank(costs, ranks_of)))
 
 
-def _by_rank(costs: list[PartCost], placement: Sequence[int]) -> list[PartCost]:
+def cost_by_rank(costs: Sequence[PartCost], placement: Sequence[int]) -> list[PartCost]:
     """Costs of all chunks of each rank together."""
     totals: dict[int, PartCost] = {}
     for cost, rank in zip(costs, placement, strict=True):
@@ -169,8 +169,8 @@ def build_order(table: CostTable, schedule: str) -> Schedule:
 def room_bytes(pricing: Pricing, table: CostTable, costs: list[PartCost], ranks_of: Sequence[int]) -> list[float]:
     """What each rank has left for activations beside its static bytes and what an operator or the loss needs."""
     fixed = fixed_workspace_bytes(pricing, table)
-    moments = [max(float(rank.transient_bytes), float(rank.logits_bytes)) for rank in _by_rank(costs, ranks_of)]
-    static = [float(rank.static_bytes) for rank in _by_rank(costs, ranks_of)]
+    moments = [max(float(rank.transient_bytes), float(rank.logits_bytes)) for rank in cost_by_rank(costs, ranks_of)]
+    static = [float(rank.static_bytes) for rank in cost_by_rank(costs, ranks_of)]
     return [float(table.usable_bytes) - fixed - a - b for a, b in zip(static, moments, strict=True)]
 
 
@@ -183,7 +183,7 @@ def split_fits(pricing: Pricing, table: CostTable, split: Split, schedule: str) 
     capacity = pricing.cluster.hardware.memory_bytes - pricing.headroom_bytes
     return all(
         stage_memory(pricing, table, total, peak).total_bytes <= capacity
-        for total, peak in zip(_by_rank(costs, ranks_of), peaks, strict=True)
+        for total, peak in zip(cost_by_rank(costs, ranks_of), peaks, strict=True)
     )
 
 
@@ -200,7 +200,7 @@ def price_layout(
     """Everything a plan says about one layout; `order` replaces the named schedule's action lists."""
     ranks_of = _placement(table, schedule)
     costs = stage_costs(table, pricing.model, split, ranks_of)
-    ranks, shape = _by_rank(costs, ranks_of), table.shape
+    ranks, shape = cost_by_rank(costs, ranks_of), table.shape
     pipeline = run_pipeline(table, durations_of(table, costs, pricing), schedule, exact, order)
     peaks = peak_activation_bytes(order or _few_rounds(table, schedule), [float(cost.live_bytes) for cost in costs])
     ends = _ends(pricing, table, ranks)

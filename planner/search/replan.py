@@ -1,0 +1,103 @@
+"""From a plan back to what it was priced from, so that it can be replayed, traced or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.errors import SpecError
+from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.shape import Shape
+from planner.plan import Plan, PricedLayout
+from planner.schedule.actions import Action, Schedule
+from planner.schedule.orders import build_schedule
+from planner.schedule.replay import Durations
+from planner.search.price import durations_of
+from planner.search.split import Split, stage_costs
+
+
+@dataclass(frozen=True, slots=True)
+class Repriced:
+    """One layout of a plan with its prices."""
+
+    pricing: Pricing
+    table: CostTable
+    split: Split
+    order: Schedule
+    costs: tuple[PartCost, ...]
+    """Of each virtual stage."""
+    durations: Durations
+
+
+def reprice(plan: Plan, layout: PricedLayout) -> Repriced:
+    """Price `layout` again from the plan's own specs; the same numbers come out."""
+    chosen = layout.parallelism
+    modules = {"selective_modules": chosen.recompute_modules} if chosen.recompute_modules else {}
+    pricing = Pricing(
+        model=plan.model.spec, training=plan.training, cluster=plan.cluster, runtime=plan.runtime_spec, **modules
+    )
+    shape = Shape(
+        **{axis: getattr(chosen, axis) for axis in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size")},
+        num_microbatches=chosen.num_microbatches,
+        seq_length=plan.training.seq_length,
+        sequence_parallel=int(chosen.sequence_parallel),
+        zero_stage=chosen.zero_stage,
+        shard_size=chosen.shard_size,
+    )
+    order = order_of(layout)
+    split = _split(plan, layout, order)
+    table = pricing.table(shape)
+    costs = stage_costs(table, plan.model.spec, split, order.stage_to_rank)
+    return Repriced(pricing, table, split, order, tuple(costs), durations_of(table, costs, pricing))
+
+
+def with_microbatches(layout: PricedLayout, num_microbatches: int | None) -> PricedLayout:
+    """The same layout for a step of another length; None for its own.
+
+    Raises SpecError where its schedule was made for one length only.
+    """
+    if num_microbatches is None or num_microbatches == layout.parallelism.num_microbatches:
+        return layout
+    if layout.actions:
+        raise SpecError("--micro-batches: this order was made to measure for its own step", "leave it out")
+    chosen = layout.parallelism.model_copy(update={"num_microbatches": num_microbatches})
+    return layout.model_copy(update={"parallelism": chosen})
+
+
+def order_of(layout: PricedLayout) -> Schedule:
+    """The action lists of a layout: its own where they were made to measure, else those of the named schedule."""
+    chosen = layout.parallelism
+    if not layout.actions:
+        return build_schedule(chosen.schedule, chosen.pp, chosen.vpp, chosen.num_microbatches)
+    ranks = tuple(tuple(map(Action.parse, line.split())) for line in layout.actions)
+    holders = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
+    splits = any(action.kind == "W" for actions in ranks for action in actions)
+    placement = tuple(holders[stage] for stage in sorted(holders))
+    return Schedule(chosen.schedule, ranks, placement, chosen.num_microbatches, splits_backward=splits)
+
+
+def _split(plan: Plan, layout: PricedLayout, order: Schedule) -> Split:
+    """Chunks by virtual stage; layers recomputed whole are shared out over a stage's chunks, the first layers of each."""
+    model = plan.model.spec
+    seen = [0] * order.pp
+    counts, recomputed, mtp_stage = [], [], None
+    for virtual, rank in enumerate(order.stage_to_rank):
+        stage = layout.stages[rank]
+        first, last = stage.chunks[seen[rank]]
+        sizes = [end - start for start, end in stage.chunks]
+        whole = _shared_out(stage.recompute.get("full", 0), sizes)[seen[rank]]
+        seen[rank] += 1
+        held = model.layers[first : min(first + whole, last)]
+        counts.append(last - first)
+        recomputed.append(tuple(held.count(kind) for kind in model.kinds))
+        if "mtp" in stage.holds:
+            mtp_stage = virtual
+    modes = {mode for stage in layout.stages for mode in stage.recompute}
+    base = "selective" if "selective" in modes else "none"
+    return Split(tuple(counts), base, tuple(recomputed) if any(map(any, recomputed)) else (), mtp_stage)
+
+
+def _shared_out(count: int, sizes: Sequence[int]) -> list[int]:
+    """`count` layers over chunks of `sizes`, the same number on each as far as it holds so many."""
+    each = next(n for n in range(max(sizes, default=0) + 1) if sum(min(n, size) for size in sizes) >= count)
+    return [min(each, size) for size in sizes]

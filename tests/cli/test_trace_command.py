@@ -1,0 +1,46 @@
+"""`plan trace` writes events that a trace viewer accepts, for every stage of the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.cli import main
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "plan.json"
+    assert main(["--model", "8b", "--gpus", "16", "--pp", "4", "-s", "4096", "-b", "64", "-o", str(path)]) == 0
+    return path
+
+
+def _run(*arguments: str) -> int:
+    return main(["trace", *arguments])
+
+
+def test_every_stage_computes_waits_and_exchanges_gradients(plan_file: Path, tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    assert _run(str(plan_file), "-o", str(target)) == 0
+    events = json.loads(target.read_text())["traceEvents"]
+    layout = json.loads(plan_file.read_text())["best"]["parallelism"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == set(range(layout["pp"]))
+    computed = [event for event in slices if event["name"].startswith(("forward", "backward"))]
+    assert len(computed) == 2 * layout["pp"] * layout["vpp"] * layout["num_microbatches"]
+    assert sum(event["name"] == "reduce gradients" for event in slices) == (layout["pp"] if layout["dp"] > 1 else 0)
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in slices)
+
+
+def test_refuses_an_alternative_that_is_not_there(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(str(plan_file), "--alternative", "99", "-o", "-") == 2
+    assert "--alternative" in capsys.readouterr().err
+
+
+def test_keeps_a_file_that_is_there(plan_file: Path, tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    target.write_text("mine")
+    assert _run(str(plan_file), "-o", str(target)) == 2
+    assert target.read_text() == "mine"
