@@ -235,8 +235,8 @@ def schedule_options(
         kind = SCHEDULES[name]
         most = min(kind.max_vpp, (model.num_hidden_layers + 2) // pp)
         for vpp in limits.vpp or range(kind.min_vpp, most + 1):
-            loose = name == "interleaved-1f1b" and not runtime.interleaved_microbatch_multiple and microbatches >= pp
-            if violation(name, pp, int(vpp), microbatches, microbatches if loose and microbatches % pp else None):
+            # where torch runs groups of other sizes than pp, those are not tried
+            if violation(name, pp, int(vpp), microbatches):
                 continue
             if vpp == 1 or cuts_evenly(model.num_hidden_layers, pp * int(vpp), runtime.head_only_stage):
                 options.append((replace(shape, vpp=int(vpp)), name))
