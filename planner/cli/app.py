@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": ("planner.cli.evaluate_command", "evaluate_command"),
     "models": ("planner.cli.catalogue", "models_command"),
     "hardware": ("planner.cli.catalogue", "hardware_command"),
+    "export": ("planner.cli.export_command", "export_command"),
     "schedule": ("planner.cli.schedule", "schedule_command"),
     "trace": ("planner.cli.trace_command", "trace_command"),
     "validate": ("planner.cli.validate_command", "validate_command"),
