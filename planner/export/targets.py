@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from planner.errors import SpecError
 from planner.export.bridge import export_bridge
 from planner.export.bundle import Bundle, ExportFile, plan_sha256
+from planner.export.deepspeed import export_deepspeed
 from planner.export.exported import Exported
 from planner.export.launch import IMAGE, Command, kubernetes_manifest, slurm_script, torchrun_script
 from planner.export.megatron_target import export_megatron
@@ -20,6 +21,7 @@ TRAINERS: dict[str, Callable[[Plan], Exported]] = {
     "bridge": export_bridge,
     "torchtitan": export_torchtitan,
     "torch": export_torch,
+    "deepspeed": export_deepspeed,
 }
 LAUNCHERS = ("torchrun", "slurm", "kubernetes")
 TARGETS = (*TRAINERS, *LAUNCHERS)

@@ -47,7 +47,7 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     say(not known, "schedule", f"{layout.schedule} is none of {', '.join(TORCH_CLASSES)}")
     two_way = layout.schedule in ("zb-v", "dualpipe-v")
     say(known and is_looped(stages, layout.pp) == (two_way and layout.pp > 1), "placement", "stages on other ranks")
-    say(any(not stage.num_layers for stage in stages), "empty_stage", "a stage without decoder layers")
+    say(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run")
     say(plan.training.dtype != "bf16", "dtype", f"{plan.training.dtype} is not exported, only bf16")
     say(
         layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
