@@ -41,7 +41,7 @@ class Orders:
 
 
 def least_in_flight(shape: Shape, schedules: Sequence[str]) -> FloatArray:
-    """Fewest micro-batches that any of `schedules` holds on each rank: min(M, pp − r), or one where a frugal one is among them."""
+    """Fewest micro-batches that any of `schedules` holds on each rank: min(M, pp − r), or one where one is frugal."""
     pps = np.asarray(shape.pp)[:, None]
     rank = np.arange(int(pps.max(initial=1)))[None, :]
     held = np.minimum(np.asarray(shape.num_microbatches)[:, None], pps - rank)

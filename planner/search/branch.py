@@ -9,11 +9,10 @@ far the bound is.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.physics.cost import CostTable, Pricing
 from planner.physics.shape import FloatArray, Shape

@@ -348,17 +348,19 @@ class _Program:
 
     def solution(self, proven: bool) -> Solution:
         info = self.problem.solverModel.getInfo()
+        # one rank leaves nothing to choose: HiGHS solves a linear program, which has no dual bound of a MIP
+        bound_s = info.mip_dual_bound if self.problem.isMIP() else info.objective_function_value
         whole = (
             self.whole if self.node.whole != "one_count" else [dict.fromkeys(self.kinds, self.common)] * self.node.pp
         )
         return Solution(
             counts=self._counts(),
             recomputed=tuple(tuple(map(_count, row.values())) for row in whole),
-            bound_s=float(info.mip_dual_bound if proven else 0.0),
+            bound_s=float(bound_s if proven else 0.0),
         )
 
     def _counts(self) -> tuple[int, ...]:
-        """Layers of each virtual stage: the first row's, then equal chunks, of which the last stage of all holds fewer."""
+        """Layers of each virtual stage: the first row's, then equal chunks, the last of which may hold fewer."""
         node = self.node
         if node.vpp == 1:
             return tuple(map(_count, self.totals))
