@@ -260,7 +260,8 @@ class _Program:
     def _add_one_f_one_b(self) -> None:
         """At most k = min(M, pp − r) in flight: what of the trip below a rank k passes cannot fill is idle.
 
-        Where transfers block, a rank spends c between any two of its 2M actions as well.
+        Where transfers block, a rank spends c between any two of its 2M actions as well; but the first rank exchanges
+        nothing between a backward and the next forward, nor the last between a forward and its backward.
         """
         node, pp = self.node, self.node.pp
         hop, pause = 2 * node.p2p_s, node.p2p_s if node.blocking_p2p and node.pp > 1 else 0.0
@@ -271,10 +272,12 @@ class _Program:
             before.append(self._named(f"trip_{rank}", before[-1] + forward[rank] + backward[rank]))
         for rank in range(pp):
             held = min(node.num_microbatches, pp - rank)
-            busy = node.num_microbatches * (forward[rank] + backward[rank]) + (2 * node.num_microbatches - 1) * pause
+            steps = node.num_microbatches
+            pauses = steps - 1 if rank == pp - 1 else steps + held - 1 if rank == 0 else 2 * steps - 1
+            busy = steps * (forward[rank] + backward[rank]) + pauses * pause
             below = before[pp] - before[rank + 1] + (pp - 1 - rank) * hop - held * pause
             first, last = below - (held - 1) * forward[rank], below - (held - 1) * backward[rank]
-            waits = [0, first, last] + ([first + last] if node.num_microbatches > held else [])
+            waits = [0, first, last] + ([first + last] if steps > held else [])
             for number, wait in enumerate(waits):
                 self.problem += self.makespan >= busy + before[rank] + rank * hop + wait, f"time_{rank}_{number}"
 

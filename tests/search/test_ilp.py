@@ -6,14 +6,14 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 from toys import legal_counts
 
 from planner.physics.cost import PartCost
-from planner.schedule.orders import in_flight_microbatches
+from planner.schedule.orders import build_schedule, in_flight_microbatches
 from planner.search.ilp import Node, Solution, solve
 from planner.specs.model import LayerKind
 from planner.specs.units import GIB
@@ -183,8 +183,18 @@ def one_f_one_b_s(node: Node, candidate: Candidate) -> float:
         before_backward = max(0.0, below - (k - 1) * f[r] - k * pause)
         after_forward = max(0.0, below - (k - 1) * b[r] - k * pause)
         waits = (before_backward + after_forward) if steps > k else max(before_backward, after_forward)
-        worst = max(worst, steps * (f[r] + b[r]) + (2 * steps - 1) * pause + trip + waits)
+        worst = max(worst, steps * (f[r] + b[r]) + num_exchanges(r, pp, steps) * pause + trip + waits)
     return worst
+
+
+def num_exchanges(rank: int, pp: int, num_microbatches: int) -> int:
+    """Between how many pairs of neighbouring actions a rank sends or receives: counted along its 1F1B list."""
+    actions = build_schedule("1f1b", pp, 1, num_microbatches).ranks[rank]
+    kinds = [action.kind for action in actions]
+    first, last = rank == 0, rank == pp - 1
+    sends = {"F": not last, "B": not first}
+    receives = {"F": not first, "B": not last}
+    return sum(sends[before] or receives[after] for before, after in pairwise(kinds))
 
 
 def interleaved_s(node: Node, candidate: Candidate) -> float:
