@@ -13,7 +13,7 @@ from planner.report.format import digits, gibibytes, percent, seconds
 from planner.report.pieces import bullets, columns, section
 
 if TYPE_CHECKING:
-    from planner.probe.result import Comparison, ProbeResult
+    from planner.probe.result import Comparison, Exchange, ProbeResult
 
 _SHOWN: dict[str, Callable[[float], str]] = {
     "s": seconds,
@@ -44,6 +44,9 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
         yield section("Predicted and measured", _comparisons(result.comparisons))
     if result.activity:
         yield section("What the stages did", _activity(result))
+    exchanges = list(_exchanges(result))
+    if exchanges:
+        yield section("Exchanges by themselves", bullets(exchanges))
     yield section("Verified here, and not", bullets(_claims(result)))
     yield Text(f"\n{_verdict(result)}", style="bold")
 
@@ -88,6 +91,19 @@ def _activity(result: ProbeResult) -> Table:
             ", ".join(f"{cause} {seconds(idle_s)}" for cause, idle_s in causes if idle_s > 0) or "none",
         )
     return table
+
+
+def _exchanges(result: ProbeResult) -> Iterator[str]:
+    """Of each kind the slowest rank's."""
+    slowest: dict[str, Exchange] = {}
+    for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
+        if exchange.name not in slowest or exchange.seconds > slowest[exchange.name].seconds:
+            slowest[exchange.name] = exchange
+    for name, found in slowest.items():
+        yield (
+            f"{name} of {found.num_bytes / 2**20:,.2f} MiB over {found.size} ranks: {seconds(found.seconds)}, "
+            f"{digits(found.bus_gb_per_s)} GB/s on the bus"
+        )
 
 
 def _memory_lines(result: ProbeResult) -> list[str]:

@@ -70,8 +70,9 @@ class FlatParameters:
         self.shard = slice(sharding.rank * self.shard_size, (sharding.rank + 1) * self.shard_size)
         self.master = nn.Parameter(self.weights[self.shard].to(grad_dtype, copy=True))
         self.optimizer = torch.optim.AdamW([self.master], lr=learning_rate, fused=True, **cast(Any, ADAM))
+        self._allocate_moments()
 
-    def allocate_state(self) -> None:
+    def _allocate_moments(self) -> None:
         """Let the optimizer make its moments now, with a step that changes nothing."""
         rate = self.optimizer.param_groups[0]["lr"]
         self.optimizer.param_groups[0]["lr"] = 0.0
@@ -94,7 +95,8 @@ class FlatParameters:
     def squared_norm(self) -> Tensor:
         """Sum of squares of this rank's shard, of counted parameters only."""
         counted = self.grads[self.shard.start : max(self.shard.start, min(self.shard.stop, self.num_counted))]
-        return counted.float().square().sum() if counted.dtype != torch.float64 else counted.square().sum()
+        norm: Tensor = torch.linalg.vector_norm(counted)  # no temporary as large as the gradients
+        return norm.square()
 
     def step(self, scale: Tensor) -> None:
         """One AdamW step on the shard with gradients times `scale`, then everybody's weights; gradients are zeroed."""

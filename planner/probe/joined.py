@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 from planner.errors import ProbeError
@@ -99,7 +98,7 @@ def _watch(run: ProbeRun, folder: Path, rank: int, done: threading.Event) -> Non
     """End the process, stacks first, when its rank makes no progress."""
     while not done.wait(min(1.0, run.timeout_s / 4)):
         where = read_status(folder / STATUS_FILE.format(rank))
-        if where is not None and time.monotonic() - where.since_s > run.timeout_s:
+        if where is not None and where.stands_still(run.timeout_s):
             name = f"rank {rank} ({run.place(rank)})"
             sys.stderr.write(f"error: {name} hangs in {where}: no progress for {run.timeout_s:g} s\n")
             sys.stderr.write("hint: its stacks follow; --timeout gives slow ranks longer\n")

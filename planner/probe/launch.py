@@ -85,9 +85,8 @@ class _Launch:
         return Measured(run=self.run, ranks=tuple(ranks))
 
     def _check_progress(self) -> None:
-        now = time.monotonic()
         places = {rank: self._where(rank) for rank in self.ranks}
-        stuck = {rank: where for rank, where in places.items() if now - where.since_s > self.run.timeout_s}
+        stuck = {rank: where for rank, where in places.items() if where.stands_still(self.run.timeout_s)}
         if not stuck or any(where.phase == "done" for where in places.values()):
             return
         # of the ranks that stand still, the one that computes keeps the others waiting
@@ -95,7 +94,7 @@ class _Launch:
         self._dump_stacks()
         what = "hangs" if "waiting" not in stuck[rank].detail else "waits in vain"
         raise ProbeError(
-            f"{self._name(rank)} {what} in {stuck[rank]}: no progress for {self.run.timeout_s:g} s",
+            f"{self._name(rank)} {what} in {stuck[rank]}: no progress for {stuck[rank].still_s:.0f} s",
             f"stacks and logs of all ranks are in {self.folder}; --timeout gives slow ranks longer",
         )
 

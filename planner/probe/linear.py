@@ -12,7 +12,7 @@ from torch.nn import functional
 from planner.probe.peers import Leave, Surroundings, apply
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32) if hasattr(torch, "_grouped_mm") else ()
-"""What torch's grouped GEMM takes; the rest goes expert by expert."""
+"""What torch's grouped GEMM takes on the CPU, and bf16 from Hopper on; the rest goes expert by expert."""
 
 
 class Linear(nn.Module):
@@ -126,16 +126,22 @@ class GroupedProduct(torch.autograd.Function):
         )
 
 
+def _takes_groups(x: Tensor) -> bool:
+    if not x.is_cuda:
+        return x.dtype in _GROUPED_DTYPES
+    return bool(_GROUPED_DTYPES) and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] >= 9
+
+
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[rows, k] · [experts, k, n] → [rows, n]."""
-    if x.dtype in _GROUPED_DTYPES:
+    if _takes_groups(x):
         return torch._grouped_mm(x, weight, offs=ends)
     return torch.cat([part @ matrix for part, matrix in zip(_split(x, ends), weight, strict=True)])
 
 
 def _grouped_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """[rows, n]ᵀ · [rows, k] → [experts, n, k]."""
-    if x.dtype in _GROUPED_DTYPES:
+    if _takes_groups(x):
         return torch._grouped_mm(grad.T, x, offs=ends)
     return torch.stack([g.T @ part for g, part in zip(_split(grad, ends), _split(x, ends), strict=True)])
 

@@ -6,8 +6,6 @@ Activations are [seq/tp, batch, hidden]. What these modules keep for backward is
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,7 +18,6 @@ from planner.probe.peers import (
     Leave,
     LeaveByView,
     Surroundings,
-    TensorPeers,
     apply,
     recomputable,
     to_fp32,
@@ -99,32 +96,7 @@ class Head(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         """x [seq/tp, batch, hidden] and labels [seq, batch] → the loss, a scalar."""
         logits = to_fp32(self.output(self.norm(x))).flatten(0, 1)
-        if self.tp.size == 1:
-            return functional.cross_entropy(logits, labels.flatten())
-        return apply(VocabularyCrossEntropy, logits, labels.flatten(), self.tp)
-
-
-class VocabularyCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of fp32 logits [tokens, vocab/tp] sharded over tp (Megatron-LM `cross_entropy.py`)."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorPeers) -> Tensor:
-        rows = logits.shape[1]
-        local = labels - tp.rank * rows
-        local = local.where((local >= 0) & (local < rows), -1)
-        logits = logits - tp.maximum(logits.amax(1)).unsqueeze(1)
-        target = logits.gather(1, local.clamp(min=0).unsqueeze(1)).squeeze(1)
-        target = tp.all_reduce(target.where(local >= 0, 0.0))
-        total = tp.all_reduce(logits.exp_().sum(1))
-        ctx.save_for_backward(logits.div_(total.unsqueeze(1)), local)
-        return (total.log() - target).mean()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        softmax, local = ctx.saved_tensors
-        minus_one = -(local >= 0).to(softmax.dtype).unsqueeze(1)
-        logits_grad = softmax.scatter_add(1, local.clamp(min=0).unsqueeze(1), minus_one)
-        return logits_grad.mul_(grad / softmax.shape[0]), None, None
+        return self.tp.cross_entropy(logits, labels.flatten())
 
 
 class MTPBlock(nn.Module):

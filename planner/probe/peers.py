@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 
@@ -52,6 +53,10 @@ class TensorPeers:
     def maximum(self, x: Tensor) -> Tensor:
         return x
 
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy of logits [tokens, vocab/tp] of which each rank has its share of the columns."""
+        return functional.cross_entropy(logits, labels)
+
 
 @dataclass(slots=True)
 class EmulatedPeers(TensorPeers):
@@ -62,6 +67,9 @@ class EmulatedPeers(TensorPeers):
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return x[: x.shape[0] // self.size].clone()
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(logits, labels % logits.shape[1])
 
 
 @dataclass(slots=True)
@@ -91,6 +99,9 @@ class GroupPeers(TensorPeers):
         largest = x.contiguous().clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return apply(VocabularyCrossEntropy, logits, labels, self)
 
 
 @dataclass(slots=True)
@@ -245,3 +256,26 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.peers.exchange(grad, ctx.received, ctx.sent), None, None, None
+
+
+class VocabularyCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of fp32 logits [tokens, vocab/tp] sharded over tp (Megatron-LM `cross_entropy.py`)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorPeers) -> Tensor:
+        rows = logits.shape[1]
+        local = labels - tp.rank * rows
+        local = local.where((local >= 0) & (local < rows), -1)
+        logits = logits - tp.maximum(logits.amax(1)).unsqueeze(1)
+        target = logits.gather(1, local.clamp(min=0).unsqueeze(1)).squeeze(1)
+        target = tp.all_reduce(target.where(local >= 0, 0.0))
+        total = tp.all_reduce(logits.exp_().sum(1))
+        ctx.save_for_backward(logits.div_(total.unsqueeze(1)), local)
+        return (total.log() - target).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        softmax, local = ctx.saved_tensors
+        minus_one = -(local >= 0).to(softmax.dtype).unsqueeze(1)
+        logits_grad = softmax.scatter_add(1, local.clamp(min=0).unsqueeze(1), minus_one)
+        return logits_grad.mul_(grad / softmax.shape[0]), None, None

@@ -32,6 +32,18 @@ class ChunkSeconds(Spec):
     """Both measured apart: in the schedule itself where it splits backwards, else after the steps; null where not."""
 
 
+class Exchange(Spec):
+    """One exchange timed by itself, after the steps."""
+
+    name: str
+    size: int
+    """Ranks that take part."""
+    num_bytes: int
+    """Of the whole tensor."""
+    seconds: float
+    bus_gb_per_s: float
+
+
 class RankMemory(Spec):
     """Device memory of a rank; none on the CPU, which keeps no account."""
 
@@ -77,6 +89,7 @@ class RankResult(Spec):
     actions: tuple[TimedAction, ...]
     """Of the last step."""
     chunks: tuple[ChunkSeconds, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
     peak_in_flight_chunks: int
     memory: RankMemory | None = None
     checks: tuple[Check, ...] = ()

@@ -46,8 +46,7 @@ class StageWorker(Worker):
                 torch.cuda.reset_peak_memory_stats()
             record, seconds = trainer.step(step, self.status.at)
             steps.append(seconds)
-        self.status.enter("report")
-        result = self.report(trainer, steps[run.warm_up_steps :], record, [], static_bytes)
+        result = self.report(trainer, steps[run.warm_up_steps :], record, self.memory(static_bytes))
         self.status.enter("input and weight gradients")
         chunks = tuple(self.split(trainer, seconds) for seconds in chunk_seconds(record))
         self.status.enter("report")
@@ -79,8 +78,6 @@ class StageWorker(Worker):
             expert=Sharding(size=run.dp * run.tp // run.ep),
             holders=lambda name, stage: (place.pp,),
         )
-        for flat in trainer.flat:
-            flat.allocate_state()
         return trainer
 
     def split(self, trainer: Trainer, seconds: ChunkSeconds) -> ChunkSeconds:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 SIZE, MAX_DETAIL = 256, 160
+START_TIMEOUT_S = 60.0
+"""Least that starting processes, finding each other and building the model may take on a busy machine."""
 
 
 class Where(NamedTuple):
@@ -20,6 +22,16 @@ class Where(NamedTuple):
 
     def __str__(self) -> str:
         return in_words(self.phase, self.detail)
+
+    def stands_still(self, timeout_s: float) -> bool:
+        """Whether nothing has moved for `timeout_s`, or for START_TIMEOUT_S where the steps have not begun."""
+        begun = self.phase.startswith(("warm-up", "step"))
+        return self.still_s > (timeout_s if begun else max(timeout_s, START_TIMEOUT_S))
+
+    @property
+    def still_s(self) -> float:
+        """How long nothing has moved."""
+        return time.monotonic() - self.since_s
 
 
 def in_words(phase: str, detail: str) -> str:

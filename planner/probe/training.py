@@ -29,15 +29,17 @@ def dtypes(run: ProbeRun) -> tuple[torch.dtype, torch.dtype]:
 
 def build_chunk(run: ProbeRun, stage: int, around: Surroundings, device: str) -> Chunk:
     """The module of a virtual stage. Where results are checked it is a shard of the very model that one process has."""
-    spec, (dtype, _) = run.chunk_of(stage), dtypes(run)
-    with torch.device(device):
-        chunk = Chunk(run.model, spec, around).to(dtype)
-        if not run.check:
-            initialise(chunk, run.seed)
-            return chunk
-        whole = Chunk(run.model, spec, Surroundings()).to(dtype)
+    spec, usual = run.chunk_of(stage), torch.get_default_dtype()
+    torch.set_default_dtype(dtypes(run)[0])
+    try:
+        with torch.device(device):
+            chunk = Chunk(run.model, spec, around)
+            whole = Chunk(run.model, spec, Surroundings()) if run.check else chunk
+    finally:
+        torch.set_default_dtype(usual)
     initialise(whole, run.seed)
-    copy_shard(whole, chunk, around)
+    if whole is not chunk:
+        copy_shard(whole, chunk, around)
     return chunk
 
 
@@ -126,6 +128,8 @@ class Trainer:
             counted, others = self.parameters.of_kind(is_expert, around.tp.rank, pp_rank)
             if counted or others:
                 self.flat.append(FlatParameters(counted, others, sharding, grad_dtype, run.learning_rate))
+        if self.clock.is_cuda:
+            torch.cuda.empty_cache()  # what building needed for a moment is no part of the run
         tables = Tables.of(run.model, run.seq_length, around, self.empty())
         self.pipeline = Pipeline(run.order, pp_rank, self.chunks, wires, around, tables, self.clock)
 

@@ -109,6 +109,17 @@ class GroupWires(Wires):
         self.posted: dict[tuple[int, int], tuple[Message, Tensor, Any]] = {}
         self.leaving: deque[tuple[Any, Tensor]] = deque()
 
+    def open(self) -> None:
+        """Exchange one message on every channel, in an order common to all ranks.
+
+        NCCL connects two ranks when both ask for it: in the first step they would wait for each other crosswise.
+        """
+        for pair in sorted(self.groups):
+            if pair[0] == self.pp_rank:
+                dist.send(self.empty(), self.global_rank(pair[1]), group=self.groups[pair])
+            else:
+                dist.recv(self.empty(), self.global_rank(pair[0]), group=self.groups[pair])
+
     def begin(self) -> None:
         self.coming = {pair: deque(messages) for pair, messages in self.expected.items()}
         for pair in self.coming:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from planner.files import write_text
+from planner.probe.exchanges import measure_exchanges
 from planner.probe.grid import Grid
 from planner.probe.pipeline import StepRecord
 from planner.probe.reference import Reference, check_gradients, check_steps, compute_reference
 from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
-from planner.probe.status import Status
+from planner.probe.status import START_TIMEOUT_S, Status
 from planner.probe.training import Trainer, dtypes
 from planner.probe.wires import GroupWires
 
@@ -43,7 +44,7 @@ class Worker:
         self.status.enter("build")
         grid = Grid(run, self.rank)
         trainer = self.build(grid)
-        memory = self.static_memory()
+        static_bytes = self.static_memory()
         num_steps = run.warm_up_steps + run.num_steps
         reference = self.reference(num_steps) if run.check else None
         steps: list[StepSeconds] = []
@@ -56,10 +57,15 @@ class Worker:
             on_gradients = partial(self.check, trainer, reference, checks) if step == 0 else None
             record, seconds = trainer.step(step, self.status.at, on_gradients)
             steps.append(seconds)
+        memory = self.memory(static_bytes)
+        self.status.enter("exchanges")
+        exchanges = measure_exchanges(trainer)
         self.status.enter("report")
         if reference is not None:
             checks += check_steps(reference, steps, dtypes(run)[0])
-        result = self.report(trainer, steps[run.warm_up_steps :], record, checks, memory)
+        result = self.report(trainer, steps[run.warm_up_steps :], record, memory)
+        result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges})
+        self.write(result)
         self.gather(result)
         self.barrier()
         self.status.enter("done")
@@ -75,7 +81,7 @@ class Worker:
             store=cast(Any, dist).FileStore(str(self.folder / "store"), self.run.world_size) if self.local else None,
             rank=self.rank,
             world_size=self.run.world_size,
-            timeout=timedelta(seconds=2 * self.run.timeout_s + 30),  # the launcher is to notice first
+            timeout=timedelta(seconds=2 * max(self.run.timeout_s, START_TIMEOUT_S)),  # the launcher is to notice first
         )
         mine = (torch.__version__, os.uname().nodename, self.device_id())
         everyone: list[Any] = [None] * self.run.world_size
@@ -115,8 +121,7 @@ class Worker:
             grid.replicas,
             place.dp,
         )
-        for flat in trainer.flat:
-            flat.allocate_state()
+        wires.open()
         return trainer
 
     def reference(self, num_steps: int) -> Reference:
@@ -134,21 +139,24 @@ class Worker:
     def static_memory(self) -> int:
         return torch.cuda.memory_allocated() if self.run.device == "cuda" else 0
 
+    def memory(self, static_bytes: int) -> RankMemory | None:
+        """Device memory of the last step; None on the CPU."""
+        if self.run.device == "cpu":
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return RankMemory(
+            static_bytes=static_bytes,
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(),
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+            device_used_bytes=total - free,
+        )
+
     def report(
-        self, trainer: Trainer, steps: list[StepSeconds], record: StepRecord, checks: list[Check], static_bytes: int
+        self, trainer: Trainer, steps: list[StepSeconds], record: StepRecord, memory: RankMemory | None
     ) -> RankResult:
-        """Write down what was measured."""
+        """What was measured."""
         place = self.run.place(self.rank)
-        memory = None
-        if trainer.clock.is_cuda:
-            free, total = torch.cuda.mem_get_info()
-            memory = RankMemory(
-                static_bytes=static_bytes,
-                peak_allocated_bytes=torch.cuda.max_memory_allocated(),
-                peak_reserved_bytes=torch.cuda.max_memory_reserved(),
-                device_used_bytes=total - free,
-            )
-        result = RankResult(
+        return RankResult(
             rank=self.rank,
             stage=place.pp,
             dp=place.dp,
@@ -164,10 +172,7 @@ class Worker:
             chunks=chunk_seconds(record),
             peak_in_flight_chunks=record.peak_in_flight,
             memory=memory,
-            checks=tuple(checks),
         )
-        self.write(result)
-        return result
 
     def gather(self, result: RankResult) -> None:
         """Where ranks have folders of their own, bring all results into that of rank 0."""

@@ -1,0 +1,54 @@
+"""How long the ranks' exchanges take by themselves: tensor-parallel gathers, data-parallel reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from planner.probe.result import Exchange
+from planner.probe.training import Trainer
+from planner.specs.units import GB
+
+REPEATS = 5
+
+
+def measure_exchanges(trainer: Trainer) -> tuple[Exchange, ...]:
+    """Median seconds and bus bandwidth of what this rank exchanges with its tensor- and data-parallel peers."""
+    found = []
+    tp = trainer.around.tp
+    if tp.size > 1:
+        shard, group = trainer.empty(), cast(Any, tp).group
+        whole_bytes = shard.numel() * shard.element_size() * (tp.size if tp.sequence_parallel else 1)
+        if tp.sequence_parallel:
+            seconds = _seconds(trainer, group, lambda: tp.all_gather(shard))
+            found.append(_exchange("tp all-gather", tp.size, whole_bytes, seconds, passes=1))
+        seconds = _seconds(trainer, group, lambda: tp.all_reduce(trainer.empty()))
+        found.append(_exchange("tp all-reduce", tp.size, whole_bytes, seconds, passes=2))
+    for flat in trainer.flat:
+        if flat.sharding.group is not None:
+            num_bytes = flat.grads.numel() * flat.grads.element_size()
+            is_sum = not flat.grads.is_cuda  # gloo sums where NCCL scatters too
+            name = f"gradient {'all-reduce' if is_sum else 'reduce-scatter'}"
+            seconds = _seconds(trainer, flat.sharding.group, flat.reduce)
+            found.append(_exchange(name, flat.sharding.size, num_bytes, seconds, passes=2 if is_sum else 1))
+            flat.grads.zero_()
+    return tuple(found)
+
+
+def _seconds(trainer: Trainer, group: Any, call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS + 1):
+        dist.barrier(group=group)  # not of all ranks: some have fewer exchanges than others
+        trainer.clock.start()
+        call()
+        times.append(trainer.clock.seconds(trainer.clock.mark()))
+    return median(times[1:])  # the first one connects
+
+
+def _exchange(name: str, size: int, num_bytes: int, seconds: float, passes: int) -> Exchange:
+    """Bus bandwidth: passes · (n − 1)/n · bytes / seconds, as nccl-tests print it."""
+    moved = passes * (size - 1) / size * num_bytes
+    return Exchange(name=name, size=size, num_bytes=num_bytes, seconds=seconds, bus_gb_per_s=moved / seconds / GB)

@@ -1,0 +1,61 @@
+"""Stages on a real GPU: memory and seconds against an H200's measurements of the same stages, and against the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.search.search import evaluate
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import Parallelism, TrainingSpec
+
+torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from planner.probe.probe import Options, probe  # noqa: E402
+from planner.probe.result import Comparison  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 100 * 2**30,
+        reason="needs a GPU of more than 100 GiB",
+    ),
+]
+
+MEASURED = {
+    ("llama-3.1-8b", 1, 4, 8, 1): (0, 64_577_929_728, 17_028_907_520),
+    ("llama-3.1-8b", 2, 4, 8, 1): (3, 20_729_912_832, 8_515_811_840),
+    ("llama-2-13b", 2, 2, 4, 2): (0, 64_689_652_224, 29_287_719_424),
+}
+"""(model, tp, pp, dp, micro-batch size): stage, peak allocated and static bytes of eager torch 2.11 on an H200."""
+
+
+@pytest.mark.parametrize("config", MEASURED)
+def test_a_stage_alone(config: tuple[Any, ...]) -> None:
+    name, tp, pp, dp, micro_batch_size = config
+    stage, peak_bytes, static_bytes = MEASURED[config]
+    plan = evaluate(
+        load_model(name),
+        ClusterSpec(hardware=load_hardware("h200"), num_gpus=tp * pp * dp),
+        TrainingSpec(seq_length=8192 if "3.1" in name else 4096, global_batch_size=dp * micro_batch_size * 8),
+        Parallelism(tp=tp, pp=pp, dp=dp, micro_batch_size=micro_batch_size),
+        runtime="torch-eager",
+    )
+    result = probe(plan, Options(device="cuda", stages=stage))
+    assert result is not None
+    memory = result.ranks[0].memory
+    assert memory is not None
+    assert memory.static_bytes == pytest.approx(static_bytes, rel=0.01)
+    assert memory.peak_allocated_bytes == pytest.approx(peak_bytes, rel=0.01)
+    assert error_of(result.comparisons, "peak allocated") < 0.03
+    if "H200" in result.device:
+        assert error_of(result.comparisons, "forward") < 0.1
+        assert error_of(result.comparisons, "backward") < 0.1
+
+
+def error_of(comparisons: tuple[Comparison, ...], name: str) -> float:
+    found = next(comparison for comparison in comparisons if comparison.name == name)
+    assert found.error_fraction is not None
+    return abs(found.error_fraction)
