@@ -184,7 +184,7 @@ class Pricing:
             p2p_s=p2p_s(BF16 * shape.shard_tokens * model.hidden_size, distance, self.cluster)
             * (np.asarray(shape.pp) > 1),
             usable_bytes=memory.usable_bytes(shape, self.cluster.hardware, self.headroom_bytes),
-            tail_s=self._tail_s(shape),
+            tail_s=self.tail_s(shape),
         )
 
     def _modes(self, items: Sequence[Item], shape: Shape, modes: Sequence[Recompute]) -> dict[Recompute, PartCost]:
@@ -250,8 +250,8 @@ class Pricing:
             optimizer_bytes=memory.optimizer_bytes(dense, expert, shape, runtime),
             parameters=dense + expert,
             expert_parameters=expert,
-            reduce_s=self._reduce_s(dense, expert, shape),
-            gather_s=self._gather_s(dense, expert, shape),
+            reduce_s=self.reduce_s(dense, expert, shape),
+            gather_s=self.gather_s(dense, expert, shape),
             optimizer_s=compute.optimizer_s(hardware, memory.sharded_parameters(dense, expert, shape), runtime),
         )
 
@@ -282,11 +282,11 @@ class Pricing:
         block = self._plain(mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance), shape)
         return block.times(self.model.num_nextn_predict_layers)
 
-    def _reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
+    def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Gradients reduce-scattered over the shard group and all-reduced over its replicas; ZeRO-0: all-reduced."""
         return self._data_parallel_s(dense, expert, shape, self.runtime.gradient_bytes, reduces=True)
 
-    def _gather_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
+    def gather_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """All-gather of updated bf16 parameters over the shard group; none under ZeRO-0."""
         return self._data_parallel_s(dense, expert, shape, BF16, reduces=False) * (np.asarray(shape.zero_stage) >= 1)
 
@@ -307,7 +307,7 @@ class Pricing:
             seconds = seconds + np.where(np.asarray(shape.zero_stage) >= 1, scatter + replicas, whole)
         return seconds
 
-    def _tail_s(self, shape: Shape) -> Number:
+    def tail_s(self, shape: Shape) -> Number:
         """Gradient norm over every rank, tied-embedding gradients between first and last stage, host overhead."""
         norm_s = collective_s("all_reduce", FP32, shape.num_ranks, 1, self.cluster)
         tied_s: Number = 0.0

@@ -20,6 +20,7 @@ from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES, in_flight_microbatches
 from planner.search import bounds
 from planner.search.candidates import Rejections, scalar, schedule_options, schedules_tried
+from planner.search.ends import with_ends_s
 from planner.search.ilp import solve
 from planner.search.nodes import RecomputeChoice, node_of, split_of
 from planner.search.price import split_fits, step_s
@@ -174,7 +175,7 @@ class Branch:
         base = "full" if choice.whole == "all" else choice.base
         whole = choice.whole in ("one_count", "per_stage")
         busiest = bounds.busiest_rank_s(screen, base, whole, orders)
-        return bounds.schedule_bound_s(screen, busiest, base, orders)
+        return with_ends_s(screen, bounds.schedule_bound_s(screen, busiest, base, orders), base)
 
     def _run_shape(self, shape: Shape, bounds_s: FloatArray) -> None:
         """Open a shape into its nodes and solve those that can still win, the most promising first."""

@@ -151,8 +151,10 @@ class _Program:
                 row.append(length if complete else self._variable(f"filled_{rank}_{run}", length, integer=True))
             filled.append(row)
             for run in range(num_runs - 1 if rank < node.pp - 1 else 0):
-                finished = self._variable(f"finished_{rank}_{run}", 1, integer=True)
-                self.problem += row[run] >= lengths[run] * finished, f"order_{rank}_{run}_full"
+                finished = row[run]  # a run of one layer is finished where it is filled
+                if lengths[run] > 1:
+                    finished = self._variable(f"finished_{rank}_{run}", 1, integer=True)
+                    self.problem += row[run] >= lengths[run] * finished, f"order_{rank}_{run}_full"
                 self.problem += row[run + 1] <= lengths[run + 1] * finished, f"order_{rank}_{run}_next"
         self.first = [
             [count - (filled[rank - 1][run] if rank else 0) for run, count in enumerate(row)]

@@ -19,6 +19,7 @@ from planner.schedule.actions import KINDS, ActionList, Schedule
 from planner.schedule.orders import build_schedule, placement
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.schedule.timeline import Timeline
+from planner.search.ends import Ends, ends_of
 from planner.search.split import Split, held_parts, stage_costs
 from planner.specs.training import Recompute
 
@@ -71,6 +72,8 @@ def run_pipeline(
     if exact or pp == 1 or wanted <= long or wanted % pp:
         return _pipeline(replay(build_schedule(schedule, pp, vpp, wanted), durations))
     few, more = (_pipeline(replay(build_schedule(schedule, pp, vpp, m), durations)) for m in (short, long))
+    if not _is_settled((more.makespan_s - few.makespan_s) / (long - short), durations, _placement(table, schedule)):
+        return run_pipeline(table, durations, schedule)
     further = (wanted - long) / (long - short)
     return Pipeline(
         num_microbatches=wanted,
@@ -79,6 +82,22 @@ def run_pipeline(
         transfer_s=more.transfer_s + further * (more.transfer_s - few.transfer_s),
         in_flight_microbatches=more.in_flight_microbatches,
     )
+
+
+def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int]) -> bool:
+    """Whether a further micro-batch takes as long as the rank that is busiest with one; until then the pace still slows.
+
+    A rank that waits for its transfers is busy with them too: of the two turns a micro-batch (forward to backward and
+    back), the first and the last rank exchange something in one.
+    """
+    busy = [0.0] * (max(placement) + 1)
+    parts = zip(placement, durations.forward_s, durations.input_grad_s, durations.weight_grad_s, strict=True)
+    for rank, *seconds in parts:
+        busy[rank] += sum(seconds)
+    if durations.blocking_p2p and len(placement) == len(busy):
+        turns = [1 if rank in (0, len(busy) - 1) else 2 for rank in range(len(busy))]
+        busy = [t + n * float(durations.p2p_s) for t, n in zip(busy, turns, strict=True)]  # type: ignore[arg-type]
+    return slope_s >= max(busy) * (1 - 1e-9)
 
 
 def _pipeline(timeline: Timeline) -> Pipeline:
@@ -99,12 +118,15 @@ def step_s(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> f
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     # beyond a few rounds every further micro-batch adds the same: two short replays give the slope
     short, long = (rounds * pp for rounds in STEADY_ROUNDS)
-    if pp == 1 or wanted <= long or wanted % pp:
-        pipeline = makespan_s(build_schedule(schedule, pp, vpp, wanted), durations)
-    else:
+    pipeline = None
+    if pp > 1 and wanted > long and wanted % pp == 0:
         few, more = (makespan_s(build_schedule(schedule, pp, vpp, m), durations) for m in (short, long))
-        pipeline = more + (more - few) / (long - short) * (wanted - long)
-    return pipeline + sum(_ends(pricing, table, cost_by_rank(costs, ranks_of)))
+        slope = (more - few) / (long - short)
+        if _is_settled(slope, durations, ranks_of):
+            pipeline = more + slope * (wanted - long)
+    if pipeline is None:
+        pipeline = makespan_s(build_schedule(schedule, pp, vpp, wanted), durations)
+    return pipeline + sum(ends_of(pricing, table, cost_by_rank(costs, ranks_of)))
 
 
 def cost_by_rank(costs: Sequence[PartCost], placement: Sequence[int]) -> list[PartCost]:
@@ -117,26 +139,6 @@ def cost_by_rank(costs: Sequence[PartCost], placement: Sequence[int]) -> list[Pa
 
 def _placement(table: CostTable, schedule: str) -> tuple[int, ...]:
     return placement(schedule, int(table.shape.pp), int(table.shape.vpp))
-
-
-def _ends(pricing: Pricing, table: CostTable, ranks: list[PartCost]) -> tuple[float, float, float]:
-    """Seconds beside the pipeline: exposed data-parallel exchange, optimizer, and the tail on every rank.
-
-    Gradients are reduced behind the last micro-batch's backward and parameters gathered behind the first one's forward;
-    the first stage decides: it starts first and ends last. ZeRO-3 without a pipeline does both for every micro-batch.
-    """
-    runtime, shape = pricing.runtime, table.shape
-    first = ranks[0]
-    if int(shape.zero_stage) == 3 and int(shape.pp) == 1:
-        exchanged = 2 * float(first.gather_s) + float(first.reduce_s)
-        hidden = runtime.gradient_overlap_fraction * float(first.total_s)
-        exposed = float(shape.num_microbatches) * max(0.0, exchanged - hidden)
-    else:
-        hidden = runtime.gradient_overlap_fraction * float(first.backward_total_s)
-        exposed = max(0.0, float(first.reduce_s) - hidden)
-        hidden = runtime.parameter_overlap_fraction * float(first.forward_total_s)
-        exposed += max(0.0, float(first.gather_s) - hidden)
-    return exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s)
 
 
 @lru_cache(maxsize=64)
@@ -203,7 +205,7 @@ def price_layout(
     ranks, shape = cost_by_rank(costs, ranks_of), table.shape
     pipeline = run_pipeline(table, durations_of(table, costs, pricing), schedule, exact, order)
     peaks = peak_activation_bytes(order or _few_rounds(table, schedule), [float(cost.live_bytes) for cost in costs])
-    ends = _ends(pricing, table, ranks)
+    ends = ends_of(pricing, table, ranks)
     stages = tuple(
         _stage(pricing, table, split, costs, ranks_of, float(pipeline.in_flight_microbatches[rank]), peaks[rank], rank)
         for rank in range(int(shape.pp))
@@ -328,7 +330,7 @@ def _step(
     pricing: Pricing,
     pipeline: Pipeline,
     ranks: list[PartCost],
-    ends: tuple[float, float, float],
+    ends: Ends,
     totals: ModelTotals,
     num_gpus: int,
     num_ranks: float,

@@ -14,6 +14,7 @@ from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations
 from planner.search.price import durations_of
 from planner.search.split import Split, stage_costs
+from planner.specs.training import Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,12 @@ class Repriced:
 def reprice(plan: Plan, layout: PricedLayout) -> Repriced:
     """Price `layout` again from the plan's own specs; the same numbers come out."""
     chosen = layout.parallelism
-    modules = {"selective_modules": chosen.recompute_modules} if chosen.recompute_modules else {}
     pricing = Pricing(
-        model=plan.model.spec, training=plan.training, cluster=plan.cluster, runtime=plan.runtime_spec, **modules
+        model=plan.model.spec,
+        training=plan.training,
+        cluster=plan.cluster,
+        runtime=plan.runtime_spec,
+        selective_modules=chosen.recompute_modules or ("core_attn",),
     )
     shape = Shape(
         **{axis: getattr(chosen, axis) for axis in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size")},
@@ -77,7 +81,7 @@ def order_of(layout: PricedLayout) -> Schedule:
 
 
 def _split(plan: Plan, layout: PricedLayout, order: Schedule) -> Split:
-    """Chunks by virtual stage; layers recomputed whole are shared out over a stage's chunks, the first layers of each."""
+    """Chunks by virtual stage; layers recomputed whole are shared out over a stage's chunks."""
     model = plan.model.spec
     seen = [0] * order.pp
     counts, recomputed, mtp_stage = [], [], None
@@ -93,7 +97,7 @@ def _split(plan: Plan, layout: PricedLayout, order: Schedule) -> Split:
         if "mtp" in stage.holds:
             mtp_stage = virtual
     modes = {mode for stage in layout.stages for mode in stage.recompute}
-    base = "selective" if "selective" in modes else "none"
+    base: Recompute = "selective" if "selective" in modes else "none"
     return Split(tuple(counts), base, tuple(recomputed) if any(map(any, recomputed)) else (), mtp_stage)
 
 

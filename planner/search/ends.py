@@ -1,0 +1,98 @@
+"""What a step takes beside its pipeline: data-parallel exchange that nothing hides, the optimizer, the tail on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.physics import compute, memory
+from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.shape import FloatArray
+from planner.search.bounds import Screen
+from planner.specs.training import Recompute
+
+
+class Ends(NamedTuple):
+    """Seconds of a step outside the pipeline."""
+
+    exposed_dp_s: float
+    optimizer_s: float
+    tail_s: float
+
+
+def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost]) -> Ends:
+    """Gradients are reduced behind the last micro-batch's backward and parameters gathered behind the first one's forward.
+
+    The first stage decides, since it starts first and ends last. ZeRO-3 without a pipeline does both for every micro-batch.
+    """
+    runtime, shape = pricing.runtime, table.shape
+    first = ranks[0]
+    if int(shape.zero_stage) == 3 and int(shape.pp) == 1:
+        exchanged = 2 * float(first.gather_s) + float(first.reduce_s)
+        hidden = runtime.gradient_overlap_fraction * float(first.total_s)
+        exposed = float(shape.num_microbatches) * max(0.0, exchanged - hidden)
+    else:
+        hidden = runtime.gradient_overlap_fraction * float(first.backward_total_s)
+        exposed = max(0.0, float(first.reduce_s) - hidden)
+        hidden = runtime.parameter_overlap_fraction * float(first.forward_total_s)
+        exposed += max(0.0, float(first.gather_s) - hidden)
+    return Ends(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
+
+
+def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute) -> FloatArray:
+    """A lower bound of the step from one of the pipeline.
+
+    With x > 0 seconds of exchange a layer and n layers on the first rank, the step takes max(pipeline, M·t·(L − n)/(pp − 1)) +
+    x·n at least, since the other ranks hold what the first does not: the least is at the n where both terms of the maximum
+    meet, or at 0. Unpipelined, n = L. The optimizer takes the mean over ranks at least; the tail is the same on all.
+    """
+    pricing, shape = screen.pricing, screen.shape
+    layers = pricing.model.num_hidden_layers
+    pps = np.asarray(shape.pp, dtype=float)
+    parts = [screen.table.layers[kind, base] for kind in pricing.model.kinds]
+    per_layer = np.min([_exposed_s(screen, part) for part in parts], axis=0)
+    beside = [
+        screen.table.embedding,
+        *([screen.table.head] if screen.table.mtp is None else [screen.table.head, screen.table.mtp]),
+    ]
+    alone = np.maximum(layers * per_layer + sum(_exposed_s(screen, part) for part in beside), 0.0)
+    per_layer = np.maximum(per_layer, 0.0)
+    mean_s = np.asarray(shape.num_microbatches) * (screen.work_s(base) - screen.ends_s) / layers
+    others = np.maximum(pps - 1, 1)
+    meeting = np.clip(layers - pipeline_s * others / mean_s, 0.0, layers / pps)
+    without = np.maximum(pipeline_s, np.where(meeting > 0, mean_s * layers / others, pipeline_s))
+    piped = np.minimum(pipeline_s + per_layer * meeting, without)
+    step = np.where(pps == 1, pipeline_s + alone, piped)
+    return np.asarray(step + _optimizer_s(screen) / pps + pricing.tail_s(shape))
+
+
+def _exposed_s(screen: Screen, part: PartCost) -> FloatArray:
+    """Seconds of data-parallel exchange of one part less what hides it; ZeRO-3 unpipelined: of all micro-batches."""
+    runtime, shape = screen.pricing.runtime, screen.shape
+    expert = screen.part(part, "expert_parameters")
+    dense = screen.part(part, "parameters") - expert
+    reduce_s, gather_s = (f(dense, expert, shape) for f in (screen.pricing.reduce_s, screen.pricing.gather_s))
+    forward, backward = screen.part(part, "forward_total_s"), screen.part(part, "backward_total_s")
+    once = (
+        reduce_s
+        - runtime.gradient_overlap_fraction * backward
+        + gather_s
+        - runtime.parameter_overlap_fraction * forward
+    )
+    always = 2 * gather_s + reduce_s - runtime.gradient_overlap_fraction * (forward + backward)
+    each = (np.asarray(shape.zero_stage) == 3) & (np.asarray(shape.pp) == 1)
+    return np.asarray(np.where(each, np.asarray(shape.num_microbatches) * always, once))
+
+
+def _optimizer_s(screen: Screen) -> FloatArray:
+    """Seconds of the optimizer's work on the whole model's shards, one after the other."""
+    pricing, table = screen.pricing, screen.table
+    counted = [(table.layers[kind, "none"], count) for kind, count in pricing.kind_counts.items()] + [(table.head, 1)]
+    total = np.zeros(len(screen.kernel))
+    for part, count in counted:
+        expert = screen.part(part, "expert_parameters")
+        shard = memory.sharded_parameters(screen.part(part, "parameters") - expert, expert, screen.shape)
+        total = total + count * compute.optimizer_s(pricing.cluster.hardware, shard, pricing.runtime)
+    return np.asarray(total)
