@@ -30,7 +30,7 @@ def measure_exchanges(trainer: Trainer) -> tuple[Exchange, ...]:
     for flat in trainer.flat:
         if flat.sharding.group is not None:
             num_bytes = flat.grads.numel() * flat.grads.element_size()
-            is_sum = not flat.grads.is_cuda  # gloo sums where NCCL scatters too
+            is_sum = not flat.grads.is_cuda or not flat.sharding.zero  # gloo sums where NCCL scatters too
             name = f"gradient {'all-reduce' if is_sum else 'reduce-scatter'}"
             seconds = _seconds(trainer, flat.sharding.group, flat.reduce)
             found.append(_exchange(name, flat.sharding.size, num_bytes, seconds, passes=2 if is_sum else 1))

@@ -151,6 +151,7 @@ def real_run(plan: Plan, options: Options, order: Schedule, chunks: Sequence[Chu
         dp=grid.dp,
         ep=grid.ep,
         cp=layout.cp,
+        zero=layout.zero_stage > 0,
         sequence_parallel=layout.sequence_parallel and grid.tp > 1,
         micro_batch_size=layout.micro_batch_size,
         seq_length=plan.training.seq_length // layout.cp,

@@ -23,6 +23,17 @@ class Sharding:
     group: Any = None
     size: int = 1
     rank: int = 0
+    zero: bool = True
+    """Whether optimizer state is sharded over the replicas (ZeRO-1), or each has all of it."""
+
+    @property
+    def num_shards(self) -> int:
+        return self.size if self.zero else 1
+
+    @property
+    def shard(self) -> int:
+        """Which shard this rank holds."""
+        return self.rank if self.zero else 0
 
 
 def collect_gradients(parameter: nn.Parameter) -> None:
@@ -55,8 +66,8 @@ class FlatParameters:
         first = self.parameters[0]
         total = sum(p.numel() for p in self.parameters)
         self.num_counted = sum(p.numel() for p in counted)
-        self.shard_size = -(-total // sharding.size)
-        padded = self.shard_size * sharding.size
+        self.shard_size = -(-total // sharding.num_shards)
+        padded = self.shard_size * sharding.num_shards
         self.grads = torch.zeros(padded, dtype=grad_dtype, device=first.device)
         self.weights = torch.zeros(padded, dtype=first.dtype, device=first.device)
         start = 0
@@ -67,7 +78,7 @@ class FlatParameters:
             cast(Any, parameter).main_grad = self.grads[start:end].view_as(parameter)
             collect_gradients(parameter)
             start = end
-        self.shard = slice(sharding.rank * self.shard_size, (sharding.rank + 1) * self.shard_size)
+        self.shard = slice(sharding.shard * self.shard_size, (sharding.shard + 1) * self.shard_size)
         self.master = nn.Parameter(self.weights[self.shard].to(grad_dtype, copy=True))
         self.optimizer = torch.optim.AdamW([self.master], lr=learning_rate, fused=True, **cast(Any, ADAM))
         self._allocate_moments()
@@ -84,16 +95,18 @@ class FlatParameters:
             state["step"].zero_()
 
     def reduce(self) -> None:
-        """Sum the gradients over the replicas; each rank keeps its shard of the sum."""
+        """Sum the gradients over the replicas; each rank keeps its shard of the sum, or all of it."""
         if self.sharding.group is None:
             return
-        if self.grads.is_cuda:
+        if self.grads.is_cuda and self.sharding.zero:
             dist.reduce_scatter_tensor(self.grads[self.shard], self.grads, group=self.sharding.group)
         else:  # gloo has no reduce-scatter in every torch this runs on
             dist.all_reduce(self.grads, group=self.sharding.group)
 
     def squared_norm(self) -> Tensor:
-        """Sum of squares of this rank's shard, of counted parameters only."""
+        """Sum of squares of this rank's shard, of counted parameters only; without shards the first rank has them."""
+        if not self.sharding.zero and self.sharding.rank:
+            return torch.zeros((), dtype=self.grads.dtype, device=self.grads.device)
         counted = self.grads[self.shard.start : max(self.shard.start, min(self.shard.stop, self.num_counted))]
         norm: Tensor = torch.linalg.vector_norm(counted)  # no temporary as large as the gradients
         return norm.square()
@@ -104,7 +117,7 @@ class FlatParameters:
         self.optimizer.step()
         self.master.grad = None
         self.weights[self.shard].copy_(self.master.detach())
-        if self.sharding.group is not None:
+        if self.sharding.group is not None and self.sharding.zero:
             shard = self.weights[self.shard].clone()
             dist.all_gather_into_tensor(self.weights, shard, group=self.sharding.group)
         self.grads.zero_()

@@ -55,7 +55,9 @@ class Grid:
         return ExpertPeers() if run.ep == 1 else ExpertGroup(run.ep, ranks.index(self.rank), self.mine["ep", ranks])
 
     def _sharding(self, kind: str, ranks: tuple[int, ...]) -> Sharding:
-        return Sharding(self.mine[kind, ranks], len(ranks), ranks.index(self.rank)) if len(ranks) > 1 else Sharding()
+        if len(ranks) == 1:
+            return Sharding()
+        return Sharding(self.mine[kind, ranks], len(ranks), ranks.index(self.rank), self.run.zero)
 
 
 GroupKey = tuple[str, tuple[int, ...]]

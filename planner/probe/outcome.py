@@ -55,6 +55,8 @@ def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced:
     verified, extrapolated = _claims(options)
     if layout.num_gpus_used > grid.pp * grid.dp * grid.tp:
         extrapolated.append(f"{layout.num_gpus_used - grid.pp * grid.dp * grid.tp:,} more ranks")
+    if layout.zero_stage > 1:
+        extrapolated.append(f"ZeRO-{layout.zero_stage} (the probe shards optimizer states only)")
     left_out = [name for name in layout.recompute_modules if name not in RECOMPUTABLE]
     if left_out:
         extrapolated.append(f"recomputation of {', '.join(left_out)}")

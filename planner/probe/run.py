@@ -59,6 +59,8 @@ class ProbeRun(Spec):
     cp: PositiveInt = 1
     """Of a stage alone: its queries see the keys of cp sequence shards, `seq_length` of which are its own."""
     sequence_parallel: bool = False
+    zero: bool = True
+    """Optimizer state is sharded over data-parallel ranks (ZeRO-1)."""
     micro_batch_size: PositiveInt = 1
     seq_length: PositiveInt
     schedule: str

@@ -74,8 +74,8 @@ class StageWorker(Worker):
             around,
             EmulatedWires(run.stages_of(place.pp), make),
             self.device,
-            dense=Sharding(size=run.dp),
-            expert=Sharding(size=run.dp * run.tp // run.ep),
+            dense=Sharding(size=run.dp, zero=run.zero),
+            expert=Sharding(size=run.dp * run.tp // run.ep, zero=run.zero),
             holders=lambda name, stage: (place.pp,),
         )
         return trainer

@@ -46,6 +46,7 @@ RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
     "tp2": (("1f1b", 2, 1, 3), {**TP2, "model": {"qk_norm": True}}),
     "tp2-without-sequence-parallelism": (("1f1b", 2, 1, 3), {"tp": 2, "model": GPT}),
     "dp2-tied": (("1f1b", 2, 1, 3), {"dp": 2, "model": {"tie_word_embeddings": True}}),
+    "dp3-without-zero": (("none", 1, 1, 2), {"dp": 3, "zero": False}),
     "dp2-ep2": (
         ("1f1b", 2, 1, 2),
         {"dp": 2, "ep": 2, "model": {"moe": {**MOE, "shared_expert_intermediate_size": 16}}},
