@@ -1,4 +1,4 @@
-"""What a step takes beside its pipeline: data-parallel exchange that nothing hides, the optimizer, the tail on every rank."""
+"""What a step takes beside its pipeline: exposed data-parallel exchange, the optimizer, the tail on every rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Ends(NamedTuple):
 
 
 def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost]) -> Ends:
-    """Gradients are reduced behind the last micro-batch's backward and parameters gathered behind the first one's forward.
+    """Gradients are reduced behind the last micro-batch's backward, parameters gathered behind the first one's forward.
 
-    The first stage decides, since it starts first and ends last. ZeRO-3 without a pipeline does both for every micro-batch.
+    The first stage decides: it starts first and ends last. ZeRO-3 without a pipeline does both for every micro-batch.
     """
     runtime, shape = pricing.runtime, table.shape
     first = ranks[0]
@@ -44,9 +44,10 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost]) -> En
 def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute) -> FloatArray:
     """A lower bound of the step from one of the pipeline.
 
-    With x > 0 seconds of exchange a layer and n layers on the first rank, the step takes max(pipeline, M·t·(L − n)/(pp − 1)) +
-    x·n at least, since the other ranks hold what the first does not: the least is at the n where both terms of the maximum
-    meet, or at 0. Unpipelined, n = L. The optimizer takes the mean over ranks at least; the tail is the same on all.
+    With x > 0 seconds of exchange a layer and n layers on the first rank, the step takes
+    max(pipeline, M·t·(L − n)/(pp − 1)) + x·n at least, since the other ranks hold what the first does not: the least is
+    at the n where both terms of the maximum meet, or at 0. Unpipelined, n = L. The optimizer takes the mean over ranks
+    at least; the tail is the same on all.
     """
     pricing, shape = screen.pricing, screen.shape
     layers = pricing.model.num_hidden_layers

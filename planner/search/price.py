@@ -85,7 +85,7 @@ def run_pipeline(
 
 
 def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int]) -> bool:
-    """Whether a further micro-batch takes as long as the rank that is busiest with one; until then the pace still slows.
+    """Whether a further micro-batch takes as long as the rank that is busiest with it; until then the pace still slows.
 
     A rank that waits for its transfers is busy with them too: of the two turns a micro-batch (forward to backward and
     back), the first and the last rank exchange something in one.

@@ -20,6 +20,7 @@ from planner.search.nodes import RecomputeChoice
 from planner.search.price import price_layout
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.problems import nearest
 from planner.specs.runtime import RuntimeSpec, load_runtime
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
@@ -55,13 +56,16 @@ def plan(
     best = branch.best
     if best is not None and AUTO in (limits.schedule or ()):
         best = made_to_measure(pricing, best)
+    if best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
+        raise explain.nothing_legal(rejections)
     if best is None:
         raise explain.nothing_fits(pricing, limits, screen, rejections)
     others = (found for found in branch.found.values() if found.key != best.key)
     found = [best, *sorted(others, key=lambda one: one.step_s)[: limits.top]]
     totals = model_totals(model, runtime, training.seq_length)
     layouts = [_priced(pricing, one, totals, exact=one is best) for one in found]
-    report = _report(branch, best, len(screen.kernel), len(fitting.kernel), time.monotonic() - started)
+    step_s, seconds = layouts[0].step.step_s, time.monotonic() - started
+    report = _report(branch, step_s, len(screen.kernel), len(fitting.kernel), seconds)
     return _plan(pricing, totals, layouts, report, rejections.counts, rejections.examples)
 
 
@@ -105,6 +109,10 @@ def pricing_of(
             f"one of {', '.join(hardware.peak_tflops)}",
         )
     headroom = limits.memory_headroom_gib * GIB if limits else 0.0
+    modules = tuple("core_attn" if name.startswith("attention core") else name for name in modules)
+    for name in modules:
+        if name not in MODULES:
+            raise SpecError(f"recompute_modules: unknown {name!r}", f"of {', '.join(MODULES)}{nearest(name, MODULES)}")
     return Pricing(
         model=model,
         training=training,
@@ -113,6 +121,10 @@ def pricing_of(
         selective_modules=modules or selective_modules(model, runtime),
         headroom_bytes=headroom,
     )
+
+
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+"""Parts of a layer that can be recomputed by themselves, as Megatron names them."""
 
 
 def selective_modules(model: ModelSpec, runtime: RuntimeSpec) -> tuple[str, ...]:
@@ -150,9 +162,9 @@ def _priced(pricing: Pricing, found: Found, totals: ModelTotals, exact: bool) ->
     return price_layout(pricing, found.table, found.split, found.schedule, num_gpus, totals, exact, found.order)
 
 
-def _report(branch: Branch, best: Found, num_shapes: int, num_fitting: int, seconds: float) -> SearchReport:
+def _report(branch: Branch, step_s: float, num_shapes: int, num_fitting: int, seconds: float) -> SearchReport:
     """A search is proven when it ended by itself; its gap is how far the replayed best is from the least bound left."""
-    bound = min(branch.lower_bound_s, best.step_s)
+    bound = min(branch.lower_bound_s, step_s)
     return SearchReport(
         num_shapes=num_shapes,
         num_fitting=num_fitting,
@@ -160,7 +172,7 @@ def _report(branch: Branch, best: Found, num_shapes: int, num_fitting: int, seco
         seconds=seconds,
         outcome="proven" if branch.complete else "feasible",
         lower_bound_s=bound,
-        gap=best.step_s / bound - 1,
+        gap=step_s / bound - 1,
     )
 
 
