@@ -16,7 +16,8 @@ from planner.specs.units import gib
 
 def nothing_legal(rejections: Rejections) -> Infeasible:
     """No shape obeys the arithmetic of model, batch and trainer."""
-    reason = max(rejections.counts, key=lambda name: rejections.counts[name], default="")
+    # rules are applied one after the other: the last that refused any left nothing over
+    reason = next(reversed(rejections.counts), "")
     example = rejections.examples.get(reason, "no shape exists")
     return Infeasible(
         f"no legal layout: {example} ({_listed(rejections)})",

@@ -32,8 +32,6 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
     shape = _shape(pricing, wanted)
     _check_arithmetic(pricing, shape)
     schedule = wanted.schedule or ("none" if shape.pp == 1 else "interleaved-1f1b" if shape.vpp > 1 else "1f1b")
-    if shape.vpp > 1 and schedule == "1f1b":
-        schedule = "interleaved-1f1b"
     if shape.pp == 1 and schedule in ("1f1b", "interleaved-1f1b"):
         schedule = "none"
     error = violation(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
@@ -70,6 +68,12 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
         zero = 3 if wanted.fsdp is not None else 1 if 1 in stages else stages[0]
     shard = wanted.dp * wanted.cp
     if wanted.fsdp_shard_size is not None:
+        if shard % min(shard, wanted.fsdp_shard_size):
+            raise SpecError(
+                f"parallelism.fsdp: {wanted.fsdp!r} shards over {wanted.fsdp_shard_size} ranks, which do not divide "
+                f"dp {wanted.dp} · cp {wanted.cp} = {shard}",
+                "use a divisor of dp·cp",
+            )
         shard = min(shard, wanted.fsdp_shard_size)
     etp = wanted.etp if wanted.etp is not None else (1 if pricing.model.moe is not None else wanted.tp)
     sequence_parallel = wanted.tp > 1 if wanted.sequence_parallel is None else wanted.sequence_parallel
