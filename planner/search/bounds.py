@@ -64,9 +64,15 @@ class Screen:
     """Row of the table for each shape."""
 
     def part(self, part: PartCost, quantity: str) -> FloatArray:
-        """A quantity of a part for every shape."""
-        value = np.asarray(getattr(part, quantity), dtype=float)
-        return value[self.kernel] if value.ndim else np.full(len(self.kernel), float(value))
+        """A quantity of a part for every shape; the head of an unpipelined one is beside its embedding."""
+        if part is self.table.head:
+            beside = self.part(self.table.head_beside_embedding, quantity)
+            return np.where(np.asarray(self.shape.pp) == 1, beside, self._column(getattr(part, quantity)))
+        return self._column(getattr(part, quantity))
+
+    def _column(self, value: Number) -> FloatArray:
+        column = np.asarray(value, dtype=float)
+        return column[self.kernel] if column.ndim else np.full(len(self.kernel), float(column))
 
     def static_bytes(self, part: PartCost) -> FloatArray:
         """Weights, gradients and optimizer of a part under each shape's sharding."""
@@ -104,6 +110,16 @@ class Screen:
         layers = [count * self.part(self.table.layers[kind, mode], "total_s") for kind, count in counts.items()]
         return np.asarray(self.ends_s + np.sum(layers, axis=0))
 
+    def trip_s(self, mode: Recompute, splits_backward: bool) -> FloatArray:
+        """Seconds of one micro-batch's way through the model and back; weight gradients may follow where split off."""
+        if not splits_backward:
+            return self.work_s(mode)
+        counts = self.pricing.kind_counts
+        parts = [(self.table.layers[kind, mode], count) for kind, count in counts.items()]
+        parts += [(part, 1) for part in (self.table.embedding, self.table.head, self.table.mtp) if part is not None]
+        later = np.sum([n * self.part(part, "weight_grad_s") for part, n in parts], axis=0)
+        return np.asarray(self.work_s(mode) - later)
+
 
 def screen_of(pricing: Pricing, shape: Shape) -> Screen:
     """Price every distinct kernel of `shape` once."""
@@ -127,7 +143,7 @@ def screen_of_one(pricing: Pricing, table: CostTable) -> Screen:
     return Screen(pricing, arrays, table, np.zeros(1, dtype=np.int64))
 
 
-def coarse_bound_s(screen: Screen) -> FloatArray:
+def coarse_bound_s(screen: Screen, splits_backward: bool = False) -> FloatArray:
     """A lower bound of the step for every shape: max(M · the busiest rank, one micro-batch's round trip).
 
     The busiest rank has at least work / pp, and the longest count of the quickest layer.
@@ -136,7 +152,7 @@ def coarse_bound_s(screen: Screen) -> FloatArray:
     work = screen.work_s("none")
     quickest = np.min([screen.part(screen.table.layers[kind, "none"], "total_s") for kind in model.kinds], axis=0)
     busiest = np.maximum(work / shape.pp, np.ceil(model.num_hidden_layers / shape.pp) * quickest)
-    return np.asarray(np.maximum(shape.num_microbatches * busiest, work))
+    return np.asarray(np.maximum(shape.num_microbatches * busiest, screen.trip_s("none", splits_backward)))
 
 
 def room_layers(screen: Screen, kind: LayerKind, frugal: bool = False) -> FloatArray:
@@ -274,7 +290,8 @@ def schedule_bound_s(screen: Screen, busiest_s: FloatArray, base: Recompute, ord
     few = work + (steps - 1) * _backward_share(screen, base) * busiest_s
     plain = np.where(steps > np.asarray(shape.pp), (steps - 1 - shape.pp) * busiest_s + 2 * work, few)
     plain = np.where(np.asarray(shape.pp) == 1, steps * work, plain)
-    least = np.maximum(np.maximum(steps * busiest_s, work), np.where(orders.only_plain, plain, 0.0))
+    trip = np.where(orders.only_plain | orders.trips, work, screen.trip_s(base, splits_backward=True))
+    least = np.maximum(np.maximum(steps * busiest_s, trip), np.where(orders.only_plain, plain, 0.0))
     return np.where(busiest_s >= NEVER_S, np.inf, least)
 
 

@@ -112,7 +112,8 @@ class Branch:
 
     def run(self, screen: bounds.Screen) -> None:
         """Search all shapes of `screen` (those that can fit)."""
-        coarse = bounds.coarse_bound_s(screen)
+        tried = schedules_tried(self.limits, self.pricing.runtime)
+        coarse = bounds.coarse_bound_s(screen, any(SCHEDULES[name].splits_backward for name in tried))
         order = np.argsort(coarse, kind="stable")
         for start in range(0, len(order), BLOCK):
             block = order[start : start + BLOCK]

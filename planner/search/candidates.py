@@ -231,7 +231,7 @@ def schedule_options(
     """One scalar shape with every schedule and vpp it may run, plain 1F1B first."""
     pp, microbatches = int(shape.pp), int(shape.num_microbatches)
     options: list[tuple[Shape, str]] = []
-    for name in schedules_tried(limits, runtime):
+    for name in schedules_tried(limits, runtime) if pp > 1 else ("none",):
         kind = SCHEDULES[name]
         most = min(kind.max_vpp, (model.num_hidden_layers + 2) // pp)
         for vpp in limits.vpp or range(kind.min_vpp, most + 1):

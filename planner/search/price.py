@@ -26,6 +26,8 @@ from planner.specs.training import Recompute
 STEADY_ROUNDS = (3, 4)
 """Rounds of pp micro-batches after which a pipeline repeats itself: the search replays these and extrapolates; what is
 reported is replayed in full."""
+SETTLED = 1e-3
+"""How much slower than its busiest rank a pipeline may be that repeats itself."""
 
 
 def durations_of(table: CostTable, costs: list[PartCost], pricing: Pricing) -> Durations:
@@ -85,7 +87,7 @@ def run_pipeline(
 
 
 def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int]) -> bool:
-    """Whether a further micro-batch takes as long as the rank that is busiest with it; until then the pace still slows.
+    """Whether a further micro-batch takes as long as the rank that is busiest with it: till then the pace may change.
 
     A rank that waits for its transfers is busy with them too: of the two turns a micro-batch (forward to backward and
     back), the first and the last rank exchange something in one.
@@ -97,7 +99,7 @@ def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int]) 
     if durations.blocking_p2p and len(placement) == len(busy):
         turns = [1 if rank in (0, len(busy) - 1) else 2 for rank in range(len(busy))]
         busy = [t + n * float(durations.p2p_s) for t, n in zip(busy, turns, strict=True)]  # type: ignore[arg-type]
-    return slope_s >= max(busy) * (1 - 1e-9)
+    return max(busy) * (1 - 1e-9) <= slope_s <= max(busy) * (1 + SETTLED)
 
 
 def _pipeline(timeline: Timeline) -> Pipeline:
