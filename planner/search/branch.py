@@ -226,12 +226,13 @@ class Branch:
         Where one number of recomputed layers holds for all stages, none is tried first: mostly it fits, and is fast
         enough for the node's own bound to rule the others out.
         """
+        without = np.inf
         if node.choice.whole == "one_count":
-            self._solve_choice(node, RecomputeChoice(node.choice.base, "none"))
+            without = self._solve_choice(node, RecomputeChoice(node.choice.base, "none"))
             if node.bound_s >= self.cutoff_s(self.limits.gap_fraction):
                 self._leave(node.bound_s)
                 return
-        self._leave(max(node.bound_s, self._solve_choice(node, node.choice)))
+        self._leave(max(node.bound_s, min(without, self._solve_choice(node, node.choice))))
 
     def _solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
         """Solve, replay, keep the split where it is the fastest of its kind; the solver's bound (∞: nothing fits)."""

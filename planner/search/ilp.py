@@ -81,6 +81,8 @@ class Node:
     """How near the optimum is near enough."""
     empty_ends: bool = False
     """The first and the last virtual stage may hold no decoder layer."""
+    each_microbatch: bool = False
+    """Weights are gathered and gradients reduced for every micro-batch (ZeRO-3 without a pipeline)."""
     gradient_overlap_fraction: float = 0.0
     parameter_overlap_fraction: float = 0.0
 
@@ -344,10 +346,15 @@ class _Program:
         """Row 7."""
         node = self.node
         self.gradients, self.parameters, self.optimizer = map(self._variable, ("gradients", "parameters", "optimizer"))
-        hidden = node.gradient_overlap_fraction * self._rank(0, "backward_total_s")
-        self.problem += self.gradients >= self._rank(0, "reduce_s") - hidden, "exposed_gradients"
-        hidden = node.parameter_overlap_fraction * self._rank(0, "forward_total_s")
-        self.problem += self.parameters >= self._rank(0, "gather_s") - hidden, "exposed_parameters"
+        if node.each_microbatch:
+            exchanged = 2 * self._rank(0, "gather_s") + self._rank(0, "reduce_s")
+            exposed = exchanged - node.gradient_overlap_fraction * self._rank(0, "total_s")
+            self.problem += self.gradients >= node.num_microbatches * exposed, "exposed_exchange"
+        else:
+            hidden = node.gradient_overlap_fraction * self._rank(0, "backward_total_s")
+            self.problem += self.gradients >= self._rank(0, "reduce_s") - hidden, "exposed_gradients"
+            hidden = node.parameter_overlap_fraction * self._rank(0, "forward_total_s")
+            self.problem += self.parameters >= self._rank(0, "gather_s") - hidden, "exposed_parameters"
         for rank in range(node.pp):
             self.problem += self.optimizer >= self._rank(rank, "optimizer_s"), f"optimizer_{rank}"
 

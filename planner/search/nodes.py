@@ -71,6 +71,7 @@ def node_of(
         blocking_p2p=not (runtime.interleaved_p2p_overlap if vpp > 1 else runtime.p2p_overlap),
         cutoff_s=cutoff_s,
         empty_ends=runtime.head_only_stage,
+        each_microbatch=int(shape.zero_stage) == 3 and pp == 1,
         gradient_overlap_fraction=runtime.gradient_overlap_fraction,
         parameter_overlap_fraction=runtime.parameter_overlap_fraction,
     )
