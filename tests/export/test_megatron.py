@@ -1,0 +1,283 @@
+"""Megatron-LM gets the arguments that make it do what was planned, or a refusal with the reason."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from planner.export.arguments import argv
+from planner.export.megatron import environment, forbidden_environment, megatron_arguments
+from planner.export.megatron_target import export_megatron
+from planner.export.refusal import Inexpressible
+from planner.plan import Plan
+from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
+from planner.search.split import parse_layout
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_model, model_names
+
+Planned = Callable[..., Plan]
+
+
+def expressible(name: str) -> bool:
+    model: Any = load_model(name)
+    return all(rule.holds(model, None, None) for rule in MEGATRON_MODEL_RULES)  # type: ignore[arg-type]
+
+
+MODELS = [name for name in model_names() if expressible(name)]
+
+
+def layers_built(arguments: dict[str, Any], model: ModelSpec) -> list[list[tuple[int, int]]]:
+    """[first, last) of each chunk of each rank, as Megatron would build them from the arguments."""
+    pp, layout = arguments["--pipeline-model-parallel-size"], arguments.get("--pipeline-model-parallel-layout")
+    if layout is None:
+        vpp = arguments.get("--num-virtual-stages-per-pipeline-rank", 1)
+        each, rest = divmod(model.num_hidden_layers, pp * vpp)
+        assert rest == 0
+        bounds = [(each * j, each * (j + 1)) for j in range(pp * vpp)]
+    else:
+        num_stages = len(parse_stages(layout))
+        bounds = list(parse_layout(layout, model, num_stages).chunks)
+    return [bounds[rank::pp] for rank in range(pp)]
+
+
+def parse_stages(layout: str) -> list[str]:
+    from planner.search.split import _expand
+
+    return _expand(layout).split("|")
+
+
+def some_layout(model: ModelSpec, gpus: int, seed: str) -> dict[str, Any]:
+    """A legal layout of `gpus` ranks, with stages of any sizes."""
+    rng = random.Random(seed)
+    width = model.intermediate_size or (model.moe.moe_intermediate_size if model.moe else 1)
+    tps = [tp for tp in (1, 2, 4, 8) if model.num_attention_heads % tp == 0 and width % tp == 0 and tp <= gpus]
+    tp = rng.choice([tp for tp in tps if model.num_key_value_heads % tp == 0 or tp % model.num_key_value_heads == 0])
+    pp = rng.choice([pp for pp in (1, 2, 4, 8, 16) if tp * pp <= gpus and pp <= model.num_hidden_layers // 2])
+    vpp = rng.choice([1, 2]) if pp > 1 else 1
+    cuts = sorted(rng.randint(0, model.num_hidden_layers) for _ in range(pp * vpp - 1))
+    counts = [b - a for a, b in zip([0, *cuts], [*cuts, model.num_hidden_layers], strict=True)]
+    layout: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp}
+    if rng.random() < 0.7:
+        layout["layers_per_stage"] = tuple(counts)
+    if model.moe is not None and gpus // pp >= 8 and model.moe.num_experts % 8 == 0:
+        layout["ep"] = 8
+    return layout
+
+
+@pytest.mark.parametrize("gpus", [8, 256, 16384])
+@pytest.mark.parametrize("name", MODELS)
+def test_exported_stages_are_the_planned_ones(planned: Planned, name: str, gpus: int) -> None:
+    model = load_model(name)
+    layout = some_layout(model, gpus, f"{name} {gpus}")
+    seq_length = min(2048, model.max_position_embeddings or 2048)
+    plan = planned(name, gpus, seq_length=seq_length, **layout)
+    arguments = megatron_arguments(plan)
+    assert layers_built(arguments, model) == [list(stage.chunks) for stage in plan.stages]
+    sizes = [arguments[f"--{axis}-model-parallel-size"] for axis in ("tensor", "pipeline")]
+    assert sizes == [plan.parallelism.tp, plan.parallelism.pp]
+    batch = arguments["--micro-batch-size"] * plan.parallelism.dp * plan.parallelism.num_microbatches
+    assert arguments["--global-batch-size"] == batch
+
+
+def test_dense_model(planned: Planned) -> None:
+    arguments = megatron_arguments(planned("llama-3.1-405b", 2048, tp=8, pp=16, vpp=4, seq_length=8192))
+    for option, value in {
+        "--num-layers": 126, "--hidden-size": 16384, "--ffn-hidden-size": 53248, "--num-attention-heads": 128,
+        "--kv-channels": 128, "--group-query-attention": True, "--num-query-groups": 8, "--vocab-size": 128256,
+        "--make-vocab-size-divisible-by": 128, "--untie-embeddings-and-output-weights": True, "--swiglu": True,
+        "--normalization": "RMSNorm", "--position-embedding-type": "rope", "--disable-bias-linear": True,
+        "--sequence-parallel": True, "--max-position-embeddings": 8192, "--use-distributed-optimizer": True,
+    }.items():  # fmt: skip
+        assert arguments[option] == value, option
+    assert "--multi-latent-attention" not in arguments
+    assert "--num-experts" not in arguments
+
+
+def test_latent_attention_experts_and_mtp(planned: Planned) -> None:
+    plan = planned("deepseek-v3", 1024, ep=64, pp=16, vpp=2, layout="Et*3|(tt|)*29m|L")
+    arguments = megatron_arguments(plan)
+    for option, value in {
+        "--multi-latent-attention": True, "--q-lora-rank": 1536, "--kv-lora-rank": 512, "--qk-head-dim": 128,
+        "--qk-pos-emb-head-dim": 64, "--v-head-dim": 128, "--qk-layernorm": True, "--num-experts": 256,
+        "--moe-router-topk": 8, "--moe-ffn-hidden-size": 2048, "--moe-shared-expert-intermediate-size": 2048,
+        "--moe-layer-freq": "([0]*3+[1]*58)", "--mtp-num-layers": 1, "--expert-model-parallel-size": 64,
+        "--expert-tensor-parallel-size": 1, "--moe-router-enable-expert-bias": True,
+        "--pipeline-model-parallel-layout": "Et*3|(tt|)*29m|L",
+    }.items():  # fmt: skip
+        assert arguments[option] == value, option
+    assert "--group-query-attention" not in arguments
+
+
+def test_gpt_with_biases_and_learned_positions(planned: Planned) -> None:
+    arguments = megatron_arguments(planned("gpt3-175b", 64, tp=8, pp=8, seq_length=2048))
+    assert arguments["--position-embedding-type"] == "learned_absolute"
+    assert arguments["--max-position-embeddings"] == 2048
+    assert arguments["--normalization"] == "LayerNorm"
+    for absent in ("--disable-bias-linear", "--swiglu", "--rotary-base", "--pipeline-model-parallel-layout"):
+        assert absent not in arguments
+
+
+def test_sliding_windows_and_sinks(planned: Planned) -> None:
+    arguments = megatron_arguments(planned("gpt-oss-20b", 16, ep=8, pp=2))
+    assert arguments["--window-size"] == "(127,0)"  # the query itself is the 128th
+    assert arguments["--window-attn-skip-freq"] == 2
+    assert arguments["--softmax-type"] == "learnable"
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({}, {}),
+        (
+            {"recompute": "selective", "recompute_modules": ("layernorm", "mlp")},
+            {"--recompute-granularity": "selective", "--recompute-modules": ("layernorm", "mlp")},
+        ),
+        (
+            {"recompute": "full"},
+            {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1},
+        ),
+        (
+            {"recompute": "full", "recompute_num_layers": 3},
+            {"--recompute-granularity": "full", "--recompute-method": "block", "--recompute-num-layers": 3},
+        ),
+    ],
+)
+def test_recompute(planned: Planned, layout: dict[str, Any], expected: dict[str, Any]) -> None:
+    arguments = megatron_arguments(planned("llama-3.1-70b", 64, tp=4, pp=4, **layout))
+    assert {key: value for key, value in arguments.items() if "recompute" in key} == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hardware", "expected"),
+    [
+        ("bf16", "h100", {"--bf16"}),
+        ("fp16", "h100", {"--fp16"}),
+        ("fp8", "h100", {"--bf16", "--fp8-format", "--fp8-recipe"}),
+        ("mxfp8", "b200", {"--bf16", "--fp8-format", "--fp8-recipe"}),
+        ("nvfp4", "b200", {"--bf16", "--fp4-format", "--fp4-recipe"}),
+    ],
+)
+def test_precision(planned: Planned, dtype: str, hardware: str, expected: set[str]) -> None:
+    arguments = megatron_arguments(planned("llama-3.1-8b", 16, tp=2, dtype=dtype, hardware=hardware))
+    known = {"--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format", "--fp4-recipe"}
+    assert known & arguments.keys() == expected
+
+
+@pytest.mark.parametrize(
+    ("hardware", "layout", "needed", "forbidden"),
+    [
+        ("h100", {"tp": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ()),
+        ("h100", {"cp": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ()),
+        ("h100", {"pp": 2}, {}, ()),
+        ("b200", {"tp": 2}, {}, ()),
+        ("h100", {"tp": 2, "zero_stage": 3}, {}, ("CUDA_DEVICE_MAX_CONNECTIONS",)),
+    ],
+)
+def test_environment(
+    planned: Planned, hardware: str, layout: dict[str, Any], needed: dict[str, str], forbidden: tuple[str, ...]
+) -> None:
+    plan = planned("llama-3.1-8b", 16, hardware=hardware, **layout)
+    assert environment(plan) == needed
+    assert forbidden_environment(plan) == forbidden
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "present", "absent"),
+    [
+        (0, {"--overlap-grad-reduce"}, {"--use-distributed-optimizer", "--overlap-param-gather"}),
+        (1, {"--use-distributed-optimizer", "--overlap-param-gather"}, {"--use-megatron-fsdp"}),
+        (3, {"--use-megatron-fsdp", "--ckpt-format", "--data-parallel-sharding-strategy"}, set()),
+    ],
+)
+def test_data_parallel(planned: Planned, zero_stage: int, present: set[str], absent: set[str]) -> None:
+    arguments = megatron_arguments(planned("llama-3.1-8b", 16, zero_stage=zero_stage))
+    assert present <= arguments.keys()
+    assert not absent & arguments.keys()
+
+
+def test_a_smaller_shard_group_is_several_optimizer_instances(planned: Planned) -> None:
+    arguments = megatron_arguments(planned("llama-3.1-8b", 64, zero_stage=3, fsdp=16))
+    assert arguments["--num-distributed-optimizer-instances"] == 4
+
+
+@pytest.mark.parametrize(
+    ("features", "layout", "option"),
+    [
+        ({"tp_comm_overlap": True}, {"tp": 2}, "--tp-comm-overlap"),
+        ({"ep_overlap": True}, {"ep": 8, "pp": 2, "vpp": 2}, "--overlap-moe-expert-parallel-comm"),
+        ({"p2p_overlap": False}, {"pp": 4, "vpp": 2}, "--no-overlap-p2p-communication"),
+        ({"cuda_graph": True}, {"tp": 2}, "--cuda-graph-impl"),
+        ({"fp32_grad_accum": False}, {}, "--grad-reduce-in-bf16"),
+        ({"cp_comm_type": "a2a"}, {"cp": 2}, "--cp-comm-type"),
+    ],
+)
+def test_what_was_priced_is_switched_on(
+    planned: Planned, features: dict[str, Any], layout: dict[str, Any], option: str
+) -> None:
+    assert option in megatron_arguments(planned("mixtral-8x7b", 64, features=features, **layout))
+
+
+def refused(plan: Plan) -> list[str]:
+    with pytest.raises(Inexpressible) as caught:
+        megatron_arguments(plan)
+    assert caught.value.exit_code == 2
+    return [reason.name for reason in caught.value.reasons]
+
+
+@pytest.mark.parametrize(
+    ("model", "reasons"),
+    [
+        ("bloom-176b", ["position_embedding", "embedding_norm"]),
+        ("gemma-3-27b", ["post_norms", "activation"]),
+        ("opt-175b", ["activation"]),
+        ("deepseek-v2-lite", ["q_lora_rank"]),
+    ],
+)
+def test_models_it_cannot_say(planned: Planned, model: str, reasons: list[str]) -> None:
+    assert refused(planned(model, 64)) == reasons
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"pp": 4, "vpp": 2, "schedule": "zb-v", "runtime": "torch-eager"}, "schedule"),
+        ({"pp": 4, "schedule": "zb-h1", "runtime": "torch-eager"}, "schedule"),
+        ({"pp": 2, "zero_stage": 3}, "zero_stage"),
+        ({"pp": 2, "vpp": 2, "features": {"p2p_overlap": False}}, "p2p_overlap"),
+        ({"cp": 16, "features": {"cp_comm_type": "a2a"}}, "kv_heads_not_divisible_by_tp_cp"),
+        ({"recompute": "full", "features": {"cuda_graph": True}}, "cuda_graphs"),
+    ],
+)
+def test_layouts_it_cannot_say(planned: Planned, options: dict[str, Any], reason: str) -> None:
+    assert reason in refused(planned("llama-3.1-8b", 64, **options))
+
+
+def test_a_plan_that_recomputes_by_stage_is_refused(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 16, pp=4, recompute="full", recompute_num_layers=3)
+    first = plan.stages[0].model_copy(update={"recompute": {"full": 5, "none": 3}})
+    best = plan.best.model_copy(update={"stages": (first, *plan.stages[1:])})
+    assert refused(plan.model_copy(update={"best": best})) == ["recompute_per_stage"]
+
+
+def test_yaml_holds_the_same_arguments(planned: Planned) -> None:
+    plan = planned("qwen3-30b-a3b", 64, tp=2, pp=4, vpp=3, ep=8, recompute="selective", tokens=1e12)
+    exported = export_megatron(plan)
+    data = yaml.safe_load(exported.files[0].text)
+    assert data["ENV_VARS"] == {"CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    assert exported.command is not None
+    words = []
+    for option, value in data["MODEL_ARGS"].items():
+        words += [option] if value is True else [option, *(map(str, value) if isinstance(value, list) else [value])]
+    assert [_plain(word) for word in words] == [_plain(word) for word in argv(exported.command.arguments)]
+
+
+def _plain(word: Any) -> Any:
+    """Numbers compare by value, whatever their spelling."""
+    try:
+        return float(word)
+    except (TypeError, ValueError):
+        return word

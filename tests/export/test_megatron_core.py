@@ -1,0 +1,138 @@
+"""megatron-core, where it is installed, builds the layers that were planned on every rank and chunk."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from planner.export.arguments import Arguments
+from planner.export.megatron import megatron_arguments
+from planner.plan import Plan
+
+Planned = Callable[..., Plan]
+
+FIELDS = {
+    "--num-layers": "num_layers",
+    "--hidden-size": "hidden_size",
+    "--ffn-hidden-size": "ffn_hidden_size",
+    "--num-attention-heads": "num_attention_heads",
+    "--num-query-groups": "num_query_groups",
+    "--kv-channels": "kv_channels",
+    "--tensor-model-parallel-size": "tensor_model_parallel_size",
+    "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
+    "--context-parallel-size": "context_parallel_size",
+    "--sequence-parallel": "sequence_parallel",
+    "--pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
+    "--num-virtual-stages-per-pipeline-rank": "virtual_pipeline_model_parallel_size",
+    "--num-experts": "num_moe_experts",
+    "--expert-model-parallel-size": "expert_model_parallel_size",
+    "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
+    "--moe-ffn-hidden-size": "moe_ffn_hidden_size",
+    "--moe-router-topk": "moe_router_topk",
+    "--moe-grouped-gemm": "moe_grouped_gemm",
+    "--mtp-num-layers": "mtp_num_layers",
+    "--recompute-granularity": "recompute_granularity",
+    "--recompute-method": "recompute_method",
+    "--recompute-num-layers": "recompute_num_layers",
+    "--bf16": "bf16",
+}
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[Any]:
+    """Its modules of interest; all of it warns that there is no Transformer Engine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = pytest.importorskip(
+            "megatron.core.transformer.transformer_config", reason="megatron-core is not installed"
+        )
+        from megatron.core import parallel_state
+        from megatron.core.transformer import transformer_block, transformer_layer
+
+        yield config, parallel_state, transformer_block, transformer_layer
+
+
+def config_of(arguments: Arguments, megatron: Any) -> Any:
+    """The arguments as Megatron's own configuration, which checks them."""
+    import torch
+
+    values = {FIELDS[option]: value for option, value in arguments.items() if option in FIELDS}
+    layout = values.get("pipeline_model_parallel_layout")
+    if layout is not None:
+        num_stages = len(megatron[0].PipelineParallelLayerLayout(layout, 1).layout[0])
+        vpp = num_stages // int(values["pipeline_model_parallel_size"])
+        values["virtual_pipeline_model_parallel_size"] = vpp if vpp > 1 else None
+    values["add_bias_linear"] = "--disable-bias-linear" not in arguments
+    latent = "--multi-latent-attention" in arguments
+    kind = megatron[0].MLATransformerConfig if latent else megatron[0].TransformerConfig
+    return kind(**values, pipeline_dtype=torch.bfloat16)
+
+
+@contextmanager
+def posing(parallel_state: Any, pp: int, vpp: int | None) -> Iterator[None]:
+    parallel_state.set_pipeline_model_parallel_world_size(pp)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(vpp)
+    try:
+        yield
+    finally:
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+        parallel_state.set_pipeline_model_parallel_rank(None)
+
+
+def layers_built(config: Any, megatron: Any) -> list[list[tuple[int, int]]]:
+    """[first, last) of each chunk of each rank; None chunks hold nothing and begin nowhere."""
+    _, parallel_state, block, layer = megatron
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    ranks = []
+    with posing(parallel_state, pp, vpp):
+        for rank in range(pp):
+            parallel_state.set_pipeline_model_parallel_rank(rank)
+            chunks = []
+            for chunk in range(vpp or 1):
+                stage = chunk if vpp else None
+                number = block.get_num_layers_to_build(config, vp_stage=stage, pp_rank=rank)
+                first = layer.get_transformer_layer_offset(config, vp_stage=stage, pp_rank=rank)
+                chunks.append((first, first + number))
+            ranks.append(chunks)
+    return ranks
+
+
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama-3.1-8b", 8, {}),
+    ("llama-3.1-8b", 64, {"tp": 2, "pp": 4, "vpp": 4}),
+    ("llama-3.1-405b", 16384, {"tp": 8, "pp": 16, "vpp": 4, "cp": 2}),
+    ("llama-3.1-70b", 256, {"tp": 4, "pp": 4, "recompute": "full", "recompute_num_layers": 2}),
+    ("gpt3-175b", 1024, {"tp": 8, "pp": 8, "recompute": "full"}),
+    ("nemotron-4-340b", 2048, {"tp": 8, "pp": 16}),
+    ("qwen3-235b-a22b", 1024, {"tp": 2, "pp": 8, "vpp": 4, "ep": 32}),
+    ("mixtral-8x22b", 64, {"tp": 2, "pp": 4, "ep": 8, "recompute": "selective", "recompute_modules": ("moe_act",)}),
+    ("deepseek-v3", 1024, {"pp": 16, "vpp": 2, "ep": 64, "layout": "Et*3|(tt|)*29m|L"}),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model", "gpus", "layout"), LAYOUTS)
+def test_megatron_builds_the_planned_layers(
+    planned: Planned, megatron: Any, model: str, gpus: int, layout: dict[str, Any]
+) -> None:
+    plan = planned(model, gpus, **layout)
+    config = config_of(megatron_arguments(plan), megatron)
+    assert layers_built(config, megatron) == [list(stage.chunks) for stage in plan.stages]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_any_split_is_built_as_planned(planned: Planned, megatron: Any) -> None:
+    rng = random.Random(1)
+    for _ in range(40):
+        pp, vpp = rng.choice([2, 4, 8]), rng.choice([1, 2, 3])
+        cuts = sorted(rng.randint(0, 80) for _ in range(pp * vpp - 1))
+        counts = tuple(b - a for a, b in zip([0, *cuts], [*cuts, 80], strict=True))
+        plan = planned("llama-3.1-70b", 64, tp=4, pp=pp, vpp=vpp, layers_per_stage=counts)
+        config = config_of(megatron_arguments(plan), megatron)
+        assert layers_built(config, megatron) == [list(stage.chunks) for stage in plan.stages], counts
