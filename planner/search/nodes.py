@@ -15,7 +15,8 @@ from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
 MAX_RUNS_INTERLEAVED = 4
-"""Beyond this many runs (alternating kinds), interleaved chunks are balanced with layers of the mean kind."""
+"""Beyond this many runs (alternating kinds), or where all but the last outgrow the ranks' first chunks, interleaved
+chunks are balanced with layers of the mean kind."""
 
 
 Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
@@ -51,7 +52,9 @@ def node_of(
     folded = ranks[0] == ranks[-1]
     last = sum_parts(part for name, part in held_parts(table, ends, pp * vpp - 1, folded) if name != "embedding")
     runs, layers = model.runs, table.layers
-    if vpp > 1 and len(runs) > MAX_RUNS_INTERLEAVED:
+    # the first chunks of all ranks hold this many layers at least, however few the first one has
+    first_row = (pp - 1) * -(-model.num_hidden_layers // (pp * vpp))
+    if vpp > 1 and (len(runs) > MAX_RUNS_INTERLEAVED or sum(length for _, length in runs[:-1]) > first_row):
         runs, layers = _mean_kind(pricing, table)
     return Node(
         runs=runs,
