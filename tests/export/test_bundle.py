@@ -1,0 +1,117 @@
+"""An export reaches the disk whole, is listed with its hashes, and replaces nothing unasked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from planner.errors import PlannerError, SpecError
+from planner.export import bundle as bundles
+from planner.export.arguments import comment
+from planner.export.bundle import MANIFEST, plan_sha256, write_bundle
+from planner.export.targets import TARGETS, TRAINERS, export
+from planner.plan import Plan
+
+Planned = Callable[..., Plan]
+
+
+def test_manifest_lists_what_is_there(planned: Planned, tmp_path: Path) -> None:
+    plan = planned("llama-3.1-8b", 16, tp=2, pp=2)
+    paths = write_bundle(export(plan, ["megatron"]), tmp_path / "new" / "folder")
+    manifest = json.loads(paths[-1].read_text())
+    assert paths[-1].name == MANIFEST
+    assert manifest["plan_sha256"] == plan_sha256(plan)
+    assert manifest["inputs_sha256"] == plan.inputs_sha256
+    assert manifest["world_size"] == 16
+    assert manifest["written_for"] == ["Megatron-LM core 0.20.0"]
+    assert set(manifest["files"]) == {path.name for path in paths[:-1]}
+    for path in paths[:-1]:
+        assert manifest["files"][path.name] == hashlib.sha256(path.read_bytes()).hexdigest()
+        assert path.stat().st_mode & 0o100 == (0o100 if path.name.startswith("launch") else 0)
+
+
+def test_the_same_plan_gives_the_same_bytes(planned: Planned) -> None:
+    first, second = (planned("llama-3.1-8b", 16, tp=2, pp=2) for _ in range(2))
+    assert export(first, ["megatron"]) == export(second, ["megatron"])
+    assert plan_sha256(first) != plan_sha256(planned("llama-3.1-8b", 16, tp=2, pp=4))
+
+
+def test_existing_files_stay(planned: Planned, tmp_path: Path) -> None:
+    bundle = export(planned("llama-3.1-8b", 16, tp=2), ["megatron"])
+    (tmp_path / "launch.sbatch").write_text("mine")
+    with pytest.raises(SpecError, match=r"already holds launch\.sbatch"):
+        write_bundle(bundle, tmp_path)
+    assert os.listdir(tmp_path) == ["launch.sbatch"]
+    write_bundle(bundle, tmp_path, force=True)
+    assert "mine" not in (tmp_path / "launch.sbatch").read_text()
+
+
+def test_a_dangling_link_is_an_existing_file(planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "launch.sh").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(SpecError, match=r"launch\.sh"):
+        write_bundle(export(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path)
+
+
+def test_a_failure_leaves_no_half_written_file(
+    planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str, force: bool) -> None:
+        if path.name == MANIFEST:
+            raise PlannerError(f"{path}: cannot be written: no space")
+        path.write_text(text)
+
+    monkeypatch.setattr(bundles, "write_text", full)
+    with pytest.raises(PlannerError, match="no space"):
+        write_bundle(export(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path)
+    assert not (tmp_path / MANIFEST).exists(), "a manifest means that all files are there"
+
+
+def test_a_folder_that_cannot_be_made(planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlannerError, match="cannot be made"):
+        write_bundle(export(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path / "file" / "folder")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "trainer"), [("megatron", "megatron"), ("torchtitan", "torchtitan"), ("torch-eager", "torch")]
+)
+def test_a_launcher_alone_starts_the_plan_s_trainer(planned: Planned, runtime: str, trainer: str) -> None:
+    bundle = export(planned("llama-3.1-8b", 16, runtime=runtime, pp=2), ["slurm"])
+    assert bundle.targets == (trainer, "slurm")
+    assert "launch.sbatch" in {file.name for file in bundle.files}
+    assert "launch.sh" not in {file.name for file in bundle.files}
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["megatronn"], "unknown target 'megatronn'"),
+        ([], "unknown target"),
+        (["megatron", "torchtitan"], "two trainers"),
+        (["deepspeed", "slurm"], "nothing to start"),
+    ],
+)
+def test_targets_that_make_no_sense(planned: Planned, targets: list[str], message: str) -> None:
+    plan = planned("llama-3.1-8b", 16, pp=2, runtime="megatron", sequence_parallel=False)
+    with pytest.raises(SpecError, match=message):
+        export(plan, targets)
+
+
+def test_a_runtime_without_a_target_is_named(planned: Planned) -> None:
+    with pytest.raises(SpecError, match="runtime 'nanotron' is no target"):
+        export(planned("llama-3.1-8b", 16, pp=2, runtime="nanotron"), ["slurm"])
+
+
+def test_targets_are_listed_once() -> None:
+    assert len(set(TARGETS)) == len(TARGETS)
+    assert {"megatron", "bridge", "torchtitan", "torch", "deepspeed"} == set(TRAINERS)
+
+
+def test_comments_stay_comments() -> None:
+    text = comment("a\nb\r\x1b[2Jrm -rf\u2028x")
+    assert text == "# a\n# b??[2Jrm -rf?x\n"
