@@ -73,19 +73,20 @@ def compositions(total: int, parts: int) -> tuple[tuple[int, ...], ...]:
 
 def legal_counts(num_layers: int, pp: int, vpp: int, empty_ends: bool) -> Iterator[tuple[int, ...]]:
     """Layers of each virtual stage: any, or where stages interleave equal ones but for the first and the last."""
-    least = 0 if empty_ends else 1
-    if pp == 1:
+    if pp * vpp == 1:
         yield (num_layers,)
-    elif vpp == 1:
-        for counts in compositions(num_layers, pp):
+        return
+    least, inner = 0 if empty_ends else 1, pp * vpp - 2
+    if vpp == 1 or not inner:
+        for counts in compositions(num_layers, pp * vpp):
             if min(counts[0], counts[-1]) >= least and min(counts[1:-1], default=1) >= 1:
                 yield counts
-    else:
-        for chunk in range(1, num_layers + 1):
-            for first in range(least, chunk + 1):
-                last = num_layers - first - chunk * (pp * vpp - 2)
-                if least <= last <= chunk:
-                    yield (first, *[chunk] * (pp * vpp - 2), last)
+        return
+    for chunk in range(1, num_layers + 1):
+        for first in range(least, chunk + 1):
+            last = num_layers - first - chunk * inner
+            if least <= last <= chunk:
+                yield (first, *[chunk] * inner, last)
 
 
 def legal_splits(model: ModelSpec, shape: Shape, choice: RecomputeChoice, empty_ends: bool) -> Iterator[Split]:

@@ -1,0 +1,222 @@
+"""No bound that the search prunes by is above the replay of any legal split, whatever the model, schedule or memory."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from toys import MOE, Problem, legal_splits, toy_cluster, toy_model, toy_problem, toy_training
+
+from planner.physics.cost import CostTable
+from planner.physics.shape import FloatArray
+from planner.schedule.orders import SCHEDULES, placement
+from planner.search import bounds
+from planner.search.branch import Branch
+from planner.search.candidates import Rejections, enumerate_shapes, scalar, schedule_options, schedules_tried
+from planner.search.ends import ends_of
+from planner.search.ilp import solve
+from planner.search.nodes import RecomputeChoice, node_of
+from planner.search.price import build_order, cost_by_rank, durations_of, makespan_s, split_fits
+from planner.search.split import Split, stage_costs
+from planner.specs.model import ModelSpec
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "large vocabulary": {"vocab_size": 160_000},
+    "tied": {"tie_word_embeddings": True, "vocab_size": 64_000},
+    "experts": {"moe": MOE},
+    "prediction": {"num_nextn_predict_layers": 1},
+    "every second slides": {"sliding_window": 256, "sliding_window_pattern": 2},
+    "three of four slide": {"sliding_window": 256, "sliding_window_pattern": 4},
+}
+TORCH = ("1f1b", "interleaved-1f1b", "gpipe", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+SHAPES_PER_PROBLEM = 6
+SPLITS_PER_NODE = 25
+RELATIVE = 1e-6
+
+
+def random_problem(seed: int) -> Problem:
+    rng = random.Random(seed)
+    runtime = rng.choice(["megatron", "torchtitan", "torch-eager"])
+    limits: dict[str, Any] = {"recompute": rng.choice([None, ("none",), ("full",), ("none", "selective")])}
+    name = rng.choice(list(MODELS))
+    if runtime != "megatron" and name != "tied" and rng.random() < 0.6:
+        limits["schedule"] = tuple(rng.sample(TORCH, rng.randint(1, 3)))
+    cluster = toy_cluster(
+        rng.choice([4, 8, 12, 16]),
+        memory_gib=rng.choice([80.0, rng.uniform(1.0, 8.0)]),
+        network_gb_per_s=rng.choice([5.0, 50.0]),
+    )
+    model = toy_model(rng.randint(3, 9), **MODELS[name])
+    return toy_problem(model, cluster, toy_training(rng.choice([8, 16, 48])), runtime, **limits)
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """One node of a problem: a shape, schedule and way to recompute, with the bounds the search has for it."""
+
+    problem: Problem
+    table: CostTable
+    schedule: str
+    choice: RecomputeChoice
+    coarse_s: float
+    refined_s: float
+    node_s: float
+    may_fit: bool
+    """Whether the screen lets the shape through."""
+
+    def splits(self, rng: random.Random) -> list[Split]:
+        """Legal splits, some of them where there are many."""
+        model, shape = self.problem.model, self.table.shape
+        if self.choice.whole == "per_stage" and (model.num_hidden_layers > 5 or int(shape.vpp) > 1):
+            return []
+        every = list(legal_splits(model, shape, self.choice, self.problem.runtime.head_only_stage))
+        return every if len(every) <= SPLITS_PER_NODE else rng.sample(every, SPLITS_PER_NODE)
+
+    def step_s(self, split: Split) -> float:
+        """Every action of the whole step replayed, and what comes beside the pipeline; ∞ where it does not fit."""
+        pricing, table = self.problem.pricing, self.table
+        if not split_fits(pricing, table, split, self.schedule):
+            return math.inf
+        ranks = placement(self.schedule, int(table.shape.pp), int(table.shape.vpp))
+        costs = stage_costs(table, self.problem.model, split, ranks)
+        pipeline = makespan_s(build_order(table, self.schedule), durations_of(table, costs, pricing))
+        return pipeline + sum(ends_of(pricing, table, cost_by_rank(costs, ranks)))
+
+
+def bounded_nodes(problem: Problem, rng: random.Random) -> Iterator[Bounded]:
+    """Some nodes of a problem, with the bounds of all three levels."""
+    model, limits, runtime, pricing = problem.model, problem.limits, problem.runtime, problem.pricing
+    shapes, _ = enumerate_shapes(model, problem.cluster, problem.training, limits, runtime)
+    screen = bounds.screen_of(pricing, shapes)
+    tried = schedules_tried(limits, runtime)
+    coarse = bounds.coarse_bound_s(screen, any(SCHEDULES[name].splits_backward for name in tried))
+    branch = Branch(pricing, limits, problem.choices, math.inf, Rejections())
+    refined: FloatArray = branch._refined_s(screen)
+    fits = bounds.fits(screen, tried)
+    for index in rng.sample(range(len(fits)), min(SHAPES_PER_PROBLEM, len(fits))):
+        options = schedule_options(scalar(shapes, index), model, limits, runtime)
+        if not options:
+            continue
+        opened = list(branch._nodes(options, np.zeros(len(problem.choices))))
+        for shape, schedule in rng.sample(options, min(2, len(options))):
+            table = pricing.table(shape)
+            for row, choice in enumerate(problem.choices):
+                of_node = [
+                    node.bound_s
+                    for node in opened
+                    if (node.schedule, node.choice, node.table.shape.vpp) == (schedule, choice, shape.vpp)
+                ]
+                yield Bounded(
+                    problem,
+                    table,
+                    schedule,
+                    choice,
+                    float(coarse[index]),
+                    float(refined[row, index]),
+                    of_node[0] if of_node else math.inf,
+                    bool(fits[index]),
+                )
+
+
+@pytest.mark.parametrize("first", range(0, 120, 10))
+def test_no_bound_is_above_any_replay(first: int) -> None:
+    replayed = 0
+    for seed in range(first, first + 10):
+        rng = random.Random(10_000 + seed)
+        for one in bounded_nodes(random_problem(seed), rng):
+            for split in one.splits(rng):
+                step_s = one.step_s(split)
+                if math.isinf(step_s):
+                    continue
+                replayed += 1
+                where = seed, one.schedule, one.choice, one.table.shape, split
+                assert one.may_fit, where
+                assert one.coarse_s <= step_s * (1 + RELATIVE), where
+                assert one.refined_s <= step_s * (1 + RELATIVE), where
+                assert one.node_s <= step_s * (1 + RELATIVE), where
+    assert replayed > 100
+
+
+def has_exact_program(one: Bounded) -> bool:
+    """Equal layers, or nothing interleaved: else the program's chunks are of the mean layer."""
+    return int(one.table.shape.vpp) == 1 or len(one.problem.model.kinds) == 1
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_the_program_finds_what_fits_and_is_never_above_it(first: int) -> None:
+    compared = 0
+    for seed in range(first, first + 10):
+        rng = random.Random(20_000 + seed)
+        for one in bounded_nodes(random_problem(seed), rng):
+            best_s = min(map(one.step_s, one.splits(rng)), default=math.inf)
+            if math.isinf(best_s):
+                continue
+            pricing, choice = one.problem.pricing, one.choice
+            tried = [choice, RecomputeChoice(choice.base, "none")] if choice.whole == "one_count" else [choice]
+            answers = [solve(node_of(pricing, one.table, each, one.schedule), 20.0) for each in tried]
+            found = [answer.bound_s for answer in answers if answer is not None]
+            where = seed, one.schedule, choice, one.table.shape
+            assert found, where
+            if has_exact_program(one):
+                assert min(found) <= best_s * (1 + RELATIVE), where
+                compared += 1
+    assert compared > 10
+
+
+def test_what_cannot_fit_is_screened_out() -> None:
+    """The other direction, where it is plain: not even the weights fit."""
+    problem = toy_problem(toy_model(8), toy_cluster(8, memory_gib=0.3))
+    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    screen = bounds.screen_of(problem.pricing, shapes)
+    kind = problem.model.kinds[0]
+    weights = 8 * np.asarray(screen.static_bytes(screen.table.layers[kind, "none"])) / np.asarray(shapes.pp)
+    hopeless = weights > 0.3 * 2**30
+    assert hopeless.any()
+    assert not bounds.fits(screen)[hopeless].any()
+
+
+def model_of_kinds(**changes: Any) -> ModelSpec:
+    return toy_model(6, moe=MOE | {"first_k_dense_replace": 3}, **changes)
+
+
+@pytest.mark.parametrize("memory_gib", [1.5, 3.0, 6.0, 80.0])
+def test_room_shrinks_with_memory_and_headroom(memory_gib: float) -> None:
+    rooms = []
+    for gib, headroom in ((memory_gib, 0.0), (memory_gib, 0.5), (memory_gib + 1.0, 0.0)):
+        problem = toy_problem(model_of_kinds(), toy_cluster(8, memory_gib=gib), memory_headroom_gib=headroom)
+        shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+        screen = bounds.screen_of(problem.pricing, shapes)
+        rooms.append([bounds.room_layers(screen, kind) for kind in problem.model.kinds])
+    plain, tight, larger = rooms
+    for kind in range(len(plain)):
+        assert (tight[kind] <= plain[kind]).all()
+        assert (plain[kind] <= larger[kind]).all()
+    assert any((tight[kind] < larger[kind]).any() for kind in range(len(plain)))
+
+
+def test_a_screen_takes_some_of_its_shapes() -> None:
+    problem = toy_problem(model_of_kinds())
+    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    screen = bounds.screen_of(problem.pricing, shapes)
+    some = np.array([5, 0, 17])
+    np.testing.assert_array_equal(bounds.coarse_bound_s(screen.take(some)), bounds.coarse_bound_s(screen)[some])
+    np.testing.assert_array_equal(bounds.fits(screen.take(some)), bounds.fits(screen)[some])
+
+
+def test_prices_looked_up_by_kernel_are_those_of_the_shape() -> None:
+    problem = toy_problem(model_of_kinds())
+    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    screen = bounds.screen_of(problem.pricing, shapes)
+    for index in range(0, len(screen.kernel), 23):
+        table = problem.pricing.table(scalar(shapes, index))
+        for key, part in screen.table.layers.items():
+            for quantity in ("total_s", "live_bytes", "transient_bytes", "parameters"):
+                assert screen.part(part, quantity)[index] == pytest.approx(float(getattr(table.layers[key], quantity)))
+            assert screen.static_bytes(part)[index] == pytest.approx(float(table.layers[key].static_bytes))
+        assert screen.p2p_s[index] == pytest.approx(float(table.p2p_s))
