@@ -21,7 +21,7 @@ SCHEMA_VERSION: Final = 1
 
 Interval = tuple[float, float]
 Evidence = Literal["spec_sheet", "calibrated", "probed"]
-"""Where the seconds come from: data sheets, measurements of this kind of GPU, or a probe of this very plan."""
+"""Where the seconds come from: data sheets, measurements of this kind of GPU, or those corrected by a probe."""
 
 
 class Layout(Spec):

@@ -26,7 +26,7 @@ _LEAST_SHARE = 0.0005
 _EVIDENCE = {
     "spec_sheet": "spec sheet: peaks and typical efficiencies, nothing measured on this kind of GPU",
     "calibrated": "calibrated on measurements of this kind of GPU",
-    "probed": "probed: this very plan was run and measured",
+    "probed": "probed: corrected by a real run on this kind of GPU",
 }
 _BREAKDOWN = {
     "compute_s": "compute",

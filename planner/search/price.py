@@ -225,8 +225,9 @@ def price_layout(
 
 
 def evidence_of(pricing: Pricing) -> Evidence:
-    """`calibrated` where this GPU or its silicon family was measured, else `spec_sheet`."""
-    return "spec_sheet" if pricing.cluster.hardware.efficiency.evidence == "spec_sheet" else "calibrated"
+    """`probed` where a probe corrected the profile, `calibrated` where the GPU or its silicon family was measured."""
+    found: dict[str, Evidence] = {"spec_sheet": "spec_sheet", "probed": "probed"}
+    return found.get(pricing.cluster.hardware.efficiency.evidence, "calibrated")
 
 
 def _layout(pricing: Pricing, table: CostTable, split: Split, schedule: str, num_gpus: int) -> Layout:

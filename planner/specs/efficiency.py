@@ -63,8 +63,8 @@ class AttentionEfficiency(Spec):
 class Efficiency(Spec):
     """Achieved shares of the data sheet, the floor of small kernels, and the correction that whole steps ask for."""
 
-    evidence: Literal["measured", "family", "spec_sheet"] = "spec_sheet"
-    """Measured on this GPU, on another of its silicon generation, or on neither."""
+    evidence: Literal["probed", "measured", "family", "spec_sheet"] = "spec_sheet"
+    """Corrected by a probe of a plan, measured on this GPU, on another of its silicon generation, or on neither."""
     source: str = ""
     gemm: GemmEfficiency = GemmEfficiency()
     flash: AttentionEfficiency = AttentionEfficiency(
