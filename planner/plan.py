@@ -142,6 +142,8 @@ class PricedLayout(Spec):
     warnings: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
     """Of a schedule made to measure (`auto`): each rank's actions in order, as torch spells them."""
+    rank_factors: tuple[float, ...] = ()
+    """Measured: how many times as long each pipeline rank takes as the profile says; empty: all take as long."""
     trade: str = ""
     """Of an alternative: what it trades against the best plan."""
 

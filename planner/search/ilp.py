@@ -41,6 +41,8 @@ from planner.specs.training import Recompute
 from planner.specs.units import GIB
 
 _WAYS = ("forward_total_s", "backward_total_s")
+_SLOWED = frozenset({*_WAYS, "total_s", "optimizer_s"})
+"""What takes a slow rank longer."""
 FULL: Recompute = "full"
 
 Expression = Any
@@ -85,6 +87,8 @@ class Node:
     """Weights are gathered and gradients reduced for every micro-batch (ZeRO-3 without a pipeline)."""
     gradient_overlap_fraction: float = 0.0
     parameter_overlap_fraction: float = 0.0
+    rank_factors: Sequence[float] = ()
+    """How many times the costs' seconds each rank takes; empty: all take as long as the costs say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +223,12 @@ class _Program:
 
     def _layers(self, rank: int, quantity: str) -> Expression:
         """A linear quantity of the layers on a rank, under their modes."""
-        node, terms = self.node, pulp.LpAffineExpression()
+        node, terms, slowness = self.node, pulp.LpAffineExpression(), self._slowness(rank, quantity)
         for kind, count in self.layers[rank].items():
-            plain = float(getattr(node.layers[kind, node.base], quantity))
+            plain = slowness * float(getattr(node.layers[kind, node.base], quantity))
             terms = terms + plain * count
             if node.whole != "none":
-                whole = float(getattr(node.layers[kind, "full"], quantity))
+                whole = slowness * float(getattr(node.layers[kind, "full"], quantity))
                 terms = terms + (whole - plain) * self.whole[rank][kind]
         return terms
 
@@ -234,10 +238,14 @@ class _Program:
         embedding = rank == 0 and last_row is not True
         head = rank == node.placement[-1] and last_row is not False
         held = [part for part, here in ((node.embedding, embedding), (node.head, head)) if here]
-        return sum(float(getattr(part, quantity)) for part in held)
+        return self._slowness(rank, quantity) * sum(float(getattr(part, quantity)) for part in held)
 
     def _rank(self, rank: int, quantity: str) -> Expression:
         return self._layers(rank, quantity) + self._held(rank, quantity)
+
+    def _slowness(self, rank: int, quantity: str) -> float:
+        factors = self.node.rank_factors
+        return factors[rank] if factors and quantity in _SLOWED else 1.0
 
     def _add_time(self) -> None:
         """Row 5."""
@@ -253,9 +261,9 @@ class _Program:
         """Trip to the rank + M·t + trip back; no way back where weight gradients may follow the last input gradient."""
         node = self.node
         ways = _WAYS[:1] if node.bound == "split_backward" else _WAYS
-        quickest = sum(min(self._per_layer(way)) for way in ways)
         before: Expression = 0
         for rank in range(node.pp):
+            quickest = sum(min(self._per_layer(rank, way)) for way in ways)
             busy = node.num_microbatches * self._rank(rank, "total_s")
             self.problem += self.makespan >= busy + before + len(ways) * rank * node.p2p_s, f"time_{rank}"
             held = sum(self._held(rank, way, last_row=False) for way in ways)
@@ -294,13 +302,12 @@ class _Program:
         node, pp = self.node, self.node.pp
         hop, chunks = node.p2p_s, node.num_microbatches * node.vpp
         total = {way: self._named(f"all_{way}", pulp.lpSum(self._rank(r, way) for r in range(pp))) for way in _WAYS}
-        quick = {way: min(self._per_layer(way)) for way in _WAYS}
         before: dict[str, Expression] = dict.fromkeys(_WAYS, 0)
         # of the last row, the stages behind the rank in question
         behind: dict[str, list[Expression]] = {way: [0] * (pp + 1) for way in _WAYS}
         for rank in reversed(range(pp)):
             for way in _WAYS:
-                held = self.last_row[rank] * quick[way] + self._held(rank, way, last_row=True)
+                held = self.last_row[rank] * min(self._per_layer(rank, way)) + self._held(rank, way, last_row=True)
                 behind[way][rank] = self._named(f"behind_{rank}_{way}", behind[way][rank + 1] + held)
         for rank in range(pp):
             busy = (
@@ -313,21 +320,21 @@ class _Program:
             hops = (pp * node.vpp - 1 - rank + pp - 1 - rank) * hop
             waits: list[Expression] = [0]
             for way, back in zip(_WAYS, reversed(_WAYS), strict=True):
-                slowest = self.chunk * max(self._per_layer(way)) + self._held(rank, way)
+                slowest = self.chunk * max(self._per_layer(rank, way)) + self._held(rank, way)
                 waits.append(total[way] - before[way] + behind[back][rank + 1] + hops - k * slowest)
             if chunks > k:
                 waits.append(waits[1] + waits[2])
             for number, wait in enumerate(waits):
                 self.problem += self.makespan >= busy + wait, f"time_{rank}_{number}"
             for way in _WAYS:
-                held = self.first_row[rank] * quick[way] + self._held(rank, way, last_row=False)
+                held = self.first_row[rank] * min(self._per_layer(rank, way)) + self._held(rank, way, last_row=False)
                 before[way] = self._named(f"before_{rank}_{way}", before[way] + held)
 
-    def _per_layer(self, quantity: str) -> list[float]:
+    def _per_layer(self, rank: int, quantity: str) -> list[float]:
         """A quantity of each kind of layer in the modes it may be in; recomputation counts for the slower ones only."""
-        node = self.node
+        node, slowness = self.node, self._slowness(rank, quantity)
         modes = {"none": (node.base,), "all": (FULL,)}.get(node.whole, (node.base, FULL))
-        return [float(getattr(node.layers[kind, mode], quantity)) for kind in self.kinds for mode in modes]
+        return [slowness * float(getattr(node.layers[kind, mode], quantity)) for kind in self.kinds for mode in modes]
 
     def _add_memory(self) -> None:
         """Row 6; the transient is the larger of a layer's backward and the loss."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -43,6 +44,7 @@ def node_of(
     schedule: str,
     usable_fraction: float = 1.0,
     cutoff_s: float = math.inf,
+    rank_factors: Sequence[float] = (),
 ) -> Node:
     """The integer program's numbers for one shape."""
     shape, runtime, model = table.shape, pricing.runtime, pricing.model
@@ -77,6 +79,7 @@ def node_of(
         each_microbatch=int(shape.zero_stage) == 3 and pp == 1,
         gradient_overlap_fraction=runtime.gradient_overlap_fraction,
         parameter_overlap_fraction=runtime.parameter_overlap_fraction,
+        rank_factors=rank_factors,
     )
 
 

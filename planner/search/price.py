@@ -112,10 +112,12 @@ def _pipeline(timeline: Timeline) -> Pipeline:
     )
 
 
-def step_s(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> float:
+def step_s(
+    pricing: Pricing, table: CostTable, split: Split, schedule: str, rank_factors: Sequence[float] = ()
+) -> float:
     """Seconds of one step: what the search compares, without the report around it."""
     ranks_of = _placement(table, schedule)
-    costs = stage_costs(table, pricing.model, split, ranks_of)
+    costs = stage_costs(table, pricing.model, split, ranks_of, rank_factors)
     shape, durations = table.shape, durations_of(table, costs, pricing)
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     # beyond a few rounds every further micro-batch adds the same: two short replays give the slope
@@ -200,10 +202,11 @@ def price_layout(
     totals: ModelTotals | None = None,
     exact: bool = True,
     order: Schedule | None = None,
+    rank_factors: Sequence[float] = (),
 ) -> PricedLayout:
     """Everything a plan says about one layout; `order` replaces the named schedule's action lists."""
     ranks_of = _placement(table, schedule)
-    costs = stage_costs(table, pricing.model, split, ranks_of)
+    costs = stage_costs(table, pricing.model, split, ranks_of, rank_factors)
     ranks, shape = cost_by_rank(costs, ranks_of), table.shape
     pipeline = run_pipeline(table, durations_of(table, costs, pricing), schedule, exact, order)
     peaks = peak_activation_bytes(order or _few_rounds(table, schedule), [float(cost.live_bytes) for cost in costs])
@@ -219,6 +222,7 @@ def price_layout(
         fits=all(stage.memory.total_bytes <= capacity for stage in stages),
         parallelism=_layout(pricing, table, split, schedule if order is None else order.name, num_gpus),
         actions=() if order is None else tuple(" ".join(map(str, actions)) for actions in order.ranks),
+        rank_factors=tuple(rank_factors),
         stages=stages,
         step=_step(pricing, pipeline, ranks, ends, totals, num_gpus, float(shape.num_ranks)),
     )

@@ -51,7 +51,7 @@ def reprice(plan: Plan, layout: PricedLayout) -> Repriced:
     order = order_of(layout)
     split = _split(plan, layout, order)
     table = pricing.table(shape)
-    costs = stage_costs(table, plan.model.spec, split, order.stage_to_rank)
+    costs = stage_costs(table, plan.model.spec, split, order.stage_to_rank, layout.rank_factors)
     return Repriced(pricing, table, split, order, tuple(costs), durations_of(table, costs, pricing))
 
 

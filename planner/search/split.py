@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from planner.errors import SpecError
@@ -16,6 +16,10 @@ Modes = dict[tuple[LayerKind, Recompute], int]
 """Layers per kind and recompute mode."""
 
 FULL: Recompute = "full"
+
+_OWN_SECONDS = tuple(
+    f.name for f in fields(PartCost) if f.name.endswith("_s") and f.name not in ("reduce_s", "gather_s")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,13 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(least + (1 if start <= stage < start + more else 0) for stage in range(num_stages))
 
 
-def stage_costs(table: CostTable, model: ModelSpec, split: Split, placement: Sequence[int]) -> list[PartCost]:
-    """The cost of each virtual stage: its layers, and the embedding, head and MTP blocks it holds."""
+def stage_costs(
+    table: CostTable, model: ModelSpec, split: Split, placement: Sequence[int], rank_factors: Sequence[float] = ()
+) -> list[PartCost]:
+    """The cost of each virtual stage: its layers, and the embedding, head and MTP blocks it holds.
+
+    `rank_factors`: how many times as long each rank takes; empty: all take as long as the table says.
+    """
     folded = placement[0] == placement[-1]
     known: dict[tuple[tuple[tuple[LayerKind, Recompute], int], ...], PartCost] = {}
     costs = []
@@ -73,7 +82,14 @@ def stage_costs(table: CostTable, model: ModelSpec, split: Split, placement: Seq
             known[key] = sum_parts(table.layers[mode].times(count) for mode, count in key)
         held = [part for _, part in held_parts(table, split, stage, folded)]
         costs.append(sum(held, known[key]))
-    return costs
+    if not rank_factors:
+        return costs
+    return [slowed(cost, rank_factors[rank]) for cost, rank in zip(costs, placement, strict=True)]
+
+
+def slowed(cost: PartCost, factor: float) -> PartCost:
+    """The same work on a rank that takes `factor` times as long; exchanges over data-parallel ranks are not its own."""
+    return replace(cost, **{name: factor * getattr(cost, name) for name in _OWN_SECONDS})
 
 
 def held_parts(table: CostTable, split: Split, stage: int, folded: bool) -> list[tuple[str, PartCost]]:
