@@ -1,0 +1,75 @@
+"""Megatron-Bridge overrides say what the Megatron-LM arguments say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from planner.export.bridge import _DERIVED, _SAME, _SWITCHED_OFF, bridge_overrides, export_bridge
+from planner.export.refusal import Inexpressible
+from planner.plan import Plan
+
+Planned = Callable[..., Plan]
+
+
+def test_every_option_has_one_translation() -> None:
+    tables = [set(_SAME), set(_SWITCHED_OFF), set(_DERIVED)]
+    assert sum(map(len, tables)) == len(set().union(*tables))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama-3.1-405b", {"tp": 8, "pp": 16, "vpp": 4, "layers_per_stage": (1, *[2] * 62, 1)}),
+        ("qwen3-235b-a22b", {"tp": 2, "pp": 8, "ep": 32, "recompute": "selective"}),
+        ("nemotron-4-340b", {"tp": 8, "pp": 8, "recompute": "full"}),
+        ("gpt-oss-20b", {"pp": 4, "ep": 8}),
+        ("mixtral-8x7b", {"tp": 4, "ep": 4, "etp": 2, "cp": 2, "dtype": "fp8"}),
+        ("qwen2.5-72b", {"tp": 8, "pp": 4, "features": {"p2p_overlap": False, "tp_comm_overlap": True}, "vpp": 5}),
+        ("llama-3.1-8b", {"zero_stage": 3}),
+        ("deepseek-v3", {"pp": 16, "vpp": 2, "ep": 32, "layout": "Et*3|(tt|)*29m|L"}),
+    ],
+)
+def test_all_arguments_are_translated(planned: Planned, model: str, layout: dict[str, Any]) -> None:
+    plan = planned(model, 2048, **layout)
+    overrides = bridge_overrides(plan)  # an option without a translation is an assertion
+    at = plan.parallelism
+    assert overrides["model.tensor_model_parallel_size"] == at.tp
+    assert overrides["model.pipeline_model_parallel_size"] == at.pp
+    assert overrides["model.virtual_pipeline_model_parallel_size"] == (at.vpp if at.vpp > 1 else None)
+    assert overrides["model.num_layers"] == plan.model.spec.num_hidden_layers
+    assert overrides["model.seq_length"] == overrides["dataset.seq_length"] == plan.training.seq_length
+    assert overrides["train.global_batch_size"] == plan.training.global_batch_size
+
+
+def test_words_are_hydra_s(planned: Planned) -> None:
+    plan = planned("llama-3.1-405b", 2048, tp=8, pp=16, vpp=4, layers_per_stage=(1, *[2] * 62, 1))
+    exported = export_bridge(plan)
+    data = json.loads(exported.files[0].text)
+    assert 'model.pipeline_model_parallel_layout="Et|(tt|)*62tL"' in data["overrides"]
+    assert "model.sequence_parallel=true" in data["overrides"]
+    assert exported.command is not None
+    assert list(exported.command.words) == data["overrides"]
+    assert data["world_size"] == 2048
+
+
+def test_latent_attention_starts_from_a_recipe_that_has_it(planned: Planned) -> None:
+    overrides = bridge_overrides(planned("kimi-k2", 1024, pp=16, ep=32))
+    assert overrides["model.multi_latent_attention"] is True
+    assert overrides["model.mtp_num_layers"] is None, "the recipe's own model predicts a second token"
+    assert overrides["model.moe_layer_freq"] == [0, *[1] * 60]
+    assert overrides["optimizer.use_precision_aware_optimizer"] is False
+
+
+def test_a_position_table_is_as_long_as_the_sequences(planned: Planned) -> None:
+    with pytest.raises(Inexpressible, match="1024 rows, the model's 2048"):
+        bridge_overrides(planned("gpt3-175b", 64, tp=8, pp=8, seq_length=1024))
+    assert bridge_overrides(planned("gpt3-175b", 64, tp=8, pp=8, seq_length=2048))["model.seq_length"] == 2048
+
+
+def test_what_megatron_refuses_is_refused(planned: Planned) -> None:
+    with pytest.raises(Inexpressible, match="ALiBi"):
+        bridge_overrides(planned("bloom-176b", 64, tp=8, pp=8))
