@@ -1,0 +1,174 @@
+"""The exported file is the run that was planned; torchrun starts our runner with it, and it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.errors import SpecError
+from planner.export.bundle import write_bundle
+from planner.export.refusal import Inexpressible
+from planner.export.targets import export
+from planner.export.torch_plan import ORDER_FILE, PIPELINING_FILE, PLAN_FILE, export_torch
+from planner.plan import Plan
+from planner.specs.model import ModelSpec
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+Planned = Callable[..., Plan]
+
+SMALL = ModelSpec.model_validate(
+    {
+        "name": "small", "num_hidden_layers": 6, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 128, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 2,
+    }
+)  # fmt: skip
+
+
+def eager(planned: Planned, model: str | ModelSpec = "llama-3.1-8b", gpus: int = 16, **options: Any) -> Plan:
+    return planned(model, gpus, runtime="torch-eager", **options)
+
+
+def written(plan: Plan, folder: Path) -> Path:
+    write_bundle(export(plan, ["torch"]), folder)
+    return folder / PLAN_FILE
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "options"),
+    [
+        ("llama-3.1-8b", 8, {"tp": 2, "pp": 4}),
+        ("llama-3.1-8b", 64, {"pp": 4, "vpp": 2, "layers_per_stage": (1, 5, 4, 4, 4, 5, 5, 4)}),
+        ("llama-3.1-405b", 16384, {"tp": 8, "pp": 16}),
+        ("llama-3.1-70b", 64, {"tp": 4, "pp": 8, "recompute": "full", "recompute_num_layers": 3}),
+        ("mixtral-8x7b", 64, {"tp": 2, "pp": 4, "ep": 8, "recompute": "selective", "recompute_modules": ("moe",)}),
+        ("llama-3.1-8b", 16, {"pp": 4, "vpp": 2, "schedule": "zb-v"}),
+        ("llama-3.1-8b", 16, {"pp": 4, "schedule": "zb-h1"}),
+        ("llama-3.2-1b", 8, {}),
+    ],
+)
+def test_the_file_is_the_planned_run(
+    planned: Planned, tmp_path: Path, model: str, gpus: int, options: dict[str, Any]
+) -> None:
+    from planner.probe.exported import read_run
+
+    plan = eager(planned, model, gpus, **options)
+    run, layout = read_run(written(plan, tmp_path)), plan.parallelism
+    assert run.world_size == gpus
+    assert (run.pp, run.tp, run.dp, run.ep) == (layout.pp, layout.tp, layout.dp, layout.ep)
+    assert run.num_microbatches == layout.num_microbatches
+    held: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(layout.pp)}
+    recomputed = dict.fromkeys(range(layout.pp), 0)
+    for stage, chunk in enumerate(run.chunks):
+        held[run.stage_to_rank[stage]].append((chunk.first_layer, chunk.last_layer))
+        recomputed[run.stage_to_rank[stage]] += chunk.num_recomputed
+    assert held == {stage.stage: list(stage.chunks) for stage in plan.stages}
+    assert recomputed == {stage.stage: stage.recompute.get("full", 0) for stage in plan.stages}
+    assert run.chunks[0].embedding
+    assert run.chunks[-1].head
+    counts = [len(actions) for actions in run.ranks]
+    assert min(counts) >= 2 * layout.vpp * layout.num_microbatches
+    assert run.model.num_hidden_layers == plan.model.spec.num_hidden_layers
+
+
+def test_overlapped_pairs_are_two_actions() -> None:
+    from planner.probe.exported import read_actions
+
+    assert read_actions("0F0,,(0F1;1B0)OVERLAP_F_B\n") == (("0F0", "0F1", "1B0"),)
+
+
+def test_what_torch_s_pipelining_needs(planned: Planned, tmp_path: Path) -> None:
+    plan = eager(planned, pp=4, vpp=2, layers_per_stage=(1, 5, 4, 4, 4, 5, 5, 4))
+    written(plan, tmp_path)
+    assert json.loads((tmp_path / PIPELINING_FILE).read_text()) == {
+        "schedule": "Interleaved1F1B",
+        "pp": 4,
+        "n_microbatches": 16,
+        "stage_layers": [1, 5, 4, 4, 4, 5, 5, 4],
+        "stage_to_rank": [0, 1, 2, 3, 0, 1, 2, 3],
+        "csv": ORDER_FILE,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"pp": 4, "schedule": "pipedream-2bw"}, "schedule"),
+        ({"cp": 2}, "cp"),
+        ({"zero_stage": 3}, "zero_stage"),
+        ({"pp": 2, "layers_per_stage": (16, 16), "dtype": "fp8"}, "dtype"),
+        ({"model": "mixtral-8x7b", "tp": 2, "etp": 2}, "etp"),
+        ({"tp": 16, "runtime": "megatron"}, "kv_heads_not_divisible_by_tp"),
+    ],
+)
+def test_refusals(planned: Planned, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Inexpressible) as caught:
+        export_torch(planned(**{"model": "llama-3.1-8b", "gpus": 16, "runtime": "torch-eager", **options}))
+    assert reason in [found.name for found in caught.value.reasons]
+
+
+def test_a_stage_with_nothing_in_it_is_refused(planned: Planned) -> None:
+    with pytest.raises(Inexpressible, match="empty_stage"):
+        export_torch(eager(planned, pp=4, layers_per_stage=(16, 0, 8, 8)))
+
+
+def test_a_missing_schedule_is_named(planned: Planned, tmp_path: Path) -> None:
+    from planner.probe.exported import read_run
+
+    path = written(eager(planned, pp=4), tmp_path)
+    (tmp_path / ORDER_FILE).unlink()
+    with pytest.raises(SpecError, match=r"schedule\.csv: No such file"):
+        read_run(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [({"pp": 2, "vpp": 2}, "interleaved"), ({"tp": 2, "ep": 2}, "one stage")],
+)
+def test_torchrun_trains_it(planned: Planned, tmp_path: Path, options: dict[str, Any], order: str) -> None:
+    """Two processes on the CPU, started by the exported launch.sh itself."""
+    plan = eager(planned, SMALL, 2, seq_length=32, num_microbatches=4, **options)
+    written(plan, tmp_path)
+    root = str(Path(__file__).parents[2])
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": root,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_PORT": str(20_000 + os.getpid() % 10_000 + len(order)),
+    }
+    done = subprocess.run(
+        ["bash", str(tmp_path / "launch.sh"), "--device", "cpu", "--steps", "1"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert len(answer["step_s"]) == 1
+    assert 4 < answer["loss"][0] < 6, "ln 128 = 4.9"
+    measured = {int(stage): parameters for stage, parameters in answer["num_parameters"].items()}
+    assert measured == {stage.stage: stage.num_parameters for stage in plan.stages}
+
+
+def test_the_wrong_number_of_ranks_is_refused(planned: Planned, tmp_path: Path) -> None:
+    path = written(eager(planned, SMALL, 2, seq_length=32, pp=2), tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "planner.probe.worker", "--config", str(path), "--device", "cpu"],
+        cwd=Path(__file__).parents[2],
+        env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "SLURM_NTASKS")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "error: 1 ranks were started, the plan has 2" in done.stderr
