@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from planner.errors import SolverError
 from planner.physics.cost import CostTable, Pricing
 from planner.physics.shape import FloatArray, Shape
 from planner.schedule.actions import Schedule
@@ -182,9 +183,9 @@ class Branch:
         """Open a shape into its nodes and solve those that can still win, the most promising first."""
         options = schedule_options(shape, self.pricing.model, self.limits, self.pricing.runtime)
         if not options:
-            self.rejections.add(
-                "no_schedule", 1, f"no schedule runs pp {shape.pp} with {shape.num_microbatches} micro-batches"
-            )
+            chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
+            where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
+            self.rejections.add("no_schedule", 1, f"no schedule runs {where}")
             return
         nodes = sorted(self._nodes(options, bounds_s), key=lambda node: node.guess_s)
         for node in nodes:
@@ -243,7 +244,14 @@ class Branch:
             if self.slack is not None:
                 problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
             self.num_ilps += 1
-            solution = solve(problem, self.deadline_s - time.monotonic())
+            try:
+                solution = solve(problem, self.deadline_s - time.monotonic())
+            except SolverError:
+                if not self.found:
+                    raise
+                # time is up; what was found stands, unproven
+                self.complete = False
+                return 0.0
             if solution is None:
                 bound = min(bound, cutoff)
                 break

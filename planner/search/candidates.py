@@ -75,7 +75,7 @@ def enumerate_shapes(
     legal = dp > 0
     _reject(grid, ~legal, rejections, cluster, training)
     shape = _shape(grid, np.maximum(dp, 1), training)
-    own = _own_rules(model, cluster, limits)
+    own = _own_rules(cluster, limits, runtime)
     for rule in (*own, *rules_for(runtime)):
         holds = np.broadcast_to(np.asarray(rule.holds(model, training, shape)), legal.shape)
         broken = legal & ~holds
@@ -208,7 +208,7 @@ def _shape(grid: Grid, dp: IntArray, training: TrainingSpec) -> Shape:
     )
 
 
-def _own_rules(model: ModelSpec, cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
+def _own_rules(cluster: ClusterSpec, limits: SearchLimits, runtime: RuntimeSpec) -> tuple[Rule, ...]:
     """Rules that hold for every trainer."""
     domain = cluster.tiers[0].num_gpus or cluster.num_gpus
     return (
@@ -221,6 +221,11 @@ def _own_rules(model: ModelSpec, cluster: ClusterSpec, limits: SearchLimits) -> 
             "tp_across_nvlink_domains",
             lambda m, t, s: (s.tp <= domain) | limits.tp_across_nodes,
             lambda m, t, s: f"tp {s.tp} leaves the NVLink domain of {domain} GPUs (allow it with --tp-across-nodes)",
+        ),
+        Rule(
+            "zero_stage_not_expressible",
+            lambda m, t, s: np.isin(s.zero_stage, runtime.zero_stages),
+            lambda m, t, s: f"zero_stage {s.zero_stage}: {runtime.name} has {', '.join(map(str, runtime.zero_stages))}",
         ),
     )
 
