@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from planner.export.bundle import Bundle
-    from planner.plan import Plan
 
 _log = logging.getLogger(__name__)
 _TARGET, _OUTPUT = "Target", "Output"
@@ -73,13 +72,13 @@ def export_command(
     from pathlib import Path
 
     from planner.cli.output import dumps
-    from planner.cli.plan_file import read_plan
+    from planner.cli.plan_file import read_plan, with_alternative
     from planner.export.arguments import slug
     from planner.export.bundle import write_bundle
     from planner.export.launch import IMAGE
     from planner.export.targets import export
 
-    chosen = _chosen(read_plan(plan), alternative)
+    chosen = with_alternative(read_plan(plan), alternative)
     bundle = export(chosen, [name.strip() for name in to.split(",")], image or IMAGE)
     for note in bundle.notes:
         _log.info("%s", note)
@@ -89,18 +88,6 @@ def export_command(
     folder = Path(output or f"{slug(chosen.model.name)}-{bundle.targets[0]}")
     paths = write_bundle(bundle, folder, force)
     sys.stdout.write(dumps({**bundle.manifest(), "folder": str(folder)}) if json else _listing(paths))
-
-
-def _chosen(plan: Plan, alternative: int | None) -> Plan:
-    from planner.errors import SpecError
-
-    if alternative is None:
-        return plan
-    if not 1 <= alternative <= len(plan.alternatives):
-        raise SpecError(
-            f"--alternative {alternative}: the plan has {len(plan.alternatives)}", "plan … --top N keeps more of them"
-        )
-    return plan.model_copy(update={"best": plan.alternatives[alternative - 1]})
 
 
 def _listing(paths: list[Path]) -> str:

@@ -18,3 +18,14 @@ def read_plan(path: str) -> Plan:
             f"{where}: schema_version {data['schema_version']!r}, this version reads {SCHEMA_VERSION}", "plan again"
         )
     return checked(Plan, {key: value for key, value in data.items() if key != "inputs_sha256"}, where)
+
+
+def with_alternative(plan: Plan, number: int | None) -> Plan:
+    """The plan with its `number`-th alternative, counted from 1, as its best layout; None for the plan as it is."""
+    if number is None:
+        return plan
+    if not 1 <= number <= len(plan.alternatives):
+        raise SpecError(
+            f"--alternative {number}: the plan has {len(plan.alternatives)}", "plan … --top N keeps more of them"
+        )
+    return plan.model_copy(update={"best": plan.alternatives[number - 1]})

@@ -45,19 +45,15 @@ def trace_command(
       plan trace plan.json -o trace.json
       plan trace plan.json -m 32 -o - | gzip > trace.json.gz
     """
-    from planner.cli.plan_file import read_plan
+    from planner.cli.plan_file import read_plan, with_alternative
     from planner.errors import SpecError
     from planner.files import STDOUT, write_text
     from planner.report.trace import trace_events
     from planner.schedule.replay import replay
     from planner.search.replan import reprice, with_microbatches
 
-    saved = read_plan(plan)
-    layouts = (saved.best, *saved.alternatives)
-    number = alternative or 0
-    if not 0 <= number < len(layouts):
-        raise SpecError(f"--alternative: {number}, the plan has {len(layouts) - 1}", "see them with plan's report")
-    priced = reprice(saved, with_microbatches(layouts[number], micro_batches))
+    chosen = with_alternative(read_plan(plan), alternative)
+    priced = reprice(chosen, with_microbatches(chosen.best, micro_batches))
     actions = sum(map(len, priced.order.ranks))
     if actions > MAX_ACTIONS:
         few = MAX_ACTIONS * priced.order.num_microbatches // actions
