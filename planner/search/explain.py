@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.errors import Infeasible
+from planner.errors import Infeasible, SolverError
 from planner.physics import memory
 from planner.physics.cost import Pricing
 from planner.plan import PricedLayout
@@ -74,7 +74,7 @@ def _remedy(pricing: Pricing, limits: SearchLimits, missing_bytes: float) -> str
         quick = limits.model_copy(update={"top": 1, "time_limit_s": 2.0, "gap_fraction": 1.0})
         try:
             plan(model, cluster.model_copy(update={"num_gpus": num_gpus}), training, limits=quick, runtime=runtime)
-        except Infeasible:
+        except (Infeasible, SolverError):
             return False
         return True
 
