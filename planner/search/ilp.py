@@ -145,6 +145,12 @@ class _Program:
         self.problem += variable == expression, f"is_{name}"
         return variable
 
+    def _named_free(self, name: str, expression: Expression) -> Any:
+        """The same for an expression that may be negative."""
+        variable = self.problem.add_variable(name, cat=pulp.LpContinuous)
+        self.problem += variable == expression, f"is_{name}"
+        return variable
+
     def _add_layers(self) -> None:
         """Rows 1 and 2: `first[r][i]` layers of run i on rank r's first chunk, `rest[r]` of the last on its others."""
         node, lengths = self.node, [length for _, length in self.node.runs]
@@ -175,18 +181,21 @@ class _Program:
             self._add_chunks()
             self.problem += pulp.lpSum(self.rest) + filled[-1][-1] == lengths[-1], "layers"
         self.totals = [row + rest for row, rest in zip(self.first_row, self.rest, strict=True)]
-        self.layers = [self._by_kind(row, rest) for row, rest in zip(self.first, self.rest, strict=True)]
+        self.layers = [self._by_kind(rank) for rank in range(node.pp)]
         for rank, total in enumerate(self.totals if not interleaved else []):
             empty = node.empty_ends and rank in (0, node.pp - 1) and node.pp > 1
             self.problem += total >= (0 if empty else 1), f"held_{rank}"
 
-    def _by_kind(self, row: Sequence[Expression], rest: Expression) -> dict[LayerKind, Expression]:
-        """Layers of each kind, from counts per run and the last run's rest."""
-        counts: dict[LayerKind, Expression] = dict.fromkeys(self.kinds, 0)
-        for (kind, _), count in zip(self.node.runs, row, strict=True):
-            counts[kind] = counts[kind] + count
-        counts[self.node.runs[-1][0]] = counts[self.node.runs[-1][0]] + rest
-        return counts
+    def _by_kind(self, rank: int) -> dict[LayerKind, Any]:
+        """Layers of each kind on a rank, one variable each: they enter every row below."""
+        counts: dict[LayerKind, list[Expression]] = {kind: [] for kind in self.kinds}
+        for (kind, _), count in zip(self.node.runs, self.first[rank], strict=True):
+            counts[kind].append(count)
+        counts[self.node.runs[-1][0]].append(self.rest[rank])
+        return {
+            kind: self._named(f"layers_{rank}_{number}", pulp.lpSum(parts))
+            for number, (kind, parts) in enumerate(counts.items())
+        }
 
     def _add_chunks(self) -> None:
         """Row 3, where chunks interleave."""
@@ -223,13 +232,14 @@ class _Program:
 
     def _layers(self, rank: int, quantity: str) -> Expression:
         """A linear quantity of the layers on a rank, under their modes."""
-        node, terms, slowness = self.node, pulp.LpAffineExpression(), self._slowness(rank, quantity)
+        node, slowness = self.node, self._slowness(rank, quantity)
+        terms = pulp.LpAffineExpression()
         for kind, count in self.layers[rank].items():
             plain = slowness * float(getattr(node.layers[kind, node.base], quantity))
-            terms = terms + plain * count
+            terms.addterm(count, plain)
             if node.whole != "none":
-                whole = slowness * float(getattr(node.layers[kind, "full"], quantity))
-                terms = terms + (whole - plain) * self.whole[rank][kind]
+                whole = slowness * float(getattr(node.layers[kind, FULL], quantity))
+                terms += (whole - plain) * self.whole[rank][kind]
         return terms
 
     def _held(self, rank: int, quantity: str, last_row: bool | None = None) -> float:
@@ -310,22 +320,19 @@ class _Program:
                 held = self.last_row[rank] * min(self._per_layer(rank, way)) + self._held(rank, way, last_row=True)
                 behind[way][rank] = self._named(f"behind_{rank}_{way}", behind[way][rank + 1] + held)
         for rank in range(pp):
-            busy = (
-                node.num_microbatches * self._rank(rank, "total_s")
-                + before["forward_total_s"]
-                + before["backward_total_s"]
-            )
-            busy = busy + 2 * rank * hop
+            trips = before["forward_total_s"] + before["backward_total_s"] + 2 * rank * hop
+            busy = self._named(f"busy_{rank}", node.num_microbatches * self._rank(rank, "total_s") + trips)
             k = min(round(node.in_flight[rank] * node.vpp), chunks)
             hops = (pp * node.vpp - 1 - rank + pp - 1 - rank) * hop
             waits: list[Expression] = [0]
             for way, back in zip(_WAYS, reversed(_WAYS), strict=True):
                 slowest = self.chunk * max(self._per_layer(rank, way)) + self._held(rank, way)
-                waits.append(total[way] - before[way] + behind[back][rank + 1] + hops - k * slowest)
+                wait = total[way] - before[way] + behind[back][rank + 1] + hops - k * slowest
+                waits.append(self._named_free(f"wait_{rank}_{way}", wait))
             if chunks > k:
                 waits.append(waits[1] + waits[2])
             for number, wait in enumerate(waits):
-                self.problem += self.makespan >= busy + wait, f"time_{rank}_{number}"
+                self.problem += self.makespan - busy >= wait, f"time_{rank}_{number}"
             for way in _WAYS:
                 held = self.first_row[rank] * min(self._per_layer(rank, way)) + self._held(rank, way, last_row=False)
                 before[way] = self._named(f"before_{rank}_{way}", before[way] + held)
