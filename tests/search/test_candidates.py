@@ -1,0 +1,217 @@
+"""Candidate shapes: which axes are tried, how many ranks they use, and the numbered reason of every shape refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
+
+from planner.errors import SpecError
+from planner.physics.shape import Shape
+from planner.search.candidates import (
+    MAX_MICRO_BATCH_TOKENS,
+    Rejections,
+    check_schedules,
+    cuts_evenly,
+    divisors,
+    enumerate_shapes,
+    rules_for,
+    scalar,
+    schedule_options,
+)
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.runtime import RUNTIMES, load_runtime
+from planner.specs.training import SearchLimits, TrainingSpec
+
+
+def enumerated(problem: Problem) -> tuple[Shape, Rejections]:
+    return enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+
+
+def axis(shapes: Shape, name: str) -> set[int]:
+    return set(np.asarray(getattr(shapes, name)).tolist())
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 2040, 16380, 2**13])
+@pytest.mark.parametrize("most", [1, 7, 100, 10**6])
+def test_divisors(number: int, most: int) -> None:
+    assert divisors(number, most) == [d for d in range(1, number + 1) if number % d == 0 and d <= most]
+
+
+@pytest.mark.parametrize("num_gpus", [1, 6, 7, 8, 11, 16])
+@pytest.mark.parametrize("model", [toy_model(5), toy_model(6, moe=MOE)], ids=["dense", "experts"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_every_shape_is_a_legal_one(num_gpus: int, model: Any, runtime: str) -> None:
+    problem = toy_problem(model, toy_cluster(num_gpus), toy_training(24), runtime)
+    for shape in problem.shapes():
+        assert shape.tp * shape.cp * shape.pp * shape.dp <= num_gpus
+        assert shape.dp * shape.micro_batch_size * shape.num_microbatches == 24
+        assert model.num_attention_heads % shape.tp == 0
+        assert shape.pp <= model.num_hidden_layers
+        assert shape.zero_stage in problem.runtime.zero_stages
+        assert shape.tp * shape.cp * shape.dp % (shape.ep * shape.etp) == 0
+        assert shape.shard_size == shape.dp * shape.cp
+        assert shape.sequence_parallel == (shape.tp > 1)
+        for rule in rules_for(problem.runtime):
+            assert rule.holds(model, problem.training, shape), rule.reason
+
+
+@pytest.mark.parametrize(("num_gpus", "batch"), [(8, 24), (11, 24), (16, 30), (12, 7)])
+def test_data_parallelism_takes_as_many_ranks_as_the_batch_lets_it(num_gpus: int, batch: int) -> None:
+    problem = toy_problem(cluster=toy_cluster(num_gpus), training=toy_training(batch))
+    for shape in problem.shapes():
+        room = num_gpus // (shape.tp * shape.cp * shape.pp)
+        legal = [d for d in range(1, room + 1) if batch % (d * shape.micro_batch_size) == 0]
+        assert shape.dp == max(legal)
+
+
+def test_stages_are_any_number_and_no_shape_comes_twice() -> None:
+    problem = toy_problem(toy_model(7), toy_cluster(16), toy_training(16))
+    shapes, _ = enumerated(problem)
+    assert axis(shapes, "pp") == set(range(1, 8))
+    keys = [tuple(getattr(s, a) for a in ("tp", "cp", "ep", "etp", "pp", "micro_batch_size")) for s in problem.shapes()]
+    assert len(set(keys)) == len(keys)
+
+
+def test_axes_of_a_large_cluster() -> None:
+    model, training = load_model("deepseek-v3"), TrainingSpec(seq_length=4096, global_batch_size=2040)
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=2040)
+    shapes, _ = enumerate_shapes(model, cluster, training, SearchLimits(), load_runtime("megatron"))
+    assert axis(shapes, "tp") == {1, 2, 4, 8}
+    assert axis(shapes, "ep") <= set(divisors(256, 2040))
+    assert axis(shapes, "etp") <= {1, 2, 4, 8}
+    assert {3, 5, 15, 17} <= axis(shapes, "pp")
+    assert max(axis(shapes, "micro_batch_size")) * 4096 <= MAX_MICRO_BATCH_TOKENS
+    ranks = np.asarray(shapes.num_ranks)
+    assert ranks.max() == 2040
+    assert (ranks <= 2040).all()
+
+
+def test_scalar_is_one_shape_in_python_numbers() -> None:
+    shapes, _ = enumerated(toy_problem())
+    one = scalar(shapes, 3)
+    assert (one.tp, one.pp, one.dp) == (int(shapes.tp[3]), int(shapes.pp[3]), int(shapes.dp[3]))
+    assert all(isinstance(getattr(one, name), int | float) for name in Shape.__slots__)
+
+
+REASONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "heads_not_divisible_by_tp": ({"tp": (3,)}, ["16", "tp 3"]),
+    "kv_heads_not_divisible_by_tp": (
+        {"model": toy_model(6, num_attention_heads=24, num_key_value_heads=8, head_dim=64), "tp": (3,)}, ["8", "tp 3"],
+    ),
+    "intermediate_size_not_divisible_by_tp": ({"model": toy_model(6, intermediate_size=5633), "tp": (2,)}, ["5633"]),
+    "shared_expert_not_divisible_by_tp": (
+        {"model": toy_model(6, moe=MOE | {"shared_expert_intermediate_size": 1001}), "tp": (2,)}, ["1001", "tp 2"],
+    ),
+    "moe_intermediate_size_not_divisible_by_etp": (
+        {"model": toy_model(6, moe=MOE | {"moe_intermediate_size": 1023}), "tp": (2,), "etp": (2,)}, ["1023", "etp 2"],
+    ),
+    "experts_not_divisible_by_ep": ({"model": toy_model(6, moe=MOE), "ep": (3,), "training": toy_training(24)}, ["4", "ep 3"]),
+    "more_ranks_than_gpus": ({"pp": (4,), "tp": (4,)}, ["tp 4", "pp 4", "8 GPUs"]),
+    "global_batch_not_divisible": ({"micro_batch_size": (5,)}, ["32", "5"]),
+    "no_data_parallel_size": ({"dp": (3,)}, ["8 GPUs", "32"]),
+    "more_stages_than_layers": ({"pp": (8,)}, ["pp 8", "6 layers"]),
+    "tp_across_nvlink_domains": ({"tp": (8,)}, ["tp 8", "4 GPUs", "--tp-across-nodes"]),
+    "zero_stage_not_expressible": ({"zero_stage": (3,)}, ["zero_stage 3", "megatron", "0, 1"]),
+    "seq_length_not_divisible_by_2cp": ({"cp": (2,), "training": toy_training(32, 2050)}, ["2050", "4"]),
+    "seq_length_not_divisible_by_tp_cp": ({"tp": (4,), "training": toy_training(32, 2050)}, ["2050", "4"]),
+    "seq_length_beyond_positions": (
+        {"model": toy_model(6, gated_mlp=False, max_position_embeddings=1024)}, ["2048", "1024"],
+    ),
+    "expert_bias_with_etp": ({"model": toy_model(6, moe=MOE, bias=True), "tp": (2,), "etp": (2,)}, ["etp 1", "2"]),
+    "sliding_window_with_ring_cp": ({"model": toy_model(6, sliding_window=512), "cp": (2,)}, ["cp 2", "512"]),
+    "attention_sinks_with_cp": ({"model": toy_model(6, attention_sinks=True), "cp": (2,)}, ["cp 2", "a2a"]),
+    "mtp_hidden_size_not_divisible_by_tp": (
+        {
+            "model": toy_model(
+                6, hidden_size=2047, num_attention_heads=16, head_dim=64, intermediate_size=4096,
+                num_nextn_predict_layers=1,
+            ),
+            "tp": (2,),
+        },
+        ["2047", "tp 2"],
+    ),
+    "tied_embeddings_with_pp": (
+        {"model": toy_model(6, tie_word_embeddings=True), "runtime": "torchtitan", "pp": (2,)}, ["2 stages"],
+    ),
+    "mtp_with_pp_or_cp": (
+        {"model": toy_model(6, num_nextn_predict_layers=1), "runtime": "torchtitan", "pp": (2,)}, ["pp", "2"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_every_reason_is_reached_and_has_its_numbers(reason: str) -> None:
+    changes, numbers = REASONS[reason]
+    shapes, rejections = enumerated(toy_problem(**({"training": toy_training(32)} | changes)))
+    assert not len(np.atleast_1d(shapes.tp))
+    assert rejections.counts[reason] > 0
+    for number in numbers:
+        assert number in rejections.examples[reason]
+
+
+def test_shapes_and_rejections_add_up_to_the_grid() -> None:
+    """Each shape of the grid is either legal or counted once."""
+    pins = {"tp": (1, 2, 3, 4), "cp": (1, 2), "pp": (1, 2, 7), "micro_batch_size": (1, 3), "zero_stage": (1,)}
+    # 3 x 2 x 7 x ... exceeds 8 GPUs now and then: those are no shapes of this cluster, and not counted
+    cluster = toy_cluster(64)
+    shapes, rejections = enumerated(toy_problem(cluster=cluster, training=toy_training(32), **pins))
+    assert len(shapes.tp) + sum(rejections.counts.values()) == 4 * 2 * 3 * 2
+
+
+def test_tensor_parallelism_leaves_a_node_only_when_allowed() -> None:
+    for allowed in (False, True):
+        shapes, _ = enumerated(toy_problem(cluster=toy_cluster(16), tp_across_nodes=allowed))
+        assert max(axis(shapes, "tp")) == (16 if allowed else 4)
+
+
+def options(shape: Shape, problem: Problem) -> set[tuple[str, int]]:
+    return {
+        (schedule, int(one.vpp))
+        for one, schedule in schedule_options(shape, problem.model, problem.limits, problem.runtime)
+    }
+
+
+def test_schedules_of_a_shape() -> None:
+    problem = toy_problem(toy_model(8))
+    assert options(Shape(pp=1, num_microbatches=4), problem) == {("none", 1)}
+    # Megatron interleaves whole groups of pp micro-batches
+    assert options(Shape(pp=4, num_microbatches=6), problem) == {("1f1b", 1)}
+    assert options(Shape(pp=4, num_microbatches=2), problem) == {("1f1b", 1)}
+    # and may leave the ends of the pipeline without a layer: 8 layers fill 10 stages
+    found = options(Shape(pp=2, num_microbatches=8), problem)
+    assert found == {("1f1b", 1), *(("interleaved-1f1b", vpp) for vpp in (2, 3, 4, 5))}
+    assert options(Shape(pp=2, num_microbatches=8), toy_problem(toy_model(8), vpp=(2,))) == {("interleaved-1f1b", 2)}
+    only = toy_problem(toy_model(8), schedule=("1f1b",))
+    assert options(Shape(pp=2, num_microbatches=8), only) == {("1f1b", 1)}
+
+
+@pytest.mark.parametrize("num_layers", range(1, 20))
+@pytest.mark.parametrize("num_stages", [2, 4, 6])
+@pytest.mark.parametrize("empty_ends", [False, True])
+def test_equal_stages_but_for_the_ends(num_layers: int, num_stages: int, empty_ends: bool) -> None:
+    least = 0 if empty_ends else 1
+    exists = any(
+        least <= num_layers - first - chunk * (num_stages - 2) <= chunk
+        for chunk in range(1, num_layers + 1)
+        for first in range(least, chunk + 1)
+    )
+    assert cuts_evenly(num_layers, num_stages, empty_ends) == exists
+
+
+@pytest.mark.parametrize(
+    ("runtime", "schedule", "says"),
+    [
+        ("megatron", "zb-v", "megatron cannot run 'zb-v'"),
+        ("megatron", "1f2b", "unknown '1f2b'"),
+        ("torchtitan", "dualpipe", "torchtitan cannot run 'dualpipe'"),
+    ],
+)
+def test_schedules_that_a_trainer_cannot_run(runtime: str, schedule: str, says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        check_schedules(SearchLimits(schedule=(schedule,)), load_runtime(runtime))
+    assert says in caught.value.message
+    assert "1f1b" in (caught.value.hint or "")
