@@ -109,14 +109,17 @@ def norm(
 
 
 def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec) -> Operator:
-    """x + f(x): reads two, writes one; backward adds the two branches' gradients. Dropout keeps one byte an element."""
+    """x + f(x): reads two, writes one; backward adds the two branches' gradients.
+
+    Dropout keeps one byte an element, which forward writes and backward reads, masking the branch's gradient.
+    """
     num_bytes = BF16 * tokens * width
     return Operator(
         name=name,
         kind="elementwise",
         family="residual",
-        forward_bytes=3 * num_bytes,
-        backward_bytes=3 * num_bytes,
+        forward_bytes=(3.5 if runtime.dropout else 3) * num_bytes,
+        backward_bytes=(5.5 if runtime.dropout else 3) * num_bytes,
         forward_kernels=1,
         backward_kernels=1,
         saved=(Saved("dropout mask", tokens * width),) if runtime.dropout else (),
@@ -306,6 +309,17 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
         backward_kernels=2 if runtime.dropout else 1,
         parameters=sinks,
         saved=(Saved("probabilities", scores_bytes, core), *(dropout if runtime.dropout else ())),
+    )
+    # queries, keys and values are strided views; the context is put in order, and the three gradients into one buffer
+    context_bytes = BF16 * shape.tokens * heads * v_dim
+    yield Operator(
+        name="layout",
+        kind="elementwise",
+        family="strided",
+        forward_bytes=2 * context_bytes,
+        backward_bytes=8 * context_bytes,
+        forward_kernels=1,
+        backward_kernels=2,
     )
     yield Operator(
         name="values",

@@ -71,13 +71,15 @@ def part_seconds(
     for op in operators:
         gpu = [a + b for a, b in zip(gpu, operator_seconds(op, hardware, dtype, runtime), strict=True)]
         host = [a + b for a, b in zip(host, host_seconds(op, hardware, runtime), strict=True)]
+    if runtime.blocking_launches:
+        return PassSeconds(gpu[0] + host[0], gpu[1] + host[1], gpu[2] + host[2])
     waits = np.maximum(host[1] + host[2] - gpu[1] - gpu[2], 0.0)
     return PassSeconds(np.maximum(gpu[0], host[0]), gpu[1] + waits, gpu[2])
 
 
 def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> PassSeconds:
     """Host seconds to issue the kernels of `op`, which bound small operators unless a CUDA graph replays them."""
-    issue_s = 0.0 if runtime.cuda_graphs else hardware.efficiency.host_us * MICRO
+    issue_s = 0.0 if runtime.cuda_graphs else hardware.efficiency.host_us * runtime.host_factor * MICRO
     if op.kind == "gemm":
         return PassSeconds(issue_s, issue_s, issue_s)
     if op.kind == "attention":
@@ -210,6 +212,6 @@ def optimizer_s(
     return stream_s(hardware, num_bytes, 0, "optimizer")
 
 
-def accumulate_s(hardware: HardwareSpec, num_parameters: Number) -> Number:
-    """Seconds to add bf16 gradients into fp32 ones: 2 + 4 bytes read and 4 written per parameter."""
-    return stream_s(hardware, (BF16 + 2 * FP32) * num_parameters, 1, "accumulate")
+def accumulate_s(hardware: HardwareSpec, num_parameters: Number, gradient_bytes: int = FP32) -> Number:
+    """Seconds to add bf16 gradients into main ones: 2 + 4 bytes read, 4 written per parameter where they are fp32."""
+    return stream_s(hardware, (BF16 + 2 * gradient_bytes) * num_parameters, 1, "accumulate")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from planner.physics import compute, memory
-from planner.physics.communication import collective_s, exchange_s, p2p_s
+from planner.physics.communication import collective_s, exchange_s, group_of, p2p_s
 from planner.physics.layers import decoder_layer, embedding, head, mtp_block
 from planner.physics.operators import (
     BF16,
@@ -26,6 +26,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import Recompute, TrainingSpec
+from planner.specs.units import MICRO
 
 COMM_GROUPS = ("tp", "cp", "ep")
 """Groups whose exchanges run inside a layer; expert-tp counts with ep."""
@@ -173,7 +174,6 @@ class Pricing:
             items = decoder_layer(model, kind, shape, runtime, imbalance)
             layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
         shared = model.tie_word_embeddings
-        distance = shape.tp * shape.cp * shape.dp
         return CostTable(
             shape=shape,
             layers=layers,
@@ -181,8 +181,7 @@ class Pricing:
             head=self._head(shape, shares_embedding=False),
             head_beside_embedding=self._head(shape, shares_embedding=shared),
             mtp=self._mtp(shape),
-            p2p_s=p2p_s(BF16 * shape.shard_tokens * model.hidden_size, distance, self.cluster)
-            * (np.asarray(shape.pp) > 1),
+            p2p_s=self._p2p_s(shape) * (np.asarray(shape.pp) > 1),
             usable_bytes=memory.usable_bytes(shape, self.cluster.hardware, self.headroom_bytes),
             tail_s=self.tail_s(shape),
         )
@@ -231,7 +230,9 @@ class Pricing:
             )
             group = "ep" if exchange.group == "etp" else exchange.group
             key = f"{group}_{'backward' if exchange.backward else 'forward'}_s"
-            seconds[key] = seconds[key] + (1 - hidden) * exchange_s(exchange, shape, self.cluster)
+            size, _ = group_of(exchange.group, shape)
+            sync_s = self.runtime.collective_sync_us * MICRO * np.log2(size) * (np.asarray(exchange.num_bytes) > 0)
+            seconds[key] = seconds[key] + (1 - hidden) * exchange_s(exchange, shape, self.cluster) + sync_s
         return seconds
 
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
@@ -240,7 +241,9 @@ class Pricing:
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
         seconds = self._seconds(items, shape)
         if not runtime.fused_grad_accumulation:
-            seconds["weight_grad_s"] = seconds["weight_grad_s"] + compute.accumulate_s(hardware, dense + expert)
+            seconds["weight_grad_s"] = seconds["weight_grad_s"] + compute.accumulate_s(
+                hardware, dense + expert, runtime.gradient_bytes
+            )
         return PartCost(
             **seconds,
             live_bytes=saved_bytes(items, frozenset(), memory.is_fp8(dtype)),
@@ -306,6 +309,16 @@ class Pricing:
             whole = collective_s("all_reduce", payload, size, stride, self.cluster)
             seconds = seconds + np.where(np.asarray(shape.zero_stage) >= 1, scatter + replicas, whole)
         return seconds
+
+    def _p2p_s(self, shape: Shape) -> Number:
+        """One micro-batch's activation to the rank tp·cp·dp away; in slices, its gathering on arrival included."""
+        num_bytes = BF16 * shape.shard_tokens * self.model.hidden_size
+        distance = shape.tp * shape.cp * shape.dp
+        if not self.runtime.scatters_p2p:
+            return p2p_s(num_bytes, distance, self.cluster)
+        slices = np.where(shape.sequence_parallel, 1, shape.tp)
+        gather_s = collective_s("all_gather", num_bytes, slices, 1, self.cluster)
+        return p2p_s(num_bytes / slices, distance, self.cluster) + gather_s
 
     def tail_s(self, shape: Shape) -> Number:
         """Gradient norm over every rank, tied-embedding gradients between first and last stage, host overhead."""

@@ -46,7 +46,7 @@ def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
     """The hard constraints of the trainer that a runtime describes."""
     if runtime.name == "torchtitan":
         return TORCHTITAN_RULES
-    if runtime.name in ("megatron", "megatron-deepspeed", "nanotron"):
+    if (runtime.trainer or runtime.name) in ("megatron", "megatron-deepspeed", "nanotron"):
         return MEGATRON_RULES + MEGATRON_CP_RULES[runtime.cp_comm_type]
     return TORCH_RULES
 

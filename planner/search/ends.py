@@ -31,7 +31,7 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost]) -> En
     first = ranks[0]
     if int(shape.zero_stage) == 3 and int(shape.pp) == 1:
         exchanged = 2 * float(first.gather_s) + float(first.reduce_s)
-        hidden = runtime.gradient_overlap_fraction * float(first.total_s)
+        hidden = runtime.fsdp_overlap_fraction * float(first.total_s)
         exposed = float(shape.num_microbatches) * max(0.0, exchanged - hidden)
     else:
         hidden = runtime.gradient_overlap_fraction * float(first.backward_total_s)
@@ -82,7 +82,7 @@ def _exposed_s(screen: Screen, part: PartCost) -> FloatArray:
         + gather_s
         - runtime.parameter_overlap_fraction * forward
     )
-    always = 2 * gather_s + reduce_s - runtime.gradient_overlap_fraction * (forward + backward)
+    always = 2 * gather_s + reduce_s - runtime.fsdp_overlap_fraction * (forward + backward)
     each = (np.asarray(shape.zero_stage) == 3) & (np.asarray(shape.pp) == 1)
     return np.asarray(np.where(each, np.asarray(shape.num_microbatches) * always, once))
 

@@ -76,7 +76,8 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
             )
         shard = min(shard, wanted.fsdp_shard_size)
     etp = wanted.etp if wanted.etp is not None else (1 if pricing.model.moe is not None else wanted.tp)
-    sequence_parallel = wanted.tp > 1 if wanted.sequence_parallel is None else wanted.sequence_parallel
+    stated = wanted.sequence_parallel
+    sequence_parallel = pricing.runtime.sequence_parallel if stated is None else stated
     return Shape(
         tp=wanted.tp,
         cp=wanted.cp,

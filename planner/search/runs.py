@@ -18,17 +18,19 @@ from planner.search.search import evaluate
 from planner.specs.base import PositiveInt, Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
+from planner.specs.generations import runtime_of_its_day
 from planner.specs.model import ModelSpec
 from planner.specs.problems import spec_error
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import RuntimeSpec, load_runtime
+from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import Dtype, Parallelism, TrainingSpec
 
 _log = logging.getLogger(__name__)
 
 _RATE = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*Gb/s\b[^(;]*?\bper (node|GPU)\b", re.IGNORECASE)
 _BITS_PER_BYTE = 8
+FP32_BYTES = 4
 
 
 class RunSpec(Spec):
@@ -51,7 +53,7 @@ class RunSpec(Spec):
     inter_node: str | None = None
     """Description; a rate per node or GPU in it replaces the profile's network rate."""
     precision_recipe: str | None = None
-    """Description only."""
+    """Description; bf16 in it means fp32 gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,15 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         "network_gb_per_s": network_gb_per_s(spec.inter_node, spec.gpus_per_node or hardware.gpus_per_node),
     }
     training = spec.model_dump(include={"seq_length", "global_batch_size", "dtype"})
-    runtime, unknown = load_runtime(spec.runtime).with_features(spec.features)
+    model = _model(spec.model, f"{where}: run: model")
+    dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, spec.features)
+    runtime, unknown = dated.with_features(spec.features)
+    if spec.precision_recipe == "bf16":
+        # gradients of bf16 training are summed in fp32; the mixed precision of older trainers was fp16
+        runtime = runtime.model_copy(update={"gradient_bytes": FP32_BYTES})
     return Run(
         id=run_id,
-        model=_model(spec.model, f"{where}: run: model"),
+        model=model,
         cluster=checked(ClusterSpec, cluster, f"{where}: run"),
         training=checked(TrainingSpec, training, f"{where}: run"),
         runtime=runtime,

@@ -82,7 +82,8 @@ def evaluate(
     Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
     """
     runtime = _runtime(runtime)
-    pricing = pricing_of(model, cluster, training, runtime, modules=parallelism.recompute_modules)
+    modules = parallelism.recompute_modules or runtime.selective_default
+    pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     layout = given_layout(pricing, parallelism)
     totals = model_totals(model, runtime, training.seq_length)
     priced = price_layout(pricing, pricing.table(layout.shape), layout.split, layout.schedule, cluster.num_gpus, totals)

@@ -1,7 +1,7 @@
 """The trainer: which kernels it has, what it hides, what it shards, and what layouts it can express.
 
-A runtime is data. The operator list asks it what is fused and saved, the cost model what is overlapped, the search what is
-legal; nothing else in the planner knows one trainer from another.
+A runtime is data. The operator list asks it what is fused and saved, the cost model what is overlapped, the search what
+is legal; nothing else in the planner knows one trainer from another.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ class RuntimeSpec(Spec):
     """One trainer's kernels, overlaps and limits. `*_overlap_fraction` is the share of a transfer hidden where it can be."""
 
     name: str
+    trainer: str = ""
+    """Whose layouts and options these are; given none, the name says it."""
+    architectures: tuple[str, ...] = ()
+    """Of a generation of the past: the silicon of its day. Empty for software of today."""
     # kernels
     flash_attention: bool = True
     """Without: scores and probabilities (s² per head) are written to memory and kept."""
@@ -26,6 +30,8 @@ class RuntimeSpec(Spec):
     """Without: chunk, negate, multiply, add, concatenate; and the QKV buffer stays alive through the view of v."""
     fused_activation: bool = True
     """Without: gated MLPs also keep act(gate)."""
+    fused_projections: bool = True
+    """Query, key and value are one product, and gate and up another; without: three and two."""
     fused_permute: bool = True
     """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
     clones_embedding_shard: bool = True
@@ -64,6 +70,10 @@ class RuntimeSpec(Spec):
     """Of the window behind the last micro-batch's backward."""
     parameter_overlap_fraction: Fraction = 0.9
     """Of the window behind the first micro-batch's forward."""
+    fsdp_overlap_fraction: Fraction = 0.9
+    """Of a micro-batch's compute: what ZeRO-3 hides its gathers and reductions behind."""
+    scatters_p2p: bool = False
+    """Stages exchange what tensor-parallel ranks hold in common in slices, one a rank, gathered on arrival."""
     p2p_overlap: bool = False
     """Under 1F1B, sends and receives run beside compute."""
     interleaved_p2p_overlap: bool = True
@@ -73,7 +83,13 @@ class RuntimeSpec(Spec):
     zero_stages: tuple[int, ...] = (0, 1)
     recompute_per_stage: bool = False
     """Each stage may recompute its own number of layers; else one setting holds for all."""
+    sequence_parallel: bool = True
+    """Whether tensor parallelism comes with sequence parallelism where a run does not say."""
+    has_sequence_parallel: bool = True
+    """Sequence parallelism and selective recompute exist (Korthikanti et al. 2022)."""
     selective_recompute_modules: tuple[str, ...] = ("core_attn",)
+    selective_default: tuple[str, ...] = ("core_attn",)
+    """What `selective` means where no modules are named."""
     head_only_stage: bool = False
     """The last stage may hold the head and no decoder layer (and the first the embedding alone)."""
     interleaved_microbatch_multiple: bool = True
@@ -81,6 +97,12 @@ class RuntimeSpec(Spec):
     min_microbatches_is_pp: bool = False
     """The trainer refuses fewer micro-batches than stages."""
     # host
+    blocking_launches: bool = False
+    """Every kernel waits for the one before (CUDA_LAUNCH_BLOCKING=1): host time adds to GPU time."""
+    collective_sync_us: NonNegativeFloat = 0.0
+    """Host time of an exchange in a layer that nothing hides, per doubling of the group: ranks wait for the last."""
+    host_factor: NonNegativeFloat = 1.0
+    """Of the GPU's host time per kernel: what this trainer's Python adds around it."""
     microbatch_overhead_s: NonNegativeFloat = 0.0
     """Host time per micro-batch and stage that no kernel hides."""
     step_overhead_s: NonNegativeFloat = 0.0
@@ -108,6 +130,7 @@ def _fraction(names: tuple[str, ...], when_on: float) -> Any:
 
 
 _FEATURES: dict[str, Any] = {
+    "flash_attention": _switch("flash_attention"),
     "async_tp": _fraction(("tp_overlap_fraction",), 0.6),
     "compile": _switch("compiled"),
     "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
@@ -138,6 +161,20 @@ TORCH_SCHEDULES = (
     "auto",
 )  # fmt: skip
 """What torch.distributed.pipelining runs: its own classes, and any order through its CSV runtime (`auto`: one made to measure)."""
+
+_BEFORE_FLASH: dict[str, Any] = {
+    "architectures": ("volta", "ampere"),
+    "flash_attention": False,
+    "dropout": True,
+    "fused_cross_entropy": False,
+    "gradient_bytes": 2,
+    "sequence_parallel": False,
+    "scatters_p2p": True,
+    "interleaved_p2p_overlap": False,
+    "gradient_overlap_fraction": 0.0,
+    "parameter_overlap_fraction": 0.0,
+}
+"""Trainers before FlashAttention and overlapped reductions (2021 and 2022); gradients of mixed precision in fp16."""
 
 RUNTIMES: dict[str, RuntimeSpec] = {
     spec.name: spec
@@ -190,12 +227,26 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             name="nanotron", fused_grad_accumulation=False, fused_rotary=True, zero_stages=(0, 1), vocab_divisible_by=1
         ),
         RuntimeSpec(
+            name="megatron-2021",
+            trainer="megatron",
+            zero_stages=(0,),
+            has_sequence_parallel=False,
+            fused_grad_accumulation=False,
+            **_BEFORE_FLASH,
+        ),
+        RuntimeSpec(
+            name="megatron-2022",
+            trainer="megatron",
+            zero_stages=(0,),
+            **{**_BEFORE_FLASH, "gradient_bytes": 4},
+        ),
+        RuntimeSpec(
             name="megatron-deepspeed",
-            flash_attention=False,
-            dropout=False,
             zero_stages=(0, 1, 3),
-            gradient_overlap_fraction=0.0,
-            parameter_overlap_fraction=0.0,
+            blocking_launches=True,
+            fused_grad_accumulation=False,
+            has_sequence_parallel=False,
+            **_BEFORE_FLASH,
         ),
     )
 }

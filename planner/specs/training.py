@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from planner.specs.base import NonNegativeFloat, PositiveFloat, PositiveInt, Spec
 
@@ -67,6 +67,12 @@ class Parallelism(Spec):
     """Decoder layers of each stage (length pp), or of each chunk (length pp·vpp, in model order)."""
     layout: str | None = None
     """Megatron's --pipeline-model-parallel-layout string."""
+
+    @field_validator("recompute_modules", mode="after")
+    @classmethod
+    def _core_attention(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Papers write "attention" or "core attention" for what Megatron calls core_attn."""
+        return tuple("core_attn" if re.match(r"(core.?)?att", name, re.IGNORECASE) else name for name in names)
 
     @model_validator(mode="after")
     def _one_split(self) -> Parallelism:

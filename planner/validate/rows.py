@@ -14,8 +14,8 @@ from typing import Any, Literal
 from planner.specs.base import PositiveFloat, Spec
 
 MemoryKind = Literal["allocated", "allocated on rank 0", "reserved", "nvidia-smi", "unverified"]
-"""What the source calls peak memory: of torch's allocator (allocated or reserved, the worst rank's unless one is named),
-or what nvidia-smi shows on the nodes it was run on."""
+"""What the source calls peak memory: of torch's allocator (allocated or reserved, the worst rank's unless it names one), or
+what nvidia-smi shows on the nodes."""
 
 
 class Measured(Spec):

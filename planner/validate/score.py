@@ -73,7 +73,7 @@ class Score:
     worst: float
     worst_id: str
     rank_correlation: float | None
-    """Spearman's, within groups of the same model, GPUs and sequence length, averaged over rows; None without groups."""
+    """Spearman's, in groups of the same model, GPUs and sequence length, averaged over rows; None without groups."""
     memory_mean: float | None
     """Mean |memory error| of the rows that report memory; likewise worst."""
     memory_worst: float | None
