@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -65,25 +65,35 @@ class Pipeline:
 def run_pipeline(
     table: CostTable, durations: Durations, schedule: str, exact: bool = True, order: Schedule | None = None
 ) -> Pipeline:
-    """Replay one step; unless `exact`, a few rounds of it, whose last one is repeated for the rest."""
+    """Replay one step; unless `exact`, a few rounds of it, the rest like the last of them."""
     if order is not None:
         return _pipeline(replay(order, durations))
     shape = table.shape
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
-    short, long = (rounds * pp for rounds in STEADY_ROUNDS)
-    if exact or pp == 1 or wanted <= long or wanted % pp:
+    makespan = None if exact else _extrapolated_s(table, durations, schedule)
+    if makespan is None:
         return _pipeline(replay(build_schedule(schedule, pp, vpp, wanted), durations))
-    few, more = (_pipeline(replay(build_schedule(schedule, pp, vpp, m), durations)) for m in (short, long))
-    if not _is_settled((more.makespan_s - few.makespan_s) / (long - short), durations, _placement(table, schedule)):
-        return run_pipeline(table, durations, schedule)
-    further = (wanted - long) / (long - short)
-    return Pipeline(
+    rounds = _pipeline(replay(build_schedule(schedule, pp, vpp, STEADY_ROUNDS[1] * pp), durations))
+    times = wanted / rounds.num_microbatches
+    return replace(
+        rounds,
         num_microbatches=wanted,
-        makespan_s=more.makespan_s + further * (more.makespan_s - few.makespan_s),
-        busy_s=more.busy_s + further * (more.busy_s - few.busy_s),
-        transfer_s=more.transfer_s + further * (more.transfer_s - few.transfer_s),
-        in_flight_microbatches=more.in_flight_microbatches,
+        makespan_s=makespan,
+        busy_s=rounds.busy_s * times,
+        transfer_s=rounds.transfer_s * times,
     )
+
+
+def _extrapolated_s(table: CostTable, durations: Durations, schedule: str) -> float | None:
+    """The makespan from two short replays, where beyond them every further micro-batch adds the same; else None."""
+    shape = table.shape
+    pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    short, long = (rounds * pp for rounds in STEADY_ROUNDS)
+    if pp == 1 or wanted <= long or wanted % pp:
+        return None
+    few, more = (makespan_s(build_schedule(schedule, pp, vpp, m), durations) for m in (short, long))
+    slope = (more - few) / (long - short)
+    return more + slope * (wanted - long) if _is_settled(slope, durations, _placement(table, schedule)) else None
 
 
 def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int]) -> bool:
@@ -118,18 +128,10 @@ def step_s(
     """Seconds of one step: what the search compares, without the report around it."""
     ranks_of = _placement(table, schedule)
     costs = stage_costs(table, pricing.model, split, ranks_of, rank_factors)
-    shape, durations = table.shape, durations_of(table, costs, pricing)
-    pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
-    # beyond a few rounds every further micro-batch adds the same: two short replays give the slope
-    short, long = (rounds * pp for rounds in STEADY_ROUNDS)
-    pipeline = None
-    if pp > 1 and wanted > long and wanted % pp == 0:
-        few, more = (makespan_s(build_schedule(schedule, pp, vpp, m), durations) for m in (short, long))
-        slope = (more - few) / (long - short)
-        if _is_settled(slope, durations, ranks_of):
-            pipeline = more + slope * (wanted - long)
+    durations = durations_of(table, costs, pricing)
+    pipeline = _extrapolated_s(table, durations, schedule)
     if pipeline is None:
-        pipeline = makespan_s(build_schedule(schedule, pp, vpp, wanted), durations)
+        pipeline = makespan_s(build_order(table, schedule), durations)
     return pipeline + sum(ends_of(pricing, table, cost_by_rank(costs, ranks_of)))
 
 
