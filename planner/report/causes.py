@@ -1,0 +1,270 @@
+"""What makes one layout slower than another: the seconds and bytes item by item, and the largest cause in words."""
+
+from __future__ import annotations
+
+from planner.plan import Layout, Plan, PricedLayout
+from planner.report.format import digits, gibibytes, large, percent, seconds
+from planner.report.terminal import _BREAKDOWN as BREAKDOWN
+from planner.specs.base import Spec
+from planner.specs.cluster import ClusterSpec
+from planner.specs.units import GIB
+
+MEMORY = {
+    "weights_bytes": "weights",
+    "gradients_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "activations_bytes": "activations",
+    "logits_bytes": "logits",
+    "workspace_bytes": "workspace",
+    "reserved_bytes": "reserved",
+    "total_bytes": "total",
+}
+"""The items of a stage's memory, as they are called."""
+_RECOMPUTED = {"none": 0, "selective": 1, "full": 2}
+_LEAST_SHARE = 0.0005
+"""Of a step: a smaller difference is none."""
+
+
+class Difference(Spec):
+    """One item of two layouts."""
+
+    item: str
+    label: str
+    best: float
+    other: float
+
+    @property
+    def change(self) -> float:
+        return self.other - self.best
+
+
+class Cause(Spec):
+    """The item in which the slower layout loses most, and why."""
+
+    item: str
+    label: str
+    difference_s: float
+    because: str
+
+
+def step_differences(best: PricedLayout, other: PricedLayout) -> tuple[Difference, ...]:
+    """The breakdowns of two steps, item by item; what differs most comes first."""
+    found = [
+        Difference(
+            item=name, label=label, best=getattr(best.step.breakdown, name), other=getattr(other.step.breakdown, name)
+        )
+        for name, label in BREAKDOWN.items()
+    ]
+    return tuple(sorted(found, key=lambda one: -abs(one.change)))
+
+
+def memory_differences(best: PricedLayout, other: PricedLayout) -> tuple[Difference, ...]:
+    """Bytes of both layouts' fullest stages, item by item."""
+    one, two = best.worst_stage.memory, other.worst_stage.memory
+    return tuple(
+        Difference(item=name, label=label, best=getattr(one, name), other=getattr(two, name))
+        for name, label in MEMORY.items()
+    )
+
+
+def matters(difference: Difference, step_s: float) -> bool:
+    """Whether an item of the step is there at all."""
+    return max(difference.best, difference.other) >= _LEAST_SHARE * step_s
+
+
+def largest_cause(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> Cause:
+    """Where `other`, the slower one, loses most."""
+    worst = max(step_differences(best, other), key=lambda one: one.change)
+    because = _REASONS[worst.item](best, other, cluster)
+    return Cause(item=worst.item, label=worst.label, difference_s=worst.change, because=because)
+
+
+def says_slower(best: Plan, pinned: Plan, cause: Cause | None, gap_fraction: float) -> str:
+    """How the best layout that obeys the pins stands to the best of all."""
+    if cause is None:
+        return "It is what the planner chooses by itself."
+    more = pinned.step.step_s / best.step.step_s - 1
+    if more <= gap_fraction:
+        much = f"{percent(abs(more), 2)} {'slower' if more >= 0 else 'faster'}"
+        return f"It is as fast: {much}, and a search is exact to {percent(gap_fraction)}."
+    lost = f"{cause.label} (+{seconds(cause.difference_s, best.step.step_s)})"
+    return f"It fits and is {percent(more)} slower{_more_cost(best, pinned)}, mostly by {lost}: {cause.because}."
+
+
+def _more_cost(best: Plan, pinned: Plan) -> str:
+    """What the whole run would take more."""
+    one, two = best.run_cost, pinned.run_cost
+    if one is None or two is None:
+        return ""
+    usd = f" and ${large(two.usd - one.usd)}" if one.usd is not None and two.usd is not None else ""
+    return f" ({digits(two.days - one.days)} days{usd} more over {large(one.tokens)} tokens)"
+
+
+def says_misfit(nearest: PricedLayout, cluster: ClusterSpec, headroom_gib: float) -> str:
+    """Which stage of the nearest miss lacks how much, and what takes most of it."""
+    stage, capacity = nearest.worst_stage, cluster.hardware.memory_bytes - headroom_gib * GIB
+    memory = stage.memory
+    item = max((name for name in MEMORY if name != "total_bytes"), key=lambda name: int(getattr(memory, name)))
+    headroom = f" less {headroom_gib:g} of headroom" if headroom_gib else ""
+    return (
+        f"It does not fit. The nearest miss, {nearest.parallelism}, needs {gibibytes(memory.total_bytes)} GiB on stage "
+        f"{stage.stage}, {gibibytes(memory.total_bytes - capacity)} GiB more than the GPU's "
+        f"{gibibytes(cluster.hardware.memory_bytes)}{headroom}; most of it are {MEMORY[item]}, "
+        f"{gibibytes(getattr(memory, item))} GiB."
+    )
+
+
+def says_best(best: Plan) -> str:
+    """What was proven about the best layout."""
+    report, step_s = best.search, best.step.step_s
+    assert report is not None
+    if report.outcome == "proven":
+        proof = f"no layout that fits is faster than {seconds(report.lower_bound_s)} in this model"
+    else:
+        proof = f"time was up before it was proven: nothing that fits is faster than {seconds(report.lower_bound_s)}"
+    return f"{best.parallelism} takes {seconds(step_s)}, and {proof}."
+
+
+def now(constraint: str, best: Plan) -> str:
+    """Where the best layout stands to a constraint."""
+    layout, stage = best.parallelism, best.best.worst_stage
+    if constraint == "memory":
+        filled = stage.memory.total_bytes / best.cluster.hardware.memory_bytes
+        return f"stage {stage.stage} fills {percent(filled, 0)} of {gibibytes(best.cluster.hardware.memory_bytes)} GiB"
+    if constraint == "batch":
+        return f"{layout.num_microbatches} micro-batches of {layout.micro_batch_size} over {layout.pp} stages"
+    return f"tp {layout.tp} of an NVLink domain of {_domain(best.cluster)}"
+
+
+def _compute(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
+    a, b = best.parallelism, other.parallelism
+    if b.num_gpus_used < a.num_gpus_used:
+        return f"it uses {b.num_gpus_used:,} GPUs of {cluster.num_gpus:,}, the best {a.num_gpus_used:,}"
+    if _RECOMPUTED[b.recompute] > _RECOMPUTED[a.recompute] or _full_layers(other) > _full_layers(best):
+        return f"it recomputes {_recomputed(other)}, the best {_recomputed(best)}"
+    lost_s = (_unevenness(other) - _unevenness(best)) * best.step.breakdown.compute_s
+    if lost_s > 0.5 * (other.step.breakdown.compute_s - best.step.breakdown.compute_s):
+        return (
+            f"its slowest stage computes {percent(_unevenness(other))} longer than the mean of all stages, the best's "
+            f"{percent(_unevenness(best))}"
+        )
+    if b.tp > a.tp or b.micro_batch_size * a.cp < a.micro_batch_size * b.cp:
+        return f"its matrix products are smaller and reach less of the peak: {_share(b)}, the best's {_share(a)}"
+    if b.cp > a.cp:
+        return f"attention works on shorter blocks over {b.cp} ranks than over {a.cp}"
+    return "its matrix products and attention have shapes that reach less of the GPU's peak"
+
+
+def _share(layout: Layout) -> str:
+    batch = f"{layout.micro_batch_size} sequence{'s' if layout.micro_batch_size > 1 else ''}"
+    context = f" over {layout.cp} ranks" if layout.cp > 1 else ""
+    return f"tp {layout.tp} with {batch}{context} a micro-batch"
+
+
+def _full_layers(layout: PricedLayout) -> int:
+    return sum(stage.recompute.get("full", 0) for stage in layout.stages)
+
+
+def _recomputed(layout: PricedLayout) -> str:
+    chosen, layers = layout.parallelism, _full_layers(layout)
+    if layers:
+        return f"{layers} layers whole"
+    return "none" if chosen.recompute == "none" else f"parts of every layer ({', '.join(chosen.recompute_modules)})"
+
+
+def _unevenness(layout: PricedLayout) -> float:
+    """How much longer the slowest stage computes than the mean."""
+    times = [stage.forward_s + stage.backward_s for stage in layout.stages]
+    return max(times) * len(times) / sum(times) - 1 if sum(times) else 0.0
+
+
+def _tensor(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
+    a, b = best.parallelism, other.parallelism
+    if b.tp > cluster.hardware.nvlink_domain_size:
+        return f"tp {b.tp} leaves the NVLink domain of {_domain(cluster)} GPUs, so every layer waits for the network"
+    if _full_layers(other) > _full_layers(best):
+        return f"recomputing repeats the exchanges of a layer: it recomputes {_recomputed(other)}"
+    if b.tp != a.tp:
+        return f"every layer's activations are exchanged between {b.tp} GPUs, in the best {_between(a.tp)}"
+    return f"it exchanges in smaller pieces: {_share(b)}, the best's {_share(a)}"
+
+
+def _between(size: int) -> str:
+    return f"between {size}" if size > 1 else "not at all"
+
+
+def _domain(cluster: ClusterSpec) -> int:
+    return cluster.tiers[0].num_gpus or cluster.num_gpus
+
+
+def _context(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
+    a, b = best.parallelism, other.parallelism
+    crosses = ", across nodes" if b.tp * b.cp > _domain(cluster) else ""
+    return f"keys and values go round {b.cp} ranks{crosses}; in the best {_ranks(a.cp)}"
+
+
+def _ranks(size: int) -> str:
+    return f"round {size}" if size > 1 else "they stay where they are"
+
+
+def _expert(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
+    a, b = best.parallelism, other.parallelism
+    crosses = f", more than the {_domain(cluster)} of an NVLink domain" if b.ep * b.etp > _domain(cluster) else ""
+    return f"tokens travel to experts on {b.ep * b.etp} ranks{crosses}; in the best on {a.ep * a.etp}"
+
+
+def _pipeline(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
+    a, b = best.parallelism, other.parallelism
+    if a.schedule != b.schedule:
+        return f"{b.schedule} waits for what stages send each other where {a.schedule} goes on computing"
+    return f"{b.num_microbatches} micro-batches pass {b.pp} stages of {b.vpp} chunks; in the best {_passes(a)}"
+
+
+def _passes(layout: Layout) -> str:
+    return f"{layout.num_microbatches} pass {layout.pp} of {layout.vpp}"
+
+
+def _data(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
+    one, two = (max(stage.num_parameters for stage in layout.stages) for layout in (best, other))
+    a, b = best.parallelism, other.parallelism
+    return (
+        f"{large(two)} parameters a rank are exchanged over {b.dp * b.cp} ranks and one micro-batch hides too little "
+        f"of it; in the best {large(one)} over {a.dp * a.cp}"
+    )
+
+
+def _bubble(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
+    a, b = best.parallelism, other.parallelism
+    return f"filling and draining {_filled(b)}; in the best {_filled(a)}"
+
+
+def _filled(layout: Layout) -> str:
+    chunks = f" in {layout.vpp} chunks" if layout.vpp > 1 else ""
+    return f"{layout.pp} stage{'s' if layout.pp > 1 else ''}{chunks} for {layout.num_microbatches} micro-batches"
+
+
+def _optimizer(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
+    a, b = best.parallelism, other.parallelism
+    return f"its optimizer is sharded {_shards(b)}, the best's {_shards(a)}"
+
+
+def _shards(layout: Layout) -> str:
+    return f"over {layout.shard_size} ranks" if layout.zero_stage else "over none"
+
+
+def _overhead(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
+    a, b = best.parallelism, other.parallelism
+    return f"the host starts {b.num_microbatches} micro-batches a step, in the best {a.num_microbatches}"
+
+
+_REASONS = {
+    "compute_s": _compute,
+    "tp_comm_s": _tensor,
+    "cp_comm_s": _context,
+    "ep_comm_s": _expert,
+    "pp_comm_s": _pipeline,
+    "exposed_dp_s": _data,
+    "bubble_s": _bubble,
+    "optimizer_s": _optimizer,
+    "overhead_s": _overhead,
+}

@@ -1,0 +1,174 @@
+"""The same search asked otherwise: without the pins, under another assumption, or with one limit moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.errors import Infeasible, SolverError
+from planner.plan import Plan, PricedLayout
+from planner.schedule.replay import makespan_s
+from planner.search.ends import ends_of
+from planner.search.price import cost_by_rank, peak_activation_bytes, stage_memory
+from planner.search.replan import reprice, with_microbatches
+from planner.search.search import plan
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.runtime import RuntimeSpec
+from planner.specs.training import SearchLimits, TrainingSpec
+from planner.specs.units import GIB
+
+PINS = (
+    "tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage", "recompute", "schedule",
+)  # fmt: skip
+"""Axes that a user may pin."""
+TIME_LIMIT_S = 10.0
+"""Of each search beside the two that were asked for."""
+STRAGGLER, IMBALANCE, EP_OVERLAP, NETWORK, MEMORY, ROOM = 0.1, 0.5, 0.8, 0.5, 0.05, 0.1
+"""How far assumptions and limits are moved: a slow rank, a full expert, hidden exchanges, a slow network, an estimate
+that is short, a larger GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one search is asked: the arguments of `plan`."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    training: TrainingSpec
+    runtime: RuntimeSpec
+    limits: SearchLimits
+
+    @property
+    def pins(self) -> dict[str, tuple[Any, ...]]:
+        """The axes that are not free, with the values they may take."""
+        chosen = ((axis, getattr(self.limits, axis)) for axis in PINS)
+        return {axis: values for axis, values in chosen if values is not None}
+
+    def limited(self, **limits: Any) -> Case:
+        """The same with other limits."""
+        return replace(self, limits=self.limits.model_copy(update=limits))
+
+    def free(self) -> Case:
+        """The same without any pin."""
+        return self.limited(**dict.fromkeys(self.pins))
+
+    def aside(self) -> Case:
+        """The same as a question beside the main one: no alternatives, and not for long."""
+        return self.limited(top=1, time_limit_s=min(TIME_LIMIT_S, self.limits.time_limit_s))
+
+    def plan(self) -> Plan:
+        """Search; Infeasible where nothing is legal and fits."""
+        return plan(self.model, self.cluster, self.training, limits=self.limits, runtime=self.runtime)
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One input changed."""
+
+    name: str
+    says: str
+    case: Case
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is chosen under a change, beside what the choice of now would then take."""
+
+    chosen: PricedLayout | None
+    """None where nothing fits any more."""
+    kept_s: float
+    kept_fits: bool
+
+    def moves(self, kept: PricedLayout, gap_fraction: float) -> bool:
+        """Whether another layout is the better choice then, by more than searches are exact to."""
+        if self.chosen is None or self.chosen.parallelism == kept.parallelism:
+            return self.chosen is None
+        return not self.kept_fits or self.chosen.step.step_s < self.kept_s * (1 - gap_fraction)
+
+
+def outcome(what_if: WhatIf, now: Plan) -> Outcome:
+    """Search again under the change, and price the choice of `now` under it."""
+    kept_s, kept_bytes = _repriced(now, what_if.case)
+    room = what_if.case.cluster.hardware.memory_bytes - what_if.case.limits.memory_headroom_gib * GIB
+    try:
+        chosen = what_if.case.aside().plan().best
+    except (Infeasible, SolverError):
+        chosen = None
+    return Outcome(chosen, kept_s, kept_bytes <= room)
+
+
+def _repriced(now: Plan, case: Case) -> tuple[float, float]:
+    """Seconds of a step, and bytes of the fullest rank, of the best layout of `now` in another case."""
+    steps = now.parallelism.num_microbatches * case.training.global_batch_size // now.training.global_batch_size
+    layout = now.best if now.best.actions else with_microbatches(now.best, steps)
+    changed = {"cluster": case.cluster, "training": case.training, "runtime_spec": case.runtime}
+    again = reprice(now.model_copy(update=changed), layout)
+    ranks = cost_by_rank(again.costs, again.order.stage_to_rank)
+    peaks = peak_activation_bytes(again.order, [float(cost.live_bytes) for cost in again.costs])
+    memories = [
+        stage_memory(again.pricing, again.table, cost, peak).total_bytes
+        for cost, peak in zip(ranks, peaks, strict=True)
+    ]
+    return makespan_s(again.order, again.durations) + sum(ends_of(again.pricing, again.table, ranks)), max(memories)
+
+
+def other_assumptions(case: Case) -> Iterator[WhatIf]:
+    """Every assumption that this job makes, each changed by itself for the worse (or tested where it is the worst)."""
+    runtime, training, cluster = case.runtime, case.training, case.cluster
+    moe = case.model.moe is not None
+    for name, fields, says in (
+        ("data_parallel_overlap", ("gradient_overlap_fraction", "parameter_overlap_fraction"), "data-parallel"),
+        ("tensor_parallel_overlap", ("tp_overlap_fraction", "tp_async_overlap_fraction"), "tensor-parallel"),
+        ("context_parallel_overlap", ("cp_overlap_fraction",), "context-parallel"),
+        ("expert_parallel_overlap", ("ep_overlap_fraction",) if moe else (), "expert-parallel"),
+    ):
+        if any(getattr(runtime, field) for field in fields):
+            changed = runtime.model_copy(update=dict.fromkeys(fields, 0.0))
+            yield WhatIf(name, f"no {says} exchange hides behind compute", replace(case, runtime=changed))
+    if moe and not runtime.ep_overlap_fraction:
+        hidden = runtime.model_copy(update={"ep_overlap_fraction": EP_OVERLAP})
+        yield WhatIf(
+            "expert_parallel_overlap", f"{EP_OVERLAP:.0%} of expert exchange hides", replace(case, runtime=hidden)
+        )
+    if runtime.interleaved_p2p_overlap:
+        waits = runtime.model_copy(update={"interleaved_p2p_overlap": False, "p2p_overlap": False})
+        yield WhatIf("pipeline_overlap", "pipeline sends do not overlap compute", replace(case, runtime=waits))
+    slower = training.model_copy(update={"straggler_fraction": training.straggler_fraction + STRAGGLER})
+    yield WhatIf(
+        "straggler", f"the slowest rank computes {slower.straggler_fraction:.0%} slower", replace(case, training=slower)
+    )
+    if moe:
+        fuller = training.model_copy(update={"moe_imbalance": training.moe_imbalance + IMBALANCE})
+        says = f"the fullest expert rank gets {fuller.moe_imbalance:g} times the mean tokens"
+        yield WhatIf("moe_imbalance", says, replace(case, training=fuller))
+    if len(cluster.tiers) > 1 and cluster.num_gpus > (cluster.tiers[0].num_gpus or 0):
+        rate = cluster.tiers[1].gb_per_s * NETWORK
+        says = f"the network between nodes has {rate:g} GB/s a GPU, not {rate / NETWORK:g}"
+        yield WhatIf("network", says, replace(case, cluster=_cluster(cluster, network_gb_per_s=rate)))
+    short = case.limits.memory_headroom_gib + MEMORY * cluster.hardware.memory_gib
+    says = f"{MEMORY:.0%} of the memory must stay free"
+    yield WhatIf("memory_headroom", says, case.limited(memory_headroom_gib=short))
+
+
+def other_limits(case: Case) -> Iterator[WhatIf]:
+    """What the job has to obey, each moved by itself: memory, batch, NVLink domain."""
+    cluster, hardware, training = case.cluster, case.cluster.hardware, case.training
+    larger = hardware.model_copy(update={"memory_gib": hardware.memory_gib * (1 + ROOM)})
+    yield WhatIf("memory", f"{ROOM:.0%} more memory", replace(case, cluster=_cluster(cluster, hardware=larger)))
+    twice = training.model_copy(update={"global_batch_size": 2 * training.global_batch_size})
+    yield WhatIf("batch", "twice the batch", replace(case, training=twice))
+    inner = cluster.tiers[0].num_gpus
+    if len(cluster.tiers) > 1 and inner is not None and inner < cluster.num_gpus:
+        outer = cluster.tiers[1].num_gpus
+        if outer is None or 2 * inner < outer:
+            tiers = (cluster.tiers[0].model_copy(update={"num_gpus": 2 * inner}), *cluster.tiers[1:])
+            wider = hardware.model_copy(update={"tiers": tiers, "gpus_per_node": cluster.node_size})
+            changed = _cluster(cluster, hardware=wider, gpus_per_node=None, network_gb_per_s=None)
+            yield WhatIf("domain", f"an NVLink domain of {2 * inner}", replace(case, cluster=changed))
+
+
+def _cluster(cluster: ClusterSpec, **changes: Any) -> ClusterSpec:
+    """Another cluster; a copy would keep the links that were worked out for this one."""
+    return ClusterSpec(**{name: getattr(cluster, name) for name in ClusterSpec.model_fields} | changes)
