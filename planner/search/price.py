@@ -75,13 +75,10 @@ def run_pipeline(
         return _pipeline(replay(build_schedule(schedule, pp, vpp, wanted), durations))
     rounds = _pipeline(replay(build_schedule(schedule, pp, vpp, STEADY_ROUNDS[1] * pp), durations))
     times = wanted / rounds.num_microbatches
-    return replace(
-        rounds,
-        num_microbatches=wanted,
-        makespan_s=makespan,
-        busy_s=rounds.busy_s * times,
-        transfer_s=rounds.transfer_s * times,
-    )
+    busy = rounds.busy_s * times
+    # the fill's transfers are no more for a longer step: what a rank does not compute is the most it can wait
+    transfer = np.minimum(rounds.transfer_s * times, np.maximum(makespan - busy, 0.0))
+    return replace(rounds, num_microbatches=wanted, makespan_s=makespan, busy_s=busy, transfer_s=transfer)
 
 
 def _extrapolated_s(table: CostTable, durations: Durations, schedule: str) -> float | None:
