@@ -26,8 +26,8 @@ ALLOWED = {
     "export": {"errors", "files", "specs", "plan", "schedule", "physics.shape", "search.rules*"},
     "report": {"errors", "files", "specs", "plan", "schedule"},
     "probe": {"errors", "files", "specs", "plan", "schedule"},
-    # a fit evaluates what it fits, on the runs that validate ships
-    "profile": {"errors", "files", "specs", "plan", "schedule", "physics", "search.runs", "validate.rows"},
+    # a fit evaluates what it fits, on the runs that validate ships and on stages that a probe ran
+    "profile": {"errors", "files", "specs", "plan", "schedule", "physics", "search.runs", "validate.rows", "probe"},
 }
 """Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""
 

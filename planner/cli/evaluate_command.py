@@ -58,6 +58,7 @@ def evaluate_command(
     layout: o.LayoutString = None,
     moe_imbalance: o.Imbalance = None,
     straggler_fraction: o.Straggler = None,
+    calibration: o.Calibration = None,
     json: o.Json = False,
     output: o.Output = None,
     force: o.Force = False,
@@ -82,7 +83,7 @@ def evaluate_command(
     parallelism = fill_dp(read_parallelism(ctx.params), job.cluster.num_gpus)
     if output is not None:
         refuse_to_overwrite(output, force)
-    plan = evaluate(job.model, job.cluster, job.training, parallelism, runtime=job.runtime)
+    plan = evaluate(job.model, job.cluster, job.training, parallelism, runtime=job.runtime_spec)
     if save(plan, output, force):
         return
     if json:
@@ -99,7 +100,7 @@ def _own_choice(job: Job) -> PricedLayout | None:
     limits = SearchLimits(time_limit_s=OWN_CHOICE_LIMIT_S)
     try:
         with waiting("searching for the planner's own choice"):
-            return plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime).best
+            return plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec).best
     except PlannerError:
         return None
 

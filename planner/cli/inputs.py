@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
+from planner.cli.probe_file import read_calibration
 from planner.errors import SpecError
 from planner.specs.base import Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.runtime import RuntimeSpec, load_runtime
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import parse_count
 
@@ -35,6 +36,7 @@ class Job:
     cluster: ClusterSpec
     training: TrainingSpec
     runtime: str
+    runtime_spec: RuntimeSpec
 
 
 def read_job(options: Mapping[str, Any]) -> Job:
@@ -50,9 +52,12 @@ def read_job(options: Mapping[str, Any]) -> Job:
         "num_gpus": options["gpus"],
         "gpus_per_node": options.get("gpus_per_node"),
     }
-    runtime = options.get("runtime") or DEFAULT_RUNTIME
-    load_runtime(runtime)
-    return Job(model, _checked(ClusterSpec, cluster), _training(options, model), runtime)
+    name = options.get("runtime") or DEFAULT_RUNTIME
+    given, runtime = _checked(ClusterSpec, cluster), load_runtime(name)
+    if options.get("calibration") is not None:
+        calibration = read_calibration(options["calibration"], given)
+        given, runtime = calibration.of_cluster(given), calibration.of_runtime(runtime)
+    return Job(model, given, _training(options, model), name, runtime)
 
 
 def read_limits(options: Mapping[str, Any]) -> SearchLimits:

@@ -138,6 +138,10 @@ Straggler = Annotated[
     float | None, number(ASSUMED, "--straggler-fraction", "How much slower the slowest rank computes. [0]", "X", float)
 ]
 
+Calibration = Annotated[
+    str | None, text(ASSUMED, "--calibration", "FILE", "What `plan probe -o FILE` measured corrects the hardware.")
+]
+
 Json = Annotated[bool, text(OUTPUT, "--json", None, "The answer as JSON.")]
 Output = Annotated[
     str | None, text(OUTPUT, "--output -o", "FILE", "Save the plan for other commands to read; - is stdout.")

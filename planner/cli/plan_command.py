@@ -37,6 +37,7 @@ def plan_command(
     memory_headroom: o.Headroom = None,
     moe_imbalance: o.Imbalance = None,
     straggler_fraction: o.Straggler = None,
+    calibration: o.Calibration = None,
     json: o.Json = False,
     output: o.Output = None,
     force: o.Force = False,
@@ -63,7 +64,7 @@ def plan_command(
     if output is not None:
         refuse_to_overwrite(output, force)
     with waiting("searching"):
-        found = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime)
+        found = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
     answer(found, json, output, force)
 
 

@@ -39,9 +39,9 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_yaml(path: str | Path) -> dict[str, Any]:
+def load_yaml(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; `-` is stdin. Raises SpecError for whatever is not one."""
-    return parse_mapping(read_text(path), label(path))
+    return parse_mapping(read_text(path, max_bytes), label(path))
 
 
 def label(path: str | Path) -> str:
@@ -55,11 +55,11 @@ def printable(text: str, limit: int = 200) -> str:
     return short if short.isprintable() else repr(short)
 
 
-def read_text(path: str | Path) -> str:
+def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
     """The text of a small file; SpecError when it is missing, a directory, locked, huge or binary."""
     where = label(path)
     try:
-        data = sys.stdin.buffer.read(MAX_BYTES + 1) if str(path) == STDIN else _read_bytes(path)
+        data = sys.stdin.buffer.read(max_bytes + 1) if str(path) == STDIN else _read_bytes(path, max_bytes)
     except FileNotFoundError:
         raise SpecError(f"{where}: no such file", "check the path") from None
     except IsADirectoryError:
@@ -70,9 +70,9 @@ def read_text(path: str | Path) -> str:
         raise SpecError(
             f"{where}: cannot be read: {getattr(error, 'strerror', None) or error}", "check the path"
         ) from None
-    if len(data) > MAX_BYTES:
+    if len(data) > max_bytes:
         raise SpecError(
-            f"{where}: is larger than {MAX_BYTES:,} bytes, too large for a spec", "name a YAML or JSON file"
+            f"{where}: is larger than {max_bytes:,} bytes, too large for a spec", "name a YAML or JSON file"
         )
     if b"\0" in data:
         raise SpecError(f"{where}: is a binary file", "name a YAML or JSON file")
@@ -82,11 +82,11 @@ def read_text(path: str | Path) -> str:
         raise SpecError(f"{where}: is not UTF-8 text (byte {error.start})", "name a YAML or JSON file") from None
 
 
-def _read_bytes(path: str | Path) -> bytes:
-    """At most MAX_BYTES + 1 bytes; a file known to be larger is not read at all."""
+def _read_bytes(path: str | Path, max_bytes: int) -> bytes:
+    """At most max_bytes + 1 bytes; a file known to be larger is not read at all."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        return b"\n" * (MAX_BYTES + 1) if size > MAX_BYTES else file.read(MAX_BYTES + 1)
+        return b"\n" * (max_bytes + 1) if size > max_bytes else file.read(max_bytes + 1)
 
 
 def parse_mapping(text: str, where: str) -> dict[str, Any]:

@@ -1,0 +1,213 @@
+"""From a probe to a calibration: the few factors that explain what it measured on its own model, in eager torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from planner.physics.communication import members_by_tier
+from planner.physics.cost import PartCost, Pricing, sum_parts
+from planner.physics.memory import communicators
+from planner.physics.shape import FloatArray, Shape
+from planner.probe.feedback import require_speed
+from planner.probe.result import Exchange, ProbeResult, RankResult
+from planner.probe.run import ProbeRun
+from planner.profile.fit_kernels import Residuals, fit, log_errors
+from planner.profile.kernels import Bench, Problem
+from planner.specs.calibration import Calibration, Factor, Quantity, Share
+from planner.specs.cluster import ClusterSpec, HardwareSpec
+from planner.specs.runtime import load_runtime
+from planner.specs.training import Recompute, TrainingSpec
+from planner.specs.units import GB, GIB
+
+EAGER = load_runtime("torch-eager")
+"""What a probe's ranks are, whatever trainer the plan is for."""
+KERNELS = ("gemm_factor", "attention_factor", "stream_factor")
+RANGE = 20.0
+"""Factors between 1/RANGE and RANGE."""
+TOGETHER = 0.05
+"""Weight of a factor's distance from the others beside that of a measured pass: what the passes cannot tell apart
+moves together."""
+MOST_LATENCY_FRACTION = 0.5
+"""Of an exchange: a shorter one says nothing about bandwidth."""
+
+
+def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the probe") -> Calibration:
+    """What the probe measured beyond the profile of `cluster`: links first, then kernels, memory and the host.
+
+    Raises SpecError where the probe is no evidence of the speed of this hardware.
+    """
+    require_speed(result, cluster.hardware, where)
+    source = f"plan probe on {result.device}, torch {result.torch_version}, {result.slice.run}"
+    links = Calibration(source=source, efficiency_fraction=_link_shares(result, cluster))
+    problem = passes(result, links.of_cluster(cluster))
+    before = cluster.hardware.efficiency
+    fitted = fit(problem, cluster.hardware)
+    left = Residuals.of(log_errors(problem, cluster.hardware, fitted)[: -len(KERNELS)])
+    said = f"{left.num_rows} passes of {len(result.ranks)} ranks, {left.median:.1f}% off (median) with it"
+    measured: dict[str, Any] = {
+        name: Factor(value=fitted[name] / getattr(before, name), source=said) for name in KERNELS
+    }
+    measured |= {**_reserved(result, cluster), "microbatch_overhead_s": _host(result.ranks)}
+    return links.model_copy(update=measured)
+
+
+def passes(result: ProbeResult, cluster: ClusterSpec) -> Problem:
+    """Forward and backward of every virtual stage that ran, as a problem in the kernels' factors.
+
+    Predicted for the probe's own run: its shapes, its layers, eager torch; exchanges where it had peers.
+    """
+    run, alone = result.run, result.mode == "stages"
+    measured = _measured(result)
+    stages = sorted(measured)
+
+    def predict(hardware: HardwareSpec, bench: Bench) -> FloatArray:
+        costs = [chunk_costs(run, _with(cluster, hardware))[stage] for stage in stages]
+        forward = [cost.forward_s if alone else cost.forward_total_s for cost in costs]
+        backward = [cost.input_grad_s + cost.weight_grad_s if alone else cost.backward_total_s for cost in costs]
+        factors = np.array([getattr(hardware.efficiency, name) / start[name] for name in KERNELS])
+        return np.concatenate((forward, backward, factors / np.exp(np.log(factors).mean())))
+
+    start = {name: float(getattr(cluster.hardware.efficiency, name)) for name in KERNELS}
+    seconds = [*(measured[stage][0] for stage in stages), *(measured[stage][1] for stage in stages)]
+    return Problem(
+        name="probe",
+        free={name: (value, value / RANGE, value * RANGE) for name, value in start.items()},
+        predict=predict,
+        measured_s=np.array([*seconds, *[1.0] * len(KERNELS)]),
+        groups=np.array([str(stage) for stage in stages * 2] + list(KERNELS)),
+        weights=np.array([1.0] * len(seconds) + [TOGETHER] * len(KERNELS)),
+    )
+
+
+def _measured(result: ProbeResult) -> dict[int, tuple[float, float]]:
+    """Forward and backward seconds of each virtual stage that ran: the median over its ranks."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for rank in result.ranks:
+        for chunk in rank.chunks:
+            if chunk.forward_s > 0 and chunk.backward_s > 0:
+                stage = chunk.stage % len(result.run.chunks)
+                found.setdefault(stage, []).append((chunk.forward_s, chunk.backward_s))
+    return {stage: (median(f for f, _ in pairs), median(b for _, b in pairs)) for stage, pairs in found.items()}
+
+
+def run_shape(run: ProbeRun) -> Shape:
+    """The shape that a probe runs, as the cost model has it."""
+    return Shape(
+        tp=run.tp,
+        cp=run.cp,
+        ep=run.ep,
+        etp=1 if run.model.moe is not None else run.tp,
+        pp=run.pp,
+        vpp=max(1, len(run.chunks) // run.pp),
+        dp=run.dp,
+        micro_batch_size=run.micro_batch_size,
+        num_microbatches=run.num_microbatches,
+        seq_length=run.seq_length * run.cp,
+        sequence_parallel=int(run.sequence_parallel),
+        zero_stage=int(run.zero),
+        shard_size=run.dp * run.cp,
+    )
+
+
+def chunk_costs(run: ProbeRun, cluster: ClusterSpec) -> list[PartCost]:
+    """What the cost model says of each virtual stage of a probe's run, in eager torch on `cluster`."""
+    shape = run_shape(run)
+    sequences = run.dp * run.micro_batch_size * run.num_microbatches
+    pricing = Pricing(
+        model=run.model,
+        training=TrainingSpec(seq_length=int(shape.seq_length), global_batch_size=sequences),
+        cluster=cluster,
+        runtime=EAGER,
+        selective_modules=run.recompute_modules,
+    )
+    base: Recompute = "selective" if run.recompute_modules else "none"
+    table = pricing.table(shape)
+    costs = []
+    for chunk in run.chunks:
+        layers = run.model.layers[chunk.first_layer : chunk.last_layer]
+        held = [("full" if number < chunk.num_recomputed else base, kind) for number, kind in enumerate(layers)]
+        parts = [table.layers[kind, mode].times(count) for (mode, kind), count in Counter(held).items()]
+        beside = ((table.embedding, chunk.embedding), (table.head, chunk.head), (table.mtp, chunk.mtp))
+        costs.append(sum_parts([*parts, *(part for part, here in beside if here and part is not None)]))
+    return costs
+
+
+def _with(cluster: ClusterSpec, hardware: HardwareSpec) -> ClusterSpec:
+    return ClusterSpec(
+        hardware=hardware.model_copy(update={"tiers": cluster.hardware.tiers}),
+        num_gpus=cluster.num_gpus,
+        gpus_per_node=cluster.gpus_per_node,
+        network_gb_per_s=cluster.network_gb_per_s,
+    )
+
+
+def _link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
+    """Of each tier that an exchange ran on alone, the share of its rate that the largest such exchange reached."""
+    run, found = result.run, dict[str, list[tuple[Exchange, float]]]()
+    for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
+        stride = 1 if exchange.name.startswith("tp ") else run.tp
+        if stride > 1 and exchange.size != run.dp:
+            continue  # experts' gradients, whose ranks are not one stride apart
+        level = _tier_alone(exchange.size, stride, cluster)
+        if level is None:
+            continue
+        share = _share(exchange, level, cluster)
+        if share is not None:
+            found.setdefault(cluster.tiers[level].name, []).append((exchange, share))
+    shares = {}
+    for name, pairs in found.items():
+        largest = max(pairs, key=lambda pair: pair[0].num_bytes)[0]
+        alike = [share for exchange, share in pairs if (exchange.name, exchange.size) == (largest.name, largest.size)]
+        said = f"{largest.name} of {largest.num_bytes / 2**20:.1f} MiB over {largest.size} ranks"
+        shares[name] = Share(value=min(1.0, median(alike)), source=said)
+    return shares
+
+
+def _tier_alone(size: int, stride: int, cluster: ClusterSpec) -> int | None:
+    """The tier that joins all of a group's ranks and no two of them on a lower one."""
+    members = [int(count) for count in members_by_tier(size, stride, cluster.tiers)]
+    level = members.index(size)
+    return level if size > 1 and (level == 0 or members[level - 1] == 1) else None
+
+
+def _share(exchange: Exchange, level: int, cluster: ClusterSpec) -> float | None:
+    """Share of the tier's rate, latency aside; None where latency is most of it."""
+    tier, passes = cluster.tiers[level], 2 if exchange.name.endswith("all-reduce") else 1
+    steps = exchange.size - 1 if level == 0 else int(np.ceil(np.log2(exchange.size)))
+    latency_s = passes * steps * tier.latency_s
+    if latency_s > MOST_LATENCY_FRACTION * exchange.seconds:
+        return None
+    moved = exchange.bus_gb_per_s * GB * exchange.seconds
+    return moved / (exchange.seconds - latency_s) / (tier.gb_per_s * GB / tier.oversubscription)
+
+
+def _reserved(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share | Quantity]:
+    """What the device had in use beyond the allocator's blocks, and the allocator beyond what was allocated."""
+    memories = [rank.memory for rank in result.ranks if rank.memory is not None]
+    if not memories:
+        return {}
+    shape = run_shape(result.run)
+    opened = 0.0 if result.mode == "stages" else float(communicators(shape))
+    buffers = opened * cluster.hardware.reserved.communicator_bytes
+    outside = median(memory.device_used_bytes - memory.peak_reserved_bytes for memory in memories) - buffers
+    beyond = median(memory.peak_reserved_bytes / memory.peak_allocated_bytes - 1 for memory in memories)
+    said = f"{len(memories)} ranks"
+    return {
+        "context_gib": Quantity(value=max(0.0, outside / GIB), source=said),
+        "fragmentation_fraction": Share(value=min(1.0, max(0.0, beyond)), source=said),
+    }
+
+
+def _host(ranks: Sequence[RankResult]) -> Quantity:
+    """Between the end of one action and the readiness for the next: nothing was computed, nothing waited for."""
+    found = []
+    for rank in ranks:
+        gaps = [after.ready_s - before.end_s for before, after in zip(rank.actions, rank.actions[1:], strict=False)]
+        forwards = sum("F" in timed.action for timed in rank.actions)
+        found.append(sum(max(0.0, gap) for gap in gaps) / max(1, forwards))
+    return Quantity(value=median(found), source=f"between the actions of {len(ranks)} ranks")

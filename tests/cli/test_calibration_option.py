@@ -1,0 +1,90 @@
+"""`--calibration probe.json`: what a probe measured corrects the hardware of a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from probes import probe_result
+
+from planner.cli import main
+from planner.cli.plan_file import read_plan
+from planner.plan import Plan
+
+JOB = ["--model", "8b", "--gpus", "16", "--hardware", "h200", "-s", "4096", "-b", "64"]
+LAYOUT = ["evaluate", *JOB, "--tp", "2", "--pp", "4", "--dp", "2"]
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("calibration") / "plan.json"
+    assert main([*LAYOUT, "--runtime", "torch-eager", "-q", "-o", str(path)]) == 0
+    return path
+
+
+def save_probe(plan_file: Path, factor: float, **changes: Any) -> Path:
+    """A probe in which everything took `factor` times as long as planned."""
+    stages = read_plan(str(plan_file)).best.stages
+    result = probe_result(
+        read_plan(str(plan_file)),
+        lambda j: (factor * stages[j].forward_s, factor * stages[j].backward_s),
+        **changes,
+    )
+    path = plan_file.with_name("probe.json")
+    path.write_text(result.model_dump_json())
+    return path
+
+
+def planned(arguments: list[str], tmp_path: Path) -> Plan:
+    path = tmp_path / "again.json"
+    assert main([*arguments, "-q", "--force", "-o", str(path)]) == 0
+    return read_plan(str(path))
+
+
+def test_a_slower_machine_makes_a_slower_plan_with_probed_evidence(plan_file: Path, tmp_path: Path) -> None:
+    probe = save_probe(plan_file, 1.2)
+    before = planned([*LAYOUT], tmp_path)
+    after = planned([*LAYOUT, "--calibration", str(probe)], tmp_path)
+    assert (before.evidence, after.evidence) == ("calibrated", "probed")
+    assert after.step.breakdown.compute_s == pytest.approx(1.2 * before.step.breakdown.compute_s, rel=0.02)
+    assert after.runtime_spec.microbatch_overhead_s > 0
+    assert after.inputs_sha256 != before.inputs_sha256
+
+
+def test_a_search_is_calibrated_too_and_says_what_it_took(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe = save_probe(plan_file, 1.1)
+    assert main([*JOB, "--top", "1", "--calibration", str(probe), "-o", str(tmp_path / "p.json")]) == 0
+    assert read_plan(str(tmp_path / "p.json")).evidence == "probed"
+    told = capsys.readouterr().err
+    assert f"{probe}: products × 1.1" in told
+    assert "is that" not in told
+
+
+def test_another_gpu_than_the_hardwares_is_doubted(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    probe = save_probe(plan_file, 1.1, device="NVIDIA A100-SXM4-80GB")
+    assert main([*LAYOUT, "--calibration", str(probe), "--json"]) == 0
+    assert "ran on NVIDIA A100-SXM4-80GB; is that h200-sxm-141gb?" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_probe_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LAYOUT, "--calibration", str(plan_file)]) == 2
+    assert "plan.json: is no probe's result" in capsys.readouterr().err
+
+
+def test_a_probe_in_small_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    probe = save_probe(plan_file, 1.0)
+    data = json.loads(probe.read_text())
+    data["run"] |= {"device": "cpu", "dtype": "float64"}
+    probe.write_text(json.dumps(data))
+    assert main([*LAYOUT, "--calibration", str(probe)]) == 2
+    assert "probe.json: ran on a CPU, which proves nothing about the speed of" in capsys.readouterr().err
+
+
+def test_runs_say_their_hardware_themselves(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    probe = save_probe(plan_file, 1.0)
+    assert main(["evaluate", "--runs", "runs.jsonl", "--calibration", str(probe)]) == 2
+    assert "--runs and --calibration: both given" in capsys.readouterr().err

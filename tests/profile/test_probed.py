@@ -1,0 +1,200 @@
+"""A probe's seconds become the factors that made them; what proves nothing about speed is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from probes import GAP_S, probe_result, probe_run
+
+from planner.errors import SpecError
+from planner.physics.communication import collective_s
+from planner.plan import Plan
+from planner.probe.result import Exchange, OutOfMemory, ProbeResult, RankMemory
+from planner.profile.probed import KERNELS, chunk_costs, from_probe
+from planner.search.search import evaluate
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import Parallelism, TrainingSpec
+from planner.specs.units import GB, GIB
+
+
+def make_plan(model: str = "8b", tp: int = 2, pp: int = 4, seq_length: int = 4096, **layout: Any) -> Plan:
+    cluster = ClusterSpec(hardware=load_hardware("h200"), num_gpus=tp * pp * layout.get("dp", 1))
+    parallelism = Parallelism(tp=tp, pp=pp, **layout)
+    training = TrainingSpec(seq_length=seq_length, global_batch_size=32)
+    return evaluate(load_model(model), cluster, training, parallelism, runtime="torch-eager")
+
+
+def slower(cluster: ClusterSpec, **factors: float) -> ClusterSpec:
+    """The cluster, and how long its kernels really take."""
+    hardware = cluster.hardware
+    changed = hardware.efficiency.model_copy(update=factors)
+    return ClusterSpec(hardware=hardware.model_copy(update={"efficiency": changed}), num_gpus=cluster.num_gpus)
+
+
+def measured_on(plan: Plan, machine: ClusterSpec, **changes: Any) -> ProbeResult:
+    costs = chunk_costs(probe_run(plan), machine)
+    if changes.get("mode") == "ranks":
+        return probe_result(plan, lambda j: (costs[j].forward_total_s, costs[j].backward_total_s), **changes)
+    return probe_result(plan, lambda j: (costs[j].forward_s, costs[j].input_grad_s + costs[j].weight_grad_s), **changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("8b", {}),
+        ("8b", {"vpp": 2, "recompute": "full"}),
+        ("8b", {"recompute": "selective"}),
+        ("deepseek-v2-lite", {"tp": 1, "pp": 2, "dp": 4, "ep": 4}),
+    ],
+)
+def test_a_run_is_predicted_as_the_plan_predicts_it(model: str, layout: dict[str, Any]) -> None:
+    plan = make_plan(model, **layout)
+    costs = chunk_costs(probe_run(plan), plan.cluster)
+    for stage in plan.best.stages:
+        held = [costs[j] for j in probe_run(plan).stages_of(stage.stage)]
+        assert sum(cost.forward_s for cost in held) == pytest.approx(stage.forward_s, rel=1e-9)
+        assert sum(cost.input_grad_s + cost.weight_grad_s for cost in held) == pytest.approx(stage.backward_s, rel=1e-9)
+        assert sum(cost.forward_total_s - cost.forward_s for cost in held) == pytest.approx(stage.forward_comm_s)
+
+
+def test_one_slowness_of_all_kernels_is_found_to_the_digit() -> None:
+    plan = make_plan()
+    calibration = from_probe(measured_on(plan, slower(plan.cluster, **dict.fromkeys(KERNELS, 1.25))), plan.cluster)
+    for name in KERNELS:
+        assert getattr(calibration, name).value == pytest.approx(1.25, rel=0.01)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernel_that_is_slower_is_told_from_the_others(name: str) -> None:
+    plan = make_plan(seq_length=32768)
+    machine = slower(plan.cluster, **{name: 1.3})
+    calibration = from_probe(measured_on(plan, machine), plan.cluster)
+    values = {kernel: getattr(calibration, kernel).value for kernel in KERNELS}
+    others = [value for kernel, value in values.items() if kernel != name]
+    assert values[name] > 1.03 * max(others)
+    for before, after in zip(
+        chunk_costs(probe_run(plan), machine),
+        chunk_costs(probe_run(plan), calibration.of_cluster(plan.cluster)),
+        strict=True,
+    ):
+        assert float(after.total_s) == pytest.approx(float(before.total_s), rel=0.01)
+
+
+def test_factors_are_beyond_what_the_profile_already_has() -> None:
+    plan = make_plan()
+    known = slower(plan.cluster, gemm_factor=1.2)
+    calibration = from_probe(measured_on(plan, known), known)
+    assert calibration.gemm_factor is not None
+    assert calibration.gemm_factor.value == pytest.approx(1.0, abs=0.01)
+    assert calibration.of_cluster(known).hardware.efficiency.gemm_factor == pytest.approx(1.2, rel=0.01)
+
+
+def exchange(plan: Plan, name: str, size: int, stride: int, num_bytes: int, efficiency: float) -> Exchange:
+    """As it would be measured on links that reach `efficiency` of their rate."""
+    hardware = plan.cluster.hardware
+    tiers = tuple(tier.model_copy(update={"efficiency_fraction": efficiency}) for tier in hardware.tiers)
+    cluster = ClusterSpec(hardware=hardware.model_copy(update={"tiers": tiers}), num_gpus=64)
+    kind: Any = "all_reduce" if "all-reduce" in name else "all_gather"
+    seconds = float(collective_s(kind, num_bytes, size, stride, cluster))
+    moved = (2 if kind == "all_reduce" else 1) * (size - 1) / size * num_bytes
+    return Exchange(name=name, size=size, num_bytes=num_bytes, seconds=seconds, bus_gb_per_s=moved / seconds / GB)
+
+
+def test_links_are_measured_by_the_exchanges_that_run_on_them_alone() -> None:
+    plan = make_plan(tp=8, pp=1, dp=4)
+    found = (
+        exchange(plan, "tp all-gather", 8, 1, 2**26, 0.6),
+        exchange(plan, "tp all-reduce", 8, 1, 2**20, 0.3),
+        exchange(plan, "gradient reduce-scatter", 4, 8, 2**28, 0.5),
+    )
+    result = measured_on(plan, plan.cluster, mode="ranks", exchanges=found)
+    shares = from_probe(result, plan.cluster).efficiency_fraction
+    assert {name: share.value for name, share in shares.items()} == pytest.approx({"nvlink": 0.6, "infiniband": 0.5})
+    assert "tp all-gather of 64.0 MiB over 8 ranks" in shares["nvlink"].source
+
+
+def test_exchanges_over_two_tiers_or_of_a_few_bytes_say_nothing_about_links() -> None:
+    plan = make_plan(tp=4, pp=1, dp=4)
+    found = (
+        exchange(plan, "tp all-gather", 4, 1, 2**10, 0.6),
+        exchange(plan, "gradient reduce-scatter", 4, 4, 2**28, 0.5),
+    )
+    assert (
+        from_probe(measured_on(plan, plan.cluster, mode="ranks", exchanges=found), plan.cluster).efficiency_fraction
+        == {}
+    )
+
+
+def test_slow_links_are_no_slow_kernels() -> None:
+    plan = make_plan(tp=8, pp=1, dp=1)
+    hardware = plan.cluster.hardware
+    tiers = (hardware.tiers[0].model_copy(update={"efficiency_fraction": 0.4}), *hardware.tiers[1:])
+    machine = ClusterSpec(hardware=hardware.model_copy(update={"tiers": tiers}), num_gpus=8)
+    found = (exchange(plan, "tp all-gather", 8, 1, 2**28, 0.4),)
+    calibration = from_probe(measured_on(plan, machine, mode="ranks", exchanges=found), plan.cluster)
+    for name in KERNELS:
+        assert getattr(calibration, name).value == pytest.approx(1.0, abs=0.01)
+
+
+def test_memory_and_host_are_what_the_ranks_showed() -> None:
+    plan = make_plan()
+    memory = RankMemory(
+        static_bytes=GIB,
+        peak_allocated_bytes=50 * GIB,
+        peak_reserved_bytes=52 * GIB,
+        device_used_bytes=round(53.5 * GIB),
+    )
+    calibration = from_probe(measured_on(plan, plan.cluster, memory=memory), plan.cluster)
+    assert calibration.context_gib is not None
+    assert calibration.fragmentation_fraction is not None
+    assert calibration.microbatch_overhead_s is not None
+    assert calibration.context_gib.value == pytest.approx(1.5)
+    assert calibration.fragmentation_fraction.value == pytest.approx(0.04)
+    # a gap after each action but the last, two actions a micro-batch
+    assert calibration.microbatch_overhead_s.value == pytest.approx(2 * GAP_S, rel=0.1)
+
+
+def test_without_a_gpu_no_memory_is_measured() -> None:
+    plan = make_plan()
+    calibration = from_probe(measured_on(plan, plan.cluster), plan.cluster)
+    assert (calibration.context_gib, calibration.fragmentation_fraction) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run": {"device": "cpu"}}, "ran on a CPU, which proves nothing about the speed of h200-sxm-141gb"),
+        ({"run": {"dtype": "float64"}}, "in small to prove its order"),
+        ({"sleeps": True}, "slept instead of computing"),
+        (
+            {"ranks": (), "out_of_memory": OutOfMemory(rank=0, stage=0, phase="build", message="")},
+            "ran out of memory",
+        ),
+    ],
+)
+def test_what_proves_nothing_about_speed_is_refused(changes: dict[str, Any], message: str) -> None:
+    plan = make_plan()
+    run = probe_run(plan, **changes.pop("run", {}))
+    result = measured_on(plan, plan.cluster).model_copy(update={**changes, "run": run})
+    with pytest.raises(SpecError, match=message):
+        from_probe(result, plan.cluster)
+
+
+def test_a_cpu_is_evidence_of_a_cpu_and_a_gpu_is_not() -> None:
+    plan = make_plan()
+    hardware = plan.cluster.hardware.model_copy(update={"architecture": "cpu"})
+    laptop = ClusterSpec(hardware=hardware, num_gpus=8)
+    on_gpu = measured_on(plan, plan.cluster)
+    on_cpu = on_gpu.model_copy(update={"run": probe_run(plan, device="cpu"), "device": "cpu"})
+    assert from_probe(on_cpu, laptop).gemm_factor is not None
+    with pytest.raises(SpecError, match="ran on NVIDIA H200"):
+        from_probe(on_gpu, laptop)
+
+
+def test_torch_is_not_needed_to_read_a_probe() -> None:
+    code = "import planner.profile.probed, planner.probe.feedback, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
