@@ -109,7 +109,9 @@ REASONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "moe_intermediate_size_not_divisible_by_etp": (
         {"model": toy_model(6, moe=MOE | {"moe_intermediate_size": 1023}), "tp": (2,), "etp": (2,)}, ["1023", "etp 2"],
     ),
-    "experts_not_divisible_by_ep": ({"model": toy_model(6, moe=MOE), "ep": (3,), "training": toy_training(24)}, ["4", "ep 3"]),
+    "experts_not_divisible_by_ep": (
+        {"model": toy_model(6, moe=MOE), "ep": (3,), "training": toy_training(24)}, ["4", "ep 3"],
+    ),
     "more_ranks_than_gpus": ({"pp": (4,), "tp": (4,)}, ["tp 4", "pp 4", "8 GPUs"]),
     "global_batch_not_divisible": ({"micro_batch_size": (5,)}, ["32", "5"]),
     "no_data_parallel_size": ({"dp": (3,)}, ["8 GPUs", "32"]),

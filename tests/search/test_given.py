@@ -1,0 +1,162 @@
+"""Layouts that someone states: what is filled in, refused or warned about, and textbook ones priced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from toys import MOE, toy_cluster, toy_model, toy_training
+
+from planner.errors import SpecError
+from planner.plan import Plan
+from planner.search.given import default_counts
+from planner.search.search import evaluate
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import Parallelism, TrainingSpec
+
+
+def given(runtime: str = "megatron", model: Any = None, num_gpus: int = 16, batch: int = 32, **layout: Any) -> Plan:
+    cluster = toy_cluster(num_gpus)
+    return evaluate(model or toy_model(8), cluster, toy_training(batch), Parallelism(**layout), runtime=runtime)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "layout", "filled"),
+    [
+        ("megatron", {"dp": 4}, {"schedule": "none", "sequence_parallel": False, "zero_stage": 1, "etp": 1}),
+        ("megatron", {"tp": 4}, {"sequence_parallel": True, "etp": 4}),
+        ("megatron", {"tp": 4, "sequence_parallel": False}, {"sequence_parallel": False}),
+        ("megatron", {"pp": 4}, {"schedule": "1f1b", "num_microbatches": 32}),
+        ("megatron", {"pp": 4, "vpp": 2}, {"schedule": "interleaved-1f1b"}),
+        ("megatron", {"pp": 2, "dp": 4, "cp": 2}, {"shard_size": 8, "num_microbatches": 8}),
+        ("torchtitan", {"dp": 8}, {"zero_stage": 3, "shard_size": 8}),
+        ("torchtitan", {"dp": 8, "fsdp": "shard 4"}, {"zero_stage": 3, "shard_size": 4}),
+        ("megatron", {"dp": 2, "recompute": "full"}, {"recompute": "full"}),
+        ("megatron", {"dp": 2, "recompute": "selective"}, {"recompute": "selective"}),
+    ],
+)
+def test_what_is_left_out_is_filled_in(runtime: str, layout: dict[str, Any], filled: dict[str, Any]) -> None:
+    chosen = given(runtime, **layout).parallelism
+    assert {name: getattr(chosen, name) for name in filled} == filled
+    assert {name: getattr(chosen, name) for name in layout if name != "fsdp"} == {
+        name: value for name, value in layout.items() if name != "fsdp"
+    }
+
+
+def test_spare_ranks_are_counted() -> None:
+    chosen = given(num_gpus=16, dp=4, tp=2).parallelism
+    assert (chosen.num_gpus_used, chosen.num_gpus_spare) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "says"),
+    [
+        ({}, {"tp": 4, "pp": 4, "dp": 2}, ["tp 4", "pp 4", "dp 2", "32 ranks", "16 GPUs"]),
+        ({}, {"dp": 3}, ["global_batch_size", "32", "dp 3"]),
+        ({}, {"dp": 4, "micro_batch_size": 16}, ["32", "micro_batch_size 16"]),
+        ({}, {"tp": 3}, ["num_attention_heads 16", "tp 3"]),
+        ({"batch": 36}, {"cp": 3}, ["seq_length 2048", "cp 3"]),
+        ({}, {"ep": 2}, ["ep", "2", "no experts"]),
+        ({"model": toy_model(8, moe=MOE)}, {"ep": 3, "dp": 1}, ["num_experts 4", "ep 3"]),
+        ({"model": toy_model(8, moe=MOE)}, {"ep": 4, "dp": 2}, ["tp·cp·dp 2", "4"]),
+        ({"model": toy_model(3)}, {"pp": 8}, ["pp", "8", "3 layers"]),
+        ({}, {"pp": 4, "layers_per_stage": (2, 2, 2, 1)}, ["2+2+2+1", "7 layers", "8"]),
+        ({}, {"pp": 2, "layout": "Ettt|tttL"}, ["Ettt|tttL", "6 t", "8 t"]),
+        ({"batch": 6}, {"pp": 4, "vpp": 2}, ["interleaved-1f1b", "multiple of 4", "not 6"]),
+        ({}, {"pp": 4, "schedule": "no-such"}, ["no-such"]),
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused_with_their_numbers(
+    changes: dict[str, Any], layout: dict[str, Any], says: list[str]
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        given(**changes, **layout)
+    for text in says:
+        assert text in f"{caught.value.message} {caught.value.hint}"
+    assert caught.value.hint
+
+
+def test_what_only_the_trainer_refuses_is_a_warning() -> None:
+    ring = given(model=toy_model(8, sliding_window=256), cp=2)
+    assert any("megatron refuses this layout" in line and "sliding window" in line for line in ring.warnings)
+    tied = given("torchtitan", model=toy_model(8, tie_word_embeddings=True), pp=2, dp=2)
+    assert any("tied embeddings" in line for line in tied.warnings)
+    assert given(pp=2, dp=2).warnings == ()
+
+
+def test_a_layout_that_does_not_fit_is_priced_all_the_same() -> None:
+    model, cluster = toy_model(8), toy_cluster(1, memory_gib=0.5)
+    answer = evaluate(model, cluster, toy_training(4), Parallelism())
+    assert not answer.fits
+    assert answer.step.step_s > 0
+    assert answer.search is None
+    assert answer.best.worst_stage.memory.total_bytes > cluster.hardware.memory_bytes
+
+
+def test_recompute_of_some_layers_of_each_stage() -> None:
+    answer = given(pp=4, dp=4, recompute="full", recompute_num_layers=1)
+    assert [stage.recompute for stage in answer.stages] == [{"full": 1, "none": 1}] * 4
+    whole, none = given(pp=4, dp=4, recompute="full"), given(pp=4, dp=4)
+    assert [stage.recompute for stage in whole.stages] == [{"full": 2}] * 4
+    memory = [plan.stages[0].memory.activations_bytes for plan in (whole, answer, none)]
+    assert memory == sorted(memory)
+    steps = [plan.step.step_s for plan in (none, answer, whole)]
+    assert steps == sorted(steps)
+
+
+def test_splits_and_layouts_say_the_same() -> None:
+    counts = given(pp=4, dp=2, layers_per_stage=(1, 3, 3, 1))
+    layout = given(pp=4, dp=2, layout="Et|ttt|ttt|tL")
+    assert counts.stages == layout.stages
+    assert counts.step == layout.step
+    assert [stage.num_layers for stage in counts.stages] == [1, 3, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "counts"),
+    [
+        (8, 4, (2, 2, 2, 2)),
+        (8, 1, (8,)),
+        (126, 16, (7, *[8] * 14, 7)),  # Llama 3: embedding and head count as a layer each
+        (62, 16, (3, *[4] * 14, 3)),
+        (61, 16, None),
+        (94, 4, (23, 24, 24, 23)),
+        (7, 4, (2, 2, 2, 1)),  # with the head alone counted
+        (43, 5, None),
+    ],
+)
+def test_default_splits(num_layers: int, num_stages: int, counts: tuple[int, ...] | None) -> None:
+    found = default_counts(toy_model(num_layers), num_stages)
+    assert (sum(found), len(found)) == (num_layers, num_stages)
+    assert max(found) - min(found) <= 1
+    assert counts is None or found == counts
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "vpp", "batch", "mfu"),
+    [(2048, 1, 1024, 0.45), (16384, 1, 2048, 0.29), (16384, 8, 2048, 0.44)],
+)
+def test_the_textbook_layouts_of_llama_405b(num_gpus: int, vpp: int, batch: int, mfu: float) -> None:
+    """Llama Team 2024, section 3.3 and table 4: TP 8, PP 16, DP 128, 8,192 tokens, 16 M a step; 41% on 16,384 H100."""
+    model, dp = load_model("405b"), num_gpus // 128
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus)
+    training = TrainingSpec(seq_length=8192, global_batch_size=batch)
+    answer = evaluate(model, cluster, training, Parallelism(tp=8, pp=16, dp=dp, vpp=vpp))
+    steps = batch // dp
+    assert answer.parallelism.num_microbatches == steps
+    # embedding and head count as layers: 128 equal shares
+    assert [stage.num_layers for stage in answer.stages] == [7, *[8] * 14, 7]
+    assert [stage.holds for stage in answer.stages] == [("embedding",), *[()] * 14, ("head",)]
+    chunks = sorted(chunk for stage in answer.stages for chunk in stage.chunks)
+    assert [last - first for first, last in chunks] == ([7, *[8] * 14, 7] if vpp == 1 else [0, *[1] * 126, 0])
+    if vpp == 1:
+        assert [stage.in_flight_microbatches for stage in answer.stages] == [min(steps, 16 - r) for r in range(16)]
+        # 15 of M + 15 rounds idle, but for what unequal ends add
+        assert answer.step.bubble_fraction == pytest.approx(15 / (steps + 15), rel=0.1)
+    peaks = [stage.memory.total_bytes / 2**30 for stage in answer.stages]
+    assert 60 < max(peaks) < 100
+    assert max(peaks) == max(peaks[:3])
+    assert answer.step.mfu == pytest.approx(mfu, rel=0.12)
+    assert sum(seconds for _, seconds in answer.step.breakdown) == pytest.approx(answer.step.step_s)
