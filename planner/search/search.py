@@ -205,12 +205,12 @@ def _plan(
         rejections=dict(sorted(rejections.items(), key=lambda item: (-item[1], item[0]))),
         rejection_examples=dict(sorted(examples.items())),
         search=report,
-        run_cost=_run_cost(pricing, best),
+        run_cost=run_cost(pricing, best),
         assumptions=explain.assumptions(pricing),
     )
 
 
-def _run_cost(pricing: Pricing, best: PricedLayout) -> RunCost | None:
+def run_cost(pricing: Pricing, best: PricedLayout) -> RunCost | None:
     """Days, GPU-hours, dollars and megawatt-hours for all tokens, over every GPU given."""
     tokens, hardware = pricing.training.tokens, pricing.cluster.hardware
     if tokens is None:

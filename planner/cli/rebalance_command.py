@@ -1,0 +1,167 @@
+"""`plan rebalance`: layers moved between the stages of a plan whose ranks are unequally fast."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli import options as o
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from planner.plan import Plan, StagePlan
+    from planner.search.rebalance import Rebalanced
+
+_MEASURED = "How slow the stages are"
+PlanFile = Annotated[
+    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
+]
+ProbeFile = Annotated[
+    str | None,
+    typer.Argument(metavar="PROBE.json", help="What `plan probe PLAN.json -o` measured.", show_default=False),
+]
+SlowStage = Annotated[
+    str | None, o.text(_MEASURED, "--slow-stage", "R:X,…", "Stage R takes X times as long as planned (no probe).")
+]
+TimeLimit = Annotated[float | None, o.number(o.SEARCH, "--time-limit", "Seconds to look at most. [10]", "S", float)]
+
+
+def rebalance_command(
+    plan: PlanFile,
+    probe: ProbeFile = None,
+    slow_stage: SlowStage = None,
+    time_limit: TimeLimit = None,
+    json: o.Json = False,
+    output: o.Output = None,
+    force: o.Force = False,
+) -> None:
+    """Move layers between stages that a probe found slow and fast, and say what it gains.
+
+    Shape, schedule and micro-batches stay as they are. The step before and after is replayed with the measured seconds.
+
+    \b
+    Example:
+      plan rebalance plan.json probe.json -o balanced.json
+      plan rebalance plan.json --slow-stage 3:1.2
+    """
+    from planner.cli.output import dumps, save, show
+    from planner.cli.plan_file import read_plan
+    from planner.files import refuse_to_overwrite
+    from planner.search.rebalance import rebalance
+
+    if output is not None:
+        refuse_to_overwrite(output, force)
+    saved = read_plan(plan)
+    found = rebalance(
+        saved, _factors(saved, probe, slow_stage), *([] if time_limit is None else [_positive(time_limit)])
+    )
+    if save(found.plan, output, force):
+        return
+    if json:
+        sys.stdout.write(dumps(_to_json(found)))
+    else:
+        show(*_render(found))
+
+
+def _factors(plan: Plan, probe: str | None, slow_stage: str | None) -> tuple[float, ...]:
+    from planner.errors import SpecError
+
+    if (probe is None) == (slow_stage is None):
+        given = "neither is given" if probe is None else "both are given"
+        raise SpecError(f"PROBE.json, --slow-stage: {given}", "give one: plan rebalance plan.json --slow-stage 3:1.2")
+    if probe is not None:
+        from planner.cli.probe_file import read_probe
+        from planner.probe.feedback import rank_factors
+        from planner.specs.reading import label
+
+        return rank_factors(plan, read_probe(probe), label(probe))
+    factors = list(plan.best.rank_factors or [1.0] * plan.parallelism.pp)
+    for part in (slow_stage or "").split(","):
+        stage, factor = _stage_and_factor(part, len(factors))
+        factors[stage] *= factor
+    return tuple(factors)
+
+
+def _stage_and_factor(text: str, pp: int) -> tuple[int, float]:
+    from planner.errors import SpecError
+
+    stage, _, factor = text.partition(":")
+    try:
+        rank, times = int(stage), float(factor)
+    except ValueError:
+        raise SpecError(f"--slow-stage: {text[:60]!r} is no stage and factor", "write 3:1.2, or 3:1.2,5:1.1") from None
+    if not 0 <= rank < pp:
+        raise SpecError(f"--slow-stage: {rank}, the plan has stages 0 to {pp - 1}", "name one of them")
+    if not 0 < times <= 100:
+        raise SpecError(f"--slow-stage: stage {rank} {times:g} times as long", "a factor above 0, at most 100")
+    return rank, times
+
+
+def _positive(time_limit: float) -> float:
+    from planner.errors import SpecError
+
+    if not 0 < time_limit < float("inf"):
+        raise SpecError(f"--time-limit: {time_limit:g} is no time to look", "seconds above 0")
+    return time_limit
+
+
+def _to_json(found: Rebalanced) -> dict[str, Any]:
+    stages = [
+        {
+            "stage": before.stage,
+            "rank_factor": factor,
+            "num_layers_before": before.num_layers,
+            "num_layers_after": after.num_layers,
+            "microbatch_before_s": _microbatch_s(before),
+            "microbatch_after_s": _microbatch_s(after),
+        }
+        for before, after, factor in zip(found.before.stages, found.after.stages, found.after.rank_factors, strict=True)
+    ]
+    return {
+        "step_before_s": found.before.step.step_s,
+        "step_after_s": found.after.step.step_s,
+        "gain_fraction": found.gain_fraction,
+        "stages": stages,
+        "best": found.after.model_dump(mode="json"),
+    }
+
+
+def _microbatch_s(stage: StagePlan) -> float:
+    return stage.forward_s + stage.backward_s + stage.forward_comm_s + stage.backward_comm_s
+
+
+def _render(found: Rebalanced) -> list[RenderableType]:
+    from rich.text import Text
+
+    from planner.report.format import percent, seconds
+    from planner.report.pieces import columns, section
+
+    table = columns("r", "r", "r", "r", "r", "r")
+    table.show_header = True
+    heads = ("stage", "slowness", "layers", "then", "mb ms", "then")
+    for column, head in zip(table.columns, heads, strict=True):
+        column.header = head
+    for before, after, factor in zip(found.before.stages, found.after.stages, found.after.rank_factors, strict=True):
+        changed = after.num_layers - before.num_layers
+        table.add_row(
+            str(before.stage),
+            f"× {factor:.3f}",
+            str(before.num_layers),
+            f"{after.num_layers} ({changed:+d})" if changed else str(after.num_layers),
+            f"{1e3 * _microbatch_s(before):.1f}",
+            f"{1e3 * _microbatch_s(after):.1f}",
+        )
+    before_s, after_s = found.before.step.step_s, found.after.step.step_s
+    if found.gain_fraction > 0:
+        told = f"step {seconds(before_s)} → {seconds(after_s)}: {percent(found.gain_fraction)} shorter"
+    else:
+        told = f"step {seconds(before_s)}: no layer that may move makes it shorter"
+    room = "" if found.after.fits else "\nit does not fit in memory, as before"
+    return [
+        Text(f"{found.plan.parallelism} · {found.plan.parallelism.schedule}", style="bold"),
+        section("Stages, as slow as they are", table),
+        Text(f"\n{told}{room}", style="bold"),
+    ]

@@ -1,0 +1,94 @@
+"""`plan rebalance`: what moved, what it gains, and the plan that comes out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from probes import probe_result
+
+from planner.cli import main
+from planner.cli.plan_file import read_plan
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rebalance") / "plan.json"
+    job = ["--model", "8b", "--gpus", "16", "--hardware", "h200", "-s", "4096", "-b", "64"]
+    assert main(["evaluate", *job, "--tp", "2", "--pp", "4", "--dp", "2", "-q", "-o", str(path)]) == 0
+    return path
+
+
+def run(*arguments: str) -> int:
+    return main(["rebalance", *arguments])
+
+
+def test_a_slow_stage_gives_layers_away(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "balanced.json"
+    assert run(str(plan_file), "--slow-stage", "2:1.5", "-o", str(target)) == 0
+    out = capsys.readouterr().out
+    assert "× 1.500" in out
+    assert "% shorter" in out
+    assert max(map(len, out.splitlines())) <= 80
+    before, after = read_plan(str(plan_file)), read_plan(str(target))
+    assert after.stages[2].num_layers < before.stages[2].num_layers
+    assert after.best.rank_factors == (1.0, 1.0, 1.5, 1.0)
+    assert after.inputs_sha256 == before.inputs_sha256
+
+
+def test_a_probe_says_which_stage_is_slow(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = read_plan(str(plan_file))
+    stages = plan.best.stages
+    slow = [1.0, 1.4, 1.0, 1.0]
+    result = probe_result(plan, lambda j: (slow[j] * stages[j].forward_s, slow[j] * stages[j].backward_s))
+    probe = plan_file.with_name("probe.json")
+    probe.write_text(result.model_dump_json())
+    assert run(str(plan_file), str(probe), "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    factors = [stage["rank_factor"] for stage in data["stages"]]
+    assert factors.index(max(factors)) == 1
+    assert data["stages"][1]["num_layers_after"] < data["stages"][1]["num_layers_before"]
+    assert data["step_after_s"] < data["step_before_s"]
+    assert data["gain_fraction"] == pytest.approx(1 - data["step_after_s"] / data["step_before_s"])
+
+
+def test_nothing_to_gain_is_said(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    balanced = tmp_path / "balanced.json"
+    assert run(str(plan_file), "--slow-stage", "2:1.01", "-q", "-o", str(balanced)) == 0
+    capsys.readouterr()
+    assert run(str(balanced), "--slow-stage", "2:1") == 0
+    assert "no layer that may move makes it shorter" in capsys.readouterr().out
+
+
+def test_slownesses_multiply_what_the_plan_knows(plan_file: Path, tmp_path: Path) -> None:
+    once, twice = tmp_path / "once.json", tmp_path / "twice.json"
+    assert run(str(plan_file), "--slow-stage", "2:1.5,3:1.1", "-q", "-o", str(once)) == 0
+    assert run(str(once), "--slow-stage", "2:2", "-q", "-o", str(twice)) == 0
+    assert read_plan(str(twice)).best.rank_factors == (1.0, 1.0, 3.0, 1.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "PROBE.json, --slow-stage: neither is given"),
+        (["p.json", "--slow-stage", "1:2"], "both are given"),
+        (["--slow-stage", "x"], "--slow-stage: 'x' is no stage and factor"),
+        (["--slow-stage", "4:1.2"], "--slow-stage: 4, the plan has stages 0 to 3"),
+        (["--slow-stage", "1:0"], "--slow-stage: stage 1 0 times as long"),
+        (["--slow-stage", "1:nan"], "--slow-stage: stage 1 nan times as long"),
+        (["--slow-stage", "1:2", "--time-limit", "0"], "--time-limit: 0 is no time to look"),
+        (["missing.json"], "missing.json: no such file"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    plan_file: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(plan_file), *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_there_is_kept(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = plan_file.read_text()
+    assert run(str(plan_file), "--slow-stage", "2:1.5", "-o", str(plan_file)) == 2
+    assert plan_file.read_text() == before

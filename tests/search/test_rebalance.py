@@ -1,0 +1,178 @@
+"""Layers move off slow ranks: as far as the best of all splits, never to a slower one, never out of memory."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from toys import legal_splits, toy_cluster, toy_model, toy_problem
+
+from planner.errors import SpecError
+from planner.plan import Plan
+from planner.schedule.replay import makespan_s
+from planner.search.ilp import solve
+from planner.search.nodes import node_of
+from planner.search.price import split_fits, step_s
+from planner.search.rebalance import Rebalanced, rebalance, recompute_of, recounted
+from planner.search.replan import reprice
+from planner.search.search import evaluate, plan
+from planner.search.split import Split
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.runtime import load_runtime
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+
+
+def make_plan(runtime: str = "megatron", seq_length: int = 4096, **layout: Any) -> Plan:
+    cluster = ClusterSpec(hardware=load_hardware("h200"), num_gpus=8)
+    training = TrainingSpec(seq_length=seq_length, global_batch_size=32)
+    return evaluate(load_model("8b"), cluster, training, Parallelism(**({"pp": 8} | layout)), runtime=runtime)
+
+
+def layers(found: Rebalanced) -> list[int]:
+    return [stage.num_layers for stage in found.after.stages]
+
+
+def factors_of(plan: Plan, **slow: float) -> list[float]:
+    return [slow.get(f"stage{stage}", 1.0) for stage in range(plan.parallelism.pp)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_split_of_a_small_model_is_faster(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = toy_problem(toy_model(rng.randint(5, 8)), toy_cluster(4), pp=(4,), tp=(1,), micro_batch_size=(1,))
+    saved = evaluate(problem.model, problem.cluster, problem.training, Parallelism(pp=4))
+    factors = [rng.uniform(0.8, 1.6) for _ in range(4)]
+    found, case = rebalance(saved, factors), reprice(saved, saved.best)
+    choice = recompute_of(case.split, saved)
+    splits = legal_splits(problem.model, case.table.shape, choice, problem.runtime.head_only_stage)
+    best_s = min(
+        step_s(case.pricing, case.table, split, "1f1b", factors)
+        for split in splits
+        if split_fits(case.pricing, case.table, split, "1f1b")
+    )
+    assert found.after.step.step_s == pytest.approx(best_s, rel=2e-3)
+    solution = solve(node_of(case.pricing, case.table, choice, "1f1b", rank_factors=factors), 10.0)
+    assert solution is not None
+    assert solution.bound_s <= best_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), [("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("gpipe", 1)])
+def test_the_programs_bound_holds_for_slow_ranks_under_any_schedule(schedule: str, vpp: int) -> None:
+    saved = make_plan("torch-eager", pp=4, vpp=vpp, schedule=schedule, dp=2)
+    case, factors = reprice(saved, saved.best), [1.0, 1.5, 0.7, 1.2]
+    solution = solve(
+        node_of(case.pricing, case.table, recompute_of(case.split, saved), schedule, rank_factors=factors), 10.0
+    )
+    assert solution is not None
+    for counts in ((8, 8, 8, 8), (9, 5, 11, 7)):
+        if vpp == 1:
+            split = Split(counts)
+            assert solution.bound_s <= step_s(case.pricing, case.table, split, schedule, factors) * (1 + 1e-6)
+    assert solution.bound_s <= step_s(case.pricing, case.table, case.split, schedule, factors) * (1 + 1e-6)
+
+
+def test_a_slow_rank_gets_fewer_layers_and_the_step_shorter() -> None:
+    saved = make_plan()
+    found = rebalance(saved, factors_of(saved, stage3=1.5))
+    before = [stage.num_layers for stage in saved.stages]
+    assert layers(found)[3] < before[3]
+    assert sum(layers(found)) == sum(before)
+    assert found.gain_fraction > 0.05
+    assert found.plan.best == found.after
+    assert found.before.step.step_s > saved.step.step_s
+
+
+def test_equal_ranks_keep_the_time_of_the_plan() -> None:
+    saved = make_plan()
+    found = rebalance(saved, [1.0] * 8)
+    assert found.before.step.step_s == pytest.approx(saved.step.step_s, rel=1e-12)
+    assert found.after.step.step_s <= found.before.step.step_s
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 4, "vpp": 2, "dp": 2},
+        {"pp": 4, "schedule": "zb-h1", "dp": 2},
+        {"pp": 4, "vpp": 2, "schedule": "zb-v", "dp": 2},
+        {"pp": 4, "dp": 2, "recompute": "full"},
+        {"pp": 4, "dp": 2, "recompute": "full", "recompute_num_layers": 2},
+        {"pp": 4, "dp": 2, "recompute": "selective"},
+    ],
+)
+def test_layers_move_under_any_schedule_and_recomputation(layout: dict[str, Any]) -> None:
+    saved = make_plan("torch-eager", **layout)
+    found = rebalance(saved, [1.0, 1.6, 1.0, 1.0])
+    assert found.gain_fraction > 0.05
+    assert layers(found)[1] < saved.stages[1].num_layers
+    free_to_recompute_less = {"recompute": saved.parallelism.recompute}
+    assert found.plan.parallelism.model_copy(update=free_to_recompute_less) == saved.parallelism
+    assert found.after.fits
+
+
+def test_the_new_plan_is_priced_again_to_the_same_seconds_after_a_round_trip() -> None:
+    saved = make_plan(dp=1)
+    found = rebalance(saved, factors_of(saved, stage3=1.5))
+    again = Plan.from_json(found.plan.to_json())
+    priced = reprice(again, again.best)
+    parts = again.step.breakdown
+    pipeline_s = again.step.step_s - parts.exposed_dp_s - parts.optimizer_s - float(priced.table.tail_s)
+    assert makespan_s(priced.order, priced.durations) == pytest.approx(pipeline_s, rel=1e-9)
+    twice = rebalance(again, again.best.rank_factors)
+    assert twice.before.step.step_s == pytest.approx(again.step.step_s, rel=1e-9)
+    assert twice.gain_fraction < 1e-3
+
+
+def test_an_order_made_to_measure_is_kept() -> None:
+    cluster, training = (
+        ClusterSpec(hardware=load_hardware("h200"), num_gpus=4),
+        TrainingSpec(seq_length=4096, global_batch_size=16),
+    )
+    limits = SearchLimits(pp=(4,), schedule=("auto",), top=1, recompute=("none",))
+    saved = plan(load_model("8b"), cluster, training, limits=limits, runtime="torch-eager")
+    assert saved.best.actions
+    found = rebalance(saved, [1.0, 1.6, 1.0, 1.0])
+    assert found.gain_fraction > 0
+    assert found.after.actions == saved.best.actions
+    assert found.after.parallelism == saved.parallelism
+
+
+def test_memory_keeps_layers_where_they_are() -> None:
+    full = make_plan(pp=4, dp=2)
+    needed_gib = max(stage.memory.total_bytes for stage in full.stages[1:]) / 2**30
+    hardware = full.cluster.hardware.model_copy(update={"memory_gib": needed_gib + 0.01})
+    tight = full.model_copy(update={"cluster": ClusterSpec(hardware=hardware, num_gpus=8)})
+    found = rebalance(tight, [1.0, 1.0, 1.0, 3.0])
+    assert all(stage.memory.total_bytes <= hardware.memory_bytes for stage in found.after.stages[1:])
+
+
+def test_without_time_nothing_is_worse_than_before() -> None:
+    saved = make_plan()
+    found = rebalance(saved, factors_of(saved, stage3=1.5), time_limit_s=1e-9)
+    assert found.after.step.step_s <= found.before.step.step_s
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 7, [1.0] * 7 + [0.0], [1.0] * 7 + [float("nan")], [1e9] * 8])
+def test_factors_must_be_one_a_rank(factors: list[float]) -> None:
+    with pytest.raises(SpecError, match="not 8 factors"):
+        rebalance(make_plan(), factors)
+
+
+def test_stages_that_recompute_everything_still_do() -> None:
+    model = load_model("8b")
+    everything = Split((16, 16), "none", ((16,), (16,)))
+    assert recounted(everything, (15, 17), model).recomputed == ((15,), (17,))
+    some = Split((16, 16), "none", ((4,), (0,)))
+    assert recounted(some, (3, 29), model).recomputed == ((3,), (0,))
+    assert recounted(Split((16, 16)), (15, 17), model).recomputed == ()
+
+
+def test_the_way_of_recomputing_is_recognised() -> None:
+    saved = make_plan("torch-eager", pp=4, dp=2)
+    assert recompute_of(Split((8, 8), "selective"), saved).whole == "none"
+    assert recompute_of(Split((8, 8), "none", ((8,), (8,))), saved).whole == "all"
+    assert recompute_of(Split((8, 8), "none", ((2,), (0,))), saved).whole == "per_stage"
+    megatron = saved.model_copy(update={"runtime_spec": load_runtime("megatron")})
+    assert recompute_of(Split((8, 8), "none", ((2,), (2,))), megatron).whole == "one_count"
