@@ -63,6 +63,9 @@ def changed(model: ModelSpec, **fields: object) -> ModelSpec:
     return ModelSpec.model_validate({**model.model_dump(), **fields})
 
 
+PLAIN_DEEPSEEK = changed(DEEPSEEK, num_nextn_predict_layers=0)
+"""Without multi-token prediction."""
+
 MEGATRON_CASES = [
     ("heads_not_divisible_by_tp", changed(LLAMA, num_attention_heads=96), {"tp": 64}, "num_attention_heads 96"),
     ("kv_heads_not_divisible_by_tp", changed(LLAMA, num_attention_heads=96, num_key_value_heads=6), {"tp": 4}, "6"),
@@ -144,7 +147,10 @@ def test_context_parallel_kinds(kind: str, model: ModelSpec, cp: int, reason: st
     ("reason", "model", "fields"),
     [
         ("kv_heads_not_divisible_by_tp", LLAMA, {"tp": 16}),
-        (None, DEEPSEEK, {"tp": 16, "vpp": 1, "shard_size": 16}),
+        (None, PLAIN_DEEPSEEK, {"tp": 16, "vpp": 1, "shard_size": 16}),
+        ("mtp_with_pp_or_cp", DEEPSEEK, {}),
+        ("mtp_with_pp_or_cp", DEEPSEEK, {"pp": 1, "vpp": 1, "cp": 2}),
+        (None, DEEPSEEK, {"pp": 1, "vpp": 1}),
         ("tied_embeddings_with_pp", changed(LLAMA, tie_word_embeddings=True), {}),
         ("experts_do_not_divide_ranks", DEEPSEEK, {"shard_size": 16}),
         ("etp_not_expressible", DEEPSEEK, {"etp": 2}),
@@ -157,7 +163,7 @@ def test_context_parallel_kinds(kind: str, model: ModelSpec, cp: int, reason: st
         ("microbatches_no_multiple_of_rounds", LLAMA, {"vpp": 2, "num_microbatches": 37}),
         (None, LLAMA, {"vpp": 2, "num_microbatches": 8}),
         (None, LLAMA, {}),
-        (None, DEEPSEEK, {}),
+        (None, PLAIN_DEEPSEEK, {}),
     ],
 )
 def test_torchtitan(reason: str | None, model: ModelSpec, fields: dict[str, int]) -> None:
