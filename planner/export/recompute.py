@@ -36,19 +36,40 @@ def block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> int | None
     raise ValueError("recompute differs between stages")
 
 
-def object_to_recompute(best: PricedLayout, stages: Sequence[VirtualStage], objections: Objections) -> None:
-    """One setting must do for all stages, and modules are not recomputed beside whole layers."""
+def recomputed_layers(best: PricedLayout, stages: Sequence[VirtualStage]) -> list[int]:
+    """Layers of each virtual stage, its first ones, that are recomputed whole.
+
+    The plan counts them by rank: the same number in every chunk where that adds up, else the first chunks' first.
+    """
+    try:
+        size = block_size(best, stages)
+        return [stage.num_layers if size is None else min(size, stage.num_layers) for stage in stages]
+    except ValueError:
+        left = full_layers(best)
+        counts = []
+        for stage in stages:
+            counts.append(min(left[stage.rank], stage.num_layers))
+            left[stage.rank] -= counts[-1]
+        return counts
+
+
+def object_to_mixture(best: PricedLayout, objections: Objections) -> None:
+    """Modules are not recomputed beside whole layers, and not in some layers only."""
     shown = ", ".join(f"stage {stage.stage} {stage.recompute}" for stage in best.stages)
     modes = {mode for stage in best.stages for mode, count in stage.recompute.items() if count}
     objections.when(
         len(modes - {"none"}) > 1, "recompute_mixed", f"whole layers and modules are recomputed together ({shown})"
     )
-    if "full" not in modes:
-        objections.when(
-            {"none", "selective"} <= modes, "recompute_per_stage", f"one setting must do for all layers ({shown})"
-        )
-        return
+    objections.when(
+        {"none", "selective"} <= modes, "recompute_per_stage", f"one setting must do for all layers ({shown})"
+    )
+
+
+def object_to_recompute(best: PricedLayout, stages: Sequence[VirtualStage], objections: Objections) -> None:
+    """As `object_to_mixture`, and one number of whole layers must do for all virtual stages."""
+    object_to_mixture(best, objections)
     try:
         block_size(best, stages)
     except ValueError:
+        shown = ", ".join(f"stage {stage.stage} {stage.recompute}" for stage in best.stages)
         objections.when(True, "recompute_per_stage", f"no one number of layers per virtual stage gives {shown}")

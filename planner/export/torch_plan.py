@@ -11,7 +11,7 @@ from planner.errors import SpecError
 from planner.export.bundle import ExportFile, header
 from planner.export.exported import Exported
 from planner.export.launch import Command
-from planner.export.recompute import block_size
+from planner.export.recompute import recomputed_layers
 from planner.export.refusal import Objections, broken_rules
 from planner.export.stages import VirtualStage, virtual_stages
 from planner.export.torch_csv import to_torch_csv
@@ -117,7 +117,7 @@ def plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> 
 
 
 def _chunks(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[dict[str, Any]]:
-    counts = recomputed(plan, stages)
+    counts = recomputed_layers(plan.best, stages)
     return [
         {
             "first_layer": stage.first_layer,
@@ -127,23 +127,6 @@ def _chunks(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[dict[str, Any]
         }
         for stage, count in zip(stages, counts, strict=True)
     ]
-
-
-def recomputed(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[int]:
-    """Layers of each virtual stage that are recomputed whole.
-
-    The plan counts them by rank: the same number in every chunk where that adds up, else the first chunks' first.
-    """
-    try:
-        size = block_size(plan.best, stages)
-        return [stage.num_layers if size is None else min(size, stage.num_layers) for stage in stages]
-    except ValueError:
-        left = {stage.stage: stage.recompute.get("full", 0) for stage in plan.stages}
-        counts = []
-        for stage in stages:
-            counts.append(min(left[stage.rank], stage.num_layers))
-            left[stage.rank] -= counts[-1]
-        return counts
 
 
 def pipelining(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> dict[str, Any]:

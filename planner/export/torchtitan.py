@@ -6,7 +6,7 @@ from planner.export.bundle import ExportFile, header
 from planner.export.exported import Exported
 from planner.export.launch import Command
 from planner.export.megatron_model import rotary_base
-from planner.export.recompute import all_full, object_to_recompute
+from planner.export.recompute import all_full, object_to_mixture, recomputed_layers
 from planner.export.refusal import Objections, broken_rules
 from planner.export.stages import VirtualStage, is_looped, module_names, virtual_stages
 from planner.export.torchtitan_model import DEFAULT_ROTARY_BASE, model_source
@@ -41,7 +41,7 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     schedule_rules = TORCH_SCHEDULE_RULES.get(layout.schedule, ())
     rules = {rule.reason: rule for rule in (*TORCHTITAN_MODEL_RULES, *TORCHTITAN_RULES, *schedule_rules)}
     objections = Objections("torchtitan", broken_rules(rules.values(), plan))
-    object_to_recompute(plan.best, stages, objections)
+    object_to_mixture(plan.best, objections)
     say = objections.when
     known = layout.schedule in TORCH_CLASSES or layout.pp == 1
     say(not known, "schedule", f"{layout.schedule} is none of {', '.join(TORCH_CLASSES)}")
@@ -52,8 +52,6 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     say(
         layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
     )
-    full = any(stage.recompute.get("full") for stage in plan.stages)
-    say(full and not all_full(plan.best), "recompute_some_layers", "it recomputes all layers or none")
     objections.raise_any()
 
 
@@ -83,12 +81,43 @@ def recipe_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
         "from torchtitan.trainer import Trainer",
         *([] if layout.recompute == "none" else [f"from {_CHECKPOINT_MODULE} import {_CHECKPOINT[layout.recompute]}"]),
         *(_MTP_LOSS if plan.model.spec.num_nextn_predict_layers else _LOSS),
+        *(["from dataclasses import dataclass"] if _recomputes_some(plan) else []),
         *more,
     ]
     ours = sorted((line for line in imports if "torchtitan" in line), key=lambda line: line.split()[1])
     others = [line for line in imports if "torchtitan" not in line]
     split = _stages_source(stages) if layout.pp > 1 else ""
+    if _recomputes_some(plan):
+        split += _some_recomputed(plan, stages)
     return "\n".join([*_standard_first(others), "", *ours, "", "", model, split, _function_source(plan)])
+
+
+def _recomputes_some(plan: Plan) -> bool:
+    return plan.parallelism.recompute == "full" and not all_full(plan.best)
+
+
+def _some_recomputed(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
+    """A policy that checkpoints only the layers which the plan recomputes; torchtitan's own takes all or none."""
+    counts = recomputed_layers(plan.best, stages)
+    ranges = [
+        f"range({stage.first_layer}, {stage.first_layer + count})"
+        for stage, count in zip(stages, counts, strict=True)
+        if count
+    ]
+    return f"""
+RECOMPUTED = {{i for layers in ({", ".join(ranges)},) for i in layers}}
+
+
+class PlannedAC(FullAC):
+    @dataclass(kw_only=True, slots=True)
+    class Config(FullAC.Config):
+        pass
+
+    def _wrap_block(self, module, *, base_fqn=None):
+        recomputed = int(base_fqn.rsplit(".", 1)[1]) in RECOMPUTED
+        return FullAC._wrap_block(self, module, base_fqn=base_fqn) if recomputed else module
+
+"""
 
 
 _CHECKPOINT_MODULE = "torchtitan.distributed.activation_checkpoint"
@@ -131,7 +160,8 @@ def _function_source(plan: Plan) -> str:
     wrapped = f"ChunkedLossWrapper.Config(loss_fn={loss})"
     if plan.model.spec.num_nextn_predict_layers:
         wrapped = "MTPLoss.Config(global_vocab_size=spec.model.vocab_size)"
-    checkpoint = "None" if layout.recompute == "none" else f"{_CHECKPOINT[layout.recompute]}.Config()"
+    policy = "PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute)
+    checkpoint = f"{policy}.Config()" if policy else "None"
     async_tp = runtime.compiled and runtime.tp_overlap_fraction > 0
     return f'''
 def plan() -> Trainer.Config:

@@ -128,6 +128,17 @@ def test_activation_checkpointing(planned: Planned, recompute: str, line: str) -
     assert f"config.activation_checkpoint = {line}" in source_of(titan(planned, recompute=recompute))
 
 
+def test_some_layers_are_recomputed_by_name(planned: Planned) -> None:
+    plan = titan(planned, pp=4, recompute="full", recompute_num_layers=3)
+    source = source_of(plan)
+    assert assigned(source, "RECOMPUTED") == {8 * stage + layer for stage in range(4) for layer in range(3)}
+    assert "config.activation_checkpoint = PlannedAC.Config()" in source
+    first = plan.stages[0].model_copy(update={"recompute": {"full": 6, "none": 2}})
+    best = plan.best.model_copy(update={"stages": (first, *plan.stages[1:])})
+    by_stage = plan.model_copy(update={"best": best})
+    assert assigned(source_of(by_stage), "RECOMPUTED") == {*range(6), *range(8, 11), *range(16, 19), *range(24, 27)}
+
+
 def refused(plan: Plan) -> list[str]:
     with pytest.raises(Inexpressible) as caught:
         export_torchtitan(plan)
@@ -139,7 +150,6 @@ def refused(plan: Plan) -> list[str]:
     [
         ("gpt3-175b", {"tp": 8}, ["position_embedding", "norm", "activation", "bias"]),
         ("llama-3.1-8b", {"pp": 4, "zero_stage": 1}, ["zero_stage"]),
-        ("llama-3.1-8b", {"recompute": "full", "recompute_num_layers": 2}, ["recompute_some_layers"]),
         ("llama-3.1-8b", {"dtype": "fp8"}, ["dtype"]),
         ("llama-3.2-1b", {"pp": 4}, ["tied_embeddings_with_pp"]),
         ("llama-3.1-8b", {"tp": 16, "runtime": "megatron", "zero_stage": 3}, ["kv_heads_not_divisible_by_tp"]),
@@ -194,6 +204,7 @@ def torchtitan() -> Iterator[Any]:
     [
         ("llama-3.1-405b", {"tp": 8, "pp": 8, "recompute": "full"}),
         ("llama-3.1-8b", {"pp": 4, "vpp": 2, "recompute": "selective"}),
+        ("llama-3.1-8b", {"pp": 2, "recompute": "full", "recompute_num_layers": 3}),
         ("llama-3.2-1b", {}),
         ("qwen2.5-72b", {"tp": 4}),
         ("qwen3-8b", {"pp": 2, "tp": 2}),
