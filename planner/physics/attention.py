@@ -87,22 +87,23 @@ def norm(
     the weight's gradient). Unfused, each pass is made twice.
     """
     num_bytes = BF16 * tokens * width
-    passes = 1 if runtime.fused_norm else 2
+    # unfused: cast to fp32, square, mean, scale, cast back, weight
+    passes, kernels = (1, 1) if runtime.fused_norm else (9, 6)
     statistics = FP32 * tokens * (2 if model.norm == "layernorm" else 1)
     saved = [Saved("statistics", statistics)]
     if saves_input:
         saved.append(Saved("input", num_bytes))
     if saves_output:
-        saved.append(Saved("output", num_bytes, ("layernorm",), gemm_input=True))
+        saved.append(Saved("output", num_bytes, ("layernorm", "op"), gemm_input=True))
     return Operator(
         name=name,
         kind="elementwise",
         family="norm",
-        modules=("layernorm",),
+        modules=("layernorm", "op"),
         forward_bytes=2 * num_bytes * passes,
         backward_bytes=(3 if runtime.fused_rotary else 5) * num_bytes * passes,
-        forward_kernels=passes,
-        backward_kernels=2 * passes,
+        forward_kernels=kernels,
+        backward_kernels=2 * kernels,
         parameters=width * (2 if model.has_norm_bias else 1),
         saved=tuple(saved),
     )
@@ -162,6 +163,7 @@ def attention_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
     yield Operator(
         name="attention output",
         kind="gemm",
+        modules=("op",),
         m=shape.tokens,
         n=model.hidden_size,
         k=width,
@@ -186,15 +188,19 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     rotates = model.position_embedding == "rope"
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
     keeps_buffer = rotates and not runtime.fused_rotary
-    yield Operator(
-        name="qkv",
-        kind="gemm",
-        m=shape.tokens,
-        n=width,
-        k=model.hidden_size,
-        parameters=width * model.hidden_size + (width if model.qkv_bias else 0),
-        saved=(Saved("q, k, v", BF16 * shape.tokens * width),),
-    )
+    parts = [("qkv", width, False)] if runtime.fused_projections else _three(model, heads, kv_heads)
+    for name, columns, again in parts:
+        modules = ("op",) if again else ()
+        yield Operator(
+            name=name,
+            kind="gemm",
+            modules=modules,
+            m=shape.tokens,
+            n=columns,
+            k=model.hidden_size,
+            parameters=columns * model.hidden_size + (columns if model.qkv_bias else 0),
+            saved=(Saved(name, BF16 * shape.tokens * columns, modules),),
+        )
     if model.qk_norm:
         rows = shape.tokens * (heads + kv_heads)
         # eager: its input is a view of the buffer, and rotation, which reads its output, keeps nothing
@@ -204,8 +210,14 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
         yield _with_parameters(per_head, 2 * model.head_dim)
     if rotates:
         rotated = (heads + kv_heads) * model.head_dim
-        operator = rotary(rotated, shape.tokens, runtime, ())
+        operator = rotary(rotated, shape.tokens, runtime, ("op",))
         yield _with_saved(operator, Saved("rotated q, k", BF16 * shape.tokens * rotated)) if keeps_buffer else operator
+
+
+def _three(model: ModelSpec, heads: Number, kv_heads: Number) -> list[tuple[str, Number, bool]]:
+    """Projections apart: name, columns, and whether recomputing every other product (`op`) recomputes it."""
+    rows = kv_heads * model.head_dim
+    return [("q", heads * model.head_dim, False), ("k", rows, True), ("v", rows, False)]
 
 
 def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:

@@ -27,6 +27,9 @@ QUERY_ROWS = 128
 TABLE_BYTES = 8
 """Per parameter of the embedding table beyond ADAM_BYTES: measured on all first stages alike, cause unknown."""
 FP8 = 1
+CAST_BYTES = {"fp8": 6, "mxfp8": 4, "nvfp4": 7}
+"""Moved per element that is cast: 16 bits read, the narrow copy written as it is and transposed; read once more where one
+scale holds for a whole tensor or a Hadamard transform comes first."""
 ATTENTION_BACKWARD_KERNELS = 3
 """Row sums of gradient · output, the gradients, and the cast of dq."""
 ADAM_BYTES = 34
@@ -48,9 +51,10 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
     if op.kind == "gemm":
         forward_s, dgrad_s, wgrad_s = gemm_s(op, hardware, dtype if op.weight else "bf16")
         forward, backward = forward * efficiency.gemm_factor, backward * efficiency.gemm_factor
-        return PassSeconds(forward * forward_s, backward * dgrad_s, backward * wgrad_s)
+        cast = cast_s(op, hardware, dtype, runtime)
+        return PassSeconds(forward * forward_s + cast.forward_s, backward * dgrad_s + cast.dgrad_s, backward * wgrad_s)
     if op.kind == "attention":
-        forward_s, backward_s = attention_s(op, hardware)
+        forward_s, backward_s = attention_s(op, hardware, runtime.attention_kernel)
         forward, backward = forward * efficiency.attention_factor, backward * efficiency.attention_factor
         return PassSeconds(forward * forward_s, backward * backward_s, 0.0)
     return PassSeconds(
@@ -100,14 +104,22 @@ def gemm_s(op: Operator, hardware: HardwareSpec, dtype: str) -> PassSeconds:
         # heads lie in memory one after the other: rows of 16 bytes, or a fallback without tensor cores
         slow = np.where((op.n % ALIGNED) + (op.k % ALIGNED) == 0, 1.0, 1 / gemm.unaligned_factor)
         return PassSeconds(slow * forward_s, slow * (dgrad_s + wgrad_s), 0.0)
-    if not _is_narrow(hardware, dtype):
-        return PassSeconds(forward_s, dgrad_s, wgrad_s)
-    # the input before the forward and the gradient before the backward are read and written twice, as is and transposed
-    cast = op.count * op.m * (BF16 + 2 * FP8)
+    return PassSeconds(forward_s, dgrad_s, wgrad_s)
+
+
+def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
+    """Seconds to cast operands of a narrow product: the input before the forward, the gradient before the backward.
+
+    Weights are cast once a step, unless ZeRO-3 gathers them anew for every pass.
+    """
+    if not (op.weight and _is_narrow(hardware, dtype)):
+        return PassSeconds(0.0, 0.0, 0.0)
+    each = CAST_BYTES[dtype] * op.count
+    weight = op.n * op.k if runtime.casts_weights else 0
     return PassSeconds(
-        forward_s + stream_s(hardware, cast * op.k, 1, "cast"),
-        dgrad_s + stream_s(hardware, cast * op.n, 1, "cast"),
-        wgrad_s,
+        stream_s(hardware, each * (op.m * op.k + weight), 1, "cast"),
+        stream_s(hardware, each * (op.m * op.n + weight), 1, "cast"),
+        0.0,
     )
 
 
@@ -155,14 +167,14 @@ def _tile_waves(overhead: float, num_sms: int, count: Number, m: Number, n: Numb
     return best
 
 
-def attention_s(op: Operator, hardware: HardwareSpec) -> tuple[Number, Number]:
+def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -> tuple[Number, Number]:
     """Forward and backward seconds of a fused attention kernel, timed alone.
 
     FLOPs · (1 + ramp_keys / width) / rate + tail · (one tile row's FLOPs) / (rate / num_sms) + launches, where rate =
     fraction · peak · d / (d + half_head_dim), normalised to d = 128, and width is the keys a query meets at most.
     The backward redoes QKᵀ: 2·(3·d_qk + 2·d_v) FLOPs a score instead of 2·(d_qk + d_v).
     """
-    attention = hardware.efficiency.attention
+    attention = hardware.efficiency.flash if kernel == "flash" else hardware.efficiency.attention
     peak = hardware.peak_flops("bf16")
     assert peak is not None, "HardwareSpec has bf16 or fp16"
     multiple = attention.head_dim_multiple

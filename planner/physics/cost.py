@@ -240,10 +240,17 @@ class Pricing:
         dense, expert = num_parameters(items, expert=False), num_parameters(items, expert=True)
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
         seconds = self._seconds(items, shape)
+        gathered = (dense + expert) * (np.asarray(shape.zero_stage) == 3) * (np.asarray(shape.shard_size) > 1)
+        # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered
+        seconds["forward_s"] = seconds["forward_s"] + compute.stream_s(hardware, 2 * BF16 * gathered, 1)
+        seconds["input_grad_s"] = seconds["input_grad_s"] + compute.stream_s(
+            hardware, (3 * BF16 + runtime.gradient_bytes) * gathered, 2
+        )
         if not runtime.fused_grad_accumulation:
-            seconds["weight_grad_s"] = seconds["weight_grad_s"] + compute.accumulate_s(
-                hardware, dense + expert, runtime.gradient_bytes
-            )
+            # ZeRO-2 and 3 sum the shards alone
+            shards = np.where(np.asarray(shape.zero_stage) >= 2, shape.shard_size, 1)
+            accumulated = compute.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
+            seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
         return PartCost(
             **seconds,
             live_bytes=saved_bytes(items, frozenset(), memory.is_fp8(dtype)),

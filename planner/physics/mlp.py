@@ -36,16 +36,21 @@ def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSp
     factor = 2 if model.gated_mlp else 1
     modules = (module,)
     yield from enter_tp(f"{module} up", BF16 * tokens * hidden, shape, modules)
-    yield Operator(
-        name=f"{module} up",
-        kind="gemm",
-        modules=modules,
-        m=tokens,
-        n=factor * width,
-        k=hidden,
-        parameters=factor * width * (hidden + (1 if model.has_mlp_bias else 0)),
-        saved=(Saved("up", BF16 * tokens * factor * width, modules),),
-    )
+    apart = model.gated_mlp and not runtime.fused_projections
+    for name in ("gate", "up") if apart else ("up",):
+        columns = width if apart else factor * width
+        # recomputing every other product recomputes this one
+        again = (*modules, "op") if apart and name == "up" else modules
+        yield Operator(
+            name=f"{module} {name}",
+            kind="gemm",
+            modules=again,
+            m=tokens,
+            n=columns,
+            k=hidden,
+            parameters=columns * (hidden + (1 if model.has_mlp_bias else 0)),
+            saved=(Saved(name, BF16 * tokens * columns, again),),
+        )
     yield _activation(f"{module} activation", model, tokens * width, runtime, modules)
     yield Operator(
         name=f"{module} down",
@@ -65,6 +70,7 @@ def _activation(
 ) -> Operator:
     """act(gate)·up or act(x) of `elements` outputs; keeps its output, and act(gate) where the product is not fused."""
     num_bytes = BF16 * elements
+    modules = (*modules, "op")
     saved = [Saved("activation", num_bytes, modules, gemm_input=True)]
     if not model.gated_mlp:
         # gelu in the 2021 trainers reads and writes twice: bias, then the tanh form

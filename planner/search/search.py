@@ -110,7 +110,6 @@ def pricing_of(
             f"one of {', '.join(hardware.peak_tflops)}",
         )
     headroom = limits.memory_headroom_gib * GIB if limits else 0.0
-    modules = tuple("core_attn" if name.startswith("attention core") else name for name in modules)
     for name in modules:
         if name not in MODULES:
             raise SpecError(f"recompute_modules: unknown {name!r}", f"of {', '.join(MODULES)}{nearest(name, MODULES)}")
@@ -124,14 +123,15 @@ def pricing_of(
     )
 
 
-MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-"""Parts of a layer that can be recomputed by themselves, as Megatron names them."""
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "op", "shared_experts")
+"""Parts of a layer that can be recomputed by themselves, as Megatron names them; op: torchtitan's, all but
+attention and every other product."""
 
 
 def selective_modules(model: ModelSpec, runtime: RuntimeSpec) -> tuple[str, ...]:
     """Modules that give most memory for least time: the s² matrix without flash attention, else elementwise ones."""
-    if not runtime.flash_attention:
-        return ("core_attn",)
+    if not runtime.flash_attention or "op" in runtime.selective_default:
+        return runtime.selective_default
     cheap = ["layernorm"]
     if model.moe is not None:
         cheap.append("moe_act")

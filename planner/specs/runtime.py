@@ -24,8 +24,10 @@ class RuntimeSpec(Spec):
     # kernels
     flash_attention: bool = True
     """Without: scores and probabilities (s² per head) are written to memory and kept."""
+    attention_kernel: Literal["fastest", "flash"] = "fastest"
+    """Which fused kernel: the GPU's fastest (cuDNN's, FlashAttention-3), or FlashAttention-2."""
     fused_norm: bool = True
-    """Without: a norm is several kernels that pass over its input again."""
+    """Without: a norm is several kernels in fp32, each of which passes over its input again."""
     fused_rotary: bool = True
     """Without: chunk, negate, multiply, add, concatenate; and the QKV buffer stays alive through the view of v."""
     fused_activation: bool = True
@@ -46,6 +48,8 @@ class RuntimeSpec(Spec):
     """Launch gaps disappear."""
     dropout: bool = False
     """Dropout after attention and MLP keeps a one-byte mask."""
+    casts_weights: bool = False
+    """Weights are cast to 8 bits in every pass, since ZeRO-3 gathers them anew; else once a step."""
     # bytes per parameter
     weight_bytes: PositiveInt = 2
     """Of the weights a rank keeps; 4 where the sharded weights are the fp32 masters themselves (FSDP2)."""
@@ -129,10 +133,12 @@ def _fraction(names: tuple[str, ...], when_on: float) -> Any:
     return lambda value: dict.fromkeys(names, when_on if value else 0.0)
 
 
+_COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
+"""What a trainer that relies on torch.compile loses without it."""
 _FEATURES: dict[str, Any] = {
     "flash_attention": _switch("flash_attention"),
     "async_tp": _fraction(("tp_overlap_fraction",), 0.6),
-    "compile": _switch("compiled"),
+    "compile": lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
     "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
     "cross_entropy_fusion": _switch("fused_cross_entropy"),
     "cuda_graph": _switch("cuda_graphs"),
@@ -197,7 +203,11 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="torchtitan",
             compiled=True,
-            fused_cross_entropy=True,
+            attention_kernel="flash",
+            fused_projections=False,
+            casts_weights=True,
+            selective_recompute_modules=("op",),
+            selective_default=("op",),
             fused_grad_accumulation=False,
             weight_bytes=4,
             optimizer_bytes=8,

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from planner.specs.base import PositiveFloat, Spec
 
 MemoryKind = Literal["allocated", "allocated on rank 0", "reserved", "nvidia-smi", "unverified"]
-"""What the source calls peak memory: of torch's allocator (allocated or reserved, the worst rank's unless it names one), or
-what nvidia-smi shows on the nodes."""
+"""What the source calls peak memory: of torch's allocator (on the worst rank unless it names one), or nvidia-smi's."""
 
 
 class Measured(Spec):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from planner.physics.compute import (
+    CAST_BYTES,
     accumulate_s,
     gemm_s,
     operator_seconds,
@@ -114,7 +115,7 @@ def test_fp8_speeds_up_products_by_weights_alone() -> None:
 def test_fp8_pays_for_its_casts() -> None:
     op = gemm(8192, 8192, 64)
     product = float(product_s(H200, "fp8", H200.efficiency.gemm.forward_fraction, 1, 8192, 8192, 64))
-    cast = float(stream_s(H200, 4 * 8192 * 64, 1, "cast"))
+    cast = float(stream_s(H200, CAST_BYTES["fp8"] * 8192 * 64, 1, "cast"))
     assert forward_s(op, dtype="fp8") == pytest.approx(product / H200.efficiency.sustained_fraction + cast, rel=1e-3)
 
 
