@@ -71,7 +71,7 @@ def trace_command(
 def _exchanges(priced: Repriced, timeline: Timeline) -> list[Slice]:
     """Gradients reduced behind each rank's last backward, then the optimizer, then its parameters gathered."""
     from planner.report.trace import Slice
-    from planner.search.price import cost_by_rank
+    from planner.search.pipeline import cost_by_rank
 
     slices = []
     thread = "data-parallel exchange"

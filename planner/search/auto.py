@@ -10,7 +10,8 @@ from planner.schedule.orders import placement
 from planner.schedule.replay import makespan_s
 from planner.schedule.synthesis import synthesize
 from planner.search.branch import Found
-from planner.search.price import build_order, durations_of, room_bytes
+from planner.search.pipeline import build_order, durations_of
+from planner.search.room import room_bytes
 from planner.search.split import stage_costs
 
 AUTO = "auto"

@@ -24,7 +24,8 @@ from planner.search.candidates import Rejections, scalar, schedule_options, sche
 from planner.search.ends import with_ends_s
 from planner.search.ilp import solve
 from planner.search.nodes import RecomputeChoice, node_of, split_of
-from planner.search.price import split_fits, step_s
+from planner.search.pipeline import step_s
+from planner.search.room import split_fits
 from planner.search.split import Split
 from planner.specs.training import SearchLimits
 

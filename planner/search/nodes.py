@@ -10,7 +10,7 @@ from typing import Literal
 from planner.physics.cost import CostTable, PartCost, Pricing, sum_parts
 from planner.schedule.orders import SCHEDULES, in_flight_microbatches, placement
 from planner.search.ilp import Node, Solution, Whole
-from planner.search.price import fixed_workspace_bytes
+from planner.search.room import fixed_workspace_bytes
 from planner.search.split import Split, even_counts, held_parts
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute

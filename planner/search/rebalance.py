@@ -15,8 +15,10 @@ from planner.errors import SolverError, SpecError
 from planner.plan import Plan, PricedLayout
 from planner.search.ilp import Whole, solve
 from planner.search.nodes import RecomputeChoice, node_of, split_of
-from planner.search.price import cost_by_rank, price_layout, split_fits, step_s
+from planner.search.pipeline import cost_by_rank, step_s
+from planner.search.price import price_layout
 from planner.search.replan import Repriced, reprice
+from planner.search.room import split_fits
 from planner.search.search import run_cost
 from planner.search.split import Split, stage_costs
 from planner.specs.model import ModelSpec

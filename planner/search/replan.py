@@ -12,7 +12,7 @@ from planner.plan import Plan, PricedLayout
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations
-from planner.search.price import durations_of
+from planner.search.pipeline import durations_of
 from planner.search.split import Split, stage_costs
 from planner.specs.training import Recompute
 

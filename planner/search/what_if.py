@@ -10,8 +10,9 @@ from planner.errors import Infeasible, SolverError
 from planner.plan import Plan, PricedLayout
 from planner.schedule.replay import makespan_s
 from planner.search.ends import ends_of
-from planner.search.price import cost_by_rank, peak_activation_bytes, stage_memory
+from planner.search.pipeline import cost_by_rank
 from planner.search.replan import reprice, with_microbatches
+from planner.search.room import peak_activation_bytes, stage_memory
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec

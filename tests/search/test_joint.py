@@ -12,7 +12,8 @@ from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 from planner.physics.cost import CostTable
 from planner.search.ilp import Node
 from planner.search.nodes import RecomputeChoice, node_of
-from planner.search.price import split_fits, step_s
+from planner.search.pipeline import step_s
+from planner.search.room import split_fits
 from planner.search.search import plan
 from planner.search.split import Split
 from planner.specs.units import GIB

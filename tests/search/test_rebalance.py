@@ -13,9 +13,10 @@ from planner.plan import Plan
 from planner.schedule.replay import makespan_s
 from planner.search.ilp import solve
 from planner.search.nodes import node_of
-from planner.search.price import split_fits, step_s
+from planner.search.pipeline import step_s
 from planner.search.rebalance import Rebalanced, rebalance, recompute_of, recounted
 from planner.search.replan import reprice
+from planner.search.room import split_fits
 from planner.search.search import evaluate, plan
 from planner.search.split import Split
 from planner.specs.cluster import ClusterSpec

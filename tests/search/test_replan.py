@@ -9,7 +9,7 @@ import pytest
 from planner.errors import SpecError
 from planner.plan import Plan, PricedLayout
 from planner.schedule.replay import makespan_s
-from planner.search.price import cost_by_rank
+from planner.search.pipeline import cost_by_rank
 from planner.search.replan import order_of, reprice, with_microbatches
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec

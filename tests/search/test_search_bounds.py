@@ -15,13 +15,15 @@ from toys import MOE, Problem, legal_splits, toy_cluster, toy_model, toy_problem
 from planner.physics.cost import CostTable
 from planner.physics.shape import FloatArray
 from planner.schedule.orders import SCHEDULES, placement
+from planner.schedule.replay import makespan_s
 from planner.search import bounds
 from planner.search.branch import Branch
 from planner.search.candidates import Rejections, enumerate_shapes, scalar, schedule_options, schedules_tried
 from planner.search.ends import ends_of
 from planner.search.ilp import solve
 from planner.search.nodes import RecomputeChoice, node_of
-from planner.search.price import build_order, cost_by_rank, durations_of, makespan_s, split_fits
+from planner.search.pipeline import build_order, cost_by_rank, durations_of
+from planner.search.room import split_fits
 from planner.search.split import Split, stage_costs
 from planner.specs.model import ModelSpec
 

@@ -15,7 +15,8 @@ from planner.physics.cost import CostTable, Pricing
 from planner.physics.shape import Shape
 from planner.search.candidates import enumerate_shapes, scalar, schedule_options
 from planner.search.nodes import RecomputeChoice
-from planner.search.price import split_fits, step_s
+from planner.search.pipeline import step_s
+from planner.search.room import split_fits
 from planner.search.search import pricing_of, recompute_choices
 from planner.search.split import Split
 from planner.specs.cluster import ClusterSpec, HardwareSpec, LinkTier, ReservedMemory

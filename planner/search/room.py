@@ -1,0 +1,100 @@
+"""Bytes of a split: what each rank holds at its worst moment, in the order of its schedule, and whether that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.memory import reserved_bytes
+from planner.physics.operators import BF16
+from planner.physics.shape import FloatArray
+from planner.plan import StageMemory
+from planner.schedule.actions import KINDS, ActionList, Schedule
+from planner.schedule.orders import build_schedule
+from planner.search.pipeline import STEADY_ROUNDS, cost_by_rank, placement_of
+from planner.search.split import Split, stage_costs
+
+
+def split_fits(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> bool:
+    """Whether every stage fits when the schedule's own order says what it holds in flight."""
+    ranks_of = placement_of(table, schedule)
+    costs = stage_costs(table, pricing.model, split, ranks_of)
+    order = few_rounds(table, schedule)
+    peaks = peak_activation_bytes(order, [float(cost.live_bytes) for cost in costs])
+    capacity = pricing.cluster.hardware.memory_bytes - pricing.headroom_bytes
+    return all(
+        stage_memory(pricing, table, total, peak).total_bytes <= capacity
+        for total, peak in zip(cost_by_rank(costs, ranks_of), peaks, strict=True)
+    )
+
+
+def peak_activation_bytes(order: Schedule, live_bytes: list[float]) -> list[float]:
+    """The most that micro-batches in flight hold on each rank, by the order of its actions (times do not matter)."""
+    live = np.asarray(live_bytes)
+    return [float(np.cumsum(sign * live[stage]).max()) for stage, sign in _held_changes(order)]
+
+
+@lru_cache(maxsize=64)
+def _held_changes(order: Schedule) -> tuple[tuple[npt.NDArray[np.int32], FloatArray], ...]:
+    """Per rank, along its actions: the virtual stage, and +1 where an activation is kept, −1 where it is freed."""
+    change = np.array([{"F": 1.0, "I": 0.0}.get(kind, -1.0) for kind in KINDS])
+    return tuple((actions.stage, change[actions.kind]) for actions in map(ActionList.of, order.ranks))
+
+
+def few_rounds(table: CostTable, schedule: str) -> Schedule:
+    """The schedule over as many micro-batches as it takes to hold all that it will ever hold."""
+    shape = table.shape
+    pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    few = STEADY_ROUNDS[0] * pp
+    return build_schedule(schedule, pp, vpp, few if few < wanted and wanted % pp == 0 else wanted)
+
+
+def room_bytes(pricing: Pricing, table: CostTable, costs: list[PartCost], ranks_of: Sequence[int]) -> list[float]:
+    """What each rank has left for activations beside its static bytes and what an operator or the loss needs."""
+    fixed = fixed_workspace_bytes(pricing, table)
+    moments = [max(float(rank.transient_bytes), float(rank.logits_bytes)) for rank in cost_by_rank(costs, ranks_of)]
+    static = [float(rank.static_bytes) for rank in cost_by_rank(costs, ranks_of)]
+    return [float(table.usable_bytes) - fixed - a - b for a, b in zip(static, moments, strict=True)]
+
+
+def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activations: float) -> StageMemory:
+    """Bytes at the stage's worst moment: the loss with all activations held, or a layer's backward after it.
+
+    `activations` is the most that micro-batches in flight hold. While the loss runs its logits come on top; afterwards
+    they are gone and a layer's backward needs its transient bytes.
+    """
+    weights, gradients, optimizer = (
+        round(float(b)) for b in (total.weights_bytes, total.gradients_bytes, total.optimizer_bytes)
+    )
+    workspace = float(total.transient_bytes) + fixed_workspace_bytes(pricing, table)
+    logits = float(total.logits_bytes)
+    in_loss = logits > float(total.transient_bytes)
+    logits, workspace = (logits, workspace - float(total.transient_bytes)) if in_loss else (0.0, workspace)
+    items = [weights, gradients, optimizer, round(activations), round(logits), round(workspace)]
+    allocated = sum(items)
+    reserved = round(float(reserved_bytes(allocated, table.shape, pricing.cluster.hardware)))
+    return StageMemory(
+        weights_bytes=weights,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activations_bytes=items[3],
+        logits_bytes=items[4],
+        workspace_bytes=items[5],
+        reserved_bytes=reserved,
+        peak_allocated_bytes=allocated,
+        total_bytes=allocated + reserved,
+    )
+
+
+def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
+    """Buffers of every rank: the gradient from the next stage; the two layers that unpipelined ZeRO-3 gathers."""
+    shape = table.shape
+    if int(shape.pp) > 1:
+        return BF16 * float(shape.shard_tokens) * pricing.model.hidden_size
+    if int(shape.zero_stage) < 3:
+        return 0.0
+    return 2 * BF16 * max(float(part.parameters) for part in (*table.layers.values(), table.head))
