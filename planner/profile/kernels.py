@@ -11,7 +11,7 @@ import numpy.typing as npt
 from planner.physics.compute import attention_s, gemm_s, product_s, stream_s
 from planner.physics.operators import Operator
 from planner.physics.shape import FloatArray
-from planner.profile.tables import read_table
+from planner.profile.tables import Tables, read_table
 from planner.specs.cluster import HardwareSpec
 from planner.specs.units import MICRO
 
@@ -24,7 +24,7 @@ TIMER: dict[str, Bounds] = {"bench.floor_us": (18.0, 5.0, 200.0)}
 """A kernel timed alone takes at least the host's time to issue it between two events."""
 COLD: dict[str, Bounds] = {"bench.boost": (0.1, 0.001, 1.0), "bench.boost_us": (400.0, 50.0, 3000.0)}
 """Short kernels timed alone stay below the power limit on average: rates are higher by boost · exp(-t / boost_us)."""
-SHARE: Bounds = (0.7, 0.1, 1.1)
+SHARE: Bounds = (0.7, 0.01, 1.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ def floored(seconds: FloatArray, bench: Bench) -> FloatArray:
     return np.maximum(seconds, bench["floor_us"] * MICRO)
 
 
-def gemm(gpu: str) -> Problem:
+def gemm(tables: Tables) -> Problem:
     """Dense bf16 products, three passes."""
-    table = read_table(gpu, "gemm")
+    table = read_table(tables, "gemm")
     m, n, k = (table.number(c) for c in "mnk")
     op = Operator(name="gemm", kind="gemm", m=m, n=n, k=k)
     return Problem(
@@ -76,9 +76,9 @@ def gemm(gpu: str) -> Problem:
     )
 
 
-def gemm_fp8(gpu: str) -> Problem:
+def gemm_fp8(tables: Tables) -> Problem:
     """Dense fp8 products, forward, operands already cast."""
-    table = read_table(gpu, "gemm")
+    table = read_table(tables, "gemm")
     table = table.where(np.isfinite(table.number("fp8_forward_us")))
     m, n, k = (table.number(c) for c in "mnk")
 
@@ -95,9 +95,9 @@ def gemm_fp8(gpu: str) -> Problem:
     )
 
 
-def gemm_grouped(gpu: str) -> Problem:
+def gemm_grouped(tables: Tables) -> Problem:
     """Experts' grouped bf16 products, three passes."""
-    table = read_table(gpu, "grouped_gemm")
+    table = read_table(tables, "grouped_gemm")
     count, m, n, k = (table.number(c) for c in ("count", "rows", "n", "k"))
     op = Operator(name="grouped", kind="gemm", count=count, m=m, n=n, k=k)
     return Problem(
@@ -110,9 +110,9 @@ def gemm_grouped(gpu: str) -> Problem:
     )
 
 
-def attention(gpu: str, backend: str) -> Problem:
+def attention(tables: Tables, backend: str) -> Problem:
     """One attention backend, forward and backward."""
-    table = read_table(gpu, "attention")
+    table = read_table(tables, "attention")
     table = table.where(table.text("backend") == backend)
     batch, heads, kv_heads, seq, qk, v = (
         table.number(c) for c in ("batch", "heads", "kv_heads", "seq", "qk_dim", "v_dim")
@@ -163,9 +163,9 @@ STREAMS: dict[str, tuple[str, float, int, float, int]] = {
 """Operator: family; bytes per element and kernels of the forward; the same of the backward. As in `physics.layers`."""
 
 
-def stream(gpu: str) -> Problem:
+def stream(tables: Tables) -> Problem:
     """Memory-bound operators, by family."""
-    table = read_table(gpu, "stream")
+    table = read_table(tables, "stream")
     table = table.where(np.isin(table.text("operator"), list(STREAMS)))
     has_backward = np.isfinite(table.number("backward_us"))
     names = np.concatenate((table.text("operator"), table.text("operator")[has_backward]))

@@ -1,8 +1,9 @@
-"""Measured tables that come with the package: CSV files whose comment lines name their source."""
+"""Measured tables: CSV files of the package whose comment lines name their source, or rows measured just now."""
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from importlib import resources
 
 import numpy as np
@@ -37,7 +38,13 @@ class Table:
         return table
 
 
-def read_table(gpu: str, name: str) -> Table:
-    """`data/<gpu>/<name>.csv` of this package."""
-    text = (resources.files(__package__) / "data" / gpu / f"{name}.csv").read_text(encoding="utf-8")
+Tables = str | Mapping[str, Table]
+"""The tables of a GPU whose name is a folder of this package, or tables by name."""
+
+
+def read_table(tables: Tables, name: str) -> Table:
+    """The table `name`: of a GPU, `data/<gpu>/<name>.csv` of this package."""
+    if not isinstance(tables, str):
+        return tables[name]
+    text = (resources.files(__package__) / "data" / tables / f"{name}.csv").read_text(encoding="utf-8")
     return Table(list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))))
