@@ -16,9 +16,11 @@ from planner.specs.problems import nearest
 
 COMMANDS = {
     "evaluate": ("planner.cli.evaluate_command", "evaluate_command"),
+    "explain": ("planner.cli.explain_command", "explain_command"),
     "models": ("planner.cli.catalogue", "models_command"),
     "hardware": ("planner.cli.catalogue", "hardware_command"),
     "export": ("planner.cli.export_command", "export_command"),
+    "report": ("planner.cli.report_command", "report_command"),
     "schedule": ("planner.cli.schedule", "schedule_command"),
     "trace": ("planner.cli.trace_command", "trace_command"),
     "validate": ("planner.cli.validate_command", "validate_command"),

@@ -1,0 +1,215 @@
+"""`plan explain`: why this layout, or why not the one that the pins ask for."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from planner.cli import options as o
+from planner.errors import Infeasible
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+    from planner.report.explain import Assumption, Change, Constraint, Explanation
+    from planner.search.refused import Refusal
+    from planner.search.what_if import Case
+
+
+def explain_command(
+    ctx: typer.Context,
+    model: o.Model = None,
+    gpus: o.Gpus = None,
+    hardware: o.Hardware = None,
+    gpus_per_node: o.GpusPerNode = None,
+    seq_length: o.SeqLength = None,
+    global_batch_size: o.GlobalBatchSize = None,
+    batch_tokens: o.BatchTokens = None,
+    dtype: o.Dtype = None,
+    runtime: o.Runtime = None,
+    tokens: o.Tokens = None,
+    tp: o.Tps = None,
+    pp: o.Pps = None,
+    dp: o.Dps = None,
+    cp: o.Cps = None,
+    ep: o.Eps = None,
+    etp: o.Etps = None,
+    vpp: o.Vpps = None,
+    micro_batch_size: o.MicroBatchSizes = None,
+    schedule: o.Schedules = None,
+    zero_stage: o.ZeroStages = None,
+    recompute: o.Recomputes = None,
+    top: o.Top = None,
+    time_limit: o.TimeLimit = None,
+    tp_across_nodes: o.TpAcrossNodes = False,
+    memory_headroom: o.Headroom = None,
+    moe_imbalance: o.Imbalance = None,
+    straggler_fraction: o.Straggler = None,
+    calibration: o.Calibration = None,
+    json: o.Json = False,
+) -> None:
+    """Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.
+
+    Takes the main job's options. With pins it plans with them and without, and says what refuses them, what does not
+    fit, or where the seconds go; without, what decides against each alternative and what would change the choice.
+
+    \b
+    Example:
+      plan explain --model 405b --gpus 2048 --tp 16
+      plan explain --model 405b --gpus 2048
+    """
+    from planner.cli.inputs import read_job, read_limits
+    from planner.cli.output import dumps, show, waiting
+    from planner.report.explain import render_explanation
+    from planner.search.what_if import Case
+
+    job = read_job(ctx.params)
+    case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(ctx.params))
+    with waiting("searching"):
+        told = _why_not(case) if case.pins else _why_this(case)
+    if json:
+        sys.stdout.write(dumps(told.to_json()))
+    else:
+        show(render_explanation(told))
+
+
+def _told(case: Case, best: Plan, **answer: Any) -> Explanation:
+    from planner.report.explain import Explanation
+
+    cluster = case.cluster
+    return Explanation(
+        job=f"{case.model.name} on {cluster.num_gpus:,} × {cluster.hardware.name}, {case.runtime.name}",
+        asked=case.pins,
+        capacity_bytes=cluster.hardware.memory_bytes,
+        best=best.best,
+        **answer,
+    )
+
+
+def _why_not(case: Case) -> Explanation:
+    """Search with the pins and without, and say what stands between the two."""
+    from planner.search.refused import refusal
+
+    refused = refusal(case)
+    best = case.free().limited(top=1).plan()
+    if refused is not None:
+        return _why_refused(case, best, refused)
+    try:
+        pinned = case.limited(top=1).plan()
+    except Infeasible as error:
+        return _why_no_room(case, best, error)
+    return _why_slower(case, best, pinned)
+
+
+def _why_refused(case: Case, best: Plan, refused: Refusal) -> Explanation:
+    return _told(
+        case,
+        best,
+        verdict="refused",
+        says=f"Refused, {refused.reason.replace('_', ' ')}: {refused.says}.",
+        reason=refused.reason,
+        rejections=refused.rejections.counts,
+        rejection_examples=refused.rejections.examples,
+        lifts=_lifts(case, best, refused.reason),
+        hint="free a pinned axis, or change the number of GPUs or the global batch size",
+    )
+
+
+def _why_no_room(case: Case, best: Plan, error: Infeasible) -> Explanation:
+    from planner.report.causes import says_misfit
+    from planner.search.refused import nearest_miss
+
+    nearest = nearest_miss(case)
+    return _told(
+        case,
+        best,
+        verdict="does_not_fit",
+        says=error.message if nearest is None else says_misfit(nearest, case.cluster, case.limits.memory_headroom_gib),
+        reason="does_not_fit",
+        rejections=error.rejections,
+        pinned=nearest,
+        lifts=_lifts(case, best, "does_not_fit"),
+        hint=error.hint,
+    )
+
+
+def _lifts(case: Case, best: Plan, reason: str) -> tuple[Change, ...]:
+    from planner.report.explain import Change
+    from planner.search.refused import lifts
+
+    return tuple(
+        Change(
+            change=lift.change,
+            parallelism=lift.found.parallelism,
+            step_s=lift.found.step.step_s,
+            more_fraction=lift.found.step.step_s / best.step.step_s - 1,
+        )
+        for lift in lifts(case, reason)
+    )
+
+
+def _why_slower(case: Case, best: Plan, pinned: Plan) -> Explanation:
+    from planner.report.causes import largest_cause, says_slower
+
+    same = pinned.parallelism == best.parallelism and pinned.step.step_s == best.step.step_s
+    more = pinned.step.step_s / best.step.step_s - 1
+    verdict = "chosen" if same else "slower" if more > case.limits.gap_fraction else "as_fast"
+    cause = None if same else largest_cause(best.best, pinned.best, case.cluster)
+    says = says_slower(best, pinned, cause, case.limits.gap_fraction)
+    return _told(case, best, verdict=verdict, says=says, pinned=pinned.best, cause=cause)
+
+
+def _why_this(case: Case) -> Explanation:
+    """What decides against each alternative, and what would change the choice."""
+    from planner.report.causes import largest_cause, says_best
+    from planner.report.explain import Beaten
+
+    best = case.plan()
+    beaten = [Beaten(layout=other, cause=largest_cause(best.best, other, case.cluster)) for other in best.alternatives]
+    return _told(
+        case,
+        best,
+        verdict="chosen",
+        says=says_best(best),
+        beaten=tuple(beaten),
+        assumptions=_assumptions(case, best),
+        constraints=_constraints(case, best),
+    )
+
+
+def _assumptions(case: Case, best: Plan) -> tuple[Assumption, ...]:
+    from planner.report.explain import Assumption
+    from planner.search.what_if import other_assumptions, outcome
+
+    told = []
+    for other in other_assumptions(case):
+        then = outcome(other, best)
+        told.append(
+            Assumption(
+                name=other.name,
+                says=other.says,
+                changes_the_choice=then.moves(best.best, case.limits.gap_fraction),
+                parallelism=None if then.chosen is None else then.chosen.parallelism,
+                step_s=None if then.chosen is None else then.chosen.step.step_s,
+                kept_step_s=then.kept_s,
+                kept_fits=then.kept_fits,
+            )
+        )
+    return tuple(told)
+
+
+def _constraints(case: Case, best: Plan) -> tuple[Constraint, ...]:
+    from planner.report.causes import now
+    from planner.report.explain import Constraint
+    from planner.search.what_if import other_limits, outcome
+
+    told = []
+    for other in other_limits(case):
+        chosen = outcome(other, best).chosen
+        gain = 0.0 if chosen is None else chosen.step.tokens_per_s / best.step.tokens_per_s - 1
+        binds = gain > case.limits.gap_fraction
+        told.append(
+            Constraint(name=other.name, now=now(other.name, best), moved=other.says, gain_fraction=gain, binds=binds)
+        )
+    return tuple(told)

@@ -1,0 +1,122 @@
+"""`plan explain` says why: the rule, the memory or the seconds, and what would lift it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from planner.cli import main
+
+JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "-b", "64", "--time-limit", "60"]
+TIGHT = ["--model", "70b", "--gpus", "64", "-s", "4096", "-b", "64", "--time-limit", "60"]
+
+
+def explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["explain", *arguments, "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def shown(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["explain", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= 80
+    assert err == ""
+    return out
+
+
+@pytest.mark.parametrize(
+    ("pins", "reason", "numbers"),
+    [
+        ("--tp 16", "tp_across_nvlink_domains", "tp 16 leaves the NVLink domain of 8"),
+        ("--tp 3", "heads_not_divisible_by_tp", "num_attention_heads 32 is no multiple of tp 3"),
+        ("--dp 3", "no_data_parallel_size", "global_batch_size 64 is no multiple of dp 3"),
+        ("--ep 2", "experts_not_divisible_by_ep", "ep 2 needs experts"),
+        ("--micro-batch-size 3", "global_batch_not_divisible", "64 is no multiple of micro_batch_size 3"),
+        ("--tp 8 --pp 4", "more_ranks_than_gpus", "tp 8 · cp 1 · pp 4 exceeds 16 GPUs"),
+        ("--pp 4 --vpp 5", "no_schedule", "32 layers cannot be cut into pp 4 · vpp 5 = 20 chunks"),
+        ("--schedule 1f1b --pp 2 --vpp 2", "no_schedule", "schedule 1f1b needs vpp exactly 1, not 2"),
+        ("--schedule zb-v", "schedule_not_in_trainer", "megatron cannot run the schedule zb-v"),
+    ],
+)
+def test_a_refused_pin_names_its_rule_and_changes_that_work(
+    pins: str, reason: str, numbers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = explained([*JOB, *pins.split()], capsys)
+    assert (told["verdict"], told["reason"]) == ("refused", reason)
+    assert numbers in told["says"]
+    assert told["lifts"]
+    for lift in told["lifts"]:
+        change = lift["change"].split(" instead of ")[0]
+        assert main([*JOB, *pins.split(), *change.split(), "--top", "1", "--json"]) == 0
+        again = json.loads(capsys.readouterr().out)["best"]["step"]["step_s"]
+        assert again == pytest.approx(lift["step_s"], rel=0.01)
+
+
+def test_a_pin_that_does_not_fit_names_stage_gib_and_a_change_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    pins = ["--pp", "1", "--tp", "1", "--recompute", "none"]
+    told = explained([*TIGHT, *pins], capsys)
+    nearest, capacity = told["pinned"], told["capacity_bytes"]
+    worst = max(nearest["stages"], key=lambda stage: stage["memory"]["total_bytes"])
+    short_gib = (worst["memory"]["total_bytes"] - capacity) / 2**30
+    assert (told["verdict"], told["reason"], nearest["fits"]) == ("does_not_fit", "does_not_fit", False)
+    assert nearest["parallelism"]["recompute"] == "none"
+    assert short_gib > 0
+    assert f"on stage {worst['stage']}, {short_gib:.1f} GiB more than the GPU's 79.1" in told["says"]
+    assert told["lifts"]
+    change = told["lifts"][0]["change"].split(" instead of ")[0]
+    assert main([*TIGHT, *pins, *change.split(), "--top", "1", "-q"]) == 0
+    capsys.readouterr()
+    out = " ".join(shown([*TIGHT, *pins], capsys).split())
+    assert told["says"] in out
+    assert told["lifts"][0]["change"] in out
+
+
+def test_a_slower_pin_shows_where_the_seconds_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    told = explained([*JOB, "--tp", "8"], capsys)
+    more_s = told["pinned"]["step"]["step_s"] - told["best"]["step"]["step_s"]
+    assert told["verdict"] == "slower"
+    assert sum(one["difference_s"] for one in told["step_differences"]) == pytest.approx(more_s, rel=1e-6)
+    largest = max(told["step_differences"], key=lambda one: one["difference_s"])
+    assert told["cause"]["item"] == largest["item"] == "tp_comm_s"
+    total = next(one for one in told["memory_differences"] if one["item"] == "total_bytes")
+    parts = [one for one in told["memory_differences"] if one is not total]
+    assert total["difference_bytes"] == sum(one["difference_bytes"] for one in parts)
+    out = shown([*JOB, "--tp", "8"], capsys)
+    assert "mostly by tensor-parallel exchanges" in " ".join(out.split())
+    assert f"{more_s:.2f} s" in out
+
+
+def test_what_the_planner_chooses_anyway_is_said_to_be_that(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB, "--json", "--top", "1"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["best"]["parallelism"]
+    out = shown([*JOB, "--tp", str(chosen["tp"]), "--pp", str(chosen["pp"])], capsys)
+    assert "It is what the planner chooses by itself." in out
+    assert "differ" not in out
+
+
+def test_without_pins_every_alternative_assumption_and_constraint_is_judged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = explained([*JOB, "--top", "3"], capsys)
+    assert (told["verdict"], told["asked"], told["pinned"]) == ("chosen", {}, None)
+    assert len(told["beaten"]) == 3
+    assert all(one["cause"]["difference_s"] > 0 and one["cause"]["because"] for one in told["beaten"])
+    names = {one["name"] for one in told["assumptions"]}
+    assert {"data_parallel_overlap", "tensor_parallel_overlap", "straggler", "network", "memory_headroom"} <= names
+    assert [one["name"] for one in told["constraints"]] == ["memory", "batch", "domain"]
+    out = shown([*JOB, "--top", "3"], capsys)
+    assert out.startswith("Why this layout? llama-3.1-8b on 16 × h100-sxm-80gb, megatron")
+    assert all(name in out for name in ("memory", "batch", "domain", "if the slowest rank computes 10% slower"))
+
+
+def test_the_job_that_cannot_be_done_at_all_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--model", "70b", "--gpus", "8", "-s", "4096", "-b", "8", "--tp", "8"]) == 3
+    assert "nothing fits" in capsys.readouterr().err
+
+
+def test_a_schedule_that_nobody_knows_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *JOB, "--schedule", "1f2b"]) == 2
+    assert "did you mean 1f1b" in capsys.readouterr().err

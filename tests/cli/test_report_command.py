@@ -1,0 +1,100 @@
+"""`plan report` writes one file, whole or not at all, with the schedule drawn as far as it can be seen."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from planner.cli import main
+
+JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "--time-limit", "60", "-q"]
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "plan.json"
+    assert main([*JOB, "-b", "256", "--pp", "4", "--vpp", "1", "-o", str(path)]) == 0
+    return path
+
+
+def schedule(page: str) -> ElementTree.Element:
+    """The drawing of the schedule."""
+    found = re.search(r'<div class="schedule[^"]*">(<svg.*?</svg>)', page, re.DOTALL)
+    assert found is not None
+    return ElementTree.fromstring(found[1])
+
+
+def drawn_bars(page: str) -> int:
+    """Actions that the schedule's drawing shows; its first rectangle is the paper."""
+    return sum(element.tag.endswith("rect") for element in schedule(page).iter()) - 1
+
+
+def test_it_writes_a_page_with_every_stage_and_a_schedule(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "report.html"
+    assert main(["report", str(plan_file), "-o", str(target)]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"note: wrote {target}\n")
+    page = target.read_text()
+    assert page.startswith("<!doctype html>")
+    assert all(f">stage {stage}<" in page for stage in range(4))
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_long_steps_are_drawn_shorter_and_say_so(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = json.loads(plan_file.read_text())["best"]["parallelism"]
+    assert layout["num_microbatches"] > 32
+    assert main(["report", str(plan_file), "-o", "-"]) == 0
+    page = capsys.readouterr().out
+    assert drawn_bars(page) == 2 * 4 * 32
+    assert f"drawn is a step of 32 micro-batches, the plan&#x27;s has {layout['num_microbatches']}" in page
+
+
+@pytest.mark.parametrize("arguments", ["--pp 1", "--pp 4 --vpp 2", "--pp 4 --runtime torch-eager --schedule auto"])
+def test_short_steps_are_drawn_whole(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert main([*JOB, "-b", "32", *arguments.split(), "--micro-batch-size", "1", "-o", str(path)]) == 0
+    capsys.readouterr()
+    best = json.loads(path.read_text())["best"]
+    assert main(["report", str(path), "-o", "-"]) == 0
+    page = capsys.readouterr().out
+    layout = best["parallelism"]
+    actions = sum(len(rank.split()) for rank in best["actions"])
+    assert drawn_bars(page) == (actions or 2 * layout["pp"] * layout["vpp"] * layout["num_microbatches"])
+    assert "drawn is a step" not in page
+
+
+def test_it_reads_a_plan_from_a_pipe(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(plan_file), "-o", "-"]) == 0
+    from_file = capsys.readouterr().out
+    with plan_file.open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert main(["report", "-", "-o", "-"]) == 0
+    assert capsys.readouterr().out == from_file
+
+
+def test_keeps_a_file_that_is_there_unless_told_otherwise(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "report.html"
+    target.write_text("mine")
+    assert main(["report", str(plan_file), "-o", str(target)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {target}: already exists")
+    assert target.read_text() == "mine"
+    assert main(["report", str(plan_file), "-o", str(target), "--force"]) == 0
+    assert target.read_text().startswith("<!doctype html>")
+
+
+def test_refuses_what_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "other.json"
+    path.write_text("{}")
+    assert main(["report", str(path), "-o", str(tmp_path / "report.html")]) == 2
+    assert "is not a plan" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()

@@ -1,0 +1,159 @@
+"""The HTML report holds the plan, needs nothing else, and says what hostile names say without doing it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from planner.plan import Plan
+from planner.report.html import Drawing, render_html
+from planner.specs.units import GIB
+
+MakePlan = Callable[..., Plan]
+DRAWN = Drawing('<svg xmlns="http://www.w3.org/2000/svg"><title>drawn</title></svg>', "what is drawn")
+VOID = {"meta"}
+HOSTILE = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>&amp;\"]]>"
+
+
+class Page(HTMLParser):
+    """Elements, their attributes and the text of a page; fails where tags do not close in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.said: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.said.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.said).split())
+
+
+def page(plan: Plan) -> Page:
+    return Page(render_html(plan, DRAWN))
+
+
+def bars(plan: Plan) -> ElementTree.Element:
+    """The drawing of the stages' memory."""
+    found = re.search(r'<svg viewBox[^>]*class="stack".*?</svg>', render_html(plan, DRAWN), re.DOTALL)
+    assert found is not None
+    return ElementTree.fromstring(found[0])
+
+
+def renamed(plan: Plan, name: str) -> Plan:
+    """The plan with a name that comes from a file in every place that has one."""
+    hardware = plan.cluster.hardware
+    tiers = tuple(tier.model_copy(update={"name": name, "source": name}) for tier in hardware.tiers)
+    named = {"name": name, "source": name, "price_source": name, "tiers": tiers}
+    return plan.model_copy(
+        update={
+            "model": plan.model.model_copy(
+                update={"name": name, "spec": plan.model.spec.model_copy(update={"name": name, "source": name})}
+            ),
+            "cluster": type(plan.cluster)(hardware=hardware.model_copy(update=named), num_gpus=plan.cluster.num_gpus),
+            "runtime": name,
+            "assumptions": (name,),
+            "rejections": {name: 1},
+            "rejection_examples": {name: name},
+            "best": plan.best.model_copy(update={"warnings": (name,)}),
+            "alternatives": tuple(one.model_copy(update={"trade": name}) for one in plan.alternatives),
+        }
+    )
+
+
+def test_everything_a_plan_says_is_there(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    shown = page(plan).text
+    for expected in (
+        "llama-3.1-405b on 2,048 × h100-sxm-80gb", "TP 8 × PP 16 × DP 16 · micro-batch 1 × 128", "1f1b", "22.08 s",
+        "20.98–23.40 s", "759,838", "371.0", "412", "41.7%", "229 days", "11.24M", "$35.97M", "19,108 MWh",
+        "proven optimal within the gap", "gap 0.04%", "calibrated on measurements", "1,516 legal shapes, 312 can fit",
+        "half the pipeline bubble for 4.9 GiB more", "1,204", "out of memory", "7,301.2 GiB of 79.1", "what is drawn",
+        "90% of the gradient reduction hides", "arXiv:2407.21783", "gradient_overlap_fraction", plan.inputs_sha256,
+    ):  # fmt: skip
+        assert expected in shown
+
+
+def test_it_needs_no_network_and_no_scripts(make_plan: MakePlan) -> None:
+    for plan in (make_plan(), renamed(make_plan(), HOSTILE)):
+        html = render_html(plan, DRAWN)
+        elements = Page(html).elements
+        assert not {tag for tag, _ in elements} & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
+        attributes = [(name, value) for _, found in elements for name, value in found.items()]
+        assert not [name for name, _ in attributes if name.startswith("on") or name in ("src", "href", "style")]
+        assert not re.search(r"@import|url\(|javascript:", html)
+        assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in attributes
+
+
+def test_hostile_names_are_said_and_change_nothing(make_plan: MakePlan) -> None:
+    tame, hostile = page(renamed(make_plan(), "tame")), page(renamed(make_plan(), HOSTILE))
+    assert [tag for tag, _ in hostile.elements] == [tag for tag, _ in tame.elements]
+    assert hostile.text.count(HOSTILE) == tame.text.count("tame") > 10
+
+
+def test_names_that_no_file_can_hold_do_not_stop_it(make_plan: MakePlan) -> None:
+    render_html(renamed(make_plan(), "half a pair \ud800"), DRAWN).encode()
+
+
+@pytest.mark.parametrize("total_gib", [60.0, 95.0])
+def test_memory_is_drawn_to_one_scale_beside_the_capacity(make_plan: MakePlan, total_gib: float) -> None:
+    plan = make_plan(pp=4, total_gib=total_gib, fits=total_gib < 79)
+    svg = bars(plan)
+    rows: dict[str, list[ElementTree.Element]] = {}
+    for rect in svg.iter("rect"):
+        rows.setdefault(rect.attrib["y"], []).append(rect)
+    line = next(svg.iter("line"))
+    left = min(float(rect.attrib["x"]) for rect in rows[min(rows, key=float)])
+    scale = (float(line.attrib["x1"]) - left) / plan.cluster.hardware.memory_bytes
+    assert len(rows) == 4
+    for stage, row in zip(plan.stages, rows.values(), strict=True):
+        wide = sum(float(rect.attrib["width"]) for rect in row)
+        assert wide == pytest.approx(scale * stage.memory.total_bytes, rel=2e-3)
+        titles = {title.text for rect in row for title in rect.iter("title")}
+        assert f"activations: {stage.memory.activations_bytes / GIB:.1f}" in titles
+    assert max(float(r.attrib["x"]) + float(r.attrib["width"]) for row in rows.values() for r in row) < 800
+
+
+def test_what_does_not_fit_says_so_first(make_plan: MakePlan) -> None:
+    shown = page(make_plan(total_gib=90.0, fits=False)).text
+    assert "Does not fit: stage 0 needs 90.0 GiB, 10.9 more than the GPU's 79.1" in shown.split("Memory of each")[0]
+
+
+def test_an_evaluated_layout_has_neither_alternatives_nor_rejections(make_plan: MakePlan) -> None:
+    shown = page(make_plan(searched=False)).text
+    assert "Alternatives" not in shown
+    assert "Rejected" not in shown
+    assert "solver" not in shown
+
+
+def test_seconds_of_the_step_add_up(make_plan: MakePlan) -> None:
+    shown = page(make_plan()).text.split("Where the")[1].split("On the rank")[0]
+    found = [float(number) for number in re.findall(r"([0-9.]+) s [0-9.]+%", shown)]
+    assert sum(found[:-1]) == pytest.approx(found[-1], abs=0.05)
+    assert found[-1] == 22.08
+
+
+def test_the_same_plan_makes_the_same_bytes(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    data: dict[str, Any] = plan.to_json()
+    assert render_html(Plan.from_json(data), DRAWN) == render_html(plan, DRAWN)
