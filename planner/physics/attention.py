@@ -279,30 +279,37 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
     else:
         qk_dim, v_dim = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
         kv_heads = heads
-    q_len = shape.seq_length / shape.cp
     sinks = heads if model.attention_sinks else 0
     kv_bytes = BF16 * shape.tokens * kv_heads * (qk_dim + v_dim)
     q_bytes = BF16 * shape.tokens * heads * (qk_dim + v_dim)
     yield from _context_exchange(runtime, shape, kv_bytes, q_bytes)
     output = Saved("output", BF16 * shape.tokens * heads * v_dim)
-    core = ("core_attn",)
-    if runtime.flash_attention:
-        yield Operator(
-            name="attention",
-            kind="attention",
-            modules=core,
-            batch=shape.micro_batch_size,
-            heads=heads,
-            kv_heads=kv_heads,
-            q_len=q_len,
-            kv_len=shape.seq_length,
-            window=model.sliding_window or 0 if kind.attention == "sliding" else 0,
-            qk_dim=qk_dim,
-            v_dim=v_dim,
-            parameters=sinks,
-            saved=(output, Saved("log-sum-exp", FP32 * shape.tokens * heads, core)),
-        )
+    if not runtime.flash_attention:
+        yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output)
         return
+    core = ("core_attn",)
+    yield Operator(
+        name="attention",
+        kind="attention",
+        modules=core,
+        batch=shape.micro_batch_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=shape.seq_length / shape.cp,
+        kv_len=shape.seq_length,
+        window=model.sliding_window or 0 if kind.attention == "sliding" else 0,
+        qk_dim=qk_dim,
+        v_dim=v_dim,
+        parameters=sinks,
+        saved=(output, Saved("log-sum-exp", FP32 * shape.tokens * heads, core)),
+    )
+
+
+def _unfused_core(
+    shape: Shape, runtime: RuntimeSpec, heads: Number, qk_dim: int, v_dim: int, sinks: Number, output: Saved
+) -> Iterator[Operator]:
+    """QKᵀ, softmax and AV, each a kernel of its own; keeps the probabilities."""
+    core, q_len = ("core_attn",), shape.seq_length / shape.cp
     count = shape.micro_batch_size * heads
     scores_bytes = BF16 * count * q_len * shape.seq_length
     dropout = (Saved("dropped probabilities", scores_bytes, core), Saved("mask", scores_bytes / BF16, core))
