@@ -153,10 +153,10 @@ def _why_slower(case: Case, best: Plan, pinned: Plan) -> Explanation:
     from planner.report.causes import largest_cause, says_slower
 
     same = pinned.parallelism == best.parallelism and pinned.step.step_s == best.step.step_s
-    more = pinned.step.step_s / best.step.step_s - 1
-    verdict = "chosen" if same else "slower" if more > case.limits.gap_fraction else "as_fast"
+    more, gap = pinned.step.step_s / best.step.step_s - 1, case.limits.gap_fraction
+    verdict = "chosen" if same else "slower" if more > gap else "faster" if more < -gap else "as_fast"
     cause = None if same else largest_cause(best.best, pinned.best, case.cluster)
-    says = says_slower(best, pinned, cause, case.limits.gap_fraction)
+    says = says_slower(best, pinned, cause, gap)
     return _told(case, best, verdict=verdict, says=says, pinned=pinned.best, cause=cause)
 
 

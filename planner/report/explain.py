@@ -18,7 +18,7 @@ from planner.report.terminal import _manner as manner
 from planner.report.terminal import _sizes as sizes
 from planner.specs.base import Spec
 
-Verdict = Literal["chosen", "as_fast", "slower", "does_not_fit", "refused"]
+Verdict = Literal["chosen", "as_fast", "faster", "slower", "does_not_fit", "refused"]
 
 
 class Change(Spec):

@@ -100,16 +100,25 @@ def test_what_the_planner_chooses_anyway_is_said_to_be_that(capsys: pytest.Captu
 def test_without_pins_every_alternative_assumption_and_constraint_is_judged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = explained([*JOB, "--top", "3"], capsys)
+    job = ["--model", "llama-3.2-1b", "--gpus", "16", "-s", "4096", "-b", "64", "--time-limit", "60", "--top", "3"]
+    told = explained(job, capsys)
     assert (told["verdict"], told["asked"], told["pinned"]) == ("chosen", {}, None)
     assert len(told["beaten"]) == 3
     assert all(one["cause"]["difference_s"] > 0 and one["cause"]["because"] for one in told["beaten"])
-    names = {one["name"] for one in told["assumptions"]}
-    assert {"data_parallel_overlap", "tensor_parallel_overlap", "straggler", "network", "memory_headroom"} <= names
+    assumed = {one["name"]: one for one in told["assumptions"]}
+    assert {"data_parallel_overlap", "tensor_parallel_overlap", "straggler", "network", "memory_headroom"} <= set(
+        assumed
+    )
+    assert main([*job, "--straggler-fraction", "0.1", "--json"]) == 0
+    slow = json.loads(capsys.readouterr().out)["best"]
+    assert assumed["straggler"]["step_s"] == pytest.approx(slow["step"]["step_s"], rel=0.005)
     assert [one["name"] for one in told["constraints"]] == ["memory", "batch", "domain"]
-    out = shown([*JOB, "--top", "3"], capsys)
-    assert out.startswith("Why this layout? llama-3.1-8b on 16 × h100-sxm-80gb, megatron")
-    assert all(name in out for name in ("memory", "batch", "domain", "if the slowest rank computes 10% slower"))
+
+
+def test_why_this_layout_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(["--model", "llama-3.2-1b", "--gpus", "8", "-s", "4096", "-b", "64", "--time-limit", "60"], capsys)
+    assert out.startswith("Why this layout? llama-3.2-1b on 8 × h100-sxm-80gb, megatron")
+    assert all(name in out for name in ("memory", "batch", "if the slowest rank computes 10% slower"))
 
 
 def test_the_job_that_cannot_be_done_at_all_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

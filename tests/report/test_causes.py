@@ -62,6 +62,13 @@ def test_a_difference_below_what_searches_are_exact_to_is_no_difference(make_pla
     assert says.startswith("It is as fast: 0.23% slower")
 
 
+def test_a_pin_can_be_faster_than_what_is_tried_without_it(make_plan: MakePlan) -> None:
+    best = make_plan()
+    other = _slower(best, "bubble_s", -1.0)
+    says = says_slower(best, other, largest_cause(best.best, other.best, best.cluster), 0.005)
+    assert says.startswith("It is 4.5% faster, mostly by pipeline bubble, 1.00 s less")
+
+
 def test_differences_hold_every_item_and_add_up(make_plan: MakePlan) -> None:
     best, other = make_plan(), make_plan(total_gib=64.0, step_s=25.0)
     steps = step_differences(best.best, other.best)
