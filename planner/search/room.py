@@ -72,7 +72,7 @@ def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activation
     )
     workspace = float(total.transient_bytes) + fixed_workspace_bytes(pricing, table)
     logits = float(total.logits_bytes)
-    in_loss = logits > float(total.transient_bytes)
+    in_loss = 0 < float(total.transient_bytes) <= logits
     logits, workspace = (logits, workspace - float(total.transient_bytes)) if in_loss else (0.0, workspace)
     items = [weights, gradients, optimizer, round(activations), round(logits), round(workspace)]
     allocated = sum(items)
