@@ -14,7 +14,7 @@ import numpy as np
 from planner.physics.operators import BF16, FP32, Operator
 from planner.physics.shape import Number
 from planner.specs.cluster import HardwareSpec
-from planner.specs.efficiency import AttentionEfficiency
+from planner.specs.efficiency import AttentionEfficiency, GemmEfficiency
 from planner.specs.runtime import RuntimeSpec
 from planner.specs.units import MICRO
 
@@ -147,12 +147,18 @@ def product_s(
     steps = k + gemm.ramp_k * peak / wide_peak
     flops_per_step = 2 * count * m * n
     grouped = np.where(np.asarray(count) > 1, gemm.grouped_factor, 1.0)
-    power_s = flops_per_step * steps / (power_fraction * (gemm.fp8_factor if narrow else 1.0) * peak)
+    power_s = flops_per_step * steps / (power_fraction * _narrow_factor(gemm, dtype, narrow) * peak)
     wave_s = steps * _tile_waves(gemm.tile_overhead, num_sms, count, m, n) * (num_sms / (gemm.wave_fraction * peak))
     operand = FP8 if narrow else BF16
     memory_s = count * (operand * (m * k + k * n) + BF16 * m * n) / (gemm.memory_fraction * hardware.hbm_bytes_per_s)
     seconds = np.maximum(np.maximum(power_s, wave_s) / grouped, memory_s)
     return seconds + launch_s(hardware)
+
+
+def _narrow_factor(gemm: GemmEfficiency, dtype: str, narrow: bool) -> float:
+    if not narrow or dtype == "nvfp4":
+        return gemm.fp4_factor if narrow else 1.0
+    return gemm.fp8_factor * (gemm.mx_factor if dtype == "mxfp8" else 1.0)
 
 
 def _tile_waves(overhead: float, num_sms: int, count: Number, m: Number, n: Number) -> Number:

@@ -224,6 +224,9 @@ class Pricing:
         passes = compute.part_seconds(operators_of(items), self.cluster.hardware, self.training.dtype, self.runtime)
         for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
             seconds[key] = slow * value
+        if any(op.expert for op in operators_of(items)):
+            for key in ("forward_s", "input_grad_s"):
+                seconds[key] = seconds[key] + self._moe_host_s(shape)
         for exchange in collectives_of(items):
             hidden = (
                 0.0 if exchange.overlap == "none" else getattr(self.runtime, f"{exchange.overlap}_overlap_fraction")
@@ -234,6 +237,14 @@ class Pricing:
             sync_s = self.runtime.collective_sync_us * MICRO * np.log2(size) * (np.asarray(exchange.num_bytes) > 0)
             seconds[key] = seconds[key] + (1 - hidden) * exchange_s(exchange, shape, self.cluster) + sync_s
         return seconds
+
+    def _moe_host_s(self, shape: Shape) -> Number:
+        """Host seconds of a mixture-of-experts layer in one pass."""
+        runtime, moe = self.runtime, self.model.moe
+        if runtime.cuda_graphs or moe is None:
+            return 0.0
+        host_us = runtime.moe_host_us + runtime.expert_host_us * moe.num_experts / shape.ep
+        return host_us * MICRO * runtime.moe_host_factor
 
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
         """A part without recompute."""

@@ -127,9 +127,10 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
         saved=(Saved("routing map", _routing_bytes(tokens, pairs, runtime), ("moe",)),),
     )
     yield _move("permute", BF16 * tokens * hidden + pair_bytes)
-    yield from _all_to_all("dispatch", pair_bytes * imbalance, shape)
+    sent_bytes = pair_bytes * imbalance * (_distinct_share(moe, shape) if runtime.sends_tokens_once else 1)
+    yield from _all_to_all("dispatch", sent_bytes, shape)
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * imbalance)
-    yield from _all_to_all("combine", pair_bytes * imbalance, shape)
+    yield from _all_to_all("combine", sent_bytes, shape)
     yield _move("unpermute", BF16 * tokens * hidden + pair_bytes)
     if moe.shared_expert_intermediate_size:
         yield from _dense(model, moe.shared_expert_intermediate_size, shape, runtime, "shared_experts")
@@ -138,6 +139,12 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
             name="shared expert gate", kind="gemm", m=tokens, n=1, k=hidden, parameters=hidden,
             saved=(Saved("shared output", BF16 * tokens * hidden), Saved("gate", BF16 * tokens)),
         )  # fmt: skip
+
+
+def _distinct_share(moe: MoESpec, shape: Shape) -> Number:
+    """Ranks that a token visits over experts that it visits, with k experts drawn evenly: ep·(1 − (1 − 1/ep)ᵏ) / k."""
+    ep, k = np.asarray(shape.ep, dtype=float), moe.num_experts_per_tok
+    return ep * (1 - (1 - 1 / ep) ** k) / k
 
 
 def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, rows: Number) -> Iterator[Item]:
@@ -157,7 +164,7 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
             modules=() if backward else modules,
         )
     # with several local experts, received rows are sorted by expert before the GEMMs and back after them
-    several = np.asarray(local) > 1
+    several = (np.asarray(local) > 1) * (0.0 if runtime.sends_tokens_once else 1.0)
     yield _move("sort rows", 2 * gathered * several)
     yield Operator(
         name="experts up",

@@ -35,6 +35,10 @@ class GemmEfficiency(Spec):
     """Share of HBM bandwidth at which thin products stream their operands."""
     fp8_factor: PositiveFloat = 1.0
     """Of the bf16 fractions, for 8-bit and narrower dtypes; below 1 where scaling costs more than it saves."""
+    mx_factor: PositiveFloat = 1.0
+    """Of fp8_factor, for mxfp8: every 32 values have a scale of their own."""
+    fp4_factor: PositiveFloat = 1.0
+    """Of the bf16 fractions, for 4-bit dtypes."""
     grouped_factor: PositiveFloat = 0.95
     """Of the bf16 fractions, for grouped products (several experts, or heads, in one launch)."""
     unaligned_factor: PositiveFloat = 0.1

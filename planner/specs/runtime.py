@@ -107,6 +107,15 @@ class RuntimeSpec(Spec):
     """Host time of an exchange in a layer that nothing hides, per doubling of the group: ranks wait for the last."""
     host_factor: NonNegativeFloat = 1.0
     """Of the GPU's host time per kernel: what this trainer's Python adds around it."""
+    moe_host_us: NonNegativeFloat = 0.0
+    """Host time of a mixture-of-experts layer, forward and again backward, that nothing hides unless a CUDA graph replays
+    the whole iteration: token counts come to the host before anything can be launched."""
+    expert_host_us: NonNegativeFloat = 0.0
+    """The same for each expert of the rank: its products and casts are launched one by one."""
+    moe_host_factor: NonNegativeFloat = 1.0
+    """Of both: less where experts take a fixed number of tokens, or where a CUDA graph replays the routing."""
+    sends_tokens_once: bool = False
+    """The dispatcher sends a token to a rank once, however many of its experts are there (DeepEP, HybridEP)."""
     microbatch_overhead_s: NonNegativeFloat = 0.0
     """Host time per micro-batch and stage that no kernel hides."""
     step_overhead_s: NonNegativeFloat = 0.0
@@ -141,10 +150,18 @@ _FEATURES: dict[str, Any] = {
     "compile": lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
     "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
     "cross_entropy_fusion": _switch("fused_cross_entropy"),
-    "cuda_graph": _switch("cuda_graphs"),
+    "cuda_graph": lambda value: (
+        {"cuda_graphs": True}
+        if value in (True, "full_iteration", "full")
+        else {"moe_host_factor": 0.5}
+        if value
+        else {}
+    ),
     "dispatcher": lambda value: {},
     "ep_overlap": _fraction(("ep_overlap_fraction",), 0.8),
     "fp32_grad_accum": lambda value: {"gradient_bytes": 4 if value else 2},
+    "moe_capacity_factor": lambda value: {"moe_host_factor": 0.8} if value else {},
+    "moe_token_drop": lambda value: {"moe_host_factor": 0.8} if value else {},
     "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),
     "overlap_param_gather": _fraction(("parameter_overlap_fraction",), 0.9),
     "p2p_overlap": lambda value: {"p2p_overlap": bool(value), "interleaved_p2p_overlap": bool(value)},
@@ -155,8 +172,6 @@ _FEATURES: dict[str, Any] = {
 for _name in (
     "match",
     "uneven_pp",
-    "moe_capacity_factor",
-    "moe_token_drop",
     "natural_routing",
     "fp8_dot_product_attention",
 ):
@@ -188,7 +203,12 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="megatron",
             head_only_stage=True,
+            tp_overlap_fraction=0.4,
             tp_async_overlap_fraction=0.9,
+            ep_overlap_fraction=0.4,
+            moe_host_us=700.0,
+            expert_host_us=115.0,
+            sends_tokens_once=True,
             selective_recompute_modules=(
                 "core_attn",
                 "moe_act",
