@@ -11,6 +11,7 @@ from planner.errors import SpecError
 from planner.plan import Plan
 from planner.search.given import default_counts
 from planner.search.search import evaluate
+from planner.search.split import even_counts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
@@ -132,6 +133,14 @@ def test_default_splits(num_layers: int, num_stages: int, counts: tuple[int, ...
     assert (sum(found), len(found)) == (num_layers, num_stages)
     assert max(found) - min(found) <= 1
     assert counts is None or found == counts
+
+
+def test_prediction_blocks_count_as_layers_only_where_there_is_room() -> None:
+    model = toy_model(30, num_nextn_predict_layers=1)
+    assert default_counts(model, 3) == (10, 10, 10)
+    assert default_counts(model, 11) == (2, *[3] * 9, 1)
+    # embedding, five layers, block and head fill eight stages, but the last two are one stage's
+    assert default_counts(toy_model(5, num_nextn_predict_layers=1), 8) == even_counts(5, 8)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,19 @@ def test_the_program_finds_what_fits_and_is_never_above_it(first: int) -> None:
     assert compared > 10
 
 
+@pytest.mark.parametrize("runtime", ["megatron", "torchtitan", "torch-eager"])
+@pytest.mark.parametrize("network_gb_per_s", [1.0, 50.0])
+def test_on_one_rank_the_program_is_the_replay(runtime: str, network_gb_per_s: float) -> None:
+    """Nothing is left to choose, so that its bound is the step but for the tail that is the same on all ranks."""
+    cluster = toy_cluster(8, network_gb_per_s=network_gb_per_s)
+    problem = toy_problem(toy_model(4), cluster, toy_training(32), runtime, pp=(1,), cp=(1,), recompute=("none",))
+    for table, schedule, choice in problem.nodes():
+        answer = solve(node_of(problem.pricing, table, choice, schedule), 20.0)
+        assert answer is not None
+        step_s = min(problem.fitting_steps_s(table, schedule, choice))
+        assert answer.bound_s + float(table.tail_s) == pytest.approx(step_s, rel=RELATIVE)
+
+
 def test_what_cannot_fit_is_screened_out() -> None:
     """The other direction, where it is plain: not even the weights fit."""
     problem = toy_problem(toy_model(8), toy_cluster(8, memory_gib=0.3))
