@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -70,4 +69,4 @@ def _words(option: str, value: Any) -> list[str]:
         return [option]
     if isinstance(value, list):
         return [option, *map(str, value)]
-    return [option, value if isinstance(value, str) else json.dumps(value)]
+    return [option, str(value)]

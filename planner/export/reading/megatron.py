@@ -60,6 +60,7 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "--cross-entropy-loss-fusion": ("cross_entropy_fusion", True),
     "--enable-cuda-graph": ("cuda_graph", True),
     "--external-cuda-graph": ("cuda_graph", True),
+    "--accumulate-allreduce-grads-in-fp32": ("fp32_grad_accum", True),
     "--grad-reduce-in-bf16": ("fp32_grad_accum", False),
     "--no-overlap-p2p-communication": ("p2p_overlap", False),
 }
