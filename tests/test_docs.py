@@ -43,7 +43,7 @@ def test_every_command_of_the_readme_works(
     monkeypatch.chdir(tmp_path)
     if "plan.json" in line and "-o plan.json" not in line:  # an earlier line saves it
         main([*SMALL, "-q", "-o", "plan.json"])
-    if line.startswith("plan probe"):
+    if line.startswith(("plan probe", "plan profile")):
         pytest.importorskip("torch", reason="needs the probe extra (torch)")
     assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "trace": ("planner.cli.trace_command", "trace_command"),
     "validate": ("planner.cli.validate_command", "validate_command"),
     "probe": ("planner.cli.probe_command", "probe_command"),
+    "profile": ("planner.cli.profile_command", "profile_command"),
     "rebalance": ("planner.cli.rebalance_command", "rebalance_command"),
 }
 """Every command beside the main job: where its function lives. Heavy imports belong inside that function."""

@@ -1,0 +1,177 @@
+"""`plan profile`: this machine, measured into a hardware profile."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from planner.cli import options as o
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from planner.probe.run import Device
+    from planner.profile.machine import Profiled
+    from planner.profile.record import Record
+
+_log = logging.getLogger(__name__)
+_WHAT, _OUTPUT = "What is measured", "Output"
+DeviceName = Annotated[str | None, o.text(_WHAT, "--device", "cpu|cuda", "What computes. [cuda where torch sees one]")]
+Quick = Annotated[bool, o.text(_WHAT, "--quick", None, "A handful of tiny shapes: to try it out, not to plan with.")]
+Output = Annotated[str, o.text(_OUTPUT, "--output -o", "FILE", "The profile; - is stdout. [profile.yaml]")]
+Force = Annotated[bool, o.text(_OUTPUT, "--force", None, "Replace the file.")]
+Json = Annotated[bool, o.text(_OUTPUT, "--json", None, "Print the profile as JSON beside saving it.")]
+
+
+def profile_command(
+    device: DeviceName = None,
+    quick: Quick = False,
+    output: Output = "profile.yaml",
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Measure this machine into a hardware profile that plan --hardware reads; a few minutes on a GPU.
+
+    Matrix products, attention, memory-bound kernels, whole stages, and exchanges where there are several GPUs (here, or
+    on all the nodes that torchrun starts it on). What was interrupted goes on where it stopped.
+
+    \b
+    Example:
+      plan profile -o mine.yaml
+      torchrun --nnodes 2 --nproc-per-node 8 -m planner.cli profile
+    """
+    from planner.cli.output import dumps, show
+    from planner.errors import ProbeError
+    from planner.files import STDOUT, refuse_to_overwrite, write_text
+
+    try:
+        from planner.profile.measure_links import Ranks, exchange_rows
+    except ModuleNotFoundError as error:
+        raise ProbeError(f"measuring needs {error.name}", "pip install 'planner[probe]'") from None
+    from planner.profile.grid import grid_of
+    from planner.profile.machine import profile_of
+
+    kind, ranks = _device(device), Ranks.of_torchrun()
+    if ranks is not None and ranks.rank:  # the first rank measures, writes and tells
+        exchange_rows(kind, ranks, grid_of(kind, quick).exchanged_bytes)
+        return
+    refuse_to_overwrite(output, force)
+    record = _measured(kind, quick, output, ranks)
+    profiled = profile_of(record)
+    write_text(output, _yaml(profiled), force)
+    record.discard()
+    if output == STDOUT:
+        return
+    if json:
+        sys.stdout.write(dumps(profiled.hardware.model_dump(mode="json")))
+    else:
+        show(*_render(profiled, output))
+
+
+def _device(name: str | None) -> Device:
+    from planner.errors import SpecError
+    from planner.probe.gpus import default_device
+
+    if name not in (None, "cpu", "cuda"):
+        raise SpecError(f"--device: {name!r} is unknown", "cpu or cuda")
+    return name or default_device()  # type: ignore[return-value]
+
+
+def _measured(kind: Device, quick: bool, output: str, ranks: object) -> Record:
+    from planner.files import STDOUT
+    from planner.profile.grid import grid_of
+    from planner.profile.measure import machine_of, measure, tasks
+    from planner.profile.record import Record, sidecar
+
+    path: Path | None = None if output == STDOUT else sidecar(output)
+    record = Record(machine_of(kind), quick, datetime.date.today().isoformat(), path)
+    if record.num_kept:
+        _log.info("%s: %d measurements of an earlier run are kept", path, record.num_kept)
+    todo = list(tasks(kind, grid_of(kind, quick)))
+    with _progress(len(todo)) as done:
+        for line in measure(record, todo, done):
+            _log.info("left out: %s", line)
+    _exchange(record, kind, quick, ranks)
+    return record
+
+
+def _exchange(record: Record, kind: Device, quick: bool, ranks: object) -> None:
+    """Exchanges: among the ranks that torchrun started, else among processes started here, once."""
+    from planner.errors import ProbeError
+    from planner.profile.grid import grid_of
+    from planner.profile.measure_links import Ranks, exchange_rows, num_processes, spawned_rows
+
+    sizes, tables = grid_of(kind, quick).exchanged_bytes, record.measured.tables
+    try:
+        if isinstance(ranks, Ranks):
+            tables["exchange"] = exchange_rows(kind, ranks, sizes)
+        elif not tables.get("exchange"):
+            tables["exchange"] = spawned_rows(kind, num_processes(kind, record.measured.machine.num_devices), sizes)
+    except ProbeError as error:
+        _log.warning("links are not measured: %s", error.message)
+    record.save()
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, on terminals only."""
+    if not sys.stderr.isatty() or not _log.isEnabledFor(logging.INFO):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("measuring", total=total)
+        yield lambda: progress.advance(bar)
+
+
+def _yaml(profiled: Profiled) -> str:
+    """As --hardware reads it, what the fit leaves unexplained in comments."""
+    import yaml
+
+    data = profiled.hardware.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    lines = [f"# {label:24} {left}" for label, left in profiled.residuals]
+    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
+    return "\n".join(["# Predicted less measured, of each table:", *lines, text])
+
+
+def _render(profiled: Profiled, output: str) -> list[RenderableType]:
+    from rich.text import Text
+
+    from planner.report.format import digits, gibibytes
+    from planner.report.pieces import bullets, columns, section
+
+    hardware, efficiency = profiled.hardware, profiled.hardware.efficiency
+    table = columns("l", "r", "r", "r", "r")
+    table.show_header = True
+    for column, head in zip(table.columns, ("", "rows", "median", "p90", "worst"), strict=True):
+        column.header = head
+    for label, left in profiled.residuals:
+        table.add_row(label, str(left.num_rows), f"{left.median:.1f}%", f"{left.p90:.1f}%", f"{left.worst:.1f}%")
+    peak = hardware.peak_flops("bf16") or 0.0
+    facts = [
+        f"{gibibytes(hardware.memory_bytes)} GiB, {digits(peak / 1e12)} TFLOP/s in bf16, "
+        f"{digits(hardware.hbm_gb_per_s)} GB/s of memory",
+        f"large products reach {efficiency.gemm.forward_fraction:.0%} of the peak forward, "
+        f"{efficiency.gemm.dgrad_fraction:.0%} and {efficiency.gemm.wgrad_fraction:.0%} backward; in whole stages "
+        f"{efficiency.sustained_fraction:.0%} and {efficiency.backward_sustained_fraction:.0%} of that",
+        f"a kernel starts in {digits(efficiency.launch_us * efficiency.launch_factor)} µs, the host issues one in "
+        f"{digits(efficiency.host_us)} µs",
+        *(
+            f"{tier.name}: {digits(tier.gb_per_s * tier.efficiency_fraction)} GB/s, {digits(tier.latency_us)} µs. "
+            f"{tier.source}"
+            for tier in hardware.tiers
+        ),
+    ]
+    return [
+        Text(f"{hardware.name}: {efficiency.source}", style="bold"),
+        section("This machine", bullets(facts)),
+        section("What the fit leaves of each table", table),
+        Text(f"\nwrote {output}: plan --model 8b --gpus 8 --hardware {output}"),
+    ]

@@ -1,0 +1,191 @@
+"""Times exchanges between the devices of this machine, and across machines where torchrun has started ranks there."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import ProbeError
+from planner.files import write_text
+from planner.probe.run import Device
+from planner.profile.record import Row
+from planner.specs.units import MICRO
+
+KINDS: dict[Device, tuple[str, ...]] = {
+    "cuda": ("all_gather", "reduce_scatter", "all_reduce"),
+    "cpu": ("all_gather", "all_reduce"),  # gloo scatters sums by reducing all of them
+}
+WARM_UP, REPEATS = 2, 10
+JOIN_S, WAIT_S = 180.0, 1200.0
+"""How long processes of this machine may take in all, and how long ranks wait for the first one's own measurements."""
+MOST_PROCESSES = 2
+"""On a CPU: links between processes are memory copies, however many there are."""
+ROWS_FILE = "rows.json"
+
+
+class Ranks(NamedTuple):
+    """This process among all of them."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def num_nodes(self) -> int:
+        return self.size // self.local_size
+
+    @classmethod
+    def of_torchrun(cls) -> Ranks | None:
+        """What torchrun says; None where this process is alone."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if any(name not in os.environ for name in names) or int(os.environ["WORLD_SIZE"]) == 1:
+            return None
+        return cls(*(int(os.environ[name]) for name in names))
+
+
+def num_processes(device: Device, num_devices: int) -> int:
+    """How many processes exchange something on this machine."""
+    return num_devices if device == "cuda" else min(num_devices, MOST_PROCESSES)
+
+
+def spawned_rows(device: Device, size: int, sizes: Sequence[int], local_size: int | None = None) -> list[Row]:
+    """Exchanges between `size` processes started here, one a device; no rows where there is only one.
+
+    With a `local_size` every so many of them count as a machine. Raises ProbeError where a process fails or does not
+    end; none is left when this returns or raises.
+    """
+    if size < 2:
+        return []
+    folder, local = Path(tempfile.mkdtemp(prefix="plan-profile-")), local_size or size
+    context = multiprocessing.get_context("spawn")
+    everyone = [Ranks(rank, size, rank % local, local) for rank in range(size)]
+    processes = [
+        context.Process(target=_child, args=(folder, device, ranks, tuple(sizes)), daemon=True) for ranks in everyone
+    ]
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + JOIN_S
+        while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes):
+                break
+            time.sleep(0.05)
+        codes = [process.exitcode for process in processes]
+        if any(codes) or None in codes:
+            why = f"they ended with {codes}" if any(codes) else f"no answer in {JOIN_S:.0f} s"
+            raise ProbeError(f"exchanges between {size} processes could not be timed: {why}")
+        return cast(list[Row], json.loads((folder / ROWS_FILE).read_text()))
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            if process.pid is not None:
+                process.join(10)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _child(folder: Path, device: Device, ranks: Ranks, sizes: tuple[int, ...]) -> None:
+    if sys.platform == "linux":  # a laptop's own name often leads nowhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    rows = exchange_rows(device, ranks, sizes, cast(Any, dist).FileStore(str(folder / "store"), ranks.size))
+    if ranks.rank == 0:
+        write_text(folder / ROWS_FILE, json.dumps(rows))
+
+
+def exchange_rows(device: Device, ranks: Ranks, sizes: Sequence[int], store: Any = None) -> list[Row]:
+    """What each exchange takes the slowest rank: tier 0 within a machine, 1 between ranks of the same number on all.
+
+    All ranks call it; without a store they meet where torchrun says. Every port of a machine is busy in tier 1 at once.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method="env://" if store is None else None,
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        timeout=timedelta(seconds=WAIT_S),
+    )
+    try:
+        return list(_rows(device, ranks, sizes))
+    finally:
+        dist.destroy_process_group()
+
+
+def _rows(device: Device, ranks: Ranks, sizes: Sequence[int]) -> Iterator[Row]:
+    for tier, members in enumerate(_groups(ranks)):
+        if len(members[0]) < 2:
+            continue
+        groups = [dist.new_group(list(group)) for group in members]  # all ranks make all groups
+        mine = next(number for number, group in enumerate(members) if ranks.rank in group)
+        for num_bytes in sizes:
+            for kind in KINDS[device]:
+                call = _call(device, kind, num_bytes, len(members[mine]), groups[mine])
+                slowest = torch.tensor(_seconds(device, call, groups[mine]), dtype=torch.float64, device=_on(device))
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                microseconds = float(slowest) / MICRO
+                yield {
+                    "tier": tier, "kind": kind, "size": len(members[mine]), "num_bytes": num_bytes,
+                    "microseconds": microseconds,
+                }  # fmt: skip
+
+
+def _groups(ranks: Ranks) -> tuple[list[range], list[range]]:
+    """Ranks of each machine; ranks of the same number on all machines."""
+    local = ranks.local_size
+    within = [range(node * local, (node + 1) * local) for node in range(ranks.num_nodes)]
+    return within, [range(number, ranks.size, local) for number in range(local)]
+
+
+def _on(device: Device) -> str:
+    return "cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}"
+
+
+def _call(device: Device, kind: str, num_bytes: int, size: int, group: Any) -> Callable[[], object]:
+    """The exchange of a bf16 tensor of `num_bytes` as a whole, rounded up to equal shards."""
+    shard_size = -(-num_bytes // 2 // size)
+    whole = torch.zeros(shard_size * size, dtype=torch.bfloat16, device=_on(device))
+    shard = torch.zeros(shard_size, dtype=torch.bfloat16, device=_on(device))
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather": partial(dist.all_gather, list(whole.chunk(size)), shard, group=group),
+        "reduce_scatter": partial(dist.reduce_scatter_tensor, shard, whole, group=group),
+        "all_reduce": partial(dist.all_reduce, whole, group=group),
+    }
+    if device == "cuda" and kind == "all_gather":
+        return partial(dist.all_gather_into_tensor, whole, shard, group=group)
+    return calls[kind]
+
+
+def _seconds(device: Device, call: Callable[[], object], group: Any) -> float:
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        dist.barrier(group=group)
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return median(times[WARM_UP:])
+
+
+def _synchronize(device: Device) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

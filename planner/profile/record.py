@@ -1,0 +1,109 @@
+"""Measurements as they come in: kept beside the profile while it is made, so that what was interrupted goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from planner.errors import SpecError
+from planner.files import write_text
+from planner.probe.run import Device
+from planner.profile.tables import Table
+from planner.specs.base import Spec
+from planner.specs.reading import read_text
+
+Row = dict[str, float | int | str | None]
+"""Columns of one measurement; null where the device could not do it."""
+SAVE_EVERY_S = 2.0
+MAX_BYTES = 2**24
+
+
+class Machine(Spec):
+    """What was measured."""
+
+    device: Device
+    name: str
+    """As the driver or the operating system calls it."""
+    software: str
+    architecture: str
+    memory_bytes: int
+    num_sms: int
+    num_devices: int
+    """In this machine; processes on a CPU."""
+    context_bytes: int
+    """Device memory in use before anything was allocated."""
+
+
+class Measurements(Spec):
+    """Tables of rows by name."""
+
+    machine: Machine
+    quick: bool
+    date: str
+    tables: dict[str, list[Row]] = Field(default_factory=dict)
+
+
+class Record:
+    """Measurements so far, and the file that keeps them until the profile is written."""
+
+    def __init__(self, machine: Machine, quick: bool, date: str, path: Path | None) -> None:
+        """Goes on where `path` holds measurements of the same machine; without a path nothing is kept."""
+        self.path, self.saved_s = path, time.monotonic()
+        self.measured = Measurements(machine=machine, quick=quick, date=date)
+        kept = _read(path)
+        if kept is not None and kept.quick == quick and _same(kept.machine, machine):
+            self.measured = kept
+        self.num_kept = sum(map(len, self.measured.tables.values()))
+
+    def has(self, table: str, key: Row) -> bool:
+        """Whether the measurement that `key` names is there."""
+        return any(key.items() <= row.items() for row in self.measured.tables.get(table, ()))
+
+    def add(self, table: str, row: Row) -> None:
+        """Keep a row; the file follows every few seconds."""
+        self.measured.tables.setdefault(table, []).append(row)
+        if time.monotonic() - self.saved_s > SAVE_EVERY_S:
+            self.save()
+
+    def save(self) -> None:
+        """Write the file whole."""
+        if self.path is not None and self.measured.tables:
+            write_text(self.path, self.measured.model_dump_json(), force=True)
+        self.saved_s = time.monotonic()
+
+    def discard(self) -> None:
+        """Remove the file: the profile is written."""
+        if self.path is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+    def table(self, name: str, *needed: str) -> Table:
+        """The rows of a table that have all of `needed`."""
+        rows = [
+            row for row in self.measured.tables.get(name, ()) if all(row.get(column) is not None for column in needed)
+        ]
+        return Table([{key: "" if value is None else str(value) for key, value in row.items()} for row in rows])
+
+
+def _same(one: Machine, other: Machine) -> bool:
+    """What a process holds before it begins is never the same twice."""
+    return one.model_copy(update={"context_bytes": other.context_bytes}) == other
+
+
+def sidecar(output: str) -> Path:
+    """Where measurements are kept until the profile `output` is written."""
+    return Path(f"{output}.partial.json")
+
+
+def _read(path: Path | None) -> Measurements | None:
+    """What an interrupted run left; None where there is nothing that can be used."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        return Measurements.model_validate_json(read_text(path, MAX_BYTES))
+    except (SpecError, ValidationError):
+        return None

@@ -1,0 +1,93 @@
+"""`plan profile` on a laptop: profile, plan, probe, compare, and plan again with what the probe measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.cli import main
+from planner.cli.plan_file import read_plan
+from planner.cli.probe_file import read_probe
+from planner.specs.registry import load_hardware
+
+pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+MODEL = """
+num_hidden_layers: 4
+hidden_size: 128
+intermediate_size: 256
+num_attention_heads: 4
+vocab_size: 256
+"""
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profile") / "cpu.yaml"
+    assert main(["profile", "--device", "cpu", "--quick", "-q", "-o", str(path)]) == 0
+    assert [file.name for file in path.parent.iterdir()] == ["cpu.yaml"], "what was kept on the way is gone"
+    return path
+
+
+def test_the_profile_is_one_that_hardware_reads(profile: Path) -> None:
+    hardware = load_hardware(str(profile))
+    assert (hardware.architecture, hardware.efficiency.evidence) == ("cpu", "measured")
+    assert hardware.tiers[0].name == "gloo"
+    assert "exchanges over 2 ranks" in hardware.tiers[0].source
+    assert "# stage forward" in profile.read_text()
+
+
+def test_profile_plan_probe_compare_and_plan_again(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, plan, probe = tmp_path / "tiny.yaml", tmp_path / "plan.json", tmp_path / "probe.json"
+    model.write_text(MODEL)
+    job = ["--model", str(model), "--gpus", "2", "--hardware", str(profile), "--runtime", "torch-eager"]
+    job += ["-s", "64", "-b", "8"]
+    assert main([*job, "--pp", "2", "--micro-batch-size", "1", "--schedule", "1f1b", "-q", "-o", str(plan)]) == 0
+    assert read_plan(str(plan)).evidence == "calibrated"
+    code = main(["probe", str(plan), "--device", "cpu", "--stage", "all", "--tolerance", "1e6", "-o", str(probe)])
+    assert code == 0, capsys.readouterr().err
+    result = read_probe(str(probe))
+    judged = {found.name for found in result.comparisons if found.agrees is not None}
+    assert {"forward", "backward", "step"} <= judged, "a CPU's seconds are judged where the profile is a CPU's"
+    capsys.readouterr()
+    assert main(["evaluate", *job, "--pp", "2", "--calibration", str(probe), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["evidence"] == "probed"
+    assert main(["rebalance", str(plan), str(probe), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert sum(stage["num_layers_after"] for stage in data["stages"]) == 4
+    assert data["step_after_s"] <= data["step_before_s"]
+
+
+def test_an_existing_profile_is_kept_before_anything_is_measured(
+    profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = profile.read_text()
+    assert main(["profile", "--device", "cpu", "--quick", "-o", str(profile)]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert profile.read_text() == before
+
+
+def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--device", "tpu", "-o", "-"]) == 2
+    assert "--device: 'tpu' is unknown" in capsys.readouterr().err
+
+
+def test_without_a_gpu_cuda_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert main(["profile", "--device", "cuda", "-o", "-"]) == 5
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
+def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "planner.profile.measure_links", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["profile", "-o", "-"]) == 5
+    assert "pip install 'planner[probe]'" in capsys.readouterr().err

@@ -1,0 +1,258 @@
+"""Measuring a machine: rows are kept and gone on with, fits give back what made the rows, names find data sheets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from planner.physics.communication import collective_s
+from planner.profile.grid import CPU, GPU, QUICK, grid_of
+from planner.profile.kernels import STREAMS
+from planner.profile.machine import fitted_tier, known_profile, profile_of
+from planner.profile.probed import chunk_costs
+from planner.profile.record import Machine, Record, Row, sidecar
+from planner.profile.tables import Table, read_table
+from planner.specs.cluster import ClusterSpec, LinkTier
+from planner.specs.registry import load_hardware
+from planner.specs.units import GIB
+
+torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from planner.profile.measure import Bench, Task, machine_of, measure, stream_row, tasks  # noqa: E402
+from planner.profile.measure_links import spawned_rows  # noqa: E402
+
+
+def machine(name: str = "NVIDIA H200", memory_gib: float = 139.8, num_sms: int = 132, **changes: Any) -> Machine:
+    fields = {
+        "device": "cuda", "name": name, "software": "torch 2.11, CUDA 13.0", "architecture": "hopper",
+        "memory_bytes": round(memory_gib * GIB), "num_sms": num_sms, "num_devices": 1, "context_bytes": GIB // 2,
+    }  # fmt: skip
+    return Machine.model_validate(fields | changes)
+
+
+def no_record(path: Path | None = None, **changes: Any) -> Record:
+    return Record(machine(**changes), False, "2026-01-01", path)
+
+
+def shipped_rows(name: str) -> list[Row]:
+    """A table that ships with the planner, as if it had been measured now."""
+    table = read_table("h200", name)
+    cells: dict[str, list[str]] = table._cells
+    return [
+        {column: cell or None for column, cell in zip(cells, row, strict=True)}
+        for row in zip(*cells.values(), strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def h200() -> Record:
+    """An H200 as `plan profile` would have measured it: the shipped tables, stages at the shipped profile's seconds."""
+    record, shipped = no_record(), load_hardware("h200")
+    for name in ("stream", "gemm", "attention"):
+        record.measured.tables[name] = shipped_rows(name)
+    for number, stage in enumerate(GPU.stages):
+        cost = chunk_costs(stage.run("cuda"), ClusterSpec(hardware=shipped, num_gpus=8))[0]
+        seconds = {
+            "forward_us": cost.forward_s,
+            "backward_us": cost.input_grad_s + cost.weight_grad_s,
+            "optimizer_us": cost.optimizer_s,
+        }
+        record.add("stage", {"stage": number, **{name: 1e6 * float(value) for name, value in seconds.items()}})
+    return record
+
+
+def test_the_shipped_tables_give_the_shipped_profile(h200: Record) -> None:
+    found, shipped = profile_of(h200).hardware, load_hardware("h200")
+    assert (found.peak_tflops, found.hbm_gb_per_s, found.tiers) == (
+        shipped.peak_tflops, shipped.hbm_gb_per_s, shipped.tiers
+    )  # fmt: skip
+    ours, theirs = found.efficiency, shipped.efficiency
+    assert ours.gemm.forward_fraction == pytest.approx(theirs.gemm.forward_fraction, rel=0.02)
+    assert ours.stream_fraction == pytest.approx(theirs.stream_fraction, rel=0.02)
+    assert ours.cudnn is not None
+    assert theirs.cudnn is not None
+    assert ours.cudnn.forward_fraction == pytest.approx(theirs.cudnn.forward_fraction, rel=0.02)
+    assert ours.sustained_fraction == pytest.approx(theirs.sustained_fraction, rel=0.03)
+    assert ours.host_us == pytest.approx(theirs.host_us, rel=0.1)
+    assert ours.gemm.fp8_factor == theirs.gemm.fp8_factor
+    assert (ours.evidence, found.name) == ("measured", "h200-sxm-141gb-measured")
+    assert "NVIDIA H200, torch 2.11, CUDA 13.0, 2026-01-01" in ours.source
+    assert found.reserved.context_gib == 0.5
+
+
+def test_residuals_are_told_table_by_table(h200: Record) -> None:
+    residuals = dict(profile_of(h200).residuals)
+    assert residuals["gemm forward"].num_rows == 503
+    assert residuals["gemm forward"].median < 5
+    assert {"stream norm", "attention cudnn backward", "stage forward", "stage optimizer"} <= residuals.keys()
+
+
+def test_a_device_without_a_data_sheet_is_measured_against_its_own_best(h200: Record) -> None:
+    unknown = no_record(name="NVIDIA X9000", num_sms=100)
+    unknown.measured.tables.update({k: v for k, v in h200.measured.tables.items() if k != "stage"})
+    found = profile_of(unknown).hardware
+    assert found.name == "x9000"
+    assert found.peak_tflops["bf16"] == pytest.approx(0.83 * 989.4 / 0.8, rel=0.02)
+    assert found.hbm_gb_per_s == pytest.approx(4300 / 0.9, rel=0.1)
+    assert [tier.name for tier in found.tiers] == ["network"]
+    assert "Not measured" in found.tiers[0].source
+
+
+def test_cudnn_is_planned_with_only_where_it_is_faster(h200: Record) -> None:
+    slow = no_record()
+    slow.measured.tables.update({k: v for k, v in h200.measured.tables.items() if k != "stage"})
+    slow.measured.tables["attention"] = [
+        {**row, "forward_us": 9e6} if row["backend"] == "cudnn" else row for row in h200.measured.tables["attention"]
+    ]
+    assert profile_of(slow).hardware.efficiency.cudnn is None
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "num_sms", "expected"),
+    [
+        ("NVIDIA H200", 139.8, 132, "h200-sxm-141gb"),
+        ("NVIDIA H100 80GB HBM3", 79.1, 132, "h100-sxm-80gb"),
+        ("NVIDIA H100 PCIe", 79.1, 114, None),
+        ("NVIDIA A100-SXM4-80GB", 79.15, 108, "a100-sxm-80gb"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, 108, "a100-sxm-40gb"),
+        ("NVIDIA A100 80GB PCIe", 79.15, 108, "a100-pcie-80gb"),
+        ("NVIDIA H20", 95.6, 78, None),
+        ("NVIDIA GeForce RTX 4090", 23.6, 128, None),
+    ],
+)
+def test_a_name_memory_and_processors_find_the_data_sheet(
+    name: str, memory_gib: float, num_sms: int, expected: str | None
+) -> None:
+    found = known_profile(machine(name, memory_gib, num_sms))
+    assert (None if found is None else found.name) == expected
+
+
+def exchanges(tier: LinkTier, sizes: tuple[int, ...], level: int, num_ranks: int = 8) -> list[Row]:
+    """What the cost model says they take."""
+    inner = LinkTier(name="inner", num_gpus=1, gb_per_s=1e6, latency_us=0.0, efficiency_fraction=1.0)
+    hardware = load_hardware("h200").model_copy(update={"tiers": (tier,) if level == 0 else (inner, tier)})
+    cluster = ClusterSpec(hardware=hardware, num_gpus=num_ranks)
+    return [
+        {
+            "tier": level, "kind": kind, "size": num_ranks, "num_bytes": size,
+            "microseconds": 1e6 * float(collective_s(kind, size, num_ranks, 1, cluster)),
+        }
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+        for size in sizes
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_links_give_back_their_rate_and_latency(level: int) -> None:
+    true = LinkTier(name="nvlink", gb_per_s=400.0, latency_us=7.0, efficiency_fraction=0.75)
+    rows = exchanges(true, (2**20, 2**24, 2**28), level)
+    table = Table([{key: str(value) for key, value in row.items()} for row in rows])
+    sheet = true.model_copy(update={"efficiency_fraction": 0.5, "latency_us": 1.0})
+    found, errors = fitted_tier(sheet, table, innermost=level == 0, rated=True)
+    assert (found.gb_per_s, found.efficiency_fraction) == (400.0, pytest.approx(0.75, rel=1e-6))
+    assert found.latency_us == pytest.approx(7.0, rel=1e-6)
+    assert np.abs(errors).max() < 1e-6
+    unrated, _ = fitted_tier(sheet, table, innermost=level == 0, rated=False)
+    assert (unrated.gb_per_s, unrated.efficiency_fraction) == (pytest.approx(300.0), 1.0)
+
+
+def test_several_gpus_have_their_links_in_the_profile(h200: Record) -> None:
+    both = no_record(num_devices=8)
+    both.measured.tables.update(h200.measured.tables)
+    nvlink = load_hardware("h200").tiers[0].model_copy(update={"efficiency_fraction": 0.6})
+    both.measured.tables["exchange"] = exchanges(nvlink, (2**24, 2**28), 0)
+    tiers = profile_of(both).hardware.tiers
+    assert (tiers[0].name, tiers[0].num_gpus, tiers[0].gb_per_s) == ("nvlink", 8, 450.0)
+    assert tiers[0].efficiency_fraction == pytest.approx(0.6, rel=1e-3)
+    assert tiers[1] == load_hardware("h200").tiers[1]
+
+
+def quick_tasks() -> list[Task]:
+    return [task for task in tasks("cpu", QUICK) if task.table != "stage"]
+
+
+def test_every_kernel_is_timed_on_the_cpu() -> None:
+    record = Record(machine_of("cpu"), True, "2026-01-01", None)
+    assert measure(record, quick_tasks(), lambda: None) == []
+    for row in record.measured.tables["gemm"]:
+        assert all(float(row[f"{way}_us"] or 0) > 0 for way in ("forward", "dgrad", "wgrad"))
+    for row in record.measured.tables["stream"]:
+        assert float(row["forward_us"] or 0) > 0
+        assert (row["backward_us"] is not None) == (row["operator"] in ("rms_norm", "swiglu"))
+    assert all(float(row["backward_us"] or 0) > 0 for row in record.measured.tables["attention"])
+
+
+@pytest.mark.parametrize("name", sorted(name for name in STREAMS if not name.startswith("moe")))
+def test_every_memory_bound_operator_can_be_timed(name: str) -> None:
+    row = stream_row(Bench("cpu", 1e-4), name, 8, 16)
+    assert float(row["forward_us"] or 0) > 0
+    assert (row["backward_us"] is not None) == (STREAMS[name][3] > 0)
+
+
+def test_grids_name_operators_that_the_fit_knows() -> None:
+    for grid in (GPU, CPU, QUICK):
+        assert {name for name, _, _ in grid.streams} <= STREAMS.keys()
+        assert all(stage.run("cpu").model.num_hidden_layers == stage.num_layers for stage in grid.stages)
+    assert (grid_of("cuda", False), grid_of("cpu", False), grid_of("cuda", True)) == (GPU, CPU, QUICK)
+
+
+def test_what_was_interrupted_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path = sidecar(str(tmp_path / "profile.yaml"))
+    todo, calls = quick_tasks()[:6], list[Row]()
+
+    def counted(task: Task, stop: bool) -> Task:
+        def run() -> Row:
+            if stop:
+                raise KeyboardInterrupt
+            calls.append(task.key)
+            return {"forward_us": 1.0}
+
+        return task._replace(measure=run)
+
+    record = Record(machine_of("cpu"), True, "2026-01-01", path)
+    with pytest.raises(KeyboardInterrupt):
+        measure(record, [counted(task, stop=number == 4) for number, task in enumerate(todo)], lambda: None)
+    again = Record(machine_of("cpu"), True, "2026-01-02", path)
+    assert again.num_kept == 4
+    assert again.measured.date == "2026-01-01"
+    measure(again, [counted(task, stop=False) for task in todo], lambda: None)
+    assert calls == [task.key for task in todo]
+    again.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_measurements_of_another_machine_or_grid_are_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "p.partial.json"
+    record = no_record(path)
+    record.add("gemm", {"m": 1, "n": 1, "k": 1, "forward_us": 1.0})
+    record.save()
+    assert no_record(path, context_bytes=7).num_kept == 1
+    assert no_record(path, name="NVIDIA H100").num_kept == 0
+    assert Record(machine(), True, "2026-01-01", path).num_kept == 0
+    path.write_text("{")
+    assert no_record(path).num_kept == 0
+
+
+def test_what_the_device_cannot_do_is_left_out_and_not_tried_again() -> None:
+    def fail() -> Row:
+        raise RuntimeError("No available kernel.\nAborting execution.")
+
+    record, seen = no_record(), list[int]()
+    task = Task("attention", {"seq": 64, "backend": "cudnn"}, fail)
+    assert measure(record, [task], lambda: seen.append(1)) == [
+        "attention of seq 64 backend cudnn: No available kernel."
+    ]
+    assert record.has("attention", task.key)
+    assert record.table("attention", "forward_us").num_rows == 0
+    assert measure(record, [task], lambda: seen.append(1)) == []
+    assert len(seen) == 2
+
+
+def test_exchanges_between_machines_are_a_tier_of_their_own() -> None:
+    rows = spawned_rows("cpu", 2, (2**12,), local_size=1)
+    assert [(row["tier"], row["kind"], row["size"]) for row in rows] == [(1, "all_gather", 2), (1, "all_reduce", 2)]
+    assert all(float(row["microseconds"] or 0) > 0 for row in rows)
+    assert spawned_rows("cpu", 1, (2**12,)) == []
