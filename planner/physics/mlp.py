@@ -163,8 +163,9 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
             backward=backward,
             modules=() if backward else modules,
         )
-    # with several local experts, received rows are sorted by expert before the GEMMs and back after them
-    several = (np.asarray(local) > 1) * (0.0 if runtime.sends_tokens_once else 1.0)
+    # with several local experts, received rows are sorted by expert before the GEMMs and back after them, unless the
+    # dispatcher that sends tokens once has laid them out so
+    several = (np.asarray(local) > 1) & (not runtime.sends_tokens_once)
     yield _move("sort rows", 2 * gathered * several)
     yield Operator(
         name="experts up",
