@@ -326,7 +326,7 @@ class Pricing:
             replicas = collective_s("all_reduce", payload / shard, size / shard, stride * shard, self.cluster)
             whole = collective_s("all_reduce", payload, size, stride, self.cluster)
             seconds = seconds + np.where(np.asarray(shape.zero_stage) >= 1, scatter + replicas, whole)
-        return seconds
+        return seconds / np.where(np.asarray(shape.zero_stage) == 3, self.runtime.fsdp_rate_fraction, 1.0)
 
     def _p2p_s(self, shape: Shape) -> Number:
         """One micro-batch's activation to the rank tp·cp·dp away; in slices, its gathering on arrival included."""

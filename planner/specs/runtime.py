@@ -76,6 +76,8 @@ class RuntimeSpec(Spec):
     """Of the window behind the first micro-batch's forward."""
     fsdp_overlap_fraction: Fraction = 0.9
     """Of a micro-batch's compute: what ZeRO-3 hides its gathers and reductions behind."""
+    fsdp_rate_fraction: Fraction = 1.0
+    """Share of the links' rate that ZeRO-3's exchanges reach: one parameter at a time, they are small."""
     scatters_p2p: bool = False
     """Stages exchange what tensor-parallel ranks hold in common in slices, one a rank, gathered on arrival."""
     p2p_overlap: bool = False
@@ -259,6 +261,8 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="megatron-2021",
             trainer="megatron",
+            fsdp_overlap_fraction=0.5,
+            fsdp_rate_fraction=0.2,
             zero_stages=(0,),
             has_sequence_parallel=False,
             fused_grad_accumulation=False,
