@@ -154,12 +154,15 @@ def _render(profiled: Profiled, output: str) -> list[RenderableType]:
         column.header = head
     for label, left in profiled.residuals:
         table.add_row(label, str(left.num_rows), f"{left.median:.1f}%", f"{left.p90:.1f}%", f"{left.worst:.1f}%")
-    peak = hardware.peak_flops("bf16") or 0.0
+    peak, gemm = hardware.peak_flops("bf16") or 0.0, efficiency.gemm
+    forward, dgrad, wgrad = (
+        f"{min(share, gemm.wave_fraction):.0%}"
+        for share in (gemm.forward_fraction, gemm.dgrad_fraction, gemm.wgrad_fraction)
+    )
     facts = [
         f"{gibibytes(hardware.memory_bytes)} GiB, {digits(peak / 1e12)} TFLOP/s in bf16, "
         f"{digits(hardware.hbm_gb_per_s)} GB/s of memory",
-        f"large products reach {efficiency.gemm.forward_fraction:.0%} of the peak forward, "
-        f"{efficiency.gemm.dgrad_fraction:.0%} and {efficiency.gemm.wgrad_fraction:.0%} backward; in whole stages "
+        f"large products reach {forward} of the peak forward, {dgrad} and {wgrad} backward; in whole stages "
         f"{efficiency.sustained_fraction:.0%} and {efficiency.backward_sustained_fraction:.0%} of that",
         f"a kernel starts in {digits(efficiency.launch_us * efficiency.launch_factor)} µs, the host issues one in "
         f"{digits(efficiency.host_us)} µs",

@@ -110,7 +110,7 @@ CPU = Grid(
     products=tuple(
         (m, n, k)
         for m in (128, 512)
-        for n, k in ((128, 128), (256, 256), (688, 256), (256, 688), (512, 512), (1376, 512), (512, 1376))
+        for n, k in ((128, 128), (256, 256), (688, 256), (256, 688), (512, 512), (1376, 512), (512, 2048))
     ),
     attentions=tuple(
         AttentionShape(1, seq, heads, heads, dim, dim)
