@@ -46,6 +46,7 @@ _SAME = {
     "--moe-grouped-gemm": "model.moe_grouped_gemm",
     "--moe-permute-fusion": "model.moe_permute_fusion",
     "--moe-token-dispatcher-type": "model.moe_token_dispatcher_type",
+    "--moe-flex-dispatcher-backend": "model.moe_flex_dispatcher_backend",
     "--moe-router-dtype": "model.moe_router_dtype",
     "--moe-shared-expert-intermediate-size": "model.moe_shared_expert_intermediate_size",
     "--moe-shared-expert-gate": "model.moe_shared_expert_gate",

@@ -8,6 +8,16 @@ from __future__ import annotations
 from planner.export.arguments import Arguments
 from planner.export.layout_string import layout_string
 from planner.export.megatron_model import model_arguments
+from planner.export.megatron_runtime import (
+    data_parallel,
+    ep_overlap_obstacle,
+    expert_exchange,
+    is_fsdp,
+    kernels,
+    overlaps_ep,
+    precision,
+    wants_ep_overlap,
+)
 from planner.export.recompute import block_size, object_to_recompute
 from planner.export.refusal import Objections, broken_rules
 from planner.export.stages import VirtualStage, is_even, is_looped, virtual_stages
@@ -34,30 +44,32 @@ def megatron_arguments(plan: Plan) -> Arguments:
         **_grid(plan),
         **_pipeline(plan, stages),
         **_batch(plan),
-        **_data_parallel(plan),
-        **_precision(plan),
+        **data_parallel(plan),
+        **precision(plan),
         **_recompute(plan, stages),
-        **_kernels(plan),
+        **kernels(plan),
+        **expert_exchange(plan),
         **_run(plan),
     }
 
 
 def environment(plan: Plan) -> dict[str, str]:
-    """Environment variables the arguments require; CUDA_DEVICE_MAX_CONNECTIONS must be unset under FSDP."""
+    """Environment variables the arguments require.
+
+    CUDA_DEVICE_MAX_CONNECTIONS orders communication before compute where it is 1, lets exchanges of experts run beside
+    compute where it is large, and must be unset under FSDP.
+    """
     layout = plan.parallelism
-    if _is_fsdp(plan) or plan.cluster.hardware.architecture.lower() in _NEEDS_NO_CONNECTION_LIMIT:
+    if is_fsdp(plan) or plan.cluster.hardware.architecture.lower() in _NEEDS_NO_CONNECTION_LIMIT:
         return {}
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if layout.tp > 1 or layout.cp > 1 else {}
+    if layout.tp > 1 or layout.cp > 1:
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if overlaps_ep(plan) else {}
 
 
 def forbidden_environment(plan: Plan) -> tuple[str, ...]:
     """Variables that must not be set, whatever the user's shell has."""
-    return ("CUDA_DEVICE_MAX_CONNECTIONS",) if _is_fsdp(plan) else ()
-
-
-def _is_fsdp(plan: Plan) -> bool:
-    """ZeRO-2 and 3 are Megatron-FSDP; ZeRO-1 is the distributed optimizer."""
-    return plan.parallelism.zero_stage >= 2
+    return ("CUDA_DEVICE_MAX_CONNECTIONS",) if is_fsdp(plan) else ()
 
 
 def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
@@ -73,19 +85,13 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
         "mtp_placement",
         "MTP blocks belong to the last chunk of a rank",
     )
-    say(_is_fsdp(plan) and layout.pp > 1, "zero_stage", f"FSDP (zero_stage {layout.zero_stage}) at pp {layout.pp}")
-    overlaps_ep = layout.ep > 1 and runtime.ep_overlap_fraction > 0
-    say(overlaps_ep and layout.pp > 1 and layout.vpp == 1, "ep_overlap", "it overlaps ep exchanges with vpp at pp > 1")
-    say(overlaps_ep and layout.recompute == "full", "ep_overlap", "it overlaps no ep exchanges under full recompute")
+    say(is_fsdp(plan) and layout.pp > 1, "zero_stage", f"FSDP (zero_stage {layout.zero_stage}) at pp {layout.pp}")
+    obstacle = ep_overlap_obstacle(plan)
+    say(wants_ep_overlap(plan) and obstacle, "ep_overlap", f"it overlaps no ep exchanges {obstacle}")
     say(
         layout.vpp > 1 and layout.pp == 2 and not runtime.interleaved_p2p_overlap,
         "p2p_overlap",
         "interleaving at pp 2 needs overlapped sends and receives",
-    )
-    say(
-        runtime.cuda_graphs and layout.recompute == "full",
-        "cuda_graphs",
-        "layers under full recompute cannot be captured",
     )
     objections.raise_any()
 
@@ -130,42 +136,6 @@ def _batch(plan: Plan) -> Arguments:
     }
 
 
-def _data_parallel(plan: Plan) -> Arguments:
-    layout, runtime, arguments = plan.parallelism, plan.runtime_spec, Arguments()
-    if _is_fsdp(plan):
-        strategy = "optim_grads_params" if layout.zero_stage == 3 else "optim_grads"
-        arguments |= {
-            "--use-megatron-fsdp": True,
-            "--data-parallel-sharding-strategy": strategy,
-            "--ckpt-format": "fsdp_dtensor",
-        }
-    if layout.zero_stage >= 1:
-        arguments["--use-distributed-optimizer"] = True
-        if layout.shard_size < layout.dp * layout.cp:
-            arguments["--num-distributed-optimizer-instances"] = layout.dp * layout.cp // layout.shard_size
-    if runtime.gradient_overlap_fraction > 0:
-        arguments["--overlap-grad-reduce"] = True
-        if runtime.parameter_overlap_fraction > 0 and layout.zero_stage >= 1:
-            arguments["--overlap-param-gather"] = True
-    return arguments
-
-
-_PRECISION: dict[str, Arguments] = {
-    "bf16": {"--bf16": True},
-    "fp16": {"--fp16": True},
-    "fp8": {"--bf16": True, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
-    "mxfp8": {"--bf16": True, "--fp8-format": "e4m3", "--fp8-recipe": "mxfp8"},
-    "nvfp4": {"--bf16": True, "--fp4-format": "e2m1", "--fp4-recipe": "nvfp4"},
-}
-
-
-def _precision(plan: Plan) -> Arguments:
-    arguments = dict(_PRECISION[plan.training.dtype])
-    if plan.runtime_spec.gradient_bytes == 2 and plan.training.dtype != "fp16":
-        arguments["--grad-reduce-in-bf16"] = True
-    return arguments
-
-
 def _recompute(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
     layout = plan.parallelism
     if layout.recompute == "none":
@@ -178,31 +148,6 @@ def _recompute(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
     size = block_size(plan.best, stages)
     method, layers = ("uniform", 1) if size is None else ("block", size)
     return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
-
-
-def _kernels(plan: Plan) -> Arguments:
-    """Fusions, exchanges behind compute and graphs, as the runtime was priced."""
-    layout, runtime, model = plan.parallelism, plan.runtime_spec, plan.model.spec
-    arguments: Arguments = {
-        "--transformer-impl": "transformer_engine",
-        "--attention-backend": "auto" if runtime.flash_attention else "unfused",
-    }
-    if runtime.fused_cross_entropy:
-        arguments |= {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "native"}
-    if not runtime.fused_grad_accumulation:
-        arguments["--no-gradient-accumulation-fusion"] = True
-    if not runtime.fused_rotary and model.position_embedding == "rope":
-        arguments["--no-rope-fusion"] = True
-    if not runtime.fused_activation:
-        arguments["--no-bias-swiglu-fusion" if model.gated_mlp else "--no-bias-gelu-fusion"] = True
-    if runtime.tp_overlap_fraction > 0 and layout.tp > 1 and layout.sequence_parallel:
-        arguments["--tp-comm-overlap"] = True
-    if runtime.ep_overlap_fraction > 0 and layout.ep > 1:
-        arguments["--overlap-moe-expert-parallel-comm"] = True
-    if runtime.cuda_graphs:
-        modules = ("attn",) if model.moe is not None else ("attn", "mlp")
-        arguments |= {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": modules}
-    return arguments
 
 
 def _run(plan: Plan) -> Arguments:

@@ -116,7 +116,6 @@ def _experts(model: ModelSpec, moe: MoESpec) -> Arguments:
         "--moe-layer-freq": layer_pattern([kind.mlp == "moe" for kind in model.layers]),
         "--moe-grouped-gemm": True,
         "--moe-permute-fusion": True,
-        "--moe-token-dispatcher-type": "alltoall",
         "--moe-router-dtype": "fp32",
     }
     if moe.shared_expert_intermediate_size:

@@ -221,6 +221,23 @@ def test_what_was_priced_is_switched_on(
     assert option in megatron_arguments(planned("mixtral-8x7b", 64, features=features, **layout))
 
 
+def test_the_dispatcher_that_was_priced(planned: Planned) -> None:
+    alone = megatron_arguments(planned("mixtral-8x7b", 64, pp=2, vpp=2))
+    assert alone["--moe-token-dispatcher-type"] == "alltoall", "DeepEP needs more than one rank"
+    hopper = planned("mixtral-8x7b", 64, ep=8, pp=2, vpp=2)
+    assert megatron_arguments(hopper)["--moe-flex-dispatcher-backend"] == "deepep"
+    assert environment(hopper) == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    rack = megatron_arguments(planned("mixtral-8x7b", 64, ep=8, hardware="gb200"))
+    assert rack["--moe-flex-dispatcher-backend"] == "hybridep"
+
+
+def test_exchanges_of_experts_are_hidden_where_they_can_be(planned: Planned) -> None:
+    option = "--overlap-moe-expert-parallel-comm"
+    assert option in megatron_arguments(planned("mixtral-8x7b", 64, ep=8, pp=2, vpp=2))
+    assert option not in megatron_arguments(planned("mixtral-8x7b", 64, ep=8, pp=2))
+    assert option not in megatron_arguments(planned("mixtral-8x7b", 64, ep=8, recompute="full"))
+
+
 def refused(plan: Plan) -> list[str]:
     with pytest.raises(Inexpressible) as caught:
         megatron_arguments(plan)
@@ -249,11 +266,11 @@ def test_models_it_cannot_say(planned: Planned, model: str, reasons: list[str]) 
         ({"pp": 2, "zero_stage": 3}, "zero_stage"),
         ({"pp": 2, "vpp": 2, "features": {"p2p_overlap": False}}, "p2p_overlap"),
         ({"cp": 16, "features": {"cp_comm_type": "a2a"}}, "kv_heads_not_divisible_by_tp_cp"),
-        ({"recompute": "full", "features": {"cuda_graph": True}}, "cuda_graphs"),
+        ({"model": "mixtral-8x7b", "pp": 2, "ep": 8, "features": {"ep_overlap": True}}, "ep_overlap"),
     ],
 )
 def test_layouts_it_cannot_say(planned: Planned, options: dict[str, Any], reason: str) -> None:
-    assert reason in refused(planned("llama-3.1-8b", 64, **options))
+    assert reason in refused(planned(**{"model": "llama-3.1-8b", "gpus": 64, **options}))
 
 
 def test_a_plan_that_recomputes_by_stage_is_refused(planned: Planned) -> None:

@@ -207,7 +207,8 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
 )
 def test_our_own_exports_come_back(planned: Planned, form: str, model: str, gpus: int, options: dict[str, Any]) -> None:
     """Export, import, price again: the same layout, parameters and seconds."""
-    plan = planned(model, gpus, **options)
+    features = {"tp_comm_overlap": options.get("tp", 1) > 1, "ep_overlap": options.get("vpp", 1) > 1}
+    plan = planned(model, gpus, features=features, **options)
     text = next(file.text for file in export(plan, ["megatron"]).files if file.name == form)
     imported = read_configuration(text)
     assert imported.unknown == {}

@@ -1,0 +1,112 @@
+"""What the runtime was priced with, in Megatron-LM's arguments: sharding, precision, fusions, hidden exchanges."""
+
+from __future__ import annotations
+
+from planner.export.arguments import Arguments
+from planner.plan import Plan
+
+_ASKED_FOR = 0.5
+"""An ep_overlap_fraction above is the feature `ep_overlap`; below it is what trainers hide on average."""
+
+
+def is_fsdp(plan: Plan) -> bool:
+    """ZeRO-2 and 3 are Megatron-FSDP; ZeRO-1 is the distributed optimizer."""
+    return plan.parallelism.zero_stage >= 2
+
+
+def data_parallel(plan: Plan) -> Arguments:
+    """Distributed optimizer or FSDP, over how many ranks, and what hides behind compute."""
+    layout, runtime, arguments = plan.parallelism, plan.runtime_spec, Arguments()
+    if is_fsdp(plan):
+        strategy = "optim_grads_params" if layout.zero_stage == 3 else "optim_grads"
+        arguments |= {
+            "--use-megatron-fsdp": True,
+            "--data-parallel-sharding-strategy": strategy,
+            "--ckpt-format": "fsdp_dtensor",
+        }
+    if layout.zero_stage >= 1:
+        arguments["--use-distributed-optimizer"] = True
+        if layout.shard_size < layout.dp * layout.cp:
+            arguments["--num-distributed-optimizer-instances"] = layout.dp * layout.cp // layout.shard_size
+    if runtime.gradient_overlap_fraction > 0:
+        arguments["--overlap-grad-reduce"] = True
+        if runtime.parameter_overlap_fraction > 0 and layout.zero_stage >= 1:
+            arguments["--overlap-param-gather"] = True
+    return arguments
+
+
+_PRECISION: dict[str, Arguments] = {
+    "bf16": {"--bf16": True},
+    "fp16": {"--fp16": True},
+    "fp8": {"--bf16": True, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
+    "mxfp8": {"--bf16": True, "--fp8-format": "e4m3", "--fp8-recipe": "mxfp8"},
+    "nvfp4": {"--bf16": True, "--fp4-format": "e2m1", "--fp4-recipe": "nvfp4"},
+}
+
+
+def precision(plan: Plan) -> Arguments:
+    """What products compute in, and what gradients are reduced in."""
+    arguments = dict(_PRECISION[plan.training.dtype])
+    if plan.runtime_spec.gradient_bytes == 2 and plan.training.dtype != "fp16":
+        arguments["--grad-reduce-in-bf16"] = True
+    return arguments
+
+
+def kernels(plan: Plan) -> Arguments:
+    """Fusions, tensor-parallel exchanges behind products, and CUDA graphs."""
+    layout, runtime, model = plan.parallelism, plan.runtime_spec, plan.model.spec
+    arguments: Arguments = {
+        "--transformer-impl": "transformer_engine",
+        "--attention-backend": "auto" if runtime.flash_attention else "unfused",
+    }
+    if runtime.fused_cross_entropy:
+        arguments |= {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "native"}
+    if not runtime.fused_grad_accumulation:
+        arguments["--no-gradient-accumulation-fusion"] = True
+    if not runtime.fused_rotary and model.position_embedding == "rope":
+        arguments["--no-rope-fusion"] = True
+    if not runtime.fused_activation:
+        arguments["--no-bias-swiglu-fusion" if model.gated_mlp else "--no-bias-gelu-fusion"] = True
+    if runtime.tp_overlap_fraction > 0 and layout.tp > 1 and layout.sequence_parallel:
+        arguments["--tp-comm-overlap"] = True
+    if runtime.cuda_graphs:
+        # the whole iteration, where nothing may look at the loss in between
+        arguments |= {"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": True}
+    return arguments
+
+
+def expert_exchange(plan: Plan) -> Arguments:
+    """The dispatcher that was priced, and its exchanges behind compute."""
+    layout, runtime = plan.parallelism, plan.runtime_spec
+    if plan.model.spec.moe is None:
+        return {}
+    arguments: Arguments = {"--moe-token-dispatcher-type": "alltoall"}
+    if runtime.sends_tokens_once and layout.ep * layout.etp > 1:
+        backend = "hybridep" if plan.cluster.hardware.nvlink_domain_size > plan.cluster.node_size else "deepep"
+        arguments = {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": backend}
+    if overlaps_ep(plan):
+        arguments["--overlap-moe-expert-parallel-comm"] = True
+    return arguments
+
+
+def wants_ep_overlap(plan: Plan) -> bool:
+    """Whether overlapped exchanges were asked for, beyond what is hidden on average."""
+    return plan.parallelism.ep > 1 and plan.runtime_spec.ep_overlap_fraction >= _ASKED_FOR
+
+
+def overlaps_ep(plan: Plan) -> bool:
+    """Whether exchanges of experts run behind compute: wherever some hiding was priced and Megatron-LM can do it."""
+    hides = plan.parallelism.ep > 1 and plan.runtime_spec.ep_overlap_fraction > 0
+    return hides and not ep_overlap_obstacle(plan)
+
+
+def ep_overlap_obstacle(plan: Plan) -> str:
+    """Why Megatron-LM refuses --overlap-moe-expert-parallel-comm for a layout; empty where it does not."""
+    layout = plan.parallelism
+    if layout.pp > 1 and layout.vpp == 1:
+        return "at pp > 1 without interleaving"
+    if layout.recompute == "full" or "moe" in layout.recompute_modules:
+        return "where experts are recomputed"
+    if plan.model.spec.num_nextn_predict_layers > 1:
+        return "with several multi-token-prediction blocks"
+    return ""
