@@ -164,8 +164,8 @@ def _render(profiled: Profiled, output: str) -> list[RenderableType]:
         f"{digits(hardware.hbm_gb_per_s)} GB/s of memory",
         f"large products reach {forward} of the peak forward, {dgrad} and {wgrad} backward; in whole stages "
         f"{efficiency.sustained_fraction:.0%} and {efficiency.backward_sustained_fraction:.0%} of that",
-        f"a kernel starts in {digits(efficiency.launch_us * efficiency.launch_factor)} µs, the host issues one in "
-        f"{digits(efficiency.host_us)} µs",
+        f"a kernel takes {digits(efficiency.launch_us * efficiency.launch_factor)} µs to start and end"
+        + (f", the host {digits(efficiency.host_us)} µs to issue it" if efficiency.host_us else ""),
         *(
             f"{tier.name}: {digits(tier.gb_per_s * tier.efficiency_fraction)} GB/s, {digits(tier.latency_us)} µs. "
             f"{tier.source}"

@@ -13,7 +13,7 @@ from planner.cli.plan_file import read_plan
 from planner.cli.probe_file import read_probe
 from planner.specs.registry import load_hardware
 
-pytest.importorskip("torch", reason="needs the probe extra (torch)")
+torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 MODEL = """
 num_hidden_layers: 4
@@ -63,6 +63,17 @@ def test_profile_plan_probe_compare_and_plan_again(
     assert data["step_after_s"] <= data["step_before_s"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_measured_on_the_same_path(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.yaml"
+    assert main(["profile", "--device", "cuda", "--quick", "-o", str(path)]) == 0
+    hardware = load_hardware(str(path))
+    assert hardware.architecture != "cpu"
+    assert hardware.memory_gib == pytest.approx(torch.cuda.get_device_properties(0).total_memory / 2**30, rel=1e-3)
+    assert "torch" in hardware.efficiency.source
+
+
 def test_an_existing_profile_is_kept_before_anything_is_measured(
     profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,8 +89,6 @@ def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_without_a_gpu_cuda_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert main(["profile", "--device", "cuda", "-o", "-"]) == 5
