@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.cli import options as o
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -15,12 +17,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _TARGET, _OUTPUT = "Target", "Output"
-
-
-def _option(panel: str, name: str, metavar: str | None, help_text: str, **more: Any) -> Any:
-    return typer.Option(
-        *name.split(), metavar=metavar, help=help_text, show_default=False, rich_help_panel=panel, **more
-    )
 
 
 def _complete_target(incomplete: str) -> list[str]:
@@ -34,7 +30,7 @@ PlanFile = Annotated[
 ]
 To = Annotated[
     str,
-    _option(
+    o.text(
         _TARGET,
         "--to",
         "NAME,…",
@@ -43,13 +39,12 @@ To = Annotated[
     ),
 ]
 Alternative = Annotated[
-    int | None, _option(_TARGET, "--alternative", "N", "Export the plan's N-th alternative, not its best layout.")
+    int | None, o.number(_TARGET, "--alternative", "Export the plan's N-th alternative, not its best layout.")
 ]
-Image = Annotated[str | None, _option(_TARGET, "--image", "NAME", "Container image of the Kubernetes manifest.")]
-Folder = Annotated[str | None, _option(_OUTPUT, "--output -o", "DIR", "Folder to write to. [MODEL-TARGET]")]
-DryRun = Annotated[bool, _option(_OUTPUT, "--dry-run", None, "Print the files and write nothing.")]
-Force = Annotated[bool, _option(_OUTPUT, "--force", None, "Replace files.")]
-Json = Annotated[bool, _option(_OUTPUT, "--json", None, "The manifest as JSON; with --dry-run the files too.")]
+Image = Annotated[str | None, o.text(_TARGET, "--image", "NAME", "Container image of the Kubernetes manifest.")]
+Folder = Annotated[str | None, o.text(_OUTPUT, "--output -o", "DIR", "Folder to write to. [MODEL-TARGET]")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the files, write nothing.", rich_help_panel=_OUTPUT)]
+Force = Annotated[bool, typer.Option("--force", help="Replace files.", rich_help_panel=_OUTPUT)]
 
 
 def export_command(
@@ -60,7 +55,7 @@ def export_command(
     output: Folder = None,
     dry_run: DryRun = False,
     force: Force = False,
-    json: Json = False,
+    json: o.Json = False,
 ) -> None:
     """Write the files that a trainer or a scheduler takes as they are, or say what it cannot express.
 

@@ -33,6 +33,7 @@ From = Annotated[
     str | None, o.text(_READ, "--from", "NAME", "megatron, torchtitan or deepspeed. [what the file looks like]")
 ]
 VocabSize = Annotated[int | None, o.number(_READ, "--vocab-size", "Where only the tokenizer knows.")]
+Output = Annotated[str | None, o.text("Output", "--output -o", "FILE", "Save the run; - is stdout.")]
 NoSearch = Annotated[bool, typer.Option("--no-search", help="Price it, and search nothing.", rich_help_panel=_READ)]
 
 
@@ -51,7 +52,7 @@ def import_command(
     pp: o.Pp = None,
     no_search: NoSearch = False,
     json: o.Json = False,
-    output: o.Output = None,
+    output: Output = None,
     force: o.Force = False,
 ) -> None:
     """Read the configuration of a run you have, price it, and say what the planner would do instead, and why.
