@@ -20,6 +20,7 @@ COMMANDS = {
     "models": ("planner.cli.catalogue", "models_command"),
     "hardware": ("planner.cli.catalogue", "hardware_command"),
     "export": ("planner.cli.export_command", "export_command"),
+    "import": ("planner.cli.import_command", "import_command"),
     "report": ("planner.cli.report_command", "report_command"),
     "schedule": ("planner.cli.schedule", "schedule_command"),
     "trace": ("planner.cli.trace_command", "trace_command"),
