@@ -2,7 +2,7 @@
 
 PlannerError                 1
 ├─ SpecError                 2   bad or unknown model, hardware or training spec: file, field, value, nearest match
-├─ Infeasible                3   nothing fits: counts by reason, the nearest miss, the smallest change that would lift it
+├─ Infeasible                3   nothing fits: counts by reason, the nearest miss, the smallest change that lifts it
 ├─ SolverError               4   the solver failed or found nothing in time
 ├─ ProbeError                5   the probe could not run: rank, stage and phase named
 └─ ProbeMismatch             6   it ran and disagreed beyond the tolerance

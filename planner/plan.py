@@ -243,6 +243,13 @@ class Plan(Spec):
         return self.best.warnings
 
     @property
+    def undecided(self) -> tuple[PricedLayout, ...]:
+        """Alternatives whose interval overlaps the best's: a prediction alone cannot tell them apart."""
+        ours = self.best.step.step_s_interval
+        intervals = [(other, other.step.step_s_interval) for other in self.alternatives]
+        return tuple(other for other, theirs in intervals if ours and theirs and theirs[0] <= ours[1])
+
+    @property
     def inputs_sha256(self) -> str:
         """Hash of everything the plan was made from: model, cluster, training and runtime."""
         inputs = {

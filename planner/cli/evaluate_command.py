@@ -58,6 +58,7 @@ def evaluate_command(
     layout: o.LayoutString = None,
     moe_imbalance: o.Imbalance = None,
     straggler_fraction: o.Straggler = None,
+    assume: o.Assume = None,
     calibration: o.Calibration = None,
     json: o.Json = False,
     output: o.Output = None,

@@ -46,6 +46,7 @@ def explain_command(
     memory_headroom: o.Headroom = None,
     moe_imbalance: o.Imbalance = None,
     straggler_fraction: o.Straggler = None,
+    assume: o.Assume = None,
     calibration: o.Calibration = None,
     json: o.Json = False,
 ) -> None:

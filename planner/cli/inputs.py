@@ -14,14 +14,23 @@ from planner.specs.base import Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.problems import nearest
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.runtime import RuntimeSpec, load_runtime
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import parse_count
 
 _log = logging.getLogger(__name__)
-_OPTION_OF = {"num_gpus": "gpus", "time_limit_s": "time_limit", "memory_headroom_gib": "memory_headroom"}
+_OPTION_OF = {
+    "num_gpus": "gpus",
+    "time_limit_s": "time_limit",
+    "memory_headroom_gib": "memory_headroom",
+    "network_gb_per_s": "assume",
+}
 """Fields that an option spells differently."""
+_NETWORK = ("network_gb_per_s",)
+"""What can be assumed otherwise of a cluster."""
+_SWITCH = {"true": True, "false": False}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30}
 _MAX_ENTRIES = 10_000
 S = TypeVar("S", bound=Spec)
@@ -53,7 +62,11 @@ def read_job(options: Mapping[str, Any]) -> Job:
         "gpus_per_node": options.get("gpus_per_node"),
     }
     name = options.get("runtime") or DEFAULT_RUNTIME
+    of_runtime = _assumed(options.get("assume") or "")
+    cluster |= {field: of_runtime.pop(field) for field in _NETWORK if field in of_runtime}
     given, runtime = _checked(ClusterSpec, cluster), load_runtime(name)
+    if of_runtime:
+        runtime = checked(RuntimeSpec, {**runtime.model_dump(), **of_runtime}, where="--assume")
     if options.get("calibration") is not None:
         calibration = read_calibration(options["calibration"], given)
         given, runtime = calibration.of_cluster(given), calibration.of_runtime(runtime)
@@ -80,6 +93,21 @@ def read_parallelism(options: Mapping[str, Any]) -> Parallelism:
     if "recompute_modules" in values:
         values["recompute_modules"] = _list("recompute_modules", values["recompute_modules"], str)
     return _checked(Parallelism, values)
+
+
+def _assumed(text: str) -> dict[str, float | bool]:
+    """`tp_overlap_fraction=0,network_gb_per_s=25` as fields and values."""
+    known = [field for field in RuntimeSpec.model_fields if "overlap" in field] + [*_NETWORK]
+    assumed = {}
+    for part in filter(None, text.split(",", _MAX_ENTRIES)):
+        field, _, value = part.partition("=")
+        if field not in known:
+            raise SpecError(f"--assume: {field[:60]!r} is unknown", f"one of {', '.join(known)}{nearest(field, known)}")
+        try:
+            assumed[field] = _SWITCH[value] if value in _SWITCH else float(value)
+        except ValueError:
+            raise SpecError(f"--assume: {field}: {value[:60]!r} is no number", f"write {field}=0") from None
+    return assumed
 
 
 def option(field: str) -> str:

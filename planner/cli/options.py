@@ -138,6 +138,11 @@ Straggler = Annotated[
     float | None, number(ASSUMED, "--straggler-fraction", "How much slower the slowest rank computes. [0]", "X", float)
 ]
 
+Assume = Annotated[
+    str | None,
+    text(ASSUMED, "--assume", "NAME=X,…", "Other assumptions: of the runtime's …overlap… fields, or network_gb_per_s."),
+]
+
 Calibration = Annotated[
     str | None, text(ASSUMED, "--calibration", "FILE", "What `plan probe -o FILE` measured corrects the hardware.")
 ]

@@ -37,6 +37,7 @@ def plan_command(
     memory_headroom: o.Headroom = None,
     moe_imbalance: o.Imbalance = None,
     straggler_fraction: o.Straggler = None,
+    assume: o.Assume = None,
     calibration: o.Calibration = None,
     json: o.Json = False,
     output: o.Output = None,

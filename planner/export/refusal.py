@@ -20,7 +20,7 @@ class Reason(NamedTuple):
     message: str
 
 
-class Inexpressible(SpecError):  # noqa: N818 (named as its base's siblings are)
+class Inexpressible(SpecError):
     """The target has no way to say what the plan says."""
 
     def __init__(self, target: str, reasons: Sequence[Reason], hint: str = "") -> None:

@@ -28,8 +28,8 @@ TABLE_BYTES = 8
 """Per parameter of the embedding table beyond ADAM_BYTES: measured on all first stages alike, cause unknown."""
 FP8 = 1
 CAST_BYTES = {"fp8": 6, "mxfp8": 4, "nvfp4": 7}
-"""Moved per element that is cast: 16 bits read, the narrow copy written as it is and transposed; read once more where one
-scale holds for a whole tensor or a Hadamard transform comes first."""
+"""Moved per element that is cast: 16 bits read, the narrow copy written as it is and transposed; read once more where
+one scale holds for a whole tensor or a Hadamard transform comes first."""
 ATTENTION_BACKWARD_KERNELS = 3
 """Row sums of gradient · output, the gradients, and the cast of dq."""
 ADAM_BYTES = 34

@@ -225,6 +225,11 @@ def _confidence(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "evidence", EVIDENCE[plan.evidence]
     interval = plan.step.step_s_interval
     yield "interval", "none given" if interval is None else f"{_interval(interval)} in 80% of cases"
+    if plan.undecided:
+        yield (
+            "alternatives",
+            f"{len(plan.undecided)} of {len(plan.alternatives)} have intervals that overlap the best's",
+        )
     search = plan.search
     if search is not None:
         counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"

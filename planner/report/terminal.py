@@ -277,4 +277,8 @@ def _confidence(plan: Plan) -> Table:
         outcome = "proven" if search.outcome == "proven" else "stopped by the time limit"
         bound = f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model"
         table.add_row("solver", f"{outcome}, gap {percent(search.gap, 2)}: {bound}")
+    if plan.undecided:
+        count, total = len(plan.undecided), len(plan.alternatives)
+        overlap = f"intervals of {count} of {total} overlap the best's: plan probe can tell them apart"
+        table.add_row("alternatives", overlap)
     return table

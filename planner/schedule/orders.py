@@ -201,7 +201,7 @@ def _group_violation(kind: ScheduleKind, pp: int, num_microbatches: int, group: 
 
 
 def placement(name: str, pp: int, vpp: int) -> tuple[int, ...]:
-    """Rank of each virtual stage under schedule `name` (one direction): V-shaped for schedules of exactly two chunks."""
+    """Rank of each virtual stage under schedule `name`, one direction: V-shaped where it has exactly two chunks."""
     kind = SCHEDULES[name]
     return zero_bubble.v_placement(pp) if kind.min_vpp == kind.max_vpp == 2 else tuple(range(pp)) * vpp
 

@@ -20,7 +20,7 @@ from planner.physics.shape import FloatArray, Shape
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES, in_flight_microbatches
 from planner.search import bounds
-from planner.search.candidates import Rejections, scalar, schedule_options, schedules_tried
+from planner.search.candidates import Rejections, chunks_tried, scalar, schedule_options, schedules_tried
 from planner.search.ends import with_ends_s
 from planner.search.ilp import solve
 from planner.search.nodes import RecomputeChoice, node_of, split_of
@@ -162,14 +162,18 @@ class Branch:
         """Bounds per recompute choice (rows) and shape."""
         tried = set(schedules_tried(self.limits, self.pricing.runtime))
         pps, steps = np.asarray(screen.shape.pp), np.asarray(screen.shape.num_microbatches)
-        loose = not self.pricing.runtime.interleaved_microbatch_multiple
-        vpp = self.limits.vpp is None or max(self.limits.vpp) > 1
-        interleaves = (pps > 1) & ((steps % pps == 0) | loose) & ("interleaved-1f1b" in tried and vpp)
+        interleaves = (pps > 1) & (steps % pps == 0) & ("interleaved-1f1b" in tried)
+        interleaves &= np.isin(pps, [pp for pp in np.unique(pps[interleaves]) if self._has_chunks(int(pp))])
         others = bool(tried - {"none", "1f1b", "interleaved-1f1b"})
         only_plain = ~interleaves & ((pps == 1) | (not others))
         splits = any(SCHEDULES[name].splits_backward for name in tried)
         orders = bounds.Orders(only_plain, ~only_plain & (not splits), self._least_in_flight(screen))
         return np.array([self._bound_s(screen, choice, orders) for choice in self.choices])
+
+    def _has_chunks(self, pp: int) -> bool:
+        """Whether the layers can be cut into chunks that interleave."""
+        pricing = self.pricing
+        return any(v > 1 for v in chunks_tried("interleaved-1f1b", pp, pricing.model, self.limits, pricing.runtime))
 
     def _least_in_flight(self, screen: bounds.Screen) -> FloatArray:
         return bounds.least_in_flight(screen.shape, schedules_tried(self.limits, self.pricing.runtime))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -237,15 +237,19 @@ def schedule_options(
     pp, microbatches = int(shape.pp), int(shape.num_microbatches)
     options: list[tuple[Shape, str]] = []
     for name in schedules_tried(limits, runtime) if pp > 1 else ("none",):
-        kind = SCHEDULES[name]
-        most = min(kind.max_vpp, (model.num_hidden_layers + 2) // pp)
-        for vpp in limits.vpp or range(kind.min_vpp, most + 1):
+        for vpp in chunks_tried(name, pp, model, limits, runtime):
             # where torch runs groups of other sizes than pp, those are not tried
-            if violation(name, pp, int(vpp), microbatches):
-                continue
-            if vpp == 1 or cuts_evenly(model.num_hidden_layers, pp * int(vpp), runtime.head_only_stage):
-                options.append((replace(shape, vpp=int(vpp)), name))
+            if not violation(name, pp, vpp, microbatches):
+                options.append((replace(shape, vpp=vpp), name))
     return options
+
+
+def chunks_tried(schedule: str, pp: int, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec) -> Iterator[int]:
+    """Chunks per rank that a schedule may have and the model's layers fill."""
+    kind, layers = SCHEDULES[schedule], model.num_hidden_layers
+    for vpp in limits.vpp or range(kind.min_vpp, min(kind.max_vpp, (layers + 2) // pp) + 1):
+        if vpp == 1 or cuts_evenly(layers, pp * vpp, runtime.head_only_stage):
+            yield int(vpp)
 
 
 def schedules_tried(limits: SearchLimits, runtime: RuntimeSpec) -> tuple[str, ...]:

@@ -141,16 +141,3 @@ _TRADED = {
     "bubble_s": "bubble",
     "optimizer_s": "optimizer",
 }
-
-
-def assumptions(pricing: Pricing) -> tuple[str, ...]:
-    """Defaults that move the answer, in words."""
-    runtime, training = pricing.runtime, pricing.training
-    lines = [
-        f"{runtime.gradient_overlap_fraction:.0%} of the last backward hides gradient reduction",
-        f"every rank computes as fast as the profile says (straggler {training.straggler_fraction:.0%})",
-    ]
-    if pricing.model.moe is not None:
-        lines.append(f"the busiest expert rank gets {training.moe_imbalance:g} times the mean tokens")
-        lines.append(f"{runtime.ep_overlap_fraction:.0%} of expert exchange hides behind compute")
-    return tuple(lines)

@@ -10,6 +10,7 @@ from planner.physics.cost import CostTable, PartCost, Pricing
 from planner.physics.layers import ModelTotals, model_totals
 from planner.plan import Evidence, Layout, PricedLayout, StagePlan, StepBreakdown, StepTime
 from planner.schedule.actions import Schedule
+from planner.search.confidence import with_intervals
 from planner.search.ends import Ends, ends_of
 from planner.search.pipeline import Pipeline, cost_by_rank, durations_of, placement_of, run_pipeline
 from planner.search.room import few_rounds, peak_activation_bytes, stage_memory
@@ -41,7 +42,7 @@ def price_layout(
     )
     capacity = pricing.cluster.hardware.memory_bytes - pricing.headroom_bytes
     totals = totals or model_totals(pricing.model, pricing.runtime, pricing.training.seq_length)
-    return PricedLayout(
+    layout = PricedLayout(
         evidence=evidence_of(pricing),
         fits=all(stage.memory.total_bytes <= capacity for stage in stages),
         parallelism=_layout(pricing, table, split, schedule if order is None else order.name, num_gpus),
@@ -50,6 +51,7 @@ def price_layout(
         stages=stages,
         step=_step(pricing, pipeline, ranks, ends, totals, num_gpus, float(shape.num_ranks)),
     )
+    return with_intervals(pricing, layout)
 
 
 def evidence_of(pricing: Pricing) -> Evidence:

@@ -23,7 +23,7 @@ from planner.search.candidates import (
     schedules_tried,
 )
 from planner.search.explain import shortfall_bytes
-from planner.search.search import evaluate, pricing_of, selective_modules
+from planner.search.search import price_given, pricing_of, selective_modules
 from planner.search.what_if import Case
 from planner.specs.runtime import RUNTIMES
 from planner.specs.training import Parallelism
@@ -120,7 +120,7 @@ def nearest_miss(case: Case) -> PricedLayout | None:
             sizes: dict[str, Any] = {axis: int(getattr(cut, axis)) for axis in _SIZES}
             wanted = Parallelism(**sizes, schedule=schedule, recompute=recompute, recompute_modules=modules)
             try:
-                missed.append(evaluate(case.model, case.cluster, case.training, wanted, runtime=case.runtime).best)
+                missed.append(price_given(case.model, case.cluster, case.training, wanted, case.runtime))
             except SpecError:
                 continue
     capacity = case.cluster.hardware.memory_bytes - case.limits.memory_headroom_gib * GIB

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from planner.errors import PlannerError, SpecError
 from planner.plan import PricedLayout
-from planner.search.search import evaluate
+from planner.search.search import price_given
 from planner.specs.base import PositiveInt, Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
@@ -58,7 +58,7 @@ class RunSpec(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run as the arguments of `evaluate`."""
+    """A run as the arguments of `price_given`."""
 
     id: str | None
     model: ModelSpec
@@ -71,8 +71,8 @@ class Run:
 
     def evaluate(self) -> PricedLayout:
         """Price the run's layout, fit or not; SpecError where the layout is illegal."""
-        plan = evaluate(self.model, self.cluster, self.training, self.parallelism, runtime=self.runtime)
-        return plan.best.model_copy(update={"id": self.id})
+        layout = price_given(self.model, self.cluster, self.training, self.parallelism, self.runtime)
+        return layout.model_copy(update={"id": self.id})
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from planner.physics.cost import Pricing
 from planner.physics.layers import ModelTotals, model_totals
 from planner.plan import ModelSummary, Plan, PricedLayout, RunCost, SearchReport
 from planner.search import bounds, explain
+from planner.search.assumptions import told_assumptions
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import Branch, Found
-from planner.search.candidates import check_schedules, enumerate_shapes, schedules_tried
-from planner.search.given import given_layout
+from planner.search.candidates import Rejections, check_schedules, enumerate_shapes, schedules_tried
+from planner.search.given import GivenLayout, given_layout
 from planner.search.nodes import RecomputeChoice
 from planner.search.price import price_layout
 from planner.specs.cluster import ClusterSpec
@@ -66,7 +67,8 @@ def plan(
     layouts = [_priced(pricing, one, totals, exact=one is best) for one in found]
     step_s, seconds = layouts[0].step.step_s, time.monotonic() - started
     report = _report(branch, step_s, len(screen.kernel), len(fitting.kernel), seconds)
-    return _plan(pricing, totals, layouts, report, rejections.counts, rejections.examples)
+    told = told_assumptions(pricing, best.table, best.split, best.schedule)
+    return _plan(pricing, totals, layouts, told, report, rejections)
 
 
 def evaluate(
@@ -81,13 +83,26 @@ def evaluate(
 
     Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
     """
-    runtime = _runtime(runtime)
+    pricing, given, priced = _priced_as_given(model, cluster, training, parallelism, _runtime(runtime))
+    told = told_assumptions(pricing, pricing.table(given.shape), given.split, given.schedule)
+    return _plan(pricing, model_totals(model, pricing.runtime, training.seq_length), [priced], told)
+
+
+def price_given(
+    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
+) -> PricedLayout:
+    """What `evaluate` says of the layout, without the report around it: for many runs."""
+    return _priced_as_given(model, cluster, training, parallelism, runtime)[2]
+
+
+def _priced_as_given(
+    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
+) -> tuple[Pricing, GivenLayout, PricedLayout]:
     modules = parallelism.recompute_modules or runtime.selective_default
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
-    layout = given_layout(pricing, parallelism)
-    totals = model_totals(model, runtime, training.seq_length)
-    priced = price_layout(pricing, pricing.table(layout.shape), layout.split, layout.schedule, cluster.num_gpus, totals)
-    return _plan(pricing, totals, [priced.model_copy(update={"warnings": layout.warnings})], None, {}, {})
+    given = given_layout(pricing, parallelism)
+    priced = price_layout(pricing, pricing.table(given.shape), given.split, given.schedule, cluster.num_gpus)
+    return pricing, given, priced.model_copy(update={"warnings": given.warnings})
 
 
 def _runtime(runtime: RuntimeSpec | str) -> RuntimeSpec:
@@ -181,12 +196,11 @@ def _plan(
     pricing: Pricing,
     totals: ModelTotals,
     layouts: list[PricedLayout],
-    report: SearchReport | None,
-    rejections: dict[str, int],
-    examples: dict[str, str],
+    told: tuple[str, ...],
+    report: SearchReport | None = None,
+    rejections: Rejections | None = None,
 ) -> Plan:
-    best = layouts[0]
-    model = pricing.model
+    best, model, rejections = layouts[0], pricing.model, rejections or Rejections()
     return Plan(
         planner_version=__version__,
         model=ModelSummary(
@@ -202,11 +216,11 @@ def _plan(
         runtime_spec=pricing.runtime,
         best=best,
         alternatives=tuple(other.model_copy(update={"trade": explain.trade(best, other)}) for other in layouts[1:]),
-        rejections=dict(sorted(rejections.items(), key=lambda item: (-item[1], item[0]))),
-        rejection_examples=dict(sorted(examples.items())),
+        rejections=dict(sorted(rejections.counts.items(), key=lambda item: (-item[1], item[0]))),
+        rejection_examples=dict(sorted(rejections.examples.items())),
         search=report,
         run_cost=run_cost(pricing, best),
-        assumptions=explain.assumptions(pricing),
+        assumptions=told,
     )
 
 

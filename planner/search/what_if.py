@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.errors import Infeasible, SolverError
+from planner.physics.cost import Pricing
 from planner.plan import Plan, PricedLayout
 from planner.schedule.replay import makespan_s
+from planner.search import assumptions
 from planner.search.ends import ends_of
 from planner.search.pipeline import cost_by_rank
 from planner.search.replan import reprice, with_microbatches
@@ -26,9 +28,8 @@ PINS = (
 """Axes that a user may pin."""
 TIME_LIMIT_S = 10.0
 """Of each search beside the two that were asked for."""
-STRAGGLER, IMBALANCE, EP_OVERLAP, NETWORK, MEMORY, ROOM = 0.1, 0.5, 0.8, 0.5, 0.05, 0.1
-"""How far assumptions and limits are moved: a slow rank, a full expert, hidden exchanges, a slow network, an estimate
-that is short, a larger GPU."""
+MEMORY, ROOM = 0.05, 0.1
+"""How far memory is moved: an estimate that is short, a larger GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,39 +117,13 @@ def _repriced(now: Plan, case: Case) -> tuple[float, float]:
 
 
 def other_assumptions(case: Case) -> Iterator[WhatIf]:
-    """Every assumption that this job makes, each changed by itself for the worse (or tested where it is the worst)."""
-    runtime, training, cluster = case.runtime, case.training, case.cluster
-    moe = case.model.moe is not None
-    for name, fields, says in (
-        ("data_parallel_overlap", ("gradient_overlap_fraction", "parameter_overlap_fraction"), "data-parallel"),
-        ("tensor_parallel_overlap", ("tp_overlap_fraction", "tp_async_overlap_fraction"), "tensor-parallel"),
-        ("context_parallel_overlap", ("cp_overlap_fraction",), "context-parallel"),
-        ("expert_parallel_overlap", ("ep_overlap_fraction",) if moe else (), "expert-parallel"),
-    ):
-        if any(getattr(runtime, field) for field in fields):
-            changed = runtime.model_copy(update=dict.fromkeys(fields, 0.0))
-            yield WhatIf(name, f"no {says} exchange hides behind compute", replace(case, runtime=changed))
-    if moe and not runtime.ep_overlap_fraction:
-        hidden = runtime.model_copy(update={"ep_overlap_fraction": EP_OVERLAP})
-        yield WhatIf(
-            "expert_parallel_overlap", f"{EP_OVERLAP:.0%} of expert exchange hides", replace(case, runtime=hidden)
-        )
-    if runtime.interleaved_p2p_overlap:
-        waits = runtime.model_copy(update={"interleaved_p2p_overlap": False, "p2p_overlap": False})
-        yield WhatIf("pipeline_overlap", "pipeline sends do not overlap compute", replace(case, runtime=waits))
-    slower = training.model_copy(update={"straggler_fraction": training.straggler_fraction + STRAGGLER})
-    yield WhatIf(
-        "straggler", f"the slowest rank computes {slower.straggler_fraction:.0%} slower", replace(case, training=slower)
-    )
-    if moe:
-        fuller = training.model_copy(update={"moe_imbalance": training.moe_imbalance + IMBALANCE})
-        says = f"the fullest expert rank gets {fuller.moe_imbalance:g} times the mean tokens"
-        yield WhatIf("moe_imbalance", says, replace(case, training=fuller))
-    if len(cluster.tiers) > 1 and cluster.num_gpus > (cluster.tiers[0].num_gpus or 0):
-        rate = cluster.tiers[1].gb_per_s * NETWORK
-        says = f"the network between nodes has {rate:g} GB/s a GPU, not {rate / NETWORK:g}"
-        yield WhatIf("network", says, replace(case, cluster=_cluster(cluster, network_gb_per_s=rate)))
-    short = case.limits.memory_headroom_gib + MEMORY * cluster.hardware.memory_gib
+    """Every assumption that this job makes, and an estimate of memory that is short, each changed by itself."""
+    pricing = Pricing(model=case.model, training=case.training, cluster=case.cluster, runtime=case.runtime)
+    for other in assumptions.other_assumptions(pricing):
+        then = other.pricing
+        changed = replace(case, training=then.training, cluster=then.cluster, runtime=then.runtime)
+        yield WhatIf(other.name, other.says, changed)
+    short = case.limits.memory_headroom_gib + MEMORY * case.cluster.hardware.memory_gib
     says = f"{MEMORY:.0%} of the memory must stay free"
     yield WhatIf("memory_headroom", says, case.limited(memory_headroom_gib=short))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import pairwise
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -13,7 +14,7 @@ from planner.specs.units import GB, GIB, MICRO, TERA
 
 
 class LinkTier(Spec):
-    """One level of the network: the fastest link between any two GPUs whose ranks lie within `num_gpus` of each other."""
+    """One level of the network: the fastest link between any two GPUs whose ranks lie within `num_gpus`."""
 
     name: str
     num_gpus: PositiveInt | None = None
@@ -84,7 +85,7 @@ class HardwareSpec(Spec):
     @model_validator(mode="after")
     def _tiers_widen(self) -> HardwareSpec:
         sizes = [tier.num_gpus for tier in self.tiers[:-1]]
-        if None in sizes or any(a >= b for a, b in zip(sizes, sizes[1:], strict=False) if a and b):
+        if None in sizes or any(a >= b for a, b in pairwise(sizes) if a and b):
             raise ValueError("tiers: every tier but the last needs num_gpus, each larger than the one before")
         if "bf16" not in self.peak_tflops and "fp16" not in self.peak_tflops:
             raise ValueError("peak_tflops: needs bf16 or fp16")

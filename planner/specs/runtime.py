@@ -14,7 +14,7 @@ from planner.specs.registry import nearest
 
 
 class RuntimeSpec(Spec):
-    """One trainer's kernels, overlaps and limits. `*_overlap_fraction` is the share of a transfer hidden where it can be."""
+    """One trainer's kernels, overlaps and limits. `*_overlap_fraction`: share of a transfer hidden where it can be."""
 
     name: str
     trainer: str = ""
@@ -110,8 +110,8 @@ class RuntimeSpec(Spec):
     host_factor: NonNegativeFloat = 1.0
     """Of the GPU's host time per kernel: what this trainer's Python adds around it."""
     moe_host_us: NonNegativeFloat = 0.0
-    """Host time of a mixture-of-experts layer, forward and again backward, that nothing hides unless a CUDA graph replays
-    the whole iteration: token counts come to the host before anything can be launched."""
+    """Host time of a mixture-of-experts layer, forward and again backward, that nothing hides unless a CUDA graph
+    replays the whole iteration: token counts come to the host before anything can be launched."""
     expert_host_us: NonNegativeFloat = 0.0
     """The same for each expert of the rank: its products and casts are launched one by one."""
     moe_host_factor: NonNegativeFloat = 1.0
@@ -180,10 +180,10 @@ for _name in (
     _FEATURES[_name] = lambda value: {}
 
 TORCH_SCHEDULES = (
-    "none", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v",
-    "auto",
+    "none", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
+    "dualpipe-v", "auto",
 )  # fmt: skip
-"""What torch.distributed.pipelining runs: its own classes, and any order through its CSV runtime (`auto`: one made to measure)."""
+"""What torch.distributed.pipelining runs: its own classes; any order through its CSV runtime (`auto`)."""
 
 _BEFORE_FLASH: dict[str, Any] = {
     "architectures": ("volta", "ampere"),
