@@ -7,6 +7,7 @@ meaning alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import ceil
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -17,6 +18,7 @@ from rich.text import Text
 from planner.plan import Layout, Plan, PricedLayout, StagePlan
 from planner.report.format import digits, gibibytes, large, percent, seconds
 from planner.report.pieces import Bar, bullets, columns, section
+from planner.specs.units import GIB
 
 _MAX_ROWS = 16
 """Deeper pipelines show runs of alike stages as one row."""
@@ -25,7 +27,7 @@ _LEAST_SHARE = 0.0005
 """Of the step: what would show as 0.0%."""
 _EVIDENCE = {
     "spec_sheet": "spec sheet: peaks and typical efficiencies, nothing measured on this kind of GPU",
-    "calibrated": "calibrated on measurements of this kind of GPU",
+    "calibrated": "calibrated on measurements of this GPU, or of others of its silicon",
     "probed": "probed: corrected by a real run on this kind of GPU",
 }
 _BREAKDOWN = {
@@ -258,6 +260,11 @@ def _peak_bytes(layout: PricedLayout) -> int:
     return layout.worst_stage.memory.total_bytes
 
 
+def _highest_bytes(plan: Plan) -> float:
+    """The upper end of the fullest rank's interval; 0 where no stage has one."""
+    return max((high for s in plan.stages for high in (s.memory.total_bytes_interval or ())[1:]), default=0.0)
+
+
 def _rejections(plan: Plan) -> Table:
     table = columns("r", "l", None)
     for reason, count in sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0])):
@@ -277,6 +284,10 @@ def _confidence(plan: Plan) -> Table:
         outcome = "proven" if search.outcome == "proven" else "stopped by the time limit"
         bound = f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model"
         table.add_row("solver", f"{outcome}, gap {percent(search.gap, 2)}: {bound}")
+    high_bytes, capacity = _highest_bytes(plan), plan.cluster.hardware.memory_bytes
+    if plan.fits and high_bytes > capacity:
+        over = f"80% interval of the fullest rank ends at {gibibytes(high_bytes)} GiB"
+        table.add_row("memory", f"{over}: --memory-headroom {ceil((high_bytes - capacity) / GIB)} plans below it")
     if plan.undecided:
         count, total = len(plan.undecided), len(plan.alternatives)
         overlap = f"intervals of {count} of {total} overlap the best's: plan probe can tell them apart"
