@@ -54,9 +54,14 @@ def export(plan: Plan, targets: Sequence[str], image: str = IMAGE) -> Bundle:
         inputs_sha256=plan.inputs_sha256,
         planner_version=plan.planner_version,
         files=(*exported.files, *_launchers(plan, exported.command, launchers, image)),
-        notes=exported.notes,
+        notes=(*exported.notes, *_about(plan)),
         world_size=plan.parallelism.num_gpus_used,
     )
+
+
+def _about(plan: Plan) -> tuple[str, ...]:
+    """What the user should know about the plan itself."""
+    return () if plan.fits else ("this layout does not fit in the GPUs' memory as planned",)
 
 
 def _trainer_of(plan: Plan) -> str:

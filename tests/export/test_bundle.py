@@ -102,6 +102,11 @@ def test_targets_that_make_no_sense(planned: Planned, targets: list[str], messag
         export(plan, targets)
 
 
+def test_a_plan_that_does_not_fit_says_so(planned: Planned) -> None:
+    assert "does not fit" in export(planned("llama-3.1-405b", 8), ["megatron"]).notes[-1]
+    assert "does not fit" not in " ".join(export(planned("llama-3.1-8b", 64), ["megatron"]).notes)
+
+
 def test_a_runtime_without_a_target_is_named(planned: Planned) -> None:
     with pytest.raises(SpecError, match="runtime 'nanotron' is no target"):
         export(planned("llama-3.1-8b", 16, pp=2, runtime="nanotron"), ["slurm"])
