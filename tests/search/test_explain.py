@@ -125,11 +125,3 @@ def test_what_an_alternative_trades() -> None:
     same = explain.trade(answer.best, answer.best)
     assert same == "+0.0% time, +0.0 GiB"
     assert answer.best.trade == ""
-
-
-def test_assumptions_that_move_the_answer_are_said() -> None:
-    dense = solved(toy_problem(training=toy_training(16), top=1))
-    assert any("90%" in line and "gradient" in line for line in dense.assumptions)
-    assert not any("expert" in line for line in dense.assumptions)
-    experts = solved(toy_problem(toy_model(6, moe=MOE), training=toy_training(16), top=1, tp=(1,), cp=(1,)))
-    assert any("busiest expert rank gets 1 times" in line for line in experts.assumptions)
