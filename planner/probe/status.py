@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-SIZE, MAX_DETAIL = 256, 160
+SIZE, MAX_DETAIL = 1024, 800
 START_TIMEOUT_S = 60.0
 """Least that starting processes, finding each other and building the model may take on a busy machine."""
 
