@@ -6,7 +6,7 @@ import json
 import logging
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from threading import Timer
@@ -66,6 +66,19 @@ def waiting(what: str) -> Iterator[None]:
         timer.cancel()
         timer.join()
         status.stop()
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, on terminals only; what it yields is called after each of `total` parts."""
+    if not sys.stderr.isatty() or not _log.isEnabledFor(logging.INFO):
+        yield lambda: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task(what, total=total)
+        yield lambda: bars.advance(bar)
 
 
 def dumps(data: Any, indent: int | None = 2) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,6 +81,7 @@ def _device(name: str | None) -> Device:
 
 
 def _measured(kind: Device, quick: bool, output: str, ranks: object) -> Record:
+    from planner.cli.output import progress
     from planner.files import STDOUT
     from planner.profile.grid import grid_of
     from planner.profile.measure import machine_of, measure, tasks
@@ -93,7 +92,7 @@ def _measured(kind: Device, quick: bool, output: str, ranks: object) -> Record:
     if record.num_kept:
         _log.info("%s: %d measurements of an earlier run are kept", path, record.num_kept)
     todo = list(tasks(kind, grid_of(kind, quick)))
-    with _progress(len(todo)) as done:
+    with progress("measuring", len(todo)) as done:
         for line in measure(record, todo, done):
             _log.info("left out: %s", line)
     _exchange(record, kind, quick, ranks)
@@ -115,20 +114,6 @@ def _exchange(record: Record, kind: Device, quick: bool, ranks: object) -> None:
     except ProbeError as error:
         _log.warning("links are not measured: %s", error.message)
     record.save()
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, on terminals only."""
-    if not sys.stderr.isatty() or not _log.isEnabledFor(logging.INFO):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("measuring", total=total)
-        yield lambda: progress.advance(bar)
 
 
 def _yaml(profiled: Profiled) -> str:

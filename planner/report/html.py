@@ -18,14 +18,13 @@ from planner.report.html_pieces import (
     facts,
     figures,
     folded,
-    joined,
+    page,
     section,
     share_bar,
     stacked_bars,
     table,
     tag,
 )
-from planner.report.html_style import STYLE
 from planner.report.terminal import _BREAKDOWN as BREAKDOWN
 from planner.report.terminal import _EVIDENCE as EVIDENCE
 from planner.report.terminal import _manner as manner
@@ -34,8 +33,6 @@ from planner.report.terminal import _recompute as recomputed
 from planner.report.terminal import _sizes as sizes
 
 _PARTS = {name: label for name, label in MEMORY.items() if name != "total_bytes"}
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Nothing is loaded and nothing runs, whatever the file's text says."""
 
 
 class Drawing(NamedTuple):
@@ -50,17 +47,7 @@ class Drawing(NamedTuple):
 def render_html(plan: Plan, schedule: Drawing) -> str:
     """The whole page."""
     title = f"{plan.model.name} on {plan.cluster.num_gpus:,} × {plan.cluster.hardware.name}"
-    head = tag(
-        "head",
-        Html('\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'),
-        Html('<meta name="generator" content="planner">\n'),
-        tag("title", f"{title}: {plan.parallelism}"),
-        Html(f"\n<style>{STYLE}</style>\n"),
-    )
-    main = tag("main", Html("\n"), joined(_sections(plan, schedule, title)), Html("\n"))
-    page = f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{main}\n</body>\n</html>\n'
-    return page.encode("utf-8", "replace").decode()
+    return page(f"{title}: {plan.parallelism}", *_sections(plan, schedule, title))
 
 
 def _sections(plan: Plan, schedule: Drawing, title: str) -> Iterator[Html]:

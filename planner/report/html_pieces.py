@@ -6,6 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from planner.report.html_style import STYLE
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Nothing is loaded and nothing runs, whatever the file's text says."""
+
 
 class Html(str):
     """Text that is HTML already; every other string is escaped where it is put into a page."""
@@ -26,6 +31,21 @@ def tag(name: str, *inside: object, **attributes: object) -> Html:
 def joined(parts: Iterable[Html], between: str = "\n") -> Html:
     """Parts one after the other."""
     return Html(between.join(parts))
+
+
+def page(title: str, *body: Html) -> str:
+    """A whole file that needs nothing else."""
+    head = tag(
+        "head",
+        Html('\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'),
+        Html('<meta name="generator" content="planner">\n'),
+        tag("title", title),
+        Html(f"\n<style>{STYLE}</style>\n"),
+    )
+    main = tag("main", Html("\n"), joined(body), Html("\n"))
+    whole = f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{main}\n</body>\n</html>\n'
+    return whole.encode("utf-8", "replace").decode()
 
 
 def section(title: str, *body: Html, id_: str = "") -> Html:

@@ -59,6 +59,13 @@ rect.share { fill: var(--accent); }
 .schedule svg > rect:first-of-type { fill: var(--page); }
 .schedule svg rect { stroke: var(--page); stroke-width: .5px; }
 .schedule svg text[pointer-events] { fill: #14181d; }
+svg.scatter { width: 100%; max-width: 46rem; height: auto; font: 12px system-ui, sans-serif; }
+svg.scatter .frame { fill: none; stroke: var(--soft); }
+svg.scatter .grid { stroke: var(--line); stroke-width: .5; }
+svg.scatter .band { fill: var(--line); opacity: .6; }
+svg.scatter .diagonal { stroke: var(--ink); stroke-dasharray: 5 3; }
+svg.scatter circle { fill-opacity: .7; stroke-width: 1.2; }
+svg.scatter circle.hollow { fill-opacity: 0; }
 details { border-top: 1px solid var(--line); padding: .4rem 0; }
 summary { cursor: pointer; font-weight: 500; }
 ul { margin: .3rem 0; padding-left: 1.2rem; }

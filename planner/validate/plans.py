@@ -1,0 +1,173 @@
+"""The planner's own choice for the jobs that others published, beside the layouts they ran, both priced alike.
+
+A speed-up is published / chosen seconds of a step, both predicted: what the search finds, not what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from planner.errors import PlannerError
+from planner.plan import Plan, PricedLayout
+from planner.search.candidates import enumerate_shapes, schedule_options
+from planner.search.runs import Run, parse_run
+from planner.search.search import plan, selective_modules
+from planner.specs.training import SearchLimits
+from planner.validate.rows import Row
+from planner.validate.score import Scored, weighted_quantile
+
+TIME_LIMIT_S = 5.0
+GAP = 0.01
+"""A choice that is slower than a published layout by more than this is a finding, if it could have been that layout."""
+
+Note = Literal["", "does not fit", "refused", "not searched", "out of time", "no plan", "slower"]
+"""What keeps the published layout from being the choice: memory, the trainer's rules, the search's; else `slower`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A published layout, and what the planner would have run instead; no plan where the search found none."""
+
+    row: Row
+    published: PricedLayout
+    chosen: Plan | None
+    note: Note
+
+    @property
+    def speedup(self) -> float | None:
+        """published / chosen seconds of a step."""
+        return None if self.chosen is None else self.published.step.step_s / self.chosen.step.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """Speed-ups of a set of rows; median and least are of those that fit, are not refused and have a plan."""
+
+    name: str
+    num_rows: int
+    median: float | None
+    """Weighted by 1 / how often the same configuration was published."""
+    least: float | None
+    least_id: str | None
+    num_misfits: int
+    num_refused: int
+    num_not_searched: int
+    """Faster than the choice, but no candidate of the search, such as ZeRO over groups of ranks."""
+    num_unfinished: int
+    """Without a plan, or faster than what was found in time."""
+    num_slower: int
+    """Findings: the search could have chosen the published layout, which is faster."""
+
+
+def counted(scored: Iterable[Scored]) -> list[Scored]:
+    """The rows that are compared: those that count and could be priced."""
+    return [one for one in scored if one.row.counts and one.layout is not None]
+
+
+def plans_beside(
+    scored: Sequence[Scored], done: Callable[[], None] = lambda: None, time_limit_s: float = TIME_LIMIT_S
+) -> list[Beside]:
+    """The choice beside each published layout, searched once per distinct job; `done` is called after every row."""
+    chosen: dict[str, Plan | None] = {}
+    beside = []
+    for one in counted(scored):
+        assert one.layout is not None
+        run = parse_run(json.loads(one.row.to_line()))
+        job = _job(run)
+        if job not in chosen:
+            chosen[job] = _choice(run, time_limit_s)
+        beside.append(Beside(one.row, one.layout, chosen[job], _note(run, one.layout, chosen[job])))
+        done()
+    return beside
+
+
+def gains(beside: Iterable[Beside]) -> list[Gain]:
+    """Speed-ups per family, in order of appearance; the last is of all rows."""
+    families: dict[str, list[Beside]] = defaultdict(list)
+    for one in beside:
+        families[one.row.family].append(one)
+    everything = [one for members in families.values() for one in members]
+    return [_gain(name, members) for name, members in (*families.items(), ("all", everything)) if members]
+
+
+def _gain(name: str, members: Sequence[Beside]) -> Gain:
+    ran = [(one.speedup, one.row) for one in members if one.note not in ("does not fit", "refused")]
+    compared = [(speedup, row) for speedup, row in ran if speedup is not None]
+    speedups, weights = (np.array(values) for values in ([s for s, _ in compared], [r.weight for _, r in compared]))
+    least, least_row = min(compared, key=lambda pair: pair[0]) if compared else (None, None)
+    noted = partial(_num_noted, members)
+    return Gain(
+        name=name,
+        num_rows=len(members),
+        median=weighted_quantile(speedups, weights, 0.5) if compared else None,
+        least=least,
+        least_id=least_row.id if least_row else None,
+        num_misfits=noted("does not fit"),
+        num_refused=noted("refused"),
+        num_not_searched=noted("not searched"),
+        num_unfinished=noted("out of time", "no plan"),
+        num_slower=noted("slower"),
+    )
+
+
+def _num_noted(members: Sequence[Beside], *notes: Note) -> int:
+    return sum(one.note in notes for one in members)
+
+
+def _job(run: Run) -> str:
+    """What the search is asked, as a key."""
+    return "\n".join(spec.model_dump_json() for spec in (run.model, run.cluster, run.training, run.runtime))
+
+
+def _choice(run: Run, time_limit_s: float) -> Plan | None:
+    limits = SearchLimits(top=1, time_limit_s=time_limit_s)
+    try:
+        return plan(run.model, run.cluster, run.training, limits=limits, runtime=run.runtime)
+    except PlannerError:
+        return None
+
+
+def _note(run: Run, published: PricedLayout, chosen: Plan | None) -> Note:
+    if not published.fits:
+        return "does not fit"
+    if any("refuses this layout" in warning for warning in published.warnings):
+        return "refused"
+    if chosen is None:
+        return "no plan"
+    if chosen.step.step_s <= published.step.step_s * (1 + GAP):
+        return ""
+    if not _searched(run, published):
+        return "not searched"
+    assert chosen.search is not None
+    return "slower" if chosen.search.outcome == "proven" else "out of time"
+
+
+def _searched(run: Run, published: PricedLayout) -> bool:
+    """Whether the published layout, its split of layers aside, is a candidate of the search."""
+    layout = published.parallelism
+    pinned = SearchLimits(
+        tp=(layout.tp,),
+        cp=(layout.cp,),
+        ep=(layout.ep,),
+        etp=(layout.etp,),
+        pp=(layout.pp,),
+        micro_batch_size=(layout.micro_batch_size,),
+    )
+    shapes, _ = enumerate_shapes(run.model, run.cluster, run.training, pinned, run.runtime)
+    recompute = layout.recompute != "selective" or (
+        set(layout.recompute_modules) == set(selective_modules(run.model, run.runtime))
+    )
+    wanted = (layout.dp, layout.zero_stage, layout.shard_size, layout.sequence_parallel, layout.vpp, layout.schedule)
+    candidates = (
+        (shape.dp, shape.zero_stage, shape.shard_size, bool(shape.sequence_parallel), shape.vpp, schedule)
+        for index in range(len(shapes.tp))
+        for shape, schedule in schedule_options(shapes.take(index), run.model, pinned, run.runtime)
+    )
+    return recompute and wanted in candidates

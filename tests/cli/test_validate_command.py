@@ -1,0 +1,78 @@
+"""`plan validate`: predictions beside published runs, drawn, and beside the planner's own choices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.cli import main
+from planner.validate import plans
+
+
+def test_a_family_is_listed_run_by_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--family", "bloom"]) == 0
+    assert "bloom-176b-384gpu-main" in capsys.readouterr().out
+
+
+def test_an_unknown_family_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--family", "blom"]) == 2
+    assert "'blom'" in capsys.readouterr().err
+
+
+def test_the_plot_is_a_page_beside_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "runs.html"
+    assert main(["validate", "--family", "torchtitan", "--plot", str(target)]) == 0
+    out, err = capsys.readouterr()
+    assert "predicted" in out
+    assert f"wrote {target}" in err
+    assert target.read_text().count("<circle") > 14
+
+
+def test_the_plot_replaces_nothing_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "runs.html"
+    target.write_text("mine")
+    assert main(["validate", "--family", "bloom", "--plot", str(target)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "--force" in err
+    assert target.read_text() == "mine"
+    assert main(["validate", "--family", "bloom", "--plot", str(target), "--force"]) == 0
+    assert target.read_text().startswith("<!doctype html>")
+
+
+def test_a_plot_on_stdout_is_all_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--family", "bloom", "--plot", "-"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("<!doctype html>")
+    assert out.endswith("</html>\n")
+
+
+def test_plans_stand_beside_what_was_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--family", "bloom", "--plans"]) == 0
+    out = capsys.readouterr().out
+    assert "speed-up" in out
+    assert "bloom-176b-384gpu-main" in out
+
+
+def test_plans_as_json_hold_both_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--family", "bloom", "--plans", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    (plan,) = answer["plans"]
+    assert plan["speedup"] == pytest.approx(plan["published_step_s"] / plan["chosen_step_s"])
+    assert plan["published"]["dp"] * plan["published"]["tp"] * plan["published"]["pp"] == 384
+    assert [one["name"] for one in answer["plan_families"]] == ["bloom", "all"]
+
+
+def test_json_is_as_it_was_without_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--family", "bloom", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"families", "rows"}
+
+
+def test_a_finding_is_marked_and_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(plans, "_note", lambda *args: "slower")
+    assert main(["validate", "--family", "bloom", "--plans"]) == 0
+    out, err = capsys.readouterr()
+    assert "slower" in out
+    assert "warning: bloom-176b-384gpu-main: the published layout" in err
