@@ -283,7 +283,9 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
     kv_bytes = BF16 * shape.tokens * kv_heads * (qk_dim + v_dim)
     q_bytes = BF16 * shape.tokens * heads * (qk_dim + v_dim)
     yield from _context_exchange(runtime, shape, kv_bytes, q_bytes)
-    output = Saved("output", BF16 * shape.tokens * heads * v_dim)
+    # exchanging heads for tokens, both the kernel's output and what comes back from the exchange are kept
+    copies = np.where(np.asarray(shape.cp) > 1, 2, 1) if runtime.cp_comm_type == "a2a" else 1
+    output = Saved("output", copies * BF16 * shape.tokens * heads * v_dim)
     if not runtime.flash_attention:
         yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output)
         return

@@ -232,4 +232,6 @@ def optimizer_s(
 
 def accumulate_s(hardware: HardwareSpec, num_parameters: Number, gradient_bytes: int = FP32) -> Number:
     """Seconds to add bf16 gradients into main ones: 2 + 4 bytes read, 4 written per parameter where they are fp32."""
-    return stream_s(hardware, (BF16 + 2 * gradient_bytes) * num_parameters, 1, "accumulate")
+    # sums of one dtype are plain additions
+    family = "accumulate" if gradient_bytes == FP32 else "copy"
+    return stream_s(hardware, (BF16 + 2 * gradient_bytes) * num_parameters, 1, family)

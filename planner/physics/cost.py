@@ -265,7 +265,7 @@ class Pricing:
         return PartCost(
             **seconds,
             live_bytes=saved_bytes(items, frozenset(), memory.is_fp8(dtype)),
-            transient_bytes=memory.transient_bytes(items, runtime),
+            transient_bytes=memory.transient_bytes(items, runtime) + memory.unused_gradient_bytes(items, runtime),
             weights_bytes=memory.weights_bytes(dense, expert, shape, runtime, dtype),
             gradients_bytes=memory.gradients_bytes(dense, expert, shape, runtime),
             optimizer_bytes=memory.optimizer_bytes(dense, expert, shape, runtime),
@@ -291,10 +291,16 @@ class Pricing:
         part = self._plain(items, shape)
         logits = next(op for op in operators_of(items) if op.name == "head")
         logits_bytes = BF16 * logits.m * logits.n
-        # bf16 logits and their gradient; unfused, also an fp32 copy and an fp32 gradient beside the softmax kept
-        held = 2 * logits_bytes if self.runtime.fused_cross_entropy else (2 * BF16 + 2 * FP32) / BF16 * logits_bytes
-        changed = {"transient_bytes": np.maximum(part.transient_bytes, held), "logits_bytes": held}
-        return PartCost(**{f.name: changed.get(f.name, getattr(part, f.name)) for f in fields(part)})
+        if not self.runtime.fused_cross_entropy:
+            # bf16 logits and their gradient, and an fp32 copy and an fp32 gradient beside the softmax kept
+            held = (2 * BF16 + 2 * FP32) / BF16 * logits_bytes
+            return replace(part, transient_bytes=np.maximum(part.transient_bytes, held), logits_bytes=held)
+        # the gradient overwrites the logits, which live from the loss to the head's backward, the next action of this rank;
+        # beside them, the gathered input and its gradient, and gradients that are never filled
+        layer = decoder_layer(self.model, self.model.layers[-1], shape, self.runtime)
+        unused = memory.unused_gradient_bytes((*items, *layer), self.runtime)
+        held = logits_bytes + 2 * BF16 * logits.m * logits.k + unused
+        return replace(part, live_bytes=part.live_bytes - logits_bytes, transient_bytes=held, logits_bytes=held)
 
     def _mtp(self, shape: Shape) -> PartCost | None:
         """Every multi-token-prediction block, one after the other."""

@@ -94,6 +94,16 @@ def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
     return worst
 
 
+def unused_gradient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
+    """bf16 gradients that are handed to autograd and never filled, since the weight's own product adds into the main one.
+
+    Transformer Engine keeps one for each shape of weight, for good.
+    """
+    if not runtime.hands_unused_gradients:
+        return 0.0
+    return sum(BF16 * op.n * op.k for op in operators_of(items) if op.kind == "gemm" and op.weight)
+
+
 def _working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
     if op.kind == "gemm":
         gradients = BF16 * op.count * op.m * (op.n + op.k)

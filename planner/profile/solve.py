@@ -14,38 +14,43 @@ MAX_ITERATIONS = 60
 
 
 def least_squares(
-    residuals: Callable[[FloatArray], FloatArray], start: FloatArray, low: FloatArray, high: FloatArray, scale: float
+    residuals: Callable[[FloatArray], FloatArray],
+    start: FloatArray,
+    low: FloatArray,
+    high: FloatArray,
+    scale: float,
+    counts: FloatArray | float = 1.0,
 ) -> FloatArray:
-    """The x between `low` and `high` with the least Σ soft-L1(residual / scale): quadratic below `scale`, linear above.
+    """The x between `low` and `high` with the least Σ counts · soft-L1(residual / scale): linear above `scale`.
 
     soft-L1(z) = 2·(√(1 + z²) − 1), so that a few shapes for which a library chose badly do not bend the physics.
     """
     x, damping = np.clip(start, low, high), 1e-3
     current = residuals(x)
     for _ in range(MAX_ITERATIONS):
-        weights = (1 + (current / scale) ** 2) ** -0.25
+        weights = np.sqrt(counts) * (1 + (current / scale) ** 2) ** -0.25
         jacobian = _jacobian(residuals, x, current, high) * weights[:, None]
         gradient, hessian = jacobian.T @ (weights * current), jacobian.T @ jacobian
-        before = _loss(current, scale)
+        before = _loss(current, scale, counts)
         for _ in range(8):
             trial = np.clip(
                 x - np.linalg.solve(hessian + damping * np.diag(np.diag(hessian) + 1e-9), gradient), low, high
             )
             moved = residuals(trial)
-            if _loss(moved, scale) < before:
+            if _loss(moved, scale, counts) < before:
                 damping = max(damping / 3, 1e-9)
                 break
             damping *= 4
         else:
             break
         x, current = trial, moved
-        if before - _loss(current, scale) < 1e-7 * before:
+        if before - _loss(current, scale, counts) < 1e-7 * before:
             break
     return x
 
 
-def _loss(residual: FloatArray, scale: float) -> float:
-    return float(np.sum(np.sqrt(1 + (residual / scale) ** 2) - 1))
+def _loss(residual: FloatArray, scale: float, counts: FloatArray | float) -> float:
+    return float(np.sum(counts * (np.sqrt(1 + (residual / scale) ** 2) - 1)))
 
 
 def _jacobian(

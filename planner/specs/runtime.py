@@ -42,6 +42,8 @@ class RuntimeSpec(Spec):
     """Without: the loss makes fp32 copies of the logits."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
+    hands_unused_gradients: bool = False
+    """Weights that add into main gradients keep a bf16 gradient of their shape that is never filled (Transformer Engine)."""
     compiled: bool = False
     """torch.compile fuses elementwise chains."""
     cuda_graphs: bool = False
@@ -148,7 +150,7 @@ _COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy"
 """What a trainer that relies on torch.compile loses without it."""
 _FEATURES: dict[str, Any] = {
     "flash_attention": _switch("flash_attention"),
-    "async_tp": _fraction(("tp_overlap_fraction",), 0.6),
+    "async_tp": _fraction(("tp_overlap_fraction",), 0.56),
     "compile": lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
     "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
     "cross_entropy_fusion": _switch("fused_cross_entropy"),
@@ -204,6 +206,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
     for spec in (
         RuntimeSpec(
             name="megatron",
+            hands_unused_gradients=True,
             head_only_stage=True,
             tp_overlap_fraction=0.4,
             tp_async_overlap_fraction=0.9,
@@ -276,6 +279,8 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         ),
         RuntimeSpec(
             name="megatron-deepspeed",
+            collective_sync_us=800.0,
+            host_factor=2.1,
             zero_stages=(0, 1, 3),
             blocking_launches=True,
             fused_grad_accumulation=False,

@@ -60,10 +60,10 @@ def test_the_number_of_gpus_that_would_do_is_the_least_to_a_node(model: Any) -> 
 @pytest.mark.parametrize(
     ("pin", "freed", "memory_gib"),
     [
-        ({"recompute": ("none",)}, "recompute", 0.95),
+        ({"recompute": ("none",)}, "recompute", 0.97),
         ({"micro_batch_size": (8,)}, "micro_batch_size", 1.3),
         ({"pp": (1,)}, "pp", 1.0),
-        ({"tp": (1,)}, "tp", 0.95),
+        ({"tp": (1,)}, "tp", 1.0),
         ({"zero_stage": (0,), "dp": (4,)}, "dp", 1.2),
     ],
     ids=str,

@@ -1,0 +1,44 @@
+"""What is fitted to published runs: coefficients of hardware profiles and of trainers, with meaning, bounds and first guess."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+A100 = ("a100-sxm-80gb", "a100-sxm-40gb", "a100-pcie-80gb")
+H100_500W = ("h100-sxm-96gb",)
+DEEPSPEED = ("megatron-deepspeed",)
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficient:
+    """One number of a hardware profile or of a runtime; what it means stands beside the field at `path`."""
+
+    name: str
+    of: Literal["hardware", "runtime"]
+    names: tuple[str, ...]
+    """Profiles or runtimes that share it."""
+    path: str
+    start: float
+    """First guess, from a data sheet, a benchmark of one GPU, or a sibling."""
+    low: float
+    high: float
+    spread: float
+    """How far the truth may be from the guess, as a standard deviation of its logarithm."""
+    unit: str = ""
+    feature: str | None = None
+    """Only runs with this feature on."""
+
+
+COEFFICIENTS = (
+    Coefficient("A100 products", "hardware", A100, "efficiency.gemm_factor", 0.9, 0.7, 1.3, 0.03),
+    Coefficient("A100 NVLink", "hardware", A100, "tiers.0.efficiency_fraction", 0.78, 0.4, 0.95, 0.1),
+    Coefficient("A100 network", "hardware", A100, "tiers.1.efficiency_fraction", 0.8, 0.3, 0.95, 0.15),
+    Coefficient("DeepSpeed waits per exchange", "runtime", DEEPSPEED, "collective_sync_us", 200, 1, 2000, 1.0, "µs"),
+    Coefficient("DeepSpeed host per kernel", "runtime", DEEPSPEED, "host_factor", 2.0, 0.5, 5, 0.5),
+    Coefficient("H100 500 W products", "hardware", H100_500W, "efficiency.gemm_factor", 1.0, 0.8, 1.4, 0.15),
+    Coefficient(
+        "asynchronous TP", "runtime", ("torchtitan",), "tp_overlap_fraction", 0.6, 0.1, 0.95, 0.3, "", "async_tp"
+    ),
+)
+"""Few enough to be read one by one."""

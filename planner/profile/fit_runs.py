@@ -1,0 +1,160 @@
+"""Fit what single GPUs do not show to published runs: `scripts/calibrate runs`.
+
+A few coefficients, each with a meaning, bounds and a first guess that pulls on it as much as one row would, so that thin
+evidence moves nothing. Errors are reported in sample and with each family of runs left out of the fit that predicts it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from planner.physics.shape import FloatArray
+from planner.profile.coefficients import COEFFICIENTS, Coefficient
+from planner.profile.solve import least_squares
+from planner.search.given import GivenLayout, given_layout
+from planner.search.pipeline import step_s
+from planner.search.runs import Run, parse_run
+from planner.search.search import pricing_of
+from planner.specs.base import Spec
+from planner.specs.training import Recompute
+from planner.validate.rows import Row, load_rows
+from planner.validate.score import weighted_quantile
+
+SCALE = 0.05
+"""Relative error above which a row counts less: single iterations and nodes of a bad day."""
+FAMILY_WEIGHT = 15.0
+"""The most that a family pulls: its rows share one cluster, so that more of them are no more evidence."""
+
+
+def replaced(spec: Any, path: str, value: float) -> Any:
+    """A copy of `spec` (a Spec, a tuple or a mapping) with the number at a dotted path replaced."""
+    head, _, rest = path.partition(".")
+    if isinstance(spec, tuple):
+        index = int(head)
+        return (*spec[:index], replaced(spec[index], rest, value), *spec[index + 1 :])
+    inner = replaced(getattr(spec, head) if isinstance(spec, Spec) else spec[head], rest, value) if rest else value
+    return spec.model_copy(update={head: inner}) if isinstance(spec, Spec) else {**spec, head: inner}
+
+
+@dataclass(slots=True)
+class Priced:
+    """A published run and the layout it names, priced again and again with other coefficients."""
+
+    row: Row
+    run: Run
+    known: dict[tuple[float, ...], float]
+
+    @classmethod
+    def of(cls, row: Row) -> Priced:
+        return cls(row, parse_run({"id": row.id, "run": row.run}), {})
+
+    def applies(self, coefficient: Coefficient) -> bool:
+        """Whether the run has the hardware or the runtime that the coefficient belongs to."""
+        name = self.run.runtime.name if coefficient.of == "runtime" else self.run.cluster.hardware.name
+        feature = coefficient.feature
+        return name in coefficient.names and (feature is None or bool(self.row.run.get("features", {}).get(feature)))
+
+    def step_s(self, values: Mapping[Coefficient, float]) -> float:
+        """Seconds of the step with these coefficients."""
+        ours = {c: value for c, value in values.items() if self.applies(c)}
+        key = tuple(ours.values())
+        if key not in self.known:
+            self.known[key] = self._step_s(ours)
+        return self.known[key]
+
+    def _step_s(self, values: Mapping[Coefficient, float]) -> float:
+        run = self.run
+        hardware, runtime = run.cluster.hardware, run.runtime
+        for coefficient, value in values.items():
+            if coefficient.of == "runtime":
+                runtime = replaced(runtime, coefficient.path, value)
+            else:
+                hardware = replaced(hardware, coefficient.path, value)
+        cluster = type(run.cluster)(**{**dict(run.cluster), "hardware": hardware})
+        modules = run.parallelism.recompute_modules or runtime.selective_default
+        pricing = pricing_of(run.model, cluster, run.training, runtime, modules=modules)
+        layout = given_layout(pricing, run.parallelism)
+        return step_s(pricing, pricing.table(layout.shape, _modes(layout)), layout.split, layout.schedule)
+
+
+def _modes(layout: GivenLayout) -> tuple[Recompute, ...]:
+    whole = any(map(any, layout.split.recomputed))
+    wanted: set[Recompute] = {"none", layout.split.base, *(("full",) if whole else ())}
+    return tuple(mode for mode in ("none", "selective", "full") if mode in wanted)
+
+
+class Fit:
+    """Published runs and the coefficients that are free."""
+
+    def __init__(self, rows: Sequence[Row], coefficients: Sequence[Coefficient]) -> None:
+        self.priced = [Priced.of(row) for row in rows]
+        self.coefficients = tuple(coefficients)
+        self.measured = np.log([row.measured.step_s for row in rows])
+        self.weights = np.array([row.weight for row in rows])
+        self.families = np.array([row.family for row in rows])
+        totals = {family: self.weights[self.families == family].sum() for family in set(self.families.tolist())}
+        self.pulls = self.weights * [min(1.0, FAMILY_WEIGHT / totals[family]) for family in self.families.tolist()]
+        self.start, self.low, self.high = (
+            np.log([getattr(c, name) for c in self.coefficients]) for name in ("start", "low", "high")
+        )
+
+    def log_errors(self, x: FloatArray) -> FloatArray:
+        """log(predicted / measured) of every row; `x` are logarithms of the coefficients."""
+        values = dict(zip(self.coefficients, np.exp(x).tolist(), strict=True))
+        return np.log([one.step_s(values) for one in self.priced]) - self.measured
+
+    def solve(self, left_out: str | None = None, near: FloatArray | None = None) -> FloatArray:
+        """The coefficients that explain the rows best, one family perhaps left out."""
+        weights = np.where(self.families == left_out, 0.0, self.pulls)
+        spread = np.array([c.spread for c in self.coefficients])
+
+        def residuals(x: FloatArray) -> FloatArray:
+            return np.concatenate((self.log_errors(x), SCALE * (x - self.start) / spread))
+
+        both = np.concatenate((weights, np.ones(len(self.start))))
+        return least_squares(residuals, self.start if near is None else near, self.low, self.high, SCALE, both)
+
+
+def _line(name: str, errors: FloatArray, weights: FloatArray) -> str:
+    size = np.abs(np.expm1(errors)) * 100
+    median, p90 = (weighted_quantile(size, weights, q) for q in (0.5, 0.9))
+    mean, bias = np.average(size, weights=weights), np.average(np.expm1(errors) * 100, weights=weights)
+    return f"{name:24s} n {len(size):4d}  median {median:5.1f}%  p90 {p90:5.1f}%  mean {mean:5.1f}%  bias {bias:+5.1f}%"
+
+
+def report(fit: Fit, leave_out: bool = True) -> FloatArray:
+    """Fit, print the coefficients and the errors in sample and left out, and return the coefficients."""
+    best = fit.solve()
+    for coefficient, value in zip(fit.coefficients, np.exp(best).tolist(), strict=True):
+        at = " (at its bound)" if value in (coefficient.low, coefficient.high) else ""
+        print(f"{coefficient.name:34s} {value:9.4g} {coefficient.unit:4s} from {coefficient.start:g}{at}")
+    inside = fit.log_errors(best)
+    outside = inside.copy()
+    families = list(dict.fromkeys(fit.families.tolist()))
+    for family in families:
+        of = fit.families == family
+        print(_line(family, inside[of], fit.weights[of]), flush=True)
+        if leave_out:
+            outside[of] = fit.log_errors(fit.solve(family, best))[of]
+            print(_line("  left out", outside[of], fit.weights[of]), flush=True)
+    print(_line("all", inside, fit.weights))
+    if leave_out:
+        print(_line("  left out", outside, fit.weights))
+    return best
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`runs [FAMILY …]`: fit the coefficients to the published runs (of some families) and print what is left over."""
+    rows = [row for row in load_rows() if row.counts and (not arguments or row.family in arguments)]
+    priced = [Priced.of(row) for row in rows]
+    free = [c for c in COEFFICIENTS if any(one.applies(c) for one in priced)]
+    report(Fit(rows, free))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
