@@ -27,7 +27,7 @@ ALLOWED = {
     "report": {"errors", "files", "specs", "plan", "schedule"},
     "probe": {"errors", "files", "specs", "plan", "schedule"},
     # a fit evaluates what it fits, on the runs that validate ships and on stages that a probe ran
-    "profile": {"errors", "files", "specs", "plan", "schedule", "physics", "search.runs", "validate.rows", "probe"},
+    "profile": {"errors", "files", "specs", "plan", "schedule", "physics", "search.runs", "validate", "probe"},
 }
 """Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,8 @@ import numpy as np
 from planner.physics.shape import FloatArray
 from planner.profile.coefficients import COEFFICIENTS, Coefficient
 from planner.profile.solve import least_squares
-from planner.search.given import GivenLayout, given_layout
-from planner.search.pipeline import step_s
 from planner.search.runs import Run, parse_run
-from planner.search.search import pricing_of
 from planner.specs.base import Spec
-from planner.specs.training import Recompute
 from planner.validate.rows import Row, load_rows
 from planner.validate.score import weighted_quantile
 
@@ -76,16 +72,7 @@ class Priced:
             else:
                 hardware = replaced(hardware, coefficient.path, value)
         cluster = type(run.cluster)(**{**dict(run.cluster), "hardware": hardware})
-        modules = run.parallelism.recompute_modules or runtime.selective_default
-        pricing = pricing_of(run.model, cluster, run.training, runtime, modules=modules)
-        layout = given_layout(pricing, run.parallelism)
-        return step_s(pricing, pricing.table(layout.shape, _modes(layout)), layout.split, layout.schedule)
-
-
-def _modes(layout: GivenLayout) -> tuple[Recompute, ...]:
-    whole = any(map(any, layout.split.recomputed))
-    wanted: set[Recompute] = {"none", layout.split.base, *(("full",) if whole else ())}
-    return tuple(mode for mode in ("none", "selective", "full") if mode in wanted)
+        return replace(run, cluster=cluster, runtime=runtime).evaluate().step.step_s
 
 
 class Fit:
