@@ -295,7 +295,7 @@ class Pricing:
             # bf16 logits and their gradient, and an fp32 copy and an fp32 gradient beside the softmax kept
             held = (2 * BF16 + 2 * FP32) / BF16 * logits_bytes
             return replace(part, transient_bytes=np.maximum(part.transient_bytes, held), logits_bytes=held)
-        # the gradient overwrites the logits, which live from the loss to the head's backward, the next action of this rank;
+        # the gradient overwrites the logits, which live from the loss to the head's backward, this rank's next action;
         # beside them, the gathered input and its gradient, and gradients that are never filled
         layer = decoder_layer(self.model, self.model.layers[-1], shape, self.runtime)
         unused = memory.unused_gradient_bytes((*items, *layer), self.runtime)

@@ -95,7 +95,7 @@ def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
 
 
 def unused_gradient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
-    """bf16 gradients that are handed to autograd and never filled, since the weight's own product adds into the main one.
+    """bf16 gradients that are handed to autograd and never filled: the weight's own product adds into the main one.
 
     Transformer Engine keeps one for each shape of weight, for good.
     """

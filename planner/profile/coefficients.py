@@ -1,4 +1,4 @@
-"""What is fitted to published runs: coefficients of hardware profiles and of trainers, with meaning, bounds and first guess."""
+"""What is fitted to published runs: coefficients of profiles and trainers, with bounds and first guess."""
 
 from __future__ import annotations
 

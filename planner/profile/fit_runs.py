@@ -1,7 +1,7 @@
 """Fit what single GPUs do not show to published runs: `scripts/calibrate runs`.
 
-A few coefficients, each with a meaning, bounds and a first guess that pulls on it as much as one row would, so that thin
-evidence moves nothing. Errors are reported in sample and with each family of runs left out of the fit that predicts it.
+A few coefficients, each with a meaning, bounds and a first guess that pulls on it as much as one row would, so that
+thin evidence moves nothing. Errors are reported in sample and with each family left out of the fit that predicts it.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def enumerate_shapes(
     dp = _data_parallel(grid, cluster, training, limits)
     legal = dp > 0
     _reject(grid, ~legal, rejections, cluster, training)
-    shape = _shape(grid, np.maximum(dp, 1), training)
+    shape = _shape(grid, np.maximum(dp, 1), training, runtime)
     own = _own_rules(cluster, limits, runtime)
     for rule in (*own, *rules_for(runtime)):
         holds = np.broadcast_to(np.asarray(rule.holds(model, training, shape)), legal.shape)
@@ -196,14 +196,14 @@ def _reject(
             rejections.add(reason, int(mask.sum()), text.format(**{k: int(v[first]) for k, v in grid.items()}))
 
 
-def _shape(grid: Grid, dp: IntArray, training: TrainingSpec) -> Shape:
+def _shape(grid: Grid, dp: IntArray, training: TrainingSpec, runtime: RuntimeSpec) -> Shape:
     """The grid as a `Shape` of arrays, not interleaved."""
     return Shape(
         **grid,
         dp=dp,
         num_microbatches=training.global_batch_size // (dp * grid["micro_batch_size"]),
         seq_length=training.seq_length,
-        sequence_parallel=(grid["tp"] > 1).astype(np.int64),
+        sequence_parallel=((grid["tp"] > 1) & runtime.has_sequence_parallel).astype(np.int64),
         shard_size=dp * grid["cp"],
     )
 

@@ -157,7 +157,7 @@ def selective_modules(model: ModelSpec, runtime: RuntimeSpec) -> tuple[str, ...]
 
 def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimits) -> tuple[RecomputeChoice, ...]:
     """The ways to recompute that the trainer can be told and the user allows."""
-    allowed = limits.recompute or ("none", "selective", "full")
+    allowed = limits.recompute or ("none", *(("selective",) if runtime.has_sequence_parallel else ()), "full")
     choices = []
     if "none" in allowed and "full" in allowed and runtime.recompute_per_stage:
         choices.append(RecomputeChoice("none", "per_stage"))

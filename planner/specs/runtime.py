@@ -43,7 +43,7 @@ class RuntimeSpec(Spec):
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
     hands_unused_gradients: bool = False
-    """Weights that add into main gradients keep a bf16 gradient of their shape that is never filled (Transformer Engine)."""
+    """Weights that add into main gradients keep a bf16 gradient of their shape, never filled (Transformer Engine)."""
     compiled: bool = False
     """torch.compile fuses elementwise chains."""
     cuda_graphs: bool = False
