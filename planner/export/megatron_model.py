@@ -13,8 +13,7 @@ ROTARY_BASE = 10_000
 
 def rotary_base(model: ModelSpec) -> int | None:
     """The base of the rotary frequencies, where the model spec states one."""
-    base = getattr(model, "rope_theta", None)
-    return None if base is None else round(base)
+    return None if model.rope_theta is None else round(model.rope_theta)
 
 
 def model_arguments(model: ModelSpec, seq_length: int, vocab_divisible_by: int, dropout: bool = False) -> Arguments:

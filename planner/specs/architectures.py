@@ -155,7 +155,7 @@ def _keys(*same: str, **other: str | tuple[str, ...]) -> dict[str, tuple[str, ..
 
 _BLOCK = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "tie_word_embeddings",
+    "tie_word_embeddings", "rope_theta",
 )  # fmt: skip
 _DENSE = _keys(*_BLOCK, "intermediate_size")
 _MOE = _keys("num_experts_per_tok", "moe_intermediate_size", num_experts=("num_experts", "num_local_experts"))
@@ -255,7 +255,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt_neox": Architecture(
         keys=_keys("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size",
-                   "tie_word_embeddings"),
+                   "tie_word_embeddings", rope_theta="rotary_emb_base"),
         defaults=_sizes(44, 6144, 64, None, 50432, intermediate_size=24576, hidden_act="gelu", attention_bias=True),
         derive=(_activation, _attention_bias),
         fixed={"bias": True, **_LAYERNORM, **_ROTARY},
@@ -276,7 +276,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma3_text": Architecture(
         keys=_DENSE,
-        defaults=_sizes(26, 2304, 8, 4, 262208, **_GEMMA_DEFAULTS),
+        defaults=_sizes(26, 2304, 8, 4, 262208, rope_theta=1e6, **_GEMMA_DEFAULTS),
         derive=(_activation, _attention_bias, _window(_every("sliding_window_pattern", 6))),
         fixed={"qk_norm": True, **_GEMMA},
     ),

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from planner.specs.base import NonNegativeInt, PositiveInt, Spec
+from planner.specs.base import NonNegativeInt, PositiveFloat, PositiveInt, Spec
 
 
 class LayerKind(NamedTuple):
@@ -112,6 +112,8 @@ class ModelSpec(Spec):
     """One learned sink logit per query head (gpt-oss)."""
     position_embedding: Literal["rope", "learned", "alibi", "none"]
     """Given none: learned where max_position_embeddings is set and the MLP is not gated, else rope where it is."""
+    rope_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies: no size and no price depends on it, a trainer's configuration does."""
     max_position_embeddings: PositiveInt | None = None
     """Rows of a learned position table; without meaning for the others."""
     sliding_window: PositiveInt | None = None

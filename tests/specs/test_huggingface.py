@@ -87,6 +87,14 @@ def test_a_config_and_our_own_file_describe_the_same_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "base"),
+    [("llama-3.1-8b", 500_000), ("mixtral-8x7b", 1_000_000), ("deepseek-v3", 10_000), ("gpt-oss-20b", 150_000)],
+)
+def test_the_base_of_the_rotary_frequencies_is_read_and_shipped(name: str, base: int) -> None:
+    assert load_model(str(CONFIGS / f"{name}.json")).rope_theta == base == load_model(name).rope_theta
+
+
+@pytest.mark.parametrize(
     ("model_type", "total"),
     [
         # the default configurations of transformers 5.23, built
