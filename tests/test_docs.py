@@ -41,8 +41,10 @@ def test_every_command_of_the_readme_works(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if "plan.json" in line and "-o plan.json" not in line:  # an earlier line saves it
+    if ("plan.json" in line or "run/" in line) and "-o plan.json" not in line:  # an earlier line saves it
         main([*SMALL, "-q", "-o", "plan.json"])
+    if "run/" in line:  # likewise
+        main(["export", "plan.json", "--to", "megatron", "-o", "run", "-q"])
     if line.startswith(("plan probe", "plan profile")):
         pytest.importorskip("torch", reason="needs the probe extra (torch)")
     assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
