@@ -7,7 +7,9 @@ from typing import Literal
 
 A100 = ("a100-sxm-80gb", "a100-sxm-40gb", "a100-pcie-80gb")
 H100_500W = ("h100-sxm-96gb",)
+B200 = ("b200-sxm-180gb",)
 DEEPSPEED = ("megatron-deepspeed",)
+MEGATRON = ("megatron",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,12 @@ COEFFICIENTS = (
     Coefficient("A100 network", "hardware", A100, "tiers.1.efficiency_fraction", 0.8, 0.3, 0.95, 0.15),
     Coefficient("DeepSpeed waits per exchange", "runtime", DEEPSPEED, "collective_sync_us", 200, 1, 2000, 1.0, "µs"),
     Coefficient("DeepSpeed host per kernel", "runtime", DEEPSPEED, "host_factor", 2.0, 0.5, 5, 0.5),
+    Coefficient("B200 products", "hardware", B200, "efficiency.gemm_factor", 1.03, 0.8, 1.3, 0.03),
+    Coefficient("Megatron waits per exchange", "runtime", MEGATRON, "collective_sync_us", 30, 1, 2000, 0.5, "µs"),
+    Coefficient("Megatron host per MoE layer", "runtime", MEGATRON, "moe_host_us", 700, 50, 5000, 0.5, "µs"),
+    Coefficient("Megatron host per expert", "runtime", MEGATRON, "expert_host_us", 80, 10, 1000, 0.5, "µs"),
+    Coefficient("Megatron TP overlap", "runtime", MEGATRON, "tp_overlap_fraction", 0.4, 0.05, 0.95, 0.3),
+    Coefficient("Megatron EP overlap", "runtime", MEGATRON, "ep_overlap_fraction", 0.4, 0.05, 0.95, 0.3),
     Coefficient("H100 500 W products", "hardware", H100_500W, "efficiency.gemm_factor", 1.0, 0.8, 1.4, 0.15),
     Coefficient(
         "asynchronous TP", "runtime", ("torchtitan",), "tp_overlap_fraction", 0.6, 0.1, 0.95, 0.3, "", "async_tp"

@@ -108,7 +108,7 @@ class RuntimeSpec(Spec):
     blocking_launches: bool = False
     """Every kernel waits for the one before (CUDA_LAUNCH_BLOCKING=1): host time adds to GPU time."""
     collective_sync_us: NonNegativeFloat = 0.0
-    """Host time of an exchange in a layer that nothing hides, per doubling of the group: ranks wait for the last."""
+    """Host time of an exchange in a layer, per doubling of the group: ranks wait for the last; none in a CUDA graph."""
     host_factor: NonNegativeFloat = 1.0
     """Of the GPU's host time per kernel: what this trainer's Python adds around it."""
     moe_host_us: NonNegativeFloat = 0.0
@@ -211,8 +211,9 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             tp_overlap_fraction=0.4,
             tp_async_overlap_fraction=0.9,
             ep_overlap_fraction=0.4,
-            moe_host_us=700.0,
-            expert_host_us=115.0,
+            moe_host_us=900.0,
+            collective_sync_us=45.0,
+            expert_host_us=80.0,
             sends_tokens_once=True,
             selective_recompute_modules=(
                 "core_attn",
