@@ -12,7 +12,7 @@ ROTARY_BASE = 10_000
 
 
 def rotary_base(model: ModelSpec) -> int | None:
-    """The base of the rotary frequencies, where the model spec states one."""
+    """The base of the rotary frequencies, where the model spec states one: Megatron reads a whole number."""
     return None if model.rope_theta is None else round(model.rope_theta)
 
 

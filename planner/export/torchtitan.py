@@ -5,7 +5,6 @@ from __future__ import annotations
 from planner.export.bundle import ExportFile, header
 from planner.export.exported import Exported
 from planner.export.launch import Command
-from planner.export.megatron_model import rotary_base
 from planner.export.recompute import all_full, object_to_mixture, recomputed_layers
 from planner.export.refusal import Objections, broken_rules
 from planner.export.stages import VirtualStage, is_looped, module_names, virtual_stages
@@ -61,7 +60,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         "data, tokenizer (HF_ASSETS_PATH), optimizer and number of steps are placeholders",
         "initial weights are drawn with a plain std of 0.02",
     ]
-    if rotary_base(model) is None:
+    if model.rope_theta is None:
         notes.append(f"the model spec states no rope_theta: {DEFAULT_ROTARY_BASE:g} is torchtitan's default")
     if plan.parallelism.recompute == "selective":
         notes.append("SelectiveAC chooses operations itself: it recomputes others than the plan's modules")

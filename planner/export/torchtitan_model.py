@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from planner.export.megatron_model import has_balancing_bias, rotary_base
+from planner.export.megatron_model import has_balancing_bias
 from planner.specs.model import ModelSpec
 
 DEFAULT_ROTARY_BASE = 10_000.0
@@ -81,7 +81,7 @@ def _constants(model: ModelSpec, seq_length: int) -> str:
     return (
         f"DIM, VOCAB_SIZE, SEQ_LENGTH = {model.hidden_size}, {model.vocab_size}, {seq_length}\n{is_moe}"
         'INIT = {"weight": partial(nn.init.trunc_normal_, std=0.02), "bias": nn.init.zeros_}\n'
-        f"ROPE_THETA = {float(rotary_base(model) or DEFAULT_ROTARY_BASE)!r}\n"
+        f"ROPE_THETA = {float(model.rope_theta or DEFAULT_ROTARY_BASE)!r}\n"
     )
 
 

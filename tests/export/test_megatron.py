@@ -90,7 +90,8 @@ def test_dense_model(planned: Planned) -> None:
         "--kv-channels": 128, "--group-query-attention": True, "--num-query-groups": 8, "--vocab-size": 128256,
         "--make-vocab-size-divisible-by": 128, "--untie-embeddings-and-output-weights": True, "--swiglu": True,
         "--normalization": "RMSNorm", "--position-embedding-type": "rope", "--disable-bias-linear": True,
-        "--sequence-parallel": True, "--max-position-embeddings": 8192, "--use-distributed-optimizer": True,
+        "--rotary-base": 500000, "--sequence-parallel": True, "--max-position-embeddings": 8192,
+        "--use-distributed-optimizer": True,
     }.items():  # fmt: skip
         assert arguments[option] == value, option
     assert "--multi-latent-attention" not in arguments

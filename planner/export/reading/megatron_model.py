@@ -104,6 +104,9 @@ def _positions(options: Options) -> dict[str, Any]:
     position = _POSITIONS.get(kind)
     if position is None:
         raise SpecError(f"--position-embedding-type: {kind!r} is unknown", f"one of {', '.join(_POSITIONS)}")
+    if position == "rope":
+        base = " ".join(options.get("--rotary-base", ["10000"]))
+        return {"position_embedding": position, "rope_theta": int(base) if base.isdigit() else None}
     if position != "learned":
         return {"position_embedding": position}
     return {"position_embedding": position, "max_position_embeddings": _size(options, "--max-position-embeddings")}
