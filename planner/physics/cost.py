@@ -293,8 +293,8 @@ class Pricing:
         logits = next(op for op in operators_of(items) if op.name == "head")
         logits_bytes = BF16 * logits.m * logits.n
         if not self.runtime.fused_cross_entropy:
-            # bf16 logits and their gradient, and an fp32 copy and an fp32 gradient beside the softmax kept
-            held = (2 * BF16 + 2 * FP32) / BF16 * logits_bytes
+            # fp32 gradients of the loss by the softmax and by the logits, beside the softmax kept
+            held = 2 * FP32 / BF16 * logits_bytes
             return replace(part, transient_bytes=np.maximum(part.transient_bytes, held), logits_bytes=held)
         # the gradient overwrites the logits, which live from the loss to the head's backward, this rank's next action;
         # beside them, the gathered input and its gradient, and gradients that are never filled

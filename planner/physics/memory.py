@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.physics.operators import BF16, Item, Operator, operators_of
+from planner.physics.operators import BF16, INT64, Item, Operator, operators_of
 from planner.physics.shape import Number, Shape
 from planner.specs.cluster import HardwareSpec
+from planner.specs.model import ModelSpec
 from planner.specs.runtime import RuntimeSpec
+
+ALIGNMENT = 512
+"""The least that torch's allocator gives a tensor, such as the loss."""
 
 
 def weights_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
@@ -112,4 +116,14 @@ def _working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
     if op.kind == "attention":
         q = op.batch * op.q_len * op.heads * (op.qk_dim + op.v_dim)
         return BF16 * 2 * (q + op.batch * op.q_len * op.kv_heads * (op.qk_dim + op.v_dim))
-    return op.backward_bytes * 2 / 3
+    if op.family == "loss":
+        # beside the softmax, as large: its gradient, and that of the logits
+        return 2 * op.saved_bytes()
+    return op.backward_bytes * 2 / 3 if op.working_bytes is None else op.working_bytes
+
+
+def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """What a stage holds beside its parameters: cosines and sines [seq, head_dim / 2] and the step's token ids."""
+    if not runtime.keeps_tables:
+        return 0.0
+    return 2 * BF16 * shape.seq_length * model.head_dim / 2 + INT64 * shape.tokens + ALIGNMENT

@@ -92,6 +92,8 @@ def _activation(
         forward_kernels=kernels,
         backward_kernels=2 * kernels,
         saved=tuple(saved),
+        # gradients of gate and up, and the buffer they are joined in, as what the product kept goes
+        working_bytes=2 * num_bytes if len(saved) > 1 else None,
     )
 
 

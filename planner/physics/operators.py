@@ -72,6 +72,8 @@ class Operator:
     expert: bool = False
     """Parameters belong to routed experts: replicated over expert_dp ranks, not dp·cp."""
     saved: tuple[Saved, ...] = ()
+    working_bytes: Number | None = None
+    """Of elementwise operators: needed for a moment in the backward; given none, what its passes suggest."""
 
     @property
     def gemm_flops(self) -> Number:

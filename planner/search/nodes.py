@@ -10,7 +10,7 @@ from typing import Literal
 from planner.physics.cost import CostTable, PartCost, Pricing, sum_parts
 from planner.schedule.orders import SCHEDULES, in_flight_microbatches, placement
 from planner.search.ilp import Node, Solution, Whole
-from planner.search.room import fixed_workspace_bytes
+from planner.search.room import fixed_bytes
 from planner.search.split import Split, even_counts, held_parts
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
@@ -69,7 +69,7 @@ def node_of(
         base=choice.base,
         whole=choice.whole,
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
-        usable_bytes=float(table.usable_bytes) * usable_fraction - fixed_workspace_bytes(pricing, table),
+        usable_bytes=float(table.usable_bytes) * usable_fraction - fixed_bytes(pricing, table),
         p2p_s=float(table.p2p_s),
         bound=_BOUNDS.get(schedule, "split_backward" if SCHEDULES[schedule].splits_backward else "any_order"),
         placement=ranks,

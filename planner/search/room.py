@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.physics.cost import CostTable, PartCost, Pricing
-from planner.physics.memory import reserved_bytes
+from planner.physics.memory import constant_bytes, reserved_bytes
 from planner.physics.operators import BF16
 from planner.physics.shape import FloatArray
 from planner.plan import StageMemory
@@ -55,7 +55,7 @@ def few_rounds(table: CostTable, schedule: str) -> Schedule:
 
 def room_bytes(pricing: Pricing, table: CostTable, costs: list[PartCost], ranks_of: Sequence[int]) -> list[float]:
     """What each rank has left for activations beside its static bytes and what an operator or the loss needs."""
-    fixed = fixed_workspace_bytes(pricing, table)
+    fixed = fixed_bytes(pricing, table)
     moments = [max(float(rank.transient_bytes), float(rank.logits_bytes)) for rank in cost_by_rank(costs, ranks_of)]
     static = [float(rank.static_bytes) for rank in cost_by_rank(costs, ranks_of)]
     return [float(table.usable_bytes) - fixed - a - b for a, b in zip(static, moments, strict=True)]
@@ -67,8 +67,9 @@ def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activation
     `activations` is the most that micro-batches in flight hold. While the loss runs its logits come on top; afterwards
     they are gone and a layer's backward needs its transient bytes.
     """
+    constant = float(constant_bytes(pricing.model, table.shape, pricing.runtime))
     weights, gradients, optimizer = (
-        round(float(b)) for b in (total.weights_bytes, total.gradients_bytes, total.optimizer_bytes)
+        round(float(b)) for b in (total.weights_bytes + constant, total.gradients_bytes, total.optimizer_bytes)
     )
     workspace = float(total.transient_bytes) + fixed_workspace_bytes(pricing, table)
     logits = float(total.logits_bytes)
@@ -88,6 +89,12 @@ def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activation
         peak_allocated_bytes=allocated,
         total_bytes=allocated + reserved,
     )
+
+
+def fixed_bytes(pricing: Pricing, table: CostTable) -> float:
+    """What every rank holds whatever its layers: buffers, tables, token ids."""
+    tables = constant_bytes(pricing.model, table.shape, pricing.runtime)
+    return fixed_workspace_bytes(pricing, table) + float(tables)
 
 
 def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:

@@ -42,6 +42,8 @@ class RuntimeSpec(Spec):
     """Without: the loss makes fp32 copies of the logits."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
+    keeps_tables: bool = False
+    """Every stage keeps rotary tables and token ids on the device."""
     hands_unused_gradients: bool = False
     """Weights that add into main gradients keep a bf16 gradient of their shape, never filled (Transformer Engine)."""
     compiled: bool = False
@@ -244,6 +246,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         ),
         RuntimeSpec(
             name="torch-eager",
+            keeps_tables=True,
             schedules=TORCH_SCHEDULES,
             fused_rotary=False,
             fused_activation=False,
