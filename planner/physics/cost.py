@@ -26,7 +26,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import Recompute, TrainingSpec
-from planner.specs.units import MICRO
+from planner.specs.units import GIB, MICRO
 
 COMM_GROUPS = ("tp", "cp", "ep")
 """Groups whose exchanges run inside a layer; expert-tp counts with ep."""
@@ -161,6 +161,10 @@ class Pricing:
     selective_modules: tuple[str, ...] = ("core_attn",)
     headroom_bytes: float = 0.0
 
+    def __post_init__(self) -> None:
+        # what a dtype means for the trainer is settled once, for all that reads its fields
+        object.__setattr__(self, "runtime", self.runtime.for_dtype(self.training.dtype))
+
     @property
     def kind_counts(self) -> dict[LayerKind, int]:
         """How many layers of each kind the model has."""
@@ -182,7 +186,9 @@ class Pricing:
             head_beside_embedding=self._head(shape, shares_embedding=shared),
             mtp=self._mtp(shape),
             p2p_s=self._p2p_s(shape) * (np.asarray(shape.pp) > 1),
-            usable_bytes=memory.usable_bytes(shape, self.cluster.hardware, self.headroom_bytes),
+            usable_bytes=memory.usable_bytes(
+                shape, self.cluster.hardware, self.headroom_bytes + self.runtime.reserved_gib * GIB
+            ),
             tail_s=self.tail_s(shape),
         )
 

@@ -27,8 +27,8 @@ def weights_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeS
 
 
 def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Main gradients; sharded from ZeRO-2 on."""
-    return runtime.gradient_bytes * _sharded(dense, expert, shape, 2)
+    """Main gradients and 16-bit ones beside them that are never freed; sharded from ZeRO-2 on."""
+    return (runtime.gradient_bytes + runtime.kept_gradient_bytes) * _sharded(dense, expert, shape, 2)
 
 
 def optimizer_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:

@@ -10,6 +10,7 @@ H100_500W = ("h100-sxm-96gb",)
 B200 = ("b200-sxm-180gb",)
 DEEPSPEED = ("megatron-deepspeed",)
 MEGATRON = ("megatron",)
+TORCHTITAN = ("torchtitan", "torchtitan-2024")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,6 @@ COEFFICIENTS = (
     Coefficient("Megatron TP overlap", "runtime", MEGATRON, "tp_overlap_fraction", 0.4, 0.05, 0.95, 0.3),
     Coefficient("Megatron EP overlap", "runtime", MEGATRON, "ep_overlap_fraction", 0.4, 0.05, 0.95, 0.3),
     Coefficient("H100 500 W products", "hardware", H100_500W, "efficiency.gemm_factor", 1.0, 0.8, 1.4, 0.15),
-    Coefficient(
-        "asynchronous TP", "runtime", ("torchtitan",), "tp_overlap_fraction", 0.6, 0.1, 0.95, 0.3, "", "async_tp"
-    ),
+    Coefficient("asynchronous TP", "runtime", TORCHTITAN, "tp_overlap_fraction", 0.6, 0.1, 0.95, 0.3, "", "async_tp"),
 )
 """Few enough to be read one by one."""

@@ -44,9 +44,10 @@ class Rejections:
 
 def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
     """The hard constraints of the trainer that a runtime describes."""
-    if runtime.name == "torchtitan":
+    trainer = runtime.trainer or runtime.name
+    if trainer == "torchtitan":
         return TORCHTITAN_RULES
-    if (runtime.trainer or runtime.name) in ("megatron", "megatron-deepspeed", "nanotron"):
+    if trainer in ("megatron", "megatron-deepspeed", "nanotron"):
         return MEGATRON_RULES + MEGATRON_CP_RULES[runtime.cp_comm_type]
     return TORCH_RULES
 
@@ -234,14 +235,21 @@ def schedule_options(
     shape: Shape, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec
 ) -> list[tuple[Shape, str]]:
     """One scalar shape with every schedule and vpp it may run, plain 1F1B first."""
-    pp, microbatches = int(shape.pp), int(shape.num_microbatches)
-    options: list[tuple[Shape, str]] = []
-    for name in schedules_tried(limits, runtime) if pp > 1 else ("none",):
-        for vpp in chunks_tried(name, pp, model, limits, runtime):
-            # where torch runs groups of other sizes than pp, those are not tried
-            if not violation(name, pp, vpp, microbatches):
-                options.append((replace(shape, vpp=vpp), name))
-    return options
+    options = schedules_of(int(shape.pp), int(shape.num_microbatches), model, limits, runtime)
+    return [(replace(shape, vpp=vpp), name) for name, vpp in options]
+
+
+def schedules_of(
+    pp: int, num_microbatches: int, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec
+) -> list[tuple[str, int]]:
+    """Every schedule and vpp that pp ranks may run with so many micro-batches."""
+    return [
+        (name, vpp)
+        for name in (schedules_tried(limits, runtime) if pp > 1 else ("none",))
+        for vpp in chunks_tried(name, pp, model, limits, runtime)
+        # where torch runs groups of other sizes than pp, those are not tried
+        if not violation(name, pp, vpp, num_microbatches)
+    ]
 
 
 def chunks_tried(schedule: str, pp: int, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec) -> Iterator[int]:

@@ -17,6 +17,7 @@ from planner.schedule.actions import KINDS, ActionList, Schedule
 from planner.schedule.orders import build_schedule
 from planner.search.pipeline import STEADY_ROUNDS, cost_by_rank, placement_of
 from planner.search.split import Split, stage_costs
+from planner.specs.units import GIB
 
 
 def split_fits(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> bool:
@@ -77,7 +78,8 @@ def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activation
     logits, workspace = (logits, workspace - float(total.transient_bytes)) if in_loss else (0.0, workspace)
     items = [weights, gradients, optimizer, round(activations), round(logits), round(workspace)]
     allocated = sum(items)
-    reserved = round(float(reserved_bytes(allocated, table.shape, pricing.cluster.hardware)))
+    reserve = float(reserved_bytes(allocated, table.shape, pricing.cluster.hardware))
+    reserved = round(reserve + pricing.runtime.reserved_gib * GIB)
     return StageMemory(
         weights_bytes=weights,
         gradients_bytes=gradients,

@@ -53,7 +53,7 @@ class RunSpec(Spec):
     inter_node: str | None = None
     """Description; a rate per node or GPU in it replaces the profile's network rate."""
     precision_recipe: str | None = None
-    """Description; bf16 in it means fp32 gradients."""
+    """Description; bf16 in it means fp32 gradients, and fp16 that what `dtype` calls 16 bits are of that kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,11 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         "network_gb_per_s": network_gb_per_s(spec.inter_node, spec.gpus_per_node or hardware.gpus_per_node),
     }
     training = spec.model_dump(include={"seq_length", "global_batch_size", "dtype"})
+    if spec.dtype == "bf16" and spec.precision_recipe == "fp16":
+        training["dtype"] = "fp16"
     model = _model(spec.model, f"{where}: run: model")
-    dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, spec.features)
+    used = {**spec.features, "precision_recipe": spec.precision_recipe}
+    dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
     runtime, unknown = dated.with_features(spec.features)
     if spec.precision_recipe == "bf16":
         # gradients of bf16 training are summed in fp32; the mixed precision of older trainers was fp16

@@ -9,11 +9,14 @@ from planner.specs.model import ModelSpec
 from planner.specs.runtime import RuntimeSpec, load_runtime
 from planner.specs.training import Parallelism
 
-GENERATIONS = {"megatron": ("megatron-2021", "megatron-2022")}
+GENERATIONS = {"megatron": ("megatron-2021", "megatron-2022"), "torchtitan": ("torchtitan-2024",)}
 """Older generations of a trainer, oldest first; what bears the trainer's own name is today's."""
 
-SINCE_2023 = ("flash_attention", "overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "cuda_graph")
-"""Features that no older generation has."""
+SINCE = {
+    "megatron": ("flash_attention", "overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "cuda_graph"),
+    "torchtitan": ("cross_entropy_fusion", "precision_recipe"),
+}
+"""Features that no older generation has; torchtitan had one 8-bit recipe in 2024, which needed no name."""
 
 
 def runtime_of_its_day(
@@ -22,15 +25,12 @@ def runtime_of_its_day(
     """The oldest generation of the trainer `name` that knows all that a run uses.
 
     What a run uses dates it: its silicon, the design of its model, its layout, and the features switched on. An A100
-    with a GPT of 2021 ran without FlashAttention, unless the run says so (`features: {"flash_attention": true}`).
+    with a GPT of 2021 ran without FlashAttention, unless the run says so (`features: {"flash_attention": true}`); so
+    did torchtitan on an H100 without a compiled loss (`{"cross_entropy_fusion": true}`).
     """
     for older in map(load_runtime, GENERATIONS.get(name, ())):
-        if (
-            architecture in older.architectures
-            and _is_gpt(model)
-            and _is_known(layout, older)
-            and not any(features.get(feature) for feature in SINCE_2023)
-        ):
+        known = older.trainer != "megatron" or (_is_gpt(model) and _is_known(layout, older))
+        if architecture in older.architectures and known and not any(map(features.get, SINCE[name])):
             return older
     return load_runtime(name)
 

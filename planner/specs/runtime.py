@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from planner.errors import SpecError
-from planner.specs.base import Fraction, NonNegativeFloat, PositiveInt, Spec
+from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Spec
 from planner.specs.registry import nearest
 
 
@@ -58,12 +58,22 @@ class RuntimeSpec(Spec):
     weight_bytes: PositiveInt = 2
     """Of the weights a rank keeps; 4 where the sharded weights are the fp32 masters themselves (FSDP2)."""
     gradient_bytes: PositiveInt = 4
+    fp16_gradient_bytes: PositiveInt | None = None
+    """The same in fp16, where that differs: scaled losses let gradients be summed in 16 bits."""
+    kept_gradient_bytes: NonNegativeInt = 0
+    """16-bit gradients beside fp32 main ones, zeroed after every micro-batch and never freed."""
     optimizer_bytes: PositiveInt = 12
     """fp32 master weights (unless they are the weights) and two Adam moments."""
     fp8_weight_bytes: int = 2
     """Under an fp8 recipe: the cached one-byte copies of a weight, as it is and transposed."""
     vocab_divisible_by: PositiveInt = 128
     """The vocabulary is padded to a multiple of this times tp."""
+    reserved_gib: NonNegativeFloat = 0.0
+    """Device memory that this trainer takes beyond the tensors named here, whatever the layout, and others do not.
+
+    Megatron-DeepSpeed: flat buckets to reduce and to gather (5·10⁸ elements each), the gradients laid out anew for the
+    step, communicators for pairs of stages, blocks kept by an allocator that could not yet grow them. nvidia-smi showed
+    11 GiB of it in the BLOOM trials (chronicles-prequel, 384 A100), with 15 as with 60 GiB of tensors beside it."""
     # overlap
     tp_overlap_fraction: Fraction = 0.0
     """Of tensor-parallel exchanges, behind the GEMM they feed (user buffers, async TP)."""
@@ -127,6 +137,12 @@ class RuntimeSpec(Spec):
     step_overhead_s: NonNegativeFloat = 0.0
     """Host time per optimizer step: data, logging, gradient norm on the host."""
 
+    def for_dtype(self, dtype: str) -> RuntimeSpec:
+        """This runtime with the bytes of gradients that training in `dtype` means; the same if asked again."""
+        if dtype != "fp16" or self.fp16_gradient_bytes is None:
+            return self
+        return self.model_copy(update={"gradient_bytes": self.fp16_gradient_bytes, "kept_gradient_bytes": 0})
+
     def with_features(self, features: dict[str, Any]) -> tuple[RuntimeSpec, tuple[str, ...]]:
         """This runtime with what a run's `features` switched on or off, and the feature names it does not know."""
         update: dict[str, Any] = {}
@@ -165,7 +181,7 @@ _FEATURES: dict[str, Any] = {
     ),
     "dispatcher": lambda value: {},
     "ep_overlap": _fraction(("ep_overlap_fraction",), 0.8),
-    "fp32_grad_accum": lambda value: {"gradient_bytes": 4 if value else 2},
+    "fp32_grad_accum": lambda value: {"gradient_bytes": 4 if value else 2, "fp16_gradient_bytes": 4 if value else 2},
     "moe_capacity_factor": lambda value: {"moe_host_factor": 0.8} if value else {},
     "moe_token_drop": lambda value: {"moe_host_factor": 0.8} if value else {},
     "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),
@@ -188,6 +204,22 @@ TORCH_SCHEDULES = (
     "dualpipe-v", "auto",
 )  # fmt: skip
 """What torch.distributed.pipelining runs: its own classes; any order through its CSV runtime (`auto`)."""
+
+_TORCHTITAN: dict[str, Any] = {
+    "compiled": True,
+    "attention_kernel": "flash",
+    "fused_projections": False,
+    "casts_weights": True,
+    "selective_recompute_modules": ("op",),
+    "selective_default": ("op",),
+    "fused_grad_accumulation": False,
+    "weight_bytes": 4,
+    "optimizer_bytes": 8,
+    "vocab_divisible_by": 1,
+    "zero_stages": (3,),
+    "schedules": TORCH_SCHEDULES,
+    "min_microbatches_is_pp": True,
+}
 
 _BEFORE_FLASH: dict[str, Any] = {
     "architectures": ("volta", "ampere"),
@@ -228,21 +260,14 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             ),
             zero_stages=(0, 1),
         ),
+        RuntimeSpec(name="torchtitan", **_TORCHTITAN),
         RuntimeSpec(
-            name="torchtitan",
-            compiled=True,
-            attention_kernel="flash",
-            fused_projections=False,
-            casts_weights=True,
-            selective_recompute_modules=("op",),
-            selective_default=("op",),
-            fused_grad_accumulation=False,
-            weight_bytes=4,
-            optimizer_bytes=8,
-            vocab_divisible_by=1,
-            zero_stages=(3,),
-            schedules=TORCH_SCHEDULES,
-            min_microbatches_is_pp=True,
+            # torch.compile was for layers alone; the loss made fp32 copies
+            name="torchtitan-2024",
+            trainer="torchtitan",
+            architectures=("ampere", "hopper"),
+            fused_cross_entropy=False,
+            **_TORCHTITAN,
         ),
         RuntimeSpec(
             name="torch-eager",
@@ -289,7 +314,10 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             blocking_launches=True,
             fused_grad_accumulation=False,
             has_sequence_parallel=False,
-            **_BEFORE_FLASH,
+            fp16_gradient_bytes=2,
+            kept_gradient_bytes=2,
+            reserved_gib=11.0,
+            **{**_BEFORE_FLASH, "gradient_bytes": 4},
         ),
     )
 }

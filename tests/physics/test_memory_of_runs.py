@@ -20,3 +20,25 @@ def test_allocated_memory_of_megatron_on_b200(row: Row) -> None:
 def test_allocated_memory_is_right_on_average() -> None:
     errors = [abs(one.memory_error) for one in evaluate_rows(B200) if one.memory_error is not None]
     assert sum(errors) / len(errors) < 0.01
+
+
+BLOOM = [row for row in load_rows() if row.family == "bloom-prequel" and row.measured.peak_memory_gib]
+"""nvidia-smi of one node after one iteration, to the GB."""
+
+
+@pytest.mark.parametrize("recipe", ["fp16", None])
+def test_memory_of_megatron_deepspeed(recipe: str | None) -> None:
+    """fp16 gradients are summed in fp16; bf16 ones in fp32 and kept beside (4 more bytes a parameter)."""
+    rows = [row for row in BLOOM if row.run.get("precision_recipe") == recipe]
+    errors = sorted(abs(one.memory_error or 0.0) for one in evaluate_rows(rows))
+    assert len(errors) >= 10
+    assert sum(errors) / len(errors) < 0.06
+    assert errors[int(0.9 * len(errors))] < 0.12
+
+
+def test_the_loss_of_torchtitan_was_not_compiled_in_2024() -> None:
+    """Llama 3 8B on H100, compiled: reserved memory within 3%, most of it logits in fp32."""
+    rows = [row for row in load_rows() if row.id.startswith("torchtitan-8b-h100") and "compile" in row.id]
+    assert len(rows) == 4
+    for one in evaluate_rows(rows):
+        assert one.memory_error == pytest.approx(0.0, abs=0.03), one.row.id

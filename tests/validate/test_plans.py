@@ -78,7 +78,7 @@ def slower(beside: Beside, factor: float, outcome: str = "proven") -> object:
         (1.005, "proven", {}, ""),
         (1.02, "proven", {}, "slower"),
         (1.02, "feasible", {}, "out of time"),
-        (1.02, "proven", {"fsdp": "group 8"}, "not searched"),
+        (1.02, "proven", {"fsdp": "group 4"}, "not searched"),
         (1.02, "proven", {"pp": 1, "dp": 64}, "does not fit"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_slower_choice_is_explained_or_a_finding(
     layout: dict[str, object],
     note: str,
 ) -> None:
-    changed = varied(bloom[0], **{"tp": 1, "pp": 24, "dp": 16, **layout})
+    changed = varied(bloom[0], **{"tp": 2, "pp": 24, "dp": 8, **layout})
     assert changed.layout is not None
     against = replace(beside, published=changed.layout)
     monkeypatch.setattr(plans, "plan", lambda *args, **kwargs: slower(against, factor, outcome))
