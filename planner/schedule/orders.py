@@ -54,6 +54,9 @@ class ScheduleKind:
 
 _ANY_VPP = 1 << 30
 
+HOLDS_ALL = frozenset({"gpipe", "breadth-first"})
+"""Schedules that hold every micro-batch of the step at once."""
+
 
 def _v_shaped(
     name: str, build: Callable[[int, int], Schedule], source: str, min_microbatches_per_rank: int = 0
@@ -232,7 +235,7 @@ def in_flight_chunks(
     if name in ("1f1b", "interleaved-1f1b", "pipedream-2bw", "none"):
         group = microbatch_group_size or pp
         return [min(total, warm_up_chunks(pp, vpp, rank, group) + 1) for rank in range(pp)]
-    if name in ("gpipe", "breadth-first"):
+    if name in HOLDS_ALL:
         return [total] * pp
     return _counted_chunks(build_schedule(name, pp, vpp, num_microbatches, microbatch_group_size))
 

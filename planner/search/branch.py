@@ -1,15 +1,14 @@
 """Branch and bound over shapes: the shape is the branching variable, a node an integer program, the replay the judge.
 
-Shapes come in the order of a lower bound on their step. A shape whose bound is not below the incumbent's replayed time
-is cut; the others are opened into nodes (schedule, vpp, recompute), most promising first, solved and replayed. The
-search ends when no bound is left below the incumbent less the gap asked for, or when time is up; either way it says how
-far the bound is.
+Shapes come in the order of a coarse lower bound on their step, and are opened into nodes (schedule, vpp, recompute) as
+long as that bound is below the most promising open node. Of the open nodes the most promising is solved and replayed;
+those whose bound is not below the incumbent's replayed time are cut. The search ends when no bound is left below the
+incumbent less the gap asked for, or when time is up; either way it says how far the bound is.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,19 +17,20 @@ from planner.errors import SolverError
 from planner.physics.cost import CostTable, Pricing
 from planner.physics.shape import FloatArray, Shape
 from planner.schedule.actions import Schedule
-from planner.schedule.orders import SCHEDULES, in_flight_microbatches
+from planner.schedule.orders import SCHEDULES
 from planner.search import bounds
-from planner.search.candidates import Rejections, chunks_tried, scalar, schedule_options, schedules_tried
-from planner.search.ends import with_ends_s
+from planner.search.candidates import Rejections, scalar, schedules_tried
+from planner.search.frontier import Frontier, Open, nodes_of
 from planner.search.ilp import solve
 from planner.search.nodes import RecomputeChoice, node_of, split_of
 from planner.search.pipeline import step_s
 from planner.search.room import split_fits
+from planner.search.screen import Screen
 from planner.search.split import Split
 from planner.specs.training import SearchLimits
 
 BLOCK = 1024
-"""Shapes refined at once: enough to be worth numpy's calls, few enough to stop early."""
+"""Shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
 SHRINK = 0.98
 """Memory planned with after a split that the replay showed not to fit."""
 MAX_SHRINKS = 3
@@ -56,20 +56,12 @@ class Found:
     @property
     def key(self) -> tuple[int, ...]:
         """What makes two layouts different ones to a reader: the grid and the micro-batch."""
-        s = self.table.shape
-        return tuple(int(v) for v in (s.tp, s.cp, s.ep, s.etp, s.pp, s.micro_batch_size))
+        return key_of(self.table.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
-    """A node not solved yet."""
-
-    bound_s: float
-    guess_s: float
-    """What it will probably take: where to look first, nothing more."""
-    table: CostTable
-    schedule: str
-    choice: RecomputeChoice
+def key_of(shape: Shape) -> tuple[int, ...]:
+    """The grid and the micro-batch."""
+    return tuple(int(v) for v in (shape.tp, shape.cp, shape.ep, shape.etp, shape.pp, shape.micro_batch_size))
 
 
 @dataclass(slots=True)
@@ -87,8 +79,8 @@ class Branch:
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
     complete: bool = True
-    runners_up: list[tuple[Shape, FloatArray]] = field(default_factory=list)
-    """Shapes that were cut, nearest first."""
+    tables: dict[Shape, CostTable] = field(default_factory=dict)
+    """Prices by shape, whatever its vpp."""
     slack: float | None = None
     """Once alternatives are wanted: how many times slower than the best they may be."""
 
@@ -112,119 +104,64 @@ class Branch:
         ranked = sorted(found.step_s for found in self.found.values())
         return ranked[self.limits.top] if len(ranked) > self.limits.top else best.step_s * self.slack
 
-    def run(self, screen: bounds.Screen) -> None:
-        """Search all shapes of `screen` (those that can fit)."""
+    def run(self, screen: Screen) -> Frontier:
+        """Search all shapes of `screen` (those that can fit); what was cut is left in the frontier."""
         tried = schedules_tried(self.limits, self.pricing.runtime)
         coarse = bounds.coarse_bound_s(screen, any(SCHEDULES[name].splits_backward for name in tried))
         order = np.argsort(coarse, kind="stable")
-        for start in range(0, len(order), BLOCK):
-            block = order[start : start + BLOCK]
-            if float(coarse[block[0]]) >= self.cutoff_s(self.limits.gap_fraction) or self._late():
-                self._leave(float(coarse[block[0]]))
+        blocks = iter([order[start : start + BLOCK] for start in range(0, len(order), BLOCK)])
+        block, frontier = next(blocks, None), Frontier(self.choices)
+        while True:
+            cutoff = self.cutoff_s(self.limits.gap_fraction)
+            while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
+                self._open(screen.take(block), coarse[block], frontier)
+                block = next(blocks, None)
+            self._leave(frontier.cut(cutoff))
+            node = frontier.take()
+            if node is None or self._late():
                 break
-            self._run_block(screen.take(block), coarse[block])
+            self._solve(node)
+            if key_of(node.shape) not in self.found:
+                frontier.put_aside([node])
+        self._leave(min(frontier.least_bound_s, node.bound_s if node else np.inf))
+        self._leave(float(coarse[block[0]]) if block is not None else np.inf)
+        return frontier
 
-    def _run_block(self, screen: bounds.Screen, coarse: FloatArray) -> None:
-        """Refine a block's bounds and work through its shapes, best bound first."""
-        refined = np.maximum(self._refined_s(screen), coarse)
-        order = [int(i) for i in np.argsort(refined.min(axis=0), kind="stable") if np.isfinite(refined[:, i].min())]
-        for position, index in enumerate(order):
-            bound = float(refined[:, index].min())
-            if bound >= self.cutoff_s(self.limits.gap_fraction) or self._late():
-                self._leave(bound)
-                self.runners_up += [(scalar(screen.shape, i), refined[:, i]) for i in order[position:][:RUNNERS_UP]]
-                return
-            shape, known = scalar(screen.shape, index), len(self.found)
-            self._run_shape(shape, refined[:, index])
-            if len(self.found) == known:
-                self.runners_up.append((shape, refined[:, index]))
-
-    def run_alternatives(self) -> None:
-        """Solve more shapes, best bound first, until none can be among the layouts asked for; they change no proof."""
-        proof = self.lower_bound_s, self.complete
-        self.slack = ALTERNATIVE_SLACK
-        for shape, bounds_s in sorted(self.runners_up, key=lambda one: float(one[1].min()))[:RUNNERS_UP]:
-            if float(bounds_s.min()) >= self.cutoff_s(0.0) or self._late():
-                break
-            options = schedule_options(shape, self.pricing.model, self.limits, self.pricing.runtime)
-            if not options:
-                continue
-            for node in sorted(self._nodes(options, bounds_s), key=lambda node: node.guess_s)[:NODES_PER_ALTERNATIVE]:
-                before = len(self.found)
-                # how many layers to recompute is worth an integer program for the best layout, not for the runners-up
-                choice = node.choice if node.choice.whole != "one_count" else RecomputeChoice(node.choice.base, "none")
-                self._solve_choice(node, choice)
-                if len(self.found) > before:
-                    break
-        self.lower_bound_s, self.complete = proof
-
-    def _refined_s(self, screen: bounds.Screen) -> FloatArray:
-        """Bounds per recompute choice (rows) and shape."""
-        tried = set(schedules_tried(self.limits, self.pricing.runtime))
-        pps, steps = np.asarray(screen.shape.pp), np.asarray(screen.shape.num_microbatches)
-        interleaves = (pps > 1) & (steps % pps == 0) & ("interleaved-1f1b" in tried)
-        interleaves &= np.isin(pps, [pp for pp in np.unique(pps[interleaves]) if self._has_chunks(int(pp))])
-        others = bool(tried - {"none", "1f1b", "interleaved-1f1b"})
-        only_plain = ~interleaves & ((pps == 1) | (not others))
-        splits = any(SCHEDULES[name].splits_backward for name in tried)
-        orders = bounds.Orders(only_plain, ~only_plain & (not splits), self._least_in_flight(screen))
-        return np.array([self._bound_s(screen, choice, orders) for choice in self.choices])
-
-    def _has_chunks(self, pp: int) -> bool:
-        """Whether the layers can be cut into chunks that interleave."""
-        pricing = self.pricing
-        return any(v > 1 for v in chunks_tried("interleaved-1f1b", pp, pricing.model, self.limits, pricing.runtime))
-
-    def _least_in_flight(self, screen: bounds.Screen) -> FloatArray:
-        return bounds.least_in_flight(screen.shape, schedules_tried(self.limits, self.pricing.runtime))
-
-    def _bound_s(self, screen: bounds.Screen, choice: RecomputeChoice, orders: bounds.Orders) -> FloatArray:
-        base = "full" if choice.whole == "all" else choice.base
-        whole = choice.whole in ("one_count", "per_stage")
-        busiest = bounds.busiest_rank_s(screen, base, whole, orders)
-        return with_ends_s(screen, bounds.schedule_bound_s(screen, busiest, base, orders), base)
-
-    def _run_shape(self, shape: Shape, bounds_s: FloatArray) -> None:
-        """Open a shape into its nodes and solve those that can still win, the most promising first."""
-        options = schedule_options(shape, self.pricing.model, self.limits, self.pricing.runtime)
-        if not options:
+    def _open(self, screen: Screen, coarse_s: FloatArray, frontier: Frontier) -> None:
+        """Put all nodes of a block of shapes into the frontier."""
+        opened = np.zeros(len(coarse_s), dtype=bool)
+        for rows, nodes in nodes_of(screen, self.limits):
+            opened[rows] = True
+            frontier.add(nodes, coarse_s[rows])
+        if not opened.all():
+            shape = scalar(screen.shape, int(np.argmin(opened)))
             chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
             where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
-            self.rejections.add("no_schedule", 1, f"no schedule runs {where}")
-            return
-        nodes = sorted(self._nodes(options, bounds_s), key=lambda node: node.guess_s)
-        for node in nodes:
-            if node.bound_s >= self.cutoff_s(self.limits.gap_fraction):
-                self._leave(node.bound_s)
-            elif self._late():
-                self.complete = False
-                self._leave(node.bound_s)
-            else:
-                self._solve(node)
+            self.rejections.add("no_schedule", int((~opened).sum()), f"no schedule runs {where}")
 
-    def _nodes(self, options: list[tuple[Shape, str]], bounds_s: FloatArray) -> Iterator[Open]:
-        """The schedules and recompute choices of a shape whose bounds allow a win, each with its own in-flight."""
-        pricing = self.pricing
-        table = pricing.table(options[0][0])
-        for shape, schedule in options:
-            one = replace(table, shape=shape)
-            steps, pp, vpp = int(shape.num_microbatches), int(shape.pp), int(shape.vpp)
-            in_flight = in_flight_microbatches(schedule, pp, vpp, steps)
-            screen, plain = bounds.screen_of_one(pricing, one), np.array([schedule in ("none", "1f1b")])
-            trips = ~plain & (not SCHEDULES[schedule].splits_backward)
-            orders = bounds.Orders(plain, trips, np.array([in_flight]))
-            for choice, shape_bound in zip(self.choices, bounds_s, strict=True):
-                if shape_bound >= self.cutoff_s(self.limits.gap_fraction):
-                    self._leave(float(shape_bound))
-                    continue
-                bound = max(float(shape_bound), float(self._bound_s(screen, choice, orders)[0]))
-                if not np.isfinite(bound):
-                    continue
-                mode = "full" if choice.whole == "all" else choice.base
-                busy = sum(float(table.layers[k, mode].total_s) * n for k, n in pricing.kind_counts.items()) / pp
-                fill = (pp - 1) * (busy / vpp + 2 * float(table.p2p_s))
-                guess = steps * busy * unevenness(pricing.model.num_hidden_layers, pp, vpp) + fill
-                yield Open(bound, max(guess, bound), one, schedule, choice)
+    def run_alternatives(self, frontier: Frontier) -> None:
+        """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""
+        proof = self.lower_bound_s, self.complete
+        self.slack = ALTERNATIVE_SLACK
+        tried: dict[tuple[int, ...], int] = {}
+        for node in frontier.runners_up:
+            key = key_of(node.shape)
+            if key in self.found or tried.get(key, 0) >= NODES_PER_ALTERNATIVE or node.bound_s >= self.cutoff_s(0.0):
+                continue
+            if len(tried) >= RUNNERS_UP or self._late():
+                break
+            tried[key] = tried.get(key, 0) + 1
+            # how many layers to recompute is worth an integer program for the best layout, not for the runners-up
+            choice = node.choice if node.choice.whole != "one_count" else RecomputeChoice(node.choice.base, "none")
+            self._solve_choice(node, choice)
+        self.lower_bound_s, self.complete = proof
+
+    def _table(self, shape: Shape) -> CostTable:
+        """The prices of a shape; its chunks change none of them."""
+        plain = replace(shape, vpp=1)
+        if plain not in self.tables:
+            self.tables[plain] = self.pricing.table(plain)
+        return replace(self.tables[plain], shape=shape)
 
     def _solve(self, node: Open) -> None:
         """Solve one node and remember its bound.
@@ -242,10 +179,10 @@ class Branch:
 
     def _solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
         """Solve, replay, keep the split where it is the fastest of its kind; the solver's bound (∞: nothing fits)."""
-        usable, bound = 1.0, np.inf
+        usable, bound, table = 1.0, np.inf, self._table(node.shape)
         for _ in range(MAX_SHRINKS):
             cutoff = self.cutoff_s(self.limits.gap_fraction)
-            problem = node_of(self.pricing, node.table, choice, node.schedule, usable, cutoff)
+            problem = node_of(self.pricing, table, choice, node.schedule, usable, cutoff)
             if self.slack is not None:
                 problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
             self.num_ilps += 1
@@ -264,9 +201,9 @@ class Branch:
             if solution.bound_s >= self.cutoff_s(0.0):
                 break
             split = split_of(self.pricing, problem, solution)
-            if split_fits(self.pricing, node.table, split, node.schedule):
-                seconds = step_s(self.pricing, node.table, split, node.schedule)
-                self._keep(Found(seconds, node.table, split, node.schedule))
+            if split_fits(self.pricing, table, split, node.schedule):
+                seconds = step_s(self.pricing, table, split, node.schedule)
+                self._keep(Found(seconds, table, split, node.schedule))
                 break
             usable *= SHRINK
         return float(bound)
@@ -286,9 +223,3 @@ class Branch:
             return False
         self.complete = False
         return True
-
-
-def unevenness(num_layers: int, pp: int, vpp: int) -> float:
-    """Longest chunk of the busiest rank over its mean: what interleaving loses, roughly, where chunks differ."""
-    busiest = -(-num_layers // pp)
-    return -(-busiest // vpp) * vpp / (num_layers / pp) if vpp > 1 else busiest / (num_layers / pp)

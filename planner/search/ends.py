@@ -10,7 +10,7 @@ import numpy as np
 from planner.physics import compute, memory
 from planner.physics.cost import CostTable, PartCost, Pricing
 from planner.physics.shape import FloatArray
-from planner.search.bounds import Screen
+from planner.search.screen import Screen
 from planner.specs.training import Recompute
 
 
@@ -41,31 +41,34 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost]) -> En
     return Ends(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
 
 
-def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute) -> FloatArray:
-    """A lower bound of the step from one of the pipeline.
+def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute, exchanging: Recompute) -> FloatArray:
+    """A lower bound of the step from one of the pipeline; layers in mode `exchanging` hide the exchange.
 
     With x > 0 seconds of exchange a layer and n layers on the first rank, the step takes
     max(pipeline, M·t·(L − n)/(pp − 1)) + x·n at least, since the other ranks hold what the first does not: the least is
-    at the n where both terms of the maximum meet, or at 0. Unpipelined, n = L. The optimizer takes the mean over ranks
-    at least; the tail is the same on all.
+    at the n where both terms of the maximum meet, or at the fewest that the first rank may hold: its full chunks where
+    stages interleave, none elsewhere. Unpipelined, n = L. The optimizer takes the mean over ranks at least; the tail is
+    the same on all.
     """
-    pricing, shape = screen.pricing, screen.shape
+    pricing, shape, table = screen.pricing, screen.shape, screen.table
     layers = pricing.model.num_hidden_layers
-    pps = np.asarray(shape.pp, dtype=float)
-    parts = [screen.table.layers[kind, base] for kind in pricing.model.kinds]
-    per_layer = np.min([_exposed_s(screen, part) for part in parts], axis=0)
-    beside = [
-        screen.table.embedding,
-        *([screen.table.head] if screen.table.mtp is None else [screen.table.head, screen.table.mtp]),
-    ]
-    alone = np.maximum(layers * per_layer + sum(_exposed_s(screen, part) for part in beside), 0.0)
-    per_layer = np.maximum(per_layer, 0.0)
+    pps, vpps = np.asarray(shape.pp, dtype=float), np.asarray(shape.vpp)
+    per_layer = np.min([_exposed_s(screen, table.layers[kind, exchanging]) for kind in pricing.model.kinds], axis=0)
+    embedding = _exposed_s(screen, table.embedding)
+    alone = layers * per_layer + embedding + sum(_exposed_s(screen, part) for part in screen.last_parts)
     mean_s = np.asarray(shape.num_microbatches) * (screen.work_s(base) - screen.ends_s) / layers
     others = np.maximum(pps - 1, 1)
-    meeting = np.clip(layers - pipeline_s * others / mean_s, 0.0, layers / pps)
-    without = np.maximum(pipeline_s, np.where(meeting > 0, mean_s * layers / others, pipeline_s))
-    piped = np.minimum(pipeline_s + per_layer * meeting, without)
-    step = np.where(pps == 1, pipeline_s + alone, piped)
+    fewest = np.maximum(vpps - 1 - screen.folded, 0) * np.ceil(layers / (pps * vpps))
+    meeting = np.clip(layers - pipeline_s * others / mean_s, fewest, np.maximum(layers / pps, fewest))
+
+    def step_s(num_layers: FloatArray) -> FloatArray:
+        held_by_others_s = mean_s * (layers - num_layers) / others
+        # where a layer hides more than it exchanges, enough of them hide everything
+        exposed_s = np.where(per_layer > 0, per_layer * num_layers + embedding, 0.0)
+        return np.asarray(np.maximum(pipeline_s, held_by_others_s) + np.maximum(exposed_s, 0.0))
+
+    piped = np.minimum(step_s(meeting), step_s(fewest))
+    step = np.where(pps == 1, pipeline_s + np.maximum(alone, 0.0), piped)
     return np.asarray(step + _optimizer_s(screen) / pps + pricing.tail_s(shape))
 
 

@@ -8,8 +8,8 @@ from planner.errors import Infeasible, SolverError
 from planner.physics import memory
 from planner.physics.cost import Pricing
 from planner.plan import PricedLayout
-from planner.search.bounds import Screen
 from planner.search.candidates import Rejections, scalar
+from planner.search.screen import Screen
 from planner.specs.training import SearchLimits
 from planner.specs.units import gib
 

@@ -307,7 +307,8 @@ class _Program:
         """At most k chunks in flight: head + M·t + tail + what of the trip below a rank k chunk passes cannot fill.
 
         With s the rank's first virtual stage and e its last: head and tail are the trips through the chunks before s; a
-        first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after Σ_{j>e} f_j + Σ_{j≥s} b_j.
+        first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after Σ_{j>e} f_j + Σ_{j≥s} b_j. Beside
+        one micro-batch's whole trip, a stage of a full chunk has M − 1 more forwards, and as many backwards.
         """
         node, pp = self.node, self.node.pp
         hop, chunks = node.p2p_s, node.num_microbatches * node.vpp
@@ -319,6 +320,10 @@ class _Program:
             for way in _WAYS:
                 held = self.last_row[rank] * min(self._per_layer(rank, way)) + self._held(rank, way, last_row=True)
                 behind[way][rank] = self._named(f"behind_{rank}_{way}", behind[way][rank + 1] + held)
+        whole_trip = total["forward_total_s"] + total["backward_total_s"] + 2 * (pp * node.vpp - 1) * hop
+        for way in _WAYS if pp * node.vpp > 2 else ():
+            others = (node.num_microbatches - 1) * min(self._per_layer(pp - 1, way)) * self.chunk
+            self.problem += self.makespan >= whole_trip + others, f"trip_{way}"
         for rank in range(pp):
             trips = before["forward_total_s"] + before["backward_total_s"] + 2 * rank * hop
             busy = self._named(f"busy_{rank}", node.num_microbatches * self._rank(rank, "total_s") + trips)

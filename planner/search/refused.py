@@ -13,7 +13,6 @@ from planner.errors import Infeasible, SolverError, SpecError
 from planner.physics.shape import Shape
 from planner.plan import PricedLayout
 from planner.schedule.orders import SCHEDULES, violation
-from planner.search import bounds
 from planner.search.candidates import (
     Rejections,
     check_schedules,
@@ -23,6 +22,7 @@ from planner.search.candidates import (
     schedules_tried,
 )
 from planner.search.explain import shortfall_bytes
+from planner.search.screen import screen_of
 from planner.search.search import price_given, pricing_of, selective_modules
 from planner.search.what_if import Case
 from planner.specs.runtime import RUNTIMES
@@ -109,7 +109,7 @@ def _no_schedule(case: Case, shape: Shape) -> str:
 def nearest_miss(case: Case) -> PricedLayout | None:
     """Of the layouts that the pins allow, one that lacks least memory, cut evenly and recomputing all it may."""
     pricing = pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits)
-    screen = bounds.screen_of(pricing, _shapes(case)[0])
+    screen = screen_of(pricing, _shapes(case)[0])
     allowed = case.limits.recompute or ("full", "selective", "none")
     recompute = next(mode for mode in ("full", "selective", "none") if mode in allowed)
     modules = selective_modules(case.model, case.runtime) if recompute == "selective" else ()

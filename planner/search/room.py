@@ -14,7 +14,7 @@ from planner.physics.operators import BF16
 from planner.physics.shape import FloatArray
 from planner.plan import StageMemory
 from planner.schedule.actions import KINDS, ActionList, Schedule
-from planner.schedule.orders import build_schedule
+from planner.schedule.orders import HOLDS_ALL, build_schedule
 from planner.search.pipeline import STEADY_ROUNDS, cost_by_rank, placement_of
 from planner.search.split import Split, stage_costs
 from planner.specs.units import GIB
@@ -51,7 +51,8 @@ def few_rounds(table: CostTable, schedule: str) -> Schedule:
     shape = table.shape
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     few = STEADY_ROUNDS[0] * pp
-    return build_schedule(schedule, pp, vpp, few if few < wanted and wanted % pp == 0 else wanted)
+    settles = few < wanted and wanted % pp == 0 and schedule not in HOLDS_ALL
+    return build_schedule(schedule, pp, vpp, few if settles else wanted)
 
 
 def room_bytes(pricing: Pricing, table: CostTable, costs: list[PartCost], ranks_of: Sequence[int]) -> list[float]:

@@ -11,7 +11,7 @@ from planner.errors import SpecError
 from planner.physics.cost import Pricing
 from planner.physics.layers import ModelTotals, model_totals
 from planner.plan import ModelSummary, Plan, PricedLayout, RunCost, SearchReport
-from planner.search import bounds, explain
+from planner.search import explain
 from planner.search.assumptions import told_assumptions
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import Branch, Found
@@ -19,6 +19,7 @@ from planner.search.candidates import Rejections, check_schedules, enumerate_sha
 from planner.search.given import GivenLayout, given_layout
 from planner.search.nodes import RecomputeChoice
 from planner.search.price import price_layout
+from planner.search.screen import fits, screen_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
@@ -46,14 +47,14 @@ def plan(
     shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
     if not len(np.atleast_1d(shapes.tp)):
         raise explain.nothing_legal(rejections)
-    screen = bounds.screen_of(pricing, shapes)
-    fitting = screen.take(np.flatnonzero(bounds.fits(screen, schedules_tried(limits, runtime))))
+    screen = screen_of(pricing, shapes)
+    fitting = screen.take(np.flatnonzero(fits(screen, schedules_tried(limits, runtime))))
     explain.count_misfits(screen, len(fitting.kernel), rejections)
     branch = Branch(
         pricing, limits, recompute_choices(model, runtime, limits), started + limits.time_limit_s, rejections
     )
-    branch.run(fitting)
-    branch.run_alternatives()
+    frontier = branch.run(fitting)
+    branch.run_alternatives(frontier)
     best = branch.best
     if best is not None and AUTO in (limits.schedule or ()):
         best = made_to_measure(pricing, best)

@@ -128,7 +128,9 @@ def interleaved_s(node: Node, candidate: Candidate) -> float:
     for seconds, quantity in ((f, "forward_total_s"), (b, "backward_total_s")):
         seconds[0] += getattr(node.embedding, quantity)
         seconds[-1] += getattr(node.head, quantity)
-    chunk, worst = candidate.counts[1], 0.0
+    chunk = candidate.counts[1]
+    trip = sum(f) + sum(b) + 2 * (n - 1) * hop
+    worst = trip + (steps - 1) * chunk * max(layer.forward_total_s, layer.backward_total_s) if n > 2 else 0.0
     for r in range(pp):
         last = n - pp + r
         k = min(round(node.in_flight[r] * node.vpp), steps * node.vpp)

@@ -13,17 +13,17 @@ import pytest
 from toys import MOE, Problem, legal_splits, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.physics.cost import CostTable
-from planner.physics.shape import FloatArray
 from planner.schedule.orders import SCHEDULES, placement
 from planner.schedule.replay import makespan_s
-from planner.search import bounds
-from planner.search.branch import Branch
-from planner.search.candidates import Rejections, enumerate_shapes, scalar, schedule_options, schedules_tried
+from planner.search.bounds import coarse_bound_s
+from planner.search.candidates import enumerate_shapes, scalar, schedules_tried
 from planner.search.ends import ends_of
+from planner.search.frontier import nodes_of
 from planner.search.ilp import solve
 from planner.search.nodes import RecomputeChoice, node_of
 from planner.search.pipeline import build_order, cost_by_rank, durations_of
 from planner.search.room import split_fits
+from planner.search.screen import fits, room_layers, screen_of
 from planner.search.split import Split, stage_costs
 from planner.specs.model import ModelSpec
 
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "three of four slide": {"sliding_window": 256, "sliding_window_pattern": 4},
 }
 TORCH = ("1f1b", "interleaved-1f1b", "gpipe", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
-SHAPES_PER_PROBLEM = 6
+NODES_PER_BLOCK = 4
 SPLITS_PER_NODE = 25
 RELATIVE = 1e-6
 
@@ -47,7 +47,7 @@ def random_problem(seed: int) -> Problem:
     runtime = rng.choice(["megatron", "torchtitan", "torch-eager"])
     limits: dict[str, Any] = {"recompute": rng.choice([None, ("none",), ("full",), ("none", "selective")])}
     name = rng.choice(list(MODELS))
-    if runtime != "megatron" and name != "tied" and rng.random() < 0.6:
+    if runtime != "megatron" and rng.random() < 0.6:
         limits["schedule"] = tuple(rng.sample(TORCH, rng.randint(1, 3)))
     cluster = toy_cluster(
         rng.choice([4, 8, 12, 16]),
@@ -67,7 +67,6 @@ class Bounded:
     schedule: str
     choice: RecomputeChoice
     coarse_s: float
-    refined_s: float
     node_s: float
     may_fit: bool
     """Whether the screen lets the shape through."""
@@ -92,37 +91,26 @@ class Bounded:
 
 
 def bounded_nodes(problem: Problem, rng: random.Random) -> Iterator[Bounded]:
-    """Some nodes of a problem, with the bounds of all three levels."""
+    """Some nodes of a problem, with the bounds of both levels."""
     model, limits, runtime, pricing = problem.model, problem.limits, problem.runtime, problem.pricing
     shapes, _ = enumerate_shapes(model, problem.cluster, problem.training, limits, runtime)
-    screen = bounds.screen_of(pricing, shapes)
+    screen = screen_of(pricing, shapes)
     tried = schedules_tried(limits, runtime)
-    coarse = bounds.coarse_bound_s(screen, any(SCHEDULES[name].splits_backward for name in tried))
-    branch = Branch(pricing, limits, problem.choices, math.inf, Rejections())
-    refined: FloatArray = branch._refined_s(screen)
-    fits = bounds.fits(screen, tried)
-    for index in rng.sample(range(len(fits)), min(SHAPES_PER_PROBLEM, len(fits))):
-        options = schedule_options(scalar(shapes, index), model, limits, runtime)
-        if not options:
-            continue
-        opened = list(branch._nodes(options, np.zeros(len(problem.choices))))
-        for shape, schedule in rng.sample(options, min(2, len(options))):
-            table = pricing.table(shape)
-            for row, choice in enumerate(problem.choices):
-                of_node = [
-                    node.bound_s
-                    for node in opened
-                    if (node.schedule, node.choice, node.table.shape.vpp) == (schedule, choice, shape.vpp)
-                ]
+    coarse = coarse_bound_s(screen, any(SCHEDULES[name].splits_backward for name in tried))
+    fitting = fits(screen, tried)
+    for shape_of_row, nodes in nodes_of(screen, limits):
+        node_s = [nodes.bound_s(choice) for choice in problem.choices]
+        for row in rng.sample(range(len(shape_of_row)), min(NODES_PER_BLOCK, len(shape_of_row))):
+            table, index = pricing.table(scalar(nodes.screen.shape, row)), shape_of_row[row]
+            for choice, bound_s in zip(problem.choices, node_s, strict=True):
                 yield Bounded(
                     problem,
                     table,
-                    schedule,
+                    nodes.schedules[row],
                     choice,
                     float(coarse[index]),
-                    float(refined[row, index]),
-                    of_node[0] if of_node else math.inf,
-                    bool(fits[index]),
+                    float(bound_s[row]),
+                    bool(fitting[index]),
                 )
 
 
@@ -140,7 +128,6 @@ def test_no_bound_is_above_any_replay(first: int) -> None:
                 where = seed, one.schedule, one.choice, one.table.shape, split
                 assert one.may_fit, where
                 assert one.coarse_s <= step_s * (1 + RELATIVE), where
-                assert one.refined_s <= step_s * (1 + RELATIVE), where
                 assert one.node_s <= step_s * (1 + RELATIVE), where
     assert replayed > 100
 
@@ -188,12 +175,12 @@ def test_what_cannot_fit_is_screened_out() -> None:
     """The other direction, where it is plain: not even the weights fit."""
     problem = toy_problem(toy_model(8), toy_cluster(8, memory_gib=0.3))
     shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
-    screen = bounds.screen_of(problem.pricing, shapes)
+    screen = screen_of(problem.pricing, shapes)
     kind = problem.model.kinds[0]
     weights = 8 * np.asarray(screen.static_bytes(screen.table.layers[kind, "none"])) / np.asarray(shapes.pp)
     hopeless = weights > 0.3 * 2**30
     assert hopeless.any()
-    assert not bounds.fits(screen)[hopeless].any()
+    assert not fits(screen)[hopeless].any()
 
 
 def model_of_kinds(**changes: Any) -> ModelSpec:
@@ -206,8 +193,8 @@ def test_room_shrinks_with_memory_and_headroom(memory_gib: float) -> None:
     for gib, headroom in ((memory_gib, 0.0), (memory_gib, 0.5), (memory_gib + 1.0, 0.0)):
         problem = toy_problem(model_of_kinds(), toy_cluster(8, memory_gib=gib), memory_headroom_gib=headroom)
         shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
-        screen = bounds.screen_of(problem.pricing, shapes)
-        rooms.append([bounds.room_layers(screen, kind) for kind in problem.model.kinds])
+        screen = screen_of(problem.pricing, shapes)
+        rooms.append([room_layers(screen, kind) for kind in problem.model.kinds])
     plain, tight, larger = rooms
     for kind in range(len(plain)):
         assert (tight[kind] <= plain[kind]).all()
@@ -218,16 +205,16 @@ def test_room_shrinks_with_memory_and_headroom(memory_gib: float) -> None:
 def test_a_screen_takes_some_of_its_shapes() -> None:
     problem = toy_problem(model_of_kinds())
     shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
-    screen = bounds.screen_of(problem.pricing, shapes)
+    screen = screen_of(problem.pricing, shapes)
     some = np.array([5, 0, 17])
-    np.testing.assert_array_equal(bounds.coarse_bound_s(screen.take(some)), bounds.coarse_bound_s(screen)[some])
-    np.testing.assert_array_equal(bounds.fits(screen.take(some)), bounds.fits(screen)[some])
+    np.testing.assert_array_equal(coarse_bound_s(screen.take(some)), coarse_bound_s(screen)[some])
+    np.testing.assert_array_equal(fits(screen.take(some)), fits(screen)[some])
 
 
 def test_prices_looked_up_by_kernel_are_those_of_the_shape() -> None:
     problem = toy_problem(model_of_kinds())
     shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
-    screen = bounds.screen_of(problem.pricing, shapes)
+    screen = screen_of(problem.pricing, shapes)
     for index in range(0, len(screen.kernel), 23):
         table = problem.pricing.table(scalar(shapes, index))
         for key, part in screen.table.layers.items():

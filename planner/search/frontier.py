@@ -1,0 +1,172 @@
+"""Nodes not solved yet, thousands of them as arrays: a shape with a schedule, its chunks, and how it recomputes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.physics.shape import FloatArray, Shape
+from planner.schedule.orders import placement
+from planner.search import bounds
+from planner.search.candidates import IntArray, scalar, schedules_of
+from planner.search.ends import with_ends_s
+from planner.search.nodes import RecomputeChoice
+from planner.search.screen import Screen
+from planner.specs.training import Recompute, SearchLimits
+
+WIDTHS = (0, 2, 4, 8, 16, 32, 1 << 30)
+"""Nodes are bounded together with those of about as many ranks, so that few columns are idle."""
+
+BOUNDLESS_BYTES = 1e18
+"""More than any GPU has."""
+
+KEPT = 64
+"""Nodes remembered of those cut, for the alternatives to come from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A node not solved yet."""
+
+    bound_s: float
+    guess_s: float
+    """What it will probably take: where to look first, nothing more."""
+    shape: Shape
+    schedule: str
+    choice: RecomputeChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Shapes, each with a schedule that it may run: rows."""
+
+    screen: Screen
+    """The shape of each row, vpp included."""
+    schedules: Sequence[str]
+    orders: bounds.Orders
+
+    def bound_s(self, choice: RecomputeChoice) -> FloatArray:
+        """A lower bound of each row's step, recomputing as `choice` says; infinite where it cannot fit.
+
+        Recomputed layers hide more of an exchange, so that where some may be, all are taken to be while it lasts. One
+        number for all ranks adds no less to the step than it hides: nor is the step shorter than with none of them and
+        all the memory in the world.
+        """
+        base = "full" if choice.whole == "all" else choice.base
+        if choice.whole in ("none", "all"):
+            return self._step_s(self.screen, base, base)
+        bound_s = self._step_s(self.screen, base, "full", whole=True)
+        if choice.whole == "one_count":
+            boundless = replace(self.screen, pricing=replace(self.screen.pricing, headroom_bytes=-BOUNDLESS_BYTES))
+            bound_s = np.maximum(bound_s, self._step_s(boundless, base, base))
+        return bound_s
+
+    def _step_s(self, screen: Screen, base: Recompute, exchanging: Recompute, whole: bool = False) -> FloatArray:
+        pipeline_s = bounds.pipeline_bound_s(screen, base, whole, self.orders)
+        return np.where(np.isfinite(pipeline_s), with_ends_s(screen, pipeline_s, base, exchanging), np.inf)
+
+    def guess_s(self, choice: RecomputeChoice) -> FloatArray:
+        """Seconds of the pipeline with layers spread as evenly as they go, and its fill."""
+        screen, model = self.screen, self.screen.pricing.model
+        pp, vpp = np.asarray(screen.shape.pp), np.asarray(screen.shape.vpp)
+        base = "full" if choice.whole == "all" else choice.base
+        mean_s = (screen.work_s(base) - screen.ends_s) / pp
+        busiest = np.ceil(np.ceil(model.num_hidden_layers / pp) / vpp) * vpp / (model.num_hidden_layers / pp)
+        fill_s = (pp - 1) * (mean_s / vpp + 2 * screen.p2p_s)
+        return np.asarray(np.asarray(screen.shape.num_microbatches) * mean_s * busiest + fill_s)
+
+
+def nodes_of(screen: Screen, limits: SearchLimits) -> Iterator[tuple[IntArray, Nodes]]:
+    """Every schedule that the shapes of `screen` may run, with the shape that each row is of."""
+    pricing, shape = screen.pricing, screen.shape
+    pps, steps = np.asarray(shape.pp), np.asarray(shape.num_microbatches)
+    for narrow, wide in pairwise(WIDTHS):
+        rows = np.flatnonzero((pps > narrow) & (pps <= wide))
+        distinct, which = np.unique(np.stack([pps[rows], steps[rows]]), axis=1, return_inverse=True)
+        options = [
+            [(name, pp, vpp, m) for name, vpp in schedules_of(pp, m, pricing.model, limits, pricing.runtime)]
+            for pp, m in distinct.T.tolist()
+        ]
+        kinds = [kind for each in options for kind in each]
+        if not kinds:
+            continue
+        count = np.array([len(each) for each in options])
+        first = np.cumsum(count) - count
+        kind = np.concatenate([np.arange(first[w], first[w] + count[w]) for w in which])
+        index = np.repeat(rows, count[which])
+        chosen = screen.take(index)
+        vpps = np.array([vpp for _, _, vpp, _ in kinds])
+        folded = np.array([placement(name, pp, vpp)[-1] == 0 for name, pp, vpp, _ in kinds])
+        chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind])
+        yield index, Nodes(chosen, [kinds[k][0] for k in kind], bounds.orders_of(kinds).take(kind))
+
+
+@dataclass(slots=True)
+class Frontier:
+    """Open nodes: the most promising is taken, those that cannot win are cut."""
+
+    choices: tuple[RecomputeChoice, ...]
+    runners_up: list[Open] = field(default_factory=list)
+    """The most promising of those cut."""
+    _nodes: list[Nodes] = field(default_factory=list)
+    _bound_s: FloatArray = field(default_factory=lambda: np.empty(0))
+    _guess_s: FloatArray = field(default_factory=lambda: np.empty(0))
+    _place: IntArray = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
+    """Of each open node: which of `_nodes`, its row there, its choice."""
+
+    @property
+    def least_guess_s(self) -> float:
+        return float(self._guess_s.min(initial=np.inf))
+
+    @property
+    def least_bound_s(self) -> float:
+        return float(self._bound_s.min(initial=np.inf))
+
+    def add(self, nodes: Nodes, least_s: FloatArray) -> None:
+        """Open nodes, of which `least_s` is known, under every choice."""
+        for number, choice in enumerate(self.choices):
+            bound_s = np.maximum(nodes.bound_s(choice), least_s)
+            rows = np.flatnonzero(np.isfinite(bound_s))
+            place = np.stack([np.full(len(rows), len(self._nodes)), rows, np.full(len(rows), number)], axis=1)
+            self._bound_s = np.append(self._bound_s, bound_s[rows])
+            self._guess_s = np.append(self._guess_s, np.maximum(nodes.guess_s(choice), bound_s)[rows])
+            self._place = np.append(self._place, place, axis=0)
+        self._nodes.append(nodes)
+
+    def cut(self, cutoff_s: float) -> float:
+        """Close the nodes whose bound is not below `cutoff_s`; the least of their bounds."""
+        lost = self._bound_s >= cutoff_s
+        if not lost.any():
+            return np.inf
+        least_s = float(self._bound_s[lost].min())
+        nearest = np.flatnonzero(lost)[np.argsort(self._guess_s[lost], kind="stable")[:KEPT]]
+        self.put_aside([self._open(index) for index in nearest.tolist()])
+        self._keep(~lost)
+        return least_s
+
+    def put_aside(self, nodes: Sequence[Open]) -> None:
+        """Remember nodes that are not the best for the alternatives."""
+        self.runners_up = sorted([*self.runners_up, *nodes], key=lambda node: node.guess_s)[:KEPT]
+
+    def take(self) -> Open | None:
+        """The most promising node, no longer in the frontier."""
+        if not len(self._guess_s):
+            return None
+        index = int(np.argmin(self._guess_s))
+        node = self._open(index)
+        self._keep(np.arange(len(self._guess_s)) != index)
+        return node
+
+    def _open(self, index: int) -> Open:
+        block, row, choice = self._place[index]
+        nodes = self._nodes[block]
+        shape = scalar(nodes.screen.shape, int(row))
+        bound_s, guess_s = float(self._bound_s[index]), float(self._guess_s[index])
+        return Open(bound_s, guess_s, shape, nodes.schedules[row], self.choices[choice])
+
+    def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
+        self._bound_s, self._guess_s, self._place = self._bound_s[kept], self._guess_s[kept], self._place[kept]

@@ -1,0 +1,147 @@
+"""Thousands of shapes at once, with the prices of their kernels; and which of them can fit at all.
+
+The screen for memory is a relaxation of the integer program, so nothing that could win is lost: ranks take any number
+of layers that their memory allows, recomputing as little as fits, and only together must they hold the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.physics import memory
+from planner.physics.communication import p2p_s
+from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.operators import BF16
+from planner.physics.shape import FloatArray, Number, Shape
+from planner.specs.model import LayerKind
+from planner.specs.training import Recompute
+
+FRUGAL = frozenset({"v-half", "v-min"})
+"""Schedules that hold less than 1F1B."""
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """Shapes (arrays) with the prices of their kernels, looked up once per distinct (tp, cp, ep, etp, micro-batch)."""
+
+    pricing: Pricing
+    shape: Shape
+    table: CostTable
+    """Prices per distinct kernel; memory and data-parallel exchange in it are of no use here."""
+    kernel: npt.NDArray[np.int64]
+    """Row of the table for each shape."""
+    folded: npt.NDArray[np.bool_]
+    """Whether the last virtual stage is on the first rank, the head beside the embedding."""
+
+    def part(self, part: PartCost, quantity: str) -> FloatArray:
+        """A quantity of a part for every shape; the head is beside its embedding where the pipeline is folded."""
+        if part is self.table.head:
+            beside = self._column(getattr(self.table.head_beside_embedding, quantity))
+            return np.where(self.folded, beside, self._column(getattr(part, quantity)))
+        return self._column(getattr(part, quantity))
+
+    def _column(self, value: Number) -> FloatArray:
+        column = np.asarray(value, dtype=float)
+        return column[self.kernel] if column.ndim else np.full(len(self.kernel), float(column))
+
+    def static_bytes(self, part: PartCost) -> FloatArray:
+        """Weights, gradients and optimizer of a part under each shape's sharding."""
+        expert = self.part(part, "expert_parameters")
+        dense = self.part(part, "parameters") - expert
+        runtime, dtype = self.pricing.runtime, self.pricing.training.dtype
+        total: FloatArray = (
+            memory.weights_bytes(dense, expert, self.shape, runtime, dtype)
+            + memory.gradients_bytes(dense, expert, self.shape, runtime)
+            + memory.optimizer_bytes(dense, expert, self.shape, runtime)
+        )
+        return total
+
+    def take(self, index: npt.NDArray[np.int64]) -> Screen:
+        """The shapes at `index`."""
+        return replace(self, shape=self.shape.take(index), kernel=self.kernel[index], folded=self.folded[index])
+
+    @property
+    def p2p_s(self) -> FloatArray:
+        """Seconds of one transfer between stages."""
+        shape = self.shape
+        distance = np.asarray(shape.tp * shape.cp * shape.dp)
+        num_bytes = BF16 * shape.shard_tokens * self.pricing.model.hidden_size
+        return np.asarray(p2p_s(num_bytes, distance, self.pricing.cluster) * (np.asarray(shape.pp) > 1))
+
+    @property
+    def last_parts(self) -> list[PartCost]:
+        """What the last virtual stage holds beside layers: the head and multi-token prediction."""
+        return [part for part in (self.table.head, self.table.mtp) if part is not None]
+
+    @property
+    def ends_s(self) -> FloatArray:
+        """Seconds of a micro-batch in embedding, head and multi-token prediction."""
+        parts = [self.table.embedding, *self.last_parts]
+        return np.asarray(np.sum([self.part(part, "total_s") for part in parts], axis=0))
+
+    def work_s(self, mode: Recompute) -> FloatArray:
+        """Seconds of one micro-batch through the whole model, forward and backward."""
+        counts = self.pricing.kind_counts
+        layers = [count * self.part(self.table.layers[kind, mode], "total_s") for kind, count in counts.items()]
+        return np.asarray(self.ends_s + np.sum(layers, axis=0))
+
+    def trip_s(self, mode: Recompute, splits_backward: bool) -> FloatArray:
+        """Seconds of one micro-batch's way through the model and back; weight gradients may follow where split off."""
+        if not splits_backward:
+            return self.work_s(mode)
+        counts = self.pricing.kind_counts
+        parts = [(self.table.layers[kind, mode], count) for kind, count in counts.items()]
+        parts += [(part, 1) for part in (self.table.embedding, *self.last_parts)]
+        later = np.sum([n * self.part(part, "weight_grad_s") for part, n in parts], axis=0)
+        return np.asarray(self.work_s(mode) - later)
+
+
+def screen_of(pricing: Pricing, shape: Shape) -> Screen:
+    """Price every distinct kernel of `shape` once."""
+    axes = ("tp", "cp", "ep", "etp", "micro_batch_size")
+    columns = np.stack([np.asarray(getattr(shape, axis)) for axis in axes])
+    base = columns.max(axis=1, initial=0) + 1
+    keys = np.ravel_multi_index(tuple(columns), tuple(base))
+    _, first, kernel = np.unique(keys, return_index=True, return_inverse=True)
+    few = shape.take(first)
+    kernels = Shape(
+        tp=few.tp, cp=few.cp, ep=few.ep, etp=few.etp, micro_batch_size=few.micro_batch_size,
+        seq_length=few.seq_length, sequence_parallel=few.sequence_parallel, dp=few.ep * few.etp,
+    )  # fmt: skip
+    return Screen(pricing, shape, pricing.table(kernels), kernel.astype(np.int64), np.asarray(shape.pp) == 1)
+
+
+def room_layers(screen: Screen, kind: LayerKind, frugal: bool = False) -> FloatArray:
+    """Most layers of `kind` that all ranks of each shape can hold together, recomputed as cheaply in bytes as can be.
+
+    Rank r holds min(M, pp − r) micro-batches in flight, the least of any schedule that this planner uses.
+    """
+    shape, table = screen.shape, screen.table
+    parts = [table.layers[kind, mode] for mode in ("none", "selective", "full")]
+    static = screen.static_bytes(parts[0])
+    live = np.min([screen.part(part, "live_bytes") for part in parts], axis=0)
+    transient = np.min([screen.part(part, "transient_bytes") for part in parts], axis=0)
+    usable = memory.usable_bytes(shape, screen.pricing.cluster.hardware, screen.pricing.headroom_bytes) - transient
+    ends = (screen.static_bytes(table.embedding), screen.static_bytes(table.head))
+    room = np.zeros(len(screen.kernel))
+    pps = np.asarray(shape.pp)
+    for pp in np.unique(pps):
+        rows = np.flatnonzero(pps == pp)
+        held = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
+        held = np.ones_like(held) if frugal else held
+        free = np.repeat(usable[rows, None], pp, axis=1)
+        free[:, 0] -= ends[0][rows]
+        free[:, -1] -= ends[1][rows]
+        per_layer = static[rows, None] + held * live[rows, None]
+        room[rows] = np.floor(np.maximum(free, 0.0) / per_layer).sum(axis=1)
+    return room
+
+
+def fits(screen: Screen, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
+    """Whether all ranks together have room for the layers of each kind: necessary for any split."""
+    model, frugal = screen.pricing.model, bool(FRUGAL.intersection(schedules))
+    return np.asarray(np.all([room_layers(screen, k, frugal) >= model.layers.count(k) for k in model.kinds], axis=0))
