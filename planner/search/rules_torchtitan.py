@@ -10,6 +10,7 @@ import numpy as np
 from planner.physics.shape import Shape
 from planner.search.rules import EXPERTS, Rule, no_multiple
 from planner.search.rules_torch import TORCH_RULES, TORCH_SCHEDULE_RULES, UNTIED
+from planner.specs.model import ModelSpec
 
 
 def _sequence_quantum(shape: Shape) -> Any:
@@ -21,6 +22,26 @@ def _sequence_quantum(shape: Shape) -> Any:
 def _expert_tp(shape: Shape) -> Any:
     """Experts are split over tp where ep is 1, and over nothing else where it is not."""
     return np.where(np.asarray(shape.ep) > 1, 1, shape.tp)
+
+
+def _shards_experts(model: ModelSpec, shape: Shape) -> Any:
+    """Whether FSDP cuts every routed expert evenly.
+
+    Ranks beyond the number of experts cut inside each expert, intermediate and hidden size, and FSDP pads only its
+    first dimension (torchtitan/distributed/fsdp.py; FSDP2's "uneven sharding on dim 1").
+    """
+    if model.moe is None:
+        return True
+    fsdp = np.where(np.asarray(shape.zero_stage) >= 2, shape.shard_size, shape.cp)
+    has_ep = np.asarray(shape.ep) > 1
+    cut_by = np.where(has_ep, fsdp * shape.tp // shape.ep, fsdp)
+    whole = np.where(has_ep, cut_by * shape.ep, np.asarray(shape.dp) * shape.cp) <= model.moe.num_experts
+    width = model.moe.moe_intermediate_size // np.where(has_ep, 1, shape.tp)
+    return whole | ((width % np.maximum(cut_by, 1) == 0) & (model.hidden_size % np.maximum(cut_by, 1) == 0))
+
+
+def _expert_sizes(model: ModelSpec) -> str:
+    return "" if model.moe is None else f"{model.moe.moe_intermediate_size} × {model.hidden_size}"
 
 
 def _when_interleaved(rule: Rule) -> Rule:
@@ -43,6 +64,13 @@ TORCHTITAN_RULES: tuple[Rule, ...] = (
         lambda model, training, shape: (model.moe is None) | (shape.etp == _expert_tp(shape)),
         lambda model, training, shape: (
             f"etp {shape.etp}: experts are split over tp ({shape.tp}) at ep 1 and not at all above (ep {shape.ep})"
+        ),
+    ),
+    Rule(
+        "experts_unevenly_sharded",
+        lambda model, training, shape: _shards_experts(model, shape),
+        lambda model, training, shape: (
+            f"FSDP over {shape.shard_size} ranks at ep {shape.ep} cuts experts of {_expert_sizes(model)} unevenly"
         ),
     ),
     Rule(

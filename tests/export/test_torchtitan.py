@@ -69,7 +69,8 @@ def test_exported_stages_are_the_planned_ones(planned: Planned, name: str, gpus:
     pp = 1 if model.tie_word_embeddings or model.num_nextn_predict_layers else 4
     layers = model.num_hidden_layers
     counts = (2, layers // 2, layers - layers // 2 - 3, 1) if pp == 4 else None
-    plan = titan(planned, name, gpus, pp=pp, layers_per_stage=counts)
+    # FSDP over more ranks does not cut every model's experts evenly
+    plan = titan(planned, name, gpus, pp=pp, layers_per_stage=counts, fsdp=min(64, gpus // pp))
     source = source_of(plan)
     if pp == 1:
         assert "STAGES" not in source

@@ -65,6 +65,8 @@ def changed(model: ModelSpec, **fields: object) -> ModelSpec:
 
 PLAIN_DEEPSEEK = changed(DEEPSEEK, num_nextn_predict_layers=0)
 """Without multi-token prediction."""
+NARROW_EXPERTS = changed(PLAIN_DEEPSEEK, moe={**PLAIN_DEEPSEEK.moe.model_dump(), "moe_intermediate_size": 1408})
+"""FSDP cuts them over no more than 128 ranks: 1408 = 11·128."""
 
 MEGATRON_CASES = [
     ("heads_not_divisible_by_tp", changed(LLAMA, num_attention_heads=96), {"tp": 64}, "num_attention_heads 96"),
@@ -153,6 +155,14 @@ def test_context_parallel_kinds(kind: str, model: ModelSpec, cp: int, reason: st
         (None, DEEPSEEK, {"pp": 1, "vpp": 1}),
         ("tied_embeddings_with_pp", changed(LLAMA, tie_word_embeddings=True), {}),
         ("experts_do_not_divide_ranks", DEEPSEEK, {"shard_size": 16}),
+        ("experts_unevenly_sharded", NARROW_EXPERTS, {"zero_stage": 3, "dp": 1024, "shard_size": 1024, "ep": 8}),
+        (None, NARROW_EXPERTS, {"zero_stage": 3, "dp": 1024, "shard_size": 1024, "ep": 16}),  # 128 ranks an expert
+        (None, NARROW_EXPERTS, {"zero_stage": 3, "dp": 1024, "shard_size": 64, "ep": 2}),  # whole experts
+        (
+            "experts_unevenly_sharded",
+            NARROW_EXPERTS,
+            {"zero_stage": 3, "dp": 512, "shard_size": 512, "ep": 1, "etp": 2},
+        ),
         ("etp_not_expressible", DEEPSEEK, {"etp": 2}),
         ("etp_not_expressible", DEEPSEEK, {"ep": 1}),
         ("seq_length_not_divisible_by_tp_2cp", LLAMA, {"cp": 3, "shard_size": 48}),
