@@ -5,6 +5,8 @@ Flags and constraints as of Megatron-LM core 0.20.0 (main, August 2026).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from planner.export.arguments import Arguments
 from planner.export.layout_string import layout_string
 from planner.export.megatron_model import model_arguments
@@ -27,6 +29,7 @@ from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
 
 WRITTEN_FOR = "Megatron-LM core 0.20.0"
 SCHEDULES = ("1f1b", "interleaved-1f1b", "none")
+RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 _NEEDS_NO_CONNECTION_LIMIT = ("blackwell", "rubin")
 """Architectures on which CUDA_DEVICE_MAX_CONNECTIONS no longer orders communication before compute."""
 
@@ -93,7 +96,22 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
         "p2p_overlap",
         "interleaving at pp 2 needs overlapped sends and receives",
     )
+    for module, why in _recomputes_what_is_not_there(plan):
+        say(True, "recompute_modules", f"{module} {why}")
     objections.raise_any()
+
+
+def _recomputes_what_is_not_there(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Modules of selective recompute that Megatron-LM does not know, or that this model does not have."""
+    model = plan.model.spec
+    modules = plan.parallelism.recompute_modules if plan.parallelism.recompute == "selective" else ()
+    for module in modules:
+        if module not in RECOMPUTABLE:
+            yield module, f"is none of {', '.join(RECOMPUTABLE)}"
+        elif module == "mla_up_proj" and model.mla is None:
+            yield module, "needs latent attention"
+        elif module == "moe_act" and model.moe is None:
+            yield module, "needs experts"
 
 
 def _grid(plan: Plan) -> Arguments:

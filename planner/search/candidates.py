@@ -255,8 +255,10 @@ def schedules_of(
 def chunks_tried(schedule: str, pp: int, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec) -> Iterator[int]:
     """Chunks per rank that a schedule may have and the model's layers fill."""
     kind, layers = SCHEDULES[schedule], model.num_hidden_layers
+    # Megatron-LM interleaves over two ranks only where sends and receives overlap compute (arguments.py)
+    interleaves = pp > 2 or runtime.interleaved_p2p_overlap
     for vpp in limits.vpp or range(kind.min_vpp, min(kind.max_vpp, (layers + 2) // pp) + 1):
-        if vpp == 1 or cuts_evenly(layers, pp * vpp, runtime.head_only_stage):
+        if vpp == 1 or (interleaves and cuts_evenly(layers, pp * vpp, runtime.head_only_stage)):
             yield int(vpp)
 
 

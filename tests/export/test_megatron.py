@@ -268,6 +268,9 @@ def test_models_it_cannot_say(planned: Planned, model: str, reasons: list[str]) 
         ({"pp": 2, "vpp": 2, "features": {"p2p_overlap": False}}, "p2p_overlap"),
         ({"cp": 16, "features": {"cp_comm_type": "a2a"}}, "kv_heads_not_divisible_by_tp_cp"),
         ({"model": "mixtral-8x7b", "pp": 2, "ep": 8, "features": {"ep_overlap": True}}, "ep_overlap"),
+        ({"recompute": "selective", "runtime": "torchtitan"}, "recompute_modules"),
+        ({"recompute": "selective", "recompute_modules": ("layernorm", "mla_up_proj")}, "recompute_modules"),
+        ({"recompute": "selective", "recompute_modules": ("moe_act",)}, "recompute_modules"),
     ],
 )
 def test_layouts_it_cannot_say(planned: Planned, options: dict[str, Any], reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,10 @@ def test_schedules_of_a_shape() -> None:
     found = options(Shape(pp=2, num_microbatches=8), problem)
     assert found == {("1f1b", 1), *(("interleaved-1f1b", vpp) for vpp in (2, 3, 4, 5))}
     assert options(Shape(pp=2, num_microbatches=8), toy_problem(toy_model(8), vpp=(2,))) == {("interleaved-1f1b", 2)}
+    # over two ranks only where sends and receives overlap compute
+    waiting = problem.runtime.model_copy(update={"interleaved_p2p_overlap": False})
+    assert options(Shape(pp=2, num_microbatches=8), replace(problem, runtime=waiting)) == {("1f1b", 1)}
+    assert ("interleaved-1f1b", 2) in options(Shape(pp=4, num_microbatches=8), replace(problem, runtime=waiting))
     only = toy_problem(toy_model(8), schedule=("1f1b",))
     assert options(Shape(pp=2, num_microbatches=8), only) == {("1f1b", 1)}
 
