@@ -14,7 +14,6 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
-from planner.physics import memory
 from planner.physics.cost import PartCost
 from planner.physics.shape import FloatArray, Number
 from planner.schedule.orders import SCHEDULES, in_flight_microbatches, placement
@@ -94,7 +93,8 @@ def pipeline_bound_s(screen: Screen, base: Recompute, whole: bool, orders: Order
     Layers not recomputed whole are in mode `base`; `whole` says whether any may be.
     """
     busiest = busiest_rank_s(screen, base, whole, orders)
-    return np.maximum(schedule_bound_s(screen, busiest, base, orders), chunked_bound_s(screen, base, whole, orders))
+    chunked_s = chunked_bound_s(screen, base, whole, orders)
+    return np.asarray(np.maximum(schedule_bound_s(screen, busiest, base, orders), chunked_s))
 
 
 def busiest_rank_s(screen: Screen, base: Recompute, whole: bool, orders: Orders) -> FloatArray:
@@ -137,7 +137,7 @@ def _free_bytes(screen: Screen, layer: PartCost, num_ranks: int) -> FloatArray:
     """What each rank (columns) has for layers like `layer`, beside what else it holds and the larger transient."""
     shape, last = screen.shape, screen.last_parts
     rank = np.arange(num_ranks)[None, :]
-    usable = memory.usable_bytes(shape, screen.pricing.cluster.hardware, screen.pricing.headroom_bytes)
+    usable = screen.pricing.usable_bytes(shape)
     transient = screen.part(layer, "transient_bytes")
     loss = np.max([transient, *(screen.part(part, "transient_bytes") for part in last)], axis=0) - transient
     beside = loss + sum(screen.static_bytes(part) + screen.part(part, "live_bytes") for part in last)
@@ -242,9 +242,26 @@ def schedule_bound_s(screen: Screen, busiest_s: FloatArray, base: Recompute, ord
     few = np.maximum(work + later * busiest_s, work * (1 + later / np.maximum(later + pps - steps + 1, 1.0)))
     plain = np.where(steps > pps, (steps - 1 - pps) * busiest_s + 2 * work, few) + 2 * (pps - 1) * screen.p2p_s
     plain = np.where(pps == 1, steps * work, plain)
-    trip = np.where(orders.splits, screen.trip_s(base, splits_backward=True), work)
+    trip = _trips_bound_s(screen, base, orders)
     least = np.maximum(np.maximum(steps * busiest_s, trip), np.where(orders.plain, plain, 0.0))
     return np.where(busiest_s >= NEVER_S, np.inf, least)
+
+
+def _trips_bound_s(screen: Screen, base: Recompute, orders: Orders) -> FloatArray:
+    """One micro-batch's way through all stages and back, and M − 1 more passes of the longest stage, there or back."""
+    shape, counts = screen.shape, screen.pricing.kind_counts
+    num_stages = np.asarray(shape.pp) * np.asarray(shape.vpp)
+    hops = num_stages - np.where(screen.folded, np.asarray(shape.vpp), 1)
+    trip = np.where(orders.splits, screen.trip_s(base, splits_backward=True), screen.work_s(base))
+
+    def longest_s(quantity: str) -> FloatArray:
+        parts = [n * screen.part(screen.table.layers[kind, base], quantity) for kind, n in counts.items()]
+        return np.asarray(np.sum(parts, axis=0) / num_stages)
+
+    there, back = longest_s("forward_total_s"), longest_s("input_grad_total_s")
+    back = back + np.where(orders.splits, 0.0, longest_s("weight_grad_s"))
+    later = (np.asarray(shape.num_microbatches) - 1) * np.maximum(there, back)
+    return np.asarray(trip + 2 * hops * screen.p2p_s + later)
 
 
 def _backward_share(screen: Screen, base: Recompute) -> FloatArray:

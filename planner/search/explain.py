@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from planner.errors import Infeasible, SolverError
-from planner.physics import memory
 from planner.physics.cost import Pricing
 from planner.plan import PricedLayout
 from planner.search.candidates import Rejections, scalar
@@ -45,7 +44,7 @@ def shortfall_bytes(screen: Screen) -> np.ndarray[tuple[int], np.dtype[np.float6
     layers = np.ceil(model.num_hidden_layers / np.asarray(shape.pp))
     held = np.minimum(np.asarray(shape.num_microbatches), np.asarray(shape.pp))
     needed = layers * (screen.static_bytes(parts[0]) + held * live) + transient + screen.static_bytes(table.embedding)
-    usable = memory.usable_bytes(shape, screen.pricing.cluster.hardware, screen.pricing.headroom_bytes)
+    usable = screen.pricing.usable_bytes(shape)
     return np.asarray(needed - usable, dtype=float)
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import pulp
@@ -41,7 +42,7 @@ from planner.specs.training import Recompute
 from planner.specs.units import GIB
 
 _WAYS = ("forward_total_s", "backward_total_s")
-_SLOWED = frozenset({*_WAYS, "total_s", "optimizer_s"})
+_SLOWED = frozenset({*_WAYS, "input_grad_total_s", "total_s", "optimizer_s"})
 """What takes a slow rank longer."""
 FULL: Recompute = "full"
 
@@ -271,6 +272,7 @@ class _Program:
         """Trip to the rank + M·t + trip back; no way back where weight gradients may follow the last input gradient."""
         node = self.node
         ways = _WAYS[:1] if node.bound == "split_backward" else _WAYS
+        self._add_trips("input_grad_total_s" if node.bound == "split_backward" else "backward_total_s")
         before: Expression = 0
         for rank in range(node.pp):
             quickest = sum(min(self._per_layer(rank, way)) for way in ways)
@@ -278,6 +280,20 @@ class _Program:
             self.problem += self.makespan >= busy + before + len(ways) * rank * node.p2p_s, f"time_{rank}"
             held = sum(self._held(rank, way, last_row=False) for way in ways)
             before = self._named(f"before_{rank}", before + self.first_row[rank] * quickest + held)
+
+    def _add_trips(self, back: str) -> None:
+        """One micro-batch's whole trip, and M − 1 more passes of any stage, there or `back`: long where M is small."""
+        node, num_stages = self.node, self.node.pp * self.node.vpp
+        hops = sum(a != b for a, b in pairwise(node.placement)) if node.pp > 1 else 0
+        there = "forward_total_s"
+        parts = [self._rank(rank, way) for rank in range(node.pp) for way in (there, back)]
+        trip = self._named("trip", pulp.lpSum(parts) + 2 * hops * node.p2p_s)
+        for way in (there, back):
+            stages = [self._rank(rank, way) for rank in range(node.pp)] if node.vpp == 1 else []
+            if node.vpp > 1 and num_stages > 2:  # any stage but the first and the last
+                stages = [self.chunk * min(min(self._per_layer(rank, way)) for rank in range(node.pp))]
+            for number, stage in enumerate(stages):
+                self.problem += self.makespan >= trip + (node.num_microbatches - 1) * stage, f"trip_{number}_{way}"
 
     def _add_one_f_one_b(self) -> None:
         """At most k = min(M, pp − r) in flight: what of the trip below a rank k passes cannot fill is idle.
@@ -307,8 +323,7 @@ class _Program:
         """At most k chunks in flight: head + M·t + tail + what of the trip below a rank k chunk passes cannot fill.
 
         With s the rank's first virtual stage and e its last: head and tail are the trips through the chunks before s; a
-        first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after Σ_{j>e} f_j + Σ_{j≥s} b_j. Beside
-        one micro-batch's whole trip, a stage of a full chunk has M − 1 more forwards, and as many backwards.
+        first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after Σ_{j>e} f_j + Σ_{j≥s} b_j.
         """
         node, pp = self.node, self.node.pp
         hop, chunks = node.p2p_s, node.num_microbatches * node.vpp
@@ -320,10 +335,7 @@ class _Program:
             for way in _WAYS:
                 held = self.last_row[rank] * min(self._per_layer(rank, way)) + self._held(rank, way, last_row=True)
                 behind[way][rank] = self._named(f"behind_{rank}_{way}", behind[way][rank + 1] + held)
-        whole_trip = total["forward_total_s"] + total["backward_total_s"] + 2 * (pp * node.vpp - 1) * hop
-        for way in _WAYS if pp * node.vpp > 2 else ():
-            others = (node.num_microbatches - 1) * min(self._per_layer(pp - 1, way)) * self.chunk
-            self.problem += self.makespan >= whole_trip + others, f"trip_{way}"
+        self._add_trips("backward_total_s")
         for rank in range(pp):
             trips = before["forward_total_s"] + before["backward_total_s"] + 2 * rank * hop
             busy = self._named(f"busy_{rank}", node.num_microbatches * self._rank(rank, "total_s") + trips)

@@ -116,5 +116,7 @@ def split_of(pricing: Pricing, node: Node, solution: Solution) -> Split:
             recomputed.append(tuple(min(n, len(held)) for n in solution.recomputed[node.placement[stage]]))
         else:
             shares = [even_counts(n, node.vpp)[stage // node.pp] for n in solution.recomputed[node.placement[stage]]]
+            if len(shares) < len(model.kinds):  # of the mean kind: the first so many layers, of whatever kind
+                shares = [held[: shares[0]].count(kind) for kind in model.kinds]
             recomputed.append(tuple(min(n, held.count(kind)) for n, kind in zip(shares, model.kinds, strict=True)))
     return Split(counts, node.base, tuple(recomputed))

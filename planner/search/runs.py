@@ -22,7 +22,7 @@ from planner.specs.generations import runtime_of_its_day
 from planner.specs.model import ModelSpec
 from planner.specs.problems import spec_error
 from planner.specs.reading import kind_of
-from planner.specs.registry import load_hardware, load_model
+from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import Dtype, Parallelism, TrainingSpec
 
@@ -204,9 +204,32 @@ def _model(model: str | dict[str, Any], where: str) -> ModelSpec:
     if isinstance(model, str):
         return _named_model(model)
     try:
-        return _inline_model(json.dumps(model, sort_keys=True))
+        return as_known(_inline_model(json.dumps(model, sort_keys=True)))
     except ValidationError as error:
         raise spec_error(error, where, ModelSpec) from None
+
+
+_SIZES = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
+_DESIGN = (
+    "attention_bias", "mlp_bias", "qk_norm", "post_norms", "embedding_norm", "attention_sinks", "sliding_window",
+    "sliding_window_pattern",
+)  # fmt: skip
+
+
+def as_known(model: ModelSpec) -> ModelSpec:
+    """`model` with what its description leaves out of the design, where a known model has its name and its sizes."""
+    name = model.name.lower()
+    if not any(name == known or name in aliases for known, aliases in model_names().items()):
+        return model
+    known = _named_model(name)
+    if any(getattr(model, field) != getattr(known, field) for field in _SIZES):
+        return model
+    left_out = {field: getattr(known, field) for field in _DESIGN if field not in model.model_fields_set}
+    # a copy would keep the layers that were worked out
+    return ModelSpec(**{field: getattr(model, field) for field in ModelSpec.model_fields} | left_out)
 
 
 # Files of runs repeat a few models and clusters hundreds of times.

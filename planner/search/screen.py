@@ -125,7 +125,7 @@ def room_layers(screen: Screen, kind: LayerKind, frugal: bool = False) -> FloatA
     static = screen.static_bytes(parts[0])
     live = np.min([screen.part(part, "live_bytes") for part in parts], axis=0)
     transient = np.min([screen.part(part, "transient_bytes") for part in parts], axis=0)
-    usable = memory.usable_bytes(shape, screen.pricing.cluster.hardware, screen.pricing.headroom_bytes) - transient
+    usable = screen.pricing.usable_bytes(shape) - transient
     ends = (screen.static_bytes(table.embedding), screen.static_bytes(table.head))
     room = np.zeros(len(screen.kernel))
     pps = np.asarray(shape.pp)

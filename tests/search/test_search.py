@@ -299,3 +299,16 @@ def test_counts_of_rejections_name_their_reasons() -> None:
 def test_nothing_fits_is_infeasible() -> None:
     with pytest.raises(Infeasible):
         solved(toy_problem(cluster=toy_cluster(4, memory_gib=0.2)))
+
+
+def test_alternating_layers_interleave_with_recompute_of_each_stage() -> None:
+    """The program knows one mean kind there; what it recomputes are layers of the model's own kinds."""
+    model = toy_model(12, sliding_window=256, sliding_window_pattern=2)
+    answer = solved(
+        toy_problem(
+            model, toy_cluster(4, memory_gib=6.0), toy_training(32), "torch-eager", schedule=("interleaved-1f1b",),
+            pp=(2,), tp=(2,), cp=(1,), micro_batch_size=(4,), zero_stage=(1,),
+        )
+    )  # fmt: skip
+    assert layers_of(answer.best) == list(range(12))
+    assert sum(stage.recompute.get("full", 0) for stage in answer.best.stages) > 0
