@@ -170,6 +170,11 @@ class Pricing:
         """How many layers of each kind the model has."""
         return {kind: self.model.layers.count(kind) for kind in self.model.kinds}
 
+    def usable_bytes(self, shape: Shape) -> Number:
+        """The most that tensors may take on a GPU: beside headroom, the driver's reserve and the trainer's."""
+        reserved = self.headroom_bytes + self.runtime.reserved_gib * GIB
+        return memory.usable_bytes(shape, self.cluster.hardware, reserved)
+
     def table(self, shape: Shape, modes: Sequence[Recompute] = ("none", "selective", "full")) -> CostTable:
         """Price `shape` (numbers or arrays) under each recompute mode."""
         model, runtime, imbalance = self.model, self.runtime, self.training.moe_imbalance
@@ -186,9 +191,7 @@ class Pricing:
             head_beside_embedding=self._head(shape, shares_embedding=shared),
             mtp=self._mtp(shape),
             p2p_s=self._p2p_s(shape) * (np.asarray(shape.pp) > 1),
-            usable_bytes=memory.usable_bytes(
-                shape, self.cluster.hardware, self.headroom_bytes + self.runtime.reserved_gib * GIB
-            ),
+            usable_bytes=self.usable_bytes(shape),
             tail_s=self.tail_s(shape),
         )
 
