@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from planner.export.arguments import Arguments
 from planner.plan import Plan
-
-_ASKED_FOR = 0.5
-"""An ep_overlap_fraction above is the feature `ep_overlap`; below it is what trainers hide on average."""
+from planner.specs.runtime import RUNTIMES
 
 
 def is_fsdp(plan: Plan) -> bool:
@@ -90,8 +88,9 @@ def expert_exchange(plan: Plan) -> Arguments:
 
 
 def wants_ep_overlap(plan: Plan) -> bool:
-    """Whether overlapped exchanges were asked for, beyond what is hidden on average."""
-    return plan.parallelism.ep > 1 and plan.runtime_spec.ep_overlap_fraction >= _ASKED_FOR
+    """Whether overlapped exchanges were asked for: more of them than the trainer hides on average."""
+    on_average = RUNTIMES[plan.runtime].ep_overlap_fraction if plan.runtime in RUNTIMES else 0.0
+    return plan.parallelism.ep > 1 and plan.runtime_spec.ep_overlap_fraction > on_average
 
 
 def overlaps_ep(plan: Plan) -> bool:
