@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import yaml
+from layouts import SIZES, expressible, some_layout
 
 from planner.export.arguments import argv
 from planner.export.megatron import environment, forbidden_environment, megatron_arguments
@@ -17,17 +17,12 @@ from planner.plan import Plan
 from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
 from planner.search.split import parse_layout
 from planner.specs.model import ModelSpec
-from planner.specs.registry import load_model, model_names
+from planner.specs.registry import load_model
 
 Planned = Callable[..., Plan]
 
 
-def expressible(name: str) -> bool:
-    model: Any = load_model(name)
-    return all(rule.holds(model, None, None) for rule in MEGATRON_MODEL_RULES)  # type: ignore[arg-type]
-
-
-MODELS = [name for name in model_names() if expressible(name)]
+MODELS = expressible(MEGATRON_MODEL_RULES)
 
 
 def layers_built(arguments: dict[str, Any], model: ModelSpec) -> list[list[tuple[int, int]]]:
@@ -50,25 +45,7 @@ def parse_stages(layout: str) -> list[str]:
     return _expand(layout).split("|")
 
 
-def some_layout(model: ModelSpec, gpus: int, seed: str) -> dict[str, Any]:
-    """A legal layout of `gpus` ranks, with stages of any sizes."""
-    rng = random.Random(seed)
-    width = model.intermediate_size or (model.moe.moe_intermediate_size if model.moe else 1)
-    tps = [tp for tp in (1, 2, 4, 8) if model.num_attention_heads % tp == 0 and width % tp == 0 and tp <= gpus]
-    tp = rng.choice([tp for tp in tps if model.num_key_value_heads % tp == 0 or tp % model.num_key_value_heads == 0])
-    pp = rng.choice([pp for pp in (1, 2, 4, 8, 16) if tp * pp <= gpus and pp <= model.num_hidden_layers // 2])
-    vpp = rng.choice([1, 2]) if pp > 1 else 1
-    cuts = sorted(rng.randint(0, model.num_hidden_layers) for _ in range(pp * vpp - 1))
-    counts = [b - a for a, b in zip([0, *cuts], [*cuts, model.num_hidden_layers], strict=True)]
-    layout: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp}
-    if rng.random() < 0.7:
-        layout["layers_per_stage"] = tuple(counts)
-    if model.moe is not None and gpus // pp >= 8 and model.moe.num_experts % 8 == 0:
-        layout["ep"] = 8
-    return layout
-
-
-@pytest.mark.parametrize("gpus", [8, 256, 16384])
+@pytest.mark.parametrize("gpus", SIZES)
 @pytest.mark.parametrize("name", MODELS)
 def test_exported_stages_are_the_planned_ones(planned: Planned, name: str, gpus: int) -> None:
     model = load_model(name)

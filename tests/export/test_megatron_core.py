@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from layouts import SIZES, expressible, some_layout
 
 from planner.export.arguments import Arguments
 from planner.export.megatron import megatron_arguments
 from planner.plan import Plan
+from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
+from planner.specs.registry import load_model
 
 Planned = Callable[..., Plan]
 
@@ -124,6 +127,24 @@ def test_megatron_builds_the_planned_layers(
     plan = planned(model, gpus, **layout)
     config = config_of(megatron_arguments(plan), megatron)
     assert layers_built(config, megatron) == [list(stage.chunks) for stage in plan.stages]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("gpus", SIZES)
+@pytest.mark.parametrize("name", expressible(MEGATRON_MODEL_RULES))
+def test_every_model_is_built_as_planned(planned: Planned, megatron: Any, name: str, gpus: int) -> None:
+    model = load_model(name)
+    layout = some_layout(model, gpus, f"{name} {gpus} megatron-core")
+    plan = planned(name, gpus, seq_length=min(2048, model.max_position_embeddings or 2048), **layout)
+    arguments = megatron_arguments(plan)
+    config = config_of(arguments, megatron)
+    assert layers_built(config, megatron) == [list(stage.chunks) for stage in plan.stages]
+    if (text := arguments.get("--pipeline-model-parallel-layout")) is None:
+        return
+    stages = megatron[0].PipelineParallelLayerLayout(text, plan.parallelism.pp).layout
+    held = [{kind.name for chunk in chunks for kind in chunk} - {"decoder"} for chunks in stages]
+    names = {"head": "loss"}
+    assert held == [{names.get(part, part) for part in stage.holds} for stage in plan.stages]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,23 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from layouts import SIZES, expressible
 
 from planner.export.refusal import Inexpressible
 from planner.export.stages import virtual_stages
 from planner.export.torchtitan import RECIPE, export_torchtitan, stage_modules
 from planner.plan import Plan
 from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
-from planner.specs.registry import load_model, model_names
+from planner.specs.registry import load_model
 
 Planned = Callable[..., Plan]
 
 
-def expressible(name: str) -> bool:
-    model: Any = load_model(name)
-    return all(rule.holds(model, None, None) for rule in TORCHTITAN_MODEL_RULES)  # type: ignore[arg-type]
-
-
-MODELS = [name for name in model_names() if expressible(name)]
+MODELS = expressible(TORCHTITAN_MODEL_RULES)
 
 
 def titan(planned: Planned, model: str = "llama-3.1-8b", gpus: int = 64, **options: Any) -> Plan:
@@ -62,7 +58,7 @@ def call_arguments(source: str, function: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("gpus", [8, 512, 16384])
+@pytest.mark.parametrize("gpus", SIZES)
 @pytest.mark.parametrize("name", MODELS)
 def test_exported_stages_are_the_planned_ones(planned: Planned, name: str, gpus: int) -> None:
     model = load_model(name)
