@@ -79,7 +79,7 @@ def local_copies(
 
 def norm(
     name: str, width: Number, tokens: Number, model: ModelSpec, runtime: RuntimeSpec,
-    saves_output: bool = True, saves_input: bool = True,
+    saves_output: bool = True, saves_input: bool = True, output_is_cast: bool = True,
 ) -> Operator:  # fmt: skip
     """RMSNorm or LayerNorm over `width` features of `tokens` rows; keeps its input, its statistics and its output.
 
@@ -94,7 +94,7 @@ def norm(
     if saves_input:
         saved.append(Saved("input", num_bytes))
     if saves_output:
-        saved.append(Saved("output", num_bytes, ("layernorm", "op"), gemm_input=True))
+        saved.append(Saved("output", num_bytes, ("layernorm", "op"), gemm_input=output_is_cast))
     return Operator(
         name=name,
         kind="elementwise",
@@ -107,6 +107,14 @@ def norm(
         parameters=width * (2 if model.has_norm_bias else 1),
         saved=tuple(saved),
     )
+
+
+def cast_copy(name: str, num_bytes: Number, modules: tuple[str, ...] = ()) -> Operator:
+    """What a narrow product keeps of an input of `num_bytes` that others keep too; its cast is part of the product."""
+    return Operator(
+        name=f"{name} cast", kind="elementwise", modules=modules,
+        saved=(Saved("cast input", num_bytes, modules, cast_copy=True),),
+    )  # fmt: skip
 
 
 def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec) -> Operator:
@@ -159,6 +167,8 @@ def attention_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
     yield from _core(model, kind, shape, runtime)
     # the core's output has the layout of its queries, so that [seq, batch, heads·dim] is a view of it
     width = model.num_attention_heads * v_dim / shape.tp
+    # attention keeps its output too, for the gradient
+    yield cast_copy("attention output", BF16 * shape.tokens * width)
     hidden_bytes = BF16 * shape.tokens * model.hidden_size
     yield Operator(
         name="attention output",
@@ -237,6 +247,7 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
         yield Operator(
             name="q down", kind="gemm", m=shard, n=rank, k=model.hidden_size, parameters=rank * model.hidden_size
         )
+        yield cast_copy("kv down", BF16 * shard * model.hidden_size, ("layernorm",))
         yield norm("q latent norm", rank, shard, model, runtime)
         yield from enter_tp("q up", BF16 * tokens * rank, shape)
         yield Operator(name="q up", kind="gemm", modules=up, m=tokens, n=q_width, k=rank, parameters=q_width * rank)

@@ -54,6 +54,27 @@ def collective_s(kind: Kind, num_bytes: Number, size: Number, stride: Number, cl
     return factor * seconds * (num_bytes > 0) * (np.asarray(size) > 1)
 
 
+def dispatch_s(num_bytes: Number, choices: int, size: Number, stride: Number, cluster: ClusterSpec) -> Number:
+    """Seconds of handing tokens to the experts they visit, `num_bytes` for all visits, once per unit that they visit.
+
+    A unit of u ranks out of n is visited with p(u) = 1 − (1 − u/n)^choices. Over each outer tier a token goes once to
+    each unit below it that it visits, (members / inner − 1) · p(inner) copies; over the innermost it is handed on to
+    its ranks, n · p(1) copies but for the one in place (DeepEP, HybridEP).
+    """
+    token_bytes = np.asarray(num_bytes, dtype=float) / choices
+    size = np.asarray(size, dtype=float)
+    seconds: Number = 0.0
+    inner: Number = np.asarray(1.0)
+    for level, (tier, members) in enumerate(
+        zip(cluster.tiers, members_by_tier(size, stride, cluster.tiers), strict=True)
+    ):
+        visited = 1 - (1 - inner / size) ** choices
+        copies = size * visited * (1 - 1 / members) if level == 0 else (members / inner - 1) * visited
+        seconds = seconds + token_bytes * copies / tier.bytes_per_s + (members > inner) * tier.latency_s
+        inner = members
+    return seconds * (token_bytes > 0) * (size > 1)
+
+
 def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec) -> Number:
     """Seconds to hand `num_bytes` to the rank `distance` away: the innermost tier wider than that, plus its latency."""
     outermost = cluster.tiers[-1]
@@ -79,4 +100,6 @@ def group_of(group: Group, shape: Shape) -> tuple[Number, Number]:
 def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec) -> Number:
     """Seconds of a layer's collective, overlap aside."""
     size, stride = group_of(collective.group, shape)
+    if collective.choices:
+        return dispatch_s(collective.num_bytes, collective.choices, size, stride, cluster)
     return collective_s(collective.kind, collective.num_bytes, size, stride, cluster)

@@ -49,7 +49,7 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
     efficiency = hardware.efficiency
     forward, backward = 1 / efficiency.sustained_fraction, 1 / efficiency.backward_sustained_fraction
     if op.kind == "gemm":
-        forward_s, dgrad_s, wgrad_s = gemm_s(op, hardware, dtype if op.weight else "bf16")
+        forward_s, dgrad_s, wgrad_s = gemm_s(op, hardware, dtype if op.is_cast else "bf16")
         forward, backward = forward * efficiency.gemm_factor, backward * efficiency.gemm_factor
         cast = cast_s(op, hardware, dtype, runtime)
         return PassSeconds(forward * forward_s + cast.forward_s, backward * dgrad_s + cast.dgrad_s, backward * wgrad_s)
@@ -112,7 +112,7 @@ def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpe
 
     Weights are cast once a step, unless ZeRO-3 gathers them anew for every pass.
     """
-    if not (op.weight and _is_narrow(hardware, dtype)):
+    if not (op.is_cast and _is_narrow(hardware, dtype)):
         return PassSeconds(0.0, 0.0, 0.0)
     each = CAST_BYTES[dtype] * op.count
     weight = op.n * op.k if runtime.casts_weights else 0

@@ -20,6 +20,7 @@ from planner.physics.operators import (
     num_parameters,
     operators_of,
     saved_bytes,
+    wide_parameters,
 )
 from planner.physics.shape import Number, Shape
 from planner.specs.cluster import ClusterSpec
@@ -62,6 +63,8 @@ class PartCost:
     """Parameters of the part on this rank, before ZeRO-3 sharding."""
     expert_parameters: Number = 0.0
     """Of these, the routed experts'."""
+    wide_parameters: Number = 0.0
+    """Of these, those in 16 bits under any recipe."""
     reduce_s: Number = 0.0
     """Gradient reduction over data-parallel ranks, once per step (ZeRO-3: per micro-batch)."""
     gather_s: Number = 0.0
@@ -163,7 +166,8 @@ class Pricing:
 
     def __post_init__(self) -> None:
         # what a dtype means for the trainer is settled once, for all that reads its fields
-        object.__setattr__(self, "runtime", self.runtime.for_dtype(self.training.dtype))
+        runtime = self.runtime.in_dtype(self.training.dtype, self.cluster.hardware.architecture)
+        object.__setattr__(self, "runtime", runtime)
 
     @property
     def kind_counts(self) -> dict[LayerKind, int]:
@@ -207,12 +211,11 @@ class Pricing:
             chosen = everything if mode == "full" else frozenset(self.selective_modules)
             again = [item for item in items if mode == "full" or not chosen.isdisjoint(item.modules)]
             repeat = self._seconds(again, shape)
-            fp8 = memory.is_fp8(self.training.dtype)
-            whole = saved_bytes(items, frozenset(), fp8)
+            whole = saved_bytes(items, frozenset(), self.training.dtype)
             live = (
                 BF16 * shape.shard_tokens * self.model.hidden_size
                 if mode == "full"
-                else saved_bytes(items, chosen, fp8)
+                else saved_bytes(items, chosen, self.training.dtype)
             )
             changed = {
                 "input_grad_s": plain.input_grad_s + repeat["forward_s"],
@@ -259,6 +262,7 @@ class Pricing:
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
         """A part without recompute."""
         dense, expert = num_parameters(items, expert=False), num_parameters(items, expert=True)
+        wide = wide_parameters(items)
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
         seconds = self._seconds(items, shape)
         gathered = (dense + expert) * (np.asarray(shape.zero_stage) == 3) * (np.asarray(shape.shard_size) > 1)
@@ -274,13 +278,14 @@ class Pricing:
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
         return PartCost(
             **seconds,
-            live_bytes=saved_bytes(items, frozenset(), memory.is_fp8(dtype)),
+            live_bytes=saved_bytes(items, frozenset(), dtype),
             transient_bytes=memory.transient_bytes(items, runtime) + memory.unused_gradient_bytes(items, runtime),
-            weights_bytes=memory.weights_bytes(dense, expert, shape, runtime, dtype),
+            weights_bytes=memory.weights_bytes(dense, expert, shape, runtime, dtype, wide),
             gradients_bytes=memory.gradients_bytes(dense, expert, shape, runtime),
             optimizer_bytes=memory.optimizer_bytes(dense, expert, shape, runtime),
             parameters=dense + expert,
             expert_parameters=expert,
+            wide_parameters=wide,
             reduce_s=self.reduce_s(dense, expert, shape),
             gather_s=self.gather_s(dense, expert, shape),
             optimizer_s=compute.optimizer_s(hardware, memory.sharded_parameters(dense, expert, shape), runtime),
@@ -324,8 +329,13 @@ class Pricing:
         return self._data_parallel_s(dense, expert, shape, self.runtime.gradient_bytes, reduces=True)
 
     def gather_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
-        """All-gather of updated bf16 parameters over the shard group; none under ZeRO-0."""
-        return self._data_parallel_s(dense, expert, shape, BF16, reduces=False) * (np.asarray(shape.zero_stage) >= 1)
+        """All-gather of updated parameters over the shard group; none under ZeRO-0.
+
+        In bf16, also where blocks of values are scaled: these are cast on arrival, in both directions.
+        """
+        in_fp8 = self.runtime.narrow_parameters and self.training.dtype == "fp8"
+        sharded = np.asarray(shape.zero_stage) >= 1
+        return self._data_parallel_s(dense, expert, shape, 1 if in_fp8 else BF16, reduces=False) * sharded
 
     def _data_parallel_s(
         self, dense: Number, expert: Number, shape: Shape, num_bytes: int, reduces: Literal[True, False]

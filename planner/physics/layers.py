@@ -80,6 +80,7 @@ def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: b
         Operator(
             name="head",
             kind="gemm",
+            wide=True,
             m=shape.tokens,
             n=columns,
             k=model.hidden_size,

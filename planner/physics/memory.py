@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.physics.operators import BF16, INT64, Item, Operator, operators_of
+from planner.physics.operators import BF16, INT64, NARROW_BYTES, Item, Operator, operators_of
 from planner.physics.shape import Number, Shape
 from planner.specs.cluster import HardwareSpec
 from planner.specs.model import ModelSpec
@@ -16,14 +16,31 @@ ALIGNMENT = 512
 """The least that torch's allocator gives a tensor, such as the loss."""
 
 
-def weights_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
-    """Weights a rank keeps; fp8 recipes cache one-byte copies beside them.
+def weights_bytes(
+    dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, dtype: str, wide: Number = 0.0
+) -> Number:
+    """Weights a rank keeps; `wide` of the dense ones stay in 16 bits under any recipe.
 
     Under ZeRO-3 they are sharded, and a pipeline stage keeps bf16 copies gathered from first micro-batch to last.
     """
-    per_parameter = runtime.weight_bytes + (runtime.fp8_weight_bytes if is_fp8(dtype) else 0)
+    cast: Number = runtime.weight_bytes if dtype not in NARROW_BYTES else _cast_weight_bytes(shape, runtime, dtype)
+    kept = cast * _sharded(dense - wide, expert, shape, 3) + runtime.weight_bytes * _sharded(wide, 0.0, shape, 3)
     gathered = (np.asarray(shape.zero_stage) == 3) & (np.asarray(shape.pp) > 1)
-    return per_parameter * _sharded(dense, expert, shape, 3) + np.where(gathered, BF16 * (dense + expert), 0.0)
+    return kept + np.where(gathered, BF16 * (dense + expert), 0.0)
+
+
+def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
+    """Of one weight that products meet in 8 or 4 bits.
+
+    Cast in every pass, no copy stays. Else it is cast once a step, and also transposed where scales run along rows (or
+    the GPU multiplies only by rows): beside the 16-bit weight, or in its stead where a sharded optimizer casts its
+    masters straight to the narrow weights.
+    """
+    if runtime.casts_weights:
+        return runtime.weight_bytes
+    copies = runtime.fp8_weight_copies if dtype == "fp8" else 2
+    beside = np.where(runtime.narrow_parameters & (np.asarray(shape.zero_stage) >= 1), 0, runtime.weight_bytes)
+    return beside + copies * NARROW_BYTES[dtype]
 
 
 def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
@@ -47,11 +64,6 @@ def _sharded(dense: Number, expert: Number, shape: Shape, from_stage: int) -> Nu
     # HSDP shards experts over no more ranks than it shards the rest
     expert_ranks = np.minimum(np.maximum(shape.expert_dp, 1), shape.shard_size)
     return dense / np.where(on, shape.shard_size, 1) + expert / np.where(on, expert_ranks, 1)
-
-
-def is_fp8(dtype: str) -> bool:
-    """Whether GEMM inputs are kept in eight bits or fewer."""
-    return dtype in ("fp8", "mxfp8", "nvfp4")
 
 
 def communicators(shape: Shape) -> Number:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from planner.physics.attention import enter_tp, leave_tp, local_copies, norm, residual
+from planner.physics.attention import cast_copy, enter_tp, leave_tp, local_copies, norm, residual
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved
 from planner.physics.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec, MoESpec
@@ -18,7 +18,8 @@ def mlp_block(
     model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
 ) -> Iterator[Item]:
     """Norm, dense MLP or experts, residual."""
-    yield norm("mlp norm", model.hidden_size, shape.shard_tokens, model, runtime)
+    # the router keeps what experts take in as it is
+    yield norm("mlp norm", model.hidden_size, shape.shard_tokens, model, runtime, output_is_cast=kind.mlp == "dense")
     if kind.mlp == "dense":
         assert model.intermediate_size is not None
         yield from _dense(model, model.intermediate_size, shape, runtime, "mlp")
@@ -109,7 +110,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     yield Operator(
         name="router",
         kind="gemm",
-        weight=True,
+        wide=True,
         modules=("moe",),
         m=tokens,
         n=moe.num_experts,
@@ -129,24 +130,20 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
         saved=(Saved("routing map", _routing_bytes(tokens, pairs, runtime), ("moe",)),),
     )
     yield _move("permute", BF16 * tokens * hidden + pair_bytes)
-    sent_bytes = pair_bytes * imbalance * (_distinct_share(moe, shape) if runtime.sends_tokens_once else 1)
-    yield from _all_to_all("dispatch", sent_bytes, shape)
+    sent_bytes = pair_bytes * imbalance
+    choices = moe.num_experts_per_tok if runtime.sends_tokens_once else 0
+    yield from _all_to_all("dispatch", sent_bytes, choices)
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * imbalance)
-    yield from _all_to_all("combine", sent_bytes, shape)
+    yield from _all_to_all("combine", sent_bytes, choices)
     yield _move("unpermute", BF16 * tokens * hidden + pair_bytes)
     if moe.shared_expert_intermediate_size:
+        yield cast_copy("shared experts", BF16 * tokens * hidden, ("shared_experts",))
         yield from _dense(model, moe.shared_expert_intermediate_size, shape, runtime, "shared_experts")
     if moe.shared_expert_gate:
         yield Operator(
-            name="shared expert gate", kind="gemm", m=tokens, n=1, k=hidden, parameters=hidden,
+            name="shared expert gate", kind="gemm", wide=True, m=tokens, n=1, k=hidden, parameters=hidden,
             saved=(Saved("shared output", BF16 * tokens * hidden), Saved("gate", BF16 * tokens)),
         )  # fmt: skip
-
-
-def _distinct_share(moe: MoESpec, shape: Shape) -> Number:
-    """Ranks that a token visits over experts that it visits, with k experts drawn evenly: ep·(1 − (1 − 1/ep)ᵏ) / k."""
-    ep, k = np.asarray(shape.ep, dtype=float), moe.num_experts_per_tok
-    return ep * (1 - (1 - 1 / ep) ** k) / k
 
 
 def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, rows: Number) -> Iterator[Item]:
@@ -198,7 +195,27 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         parameters=local * hidden * (width + bias),
         expert=True,
     )
+    if model.has_mlp_bias:
+        yield _row_biases(rows * hidden)
     yield _move("unsort rows", 2 * gathered * several)
+
+
+def _row_biases(elements: Number) -> Operator:
+    """Each row's expert's bias times its router weight, added after the product.
+
+    In eager fp32: product written; sum read and written; joined over experts; cast. Backward: cast back, the row's
+    gradient cast again, and two products with sums, for weights and for biases.
+    """
+    return Operator(
+        name="row biases",
+        kind="elementwise",
+        family="activation",
+        modules=("moe",),
+        forward_bytes=(FP32 + (BF16 + 2 * FP32) + 2 * FP32 + (FP32 + BF16)) * elements,
+        backward_bytes=((BF16 + FP32) + (FP32 + BF16) + 2 * 3 * FP32) * elements,
+        forward_kernels=4,
+        backward_kernels=6,
+    )
 
 
 def _routing_bytes(tokens: Number, pairs: Number, runtime: RuntimeSpec) -> Number:
@@ -240,12 +257,20 @@ _ETP_EXCHANGES: tuple[tuple[str, Literal["all_gather", "reduce_scatter"], bool],
 )
 
 
-def _all_to_all(name: str, num_bytes: Number, shape: Shape) -> Iterator[Collective]:
+def _all_to_all(name: str, num_bytes: Number, choices: int) -> Iterator[Collective]:
     """`num_bytes` leave this rank for the ep ranks (one share of them stays); its gradient comes back the same way."""
     modules = ("moe",)
-    yield Collective(name=name, kind="all_to_all", group="ep", num_bytes=num_bytes, overlap="ep", modules=modules)
     yield Collective(
-        name=f"{name} grad", kind="all_to_all", group="ep", num_bytes=num_bytes, overlap="ep", backward=True
+        name=name, kind="all_to_all", group="ep", num_bytes=num_bytes, overlap="ep", modules=modules, choices=choices
+    )
+    yield Collective(
+        name=f"{name} grad",
+        kind="all_to_all",
+        group="ep",
+        num_bytes=num_bytes,
+        overlap="ep",
+        backward=True,
+        choices=choices,
     )
 
 

@@ -19,6 +19,8 @@ from planner.physics.shape import Number
 BF16 = 2
 FP32 = 4
 INT64 = 8
+NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
+"""Of an element in 8 or 4 bits: MX formats have a byte of scale for 32 values, NVFP4 for 16."""
 
 Group = Literal["tp", "cp", "ep", "etp"]
 
@@ -30,7 +32,15 @@ class Saved(NamedTuple):
     num_bytes: Number
     modules: tuple[str, ...] = ()
     gemm_input: bool = False
-    """Kept only as the input of a GEMM: an fp8 recipe keeps its one-byte copy instead."""
+    """Kept only as the input of a GEMM: a narrow recipe keeps its cast copy instead."""
+    cast_copy: bool = False
+    """Kept only by a narrow recipe, as the cast copy of a GEMM's input that others keep as it is."""
+
+    def bytes_in(self, dtype: str) -> Number:
+        """Bytes kept where products are computed in `dtype`; `num_bytes` counts elements of 16 bits."""
+        if dtype not in NARROW_BYTES:
+            return 0.0 if self.cast_copy else self.num_bytes
+        return self.num_bytes * (NARROW_BYTES[dtype] / BF16 if self.gemm_input or self.cast_copy else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +63,9 @@ class Operator:
     n: Number = 0
     k: Number = 0
     weight: bool = True
-    """Whether the GEMM multiplies by a weight: only those run in fp8, and only those have a weight gradient."""
+    """Whether the GEMM multiplies by a weight: only those have a weight gradient and can be narrow."""
+    wide: bool = False
+    """Stays in 16 bits under an 8- or 4-bit recipe: the head, routers."""
     batch: Number = 0
     heads: Number = 0
     kv_heads: Number = 0
@@ -74,6 +86,11 @@ class Operator:
     saved: tuple[Saved, ...] = ()
     working_bytes: Number | None = None
     """Of elementwise operators: needed for a moment in the backward; given none, what its passes suggest."""
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether an 8- or 4-bit recipe computes this in its own dtype."""
+        return self.kind == "gemm" and self.weight and not self.wide
 
     @property
     def gemm_flops(self) -> Number:
@@ -110,13 +127,9 @@ class Operator:
             return 2 * self.gemm_flops
         return self._square * (3 * self.qk_dim + 2 * self.v_dim) if self.kind == "attention" else 0
 
-    def saved_bytes(self, recomputed: frozenset[str] = frozenset(), fp8: bool = False) -> Number:
+    def saved_bytes(self, recomputed: frozenset[str] = frozenset(), dtype: str = "bf16") -> Number:
         """Bytes kept for backward when the modules in `recomputed` are recomputed."""
-        return sum(
-            tensor.num_bytes * (0.5 if fp8 and tensor.gemm_input else 1)
-            for tensor in self.saved
-            if recomputed.isdisjoint(tensor.modules)
-        )
+        return sum(tensor.bytes_in(dtype) for tensor in self.saved if recomputed.isdisjoint(tensor.modules))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +145,9 @@ class Collective:
     backward: bool = False
     modules: tuple[str, ...] = ()
     """Recompute modules that repeat the exchange; of forward exchanges only."""
+    choices: int = 0
+    """Of an all-to-all: experts that each token visits, where a unit of ranks gets a token once however many of its
+    experts are among them; 0 where every visit is sent."""
 
 
 Item = Operator | Collective
@@ -150,6 +166,11 @@ def num_parameters(items: Iterable[Item], expert: bool | None = None) -> Number:
     return sum(op.parameters for op in operators_of(items) if expert is None or op.expert == expert)
 
 
-def saved_bytes(items: Iterable[Item], recomputed: frozenset[str] = frozenset(), fp8: bool = False) -> Number:
+def wide_parameters(items: Iterable[Item]) -> Number:
+    """Parameters the rank holds in 16 bits under any recipe: embedding, head, norms, routers."""
+    return sum(op.parameters for op in operators_of(items) if not op.is_cast)
+
+
+def saved_bytes(items: Iterable[Item], recomputed: frozenset[str] = frozenset(), dtype: str = "bf16") -> Number:
     """Bytes kept from forward to backward of one micro-batch."""
-    return sum(op.saved_bytes(recomputed, fp8) for op in operators_of(items))
+    return sum(op.saved_bytes(recomputed, dtype) for op in operators_of(items))

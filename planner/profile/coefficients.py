@@ -7,7 +7,11 @@ from typing import Literal
 
 A100 = ("a100-sxm-80gb", "a100-sxm-40gb", "a100-pcie-80gb")
 H100_500W = ("h100-sxm-96gb",)
-B200 = ("b200-sxm-180gb",)
+H100 = ("h100-sxm-80gb",)
+B200 = ("b200-sxm-180gb", "b300-sxm-270gb")
+GB200 = ("gb200-nvl72",)
+GB300 = ("gb300-nvl72",)
+BLACKWELL = (*B200, *GB200, *GB300)
 DEEPSPEED = ("megatron-deepspeed",)
 MEGATRON = ("megatron",)
 TORCHTITAN = ("torchtitan", "torchtitan-2024")
@@ -40,6 +44,12 @@ COEFFICIENTS = (
     Coefficient("DeepSpeed waits per exchange", "runtime", DEEPSPEED, "collective_sync_us", 200, 1, 2000, 1.0, "µs"),
     Coefficient("DeepSpeed host per kernel", "runtime", DEEPSPEED, "host_factor", 2.0, 0.5, 5, 0.5),
     Coefficient("B200 products", "hardware", B200, "efficiency.gemm_factor", 1.03, 0.8, 1.3, 0.03),
+    Coefficient("GB200 products", "hardware", GB200, "efficiency.gemm_factor", 1.05, 0.8, 1.3, 0.05),
+    Coefficient("GB300 products", "hardware", GB300, "efficiency.gemm_factor", 1.05, 0.8, 1.3, 0.05),
+    Coefficient("Blackwell 8-bit products", "hardware", BLACKWELL, "efficiency.gemm.fp8_factor", 1.2, 0.8, 1.6, 0.1),
+    Coefficient("Blackwell block scales", "hardware", BLACKWELL, "efficiency.gemm.mx_factor", 0.96, 0.7, 1.1, 0.05),
+    Coefficient("Blackwell 4-bit products", "hardware", BLACKWELL, "efficiency.gemm.fp4_factor", 0.93, 0.6, 1.4, 0.1),
+    Coefficient("H100 8-bit products", "hardware", H100, "efficiency.gemm.fp8_factor", 0.894, 0.7, 1.1, 0.03),
     Coefficient("Megatron waits per exchange", "runtime", MEGATRON, "collective_sync_us", 30, 1, 2000, 0.5, "µs"),
     Coefficient("Megatron host per MoE layer", "runtime", MEGATRON, "moe_host_us", 700, 50, 5000, 0.5, "µs"),
     Coefficient("Megatron host per expert", "runtime", MEGATRON, "expert_host_us", 80, 10, 1000, 0.5, "µs"),

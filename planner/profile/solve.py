@@ -20,10 +20,12 @@ def least_squares(
     high: FloatArray,
     scale: float,
     counts: FloatArray | float = 1.0,
+    tolerance: float = 1e-7,
 ) -> FloatArray:
     """The x between `low` and `high` with the least Σ counts · soft-L1(residual / scale): linear above `scale`.
 
-    soft-L1(z) = 2·(√(1 + z²) − 1), so that a few shapes for which a library chose badly do not bend the physics.
+    soft-L1(z) = 2·(√(1 + z²) − 1), so that a few shapes for which a library chose badly do not bend the physics. Ends
+    where an iteration lowers the sum by less than its share `tolerance`.
     """
     x, damping = np.clip(start, low, high), 1e-3
     current = residuals(x)
@@ -44,7 +46,7 @@ def least_squares(
         else:
             break
         x, current = trial, moved
-        if before - _loss(current, scale, counts) < 1e-7 * before:
+        if before - _loss(current, scale, counts) < tolerance * before:
             break
     return x
 

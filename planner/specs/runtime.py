@@ -64,8 +64,15 @@ class RuntimeSpec(Spec):
     """16-bit gradients beside fp32 main ones, zeroed after every micro-batch and never freed."""
     optimizer_bytes: PositiveInt = 12
     """fp32 master weights (unless they are the weights) and two Adam moments."""
-    fp8_weight_bytes: int = 2
-    """Under an fp8 recipe: the cached one-byte copies of a weight, as it is and transposed."""
+    narrow_gradient_bytes: PositiveInt | None = None
+    """Of main gradients under an 8- or 4-bit recipe, where that differs: Megatron-Bridge's performance recipes sum and
+    reduce them in bf16."""
+    narrow_parameters: bool = False
+    """Under an 8- or 4-bit recipe the weights are of its dtype (Megatron's --fp8-param-gather, as in all recipes of
+    Megatron-Bridge); else 16-bit weights are cast and stay beside."""
+    fp8_weight_copies: PositiveInt = 2
+    """Of a weight with one scale: as it is and transposed, since products by rows alone are what GPUs had before
+    Blackwell, where one is enough."""
     vocab_divisible_by: PositiveInt = 128
     """The vocabulary is padded to a multiple of this times tp."""
     reserved_gib: NonNegativeFloat = 0.0
@@ -131,23 +138,29 @@ class RuntimeSpec(Spec):
     moe_host_factor: NonNegativeFloat = 1.0
     """Of both: less where experts take a fixed number of tokens, or where a CUDA graph replays the routing."""
     sends_tokens_once: bool = False
-    """The dispatcher sends a token to a rank once, however many of its experts are there (DeepEP, HybridEP)."""
+    """The dispatcher sends a token to a node once and there to a rank once, however many of its experts they hold
+    (DeepEP, HybridEP)."""
     microbatch_overhead_s: NonNegativeFloat = 0.0
     """Host time per micro-batch and stage that no kernel hides."""
     step_overhead_s: NonNegativeFloat = 0.0
     """Host time per optimizer step: data, logging, gradient norm on the host."""
 
-    def for_dtype(self, dtype: str) -> RuntimeSpec:
-        """This runtime with the bytes of gradients that training in `dtype` means; the same if asked again."""
-        if dtype != "fp16" or self.fp16_gradient_bytes is None:
-            return self
-        return self.model_copy(update={"gradient_bytes": self.fp16_gradient_bytes, "kept_gradient_bytes": 0})
+    def in_dtype(self, dtype: str, architecture: str) -> RuntimeSpec:
+        """This runtime with what training in `dtype` on such silicon means for its bytes; the same if asked again."""
+        update: dict[str, Any] = {}
+        gradient_bytes = {"bf16": None, "fp16": self.fp16_gradient_bytes}.get(dtype, self.narrow_gradient_bytes)
+        if gradient_bytes is not None:
+            update |= {"gradient_bytes": gradient_bytes, "kept_gradient_bytes": 0}
+        if architecture == "blackwell":
+            update["fp8_weight_copies"] = 1
+        return self.model_copy(update=update) if update else self
 
     def with_features(self, features: dict[str, Any]) -> tuple[RuntimeSpec, tuple[str, ...]]:
         """This runtime with what a run's `features` switched on or off, and the feature names it does not know."""
         update: dict[str, Any] = {}
         unknown = []
-        for key, value in features.items():
+        # what is said of a thing itself comes after what implies it
+        for key, value in sorted(features.items(), key=lambda pair: pair[0] != "cuda_graph"):
             effect = _FEATURES.get(key)
             if effect is None:
                 unknown.append(key)
@@ -164,6 +177,8 @@ def _fraction(names: tuple[str, ...], when_on: float) -> Any:
     return lambda value: dict.fromkeys(names, when_on if value else 0.0)
 
 
+EP_OVERLAP = 0.8
+"""Of expert exchanges, behind another micro-batch's products, where a recipe asks for it."""
 _COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
 """What a trainer that relies on torch.compile loses without it."""
 _FEATURES: dict[str, Any] = {
@@ -173,15 +188,18 @@ _FEATURES: dict[str, Any] = {
     "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
     "cross_entropy_fusion": _switch("fused_cross_entropy"),
     "cuda_graph": lambda value: (
-        {"cuda_graphs": True}
+        # recipes that capture whole iterations of mixtures also overlap their exchanges (Megatron-Bridge since 26.06)
+        {"cuda_graphs": True} | ({} if value is True else {"ep_overlap_fraction": EP_OVERLAP})
         if value in (True, "full_iteration", "full")
         else {"moe_host_factor": 0.5}
         if value
         else {}
     ),
     "dispatcher": lambda value: {},
-    "ep_overlap": _fraction(("ep_overlap_fraction",), 0.8),
-    "fp32_grad_accum": lambda value: {"gradient_bytes": 4 if value else 2, "fp16_gradient_bytes": 4 if value else 2},
+    "ep_overlap": _fraction(("ep_overlap_fraction",), EP_OVERLAP),
+    "fp32_grad_accum": lambda value: dict.fromkeys(
+        ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes"), 4 if value else 2
+    ),
     "moe_capacity_factor": lambda value: {"moe_host_factor": 0.8} if value else {},
     "moe_token_drop": lambda value: {"moe_host_factor": 0.8} if value else {},
     "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),
@@ -240,14 +258,16 @@ RUNTIMES: dict[str, RuntimeSpec] = {
     for spec in (
         RuntimeSpec(
             name="megatron",
+            narrow_parameters=True,
+            narrow_gradient_bytes=2,
             hands_unused_gradients=True,
             head_only_stage=True,
-            tp_overlap_fraction=0.4,
+            tp_overlap_fraction=0.454,
             tp_async_overlap_fraction=0.9,
-            ep_overlap_fraction=0.4,
-            moe_host_us=900.0,
-            collective_sync_us=45.0,
-            expert_host_us=80.0,
+            ep_overlap_fraction=0.35,
+            moe_host_us=743.0,
+            collective_sync_us=50.0,
+            expert_host_us=72.0,
             sends_tokens_once=True,
             selective_recompute_modules=(
                 "core_attn",
@@ -308,8 +328,8 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         ),
         RuntimeSpec(
             name="megatron-deepspeed",
-            collective_sync_us=800.0,
-            host_factor=2.1,
+            collective_sync_us=758.0,
+            host_factor=2.04,
             zero_stages=(0, 1, 3),
             blocking_launches=True,
             fused_grad_accumulation=False,

@@ -118,3 +118,37 @@ def test_answers_come_before_the_next_line_is_read() -> None:
 
 def test_blank_lines_are_skipped() -> None:
     assert list(evaluate_lines(["\n", "  \n"])) == []
+
+
+def test_a_whole_iteration_in_a_graph_overlaps_expert_exchange_unless_said_otherwise() -> None:
+    assert parsed(features={"cuda_graph": "full_iteration"}).runtime.ep_overlap_fraction == 0.8
+    assert parsed(features={"ep_overlap": False, "cuda_graph": "full_iteration"}).runtime.ep_overlap_fraction == 0.0
+    plain = parsed().runtime.ep_overlap_fraction
+    assert parsed(features={"cuda_graph": True}).runtime.ep_overlap_fraction == plain
+
+
+def test_fp16_in_the_recipe_is_the_dtype() -> None:
+    assert parsed(precision_recipe="fp16").training.dtype == "fp16"
+    assert parsed(precision_recipe="fp16", dtype="fp8").training.dtype == "fp8"
+    assert parsed().training.dtype == "bf16"
+
+
+OSS: dict[str, Any] = {
+    "name": "GPT-OSS-120B", "num_hidden_layers": 36, "hidden_size": 2880, "intermediate_size": None,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "sliding_window": 128,
+    "num_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2880,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern", "sinks"),
+    [({}, 2, True), ({"name": "mine"}, None, False), ({"num_hidden_layers": 4}, None, False),
+     ({"sliding_window_pattern": 6}, 6, True), ({"attention_sinks": False}, 2, False)],
+)  # fmt: skip
+def test_a_known_models_design_fills_what_its_description_leaves_out(
+    changes: dict[str, Any], pattern: int | None, sinks: bool
+) -> None:
+    model = parsed(model={**OSS, **changes}, parallelism={"dp": 8}, num_gpus=8).model
+    assert (model.sliding_window_pattern, model.attention_sinks) == (pattern, sinks)
+    full = [layer.attention for layer in model.layers].count("full")
+    assert full == (0 if pattern is None else model.num_hidden_layers // pattern)

@@ -39,7 +39,7 @@ def test_what_dates_a_run(name: str, architecture: str, features: dict[str, Any]
 def test_fp16_and_bf16_gradients_of_megatron_deepspeed() -> None:
     runtime = load_runtime("megatron-deepspeed")
     assert (runtime.gradient_bytes, runtime.kept_gradient_bytes) == (4, 2)
-    half = runtime.for_dtype("fp16")
+    half = runtime.in_dtype("fp16", "ampere")
     assert (half.gradient_bytes, half.kept_gradient_bytes) == (2, 0)
-    assert half.for_dtype("fp16") == half
-    assert runtime.for_dtype("bf16") is runtime
+    assert half.in_dtype("fp16", "ampere") == half
+    assert runtime.in_dtype("bf16", "ampere") is runtime

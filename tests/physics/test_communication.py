@@ -1,0 +1,72 @@
+"""Tokens handed to experts: how often each crosses which links."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planner.physics.communication import collective_s, dispatch_s, exchange_s
+from planner.physics.layers import decoder_layer
+from planner.physics.operators import Collective, collectives_of
+from planner.physics.shape import Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.runtime import load_runtime
+
+H100 = ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
+NVL72 = ClusterSpec(hardware=load_hardware("gb200"), num_gpus=64)
+NUM_BYTES = 8.0 * 2**30
+
+
+def latencies_s(cluster: ClusterSpec, num_tiers: int) -> float:
+    return sum(tier.latency_s for tier in cluster.tiers[:num_tiers])
+
+
+def test_in_one_domain_a_rank_gets_a_token_once() -> None:
+    """Of 8 visits to 16 ranks, 16·(1 − (15/16)⁸) ranks are distinct, and one rank in 16 is the token's own."""
+    distinct = 16 * (1 - (15 / 16) ** 8)
+    expected = NUM_BYTES / 8 * distinct * 15 / 16 / NVL72.tiers[0].bytes_per_s
+    assert float(dispatch_s(NUM_BYTES, 8, 16, 1, NVL72)) == pytest.approx(expected + latencies_s(NVL72, 1))
+
+
+def test_between_nodes_a_node_gets_a_token_once() -> None:
+    """Two nodes of 8: the other one is visited by all but 1 token in 256, whose copies are handed on inside."""
+    nvlink, network = H100.tiers[0].bytes_per_s, H100.tiers[1].bytes_per_s
+    inside = 16 * (1 - (15 / 16) ** 8) * 7 / 8 / nvlink
+    between = (1 - 1 / 256) / network
+    expected = NUM_BYTES / 8 * (inside + between) + latencies_s(H100, 2)
+    assert float(dispatch_s(NUM_BYTES, 8, 16, 1, H100)) == pytest.approx(expected)
+
+
+def test_one_choice_crosses_the_network_as_often_as_any_exchange() -> None:
+    network = H100.tiers[1].bytes_per_s
+    once, each = (float(f) for f in (dispatch_s(1e12, 1, 64, 1, H100), collective_s("all_to_all", 1e12, 64, 1, H100)))
+    outer = 1e12 * 56 / 64 / network
+    assert once > outer
+    assert each > outer
+    # what differs is what came over the network and is handed on inside
+    assert once - each == pytest.approx(1e12 * (7 / 8 - 7 / 64) / H100.tiers[0].bytes_per_s, rel=1e-3)
+
+
+def test_nothing_to_send_takes_no_time() -> None:
+    assert float(dispatch_s(0.0, 8, 16, 1, H100)) == 0.0
+    assert float(dispatch_s(NUM_BYTES, 8, 1, 1, H100)) == 0.0
+
+
+def test_arrays_cost_what_their_elements_cost() -> None:
+    sizes = np.array([1, 4, 8, 16, 64])
+    together = dispatch_s(NUM_BYTES, 4, sizes, 1, H100)
+    assert list(together) == [float(dispatch_s(NUM_BYTES, 4, int(size), 1, H100)) for size in sizes]
+
+
+@pytest.mark.parametrize(("runtime", "choices"), [("megatron", 8), ("torchtitan", 0)])
+def test_who_sends_tokens_once(runtime: str, choices: int) -> None:
+    model, shape = load_model("qwen3-30b-a3b"), Shape(ep=16, dp=16, seq_length=4096)
+    items = decoder_layer(model, model.layers[0], shape, load_runtime(runtime))
+    exchanges = [item for item in collectives_of(items) if item.kind == "all_to_all"]
+    assert len(exchanges) == 4
+    for exchange in exchanges:
+        assert exchange.choices == choices
+        assert exchange.num_bytes == 2 * 4096 * 8 * 2048
+    plain = Collective(name="plain", kind="all_to_all", group="ep", num_bytes=exchanges[0].num_bytes)
+    assert (float(exchange_s(exchanges[0], shape, H100)) < float(exchange_s(plain, shape, H100))) == (choices > 0)
