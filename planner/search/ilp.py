@@ -4,7 +4,7 @@ Ranks r = 0 … pp − 1, virtual stages j = chunk·pp + r; the first row of vir
 layers are numbered i, kinds κ. t, f, b are seconds of one micro-batch (forward plus backward, forward, backward;
 exchanges included), M micro-batches, c seconds of a transfer.
 
-    filled[r,i] ∈ ℕ      layers of run i on the first-row stages 0 … r
+    filled[r,i] ∈ ℕ      layers of run i on the first-row stages 0 … r (or, of a kind that recurs, on the stages 0 … j)
     chunk ∈ ℕ            layers of every virtual stage (interleaving only); the end stages have missing[end] ∈ ℕ fewer
     recomputed[r,κ] ∈ ℕ  layers of kind κ on rank r that are recomputed whole
     T, gradients, parameters, optimizer ≥ 0
@@ -19,7 +19,7 @@ exchanges included), M micro-batches, c seconds of a transfer.
     6. memory     static + in flight · live + transient ≤ usable on every rank
     7. ends       gradients, parameters: exchange of the first rank less what hides it; optimizer: any rank's
 
-Rows 1 and 2 are `_add_layers`, the others the method of their name.
+Rows 1 to 3 are `HeldLayers`, the others the method of their name.
 
 Sources: PHYSICS §5 for the bounds (Narayanan et al. 2021 for the orders). For 1F1B they meet the replay wherever stages
 differ little, so the optimum is a certificate; the gap to the replay is reported, never hidden.
@@ -37,6 +37,7 @@ import pulp
 
 from planner.errors import SolverError
 from planner.physics.cost import PartCost
+from planner.search.ilp_layers import Expression, HeldLayers, as_count
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 from planner.specs.units import GIB
@@ -45,9 +46,6 @@ _WAYS = ("forward_total_s", "backward_total_s")
 _SLOWED = frozenset({*_WAYS, "input_grad_total_s", "total_s", "optimizer_s"})
 """What takes a slow rank longer."""
 FULL: Recompute = "full"
-
-Expression = Any
-"""A pulp expression, a variable or a number."""
 
 Whole = Literal["none", "all", "one_count", "per_stage"]
 """How many layers are recomputed whole: none, all, the same number on every virtual stage, or each rank's own."""
@@ -128,8 +126,10 @@ class _Program:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.problem = pulp.LpProblem("split", pulp.LpMinimize)
-        self.kinds = list(dict.fromkeys(kind for kind, _ in node.runs))
-        self._add_layers()
+        self.held = HeldLayers(
+            self.problem, node.runs, pp=node.pp, vpp=node.vpp, placement=node.placement, empty_ends=node.empty_ends
+        )
+        self.kinds = self.held.kinds
         self._add_recompute()
         self._add_time()
         self._add_memory()
@@ -152,76 +152,17 @@ class _Program:
         self.problem += variable == expression, f"is_{name}"
         return variable
 
-    def _add_layers(self) -> None:
-        """Rows 1 and 2: `first[r][i]` layers of run i on rank r's first chunk, `rest[r]` of the last on its others."""
-        node, lengths = self.node, [length for _, length in self.node.runs]
-        num_runs, interleaved = len(lengths), node.vpp > 1
-        filled: list[list[Expression]] = []
-        for rank in range(node.pp):
-            row: list[Expression] = []
-            for run, length in enumerate(lengths):
-                complete = rank == node.pp - 1 and not (interleaved and run == num_runs - 1)
-                row.append(length if complete else self._variable(f"filled_{rank}_{run}", length, integer=True))
-            filled.append(row)
-            for run in range(num_runs - 1 if rank < node.pp - 1 else 0):
-                finished = row[run]  # a run of one layer is finished where it is filled
-                if lengths[run] > 1:
-                    finished = self._variable(f"finished_{rank}_{run}", 1, integer=True)
-                    self.problem += row[run] >= lengths[run] * finished, f"order_{rank}_{run}_full"
-                self.problem += row[run + 1] <= lengths[run + 1] * finished, f"order_{rank}_{run}_next"
-        self.first = [
-            [count - (filled[rank - 1][run] if rank else 0) for run, count in enumerate(row)]
-            for rank, row in enumerate(filled)
-        ]
-        for rank in range(1, node.pp):
-            for run, count in enumerate(self.first[rank]):
-                self.problem += count >= 0, f"grows_{rank}_{run}"
-        self.first_row = [pulp.lpSum(row) for row in self.first]
-        self.rest: list[Expression] = [0] * node.pp
-        if interleaved:
-            self._add_chunks()
-            self.problem += pulp.lpSum(self.rest) + filled[-1][-1] == lengths[-1], "layers"
-        self.totals = [row + rest for row, rest in zip(self.first_row, self.rest, strict=True)]
-        self.layers = [self._by_kind(rank) for rank in range(node.pp)]
-        for rank, total in enumerate(self.totals if not interleaved else []):
-            empty = node.empty_ends and rank in (0, node.pp - 1) and node.pp > 1
-            self.problem += total >= (0 if empty else 1), f"held_{rank}"
-
-    def _by_kind(self, rank: int) -> dict[LayerKind, Any]:
-        """Layers of each kind on a rank, one variable each: they enter every row below."""
-        counts: dict[LayerKind, list[Expression]] = {kind: [] for kind in self.kinds}
-        for (kind, _), count in zip(self.node.runs, self.first[rank], strict=True):
-            counts[kind].append(count)
-        counts[self.node.runs[-1][0]].append(self.rest[rank])
-        return {
-            kind: self._named(f"layers_{rank}_{number}", pulp.lpSum(parts))
-            for number, (kind, parts) in enumerate(counts.items())
-        }
-
-    def _add_chunks(self) -> None:
-        """Row 3, where chunks interleave."""
-        node, most = self.node, sum(length for _, length in self.node.runs)
-        self.chunk = chunk = self._variable("chunk", most, integer=True)
-        missing = [self._variable(f"missing_{end}", most, integer=True) for end in ("first", "last")]
-        for rank in range(node.pp):
-            self.problem += self.first_row[rank] == chunk - (missing[0] if rank == 0 else 0), f"chunk_first_{rank}"
-            self.rest[rank] = (node.vpp - 1) * chunk - (missing[1] if rank == node.placement[-1] else 0)
-        self.missing_last = missing[1]
-        self.last_row = [chunk] * (node.pp - 1) + [chunk - missing[1]]
-        for end in missing:
-            self.problem += end <= chunk - (0 if node.empty_ends else 1), f"held_{end.name}"
-
     def _add_recompute(self) -> None:
         """Row 4: `whole[r][κ]` layers of kind κ that rank r recomputes whole."""
         node = self.node
         if node.whole in ("none", "all"):
             nothing: dict[LayerKind, Expression] = dict.fromkeys(self.kinds, 0)
-            self.whole = [dict(row) if node.whole == "all" else dict(nothing) for row in self.layers]
+            self.whole = [dict(row) if node.whole == "all" else dict(nothing) for row in self.held.by_kind]
             return
         most = sum(length for _, length in node.runs)
         self.common = self._variable("recomputed", most, integer=True) if node.whole == "one_count" else None
         self.whole = []
-        for rank, row in enumerate(self.layers):
+        for rank, row in enumerate(self.held.by_kind):
             counts: dict[LayerKind, Expression] = {}
             for number, (kind, held) in enumerate(row.items()):
                 if self.common is not None:
@@ -235,7 +176,7 @@ class _Program:
         """A linear quantity of the layers on a rank, under their modes."""
         node, slowness = self.node, self._slowness(rank, quantity)
         terms = pulp.LpAffineExpression()
-        for kind, count in self.layers[rank].items():
+        for kind, count in self.held.by_kind[rank].items():
             plain = slowness * float(getattr(node.layers[kind, node.base], quantity))
             terms.addterm(count, plain)
             if node.whole != "none":
@@ -279,7 +220,7 @@ class _Program:
             busy = node.num_microbatches * self._rank(rank, "total_s")
             self.problem += self.makespan >= busy + before + len(ways) * rank * node.p2p_s, f"time_{rank}"
             held = sum(self._held(rank, way, last_row=False) for way in ways)
-            before = self._named(f"before_{rank}", before + self.first_row[rank] * quickest + held)
+            before = self._named(f"before_{rank}", before + self.held.first_row[rank] * quickest + held)
 
     def _add_trips(self, back: str) -> None:
         """One micro-batch's whole trip, and M − 1 more passes of any stage, there or `back`: long where M is small."""
@@ -291,7 +232,7 @@ class _Program:
         for way in (there, back):
             stages = [self._rank(rank, way) for rank in range(node.pp)] if node.vpp == 1 else []
             if node.vpp > 1 and num_stages > 2:  # any stage but the first and the last
-                stages = [self.chunk * min(min(self._per_layer(rank, way)) for rank in range(node.pp))]
+                stages = [self.held.chunk * min(min(self._per_layer(rank, way)) for rank in range(node.pp))]
             for number, stage in enumerate(stages):
                 self.problem += self.makespan >= trip + (node.num_microbatches - 1) * stage, f"trip_{number}_{way}"
 
@@ -333,7 +274,7 @@ class _Program:
         behind: dict[str, list[Expression]] = {way: [0] * (pp + 1) for way in _WAYS}
         for rank in reversed(range(pp)):
             for way in _WAYS:
-                held = self.last_row[rank] * min(self._per_layer(rank, way)) + self._held(rank, way, last_row=True)
+                held = self.held.last_row[rank] * min(self._per_layer(rank, way)) + self._held(rank, way, last_row=True)
                 behind[way][rank] = self._named(f"behind_{rank}_{way}", behind[way][rank + 1] + held)
         self._add_trips("backward_total_s")
         for rank in range(pp):
@@ -343,7 +284,7 @@ class _Program:
             hops = (pp * node.vpp - 1 - rank + pp - 1 - rank) * hop
             waits: list[Expression] = [0]
             for way, back in zip(_WAYS, reversed(_WAYS), strict=True):
-                slowest = self.chunk * max(self._per_layer(rank, way)) + self._held(rank, way)
+                slowest = self.held.chunk * max(self._per_layer(rank, way)) + self._held(rank, way)
                 wait = total[way] - before[way] + behind[back][rank + 1] + hops - k * slowest
                 waits.append(self._named_free(f"wait_{rank}_{way}", wait))
             if chunks > k:
@@ -351,7 +292,9 @@ class _Program:
             for number, wait in enumerate(waits):
                 self.problem += self.makespan - busy >= wait, f"time_{rank}_{number}"
             for way in _WAYS:
-                held = self.first_row[rank] * min(self._per_layer(rank, way)) + self._held(rank, way, last_row=False)
+                held = self.held.first_row[rank] * min(self._per_layer(rank, way)) + self._held(
+                    rank, way, last_row=False
+                )
                 before[way] = self._named(f"before_{rank}_{way}", before[way] + held)
 
     def _per_layer(self, rank: int, quantity: str) -> list[float]:
@@ -397,20 +340,7 @@ class _Program:
             self.whole if self.node.whole != "one_count" else [dict.fromkeys(self.kinds, self.common)] * self.node.pp
         )
         return Solution(
-            counts=self._counts(),
-            recomputed=tuple(tuple(map(_count, row.values())) for row in whole),
+            counts=self.held.counts(),
+            recomputed=tuple(tuple(map(as_count, row.values())) for row in whole),
             bound_s=float(bound_s if proven else 0.0),
         )
-
-    def _counts(self) -> tuple[int, ...]:
-        """Layers of each virtual stage: the first row's, then equal chunks, the last of which may hold fewer."""
-        node = self.node
-        if node.vpp == 1:
-            return tuple(map(_count, self.totals))
-        later = [_count(self.chunk)] * (node.pp * (node.vpp - 1))
-        later[-1] -= _count(self.missing_last)
-        return (*map(_count, self.first_row), *later)
-
-
-def _count(expression: Expression) -> int:
-    return round(float(pulp.value(expression)))

@@ -10,14 +10,15 @@ from typing import Literal
 from planner.physics.cost import CostTable, PartCost, Pricing, sum_parts
 from planner.schedule.orders import SCHEDULES, in_flight_microbatches, placement
 from planner.search.ilp import Node, Solution, Whole
+from planner.search.ilp_layers import recurring
 from planner.search.room import fixed_bytes
 from planner.search.split import Split, even_counts, held_parts
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
 MAX_RUNS_INTERLEAVED = 4
-"""Beyond this many runs (alternating kinds), or where all but the last outgrow the ranks' first chunks, interleaved
-chunks are balanced with layers of the mean kind."""
+"""Beyond this many runs, or where all but the last outgrow the ranks' first chunks, interleaved chunks are balanced
+with layers of the mean kind; a kind that recurs every so many layers is known exactly."""
 
 
 Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
@@ -56,7 +57,8 @@ def node_of(
     runs, layers = model.runs, table.layers
     # the first chunks of all ranks hold this many layers at least, however few the first one has
     first_row = (pp - 1) * -(-model.num_hidden_layers // (pp * vpp))
-    if vpp > 1 and (len(runs) > MAX_RUNS_INTERLEAVED or sum(length for _, length in runs[:-1]) > first_row):
+    many = len(runs) > MAX_RUNS_INTERLEAVED or sum(length for _, length in runs[:-1]) > first_row
+    if vpp > 1 and many and recurring(runs) is None:
         runs, layers = _mean_kind(pricing, table)
     return Node(
         runs=runs,

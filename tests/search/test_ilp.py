@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from brute_force import Candidate, brute_force_s, candidates, fits, pipeline_s, 
 from planner.physics.cost import PartCost
 from planner.schedule.orders import in_flight_microbatches
 from planner.search.ilp import Node, Solution, solve
+from planner.search.ilp_layers import recurring
 from planner.specs.model import LayerKind
 from planner.specs.units import GIB
 
@@ -72,6 +73,23 @@ def random_node(seed: int, **changes: Any) -> Node:
         "parameter_overlap_fraction": rng.choice([0.0, 0.9]),
     }
     return Node(**(node | changes))
+
+
+def recurring_node(seed: int) -> Node:
+    """Up to 9 layers, every second or third of another kind, on two or three stages."""
+    rng = random.Random(2000 + seed)
+    period, first, num_layers = rng.choice([2, 3]), rng.randint(0, 2), rng.randint(5, 9)
+    pattern = [MOE if number % period == first % period else DENSE for number in range(num_layers)]
+    plain = {kind: random_part(rng) for kind in (DENSE, MOE)}
+    layers = {(kind, "none"): part for kind, part in plain.items()}
+    layers |= {(kind, "full"): recomputed_whole(part, rng) for kind, part in plain.items()}
+    return random_node(
+        seed,
+        runs=tuple((kind, len(list(same))) for kind, same in groupby(pattern)),
+        layers=layers,
+        whole=rng.choice(["none", "all"] + ["per_stage"] * (num_layers < 8)),
+        usable_bytes=rng.choice([1e6, rng.uniform(3, 12) * num_layers / 2]) * GIB,
+    )
 
 
 def interleaved_node(seed: int) -> Node:
@@ -134,6 +152,28 @@ def test_the_random_shapes_are_of_all_sorts() -> None:
         product(("none", "all", "per_stage"), (1, 2), (False, True))
     ) | {("one_count", 1, False), ("one_count", 1, True)}
     assert {math.isinf(brute_force_s(node)) for node in nodes} == {True, False}
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_a_kind_that_recurs_is_split_as_any_other(first: int) -> None:
+    nodes = [recurring_node(seed) for seed in range(first, first + 20)]
+    feasible = [check_optimum(node) for node in nodes]
+    assert any(feasible)
+    assert sum(recurring(node.runs) is not None for node in nodes) > 10
+
+
+PATTERNS = {"FSFSFS": 2, "SFSFS": 2, "SSSSSFSSSSSF": 6, "SSSSSFSSS": 9, "SSFSSFS": 3, "FSSFSSF": 3, "SFFS": 3}
+NONE = ["SSSS", "FFFSSS", "SFFSS", "SSFSF", "FSSSFSF"]
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, *NONE])
+def test_what_recurs_is_counted_by_a_floor(pattern: str) -> None:
+    kinds = {"F": LayerKind("full", "dense"), "S": LayerKind("sliding", "dense")}
+    found = recurring([(kinds[kind], len(list(same))) for kind, same in groupby(pattern)])
+    assert (None if found is None else found.period) == PATTERNS.get(pattern)
+    for number in range(len(pattern) + 1 if found is not None else 0):
+        held = [kinds[kind] for kind in pattern[:number]].count(found.kind)
+        assert held == (number + found.offset) // found.period
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
