@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -51,11 +53,24 @@ def launch(run: ProbeRun, child: Child = process.child, ranks: Sequence[int] = (
     return measured
 
 
+def _start_server() -> None:
+    """Start the server of processes deaf to Ctrl-C, which a terminal sends to it too: while it imports torch it would
+    answer with a traceback. What it starts inherits that, and ends with the launcher."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
 class _Launch:
     def __init__(self, run: ProbeRun, folder: Path, child: Child, ranks: Sequence[int]) -> None:
         self.run, self.folder, self.ranks = run, folder, ranks
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)  # torch is imported once, not once a rank
+        _start_server()
         self.processes: list[BaseProcess] = [
             context.Process(target=child, args=(folder, rank, number), daemon=True) for number, rank in enumerate(ranks)
         ]

@@ -55,10 +55,13 @@ def in_its_own_process(make: Callable[[], Worker], folder: Path, rank: int) -> N
     """Run a worker beside its launcher and end the process: it outlives neither Ctrl-C there nor the launcher's end."""
     os.setsid()
     threading.Thread(target=_die_with_launcher, daemon=True).start()
-    log = os.open(folder / LOG_FILE.format(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        log = os.open(folder / LOG_FILE.format(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        stack = (folder / STACK_FILE.format(rank)).open("w")
+    except FileNotFoundError:  # interrupted while this process was on its way, the launcher has cleared up already
+        os._exit(EXIT_FAILED)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    stack = (folder / STACK_FILE.format(rank)).open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -125,6 +125,27 @@ def test_no_rank_outlives_its_launcher(sent: signal.Signals, make_run: Any, own_
         assert list(own_tmp.glob("plan-probe-*")) == []
 
 
+@pytest.mark.parametrize("after_s", [0.3, 1.0])
+def test_ctrl_c_in_a_terminal_leaves_no_traceback(after_s: float, make_run: Any, own_tmp: Path) -> None:
+    """It reaches the whole group of processes, also those that still import torch."""
+    run_file = own_tmp / "run.json"
+    run_file.write_text(small(make_run).model_dump_json())
+    launcher = subprocess.Popen(
+        [sys.executable, str(HERE / "launch_and_wait.py"), str(run_file)],
+        env={**os.environ, "TMPDIR": str(own_tmp), "PYTHONPATH": str(HERE.parent.parent)},
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: any(own_tmp.glob("plan-probe-*/run.json")))
+    time.sleep(after_s)
+    os.killpg(launcher.pid, signal.SIGINT)
+    _, told = launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert told == ""
+    assert list(own_tmp.glob("plan-probe-*")) == []
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 40
     while not condition():
