@@ -14,11 +14,10 @@ from planner.export.launch import Command
 from planner.export.recompute import recomputed_layers
 from planner.export.refusal import Objections, broken_rules
 from planner.export.stages import VirtualStage, virtual_stages
-from planner.export.torch_csv import to_torch_csv
+from planner.export.torch_csv import order_of, to_torch_csv
 from planner.plan import Plan
 from planner.schedule.actions import Schedule
-from planner.schedule.orders import build_schedule, violation
-from planner.search.rules_torch import TORCH_CLASSES, TORCH_RULES
+from planner.search.rules_torch import TORCH_CLASSES, TORCH_EAGER_RULES
 
 WRITTEN_FOR = "torch 2.13"
 PLAN_FILE, ORDER_FILE, PIPELINING_FILE = "plan.torch.yaml", "schedule.csv", "pipelining.json"
@@ -34,8 +33,7 @@ def export_torch(plan: Plan) -> Exported:
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     _object(plan, stages)
-    layout = plan.parallelism
-    order = build_schedule(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
+    order = order_of(plan.best)
     notes = _notes(plan)
     comments = header(plan, WRITTEN_FOR, notes)
     files = (
@@ -53,35 +51,27 @@ def export_torch(plan: Plan) -> Exported:
 
 
 def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
-    layout, model = plan.parallelism, plan.model.spec
-    objections = Objections("torch", broken_rules(TORCH_RULES, plan), "plan again with --runtime torch-eager")
+    objections = Objections("torch", broken_rules(TORCH_EAGER_RULES, plan), "plan again with --runtime torch-eager")
     say = objections.when
-    error = violation(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
-    say(error, "schedule", error.message if error else "")
-    if error is None:
-        order = build_schedule(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
-        refused = _refused(order)
-        say(refused, "schedule", refused)
-        say(
-            not refused and [stage.rank for stage in stages] != list(order.stage_to_rank),
-            "placement",
-            f"schedule {layout.schedule} runs the stages on other ranks",
-        )
+    object_to_order(plan, stages, objections)
     say(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run")
-    say(layout.cp > 1, "cp", f"the runner does not split sequences (cp {layout.cp})")
-    say(layout.zero_stage > 1, "zero_stage", f"the runner shards optimizer states only, not ZeRO-{layout.zero_stage}")
-    say(model.moe is not None and layout.etp > 1, "etp", f"the runner does not split an expert (etp {layout.etp})")
-    say(model.vocab_size % layout.tp, "vocab_size", f"vocab_size {model.vocab_size} is no multiple of tp {layout.tp}")
     say(plan.training.dtype != "bf16", "dtype", f"the runner computes in bf16, not {plan.training.dtype}")
     objections.raise_any()
 
 
-def _refused(order: Schedule) -> str:
+def object_to_order(plan: Plan, stages: tuple[VirtualStage, ...], objections: Objections) -> None:
+    """The plan's order exists, torch's runtime can run it, and it has the stages where the plan has them."""
     try:
+        order = order_of(plan.best)
         to_torch_csv(order)
     except SpecError as error:
-        return error.message
-    return ""
+        objections.when(True, "schedule", error.message)
+        return
+    objections.when(
+        [stage.rank for stage in stages] != list(order.stage_to_rank),
+        "placement",
+        f"schedule {plan.parallelism.schedule} runs the stages on other ranks",
+    )
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from planner.export.launch import Command
 from planner.export.recompute import all_full, object_to_mixture, recomputed_layers
 from planner.export.refusal import Objections, broken_rules
 from planner.export.stages import VirtualStage, is_looped, module_names, virtual_stages
+from planner.export.torch_csv import order_of, to_torch_csv
+from planner.export.torch_plan import ORDER_FILE, object_to_order
 from planner.export.torchtitan_model import DEFAULT_ROTARY_BASE, model_source
 from planner.plan import Plan
 from planner.search.rules_torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES
@@ -24,15 +26,22 @@ def export_torchtitan(plan: Plan) -> Exported:
     _object(plan, stages)
     notes = _notes(plan)
     comments = header(plan, WRITTEN_FOR, notes)
-    recipe = ExportFile(f"{RECIPE}.py", comments + recipe_source(plan, stages))
+    files = [ExportFile(f"{RECIPE}.py", comments + recipe_source(plan, stages))]
+    if _has_order_of_its_own(plan):
+        files.append(ExportFile(ORDER_FILE, to_torch_csv(order_of(plan.best))))
     command = Command(
         program="-m torchtitan.train",
         arguments={"--module": RECIPE, "--config": "plan"},
         setup=('export PYTHONPATH="$PLAN_DIR${PYTHONPATH:+:$PYTHONPATH}"',),
         comments=comments,
-        files=(recipe,),
+        files=tuple(files),
     )
-    return Exported("torchtitan", WRITTEN_FOR, (recipe,), command, notes)
+    return Exported("torchtitan", WRITTEN_FOR, tuple(files), command, notes)
+
+
+def _has_order_of_its_own(plan: Plan) -> bool:
+    """Whether torch has no class for the schedule, so that its runtime reads the order from a file."""
+    return plan.parallelism.pp > 1 and plan.parallelism.schedule not in TORCH_CLASSES
 
 
 def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
@@ -42,10 +51,8 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections = Objections("torchtitan", broken_rules(rules.values(), plan))
     object_to_mixture(plan.best, objections)
     say = objections.when
-    known = layout.schedule in TORCH_CLASSES or layout.pp == 1
-    say(not known, "schedule", f"{layout.schedule} is none of {', '.join(TORCH_CLASSES)}")
-    two_way = layout.schedule in ("zb-v", "dualpipe-v")
-    say(known and is_looped(stages, layout.pp) == (two_way and layout.pp > 1), "placement", "stages on other ranks")
+    if layout.pp > 1:
+        object_to_order(plan, stages, objections)
     say(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run")
     say(plan.training.dtype != "bf16", "dtype", f"{plan.training.dtype} is not exported, only bf16")
     say(
@@ -75,6 +82,7 @@ def recipe_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
     more, model = model_source(plan.model.spec, plan.training.seq_length)
     imports = [
         "import os",
+        *(["from pathlib import Path"] if _has_order_of_its_own(plan) else []),
         "from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig",
         "from torchtitan.models.llama3.config_registry import llama3_debugmodel",
         "from torchtitan.trainer import Trainer",
@@ -151,10 +159,25 @@ def stage_modules(stages: tuple[VirtualStage, ...]) -> list[list[str]]:
     return [module_names(stage, "tok_embeddings", "layers.", "norm", "lm_head") for stage in stages]
 
 
+def _schedule_class(plan: Plan) -> str:
+    """torch's class for the schedule; for an order of its own, one that places the stages on the same ranks."""
+    layout = plan.parallelism
+    if layout.pp == 1:
+        return "1F1B"
+    if layout.schedule in TORCH_CLASSES:
+        return TORCH_CLASSES[layout.schedule]
+    if not is_looped(virtual_stages(plan.best, plan.model.spec.num_hidden_layers), layout.pp):
+        return TORCH_CLASSES["zb-v"]
+    return TORCH_CLASSES["interleaved-1f1b" if layout.vpp > 1 else "1f1b"]
+
+
 def _function_source(plan: Plan) -> str:
     layout, training, runtime = plan.parallelism, plan.training, plan.runtime_spec
     shard = layout.shard_size // layout.cp if layout.zero_stage >= 2 else 1
-    schedule = TORCH_CLASSES.get(layout.schedule, "1F1B")
+    schedule = _schedule_class(plan)
+    order = ""
+    if _has_order_of_its_own(plan):
+        order = f'pipeline_parallel_schedule_csv=str(Path(__file__).with_name("{ORDER_FILE}")),\n        '
     loss = "CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)"
     wrapped = f"ChunkedLossWrapper.Config(loss_fn={loss})"
     if plan.model.spec.num_nextn_predict_layers:
@@ -168,7 +191,7 @@ def plan() -> Trainer.Config:
     parallelism = dict(
         pipeline_parallel_degree={layout.pp},
         pipeline_parallel_schedule="{schedule}",
-        module_fqns_per_model_part={"STAGES" if layout.pp > 1 else None},
+        {order}module_fqns_per_model_part={"STAGES" if layout.pp > 1 else None},
         tensor_parallel_degree={layout.tp},
         enable_sequence_parallel={layout.sequence_parallel},
         context_parallel_degree={layout.cp},

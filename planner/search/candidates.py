@@ -14,7 +14,7 @@ from planner.physics.shape import Shape
 from planner.schedule.orders import SCHEDULES, violation
 from planner.search.rules import HEADS, Rule
 from planner.search.rules_megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.search.rules_torch import TORCH_RULES
+from planner.search.rules_torch import TORCH_EAGER_RULES
 from planner.search.rules_torchtitan import TORCHTITAN_RULES
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -49,7 +49,7 @@ def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
         return TORCHTITAN_RULES
     if trainer in ("megatron", "megatron-deepspeed", "nanotron"):
         return MEGATRON_RULES + MEGATRON_CP_RULES[runtime.cp_comm_type]
-    return TORCH_RULES
+    return TORCH_EAGER_RULES
 
 
 def divisors(number: int, most: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.search.rules import DENSE_WIDTH, HEADS, SHARED_EXPERT_WIDTH, Rule, no_multiple
+from planner.search.rules import DENSE_WIDTH, EXPERTS, HEADS, SHARED_EXPERT_WIDTH, Rule, no_multiple
 
 KV_HEADS = Rule(
     "kv_heads_not_divisible_by_tp",
@@ -23,6 +23,42 @@ UNTIED = Rule(
 
 TORCH_RULES: tuple[Rule, ...] = (HEADS, KV_HEADS, DENSE_WIDTH, SHARED_EXPERT_WIDTH)
 """Constraints whatever the schedule is."""
+
+TORCH_EAGER_RULES: tuple[Rule, ...] = (
+    *TORCH_RULES,
+    EXPERTS,
+    Rule(
+        "experts_do_not_divide_ranks",
+        lambda model, training, shape: (model.moe is None) | ((shape.tp * shape.dp) % shape.ep == 0),
+        lambda model, training, shape: no_multiple("tp·dp", shape.tp * shape.dp, "ep", shape.ep),
+    ),
+    Rule(
+        "etp_not_expressible",
+        lambda model, training, shape: (model.moe is None) | (shape.etp == 1),
+        lambda model, training, shape: f"the runner does not split an expert (etp {shape.etp})",
+    ),
+    Rule(
+        "cp_not_expressible",
+        lambda model, training, shape: shape.cp == 1,
+        lambda model, training, shape: f"the runner does not split sequences (cp {shape.cp})",
+    ),
+    Rule(
+        "zero_stage_not_expressible",
+        lambda model, training, shape: shape.zero_stage <= 1,
+        lambda model, training, shape: f"the runner shards optimizer states only, not ZeRO-{shape.zero_stage}",
+    ),
+    Rule(
+        "seq_length_not_divisible_by_tp",
+        lambda model, training, shape: (shape.sequence_parallel == 0) | (shape.seq_length % shape.tp == 0),
+        lambda model, training, shape: no_multiple("seq_length", shape.seq_length, "tp", shape.tp),
+    ),
+    Rule(
+        "vocab_size_not_divisible_by_tp",
+        lambda model, training, shape: model.vocab_size % shape.tp == 0,
+        lambda model, training, shape: no_multiple("vocab_size", model.vocab_size, "tp", shape.tp),
+    ),
+)
+"""Constraints of our own runner, which runs what is planned for `torch-eager`."""
 
 _ROUNDS = Rule(
     "microbatches_no_multiple_of_rounds",

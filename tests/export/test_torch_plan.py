@@ -18,6 +18,7 @@ from planner.export.refusal import Inexpressible
 from planner.export.targets import export
 from planner.export.torch_plan import ORDER_FILE, PIPELINING_FILE, PLAN_FILE, export_torch
 from planner.plan import Plan
+from planner.schedule.orders import build_schedule
 from planner.specs.model import ModelSpec
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -85,6 +86,18 @@ def test_overlapped_pairs_are_two_actions() -> None:
     assert read_actions("0F0,,(0F1;1B0)OVERLAP_F_B\n") == (("0F0", "0F1", "1B0"),)
 
 
+def test_an_order_made_to_measure_is_run_as_it_is(planned: Planned, tmp_path: Path) -> None:
+    from planner.probe.exported import read_run
+
+    plan = eager(planned, pp=4, num_microbatches=8)
+    order = [" ".join(map(str, actions)) for actions in build_schedule("zb-h1", 4, 1, 8).ranks]
+    layout = plan.parallelism.model_copy(update={"schedule": "auto"})
+    best = plan.best.model_copy(update={"actions": tuple(order), "parallelism": layout})
+    run = read_run(written(plan.model_copy(update={"best": best}), tmp_path))
+    assert [" ".join(actions) for actions in run.ranks] == order
+    assert "schedule" not in json.loads((tmp_path / PIPELINING_FILE).read_text()), "torch has no class for it"
+
+
 def test_what_torch_s_pipelining_needs(planned: Planned, tmp_path: Path) -> None:
     plan = eager(planned, pp=4, vpp=2, layers_per_stage=(1, 5, 4, 4, 4, 5, 5, 4))
     written(plan, tmp_path)
@@ -102,10 +115,10 @@ def test_what_torch_s_pipelining_needs(planned: Planned, tmp_path: Path) -> None
     ("options", "reason"),
     [
         ({"pp": 4, "schedule": "pipedream-2bw"}, "schedule"),
-        ({"cp": 2}, "cp"),
-        ({"zero_stage": 3}, "zero_stage"),
+        ({"cp": 2}, "cp_not_expressible"),
+        ({"zero_stage": 3}, "zero_stage_not_expressible"),
         ({"pp": 2, "layers_per_stage": (16, 16), "dtype": "fp8"}, "dtype"),
-        ({"model": "mixtral-8x7b", "tp": 2, "etp": 2}, "etp"),
+        ({"model": "mixtral-8x7b", "tp": 2, "etp": 2}, "etp_not_expressible"),
         ({"tp": 16, "runtime": "megatron"}, "kv_heads_not_divisible_by_tp"),
     ],
 )

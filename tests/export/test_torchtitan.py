@@ -18,8 +18,10 @@ from layouts import SIZES, expressible
 
 from planner.export.refusal import Inexpressible
 from planner.export.stages import virtual_stages
+from planner.export.torch_csv import to_torch_csv
 from planner.export.torchtitan import RECIPE, export_torchtitan, stage_modules
 from planner.plan import Plan
+from planner.schedule.orders import build_schedule
 from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
 from planner.specs.registry import load_model
 
@@ -163,6 +165,31 @@ def test_v_shaped_schedules_are_expressible(planned: Planned) -> None:
     source = source_of(plan)
     assert call_arguments(source, "dict")["pipeline_parallel_schedule"] == "ZBVZeroBubble"
     assert len(assigned(source, "STAGES")) == 8
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "placed_like"),
+    [("zb-h2", 1, "1F1B"), ("v-half", 2, "ZBVZeroBubble"), ("auto", 2, "Interleaved1F1B")],
+)
+def test_orders_without_a_class_are_read_from_a_file(
+    planned: Planned, schedule: str, vpp: int, placed_like: str
+) -> None:
+    plan = titan(planned, gpus=16, pp=4, vpp=vpp, num_microbatches=8, schedule=None if schedule == "auto" else schedule)
+    if schedule == "auto":
+        order = build_schedule("zb-h1", 4, 2, 8)
+        layout = plan.parallelism.model_copy(update={"schedule": schedule})
+        rows = tuple(" ".join(map(str, actions)) for actions in order.ranks)
+        best = plan.best.model_copy(update={"actions": rows, "parallelism": layout})
+        plan = plan.model_copy(update={"best": best})
+    else:
+        order = build_schedule(schedule, 4, vpp, 8)
+    exported = export_torchtitan(plan)
+    recipe, csv = exported.files
+    assert csv.text == to_torch_csv(order)
+    assert f'pipeline_parallel_schedule_csv=str(Path(__file__).with_name("{csv.name}")),' in recipe.text
+    assert call_arguments(recipe.text, "dict")["pipeline_parallel_schedule"] == placed_like
+    assert exported.command is not None
+    assert csv in exported.command.files
 
 
 def test_names_cannot_leave_the_comment(planned: Planned, hostile_name: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from planner.physics.shape import Shape
 from planner.search.rules import Rule, first_broken
 from planner.search.rules_megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.search.rules_torch import TORCH_CLASSES, TORCH_RULES, TORCH_SCHEDULE_RULES
+from planner.search.rules_torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
 from planner.search.rules_torchtitan import TORCHTITAN_RULES
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
@@ -181,6 +181,25 @@ def test_torchtitan(reason: str | None, model: ModelSpec, fields: dict[str, int]
 
 
 @pytest.mark.parametrize(
+    ("reason", "model", "fields"),
+    [
+        ("kv_heads_not_divisible_by_tp", LLAMA, {"tp": 16}),
+        ("experts_not_divisible_by_ep", DEEPSEEK, {"ep": 3, "dp": 96}),
+        ("experts_do_not_divide_ranks", DEEPSEEK, {"dp": 24}),
+        ("etp_not_expressible", DEEPSEEK, {"etp": 2}),
+        ("cp_not_expressible", LLAMA, {"cp": 2}),
+        ("zero_stage_not_expressible", LLAMA, {"zero_stage": 3}),
+        ("seq_length_not_divisible_by_tp", LLAMA, {"seq_length": 8193}),
+        ("vocab_size_not_divisible_by_tp", changed(LLAMA, vocab_size=128257), {}),
+        (None, LLAMA, {"vpp": 2}),
+        (None, DEEPSEEK, {}),
+    ],
+)
+def test_the_runner_for_torch(reason: str | None, model: ModelSpec, fields: dict[str, int]) -> None:
+    assert broken(TORCH_EAGER_RULES, model, replace(DENSE if model.moe is None else SPARSE, **fields)) == reason
+
+
+@pytest.mark.parametrize(
     ("schedule", "reason", "pp", "vpp", "num_microbatches"),
     [
         ("1f1b", "too_few_microbatches", 4, 1, 3),
@@ -210,7 +229,7 @@ def test_torch_knows_the_schedules_we_name() -> None:
 
 @pytest.mark.parametrize(
     "rules",
-    [MEGATRON_RULES, TORCHTITAN_RULES, TORCH_RULES, *MEGATRON_CP_RULES.values(), *TORCH_SCHEDULE_RULES.values()],
+    [MEGATRON_RULES, TORCHTITAN_RULES, TORCH_EAGER_RULES, *MEGATRON_CP_RULES.values(), *TORCH_SCHEDULE_RULES.values()],
 )
 @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
 def test_arrays_give_what_scalars_give(rules: tuple[Rule, ...], model: ModelSpec) -> None:
