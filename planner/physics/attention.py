@@ -13,18 +13,32 @@ from planner.specs.model import LayerKind, MLASpec, ModelSpec
 from planner.specs.runtime import RuntimeSpec
 
 
-def enter_tp(name: str, num_bytes: Number, shape: Shape, modules: tuple[str, ...] = ()) -> Iterator[Collective]:
-    """Exchanges of a column-parallel GEMM's input of `num_bytes`.
+def enter_tp(
+    name: str, num_bytes: Number, shape: Shape, modules: tuple[str, ...] = (), cast: bool = True
+) -> Iterator[Collective]:
+    """Exchanges of a column-parallel GEMM's input of `num_bytes`, sent as the product takes it where it is `cast`.
 
     Sequence parallel: gathered in forward; in backward gathered again for the wgrad, and the dgrad reduce-scattered.
     Else: the dgrad is all-reduced.
     """
     sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - np.asarray(shape.sequence_parallel))
     yield Collective(
-        name=f"{name} gather", kind="all_gather", group="tp", num_bytes=sharded, overlap="tp", modules=modules
+        name=f"{name} gather",
+        kind="all_gather",
+        group="tp",
+        num_bytes=sharded,
+        overlap="tp",
+        modules=modules,
+        cast=cast,
     )
     yield Collective(
-        name=f"{name} gather again", kind="all_gather", group="tp", num_bytes=sharded, overlap="tp_async", backward=True
+        name=f"{name} gather again",
+        kind="all_gather",
+        group="tp",
+        num_bytes=sharded,
+        overlap="tp_async",
+        backward=True,
+        cast=cast,
     )
     yield Collective(
         name=f"{name} dgrad scatter",
@@ -49,7 +63,13 @@ def leave_tp(name: str, num_bytes: Number, shape: Shape, modules: tuple[str, ...
         name=f"{name} reduce", kind="all_reduce", group="tp", num_bytes=whole, overlap="tp", modules=modules
     )
     yield Collective(
-        name=f"{name} grad gather", kind="all_gather", group="tp", num_bytes=sharded, overlap="tp", backward=True
+        name=f"{name} grad gather",
+        kind="all_gather",
+        group="tp",
+        num_bytes=sharded,
+        overlap="tp",
+        backward=True,
+        cast=name != "embedding",
     )
 
 

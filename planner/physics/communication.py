@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from planner.physics.operators import Collective, Group
+from planner.physics.operators import BF16, NARROW_BYTES, Collective, Group
 from planner.physics.shape import Number, Shape
 from planner.specs.cluster import ClusterSpec, LinkTier
 
@@ -97,9 +97,10 @@ def group_of(group: Group, shape: Shape) -> tuple[Number, Number]:
     return shape.ep, shape.etp
 
 
-def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec) -> Number:
-    """Seconds of a layer's collective, overlap aside."""
+def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> Number:
+    """Seconds of a layer's collective where products are computed in `dtype`, overlap aside."""
     size, stride = group_of(collective.group, shape)
+    narrow = NARROW_BYTES[dtype] / BF16 if collective.cast and dtype in NARROW_BYTES else 1.0
     if collective.choices:
         return dispatch_s(collective.num_bytes, collective.choices, size, stride, cluster)
-    return collective_s(collective.kind, collective.num_bytes, size, stride, cluster)
+    return collective_s(collective.kind, narrow * collective.num_bytes, size, stride, cluster)

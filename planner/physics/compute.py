@@ -22,6 +22,8 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 """Output tiles of one SM that the libraries choose from."""
 ALIGNED = 8
 """Elements of 16 bytes, which tensor-core kernels load at once."""
+EXPERT_STREAMS = 4
+"""Streams that Transformer Engine spreads the products of experts over."""
 QUERY_ROWS = 128
 """Queries of one attention tile."""
 TABLE_BYTES = 8
@@ -49,7 +51,7 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
     efficiency = hardware.efficiency
     forward, backward = 1 / efficiency.sustained_fraction, 1 / efficiency.backward_sustained_fraction
     if op.kind == "gemm":
-        forward_s, dgrad_s, wgrad_s = gemm_s(op, hardware, dtype if op.is_cast else "bf16")
+        forward_s, dgrad_s, wgrad_s = gemm_s(op, hardware, dtype if op.is_cast else "bf16", runtime.groups_products)
         forward, backward = forward * efficiency.gemm_factor, backward * efficiency.gemm_factor
         cast = cast_s(op, hardware, dtype, runtime)
         return PassSeconds(forward * forward_s + cast.forward_s, backward * dgrad_s + cast.dgrad_s, backward * wgrad_s)
@@ -94,12 +96,17 @@ def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> 
     )
 
 
-def gemm_s(op: Operator, hardware: HardwareSpec, dtype: str) -> PassSeconds:
-    """y = x·wᵀ, dx = dy·w, dw = dyᵀ·x, timed alone; without a weight both gradients are input gradients."""
+def gemm_s(op: Operator, hardware: HardwareSpec, dtype: str, grouped: bool = True) -> PassSeconds:
+    """y = x·wᵀ, dx = dy·w, dw = dyᵀ·x, timed alone; without a weight both gradients are input gradients.
+
+    `grouped`: one kernel computes the products of all experts; else a few at a time, on streams beside each other.
+    """
     gemm = hardware.efficiency.gemm
-    forward_s = product_s(hardware, dtype, gemm.forward_fraction, op.count, op.m, op.n, op.k)
-    dgrad_s = product_s(hardware, dtype, gemm.dgrad_fraction, op.count, op.m, op.k, op.n)
-    wgrad_s = product_s(hardware, dtype, gemm.wgrad_fraction, op.count, op.n, op.k, op.m)
+    count: Number = op.count if grouped or not op.weight else np.minimum(op.count, EXPERT_STREAMS)
+    times = op.count / count
+    forward_s = times * product_s(hardware, dtype, gemm.forward_fraction, count, op.m, op.n, op.k)
+    dgrad_s = times * product_s(hardware, dtype, gemm.dgrad_fraction, count, op.m, op.k, op.n)
+    wgrad_s = times * product_s(hardware, dtype, gemm.wgrad_fraction, count, op.n, op.k, op.m)
     if not op.weight:
         # heads lie in memory one after the other: rows of 16 bytes, or a fallback without tensor cores
         slow = np.where((op.n % ALIGNED) + (op.k % ALIGNED) == 0, 1.0, 1 / gemm.unaligned_factor)

@@ -248,7 +248,9 @@ class Pricing:
             size, _ = group_of(exchange.group, shape)
             sync_us = 0.0 if self.runtime.cuda_graphs else self.runtime.collective_sync_us
             sync_s = sync_us * MICRO * np.log2(size) * (np.asarray(exchange.num_bytes) > 0)
-            seconds[key] = seconds[key] + (1 - hidden) * (exchange_s(exchange, shape, self.cluster) + sync_s)
+            seconds[key] = seconds[key] + (1 - hidden) * (
+                exchange_s(exchange, shape, self.cluster, self.training.dtype) + sync_s
+            )
         return seconds
 
     def _moe_host_s(self, shape: Shape) -> Number:

@@ -65,7 +65,7 @@ def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding:
     final = norm("final norm", model.hidden_size, shape.shard_tokens, model, runtime)
     return (
         final,
-        *enter_tp("head", BF16 * shape.tokens * model.hidden_size, shape),
+        *enter_tp("head", BF16 * shape.tokens * model.hidden_size, shape, cast=False),
         *_loss(model, shape, runtime, shares_embedding),
     )
 
@@ -119,7 +119,7 @@ def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalanc
         *leave_tp("mtp projection", BF16 * tokens * hidden, shape),
         *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance),
         norm("mtp final norm", hidden, shape.shard_tokens, model, runtime),
-        *enter_tp("mtp head", BF16 * tokens * hidden, shape),
+        *enter_tp("mtp head", BF16 * tokens * hidden, shape, cast=False),
         *_loss(model, shape, runtime, shares_weight=True),
     )
 

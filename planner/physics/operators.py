@@ -145,6 +145,8 @@ class Collective:
     backward: bool = False
     modules: tuple[str, ...] = ()
     """Recompute modules that repeat the exchange; of forward exchanges only."""
+    cast: bool = False
+    """Carries what a product multiplies: a narrow recipe casts before it sends."""
     choices: int = 0
     """Of an all-to-all: experts that each token visits, where a unit of ranks gets a token once however many of its
     experts are among them; 0 where every visit is sent."""

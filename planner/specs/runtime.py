@@ -34,6 +34,8 @@ class RuntimeSpec(Spec):
     """Without: gated MLPs also keep act(gate)."""
     fused_projections: bool = True
     """Query, key and value are one product, and gate and up another; without: three and two."""
+    groups_products: bool = True
+    """One kernel computes the products of all experts of a rank; without: a few experts' at a time."""
     fused_permute: bool = True
     """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
     clones_embedding_shard: bool = True
@@ -183,7 +185,7 @@ _COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy"
 """What a trainer that relies on torch.compile loses without it."""
 _FEATURES: dict[str, Any] = {
     "flash_attention": _switch("flash_attention"),
-    "async_tp": _fraction(("tp_overlap_fraction",), 0.56),
+    "async_tp": _fraction(("tp_overlap_fraction",), 0.53),
     "compile": lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
     "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
     "cross_entropy_fusion": _switch("fused_cross_entropy"),
@@ -262,13 +264,14 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             narrow_gradient_bytes=2,
             hands_unused_gradients=True,
             head_only_stage=True,
-            tp_overlap_fraction=0.454,
+            tp_overlap_fraction=0.43,
             tp_async_overlap_fraction=0.9,
-            ep_overlap_fraction=0.35,
-            moe_host_us=743.0,
-            collective_sync_us=50.0,
-            expert_host_us=72.0,
+            ep_overlap_fraction=0.338,
+            moe_host_us=746.0,
+            collective_sync_us=51.0,
+            expert_host_us=78.0,
             sends_tokens_once=True,
+            groups_products=False,
             selective_recompute_modules=(
                 "core_attn",
                 "moe_act",

@@ -244,3 +244,18 @@ def test_a_better_gpu_is_never_slower() -> None:
                 strict=True,
             ):
                 assert now <= then
+
+
+def test_experts_on_streams_pay_for_each_batch_of_launches() -> None:
+    """Four experts share waves; one kernel for all of them shares more, and is launched once."""
+    op, four = gemm(1000, 1408, 2048, count=16), gemm(1000, 1408, 2048, count=4)
+    grouped, apart, batch = (gemm_s(o, H200, "bf16", flag) for o, flag in ((op, True), (op, False), (four, True)))
+    for together, each, some in zip(grouped, apart, batch, strict=True):
+        assert float(each) == pytest.approx(4 * float(some))
+        assert float(together) < float(each)
+    assert gemm_s(four, H200, "bf16", False) == batch
+
+
+def test_heads_are_batched_whoever_trains() -> None:
+    scores = gemm(2048, 2048, 128, count=16, weight=False)
+    assert gemm_s(scores, H200, "bf16", False) == gemm_s(scores, H200, "bf16", True)

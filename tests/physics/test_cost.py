@@ -201,7 +201,8 @@ def test_fp8_is_faster_and_keeps_less() -> None:
     # as it is and transposed, in the stead of 16 bits
     assert fp8.weights_bytes == bf16.weights_bytes
     assert fp8.gradients_bytes == bf16.gradients_bytes / 2
-    assert fp8.tp_forward_s == bf16.tp_forward_s
+    # gathers carry 8 bits, reduce-scatters 16
+    assert 0.5 * bf16.tp_forward_s < fp8.tp_forward_s < 0.9 * bf16.tp_forward_s
 
 
 def test_a_straggler_slows_compute_and_no_exchange() -> None:

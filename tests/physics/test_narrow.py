@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 
 from planner.physics import compute, memory
+from planner.physics.communication import exchange_s
 from planner.physics.cost import Pricing
 from planner.physics.layers import decoder_layer, head
-from planner.physics.operators import NARROW_BYTES, Operator, Saved, operators_of, saved_bytes, wide_parameters
+from planner.physics.operators import (
+    NARROW_BYTES,
+    Operator,
+    Saved,
+    collectives_of,
+    operators_of,
+    saved_bytes,
+    wide_parameters,
+)
 from planner.physics.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
@@ -99,3 +108,23 @@ def test_a_recomputed_module_keeps_no_cast_copy_either() -> None:
 def test_bytes_of_main_gradients(runtime: RuntimeSpec, dtype: str, expected: int) -> None:
     resolved = runtime.in_dtype(dtype, "blackwell")
     assert memory.gradients_bytes(10, 0, SHAPE, resolved) == 10 * expected
+
+
+def test_what_products_take_in_is_sent_as_they_take_it() -> None:
+    """All-gathers before products carry the cast values; reduce-scatters, and what the head takes, 16 bits."""
+    model, shape = load_model("llama-3.1-8b"), Shape(tp=4, sequence_parallel=1, seq_length=4096)
+    cluster = ClusterSpec(hardware=load_hardware("b200"), num_gpus=8)
+    latency_s = 3 * cluster.tiers[0].latency_s
+    kinds = set()
+    for items, cast in (
+        (decoder_layer(model, model.layers[0], shape, MEGATRON), True),
+        (head(model, shape, MEGATRON), False),
+    ):
+        for exchange in collectives_of(items):
+            wide, narrow = (float(exchange_s(exchange, shape, cluster, dtype)) for dtype in ("bf16", "mxfp8"))
+            if exchange.kind == "all_gather" and cast:
+                assert (narrow - latency_s) * (wide > 0) == pytest.approx((wide - latency_s) * (wide > 0) * 33 / 64)
+                kinds.add(exchange.name.split()[-1])
+            elif exchange.kind != "all_gather" or exchange.name != "head grad gather":
+                assert narrow == wide, exchange.name
+    assert kinds == {"gather", "again"}
