@@ -17,7 +17,7 @@ from planner.export.stages import VirtualStage, virtual_stages
 from planner.export.torch_csv import order_of, to_torch_csv
 from planner.plan import Plan
 from planner.schedule.actions import Schedule
-from planner.search.rules_torch import TORCH_CLASSES, TORCH_EAGER_RULES
+from planner.search.rules_torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
 
 WRITTEN_FOR = "torch 2.13"
 PLAN_FILE, ORDER_FILE, PIPELINING_FILE = "plan.torch.yaml", "schedule.csv", "pipelining.json"
@@ -120,9 +120,10 @@ def _chunks(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[dict[str, Any]
 
 
 def pipelining(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> dict[str, Any]:
-    """The schedule's torch class where there is one, the ranks and layers of its stages, and the CSV."""
+    """The schedule's torch class where one would take the plan, the ranks and layers of its stages, and the CSV."""
     layout = plan.parallelism
-    known = TORCH_CLASSES.get(layout.schedule)
+    takes_it = not broken_rules(TORCH_SCHEDULE_RULES.get(layout.schedule, ()), plan)
+    known = TORCH_CLASSES.get(layout.schedule) if takes_it else None
     return {
         **({"schedule": known} if known else {}),
         "pp": layout.pp,

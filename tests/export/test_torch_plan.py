@@ -111,6 +111,11 @@ def test_what_torch_s_pipelining_needs(planned: Planned, tmp_path: Path) -> None
     }
 
 
+def test_a_class_that_would_refuse_the_plan_is_not_named(planned: Planned, tmp_path: Path) -> None:
+    written(eager(planned, pp=4, num_microbatches=2), tmp_path)
+    assert "schedule" not in json.loads((tmp_path / PIPELINING_FILE).read_text()), "1F1B wants a micro-batch a stage"
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
