@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from planner.export.arguments import Arguments
 from planner.plan import Plan
-from planner.specs.runtime import RUNTIMES
+
+EP_OVERLAP = 0.8
+"""The ep_overlap_fraction of a run with the feature `ep_overlap`; what trainers hide on average is less."""
 
 
 def is_fsdp(plan: Plan) -> bool:
@@ -88,9 +90,8 @@ def expert_exchange(plan: Plan) -> Arguments:
 
 
 def wants_ep_overlap(plan: Plan) -> bool:
-    """Whether overlapped exchanges were asked for: more of them than the trainer hides on average."""
-    on_average = RUNTIMES[plan.runtime].ep_overlap_fraction if plan.runtime in RUNTIMES else 0.0
-    return plan.parallelism.ep > 1 and plan.runtime_spec.ep_overlap_fraction > on_average
+    """Whether overlapped exchanges were asked for, beyond what is hidden on average."""
+    return plan.parallelism.ep > 1 and plan.runtime_spec.ep_overlap_fraction >= EP_OVERLAP
 
 
 def overlaps_ep(plan: Plan) -> bool:
