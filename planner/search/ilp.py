@@ -304,17 +304,24 @@ class _Program:
         return [slowness * float(getattr(node.layers[kind, mode], quantity)) for kind in self.kinds for mode in modes]
 
     def _add_memory(self) -> None:
-        """Row 6; the transient is the larger of a layer's backward and the loss."""
+        """Row 6; the transient is the largest of the loss and of the backward of a layer that the rank holds."""
         node = self.node
         modes: tuple[Recompute, ...] = {"none": (node.base,), "all": ("full",)}.get(node.whole, (node.base, "full"))
-        layer = max(float(node.layers[kind, mode].transient_bytes) for kind in self.kinds for mode in modes)
+        layer = {k: max(float(node.layers[k, mode].transient_bytes) for mode in modes) for k in self.kinds}
         for rank in range(node.pp):
             live = node.in_flight[rank] * self._layers(rank, "live_bytes") + self._held(rank, "live_bytes")
             if rank == 0:
                 live = live + (node.in_flight[0] - 1) * float(node.embedding.live_bytes)
-            transient = max(layer, float(node.head.transient_bytes) if rank == node.placement[-1] else 0.0)
+            transient = float(node.head.transient_bytes) if rank == node.placement[-1] else 0.0
+            transient = max(transient, min(layer.values()))
             needed = self._rank(rank, "static_bytes") + live + transient
             self.problem += needed * (1 / GIB) <= node.usable_bytes / GIB, f"memory_{rank}"
+            for number, (kind, count) in enumerate(self.held.by_kind[rank].items()):
+                if layer[kind] > transient:
+                    holds = self._variable(f"holds_{rank}_{number}", 1, integer=True)
+                    self.problem += count <= self.held.num_layers * holds, f"holds_{rank}_{number}_any"
+                    more = (layer[kind] - transient) * holds
+                    self.problem += (needed + more) * (1 / GIB) <= node.usable_bytes / GIB, f"memory_{rank}_{number}"
 
     def _add_ends(self) -> None:
         """Row 7."""

@@ -76,8 +76,15 @@ def total(node: Node, candidate: Candidate, rank: int, quantity: str, ends: bool
 def fits(node: Node, candidate: Candidate) -> bool:
     """Static bytes, in-flight micro-batches and the largest moment on every rank."""
     modes = {"none": ["none"], "all": ["full"]}.get(node.whole, ["none", "full"])
-    moment = max(part.transient_bytes for (_, mode), part in node.layers.items() if mode in modes)
+    moments = {
+        kind: max(
+            part.transient_bytes for (other, mode), part in node.layers.items() if other == kind and mode in modes
+        )
+        for kind, _ in node.runs
+    }
     for rank in range(node.pp):
+        held = [kind for kind, count in candidate.on_rank(rank, node.pp).items() if count]
+        moment = max([min(moments.values()), *(moments[kind] for kind in held)])
         needed = total(node, candidate, rank, "static_bytes")
         needed += node.in_flight[rank] * total(node, candidate, rank, "live_bytes", ends=False)
         needed += node.in_flight[0] * node.embedding.live_bytes if rank == 0 else 0.0
