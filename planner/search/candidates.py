@@ -224,6 +224,11 @@ def _own_rules(cluster: ClusterSpec, limits: SearchLimits, runtime: RuntimeSpec)
             lambda m, t, s: f"tp {s.tp} leaves the NVLink domain of {domain} GPUs (allow it with --tp-across-nodes)",
         ),
         Rule(
+            "no_context_parallelism",
+            lambda m, t, s: (s.cp == 1) | runtime.has_context_parallel,
+            lambda m, t, s: f"cp {s.cp}: {runtime.name} knows no context parallelism",
+        ),
+        Rule(
             "zero_stage_not_expressible",
             lambda m, t, s: np.isin(s.zero_stage, runtime.zero_stages),
             lambda m, t, s: f"zero_stage {s.zero_stage}: {runtime.name} has {', '.join(map(str, runtime.zero_stages))}",

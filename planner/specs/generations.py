@@ -42,7 +42,11 @@ def _is_gpt(model: ModelSpec) -> bool:
 
 
 def _is_known(layout: Parallelism, runtime: RuntimeSpec) -> bool:
-    if layout.cp > 1 or layout.ep > 1 or ((layout.zero_stage or 0) > 1 and layout.fsdp is None):
+    if (
+        (layout.cp > 1 and not runtime.has_context_parallel)
+        or layout.ep > 1
+        or ((layout.zero_stage or 0) > 1 and layout.fsdp is None)
+    ):
         return False
     if not set(layout.recompute_modules) <= {"core_attn"}:
         return False

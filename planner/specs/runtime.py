@@ -116,6 +116,8 @@ class RuntimeSpec(Spec):
     """Whether tensor parallelism comes with sequence parallelism where a run does not say."""
     has_sequence_parallel: bool = True
     """Sequence parallelism and selective recompute exist (Korthikanti et al. 2022)."""
+    has_context_parallel: bool = True
+    """Sequences can be split over ranks in attention too (Megatron-LM since 2023)."""
     selective_recompute_modules: tuple[str, ...] = ("core_attn",)
     selective_default: tuple[str, ...] = ("core_attn",)
     """What `selective` means where no modules are named."""
@@ -243,6 +245,7 @@ _TORCHTITAN: dict[str, Any] = {
 
 _BEFORE_FLASH: dict[str, Any] = {
     "architectures": ("volta", "ampere"),
+    "has_context_parallel": False,
     "flash_attention": False,
     "dropout": True,
     "fused_cross_entropy": False,
