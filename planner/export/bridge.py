@@ -86,13 +86,6 @@ _SAME = {
 }
 """Options whose value a configuration field takes as it is."""
 
-_SWITCHED_OFF = {
-    "--no-gradient-accumulation-fusion": "model.gradient_accumulation_fusion",
-    "--no-rope-fusion": "model.apply_rope_fusion",
-    "--no-bias-swiglu-fusion": "model.bias_activation_fusion",
-    "--no-bias-gelu-fusion": "model.bias_activation_fusion",
-    "--no-overlap-p2p-communication": "model.overlap_p2p_comm",
-}
 _DERIVED = frozenset(
     {
         "--group-query-attention", "--vocab-size", "--untie-embeddings-and-output-weights", "--qk-layernorm",
@@ -100,18 +93,13 @@ _DERIVED = frozenset(
         "--max-position-embeddings",
         "--sequence-parallel", "--num-virtual-stages-per-pipeline-rank", "--seq-length", "--use-distributed-optimizer",
         "--overlap-grad-reduce", "--overlap-param-gather", "--recompute-modules", "--bf16", "--fp16", "--fp8-format",
-        "--fp8-recipe", "--fp4-format", "--fp4-recipe", "--grad-reduce-in-bf16", "--mock-data",
+        "--fp8-recipe", "--fp4-format", "--fp4-recipe", "--grad-reduce-in-bf16", "--mock-data", "--fp8-param-gather",
+        "--fp4-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "--accumulate-allreduce-grads-in-fp32",
+        "--no-gradient-accumulation-fusion", "--no-rope-fusion", "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion",
+        "--no-overlap-p2p-communication",
     }
 )  # fmt: skip
 """Options that `_derived` puts in Bridge's words."""
-
-_MIXED_PRECISION = {
-    "bf16": "bf16_mixed",
-    "fp16": "fp16_mixed",
-    "fp8": "bf16_with_fp8_current_scaling_mixed",
-    "mxfp8": "bf16_with_mxfp8_mixed",
-    "nvfp4": "bf16_with_nvfp4_mixed",
-}
 
 
 def export_bridge(plan: Plan) -> Exported:
@@ -120,7 +108,7 @@ def export_bridge(plan: Plan) -> Exported:
     Raises Inexpressible where Bridge cannot run the plan.
     """
     overrides = bridge_overrides(plan)
-    words = [f"{path}={json.dumps(value)}" for path, value in overrides.items()]
+    words = [f"{path}={hydra(value)}" for path, value in overrides.items()]
     notes = ("BRIDGE_PATH names a checkout of Megatron-Bridge", *notes_of(plan)[1:])
     variables = environment(plan)
     comments = header(plan, WRITTEN_FOR, notes)
@@ -165,8 +153,6 @@ def bridge_overrides(plan: Plan) -> Overrides:
     for option, value in arguments.items():
         if option in _SAME:
             overrides[_SAME[option]] = _plain(value)
-        elif option in _SWITCHED_OFF:
-            overrides[_SWITCHED_OFF[option]] = False
         else:
             assert option in _DERIVED, option
     return overrides | _derived(plan, arguments)
@@ -194,12 +180,13 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         "model.sequence_parallel": "--sequence-parallel" in arguments,
         "model.virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "model.pipeline_dtype": "float16" if plan.training.dtype == "fp16" else "bfloat16",
-        "mixed_precision": _MIXED_PRECISION[plan.training.dtype],
+        "mixed_precision": _mixed_precision(plan, arguments),
         "ddp.use_distributed_optimizer": layout.zero_stage >= 1,
         "optimizer.use_distributed_optimizer": layout.zero_stage >= 1,
         "ddp.overlap_grad_reduce": "--overlap-grad-reduce" in arguments,
         "ddp.overlap_param_gather": overlaps,
-        "ddp.grad_reduce_in_fp32": "--grad-reduce-in-bf16" not in arguments,
+        "ddp.align_param_gather": overlaps and layout.vpp > 1,
+        **_kernels(plan, arguments),
         **{f"model.{name}": arguments.get(f"--{name.replace('_', '-')}") for name in _RECOMPUTE},
     }
     if "--pipeline-model-parallel-layout" not in arguments:
@@ -214,6 +201,49 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         overrides["model.moe_layer_freq"] = [int(kind.mlp == "moe") for kind in model.layers]
         overrides["model.moe_shared_expert_overlap"] = False
     return overrides
+
+
+def _kernels(plan: Plan, arguments: Arguments) -> Overrides:
+    """Fusions and exchanges that Bridge chooses by what it finds installed, as Megatron-LM has them unasked."""
+    model = plan.model.spec
+    fused = "--no-bias-swiglu-fusion" if model.gated_mlp else "--no-bias-gelu-fusion"
+    p2p = plan.parallelism.vpp > 1 and "--no-overlap-p2p-communication" not in arguments
+    return {
+        "model.gradient_accumulation_fusion": "--no-gradient-accumulation-fusion" not in arguments,
+        "model.apply_rope_fusion": model.position_embedding == "rope" and "--no-rope-fusion" not in arguments,
+        "model.bias_activation_fusion": fused not in arguments and (model.gated_mlp or model.has_mlp_bias),
+        "model.bias_dropout_fusion": True,
+        "model.overlap_p2p_comm": p2p,
+        "model.batch_p2p_comm": not p2p,
+    }
+
+
+def _mixed_precision(plan: Plan, arguments: Arguments) -> Overrides:
+    """An object in full: Bridge's names for precisions also say what gradients and outer layers are kept in."""
+    half = plan.training.dtype == "fp16"
+    dtype = {"_target_": "torch.float16" if half else "torch.bfloat16", "_call_": False}
+    in_fp32 = "--accumulate-allreduce-grads-in-fp32" if half else "--grad-reduce-in-bf16"
+    return {
+        "_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
+        "fp16" if half else "bf16": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "grad_reduce_in_fp32": (in_fp32 in arguments) == half,
+        "fp8": arguments.get("--fp8-format"),
+        "fp8_recipe": arguments.get("--fp8-recipe", "tensorwise"),
+        "fp8_param_gather": "--fp8-param-gather" in arguments,
+        "reuse_grad_buf_for_mxfp8_param_ag": "--reuse-grad-buf-for-mxfp8-param-ag" in arguments,
+        "fp4": arguments.get("--fp4-format"),
+        "fp4_recipe": arguments.get("--fp4-recipe", "nvfp4"),
+        "fp4_param_gather": "--fp4-param-gather" in arguments,
+    }
+
+
+def hydra(value: Any) -> str:
+    """A value in Hydra's grammar for overrides: JSON, but that keys of a dictionary stand without quotes."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{hydra(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
 
 
 _LATENT_RECIPE: Overrides = {

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from planner.export.arguments import Arguments
 from planner.plan import Plan
-
-EP_OVERLAP = 0.8
-"""The ep_overlap_fraction of a run with the feature `ep_overlap`; what trainers hide on average is less."""
+from planner.specs.runtime import EP_OVERLAP
 
 
 def is_fsdp(plan: Plan) -> bool:
@@ -44,12 +42,25 @@ _PRECISION: dict[str, Arguments] = {
 }
 
 
+_NARROW: dict[str, Arguments] = {
+    "fp8": {"--fp8-param-gather": True},
+    "mxfp8": {"--fp8-param-gather": True, "--reuse-grad-buf-for-mxfp8-param-ag": True},
+    "nvfp4": {"--fp4-param-gather": True},
+}
+"""Weights of the recipe's own dtype; the tiles of mxfp8 cannot be gathered into a buffer of weights."""
+
+
 def precision(plan: Plan) -> Arguments:
-    """What products compute in, and what gradients are reduced in."""
-    arguments = dict(_PRECISION[plan.training.dtype])
-    if plan.runtime_spec.gradient_bytes == 2 and plan.training.dtype != "fp16":
-        arguments["--grad-reduce-in-bf16"] = True
-    return arguments
+    """What products compute in, what weights are kept in, and what gradients are summed and reduced in."""
+    dtype = plan.training.dtype
+    runtime = plan.runtime_spec.in_dtype(dtype, plan.cluster.hardware.architecture)
+    arguments = dict(_PRECISION[dtype])
+    if runtime.narrow_parameters and plan.parallelism.zero_stage >= 1:
+        arguments |= _NARROW.get(dtype, {})
+    if dtype == "fp16":
+        # the other way about: gradients are 16 bits wide unless they are asked to be 32
+        return arguments | ({"--accumulate-allreduce-grads-in-fp32": True} if runtime.gradient_bytes == 4 else {})
+    return arguments | ({"--grad-reduce-in-bf16": True} if runtime.gradient_bytes == 2 else {})
 
 
 def kernels(plan: Plan) -> Arguments:

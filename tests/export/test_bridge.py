@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from planner.export.bridge import _DERIVED, _SAME, _SWITCHED_OFF, bridge_overrides, export_bridge
+from planner.export.bridge import _DERIVED, _SAME, bridge_overrides, export_bridge, hydra
 from planner.export.refusal import Inexpressible
 from planner.plan import Plan
 
@@ -16,7 +16,7 @@ Planned = Callable[..., Plan]
 
 
 def test_every_option_has_one_translation() -> None:
-    tables = [set(_SAME), set(_SWITCHED_OFF), set(_DERIVED)]
+    tables = [set(_SAME), set(_DERIVED)]
     assert sum(map(len, tables)) == len(set().union(*tables))
 
 
@@ -54,6 +54,44 @@ def test_words_are_hydra_s(planned: Planned) -> None:
     assert exported.command is not None
     assert list(exported.command.words) == data["overrides"]
     assert data["world_size"] == 2048
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "expected"),
+    [
+        ("bf16", {}, {"bf16": True, "grad_reduce_in_fp32": True, "fp8": None}),
+        ("bf16", {"fp32_grad_accum": False}, {"bf16": True, "grad_reduce_in_fp32": False}),
+        ("fp16", {}, {"fp16": True, "grad_reduce_in_fp32": True}),
+        ("fp8", {}, {"fp8": "hybrid", "fp8_param_gather": True, "grad_reduce_in_fp32": False}),
+    ],
+)
+def test_precision_is_said_in_full(
+    planned: Planned, dtype: str, features: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    said = bridge_overrides(planned("llama-3.1-8b", 16, tp=2, dtype=dtype, features=features))["mixed_precision"]
+    assert said["_target_"].endswith(".MixedPrecisionConfig")
+    assert said | expected == said
+    assert said["params_dtype"] == {
+        "_target_": "torch.float16" if dtype == "fp16" else "torch.bfloat16",
+        "_call_": False,
+    }
+    assert hydra({"a": {"b": None}, "c": "x"}) == '{a:{b:null},c:"x"}'
+
+
+@pytest.mark.parametrize(
+    ("model", "features", "fused"),
+    [
+        ("llama-3.1-70b", {}, {"bias_activation_fusion": True, "apply_rope_fusion": True}),
+        ("gpt3-175b", {}, {"bias_activation_fusion": True, "apply_rope_fusion": False}),
+        ("nemotron-4-340b", {}, {"bias_activation_fusion": False, "apply_rope_fusion": True}),
+    ],
+)
+def test_fusions_do_not_depend_on_what_is_installed(
+    planned: Planned, model: str, features: dict[str, Any], fused: dict[str, bool]
+) -> None:
+    overrides = bridge_overrides(planned(model, 64, tp=8, pp=8, vpp=2, features=features))
+    assert {name: overrides[f"model.{name}"] for name in fused} == fused
+    assert overrides["model.overlap_p2p_comm"] is True
 
 
 def test_latent_attention_starts_from_a_recipe_that_has_it(planned: Planned) -> None:

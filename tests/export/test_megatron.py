@@ -11,6 +11,7 @@ from layouts import SIZES, expressible, some_layout
 
 from planner.export.arguments import argv
 from planner.export.megatron import environment, forbidden_environment, megatron_arguments
+from planner.export.megatron_runtime import precision
 from planner.export.megatron_target import export_megatron
 from planner.export.refusal import Inexpressible
 from planner.plan import Plan
@@ -129,20 +130,24 @@ def test_recompute(planned: Planned, layout: dict[str, Any], expected: dict[str,
     assert {key: value for key, value in arguments.items() if "recompute" in key} == expected
 
 
+NARROW = {"fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "grad_reduce_in_bf16"}
+
+
 @pytest.mark.parametrize(
     ("dtype", "hardware", "expected"),
     [
-        ("bf16", "h100", {"--bf16"}),
-        ("fp16", "h100", {"--fp16"}),
-        ("fp8", "h100", {"--bf16", "--fp8-format", "--fp8-recipe"}),
-        ("mxfp8", "b200", {"--bf16", "--fp8-format", "--fp8-recipe"}),
-        ("nvfp4", "b200", {"--bf16", "--fp4-format", "--fp4-recipe"}),
+        ("bf16", "h100", {"bf16"}),
+        ("fp16", "h100", {"fp16", "accumulate_allreduce_grads_in_fp32"}),
+        ("fp8", "h100", {"bf16", "fp8_format", "fp8_recipe", "fp8_param_gather", "grad_reduce_in_bf16"}),
+        ("mxfp8", "b200", {"bf16", "fp8_format", "fp8_recipe"} | NARROW - {"fp4_param_gather"}),
+        ("nvfp4", "b200", {"bf16", "fp4_format", "fp4_recipe", "fp4_param_gather", "grad_reduce_in_bf16"}),
     ],
 )
 def test_precision(planned: Planned, dtype: str, hardware: str, expected: set[str]) -> None:
-    arguments = megatron_arguments(planned("llama-3.1-8b", 16, tp=2, dtype=dtype, hardware=hardware))
-    known = {"--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format", "--fp4-recipe"}
-    assert known & arguments.keys() == expected
+    plan = planned("llama-3.1-8b", 16, tp=2, dtype=dtype, hardware=hardware)
+    assert {option.strip("-").replace("-", "_") for option in precision(plan)} == expected
+    kept = planned("llama-3.1-8b", 16, tp=2, dtype=dtype, hardware=hardware, zero_stage=0)
+    assert not {"--fp8-param-gather", "--fp4-param-gather"} & precision(kept).keys(), "they need a sharded optimizer"
 
 
 @pytest.mark.parametrize(
