@@ -44,12 +44,28 @@ class Rejections:
 
 def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
     """The hard constraints of the trainer that a runtime describes."""
-    trainer = runtime.trainer or runtime.name
+    known, trainer = _known_to(runtime), runtime.trainer or runtime.name
     if trainer == "torchtitan":
-        return TORCHTITAN_RULES
+        return known + TORCHTITAN_RULES
     if trainer in ("megatron", "megatron-deepspeed", "nanotron"):
-        return MEGATRON_RULES + MEGATRON_CP_RULES[runtime.cp_comm_type]
-    return TORCH_EAGER_RULES
+        return known + MEGATRON_RULES + MEGATRON_CP_RULES[runtime.cp_comm_type]
+    return known + TORCH_EAGER_RULES
+
+
+def _known_to(runtime: RuntimeSpec) -> tuple[Rule, ...]:
+    """What the trainer of a generation knows at all."""
+    return (
+        Rule(
+            "cp_not_expressible",
+            lambda m, t, s: (s.cp == 1) | runtime.has_context_parallel,
+            lambda m, t, s: f"cp {s.cp}: {runtime.name} knows no context parallelism",
+        ),
+        Rule(
+            "zero_stage_not_expressible",
+            lambda m, t, s: np.isin(s.zero_stage, runtime.zero_stages),
+            lambda m, t, s: f"zero_stage {s.zero_stage}: {runtime.name} has {', '.join(map(str, runtime.zero_stages))}",
+        ),
+    )
 
 
 def divisors(number: int, most: int) -> list[int]:
@@ -76,7 +92,7 @@ def enumerate_shapes(
     legal = dp > 0
     _reject(grid, ~legal, rejections, cluster, training)
     shape = _shape(grid, np.maximum(dp, 1), training, runtime)
-    own = _own_rules(cluster, limits, runtime)
+    own = _own_rules(cluster, limits)
     for rule in (*own, *rules_for(runtime)):
         holds = np.broadcast_to(np.asarray(rule.holds(model, training, shape)), legal.shape)
         broken = legal & ~holds
@@ -209,7 +225,7 @@ def _shape(grid: Grid, dp: IntArray, training: TrainingSpec, runtime: RuntimeSpe
     )
 
 
-def _own_rules(cluster: ClusterSpec, limits: SearchLimits, runtime: RuntimeSpec) -> tuple[Rule, ...]:
+def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
     """Rules that hold for every trainer."""
     domain = cluster.tiers[0].num_gpus or cluster.num_gpus
     return (
@@ -222,16 +238,6 @@ def _own_rules(cluster: ClusterSpec, limits: SearchLimits, runtime: RuntimeSpec)
             "tp_across_nvlink_domains",
             lambda m, t, s: (s.tp <= domain) | limits.tp_across_nodes,
             lambda m, t, s: f"tp {s.tp} leaves the NVLink domain of {domain} GPUs (allow it with --tp-across-nodes)",
-        ),
-        Rule(
-            "no_context_parallelism",
-            lambda m, t, s: (s.cp == 1) | runtime.has_context_parallel,
-            lambda m, t, s: f"cp {s.cp}: {runtime.name} knows no context parallelism",
-        ),
-        Rule(
-            "zero_stage_not_expressible",
-            lambda m, t, s: np.isin(s.zero_stage, runtime.zero_stages),
-            lambda m, t, s: f"zero_stage {s.zero_stage}: {runtime.name} has {', '.join(map(str, runtime.zero_stages))}",
         ),
     )
 
