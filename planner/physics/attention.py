@@ -214,13 +214,16 @@ def kv_heads_per_rank(model: ModelSpec, shape: Shape) -> Number:
 def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
     heads, kv_heads = model.num_attention_heads / shape.tp, kv_heads_per_rank(model, shape)
     width = (heads + 2 * kv_heads) * model.head_dim
+    # beyond one key-value head a rank Megatron cuts the projection further, and gathers what it gives
+    cut = (heads + 2 * model.num_key_value_heads / np.asarray(shape.tp, dtype=float)) * model.head_dim
     yield from enter_tp("qkv", BF16 * shape.tokens * model.hidden_size, shape)
     rotates = model.position_embedding == "rope"
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
     keeps_buffer = rotates and not runtime.fused_rotary
     parts = [("qkv", width, False)] if runtime.fused_projections else _three(model, heads, kv_heads)
-    for name, columns, again in parts:
+    for name, kept, again in parts:
         modules = ("op",) if again else ()
+        columns = cut if name == "qkv" else kept
         yield Operator(
             name=name,
             kind="gemm",
@@ -229,7 +232,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
             n=columns,
             k=model.hidden_size,
             parameters=columns * model.hidden_size + (columns if model.qkv_bias else 0),
-            saved=(Saved(name, BF16 * shape.tokens * columns, modules),),
+            saved=(Saved(name, BF16 * shape.tokens * kept, modules),),
         )
     if model.qk_norm:
         rows = shape.tokens * (heads + kv_heads)

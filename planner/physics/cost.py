@@ -320,11 +320,12 @@ class Pricing:
         return replace(part, live_bytes=part.live_bytes - logits_bytes, transient_bytes=held, logits_bytes=held)
 
     def _mtp(self, shape: Shape) -> PartCost | None:
-        """Every multi-token-prediction block, one after the other."""
+        """Every multi-token-prediction block, one after the other; of several stages, theirs also embeds tokens."""
         if not self.model.num_nextn_predict_layers:
             return None
         block = self._plain(mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance), shape)
-        return block.times(self.model.num_nextn_predict_layers)
+        copy = self._plain(embedding(self.model, shape, self.runtime), shape)
+        return block.times(self.model.num_nextn_predict_layers) + copy.times(np.where(np.asarray(shape.pp) > 1, 1, 0))
 
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Gradients reduce-scattered over the shard group and all-reduced over its replicas; ZeRO-0: all-reduced."""

@@ -107,16 +107,22 @@ def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: b
 def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0) -> tuple[Item, ...]:
     """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, 2h projected to h, decoder layer, shared head."""
     hidden, tokens = model.hidden_size, shape.tokens
+    tp = shape.tp if runtime.splits_mtp_projection else 1
     projection = Operator(
-        name="mtp projection", kind="gemm", m=tokens, n=hidden / shape.tp, k=2 * hidden,
-        parameters=hidden / shape.tp * 2 * hidden, saved=(Saved("input", BF16 * shape.shard_tokens * 2 * hidden),),
+        name="mtp projection", kind="gemm", m=tokens / (shape.tp / tp), n=hidden / tp, k=2 * hidden,
+        parameters=hidden / tp * 2 * hidden, saved=(Saved("input", BF16 * shape.shard_tokens * 2 * hidden),),
     )  # fmt: skip
+    exchanges = (
+        enter_tp("mtp projection", BF16 * tokens * 2 * hidden, shape),
+        leave_tp("mtp projection", BF16 * tokens * hidden, shape),
+    )
+    enter, leave = exchanges if runtime.splits_mtp_projection else ((), ())
     return (
         norm("mtp embedding norm", hidden, shape.shard_tokens, model, runtime, saves_output=False),
         norm("mtp hidden norm", hidden, shape.shard_tokens, model, runtime, saves_output=False),
-        *enter_tp("mtp projection", BF16 * tokens * 2 * hidden, shape),
+        *enter,
         projection,
-        *leave_tp("mtp projection", BF16 * tokens * hidden, shape),
+        *leave,
         *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance),
         norm("mtp final norm", hidden, shape.shard_tokens, model, runtime),
         *enter_tp("mtp head", BF16 * tokens * hidden, shape, cast=False),
@@ -138,7 +144,7 @@ class ModelTotals(NamedTuple):
 def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int) -> ModelTotals:
     """Parameters and model FLOPs per token of a sequence of `seq_length`, folded over the unsharded operator list."""
     shape = Shape(seq_length=seq_length)
-    plain = runtime.model_copy(update={"flash_attention": True, "vocab_divisible_by": 1})
+    plain = runtime.model_copy(update={"flash_attention": True, "vocab_divisible_by": 1, "balances_in_buffers": False})
     parts = [(decoder_layer(model, kind, shape, plain), model.layers.count(kind)) for kind in model.kinds]
     shares = model.tie_word_embeddings
     parts += [(embedding(model, shape, plain), 1), (head(model, shape, plain, shares_embedding=shares), 1)]

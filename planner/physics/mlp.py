@@ -107,6 +107,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     tokens, hidden = shape.shard_tokens, model.hidden_size
     pairs = tokens * moe.num_experts_per_tok
     pair_bytes = BF16 * pairs * hidden
+    has_bias = moe.router_bias and (model.has_mlp_bias or not runtime.balances_in_buffers)
     yield Operator(
         name="router",
         kind="gemm",
@@ -115,7 +116,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
         m=tokens,
         n=moe.num_experts,
         k=hidden,
-        parameters=moe.num_experts * (hidden + (1 if moe.router_bias else 0)),
+        parameters=moe.num_experts * (hidden + (1 if has_bias else 0)),
         saved=(Saved("scores", (2 if runtime.fused_permute else 1) * FP32 * tokens * moe.num_experts, ("moe",)),),
     )
     yield Operator(

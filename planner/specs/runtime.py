@@ -77,6 +77,10 @@ class RuntimeSpec(Spec):
     Blackwell, where one is enough."""
     vocab_divisible_by: PositiveInt = 128
     """The vocabulary is padded to a multiple of this times tp."""
+    balances_in_buffers: bool = False
+    """The numbers that balance the load of experts without a gradient (DeepSeek-V3) are buffers, no parameters."""
+    splits_mtp_projection: bool = True
+    """The projection before a multi-token-prediction block is split over tp; else every rank has all of it."""
     reserved_gib: NonNegativeFloat = 0.0
     """Device memory that this trainer takes beyond the tensors named here, whatever the layout, and others do not.
 
@@ -238,6 +242,8 @@ _TORCHTITAN: dict[str, Any] = {
     "weight_bytes": 4,
     "optimizer_bytes": 8,
     "vocab_divisible_by": 1,
+    "balances_in_buffers": True,
+    "splits_mtp_projection": False,
     "zero_stages": (3,),
     "schedules": TORCH_SCHEDULES,
     "min_microbatches_is_pp": True,
@@ -263,6 +269,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
     for spec in (
         RuntimeSpec(
             name="megatron",
+            balances_in_buffers=True,
             narrow_parameters=True,
             narrow_gradient_bytes=2,
             hands_unused_gradients=True,
