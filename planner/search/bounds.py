@@ -105,7 +105,7 @@ def busiest_rank_s(screen: Screen, base: Recompute, whole: bool, orders: Orders)
     less the trip of one micro-batch through the ranks before it. Infinite where nothing fits.
     """
     model, trips_s = screen.pricing.model, np.where(orders.plain[:, None], 0.0, _trip_s(screen, base, orders))
-    beside_s = _ends_s(screen, trips_s.shape[1]) + trips_s / np.asarray(screen.shape.num_microbatches)[:, None]
+    beside_s = screen.rank_ends_s(trips_s.shape[1]) + trips_s / np.asarray(screen.shape.num_microbatches)[:, None]
     busiest = np.maximum(screen.work_s(base) / np.asarray(screen.shape.pp), beside_s.max(axis=1))
     counts = {kind: model.layers.count(kind) for kind in model.kinds}
     for kind, count in counts.items():
@@ -133,29 +133,6 @@ def _least(parts: Sequence[PartCost]) -> PartCost:
     return PartCost(forward_s=least("total_s"), **{name: least(name) for name in names})
 
 
-def _free_bytes(screen: Screen, layer: PartCost, num_ranks: int) -> FloatArray:
-    """What each rank (columns) has for layers like `layer`, beside what else it holds and the larger transient."""
-    shape, last = screen.shape, screen.last_parts
-    rank = np.arange(num_ranks)[None, :]
-    usable = screen.pricing.usable_bytes(shape)
-    transient = screen.part(layer, "transient_bytes")
-    loss = np.max([transient, *(screen.part(part, "transient_bytes") for part in last)], axis=0) - transient
-    beside = loss + sum(screen.static_bytes(part) + screen.part(part, "live_bytes") for part in last)
-    free = np.asarray(usable - transient)[:, None] - _holds_last(screen, rank) * beside[:, None]
-    free = free - (rank == 0) * screen.static_bytes(screen.table.embedding)[:, None]
-    return np.asarray(np.maximum(free, 0.0))
-
-
-def _holds_last(screen: Screen, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which ranks (columns) hold the last virtual stage."""
-    return np.asarray(rank == np.where(screen.folded, 0, np.asarray(screen.shape.pp) - 1)[:, None])
-
-
-def _layer_s(screen: Screen, mode: Recompute, quantity: str = "total_s") -> FloatArray:
-    """Seconds of a layer of each kind (rows) for each node (columns)."""
-    return np.array([screen.part(screen.table.layers[kind, mode], quantity) for kind in screen.pricing.model.kinds])
-
-
 def _trip_s(screen: Screen, base: Recompute, orders: Orders) -> FloatArray:
     """Seconds of one micro-batch through the ranks before each rank (columns) and back, at least.
 
@@ -164,28 +141,13 @@ def _trip_s(screen: Screen, base: Recompute, orders: Orders) -> FloatArray:
     """
     shape = screen.shape
     rank = np.arange(orders.full.shape[1])[None, :]
-    quickest = _layer_s(screen, base).min(axis=0)[:, None]
+    quickest = screen.layer_s(base).min(axis=0)[:, None]
     first = 0.0 if screen.pricing.runtime.head_only_stage else quickest
     first = first + screen.part(screen.table.embedding, "total_s")[:, None]
-    between = np.maximum(rank - 1, 0) * quickest * _chunk_layers(screen)[:, None]
+    between = np.maximum(rank - 1, 0) * quickest * screen.chunk_layers[:, None]
     hops = 2 * rank * np.broadcast_to(screen.p2p_s, len(screen.kernel))[:, None]
     trip = np.where((rank > 0) & (rank < np.asarray(shape.pp)[:, None]), first + between + hops, 0.0)
     return np.asarray(np.where(orders.splits[:, None], 0.0, trip))
-
-
-def _chunk_layers(screen: Screen) -> FloatArray:
-    """Layers of a virtual stage at least, where all are equal but the first and the last, which may be shorter; 1 where
-    stages do not interleave."""
-    layers, vpp = screen.pricing.model.num_hidden_layers, np.asarray(screen.shape.vpp)
-    return np.where(vpp > 1, np.ceil(layers / (np.asarray(screen.shape.pp) * vpp)), 1.0)
-
-
-def _ends_s(screen: Screen, num_ranks: int) -> FloatArray:
-    """Seconds of a micro-batch that each rank (columns) has for the embedding, the head, multi-token prediction."""
-    rank = np.arange(num_ranks)[None, :]
-    last_s = np.sum([screen.part(part, "total_s") for part in screen.last_parts], axis=0)
-    first_s = screen.part(screen.table.embedding, "total_s")
-    return np.asarray((rank == 0) * first_s[:, None] + _holds_last(screen, rank) * last_s[:, None])
 
 
 def _holding_bound_s(
@@ -206,7 +168,7 @@ def _holding_bound_s(
     again = np.maximum(screen.part(full, "total_s")[:, None] - seconds, 1e-12)
     static, live = screen.static_bytes(plain)[:, None], screen.part(plain, "live_bytes")[:, None]
     saved = np.maximum(live - screen.part(full, "live_bytes")[:, None], 1.0)
-    free = _free_bytes(screen, plain, held.shape[1])
+    free = screen.free_bytes(plain, held.shape[1])
     roomy = np.floor(free / (static + held * live))
     # layers = (busy + again·free/saved-bytes-in-flight) / (seconds + again·bytes per layer / saved bytes): memory binds
     rate = again / (held * saved)
@@ -283,7 +245,7 @@ def chunked_bound_s(screen: Screen, base: Recompute, whole: bool, orders: Orders
     steps, trips_s = np.asarray(screen.shape.num_microbatches)[:, None], _trip_s(screen, base, orders)
     counts = np.array([screen.pricing.kind_counts[kind] for kind in screen.pricing.model.kinds])
     num_layers = _fewest_layers(screen, full)
-    layer_s = _layer_s(screen, base)[:, :, None]
+    layer_s = screen.layer_s(base)[:, :, None]
 
     def needed_bytes(mode: Recompute) -> FloatArray:
         parts = [screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds]
@@ -292,11 +254,11 @@ def chunked_bound_s(screen: Screen, base: Recompute, whole: bool, orders: Orders
 
     modes: tuple[Recompute, ...] = (base, FULL) if whole else (base,)
     least = _least([screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds for mode in modes])
-    free = _free_bytes(screen, least, held.shape[1])
-    each_s = steps * (_least_sum(layer_s, counts, num_layers) + _ends_s(screen, held.shape[1])) + trips_s
+    free = screen.free_bytes(least, held.shape[1])
+    each_s = steps * (_least_sum(layer_s, counts, num_layers) + screen.rank_ends_s(held.shape[1])) + trips_s
     if whole:
-        saved, again = _layer_s(screen, base, "live_bytes"), _layer_s(screen, FULL) - _layer_s(screen, base)
-        saved = np.maximum((saved - _layer_s(screen, FULL, "live_bytes")).max(axis=0), 1.0)
+        saved, again = screen.layer_s(base, "live_bytes"), screen.layer_s(FULL) - screen.layer_s(base)
+        saved = np.maximum((saved - screen.layer_s(FULL, "live_bytes")).max(axis=0), 1.0)
         forced = np.ceil(np.maximum(needed_bytes(base) - free, 0.0) / (held * saved[:, None]) - 1e-9)
         each_s = each_s + steps * forced * np.maximum(again.min(axis=0), 0.0)[:, None]
     each_s = np.where(needed_bytes(modes[-1]) > free * (1 + 1e-9), np.inf, each_s)
@@ -312,7 +274,7 @@ def _fewest_layers(screen: Screen, full: npt.NDArray[np.bool_]) -> FloatArray:
     vpp, rank = np.asarray(screen.shape.vpp)[:, None], np.arange(full.shape[1])[None, :]
     shorter = np.where(full, 0, np.where(screen.folded, 2, 1)[:, None])
     exists = rank < np.asarray(screen.shape.pp)[:, None]
-    return np.where(exists, np.maximum(vpp - shorter, 0) * _chunk_layers(screen)[:, None], 0.0)
+    return np.where(exists, np.maximum(vpp - shorter, 0) * screen.chunk_layers[:, None], 0.0)
 
 
 def _least_sum(values: FloatArray, counts: npt.NDArray[np.int64], number: FloatArray) -> FloatArray:

@@ -17,6 +17,7 @@ from planner.physics.communication import p2p_s
 from planner.physics.cost import CostTable, PartCost, Pricing
 from planner.physics.operators import BF16
 from planner.physics.shape import FloatArray, Number, Shape
+from planner.schedule.orders import SCHEDULES, placement
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
@@ -99,6 +100,38 @@ class Screen:
         later = np.sum([n * self.part(part, "weight_grad_s") for part, n in parts], axis=0)
         return np.asarray(self.work_s(mode) - later)
 
+    @property
+    def chunk_layers(self) -> FloatArray:
+        """Layers of a virtual stage at least, where all are equal but the first and the last, which may be shorter; 1
+        where stages do not interleave."""
+        layers, vpp = self.pricing.model.num_hidden_layers, np.asarray(self.shape.vpp)
+        return np.where(vpp > 1, np.ceil(layers / (np.asarray(self.shape.pp) * vpp)), 1.0)
+
+    def layer_s(self, mode: Recompute, quantity: str = "total_s") -> FloatArray:
+        """Seconds (or another quantity) of a layer of each kind (rows) for each shape (columns)."""
+        return np.array([self.part(self.table.layers[kind, mode], quantity) for kind in self.pricing.model.kinds])
+
+    def holds_last(self, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which ranks (columns) hold the last virtual stage."""
+        return np.asarray(rank == np.where(self.folded, 0, np.asarray(self.shape.pp) - 1)[:, None])
+
+    def rank_ends_s(self, num_ranks: int) -> FloatArray:
+        """Seconds of a micro-batch that each rank (columns) has for the embedding, the head, multi-token prediction."""
+        rank = np.arange(num_ranks)[None, :]
+        last_s = np.sum([self.part(part, "total_s") for part in self.last_parts], axis=0)
+        first_s = self.part(self.table.embedding, "total_s")
+        return np.asarray((rank == 0) * first_s[:, None] + self.holds_last(rank) * last_s[:, None])
+
+    def free_bytes(self, layer: PartCost, num_ranks: int) -> FloatArray:
+        """What each rank (columns) has for layers like `layer`, beside what else it holds and the larger transient."""
+        rank, last = np.arange(num_ranks)[None, :], self.last_parts
+        transient = self.part(layer, "transient_bytes")
+        loss = np.max([transient, *(self.part(part, "transient_bytes") for part in last)], axis=0) - transient
+        beside = loss + sum(self.static_bytes(part) + self.part(part, "live_bytes") for part in last)
+        free = np.asarray(self.pricing.usable_bytes(self.shape) - transient)[:, None]
+        free = free - self.holds_last(rank) * beside[:, None]
+        return np.asarray(np.maximum(free - (rank == 0) * self.static_bytes(self.table.embedding)[:, None], 0.0))
+
 
 def screen_of(pricing: Pricing, shape: Shape) -> Screen:
     """Price every distinct kernel of `shape` once."""
@@ -115,18 +148,21 @@ def screen_of(pricing: Pricing, shape: Shape) -> Screen:
     return Screen(pricing, shape, pricing.table(kernels), kernel.astype(np.int64), np.asarray(shape.pp) == 1)
 
 
-def room_layers(screen: Screen, kind: LayerKind, frugal: bool = False) -> FloatArray:
+def room_layers(screen: Screen, kind: LayerKind, schedules: Sequence[str] = ()) -> FloatArray:
     """Most layers of `kind` that all ranks of each shape can hold together, recomputed as cheaply in bytes as can be.
 
-    Rank r holds min(M, pp − r) micro-batches in flight, the least of any schedule that this planner uses.
+    Rank r holds min(M, pp − r) micro-batches in flight, the least of all `schedules` but the frugal ones, of which it
+    holds one at least. Where one of them may fold the pipeline nobody knows which rank has the head: none is charged.
     """
+    frugal = bool(FRUGAL.intersection(schedules))
+    folds = any(placement(name, 2, 2)[-1] == 0 for name in schedules if SCHEDULES[name].min_vpp == 2)
     shape, table = screen.shape, screen.table
     parts = [table.layers[kind, mode] for mode in ("none", "selective", "full")]
     static = screen.static_bytes(parts[0])
     live = np.min([screen.part(part, "live_bytes") for part in parts], axis=0)
     transient = np.min([screen.part(part, "transient_bytes") for part in parts], axis=0)
     usable = screen.pricing.usable_bytes(shape) - transient
-    ends = (screen.static_bytes(table.embedding), screen.static_bytes(table.head))
+    ends = (screen.static_bytes(table.embedding), (not folds) * screen.static_bytes(table.head))
     room = np.zeros(len(screen.kernel))
     pps = np.asarray(shape.pp)
     for pp in np.unique(pps):
@@ -143,5 +179,5 @@ def room_layers(screen: Screen, kind: LayerKind, frugal: bool = False) -> FloatA
 
 def fits(screen: Screen, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
     """Whether all ranks together have room for the layers of each kind: necessary for any split."""
-    model, frugal = screen.pricing.model, bool(FRUGAL.intersection(schedules))
-    return np.asarray(np.all([room_layers(screen, k, frugal) >= model.layers.count(k) for k in model.kinds], axis=0))
+    model = screen.pricing.model
+    return np.asarray(np.all([room_layers(screen, k, schedules) >= model.layers.count(k) for k in model.kinds], axis=0))
