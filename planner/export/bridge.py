@@ -109,7 +109,7 @@ def export_bridge(plan: Plan) -> Exported:
     """
     overrides = bridge_overrides(plan)
     words = [f"{path}={hydra(value)}" for path, value in overrides.items()]
-    notes = ("BRIDGE_PATH names a checkout of Megatron-Bridge", *notes_of(plan)[1:])
+    notes = _notes(plan)
     variables = environment(plan)
     comments = header(plan, WRITTEN_FOR, notes)
     recipe = recipe_of(plan)
@@ -130,6 +130,14 @@ def export_bridge(plan: Plan) -> Exported:
     )
     file = ExportFile(OVERRIDES_FILE, json.dumps(data, indent=2) + "\n")
     return Exported("bridge", WRITTEN_FOR, (file,), command, notes)
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    about_data, _about_megatron, *others = notes_of(plan)
+    notes = [about_data.replace("--mock-data", "mock"), "BRIDGE_PATH names a checkout of Megatron-Bridge", *others]
+    if plan.model.spec.mla is not None:
+        notes.append("the recipe reads the configuration of deepseek-ai/DeepSeek-V3 from Hugging Face or its cache")
+    return tuple(notes)
 
 
 def recipe_of(plan: Plan) -> str:
