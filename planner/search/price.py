@@ -115,9 +115,22 @@ def _stage(
         forward_comm_s=float(total.forward_total_s - total.forward_s),
         backward_comm_s=float(total.input_grad_total_s - total.input_grad_s),
         optimizer_s=float(total.optimizer_s),
-        num_parameters=round(float(total.parameters)),
+        num_parameters=round(float(total.parameters)) + _final_norm_elsewhere(pricing, split, virtual),
         memory=stage_memory(pricing, table, total, activations),
     )
+
+
+def _final_norm_elsewhere(pricing: Pricing, split: Split, virtual: list[int]) -> int:
+    """What a rank holds more than its stages say where Megatron puts the final norm before multi-token prediction.
+
+    The norm goes with the last decoder layer then, and else with the head (transformer_block.py).
+    """
+    model, trainer = pricing.model, pricing.runtime.trainer or pricing.runtime.name
+    if not model.num_nextn_predict_layers or trainer != "megatron":
+        return 0
+    decoder_ends = max(j for j, count in enumerate(split.counts) if count)
+    moves = (decoder_ends in virtual) - (len(split.counts) - 1 in virtual)
+    return moves * model.hidden_size * (2 if model.has_norm_bias else 1)
 
 
 def _step(
