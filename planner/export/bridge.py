@@ -188,7 +188,7 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         "model.sequence_parallel": "--sequence-parallel" in arguments,
         "model.virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "model.pipeline_dtype": "float16" if plan.training.dtype == "fp16" else "bfloat16",
-        "mixed_precision": _mixed_precision(plan, arguments),
+        **_mixed_precision(plan, arguments),
         "ddp.use_distributed_optimizer": layout.zero_stage >= 1,
         "optimizer.use_distributed_optimizer": layout.zero_stage >= 1,
         "ddp.overlap_grad_reduce": "--overlap-grad-reduce" in arguments,
@@ -227,15 +227,15 @@ def _kernels(plan: Plan, arguments: Arguments) -> Overrides:
 
 
 def _mixed_precision(plan: Plan, arguments: Arguments) -> Overrides:
-    """An object in full: Bridge's names for precisions also say what gradients and outer layers are kept in."""
+    """In full, since Bridge's names for precisions also say what gradients and outer layers are kept in.
+
+    One recipe holds such a name, in whose place goes an object; the other holds an object, whose fields are set.
+    """
     half = plan.training.dtype == "fp16"
-    dtype = {"_target_": "torch.float16" if half else "torch.bfloat16", "_call_": False}
     in_fp32 = "--accumulate-allreduce-grads-in-fp32" if half else "--grad-reduce-in-bf16"
-    return {
-        "_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
-        "fp16" if half else "bf16": True,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
+    fields: Overrides = {
+        "fp16": half,
+        "bf16": not half,
         "grad_reduce_in_fp32": (in_fp32 in arguments) == half,
         "fp8": arguments.get("--fp8-format"),
         "fp8_recipe": arguments.get("--fp8-recipe", "tensorwise"),
@@ -245,6 +245,13 @@ def _mixed_precision(plan: Plan, arguments: Arguments) -> Overrides:
         "fp4_recipe": arguments.get("--fp4-recipe", "nvfp4"),
         "fp4_param_gather": "--fp4-param-gather" in arguments,
     }
+    name = "float16" if half else "bfloat16"
+    dtypes = ("params_dtype", "pipeline_dtype")
+    if plan.model.spec.mla is not None:
+        fields |= dict.fromkeys(dtypes, name)
+        return {f"mixed_precision.{field}": value for field, value in fields.items()}
+    fields |= {field: {"_target_": f"torch.{name}", "_call_": False} for field in dtypes}
+    return {"mixed_precision": {"_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig", **fields}}
 
 
 def hydra(value: Any) -> str:

@@ -59,7 +59,7 @@ def test_words_are_hydra_s(planned: Planned) -> None:
 @pytest.mark.parametrize(
     ("dtype", "features", "expected"),
     [
-        ("bf16", {}, {"bf16": True, "grad_reduce_in_fp32": True, "fp8": None}),
+        ("bf16", {}, {"bf16": True, "fp16": False, "grad_reduce_in_fp32": True, "fp8": None}),
         ("bf16", {"fp32_grad_accum": False}, {"bf16": True, "grad_reduce_in_fp32": False}),
         ("fp16", {}, {"fp16": True, "grad_reduce_in_fp32": True}),
         ("fp8", {}, {"fp8": "hybrid", "fp8_param_gather": True, "grad_reduce_in_fp32": False}),
@@ -99,6 +99,8 @@ def test_latent_attention_starts_from_a_recipe_that_has_it(planned: Planned) -> 
     assert overrides["model.multi_latent_attention"] is True
     assert overrides["model.mtp_num_layers"] is None, "the recipe's own model predicts a second token"
     assert overrides["model.moe_layer_freq"] == [0, *[1] * 60]
+    assert "mixed_precision" not in overrides, "its recipe has an object there"
+    assert overrides["mixed_precision.grad_reduce_in_fp32"] is True
     assert overrides["optimizer.use_precision_aware_optimizer"] is False
 
 
