@@ -28,13 +28,9 @@ def measure_exchanges(trainer: Trainer) -> tuple[Exchange, ...]:
         seconds = _seconds(trainer, group, lambda: tp.all_reduce(trainer.empty()))
         found.append(_exchange("tp all-reduce", tp.size, whole_bytes, seconds, passes=2))
     for flat in trainer.flat:
-        if flat.sharding.group is not None:
-            num_bytes = flat.grads.numel() * flat.grads.element_size()
-            is_sum = not flat.grads.is_cuda or not flat.sharding.zero  # gloo sums where NCCL scatters too
-            name = f"gradient {'all-reduce' if is_sum else 'reduce-scatter'}"
-            seconds = _seconds(trainer, flat.sharding.group, flat.reduce)
-            found.append(_exchange(name, flat.sharding.size, num_bytes, seconds, passes=2 if is_sum else 1))
-            flat.grads.zero_()
+        group, size = flat.sharding.group, flat.sharding.size
+        for name, num_bytes, passes, call in flat.exchanges() if group is not None else ():
+            found.append(_exchange(name, size, num_bytes, _seconds(trainer, group, call), passes))
     return tuple(found)
 
 

@@ -44,12 +44,14 @@ def ranks_run(plan: Plan, options: Options, num_gpus: int) -> tuple[ProbeRun, sl
     layout = plan.best
     if layout.parallelism.cp > 1:
         raise ProbeError("the probe's ranks do not split sequences: cp must be 1", "probe the stages: --stage all")
-    if layout.parallelism.zero_stage > 1:
-        raise ProbeError(
-            "the probe shards optimizer states only: zero_stage must be 0 or 1", "plan with --zero-stage 1"
-        )
     grid = slices.fit_gpus(layout, num_gpus)
     order = options.order or slices.slice_schedule(layout, grid.pp)
+    if layout.parallelism.zero_stage > 1 and not slices.fully_shards(layout, order):
+        raise ProbeError(
+            f"the probe runs no ZeRO-{layout.parallelism.zero_stage} under {order.name}: ZeRO-1 or, where no backward "
+            "is split, ZeRO-3",
+            "plan with --zero-stage 1, or 3 and another --schedule",
+        )
     stages = slices.sampled_stages(layout.parallelism.pp, grid.pp)
     return real_run(plan, options, order, slices.real_chunks(layout, order, stages), grid), grid, stages
 
@@ -152,6 +154,7 @@ def real_run(plan: Plan, options: Options, order: Schedule, chunks: Sequence[Chu
         ep=grid.ep,
         cp=layout.cp,
         zero=layout.zero_stage > 0,
+        fully_sharded=slices.fully_shards(plan.best, order),
         sequence_parallel=layout.sequence_parallel and grid.tp > 1,
         micro_batch_size=layout.micro_batch_size,
         seq_length=plan.training.seq_length // layout.cp,

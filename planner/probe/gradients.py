@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,38 @@ class Sharding:
     def shard(self) -> int:
         """Which shard this rank holds."""
         return self.rank if self.zero else 0
+
+
+class Held(NamedTuple):
+    """What this rank has of a parameter's summed gradient."""
+
+    parameter: nn.Parameter
+    where: slice
+    """Which elements of the flattened parameter."""
+    gradient: Tensor
+
+
+class Exchanged(NamedTuple):
+    """An exchange among replicas, to be measured by itself."""
+
+    name: str
+    num_bytes: int
+    passes: int
+    """How often the bytes pass each rank: 1 for a gather or a scatter, 2 for a sum."""
+    call: Callable[[], object]
+
+
+def allocate_moments(optimizer: torch.optim.AdamW) -> None:
+    """Let the optimizer make its moments now, with a step that changes nothing."""
+    (group,) = optimizer.param_groups
+    rate, group["lr"] = group["lr"], 0.0
+    for parameter in group["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    group["lr"] = rate
+    for state in optimizer.state.values():
+        state["step"].zero_()
 
 
 def collect_gradients(parameter: nn.Parameter) -> None:
@@ -81,18 +113,7 @@ class FlatParameters:
         self.shard = slice(sharding.shard * self.shard_size, (sharding.shard + 1) * self.shard_size)
         self.master = nn.Parameter(self.weights[self.shard].to(grad_dtype, copy=True))
         self.optimizer = torch.optim.AdamW([self.master], lr=learning_rate, fused=True, **cast(Any, ADAM))
-        self._allocate_moments()
-
-    def _allocate_moments(self) -> None:
-        """Let the optimizer make its moments now, with a step that changes nothing."""
-        rate = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.param_groups[0]["lr"] = 0.0
-        self.master.grad = torch.zeros_like(self.master)
-        self.optimizer.step()
-        self.master.grad = None
-        self.optimizer.param_groups[0]["lr"] = rate
-        for state in self.optimizer.state.values():
-            state["step"].zero_()
+        allocate_moments(self.optimizer)
 
     def reduce(self) -> None:
         """Sum the gradients over the replicas; each rank keeps its shard of the sum, or all of it."""
@@ -120,6 +141,23 @@ class FlatParameters:
         if self.sharding.group is not None and self.sharding.zero:
             shard = self.weights[self.shard].clone()
             dist.all_gather_into_tensor(self.weights, shard, group=self.sharding.group)
+        self.grads.zero_()
+
+    def held(self) -> Iterator[Held]:
+        """This rank's shard, parameter by parameter."""
+        start = 0
+        for parameter in self.parameters:
+            end = start + parameter.numel()
+            first, last = max(start, self.shard.start), min(end, self.shard.stop)
+            if first < last:
+                yield Held(parameter, slice(first - start, last - start), self.grads[first:last])
+            start = end
+
+    def exchanges(self) -> Iterator[Exchanged]:
+        """The reduction of all gradients."""
+        is_sum = not self.grads.is_cuda or not self.sharding.zero  # gloo sums where NCCL scatters too
+        name = f"gradient {'all-reduce' if is_sum else 'reduce-scatter'}"
+        yield Exchanged(name, self.grads.nbytes, 2 if is_sum else 1, self.reduce)
         self.grads.zero_()
 
 

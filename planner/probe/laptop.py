@@ -43,6 +43,7 @@ def laptop_run(plan: Plan, options: Options) -> tuple[ProbeRun, slices.Grid]:
         dp=grid.dp,
         ep=grid.ep,
         zero=layout.parallelism.zero_stage > 0,
+        fully_sharded=slices.fully_shards(layout, order),
         sequence_parallel=grid.tp > 1 and layout.parallelism.sequence_parallel,
         micro_batch_size=min(2, layout.parallelism.micro_batch_size),
         seq_length=SEQ_LENGTH,

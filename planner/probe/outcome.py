@@ -10,7 +10,7 @@ from planner.plan import Plan, PricedLayout
 from planner.probe.compare import activity, run_checks
 from planner.probe.result import Comparison, Measured, ProbeResult
 from planner.probe.run import Device
-from planner.probe.slices import RECOMPUTABLE, Grid, Slice
+from planner.probe.slices import RECOMPUTABLE, Grid, Slice, fully_shards
 from planner.schedule.actions import Schedule
 
 
@@ -55,8 +55,8 @@ def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced:
     verified, extrapolated = _claims(options)
     if layout.num_gpus_used > grid.pp * grid.dp * grid.tp:
         extrapolated.append(f"{layout.num_gpus_used - grid.pp * grid.dp * grid.tp:,} more ranks")
-    if layout.zero_stage > 1:
-        extrapolated.append(f"ZeRO-{layout.zero_stage} (the probe shards optimizer states only)")
+    if layout.zero_stage > 1 and (options.stages is not None or not fully_shards(plan.best, order) or grid.dp == 1):
+        extrapolated.append(f"ZeRO-{layout.zero_stage} (this run shards optimizer states only)")
     left_out = [name for name in layout.recompute_modules if name not in RECOMPUTABLE]
     if left_out:
         extrapolated.append(f"recomputation of {', '.join(left_out)}")

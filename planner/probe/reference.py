@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,6 +14,7 @@ from planner.probe.gradients import ADAM, FlatParameters, clip_scale
 from planner.probe.peers import Surroundings
 from planner.probe.result import Check, StepSeconds
 from planner.probe.run import ChunkSpec, ProbeRun
+from planner.probe.sharded import ShardedParameters
 from planner.probe.training import Parameters, batch_seed, dtypes
 from planner.probe.weights import initialise, shard_of
 
@@ -62,24 +64,21 @@ def compute_reference(run: ProbeRun, num_steps: int) -> Reference:
 
 
 def check_gradients(
-    reference: Reference, parameters: Parameters, flats: list[FlatParameters], around: Surroundings, dtype: torch.dtype
+    reference: Reference,
+    parameters: Parameters,
+    flats: Sequence[FlatParameters | ShardedParameters],
+    around: Surroundings,
+    dtype: torch.dtype,
 ) -> Check:
     """Hold this rank's shard of the summed gradients against the whole ones."""
     names = {id(parameter): name for name, _, parameter in parameters.named}
     largest = max(float(grad.abs().max()) for grad in reference.grads.values())
     worst, where = 0.0, "none"
-    for flat in flats:
-        start = 0
-        for parameter in flat.parameters:
-            name = names[id(parameter)]
-            expected = shard_of(reference.grads[name], parameter, around).flatten()
-            overlap = slice(max(start, flat.shard.start), min(start + parameter.numel(), flat.shard.stop))
-            if overlap.start < overlap.stop:
-                found = flat.grads[overlap]
-                error = float((found - expected[overlap.start - start : overlap.stop - start]).abs().max()) / largest
-                if not error <= worst:  # also when it is no number
-                    worst, where = error, name
-            start += parameter.numel()
+    for parameter, where_in, found in (part for flat in flats for part in flat.held()):
+        expected = shard_of(reference.grads[names[id(parameter)]], parameter, around).flatten()[where_in]
+        error = float((found - expected).abs().max()) / largest if found.numel() else 0.0
+        if not error <= worst:  # also when it is no number
+            worst, where = error, names[id(parameter)]
     passed = worst <= TOLERANCES[dtype]
     return Check(
         name="gradients", passed=passed, detail=f"largest error {worst:.1e} of the largest gradient, at {where}"

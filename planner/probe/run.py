@@ -61,6 +61,8 @@ class ProbeRun(Spec):
     sequence_parallel: bool = False
     zero: bool = True
     """Optimizer state is sharded over data-parallel ranks (ZeRO-1)."""
+    fully_sharded: bool = False
+    """Weights and gradients are too (ZeRO-3)."""
     micro_batch_size: PositiveInt = 1
     seq_length: PositiveInt
     schedule: str

@@ -89,6 +89,11 @@ def slice_schedule(layout: PricedLayout, pp: int, most: int | None = None) -> Sc
     raise ProbeError(f"the plan's schedule cannot be run on {pp} stages: {error}", "give it more ranks")
 
 
+def fully_shards(layout: PricedLayout, order: Schedule) -> bool:
+    """Whether the run shards weights and gradients as the plan does: torch's fully_shard splits no backward."""
+    return layout.parallelism.zero_stage == 3 and not order.splits_backward
+
+
 def real_chunks(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[ChunkSpec, ...]:
     """Virtual stages with the plan's own layers; `stages` are the plan's stages that the pipeline ranks stand for."""
     n, seen = order.num_model_stages, [0] * order.pp

@@ -17,6 +17,7 @@ from planner.probe.peers import Surroundings
 from planner.probe.pipeline import Clock, Pipeline, SleepingPipeline, StepRecord
 from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun
+from planner.probe.sharded import ShardedParameters, local, shard_chunk
 from planner.probe.weights import copy_shard, initialise, whole_name
 from planner.probe.wires import Wires
 
@@ -80,17 +81,27 @@ class Parameters:
             if not hasattr(parameter, "expert") and (
                 partial == "always" or (partial == "sequence" and self.run.sequence_parallel)
             ):
-                yield cast(Any, parameter).main_grad
+                yield main_gradient(parameter)
 
     def replicas(self) -> dict[tuple[int, ...], dict[str, list[Tensor]]]:
         """Main gradients of parameters held more than once: by holders, by name."""
-        found: dict[tuple[int, ...], dict[str, list[Tensor]]] = {}
+        found: dict[tuple[int, ...], dict[str, list[nn.Parameter]]] = {}
         for name, stage, parameter in self.named:
-            found.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(cast(Any, parameter).main_grad)
+            found.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(parameter)
         return {
-            holders: {name: grads for name, grads in names.items() if len(holders) > 1 or len(grads) > 1}
+            holders: {
+                name: [main_gradient(parameter) for parameter in held]
+                for name, held in names.items()
+                if len(holders) > 1 or len(held) > 1
+            }
             for holders, names in found.items()
         }
+
+
+def main_gradient(parameter: nn.Parameter) -> Tensor:
+    """What backward has added up for a parameter: in a buffer of its own, or this rank's rows."""
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    return local(parameter.grad) if main is None else main
 
 
 class Trainer:
@@ -116,17 +127,22 @@ class Trainer:
         self.shape, self.dtype = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around), dtype
         stages = run.stages_of(pp_rank)
         self.chunks: dict[int, Chunk] = {}
-        self.flat: list[FlatParameters] = []
+        self.flat: list[FlatParameters | ShardedParameters] = []
         if run.sleep is not None:
             self.pipeline: Pipeline = SleepingPipeline(
                 run.order, pp_rank, {}, wires, around, None, self.clock, durations=run.sleep, empty=self.empty
             )
             return
         self.chunks = {stage: build_chunk(run, stage, around, device) for stage in stages}
+        fully_sharded = run.fully_sharded and dense.group is not None
+        for chunk in self.chunks.values() if fully_sharded else ():
+            shard_chunk(chunk, dense, expert, dtype, grad_dtype, gathers_again=run.pp == 1)
         self.parameters = Parameters(run, self.chunks, holders)
         for is_expert, sharding in ((False, dense), (True, expert)):
             counted, others = self.parameters.of_kind(is_expert, around.tp.rank, pp_rank)
-            if counted or others:
+            if (counted or others) and fully_sharded and sharding.group is not None:
+                self.flat.append(ShardedParameters(counted, others, sharding, run.learning_rate))
+            elif counted or others:
                 self.flat.append(FlatParameters(counted, others, sharding, grad_dtype, run.learning_rate))
         if self.clock.is_cuda:
             torch.cuda.empty_cache()  # what building needed for a moment is no part of the run

@@ -47,6 +47,19 @@ RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
     "tp2-without-sequence-parallelism": (("1f1b", 2, 1, 3), {"tp": 2, "model": GPT}),
     "dp2-tied": (("1f1b", 2, 1, 3), {"dp": 2, "model": {"tie_word_embeddings": True}}),
     "dp3-without-zero": (("none", 1, 1, 2), {"dp": 3, "zero": False}),
+    "fsdp2": (("none", 1, 1, 2), {"dp": 2, "fully_sharded": True, "layers": 3}),
+    "fsdp3-tied-recomputed": (
+        ("none", 1, 1, 2),
+        {"dp": 3, "fully_sharded": True, "num_recomputed": 1, "model": {"tie_word_embeddings": True}},
+    ),
+    "fsdp2-tp2": (("none", 1, 1, 2), {**TP2, "dp": 2, "fully_sharded": True, "model": {"qk_norm": True}}),
+    "fsdp2-pp2": (("1f1b", 2, 1, 3), {"dp": 2, "fully_sharded": True, "model": {"mla": MLA}}),
+    "fsdp2-interleaved": (("interleaved-1f1b", 2, 2, 4), {"dp": 2, "fully_sharded": True}),
+    "fsdp2-ep2": (("none", 1, 1, 2), {"dp": 2, "ep": 2, "fully_sharded": True, "model": {"moe": MOE}}),
+    "fsdp4-ep2-mtp": (
+        ("none", 1, 1, 2),
+        {"dp": 4, "ep": 2, "fully_sharded": True, "model": {"moe": MOE, "num_nextn_predict_layers": 1}},
+    ),
     "dp2-ep2": (
         ("1f1b", 2, 1, 2),
         {"dp": 2, "ep": 2, "model": {"moe": {**MOE, "shared_expert_intermediate_size": 16}}},
@@ -68,6 +81,12 @@ def test_equals_one_process(name: str, make_run: Any) -> None:
     checks = [check for rank in measured.ranks for check in rank.checks]
     assert {check.name for check in checks} == {"gradients", "loss", "gradient norm"}
     assert [check for check in checks if not check.passed] == []
+
+
+def test_fully_sharded_ranks_gather_their_weights(make_run: Any) -> None:
+    for sharded, name in ((True, "weight all-gather"), (False, "gradient all-reduce")):
+        measured = launch(make_run(("none", 1, 1, 2), dp=2, fully_sharded=sharded, num_steps=1))
+        assert {exchange.name for rank in measured.ranks for exchange in rank.exchanges} == {name}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v"])

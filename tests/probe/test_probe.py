@@ -25,7 +25,7 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.cli import main
 from planner.probe import slices
-from planner.probe.gpus import distinct_stages
+from planner.probe.gpus import distinct_stages, ranks_run
 from planner.probe.probe import Options, probe
 from planner.probe.result import ProbeResult
 
@@ -74,6 +74,19 @@ def test_a_slice_of_a_large_plan_runs_and_agrees() -> None:
     assert result.run.model.mla is not None
     assert {kind.mlp for kind in result.run.model.layers} == {"dense", "moe"}
     assert [stage.stage for stage in result.activity] == [0, 1, 2]
+
+
+def test_zero_3_is_run_where_no_backward_is_split() -> None:
+    plan = small_plan(pp=1, dp=2, zero_stage=3)
+    result = run(plan)
+    assert result.run.fully_sharded
+    assert result.agrees
+    assert not any("ZeRO" in what for what in result.slice.extrapolated)
+    split = small_plan(pp=2, dp=2, zero_stage=3, schedule="zb-h1")
+    with pytest.raises(ProbeError, match="no ZeRO-3 under zb-h1"):
+        ranks_run(split, Options(), num_gpus=4)
+    assert ranks_run(plan, Options(), num_gpus=2)[0].fully_sharded
+    assert any("ZeRO-3" in what for what in run(split).slice.extrapolated)
 
 
 def test_another_order_than_the_plans() -> None:
