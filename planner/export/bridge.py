@@ -200,7 +200,7 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
     if "--pipeline-model-parallel-layout" not in arguments:
         overrides["model.pipeline_model_parallel_layout"] = None
     if model.mla is not None:
-        overrides |= _LATENT_RECIPE | {"model.mtp_num_layers": model.num_nextn_predict_layers or None}
+        overrides |= _LATENT_RECIPE | _instead_of_deepseek(plan, arguments)
     if isinstance(modules := arguments.get("--recompute-modules"), tuple):
         overrides["model.recompute_modules"] = list(modules)
     if model.sliding_window is not None:
@@ -273,4 +273,21 @@ _LATENT_RECIPE: Overrides = {
     "optimizer.exp_avg_sq_dtype": "float32",
 }
 """What the recipe with latent attention sets for its own model, back at Megatron's defaults."""
+
+
+def _instead_of_deepseek(plan: Plan, arguments: Arguments) -> Overrides:
+    """What that recipe says of DeepSeek-V3, said of this model; its switches of overlaps come after the model's own."""
+    model = plan.model.spec
+    return {
+        "model.mtp_num_layers": model.num_nextn_predict_layers or None,
+        "model.num_query_groups": model.num_attention_heads,
+        "model.moe_router_pre_softmax": "--moe-router-pre-softmax" in arguments,
+        "model.moe_router_score_function": arguments.get("--moe-router-score-function", "softmax"),
+        "model.moe_router_enable_expert_bias": "--moe-router-enable-expert-bias" in arguments,
+        "model.moe_router_load_balancing_type": arguments.get("--moe-router-load-balancing-type", "aux_loss"),
+        "comm_overlap.tp_comm_overlap": "--tp-comm-overlap" in arguments,
+        "comm_overlap.overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm" in arguments,
+    }
+
+
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")

@@ -101,6 +101,10 @@ def test_latent_attention_starts_from_a_recipe_that_has_it(planned: Planned) -> 
     assert overrides["model.moe_layer_freq"] == [0, *[1] * 60]
     assert "mixed_precision" not in overrides, "its recipe has an object there"
     assert overrides["mixed_precision.grad_reduce_in_fp32"] is True
+    assert overrides["model.num_query_groups"] == 64
+    split = bridge_overrides(planned("deepseek-v2", 512, tp=2, ep=8))
+    assert split["comm_overlap.tp_comm_overlap"] is True, "the recipe's switch comes after the model's"
+    assert split["model.moe_router_score_function"] == "softmax"
     assert overrides["optimizer.use_precision_aware_optimizer"] is False
 
 
