@@ -205,6 +205,7 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
         ("qwen3-30b-a3b", 64, {"tp": 2, "pp": 2, "ep": 8, "cp": 2, "recompute": "selective"}),
         ("deepseek-v3", 1024, {"pp": 16, "vpp": 2, "ep": 64, "layout": "Et*3|(tt|)*29m|L"}),
         ("llama-3.1-8b", 16, {"zero_stage": 3}),
+        ("llama-3.1-8b", 16, {"tp": 2, "dtype": "fp8"}),
         ("gpt-oss-20b", 16, {"ep": 8, "pp": 2}),
     ],
 )

@@ -25,7 +25,8 @@ _IGNORED = re.compile(
     r"|moe-grouped|moe-permute|moe-use|mtp-loss|step-batch|rampup|calculate|te-rng|high-priority|nccl|enable-exp"
     r"|deterministic|one-logger|app-tag|use-persistent|local-rank|lazy|transformer-impl|attention-dropout"
     r"|hidden-dropout|max-position|make-vocab|vocab-extra|micro-batch-size-per|bias-|masked-softmax|persist"
-    r"|optimizer$|wgrad|defer|align|ddp-|use-cpu|exp-avg|main-|use-precision|fp8-amax|fp8-margin|fp8-param|fp8-interval"
+    r"|optimizer$|wgrad|defer|align|ddp-|use-cpu|exp-avg|main-|use-precision|fp8-amax|fp8-margin|fp8-interval"
+    r"|fp8-param|fp4-param|reuse-grad"
     r"|cross-entropy-fusion|moe-flex|moe-enable-deepep|moe-deepep|moe-shared-expert-overlap|use-tp-pp)"
 )
 """Options that change what is learned, written or logged, not how long a step takes."""
