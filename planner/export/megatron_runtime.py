@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.export.arguments import Arguments
 from planner.plan import Plan
-from planner.specs.runtime import EP_OVERLAP
+from planner.specs.features import EP_OVERLAP
 
 
 def is_fsdp(plan: Plan) -> bool:

@@ -142,25 +142,29 @@ def _line(name: str, errors: FloatArray, weights: FloatArray, widths: FloatArray
     )
 
 
+def left_out_errors(fit: Fit, best: FloatArray) -> FloatArray:
+    """log(predicted / measured) of every row by the fit without its family, each started at `best`."""
+    errors = fit.log_errors(best)
+    for family in dict.fromkeys(fit.families.tolist()):
+        of = fit.families == family
+        errors[of] = fit.log_errors(fit.solve(family, best))[of]
+    return errors
+
+
 def report(fit: Fit, leave_out: bool = True) -> FloatArray:
     """Fit, print the coefficients and the errors in sample and left out, and return the coefficients."""
     best = fit.solve()
     for coefficient, value in zip(fit.coefficients, np.exp(best).tolist(), strict=True):
         at = " (at its bound)" if value in (coefficient.low, coefficient.high) else ""
-        print(f"{coefficient.name:34s} {value:9.4g} {coefficient.unit:4s} from {coefficient.start:g}{at}")
-    inside = fit.log_errors(best)
-    outside = inside.copy()
-    families = list(dict.fromkeys(fit.families.tolist()))
+        print(f"{coefficient.name:34s} {value:9.4g} {coefficient.unit:4s} from {coefficient.start:g}{at}", flush=True)
+    tables = {"": fit.log_errors(best)}
     widths = np.array([one.width for one in fit.priced])
-    for family in families:
-        of = fit.families == family
-        print(_line(family, inside[of], fit.weights[of], widths[of]), flush=True)
-        if leave_out:
-            outside[of] = fit.log_errors(fit.solve(family, best))[of]
-            print(_line("  left out", outside[of], fit.weights[of], widths[of]), flush=True)
-    print(_line("all", inside, fit.weights, widths))
     if leave_out:
-        print(_line("  left out", outside, fit.weights, widths))
+        tables["  left out"] = left_out_errors(fit, best)
+    for family in (*dict.fromkeys(fit.families.tolist()), "all"):
+        of = (fit.families == family) | (family == "all")
+        for name, errors in tables.items():
+            print(_line(name or family, errors[of], fit.weights[of], widths[of]))
     return best
 
 

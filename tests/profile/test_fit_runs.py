@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from planner.profile.coefficients import COEFFICIENTS, Coefficient
-from planner.profile.fit_runs import Fit, Priced, replaced
+from planner.profile.fit_runs import Fit, Priced, left_out_errors, replaced
 from planner.specs.registry import load_hardware
 from planner.validate.rows import Row, load_rows
 
@@ -48,3 +48,35 @@ def test_every_coefficient_names_a_number_within_its_bounds(coefficient: Coeffic
 def test_a_dotted_path_reaches_into_tuples() -> None:
     hardware = replaced(load_hardware("a100"), "tiers.1.efficiency_fraction", 0.5)
     assert [tier.efficiency_fraction == 0.5 for tier in hardware.tiers] == [False, True]
+
+
+def test_left_out_errors_are_those_of_the_fit_without_the_family() -> None:
+    rows = made_with(1.3)
+    other = [row.model_copy(update={"family": "other"}) for row in made_with(1.1)]
+    fit = Fit([*rows, *other], [PRODUCTS])
+    best = fit.solve()
+    errors = left_out_errors(fit, best)
+    # each half is predicted by the other: the products of one take 1.1 / 1.3 of the time of the other's
+    assert np.all(errors[:4] < -0.05)
+    assert np.all(errors[4:] > 0.05)
+    assert np.all(np.abs(errors) > np.abs(fit.log_errors(best)))
+
+
+def test_runs_published_again_share_a_price() -> None:
+    again = [ROWS[0], ROWS[1], ROWS[0].model_copy(update={"id": "again"})]
+    first, second, third = Priced.all_of(again)
+    assert first is third
+    assert first is not second
+
+
+def test_a_coefficient_applies_where_no_feature_of_the_run_says_what_it_is() -> None:
+    overlap = next(c for c in COEFFICIENTS if c.name == "Megatron TP overlap")
+    row = next(row for row in load_rows() if row.family == "simumax-b200")
+    silent = row.model_copy(update={"run": {**row.run, "features": {}}})
+    assert row.run["features"]["tp_comm_overlap"] is False
+    assert not Priced.of(row).applies(overlap)
+    assert Priced.of(silent).applies(overlap)
+    asynchronous = next(c for c in COEFFICIENTS if c.feature == "async_tp")
+    titan = {str(r.run.get("features", {}).get("async_tp")): r for r in load_rows() if r.family == "torchtitan"}
+    assert Priced.of(titan["True"]).applies(asynchronous)
+    assert not Priced.of(titan["False"]).applies(asynchronous)

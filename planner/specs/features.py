@@ -1,0 +1,55 @@
+"""What a run says that its trainer had switched on or off, and which fields of a RuntimeSpec that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def _switch(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {name: bool(value)}
+
+
+def _fraction(names: tuple[str, ...], when_on: float) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: dict.fromkeys(names, when_on if value else 0.0)
+
+
+EP_OVERLAP = 0.8
+"""Of expert exchanges, behind another micro-batch's products, where a recipe asks for it."""
+_COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
+"""What a trainer that relies on torch.compile loses without it."""
+FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "flash_attention": _switch("flash_attention"),
+    "async_tp": _fraction(("tp_overlap_fraction",), 0.53),
+    "compile": lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
+    "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
+    "cross_entropy_fusion": _switch("fused_cross_entropy"),
+    "cuda_graph": lambda value: (
+        # recipes that capture whole iterations of mixtures also overlap their exchanges (Megatron-Bridge since 26.06)
+        {"cuda_graphs": True} | ({} if value is True else {"ep_overlap_fraction": EP_OVERLAP})
+        if value in (True, "full_iteration", "full")
+        else {"moe_host_factor": 0.5}
+        if value
+        else {}
+    ),
+    "dispatcher": lambda value: {},
+    "ep_overlap": _fraction(("ep_overlap_fraction",), EP_OVERLAP),
+    "fp32_grad_accum": lambda value: dict.fromkeys(
+        ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes"), 4 if value else 2
+    ),
+    "moe_capacity_factor": lambda value: {"moe_host_factor": 0.8} if value else {},
+    "moe_token_drop": lambda value: {"moe_host_factor": 0.8} if value else {},
+    "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),
+    "overlap_param_gather": _fraction(("parameter_overlap_fraction",), 0.9),
+    "p2p_overlap": lambda value: {"p2p_overlap": bool(value), "interleaved_p2p_overlap": bool(value)},
+    "tp_comm_overlap": _fraction(("tp_overlap_fraction",), 0.6),
+}
+"""What each known feature of a run changes; descriptive ones change nothing."""
+# features of the published rows that describe and change nothing
+for _name in (
+    "match",
+    "uneven_pp",
+    "natural_routing",
+    "fp8_dot_product_attention",
+):
+    FEATURES[_name] = lambda value: {}

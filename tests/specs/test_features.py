@@ -1,0 +1,32 @@
+"""Features of a run change fields that a trainer has, to values they may have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.specs.features import FEATURES
+from planner.specs.runtime import RuntimeSpec, load_runtime
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("value", [True, False, "full_iteration", "a2a", 1.25])
+def test_every_effect_is_on_fields_of_a_runtime(name: str, value: Any) -> None:
+    update = FEATURES[name](value)
+    assert update.keys() <= RuntimeSpec.model_fields.keys()
+    RuntimeSpec.model_validate(load_runtime("megatron").model_dump() | update)
+
+
+def test_what_is_unknown_is_named_and_changes_nothing() -> None:
+    runtime = load_runtime("megatron")
+    changed, unknown = runtime.with_features({"warp_drive": True, "cuda_graph": False})
+    assert (changed, unknown) == (runtime, ("warp_drive",))
+
+
+@pytest.mark.parametrize("order", [("cuda_graph", "ep_overlap"), ("ep_overlap", "cuda_graph")])
+def test_what_is_said_of_a_thing_itself_counts(order: tuple[str, str]) -> None:
+    said = {"cuda_graph": "full_iteration", "ep_overlap": False}
+    changed, _ = load_runtime("megatron").with_features({name: said[name] for name in order})
+    assert changed.cuda_graphs
+    assert changed.ep_overlap_fraction == 0.0
