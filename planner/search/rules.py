@@ -41,6 +41,11 @@ def has_dense_layers(model: ModelSpec) -> bool:
     return any(kind.mlp == "dense" for kind in model.layers)
 
 
+def expert_width(model: ModelSpec) -> int:
+    """Width of a routed expert; 0 where there are none."""
+    return 0 if model.moe is None else model.moe.moe_intermediate_size
+
+
 def shared_expert_width(model: ModelSpec) -> int:
     """Width of the shared experts; 0 where there are none."""
     return 0 if model.moe is None else model.moe.shared_expert_intermediate_size
@@ -63,6 +68,11 @@ SHARED_EXPERT_WIDTH = Rule(
         "shared_expert_intermediate_size", shared_expert_width(model), "tp", shape.tp
     ),
 )
+EXPERT_WIDTH = Rule(
+    "moe_intermediate_size_not_divisible_by_etp",
+    lambda model, training, shape: expert_width(model) % shape.etp == 0,
+    lambda model, training, shape: no_multiple("moe_intermediate_size", expert_width(model), "etp", shape.etp),
+)
 EXPERTS = Rule(
     "experts_not_divisible_by_ep",
     lambda model, training, shape: (shape.ep == 1) | (model.moe is not None and model.moe.num_experts % shape.ep == 0),
@@ -72,4 +82,4 @@ EXPERTS = Rule(
         else no_multiple("num_experts", model.moe.num_experts, "ep", shape.ep)
     ),
 )
-"""The rules every trainer shares."""
+"""Rules that trainers share."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from planner.physics.shape import Shape
-from planner.search.rules import DENSE_WIDTH, EXPERTS, HEADS, SHARED_EXPERT_WIDTH, Rule, no_multiple
+from planner.search.rules import DENSE_WIDTH, EXPERT_WIDTH, EXPERTS, HEADS, SHARED_EXPERT_WIDTH, Rule, no_multiple
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
 
@@ -19,10 +19,6 @@ def _kv_heads_split(model: ModelSpec, training: TrainingSpec, shape: Shape) -> A
     """Key-value heads are split over tp, or each copied to tp / kv ranks."""
     heads = _kv_heads(model)
     return (heads % shape.tp == 0) | (shape.tp % heads == 0)
-
-
-def _expert_width(model: ModelSpec) -> int:
-    return 0 if model.moe is None else model.moe.moe_intermediate_size
 
 
 def _dense_or(model: ModelSpec, legal: Any) -> Any:
@@ -54,11 +50,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     ),
     DENSE_WIDTH,
     SHARED_EXPERT_WIDTH,
-    Rule(
-        "moe_intermediate_size_not_divisible_by_etp",
-        lambda model, training, shape: _expert_width(model) % shape.etp == 0,
-        lambda model, training, shape: no_multiple("moe_intermediate_size", _expert_width(model), "etp", shape.etp),
-    ),
+    EXPERT_WIDTH,
     Rule(
         "mtp_hidden_size_not_divisible_by_tp",
         lambda model, training, shape: (model.num_nextn_predict_layers == 0) | (model.hidden_size % shape.tp == 0),

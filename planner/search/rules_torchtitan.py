@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from planner.physics.shape import Shape
-from planner.search.rules import EXPERTS, Rule, no_multiple
+from planner.search.rules import EXPERT_WIDTH, EXPERTS, Rule, no_multiple
 from planner.search.rules_torch import TORCH_RULES, TORCH_SCHEDULE_RULES, UNTIED
 from planner.specs.model import ModelSpec
 
@@ -66,6 +66,7 @@ TORCHTITAN_RULES: tuple[Rule, ...] = (
             f"etp {shape.etp}: experts are split over tp ({shape.tp}) at ep 1 and not at all above (ep {shape.ep})"
         ),
     ),
+    EXPERT_WIDTH,
     Rule(
         "experts_unevenly_sharded",
         lambda model, training, shape: _shards_experts(model, shape),

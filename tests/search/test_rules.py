@@ -67,6 +67,7 @@ PLAIN_DEEPSEEK = changed(DEEPSEEK, num_nextn_predict_layers=0)
 """Without multi-token prediction."""
 NARROW_EXPERTS = changed(PLAIN_DEEPSEEK, moe={**PLAIN_DEEPSEEK.moe.model_dump(), "moe_intermediate_size": 1408})
 """FSDP cuts them over no more than 128 ranks: 1408 = 11·128."""
+ODD_EXPERTS = changed(PLAIN_DEEPSEEK, moe={**PLAIN_DEEPSEEK.moe.model_dump(), "moe_intermediate_size": 1409})
 
 MEGATRON_CASES = [
     ("heads_not_divisible_by_tp", changed(LLAMA, num_attention_heads=96), {"tp": 64}, "num_attention_heads 96"),
@@ -163,6 +164,7 @@ def test_context_parallel_kinds(kind: str, model: ModelSpec, cp: int, reason: st
             NARROW_EXPERTS,
             {"zero_stage": 3, "dp": 512, "shard_size": 512, "ep": 1, "etp": 2},
         ),
+        ("moe_intermediate_size_not_divisible_by_etp", ODD_EXPERTS, {"ep": 1, "etp": 2}),
         ("etp_not_expressible", DEEPSEEK, {"etp": 2}),
         ("etp_not_expressible", DEEPSEEK, {"ep": 1}),
         ("seq_length_not_divisible_by_tp_2cp", LLAMA, {"cp": 3, "shard_size": 48}),
