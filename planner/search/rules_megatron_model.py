@@ -29,6 +29,11 @@ MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
         lambda m: "its LayerNorm always has a bias",
     ),
     _rule(
+        "qk_norm",
+        lambda m: m.qk_norm and m.norm == "layernorm",
+        lambda m: "queries and keys have the layers' own kind of norm, a LayerNorm, not RMSNorm",
+    ),
+    _rule(
         "attention_bias",
         lambda m: m.has_mlp_bias and not (m.qkv_bias and m.output_bias),
         lambda m: "where the MLP has biases attention has them too",

@@ -241,6 +241,11 @@ def test_models_it_cannot_say(planned: Planned, model: str, reasons: list[str]) 
     assert refused(planned(model, 64)) == reasons
 
 
+def test_norms_of_queries_are_like_those_of_layers(planned: Planned) -> None:
+    model = load_model("qwen3-8b").model_copy(update={"norm": "layernorm", "norm_bias": True})
+    assert refused(planned(model, 64)) == ["qk_norm"]
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
