@@ -251,7 +251,18 @@ class Pricing:
             seconds[key] = seconds[key] + (1 - hidden) * (
                 exchange_s(exchange, shape, self.cluster, self.training.dtype) + sync_s
             )
-        return seconds
+        return self._with_late_ranks(seconds, items, shape)
+
+    def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """`seconds` with what tensor-parallel ranks wait for the slowest of them, in proportion to its compute."""
+        if not any(exchange.group == "tp" for exchange in collectives_of(items)):
+            return seconds
+        late = self.runtime.tp_jitter_fraction * np.log2(np.asarray(shape.tp, dtype=float))
+        backward_s = seconds["input_grad_s"] + seconds["weight_grad_s"]
+        return seconds | {
+            "tp_forward_s": seconds["tp_forward_s"] + late * seconds["forward_s"],
+            "tp_backward_s": seconds["tp_backward_s"] + late * backward_s,
+        }
 
     def _moe_host_s(self, shape: Shape) -> Number:
         """Host seconds of a mixture-of-experts layer in one pass."""

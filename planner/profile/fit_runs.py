@@ -28,8 +28,10 @@ SCALE = 0.05
 """Relative error above which a row counts less: single iterations and nodes of a bad day."""
 TOLERANCE = 1e-4
 """Of the sum of errors: a fit that gains less in an iteration is done."""
-FAMILY_WEIGHT = 15.0
+FAMILY_WEIGHT = 12.0
 """The most that a family pulls: its rows share one cluster, so that more of them are no more evidence."""
+INFERRED = 0.5
+"""What a row pulls of which one field was inferred (trust B)."""
 
 
 def replaced(spec: Any, path: str, value: float) -> Any:
@@ -106,8 +108,9 @@ class Fit:
         self.measured = np.log([row.measured.step_s for row in rows])
         self.weights = np.array([row.weight for row in rows])
         self.families = np.array([row.family for row in rows])
-        totals = {family: self.weights[self.families == family].sum() for family in set(self.families.tolist())}
-        self.pulls = self.weights * [min(1.0, FAMILY_WEIGHT / totals[family]) for family in self.families.tolist()]
+        pulls = self.weights * [INFERRED if row.trust == "B" else 1.0 for row in rows]
+        totals = {family: pulls[self.families == family].sum() for family in set(self.families.tolist())}
+        self.pulls = pulls * [min(1.0, FAMILY_WEIGHT / totals[family]) for family in self.families.tolist()]
         self.start, self.low, self.high = (
             np.log([getattr(c, name) for c in self.coefficients]) for name in ("start", "low", "high")
         )

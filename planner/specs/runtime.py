@@ -137,6 +137,8 @@ class RuntimeSpec(Spec):
     """Every kernel waits for the one before (CUDA_LAUNCH_BLOCKING=1): host time adds to GPU time."""
     collective_sync_us: NonNegativeFloat = 0.0
     """Host time of an exchange in a layer, per doubling of the group: ranks wait for the last; none in a CUDA graph."""
+    tp_jitter_fraction: Fraction = 0.0
+    """Of its compute, by which the slowest rank of a tensor-parallel group keeps the others waiting, per doubling."""
     host_factor: NonNegativeFloat = 1.0
     """Of the GPU's host time per kernel: what this trainer's Python adds around it."""
     moe_host_us: NonNegativeFloat = 0.0
@@ -227,12 +229,12 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             narrow_gradient_bytes=2,
             hands_unused_gradients=True,
             head_only_stage=True,
-            tp_overlap_fraction=0.43,
+            tp_overlap_fraction=0.427,
             tp_async_overlap_fraction=0.9,
-            ep_overlap_fraction=0.338,
-            moe_host_us=746.0,
-            collective_sync_us=51.0,
-            expert_host_us=78.0,
+            ep_overlap_fraction=0.348,
+            moe_host_us=737.0,
+            collective_sync_us=50.0,
+            expert_host_us=82.0,
             sends_tokens_once=True,
             groups_products=False,
             selective_recompute_modules=(
@@ -294,8 +296,9 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         ),
         RuntimeSpec(
             name="megatron-deepspeed",
-            collective_sync_us=758.0,
-            host_factor=2.04,
+            collective_sync_us=480.0,
+            tp_jitter_fraction=0.0284,
+            host_factor=2.02,
             zero_stages=(0, 1, 3),
             blocking_launches=True,
             fused_grad_accumulation=False,

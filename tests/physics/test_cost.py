@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
@@ -238,3 +238,20 @@ def test_stages_hand_on_activations_only_where_there_are_several() -> None:
     assert alone == 0
     # next to each other the stages share a node; behind eight data-parallel ranks they do not
     assert 0 < near < far
+
+
+def test_late_ranks_cost_in_proportion_to_compute_and_doublings() -> None:
+    def layer(tp: int, jitter: float) -> PartCost:
+        pricing = pricing_of("llama-3.1-70b")
+        runtime = pricing.runtime.model_copy(update={"tp_jitter_fraction": jitter})
+        shape = Shape(tp=tp, dp=2, seq_length=4096, sequence_parallel=1)
+        return replace(pricing, runtime=runtime).table(shape).layers[pricing.model.kinds[0], "full"]
+
+    assert layer(1, 0.1).total_s == layer(1, 0.0).total_s
+    for tp, doublings in ((2, 1), (8, 3)):
+        still, late = layer(tp, 0.0), layer(tp, 0.1)
+        assert late.forward_s == still.forward_s
+        assert late.tp_forward_s - still.tp_forward_s == pytest.approx(0.1 * doublings * still.forward_s)
+        # recomputing the forward is in the backward's compute, and waits again
+        computed_s = still.input_grad_s + still.weight_grad_s
+        assert late.tp_backward_s - still.tp_backward_s == pytest.approx(0.1 * doublings * computed_s)
