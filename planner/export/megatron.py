@@ -21,7 +21,7 @@ from planner.export.megatron_runtime import (
     wants_ep_overlap,
 )
 from planner.export.recompute import block_size, object_to_recompute
-from planner.export.refusal import Objections, broken_rules
+from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.stages import VirtualStage, is_even, is_looped, virtual_stages
 from planner.plan import Plan
 from planner.search.rules_megatron import MEGATRON_CP_RULES, MEGATRON_RULES
@@ -78,7 +78,7 @@ def forbidden_environment(plan: Plan) -> tuple[str, ...]:
 def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     layout, runtime = plan.parallelism, plan.runtime_spec
     rules = (*MEGATRON_MODEL_RULES, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
-    objections = Objections("megatron", broken_rules(rules, plan))
+    objections = Objections("megatron", broken_rules(rules, plan), hint_for(plan, "megatron", MEGATRON_MODEL_RULES))
     object_to_recompute(plan.best, stages, objections)
     say = objections.when
     say(layout.schedule not in SCHEDULES, "schedule", f"{layout.schedule} is none of {', '.join(SCHEDULES)}")

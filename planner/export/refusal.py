@@ -47,6 +47,15 @@ class Objections:
             raise Inexpressible(self.target, self.reasons, self.hint)
 
 
+def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
+    """What would lift a refusal: another trainer, another plan, or another choice in this one."""
+    if broken_rules(model_rules, plan):
+        return "no layout changes what the model is: export to another trainer"
+    if plan.runtime != runtime:
+        return f"plan again with --runtime {runtime}"
+    return "plan again without what is named here, or with other values of it pinned"
+
+
 def broken_rules(rules: Iterable[Rule], plan: Plan) -> list[Reason]:
     """The rules of a trainer that the plan's shape breaks."""
     shape = shape_of(plan.parallelism, plan.training.seq_length)

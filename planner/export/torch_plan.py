@@ -12,7 +12,7 @@ from planner.export.bundle import ExportFile, header
 from planner.export.exported import Exported
 from planner.export.launch import Command
 from planner.export.recompute import recomputed_layers
-from planner.export.refusal import Objections, broken_rules
+from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.stages import VirtualStage, virtual_stages
 from planner.export.torch_csv import order_of, to_torch_csv
 from planner.plan import Plan
@@ -51,7 +51,7 @@ def export_torch(plan: Plan) -> Exported:
 
 
 def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
-    objections = Objections("torch", broken_rules(TORCH_EAGER_RULES, plan), "plan again with --runtime torch-eager")
+    objections = Objections("torch", broken_rules(TORCH_EAGER_RULES, plan), hint_for(plan, "torch-eager"))
     say = objections.when
     object_to_order(plan, stages, objections)
     say(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run")

@@ -6,7 +6,7 @@ from planner.export.bundle import ExportFile, header
 from planner.export.exported import Exported
 from planner.export.launch import Command
 from planner.export.recompute import all_full, object_to_mixture, recomputed_layers
-from planner.export.refusal import Objections, broken_rules
+from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.stages import VirtualStage, is_looped, module_names, virtual_stages
 from planner.export.torch_csv import order_of, to_torch_csv
 from planner.export.torch_plan import ORDER_FILE, object_to_order
@@ -48,7 +48,8 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     layout = plan.parallelism
     schedule_rules = TORCH_SCHEDULE_RULES.get(layout.schedule, ())
     rules = {rule.reason: rule for rule in (*TORCHTITAN_MODEL_RULES, *TORCHTITAN_RULES, *schedule_rules)}
-    objections = Objections("torchtitan", broken_rules(rules.values(), plan))
+    hint = hint_for(plan, "torchtitan", TORCHTITAN_MODEL_RULES)
+    objections = Objections("torchtitan", broken_rules(rules.values(), plan), hint)
     object_to_mixture(plan.best, objections)
     say = objections.when
     if layout.pp > 1:

@@ -241,6 +241,24 @@ def test_models_it_cannot_say(planned: Planned, model: str, reasons: list[str]) 
     assert refused(planned(model, 64)) == reasons
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "hint"),
+    [
+        ("bloom-176b", {}, "no layout changes what the model is"),
+        (
+            "llama-3.1-8b",
+            {"pp": 4, "schedule": "zb-h1", "runtime": "torch-eager"},
+            "plan again with --runtime megatron",
+        ),
+        ("llama-3.1-8b", {"pp": 2, "zero_stage": 3}, "plan again without what is named here"),
+    ],
+)
+def test_the_hint_is_what_would_help(planned: Planned, model: str, options: dict[str, Any], hint: str) -> None:
+    with pytest.raises(Inexpressible) as caught:
+        megatron_arguments(planned(model, 64, **options))
+    assert caught.value.hint.startswith(hint)
+
+
 def test_norms_of_queries_are_like_those_of_layers(planned: Planned) -> None:
     model = load_model("qwen3-8b").model_copy(update={"norm": "layernorm", "norm_bias": True})
     assert refused(planned(model, 64)) == ["qk_norm"]
