@@ -2,7 +2,7 @@
 
 An interval is [t·e⁻ʷ, t·eʷ]: errors of a model of speed multiply. The half-width w is the root of a sum of squares, one
 term per thing that was not measured. Each term is what the published runs of that kind (`plan validate`, each family
-predicted by a fit without it: `scripts/calibrate runs`) miss by in four of five cases: 88% of A100's, 77% of dense ones
+predicted by a fit without it: `scripts/calibrate runs`) miss by in four of five cases: 88% of A100's, 75% of dense ones
 and 82% of mixtures on later GPUs lie inside. Where no run tells, a term is set wide and says so.
 """
 
