@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.physics.attention import attention_block, enter_tp, leave_tp, norm
+from planner.physics.attention import attention_block
+from planner.physics.blocks import enter_tp, leave_tp, norm
 from planner.physics.mlp import mlp_block
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved, num_parameters, operators_of
 from planner.physics.shape import Number, Shape

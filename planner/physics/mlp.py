@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from planner.physics.attention import cast_copy, enter_tp, leave_tp, local_copies, norm, residual
+from planner.physics.blocks import cast_copy, enter_tp, leave_tp, local_copies, norm, residual
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved
 from planner.physics.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec, MoESpec

@@ -1,0 +1,175 @@
+"""What both halves of a decoder layer are made of: exchanges at their ends, norms, residuals, copies, rotations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from planner.physics.operators import BF16, FP32, Collective, Operator, Saved
+from planner.physics.shape import Number, Shape
+from planner.specs.model import ModelSpec
+from planner.specs.runtime import RuntimeSpec
+
+
+def enter_tp(
+    name: str, num_bytes: Number, shape: Shape, modules: tuple[str, ...] = (), cast: bool = True
+) -> Iterator[Collective]:
+    """Exchanges of a column-parallel GEMM's input of `num_bytes`, sent as the product takes it where it is `cast`.
+
+    Sequence parallel: gathered in forward; in backward gathered again for the wgrad, and the dgrad reduce-scattered.
+    Else: the dgrad is all-reduced.
+    """
+    sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - np.asarray(shape.sequence_parallel))
+    yield Collective(
+        name=f"{name} gather",
+        kind="all_gather",
+        group="tp",
+        num_bytes=sharded,
+        overlap="tp",
+        modules=modules,
+        cast=cast,
+    )
+    yield Collective(
+        name=f"{name} gather again",
+        kind="all_gather",
+        group="tp",
+        num_bytes=sharded,
+        overlap="tp_async",
+        backward=True,
+        cast=cast,
+    )
+    yield Collective(
+        name=f"{name} dgrad scatter",
+        kind="reduce_scatter",
+        group="tp",
+        num_bytes=sharded,
+        overlap="tp_async",
+        backward=True,
+    )
+    yield Collective(
+        name=f"{name} dgrad reduce", kind="all_reduce", group="tp", num_bytes=whole, overlap="tp_async", backward=True
+    )
+
+
+def leave_tp(name: str, num_bytes: Number, shape: Shape, modules: tuple[str, ...] = ()) -> Iterator[Collective]:
+    """Exchanges of a row-parallel GEMM's output: reduce-scatter and its all-gather in backward, or one all-reduce."""
+    sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - np.asarray(shape.sequence_parallel))
+    yield Collective(
+        name=f"{name} scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, overlap="tp", modules=modules
+    )
+    yield Collective(
+        name=f"{name} reduce", kind="all_reduce", group="tp", num_bytes=whole, overlap="tp", modules=modules
+    )
+    yield Collective(
+        name=f"{name} grad gather",
+        kind="all_gather",
+        group="tp",
+        num_bytes=sharded,
+        overlap="tp",
+        backward=True,
+        cast=name != "embedding",
+    )
+
+
+def local_copies(
+    name: str, num_bytes: Number, shape: Shape, runtime: RuntimeSpec, modules: tuple[str, ...] = ()
+) -> Iterator[Operator]:
+    """Eager: what a half block's sequence-parallel exchanges of `num_bytes` pass through this rank's own memory.
+
+    Forward: the gather writes the whole, the scatter cuts the shard out. Backward: the gather again, dgrad's shard cut
+    out, and the output's gradient put back into the whole.
+    """
+    if runtime.fused_rotary:
+        return
+    whole = num_bytes * shape.sequence_parallel
+    shard = whole / shape.tp
+    yield Operator(
+        name=name,
+        kind="elementwise",
+        family="copy",
+        modules=modules,
+        forward_bytes=whole + 3 * shard,
+        backward_bytes=2 * whole + 5 * shard,
+        forward_kernels=2,
+        backward_kernels=4,
+    )
+
+
+def norm(
+    name: str, width: Number, tokens: Number, model: ModelSpec, runtime: RuntimeSpec,
+    saves_output: bool = True, saves_input: bool = True, output_is_cast: bool = True,
+) -> Operator:  # fmt: skip
+    """RMSNorm or LayerNorm over `width` features of `tokens` rows; keeps its input, its statistics and its output.
+
+    Forward reads and writes once; backward reads input and gradient and writes one (eager torch reads both again for
+    the weight's gradient). Unfused, each pass is made twice.
+    """
+    num_bytes = BF16 * tokens * width
+    # unfused: cast to fp32, square, mean, scale, cast back, weight
+    passes, kernels = (1, 1) if runtime.fused_norm else (9, 6)
+    statistics = FP32 * tokens * (2 if model.norm == "layernorm" else 1)
+    saved = [Saved("statistics", statistics)]
+    if saves_input:
+        saved.append(Saved("input", num_bytes))
+    if saves_output:
+        saved.append(Saved("output", num_bytes, ("layernorm", "op"), gemm_input=output_is_cast))
+    return Operator(
+        name=name,
+        kind="elementwise",
+        family="norm",
+        modules=("layernorm", "op"),
+        forward_bytes=2 * num_bytes * passes,
+        backward_bytes=(3 if runtime.fused_rotary else 5) * num_bytes * passes,
+        forward_kernels=kernels,
+        backward_kernels=2 * kernels,
+        parameters=width * (2 if model.has_norm_bias else 1),
+        saved=tuple(saved),
+    )
+
+
+def cast_copy(name: str, num_bytes: Number, modules: tuple[str, ...] = ()) -> Operator:
+    """What a narrow product keeps of an input of `num_bytes` that others keep too; its cast is part of the product."""
+    return Operator(
+        name=f"{name} cast", kind="elementwise", modules=modules,
+        saved=(Saved("cast input", num_bytes, modules, cast_copy=True),),
+    )  # fmt: skip
+
+
+def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec) -> Operator:
+    """x + f(x): reads two, writes one; backward adds the two branches' gradients.
+
+    Dropout keeps one byte an element, which forward writes and backward reads, masking the branch's gradient.
+    """
+    num_bytes = BF16 * tokens * width
+    return Operator(
+        name=name,
+        kind="elementwise",
+        family="residual",
+        forward_bytes=(3.5 if runtime.dropout else 3) * num_bytes,
+        backward_bytes=(5.5 if runtime.dropout else 3) * num_bytes,
+        forward_kernels=1,
+        backward_kernels=1,
+        saved=(Saved("dropout mask", tokens * width),) if runtime.dropout else (),
+    )
+
+
+def rotary(width: Number, tokens: Number, runtime: RuntimeSpec, modules: tuple[str, ...]) -> Operator:
+    """Rotary embedding of `width` query and key features a token.
+
+    Fused: one kernel that reads and writes. Eager: neg, cat, two mul and an add (ten passes in all), for q and for k,
+    on views of the QKV buffer.
+    """
+    num_bytes = BF16 * tokens * width
+    fused = runtime.fused_rotary or runtime.compiled
+    passes, kernels = (2, 1) if fused else (10, 10)
+    return Operator(
+        name="rotary",
+        kind="elementwise",
+        family="rotary" if fused else "strided",
+        modules=modules,
+        forward_bytes=passes * num_bytes,
+        backward_bytes=passes * num_bytes,
+        forward_kernels=kernels,
+        backward_kernels=kernels,
+    )
