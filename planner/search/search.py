@@ -16,6 +16,7 @@ from planner.search.assumptions import told_assumptions
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import Branch, Found
 from planner.search.candidates import Rejections, check_schedules, enumerate_shapes, schedules_tried
+from planner.search.expressible import export_warnings
 from planner.search.given import GivenLayout, given_layout
 from planner.search.nodes import RecomputeChoice
 from planner.search.price import price_layout
@@ -66,6 +67,7 @@ def plan(
     found = [best, *sorted(others, key=lambda one: one.step_s)[: limits.top]]
     totals = model_totals(model, runtime, training.seq_length)
     layouts = [_priced(pricing, one, totals, exact=one is best) for one in found]
+    layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(pricing)})
     step_s, seconds = layouts[0].step.step_s, time.monotonic() - started
     report = _report(branch, step_s, len(screen.kernel), len(fitting.kernel), seconds)
     told = told_assumptions(pricing, best.table, best.split, best.schedule)
@@ -103,7 +105,7 @@ def _priced_as_given(
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     given = given_layout(pricing, parallelism)
     priced = price_layout(pricing, pricing.table(given.shape), given.split, given.schedule, cluster.num_gpus)
-    return pricing, given, priced.model_copy(update={"warnings": given.warnings})
+    return pricing, given, priced.model_copy(update={"warnings": given.warnings + export_warnings(pricing)})
 
 
 def _runtime(runtime: RuntimeSpec | str) -> RuntimeSpec:

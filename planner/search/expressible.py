@@ -1,0 +1,32 @@
+"""What a trainer of today cannot be told at all, whatever the layout: it is priced all the same, with a warning."""
+
+from __future__ import annotations
+
+from planner.physics.cost import Pricing
+from planner.physics.shape import Shape
+from planner.search.rules import Rule
+from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
+from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
+
+_BF16_ONLY = Rule(
+    "dtype",
+    lambda model, training, shape: training.dtype == "bf16",
+    lambda model, training, shape: f"bf16 only, not {training.dtype}",
+)
+
+EXPORTED: dict[str, tuple[Rule, ...]] = {
+    "megatron": MEGATRON_MODEL_RULES,
+    "torchtitan": (*TORCHTITAN_MODEL_RULES, _BF16_ONLY),
+    "torch-eager": (_BF16_ONLY,),
+}
+"""By runtime: what its export refuses of models and dtypes."""
+
+
+def export_warnings(pricing: Pricing) -> tuple[str, ...]:
+    """What `plan export` will say of any plan for this model in this dtype."""
+    model, training, name = pricing.model, pricing.training, pricing.runtime.name
+    return tuple(
+        f"plan export refuses this model for {name}: {rule.reason}: {rule.message(model, training, Shape())}"
+        for rule in EXPORTED.get(name, ())
+        if not rule.holds(model, training, Shape())
+    )
