@@ -24,16 +24,15 @@ from planner.search.frontier import Frontier, Open, nodes_of
 from planner.search.ilp import solve
 from planner.search.nodes import RecomputeChoice, node_of, split_of
 from planner.search.pipeline import step_s
-from planner.search.room import split_fits
+from planner.search.room import excess_bytes, shorter
 from planner.search.screen import Screen
 from planner.search.split import Split
 from planner.specs.training import SearchLimits
 
 BLOCK = 1024
 """Shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
-SHRINK = 0.98
-"""Memory planned with after a split that the replay showed not to fit."""
-MAX_SHRINKS = 3
+MAX_TRIES = 4
+"""Programs solved for a node, each with more left free on the ranks that the replay showed to be too full."""
 RUNNERS_UP = 16
 NODES_PER_ALTERNATIVE = 2
 """Shapes, and nodes of each, that are looked at for alternatives once the best is proven."""
@@ -179,10 +178,11 @@ class Branch:
 
     def _solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
         """Solve, replay, keep the split where it is the fastest of its kind; the solver's bound (∞: nothing fits)."""
-        usable, bound, table = 1.0, np.inf, self._table(node.shape)
-        for _ in range(MAX_SHRINKS):
+        bound, table = np.inf, self._table(node.shape)
+        short_bytes: list[float] = []
+        for _ in range(MAX_TRIES):
             cutoff = self.cutoff_s(self.limits.gap_fraction)
-            problem = node_of(self.pricing, table, choice, node.schedule, usable, cutoff)
+            problem = node_of(self.pricing, table, choice, node.schedule, short_bytes, cutoff)
             if self.slack is not None:
                 problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
             self.num_ilps += 1
@@ -201,11 +201,12 @@ class Branch:
             if solution.bound_s >= self.cutoff_s(0.0):
                 break
             split = split_of(self.pricing, problem, solution)
-            if split_fits(self.pricing, table, split, node.schedule):
+            excess = excess_bytes(self.pricing, table, split, node.schedule)
+            if max(excess) <= 0:
                 seconds = step_s(self.pricing, table, split, node.schedule)
                 self._keep(Found(seconds, table, split, node.schedule))
                 break
-            usable *= SHRINK
+            short_bytes = shorter(short_bytes, excess, solution.free_bytes)
         return float(bound)
 
     def _keep(self, found: Found) -> None:

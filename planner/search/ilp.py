@@ -86,6 +86,8 @@ class Node:
     """Weights are gathered and gradients reduced for every micro-batch (ZeRO-3 without a pipeline)."""
     gradient_overlap_fraction: float = 0.0
     parameter_overlap_fraction: float = 0.0
+    short_bytes: Sequence[float] = ()
+    """What each rank is to leave free of it, where a replay has shown that a split does not fit; empty: nothing."""
     rank_factors: Sequence[float] = ()
     """How many times the costs' seconds each rank takes; empty: all take as long as the costs say."""
 
@@ -100,6 +102,8 @@ class Solution:
     """Of each rank and kind, layers recomputed whole (one_count: of each virtual stage)."""
     bound_s: float
     """Proven lower bound of the objective; 0 where the solver was stopped."""
+    free_bytes: tuple[float, ...]
+    """What the memory row of each rank leaves."""
 
 
 def solve(node: Node, time_limit_s: float) -> Solution | None:
@@ -307,6 +311,7 @@ class _Program:
         """Row 6; the transient is the largest of the loss and of the backward of a layer that the rank holds."""
         node = self.node
         modes: tuple[Recompute, ...] = {"none": (node.base,), "all": ("full",)}.get(node.whole, (node.base, "full"))
+        self.needed: list[Expression] = []
         layer = {k: max(float(node.layers[k, mode].transient_bytes) for mode in modes) for k in self.kinds}
         for rank in range(node.pp):
             live = node.in_flight[rank] * self._layers(rank, "live_bytes") + self._held(rank, "live_bytes")
@@ -314,7 +319,9 @@ class _Program:
                 live = live + (node.in_flight[0] - 1) * float(node.embedding.live_bytes)
             transient = float(node.head.transient_bytes) if rank == node.placement[-1] else 0.0
             transient = max(transient, min(layer.values()))
-            needed = self._rank(rank, "static_bytes") + live + transient
+            short = node.short_bytes[rank] if node.short_bytes else 0.0
+            needed = self._rank(rank, "static_bytes") + live + transient + short
+            self.needed.append(needed)
             self.problem += needed * (1 / GIB) <= node.usable_bytes / GIB, f"memory_{rank}"
             for number, (kind, count) in enumerate(self.held.by_kind[rank].items()):
                 if layer[kind] > transient:
@@ -350,4 +357,5 @@ class _Program:
             counts=self.held.counts(),
             recomputed=tuple(tuple(map(as_count, row.values())) for row in whole),
             bound_s=float(bound_s if proven else 0.0),
+            free_bytes=tuple(self.node.usable_bytes - float(pulp.value(needed)) for needed in self.needed),
         )

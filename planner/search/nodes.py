@@ -43,7 +43,7 @@ def node_of(
     table: CostTable,
     choice: RecomputeChoice,
     schedule: str,
-    usable_fraction: float = 1.0,
+    short_bytes: Sequence[float] = (),
     cutoff_s: float = math.inf,
     rank_factors: Sequence[float] = (),
 ) -> Node:
@@ -71,7 +71,8 @@ def node_of(
         base=choice.base,
         whole=choice.whole,
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
-        usable_bytes=float(table.usable_bytes) * usable_fraction - fixed_bytes(pricing, table),
+        usable_bytes=float(table.usable_bytes) - fixed_bytes(pricing, table),
+        short_bytes=short_bytes,
         p2p_s=float(table.p2p_s),
         bound=_BOUNDS.get(schedule, "split_backward" if SCHEDULES[schedule].splits_backward else "any_order"),
         placement=ranks,

@@ -18,13 +18,13 @@ from planner.search.nodes import RecomputeChoice, node_of, split_of
 from planner.search.pipeline import cost_by_rank, step_s
 from planner.search.price import price_layout
 from planner.search.replan import Repriced, reprice
-from planner.search.room import split_fits
+from planner.search.room import excess_bytes, shorter, split_fits
 from planner.search.search import run_cost
 from planner.search.split import Split, stage_costs
 from planner.specs.model import ModelSpec
 
-SHRINK, MAX_SHRINKS = 0.98, 3
-"""Memory planned with after a split that the replay shows not to fit, and how often."""
+MAX_TRIES = 4
+"""Programs solved, each with more left free on the ranks that the replay shows to be too full."""
 LEAST_GAIN = 1e-6
 MAX_FACTOR = 100.0
 
@@ -122,10 +122,10 @@ class _Case:
 
     def _solved(self) -> tuple[Split, float] | None:
         """The integer program's split, and its replayed seconds."""
-        priced, usable = self.priced, 1.0
+        priced, short_bytes = self.priced, list[float]()
         choice = recompute_of(priced.split, self.plan)
-        for _ in range(MAX_SHRINKS):
-            node = node_of(priced.pricing, priced.table, choice, self.schedule, usable, rank_factors=self.factors)
+        for _ in range(MAX_TRIES):
+            node = node_of(priced.pricing, priced.table, choice, self.schedule, short_bytes, rank_factors=self.factors)
             try:
                 solution = solve(node, self.deadline_s - time.monotonic())
             except SolverError:  # out of time: single layers may still move
@@ -136,7 +136,8 @@ class _Case:
             seconds = self.seconds(split)
             if seconds is not None:
                 return split, seconds
-            usable *= SHRINK
+            excess = excess_bytes(priced.pricing, priced.table, split, self.schedule)
+            short_bytes = shorter(short_bytes, excess, solution.free_bytes)
         return None
 
     def _improved(self, split: Split, least_s: float) -> tuple[Split, float] | None:

@@ -19,18 +19,36 @@ from planner.search.pipeline import STEADY_ROUNDS, cost_by_rank, placement_of
 from planner.search.split import Split, stage_costs
 from planner.specs.units import GIB
 
+LEAST_SHORT_BYTES = 0.25 * GIB
+"""Left free beyond what the program saw left, so that few programs are enough."""
+
 
 def split_fits(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> bool:
     """Whether every stage fits when the schedule's own order says what it holds in flight."""
+    return max(excess_bytes(pricing, table, split, schedule)) <= 0
+
+
+def excess_bytes(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> list[float]:
+    """What each rank needs beyond its memory, by the schedule's own order; negative where there is room."""
     ranks_of = placement_of(table, schedule)
     costs = stage_costs(table, pricing.model, split, ranks_of)
     order = few_rounds(table, schedule)
     peaks = peak_activation_bytes(order, [float(cost.live_bytes) for cost in costs])
     capacity = pricing.cluster.hardware.memory_bytes - pricing.headroom_bytes
-    return all(
-        stage_memory(pricing, table, total, peak).total_bytes <= capacity
+    return [
+        stage_memory(pricing, table, total, peak).total_bytes - capacity
         for total, peak in zip(cost_by_rank(costs, ranks_of), peaks, strict=True)
-    )
+    ]
+
+
+def shorter(short_bytes: Sequence[float], excess: Sequence[float], free_bytes: Sequence[float]) -> list[float]:
+    """What the integer program is to leave free on each rank, where a split for which it saw `free_bytes` left exceeds
+    the memory by `excess`: so much that the rank cannot hold the same again."""
+    known = short_bytes or [0.0] * len(excess)
+    return [
+        short + (free + LEAST_SHORT_BYTES) * (more > 0)
+        for short, more, free in zip(known, excess, free_bytes, strict=True)
+    ]
 
 
 def peak_activation_bytes(order: Schedule, live_bytes: list[float]) -> list[float]:

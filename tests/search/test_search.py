@@ -312,3 +312,18 @@ def test_alternating_layers_interleave_with_recompute_of_each_stage() -> None:
     )  # fmt: skip
     assert layers_of(answer.best) == list(range(12))
     assert sum(stage.recompute.get("full", 0) for stage in answer.best.stages) > 0
+
+
+def test_a_rank_that_the_replay_finds_too_full_is_given_less() -> None:
+    """Chunks hold unequal numbers of micro-batches: the mean that the program counts is too little on the first ranks."""
+    limits = SearchLimits(tp=(2,), cp=(1,), pp=(16,), vpp=(5,), micro_batch_size=(1,))
+    answer = plan(
+        load_model("megatron-145.6b"),
+        ClusterSpec(hardware=load_hardware("a100-pcie-80gb"), num_gpus=128),
+        TrainingSpec(seq_length=4096, global_batch_size=256),
+        limits=limits,
+        runtime="torch-eager",
+    )
+    assert answer.fits
+    assert answer.search is not None
+    assert answer.search.gap < 0.1
