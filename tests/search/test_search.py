@@ -315,7 +315,7 @@ def test_alternating_layers_interleave_with_recompute_of_each_stage() -> None:
 
 
 def test_a_rank_that_the_replay_finds_too_full_is_given_less() -> None:
-    """Chunks hold unequal numbers of micro-batches: the mean that the program counts is too little on the first ranks."""
+    """Chunks hold unequal numbers of micro-batches: the mean that the program counts is too little on first ranks."""
     limits = SearchLimits(tp=(2,), cp=(1,), pp=(16,), vpp=(5,), micro_batch_size=(1,))
     answer = plan(
         load_model("megatron-145.6b"),
