@@ -17,6 +17,7 @@ from planner.export.stages import VirtualStage, virtual_stages
 from planner.export.torch_csv import order_of, to_torch_csv
 from planner.plan import Plan
 from planner.schedule.actions import Schedule
+from planner.search.rules import BF16_ONLY
 from planner.search.rules_torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
 
 WRITTEN_FOR = "torch 2.13"
@@ -51,11 +52,11 @@ def export_torch(plan: Plan) -> Exported:
 
 
 def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
-    objections = Objections("torch", broken_rules(TORCH_EAGER_RULES, plan), hint_for(plan, "torch-eager"))
-    say = objections.when
+    objections = Objections("torch", broken_rules((*TORCH_EAGER_RULES, BF16_ONLY), plan), hint_for(plan, "torch-eager"))
     object_to_order(plan, stages, objections)
-    say(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run")
-    say(plan.training.dtype != "bf16", "dtype", f"the runner computes in bf16, not {plan.training.dtype}")
+    objections.when(
+        any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
+    )
     objections.raise_any()
 
 

@@ -12,6 +12,7 @@ from planner.export.torch_csv import order_of, to_torch_csv
 from planner.export.torch_plan import ORDER_FILE, object_to_order
 from planner.export.torchtitan_model import DEFAULT_ROTARY_BASE, model_source
 from planner.plan import Plan
+from planner.search.rules import BF16_ONLY
 from planner.search.rules_torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES
 from planner.search.rules_torchtitan import TORCHTITAN_RULES
 from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
@@ -47,7 +48,7 @@ def _has_order_of_its_own(plan: Plan) -> bool:
 def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     layout = plan.parallelism
     schedule_rules = TORCH_SCHEDULE_RULES.get(layout.schedule, ())
-    rules = {rule.reason: rule for rule in (*TORCHTITAN_MODEL_RULES, *TORCHTITAN_RULES, *schedule_rules)}
+    rules = {rule.reason: rule for rule in (*TORCHTITAN_MODEL_RULES, *TORCHTITAN_RULES, *schedule_rules, BF16_ONLY)}
     hint = hint_for(plan, "torchtitan", TORCHTITAN_MODEL_RULES)
     objections = Objections("torchtitan", broken_rules(rules.values(), plan), hint)
     object_to_mixture(plan.best, objections)
@@ -55,7 +56,6 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     if layout.pp > 1:
         object_to_order(plan, stages, objections)
     say(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run")
-    say(plan.training.dtype != "bf16", "dtype", f"{plan.training.dtype} is not exported, only bf16")
     say(
         layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
     )

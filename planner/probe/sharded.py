@@ -38,8 +38,9 @@ def shard_chunk(
             parameter.data = parameter.data.to(grad_dtype)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_dtype, cast_forward_inputs=False)
     device = next(chunk.parameters()).device.type
-    tied = chunk.head is not None and chunk.embedding is not None and _is_tied(chunk)
-    ends = [] if tied else [part for part in (chunk.embedding, chunk.mtp_embedding, chunk.head) if part is not None]
+    # weights that both ends share are the whole chunk's
+    shared = chunk.model.tie_word_embeddings and chunk.head is not None and chunk.embedding is not None
+    ends = [] if shared else [part for part in (chunk.embedding, chunk.mtp_embedding, chunk.head) if part is not None]
     units: list[tuple[nn.Module, Sharding]] = [(module, expert) for module in experts if expert.group is not None]
     units += [(module, dense) for module in (*chunk.layers.values(), *chunk.mtp, *ends, chunk)]
     for module, sharding in units:
@@ -55,12 +56,6 @@ def shard_chunk(
 
 def _named(chunk: Chunk) -> Iterator[tuple[str, nn.Parameter]]:
     return iter(chunk.named_parameters(remove_duplicate=False))
-
-
-def _is_tied(chunk: Chunk) -> bool:
-    assert chunk.head is not None
-    assert chunk.embedding is not None
-    return chunk.head.output.weight is chunk.embedding.weight
 
 
 class ShardedParameters:

@@ -92,22 +92,23 @@ def pipeline_bound_s(screen: Screen, base: Recompute, whole: bool, orders: Order
 
     Layers not recomputed whole are in mode `base`; `whole` says whether any may be.
     """
-    busiest = busiest_rank_s(screen, base, whole, orders)
-    chunked_s = chunked_bound_s(screen, base, whole, orders)
+    trips_s = _trip_s(screen, base, orders)
+    busiest = busiest_rank_s(screen, base, whole, orders, trips_s)
+    chunked_s = chunked_bound_s(screen, base, whole, orders, trips_s)
     return np.asarray(np.maximum(schedule_bound_s(screen, busiest, base, orders), chunked_s))
 
 
-def busiest_rank_s(screen: Screen, base: Recompute, whole: bool, orders: Orders) -> FloatArray:
+def busiest_rank_s(screen: Screen, base: Recompute, whole: bool, orders: Orders, trips_s: FloatArray) -> FloatArray:
     """Least seconds of a micro-batch on the busiest rank, where ranks recompute what their memory forces them to.
 
     The least time in which all ranks together hold the layers is found by bisection: those of each kind with the others
     taken as free, and all with each as cheap as the cheapest. Beyond plain 1F1B it is the least T / M: rank r has T
     less the trip of one micro-batch through the ranks before it. Infinite where nothing fits.
     """
-    model, trips_s = screen.pricing.model, np.where(orders.plain[:, None], 0.0, _trip_s(screen, base, orders))
+    model, trips_s = screen.pricing.model, np.where(orders.plain[:, None], 0.0, trips_s)
     beside_s = screen.rank_ends_s(trips_s.shape[1]) + trips_s / np.asarray(screen.shape.num_microbatches)[:, None]
     busiest = np.maximum(screen.work_s(base) / np.asarray(screen.shape.pp), beside_s.max(axis=1))
-    counts = {kind: model.layers.count(kind) for kind in model.kinds}
+    counts = screen.pricing.kind_counts
     for kind, count in counts.items():
         if count >= RARE * model.num_hidden_layers:
             plain, full = screen.table.layers[kind, base], screen.table.layers[kind, FULL]
@@ -234,7 +235,7 @@ def _backward_share(screen: Screen, base: Recompute) -> FloatArray:
     return np.asarray(np.min(shares, axis=0))
 
 
-def chunked_bound_s(screen: Screen, base: Recompute, whole: bool, orders: Orders) -> FloatArray:
+def chunked_bound_s(screen: Screen, base: Recompute, whole: bool, orders: Orders, trips_s: FloatArray) -> FloatArray:
     """Where stages interleave: what each rank takes with its equal chunks, and those without an end on average.
 
     A rank of n layers (vpp · chunk, without those chunks that may be shorter) takes no less than the n quickest of the
@@ -242,8 +243,8 @@ def chunked_bound_s(screen: Screen, base: Recompute, whole: bool, orders: Orders
     the ranks before it. Zero for other nodes, infinite where n layers do not fit.
     """
     held, full = orders.in_flight, orders.full
-    steps, trips_s = np.asarray(screen.shape.num_microbatches)[:, None], _trip_s(screen, base, orders)
-    counts = np.array([screen.pricing.kind_counts[kind] for kind in screen.pricing.model.kinds])
+    steps = np.asarray(screen.shape.num_microbatches)[:, None]
+    counts = np.array(list(screen.pricing.kind_counts.values()))
     num_layers = _fewest_layers(screen, full)
     layer_s = screen.layer_s(base)[:, :, None]
 

@@ -44,7 +44,7 @@ class Rejections:
 
 def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
     """The hard constraints of the trainer that a runtime describes."""
-    known, trainer = _known_to(runtime), runtime.trainer or runtime.name
+    known, trainer = _known_to(runtime), runtime.family
     if trainer == "torchtitan":
         return known + TORCHTITAN_RULES
     if trainer in ("megatron", "megatron-deepspeed", "nanotron"):

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from planner.physics.cost import Pricing
 from planner.physics.shape import Shape
-from planner.search.rules import Rule
+from planner.search.rules import BF16_ONLY, Rule
 from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
 from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
 
-_BF16_ONLY = Rule(
-    "dtype",
-    lambda model, training, shape: training.dtype == "bf16",
-    lambda model, training, shape: f"bf16 only, not {training.dtype}",
-)
-
 EXPORTED: dict[str, tuple[Rule, ...]] = {
     "megatron": MEGATRON_MODEL_RULES,
-    "torchtitan": (*TORCHTITAN_MODEL_RULES, _BF16_ONLY),
-    "torch-eager": (_BF16_ONLY,),
+    "torchtitan": (*TORCHTITAN_MODEL_RULES, BF16_ONLY),
+    "torch-eager": (BF16_ONLY,),
 }
 """By runtime: what its export refuses of models and dtypes."""
 

@@ -56,13 +56,12 @@ class Nodes:
         number for all ranks adds no less to the step than it hides: nor is the step shorter than with none of them and
         all the memory in the world.
         """
-        base = "full" if choice.whole == "all" else choice.base
         if choice.whole in ("none", "all"):
-            return self._step_s(self.screen, base, base)
-        bound_s = self._step_s(self.screen, base, "full", whole=True)
+            return self._step_s(self.screen, choice.mode, choice.mode)
+        bound_s = self._step_s(self.screen, choice.mode, "full", whole=True)
         if choice.whole == "one_count":
             boundless = replace(self.screen, pricing=replace(self.screen.pricing, headroom_bytes=-BOUNDLESS_BYTES))
-            bound_s = np.maximum(bound_s, self._step_s(boundless, base, base))
+            bound_s = np.maximum(bound_s, self._step_s(boundless, choice.mode, choice.mode))
         return bound_s
 
     def _step_s(self, screen: Screen, base: Recompute, exchanging: Recompute, whole: bool = False) -> FloatArray:
@@ -73,8 +72,7 @@ class Nodes:
         """Seconds of the pipeline with layers spread as evenly as they go, and its fill."""
         screen, model = self.screen, self.screen.pricing.model
         pp, vpp = np.asarray(screen.shape.pp), np.asarray(screen.shape.vpp)
-        base = "full" if choice.whole == "all" else choice.base
-        mean_s = (screen.work_s(base) - screen.ends_s) / pp
+        mean_s = (screen.work_s(choice.mode) - screen.ends_s) / pp
         busiest = np.ceil(np.ceil(model.num_hidden_layers / pp) / vpp) * vpp / (model.num_hidden_layers / pp)
         fill_s = (pp - 1) * (mean_s / vpp + 2 * screen.p2p_s)
         return np.asarray(np.asarray(screen.shape.num_microbatches) * mean_s * busiest + fill_s)

@@ -37,7 +37,7 @@ import pulp
 
 from planner.errors import SolverError
 from planner.physics.cost import PartCost
-from planner.search.ilp_layers import Expression, HeldLayers, as_count
+from planner.search.ilp_layers import Expression, HeldLayers, Rows, as_count
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 from planner.specs.units import GIB
@@ -124,7 +124,7 @@ def solve(node: Node, time_limit_s: float) -> Solution | None:
     return program.solution(proven=status == pulp.LpSolutionOptimal)
 
 
-class _Program:
+class _Program(Rows):
     """Builds the rows named above over one pulp problem."""
 
     def __init__(self, node: Node) -> None:
@@ -139,16 +139,6 @@ class _Program:
         self._add_memory()
         self._add_ends()
         self.problem.setObjective(self.makespan + self.gradients + self.parameters + self.optimizer)
-
-    def _variable(self, name: str, most: float | None = None, integer: bool = False) -> Any:
-        category = pulp.LpInteger if integer else pulp.LpContinuous
-        return self.problem.add_variable(name, lowBound=0, upBound=most, cat=category)
-
-    def _named(self, name: str, expression: Expression) -> Any:
-        """A variable equal to `expression`, so that a long sum enters many rows as one term."""
-        variable = self._variable(name)
-        self.problem += variable == expression, f"is_{name}"
-        return variable
 
     def _named_free(self, name: str, expression: Expression) -> Any:
         """The same for an expression that may be negative."""

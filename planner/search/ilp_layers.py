@@ -45,7 +45,23 @@ def recurring(runs: Runs) -> Recurring | None:
     return None
 
 
-class HeldLayers:
+class Rows:
+    """A program under construction."""
+
+    problem: Any
+
+    def _variable(self, name: str, most: float | None = None, integer: bool = False) -> Any:
+        category = pulp.LpInteger if integer else pulp.LpContinuous
+        return self.problem.add_variable(name, lowBound=0, upBound=most, cat=category)
+
+    def _named(self, name: str, expression: Expression) -> Any:
+        """A variable equal to `expression`, so that a long sum enters many rows as one term."""
+        variable = self._variable(name)
+        self.problem += variable == expression, f"is_{name}"
+        return variable
+
+
+class HeldLayers(Rows):
     """Variables and rows of what each rank holds, added to `problem`."""
 
     first_row: list[Expression]
@@ -94,18 +110,14 @@ class HeldLayers:
         later[-1] -= as_count(self.missing[1])
         return (*map(as_count, self.first_row), *later)
 
-    def _variable(self, name: str, most: float | None = None, integer: bool = False) -> Any:
-        category = pulp.LpInteger if integer else pulp.LpContinuous
-        return self.problem.add_variable(name, lowBound=0, upBound=most, cat=category)
-
     def _name_kinds(self, rows: Sequence[dict[LayerKind, Expression]]) -> list[dict[LayerKind, Any]]:
-        named: list[dict[LayerKind, Any]] = []
-        for rank, row in enumerate(rows):
-            named.append({})
-            for number, (kind, expression) in enumerate(row.items()):
-                named[rank][kind] = variable = self._variable(f"layers_{rank}_{number}")
-                self.problem += variable == expression, f"is_layers_{rank}_{number}"
-        return named
+        return [
+            {
+                kind: self._named(f"layers_{rank}_{number}", expression)
+                for number, (kind, expression) in enumerate(row.items())
+            }
+            for rank, row in enumerate(rows)
+        ]
 
     def _add_recurring(self, special: Recurring) -> None:
         """`ends[j]` layers lie up to virtual stage j, `found[j]` of them of the kind that recurs."""

@@ -34,8 +34,13 @@ class RecomputeChoice:
     base: Recompute
     whole: Whole
 
-    def __str__(self) -> str:
+    @property
+    def mode(self) -> Recompute:
+        """Of a layer, unless it is one of some that are recomputed whole."""
         return "full" if self.whole == "all" else self.base
+
+    def __str__(self) -> str:
+        return self.mode
 
 
 def node_of(
@@ -92,7 +97,7 @@ def _mean_kind(
     """One kind whose costs are the mean over the model's layers."""
     model = pricing.model
     kind, num_layers = model.layers[0], model.num_hidden_layers
-    shares = {k: model.layers.count(k) / num_layers for k in model.kinds}
+    shares = {kind: count / num_layers for kind, count in pricing.kind_counts.items()}
     modes: tuple[Recompute, ...] = ("none", "selective", "full")
     layers = {}
     for mode in modes:

@@ -125,7 +125,7 @@ def _final_norm_elsewhere(pricing: Pricing, split: Split, virtual: list[int]) ->
 
     The norm goes with the last decoder layer then, and else with the head (transformer_block.py).
     """
-    model, trainer = pricing.model, pricing.runtime.trainer or pricing.runtime.name
+    model, trainer = pricing.model, pricing.runtime.family
     if not model.num_nextn_predict_layers or trainer != "megatron":
         return 0
     decoder_ends = max(j for j, count in enumerate(split.counts) if count)

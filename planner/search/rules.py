@@ -26,6 +26,19 @@ class Rule:
     """What is wrong with one shape, with its numbers."""
 
 
+def model_rule(reason: str, wrong: Callable[[ModelSpec], bool], message: Callable[[ModelSpec], str]) -> Rule:
+    """What a trainer cannot say about a model, whatever the layout: the rule reads no training and no shape."""
+    return Rule(reason, lambda model, training, shape: not wrong(model), lambda model, training, shape: message(model))
+
+
+BF16_ONLY = Rule(
+    "dtype",
+    lambda model, training, shape: training.dtype == "bf16",
+    lambda model, training, shape: f"{training.dtype} is not exported, only bf16",
+)
+"""Of targets whose recipes know one precision."""
+
+
 def first_broken(rules: Iterable[Rule], model: ModelSpec, training: TrainingSpec, shape: Shape) -> Rule | None:
     """The first rule that one shape (no arrays) breaks, or None."""
     return next((rule for rule in rules if not rule.holds(model, training, shape)), None)

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from planner.search.rules import Rule
+from planner.search.rules import Rule, model_rule
 from planner.specs.model import ModelSpec
-
-
-def _rule(reason: str, wrong: Callable[[ModelSpec], bool], message: Callable[[ModelSpec], str]) -> Rule:
-    return Rule(reason, lambda model, training, shape: not wrong(model), lambda model, training, shape: message(model))
-
 
 _GPT_OSS = {24: 32, 36: 128}
 """Experts by layers of gpt-oss 20b and 120b, which its own module builds in these two sizes only."""
@@ -28,29 +21,28 @@ def is_gpt_oss(model: ModelSpec) -> bool:
 
 
 TORCHTITAN_MODEL_RULES: tuple[Rule, ...] = (
-    _rule("position_embedding", lambda m: m.position_embedding != "rope", lambda m: "its models rotate positions"),
-    _rule("norm", lambda m: m.norm != "rmsnorm", lambda m: f"its models have RMSNorm, not {m.norm}"),
-    _rule("embedding_norm", lambda m: m.embedding_norm, lambda m: "it has no norm after the embedding"),
-    _rule("post_norms", lambda m: m.post_norms, lambda m: "it has no second norm after attention and MLP"),
-    _rule(
+    model_rule("position_embedding", lambda m: m.position_embedding != "rope", lambda m: "its models rotate positions"),
+    model_rule("norm", lambda m: m.norm != "rmsnorm", lambda m: f"its models have RMSNorm, not {m.norm}"),
+    model_rule("embedding_norm", lambda m: m.embedding_norm, lambda m: "it has no norm after the embedding"),
+    model_rule("post_norms", lambda m: m.post_norms, lambda m: "it has no second norm after attention and MLP"),
+    model_rule(
         "activation",
         lambda m: not (m.gated_mlp and m.activation == "silu"),
         lambda m: f"its MLPs are SwiGLU, the model's {'gated' if m.gated_mlp else 'plain'} {m.activation}",
     ),
-    _rule(
+    model_rule(
         "bias",
         lambda m: (m.output_bias or m.has_mlp_bias) and not is_gpt_oss(m),
         lambda m: "its models have biases on queries, keys and values only, but for gpt-oss",
     ),
-    _rule(
+    model_rule(
         "attention_sinks",
         lambda m: (m.attention_sinks or m.sliding_window is not None) and not is_gpt_oss(m),
         lambda m: "it has sinks and sliding windows only in gpt-oss 20b and 120b",
     ),
-    _rule(
+    model_rule(
         "shared_expert_gate",
         lambda m: m.moe is not None and m.moe.shared_expert_gate,
         lambda m: "it has no gate on the shared expert",
     ),
 )
-"""The rules read no training and no shape."""

@@ -179,5 +179,5 @@ def room_layers(screen: Screen, kind: LayerKind, schedules: Sequence[str] = ()) 
 
 def fits(screen: Screen, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
     """Whether all ranks together have room for the layers of each kind: necessary for any split."""
-    model = screen.pricing.model
-    return np.asarray(np.all([room_layers(screen, k, schedules) >= model.layers.count(k) for k in model.kinds], axis=0))
+    counts = screen.pricing.kind_counts
+    return np.asarray(np.all([room_layers(screen, kind, schedules) >= n for kind, n in counts.items()], axis=0))

@@ -156,6 +156,11 @@ class RuntimeSpec(Spec):
     step_overhead_s: NonNegativeFloat = 0.0
     """Host time per optimizer step: data, logging, gradient norm on the host."""
 
+    @property
+    def family(self) -> str:
+        """The trainer that this is, or is a generation of."""
+        return self.trainer or self.name
+
     def in_dtype(self, dtype: str, architecture: str) -> RuntimeSpec:
         """This runtime with what training in `dtype` on such silicon means for its bytes; the same if asked again."""
         update: dict[str, Any] = {}
