@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from planner.probe.context import ContextAttention, shard, takes_flash
 from planner.probe.linear import Linear, mark_partial, mark_shard
-from planner.probe.peers import Enter, Surroundings, apply, recomputable
+from planner.probe.peers import Enter, Surroundings, TensorPeers, apply, recomputable
 from planner.specs.model import LayerKind, MLASpec, ModelSpec
 
 NORM_EPSILON = 1e-5
@@ -38,7 +39,8 @@ class Norm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Constants that all layers of a stage share: rotary angles [seq, 1, 1, dim/2], masks [(1, heads,) seq, seq]."""
+    """Constants that all layers of a stage share: rotary angles [seq/cp, 1, 1, dim/2], masks of whole
+    sequences [(1, heads,) seq, seq]."""
 
     cos: Tensor | None
     sin: Tensor | None
@@ -54,9 +56,9 @@ class Tables:
             dim = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
             frequencies = ROTARY_BASE ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
             angles = torch.outer(positions, frequencies)[:, None, None, :]
-            cos, sin = angles.cos().to(like), angles.sin().to(like)
+            cos, sin = (shard(table, around.cp).to(like) for table in (angles.cos(), angles.sin()))
         distance = positions[:, None] - positions
-        if model.sliding_window is not None and not _has_window_kernel(like):
+        if model.sliding_window is not None and not takes_flash(like):
             seen = (distance >= 0) & (distance < model.sliding_window)
             window_mask = torch.where(seen, 0.0, -math.inf).to(like)
         if model.position_embedding == "alibi":
@@ -75,21 +77,18 @@ def rotate(x: Tensor, tables: Tables) -> Tensor:
     return torch.cat((first * tables.cos - second * tables.sin, second * tables.cos + first * tables.sin), dim=-1)
 
 
-def _has_window_kernel(x: Tensor) -> bool:
-    """Whether flash attention on x's device takes a window instead of a mask."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-
-
 def core_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int, sinks: Tensor | None, cp: int = 1
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int, sinks: Tensor | None, cp: TensorPeers
 ) -> Tensor:
     """Causal attention of q [seq, batch, heads, dim] over k and v [seq, batch, kv heads, dim].
 
     Returns [seq, batch, heads·v dim]. `mask` is added to the scores and replaces causality where given; a window
     goes to the flash kernel on a GPU. Unequal head dimensions are padded on the CPU, whose kernel wants them equal.
-    Learned sinks become one more key with a logit of their own. With cp > 1 the rank's share of a causal attention over
-    cp shards is emulated: all of its queries over cp/2 copies of its keys.
+    Learned sinks become one more key with a logit of their own. Where sequences are split, the keys and values of all
+    context-parallel ranks are gathered.
     """
+    if cp.size > 1:
+        return apply(ContextAttention, q, k, v, mask, window, sinks, cp).flatten(2)
     if window and mask is None:
         out = torch.ops.aten._flash_attention_forward(
             *(x.transpose(0, 1) for x in (q, k, v)), None, None, q.shape[0], k.shape[0], 0.0, True, False,
@@ -104,10 +103,7 @@ def core_attention(
         k, v, mask = _with_sink(k, v, mask, sinks)
     grouped = k.shape[2] != q.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    causal = mask is None and cp == 1
-    if mask is None and cp > 1:
-        k, v = (x.repeat(1, 1, -(-cp // 2), 1)[:, :, : x.shape[2] * cp // 2] for x in (k, v))
-    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
     out = out.permute(2, 0, 1, 3)[..., :v_dim]
     return out.reshape(*out.shape[:2], -1)
 
@@ -123,8 +119,12 @@ def _with_sink(k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor) -> tupl
     return k, v, mask
 
 
-class _Attention(nn.Module):
+class CoreAttention(nn.Module):
     """What both kinds share: the mask of the layer's kind, the core and the output projection."""
+
+    key_heads: int
+    """On a rank."""
+    key_dim: int
 
     def __init__(self, model: ModelSpec, kind: LayerKind, around: Surroundings, v_dim: int) -> None:
         super().__init__()
@@ -145,15 +145,15 @@ class _Attention(nn.Module):
         return out
 
 
-class Attention(_Attention):
+class Attention(CoreAttention):
     """Queries, keys and values in one GEMM and split into views; q and k normalised where the model does so."""
 
     def __init__(self, model: ModelSpec, kind: LayerKind, around: Surroundings) -> None:
         super().__init__(model, kind, around, model.head_dim)
-        self.head_dim = model.head_dim
-        self.kv_heads = max(1, model.num_key_value_heads // around.tp.size)
+        self.key_dim = model.head_dim
+        self.key_heads = max(1, model.num_key_value_heads // around.tp.size)
         q = (model.num_attention_heads * model.head_dim, self.heads * model.head_dim)
-        kv = (model.num_key_value_heads * model.head_dim, self.kv_heads * model.head_dim)
+        kv = (model.num_key_value_heads * model.head_dim, self.key_heads * model.head_dim)
         self.widths = [q[1], kv[1], kv[1]]
         self.qkv = Linear(
             model.hidden_size, q[0] + 2 * kv[0], around, parallel="column", bias=model.qkv_bias, sections=(q, kv, kv)
@@ -163,17 +163,18 @@ class Attention(_Attention):
 
     def forward(self, x: Tensor, tables: Tables) -> Tensor:
         parts = self.qkv(x).split(self.widths, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        q, k, v = (part.unflatten(-1, (-1, self.key_dim)) for part in parts)
         return self.attend(rotate(self.q_norm(q), tables), rotate(self.k_norm(k), tables), v, tables)
 
 
-class LatentAttention(_Attention):
+class LatentAttention(CoreAttention):
     """Multi-head latent attention (DeepSeek-V2 §2.1): down-projections on the sequence shard, then sharded heads."""
 
     def __init__(self, model: ModelSpec, mla: MLASpec, kind: LayerKind, around: Surroundings) -> None:
         super().__init__(model, kind, around, mla.v_head_dim)
         self.mla = mla
         hidden, heads = model.hidden_size, model.num_attention_heads
+        self.key_heads, self.key_dim = self.heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
         self.q_dims = [mla.qk_nope_head_dim, mla.qk_rope_head_dim]
         self.kv_dims = [mla.qk_nope_head_dim, mla.v_head_dim]
         if mla.q_lora_rank is None:

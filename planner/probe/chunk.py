@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from planner.probe.attention import Tables
+from planner.probe.context import shard
 from planner.probe.linear import mark_replica
 from planner.probe.model import DecoderLayer, Embedding, Head, MTPBlock
 from planner.probe.peers import Surroundings
@@ -27,7 +28,7 @@ class Chunk(nn.Module):
 
     def __init__(self, model: ModelSpec, spec: ChunkSpec, around: Surroundings) -> None:
         super().__init__()
-        self.spec, self.model = spec, model
+        self.spec, self.model, self.cp = spec, model, around.cp
         self.embedding = Embedding(model, around) if spec.embedding else None
         self.layers = nn.ModuleDict(
             {str(i): DecoderLayer(model, model.layers[i], around) for i in range(spec.first_layer, spec.last_layer)}
@@ -49,8 +50,9 @@ class Chunk(nn.Module):
                 mark_replica(parameter, f"embedding.{name}")
 
     def forward(self, x: Tensor | None, tokens: Tensor, labels: Tensor, tables: Tables) -> Tensor:
-        """Hidden states [seq/tp, batch, hidden] (of tokens [seq, batch] where it holds the embedding), or the loss."""
-        hidden = cast(Tensor, self.embedding(tokens) if self.embedding is not None else x)
+        """Hidden states [seq/(cp·tp), batch, hidden] (of this rank's share of tokens [seq, batch] where it holds the
+        embedding), or the loss of that share."""
+        hidden = cast(Tensor, self.embedding(shard(tokens, self.cp)) if self.embedding is not None else x)
         for index, layer in enumerate(self.layers.values()):
             if index < self.spec.num_recomputed:
                 hidden = checkpoint(layer, hidden, tables, use_reentrant=False, preserve_rng_state=False)
@@ -58,23 +60,27 @@ class Chunk(nn.Module):
                 hidden = layer(hidden, tables)
         if self.head is None:
             return hidden
-        loss = cast(Tensor, self.head(hidden, labels))
+        loss = cast(Tensor, self.head(hidden, shard(labels, self.cp)))
         for depth, block in enumerate(self.mtp, start=1):
             embed = self.mtp_embedding or self.embedding
             assert embed is not None
-            hidden = block(hidden, embed(tokens.roll(-depth, 0)), tables)
-            loss = loss + MTP_LOSS_WEIGHT / len(self.mtp) * self.head(hidden, labels.roll(-depth, 0))
+            following, wanted = (shard(whole.roll(-depth, 0), self.cp) for whole in (tokens, labels))
+            hidden = block(hidden, embed(following), tables)
+            loss = loss + MTP_LOSS_WEIGHT / len(self.mtp) * self.head(hidden, wanted)
         return loss
 
 
 def hidden_shape(model: ModelSpec, seq_length: int, batch: int, around: Surroundings) -> tuple[int, int, int]:
-    """Shape of what stages exchange: [seq/tp, batch, hidden] under sequence parallelism, else [seq, batch, hidden]."""
+    """Shape of what stages exchange: [seq/tp, batch, hidden] under sequence parallelism, else [seq, batch, hidden].
+
+    `seq_length` is what the rank holds of a sequence.
+    """
     tp = around.tp.size if around.tp.sequence_parallel else 1
     return seq_length // tp, batch, model.hidden_size
 
 
 def synthetic_batch(model: ModelSpec, seq_length: int, batch: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [seq, batch], the same for the same seed on any rank."""
+    """Tokens and labels [seq, batch] of whole sequences, the same for the same seed on any rank."""
     generator = torch.Generator("cpu").manual_seed(seed)
     tokens = torch.randint(0, model.vocab_size, (seq_length, batch), generator=generator)
     labels = torch.randint(0, model.vocab_size, (seq_length, batch), generator=generator)

@@ -1,13 +1,16 @@
-"""How long the ranks' exchanges take by themselves: tensor-parallel gathers, data-parallel reductions."""
+"""How long the ranks' exchanges take by themselves: tensor- and context-parallel gathers, data-parallel reductions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from planner.probe.attention import CoreAttention
 from planner.probe.result import Exchange
 from planner.probe.training import Trainer
 from planner.specs.units import GB
@@ -16,7 +19,7 @@ REPEATS = 5
 
 
 def measure_exchanges(trainer: Trainer) -> tuple[Exchange, ...]:
-    """Median seconds and bus bandwidth of what this rank exchanges with its tensor- and data-parallel peers."""
+    """Median seconds and bus bandwidth of what this rank exchanges with tensor-, context- and data-parallel peers."""
     found = []
     tp = trainer.around.tp
     if tp.size > 1:
@@ -27,11 +30,26 @@ def measure_exchanges(trainer: Trainer) -> tuple[Exchange, ...]:
             found.append(_exchange("tp all-gather", tp.size, whole_bytes, seconds, passes=1))
         seconds = _seconds(trainer, group, lambda: tp.all_reduce(trainer.empty()))
         found.append(_exchange("tp all-reduce", tp.size, whole_bytes, seconds, passes=2))
+    cp = trainer.around.cp
+    keys = next(_keys(trainer), None)
+    if cp.size > 1 and keys is not None:
+        seconds = _seconds(trainer, cast(Any, cp).group, lambda: cp.all_gather(keys))
+        found.append(_exchange("cp all-gather", cp.size, cp.size * keys.nbytes, seconds, passes=1))
     for flat in trainer.flat:
         group, size = flat.sharding.group, flat.sharding.size
         for name, num_bytes, passes, call in flat.exchanges() if group is not None else ():
             found.append(_exchange(name, size, num_bytes, _seconds(trainer, group, call), passes))
     return tuple(found)
+
+
+def _keys(trainer: Trainer) -> Iterator[Tensor]:
+    """This rank's keys of a micro-batch, for each attention that it holds."""
+    run = trainer.run
+    for chunk in trainer.chunks.values():
+        for module in chunk.modules():
+            if isinstance(module, CoreAttention):
+                shape = (run.seq_length, run.micro_batch_size, module.key_heads, module.key_dim)
+                yield torch.zeros(shape, dtype=trainer.dtype, device=trainer.device)
 
 
 def _seconds(trainer: Trainer, group: Any, call: Callable[[], object]) -> float:

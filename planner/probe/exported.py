@@ -80,7 +80,7 @@ def _joined(run: ProbeRun) -> tuple[RankResult, ...]:
     if world_size != run.world_size:
         raise SpecError(
             f"{world_size} ranks were started, the plan has {run.world_size}",
-            f"pp {run.pp} × dp {run.dp} × tp {run.tp} ranks",
+            f"pp {run.pp} × dp {run.dp} × cp {run.cp} × tp {run.tp} ranks",
         )
     folder = Path(tempfile.mkdtemp(prefix="plan-run-"))
     try:
@@ -94,7 +94,7 @@ def summary(run: ProbeRun, results: tuple[RankResult, ...]) -> dict[str, Any]:
     steps = [max(rank.steps[i].step_s for rank in results) for i in range(len(results[0].steps))]
     last = next(rank for rank in results if rank.stage == run.stage_to_rank[-1])
     memory = [rank.memory.peak_allocated_bytes for rank in results if rank.memory is not None]
-    tokens = run.seq_length * run.micro_batch_size * run.num_microbatches * run.dp
+    tokens = run.whole_seq_length * run.micro_batch_size * run.num_microbatches * run.dp
     return {
         "step_s": steps,
         "tokens_per_s": tokens / median(steps),

@@ -34,7 +34,7 @@ def require_gpu(options: Options) -> None:
 
 
 def probe_ranks(plan: Plan, options: Options, num_gpus: int) -> ProbeResult:
-    """As many whole tensor-parallel groups and stages as `num_gpus` hold, started here, one process a GPU."""
+    """As many whole tp × cp groups and stages as `num_gpus` hold, started here, one process a GPU."""
     run, grid, stages = ranks_run(plan, options, num_gpus)
     return ranks_result(plan, options, launch(run), grid, stages)
 
@@ -42,8 +42,6 @@ def probe_ranks(plan: Plan, options: Options, num_gpus: int) -> ProbeResult:
 def ranks_run(plan: Plan, options: Options, num_gpus: int) -> tuple[ProbeRun, slices.Grid, list[int]]:
     """What the GPUs run, its sizes, and which of the plan's stages its stages are."""
     layout = plan.best
-    if layout.parallelism.cp > 1:
-        raise ProbeError("the probe's ranks do not split sequences: cp must be 1", "probe the stages: --stage all")
     grid = slices.fit_gpus(layout, num_gpus)
     order = options.order or slices.slice_schedule(layout, grid.pp)
     if layout.parallelism.zero_stage > 1 and not slices.fully_shards(layout, order):
@@ -75,7 +73,7 @@ def probe_stages(plan: Plan, options: Options) -> ProbeResult:
     layout = plan.best
     asked = layout.parallelism
     order = slices.slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
-    grid = slices.Grid(asked.pp, asked.dp, asked.tp, asked.ep)
+    grid = slices.Grid(asked.pp, asked.dp, asked.cp, asked.tp, asked.ep)
     run = real_run(plan, options, order, slices.real_chunks(layout, order, range(asked.pp)), grid)
     run = run.model_copy(update={"warm_up_steps": 2, "num_steps": 1})
     stands_for = distinct_stages(layout)
@@ -84,7 +82,7 @@ def probe_stages(plan: Plan, options: Options) -> ProbeResult:
     comparisons: list[Comparison] = []
     measured = Measured(run=run, ranks=())
     for stage in sorted(set(stands_for)) if options.stages == "all" else [_wanted(options.stages, asked.pp)]:
-        measured = launch(run, stage_child, ranks=(run.rank(Place(stage, 0, 0)),))
+        measured = launch(run, stage_child, ranks=(run.rank(Place(stage, 0, 0, 0)),))
         if measured.out_of_memory is not None:
             break
         ranks += measured.ranks
@@ -152,7 +150,7 @@ def real_run(plan: Plan, options: Options, order: Schedule, chunks: Sequence[Chu
         tp=grid.tp,
         dp=grid.dp,
         ep=grid.ep,
-        cp=layout.cp,
+        cp=grid.cp,
         zero=layout.zero_stage > 0,
         fully_sharded=slices.fully_shards(plan.best, order),
         sequence_parallel=layout.sequence_parallel and grid.tp > 1,

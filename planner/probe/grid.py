@@ -22,6 +22,7 @@ class Grid:
         self.around = Surroundings(
             tp=self._tensor_peers(),
             ep=self._expert_peers(),
+            cp=self._context_peers(),
             balanced_routing=run.balanced_routing,
             recomputed=frozenset(run.recompute_modules),
         )
@@ -50,6 +51,10 @@ class Grid:
             return TensorPeers()
         return GroupPeers(run.tp, self.place.tp, run.sequence_parallel, self.mine["tp", ranks])
 
+    def _context_peers(self) -> TensorPeers:
+        run, ranks = self.run, context_ranks(self.run, self.place)
+        return TensorPeers() if run.cp == 1 else GroupPeers(run.cp, self.place.cp, group=self.mine["cp", ranks])
+
     def _expert_peers(self) -> ExpertPeers:
         run, ranks = self.run, expert_ranks(self.run, self.place)
         return ExpertPeers() if run.ep == 1 else ExpertGroup(run.ep, ranks.index(self.rank), self.mine["ep", ranks])
@@ -68,9 +73,10 @@ def group_keys(run: ProbeRun) -> list[GroupKey]:
     """Every group of more than one rank, in an order that all ranks agree on."""
     keys: dict[GroupKey, None] = {}
     pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
-    for coordinates in product(range(run.pp), range(run.dp), range(run.tp)):
+    for coordinates in product(range(run.pp), range(run.dp), range(run.cp), range(run.tp)):
         place = Place(*coordinates)
         keys["tp", tensor_ranks(run, place)] = None
+        keys["cp", context_ranks(run, place)] = None
         keys["dp", data_ranks(run, place)] = None
         keys["ep", expert_ranks(run, place)] = None
         keys["expert_dp", expert_data_ranks(run, place)] = None
@@ -91,21 +97,32 @@ def tensor_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
     return tuple(run.rank(place._replace(tp=tp)) for tp in range(run.tp))
 
 
+def context_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    return tuple(run.rank(place._replace(cp=cp)) for cp in range(run.cp))
+
+
 def data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
-    return tuple(run.rank(place._replace(dp=dp)) for dp in range(run.dp))
+    """Ranks that see other tokens with the same weights: over dp and cp."""
+    return tuple(run.rank(place._replace(dp=dp, cp=cp)) for dp, cp in product(range(run.dp), range(run.cp)))
 
 
 def expert_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
     """Expert-parallel ranks are neighbours within a stage, tp innermost."""
-    unit = place.dp * run.tp + place.tp
-    first = run.rank(Place(place.pp, 0, 0)) + unit // run.ep * run.ep
+    first, unit = _within_stage(run, place)
+    first += unit // run.ep * run.ep
     return tuple(range(first, first + run.ep))
 
 
 def expert_data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
     """Ranks of the stage that hold the same experts."""
-    first, unit = run.rank(Place(place.pp, 0, 0)), place.dp * run.tp + place.tp
-    return tuple(first + other for other in range(run.dp * run.tp) if other % run.ep == unit % run.ep)
+    first, unit = _within_stage(run, place)
+    return tuple(first + other for other in range(run.world_size // run.pp) if other % run.ep == unit % run.ep)
+
+
+def _within_stage(run: ProbeRun, place: Place) -> tuple[int, int]:
+    """First rank of the stage, and this one's number there."""
+    first = run.rank(Place(place.pp, 0, 0, 0))
+    return first, run.rank(place) - first
 
 
 def pipeline_ranks(run: ProbeRun, place: Place, pp_ranks: tuple[int, ...]) -> tuple[int, ...]:

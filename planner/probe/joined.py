@@ -54,7 +54,7 @@ def probe_joined(plan: Plan, options: Options) -> ProbeResult | None:
     if run.world_size != world_size:
         raise ProbeError(
             f"{world_size} ranks were started, the largest slice of the plan that fits has {run.world_size}",
-            f"start {run.world_size} ranks: {run.pp} stages × dp {run.dp} × tp {run.tp}",
+            f"start {run.world_size} ranks: {run.pp} stages × dp {run.dp} × cp {run.cp} × tp {run.tp}",
         )
     folder = Path(tempfile.mkdtemp(prefix=f"plan-probe-{rank}-"))
     try:

@@ -1,7 +1,7 @@
 """The probe's model in eager torch: decoder layer, embedding, head, multi-token prediction.
 
-Activations are [seq/tp, batch, hidden]. What these modules keep for backward is what the operator lists of the
-`torch-eager` runtime say; the tests hold the two against each other.
+Activations are [seq/tp, batch, hidden]; where cp splits sequences, seq is this rank's share of one. What these modules
+keep for backward is what the operator lists of the `torch-eager` runtime say; tests hold the two against each other.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.probe.attention import Attention, LatentAttention, Norm, Tables
+from planner.probe.context import shard
 from planner.probe.linear import Linear, mark_partial, mark_shard
 from planner.probe.mlp import DenseMLP, MoE
 from planner.probe.peers import (
@@ -78,8 +79,9 @@ class Embedding(nn.Module):
             x = functional.embedding(local.where(inside, 0), self.weight).where(inside.unsqueeze(-1), 0)
             x = apply(LeaveByView if tp.sequence_parallel else Leave, x, tp)
         if self.positions is not None:
+            positions = shard(self.positions[: tokens.shape[0] * self.around.cp.size], self.around.cp)
             first = tp.rank * x.shape[0] if tp.sequence_parallel else 0
-            x = x + self.positions[first : first + x.shape[0]].unsqueeze(1)
+            x = x + positions[first : first + x.shape[0]].unsqueeze(1)
         out: Tensor = self.norm(x)
         return out
 

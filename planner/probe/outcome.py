@@ -46,25 +46,31 @@ def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced:
     layout = plan.best.parallelism
     sizes = (
         ("TP", layout.tp, grid.tp),
-        ("CP", layout.cp, 1),
+        ("CP", layout.cp, grid.cp),
         ("PP", layout.pp, grid.pp),
         ("DP", layout.dp, grid.dp),
         ("EP", layout.ep, grid.ep),
         ("micro-batches", layout.num_microbatches, order.num_microbatches),
     )
     verified, extrapolated = _claims(options)
-    if layout.num_gpus_used > grid.pp * grid.dp * grid.tp:
-        extrapolated.append(f"{layout.num_gpus_used - grid.pp * grid.dp * grid.tp:,} more ranks")
-    if layout.zero_stage > 1 and (options.stages is not None or not fully_shards(plan.best, order) or grid.dp == 1):
+    if layout.num_gpus_used > grid.num_ranks:
+        extrapolated.append(f"{layout.num_gpus_used - grid.num_ranks:,} more ranks")
+    is_sharded = options.stages is None and fully_shards(plan.best, order) and grid.dp * grid.cp > 1
+    if layout.zero_stage > 1 and not is_sharded:
         extrapolated.append(f"ZeRO-{layout.zero_stage} (this run shards optimizer states only)")
+    exchanged = plan.runtime_spec.cp_comm_type
+    if grid.cp > 1 and not options.sleep and exchanged != "all_gather":
+        extrapolated.append(f"context parallelism by {exchanged} (this run gathers keys and values)")
     left_out = [name for name in layout.recompute_modules if name not in RECOMPUTABLE]
     if left_out:
         extrapolated.append(f"recomputation of {', '.join(left_out)}")
     if plan.training.dtype != "bf16" and options.device == "cuda":
         extrapolated.append(f"{plan.training.dtype} (the probe computes in bf16)")
+    context = f"CP {grid.cp} × " if layout.cp > 1 else ""
+    ranks = f"TP {grid.tp} × {context}PP {grid.pp} × DP {grid.dp}"
     return Slice(
         asked=f"{layout} · {layout.schedule}",
-        run=f"TP {grid.tp} × PP {grid.pp} × DP {grid.dp} · {order.name} · {order.num_microbatches} micro-batches",
+        run=f"{ranks} · {order.name} · {order.num_microbatches} micro-batches",
         reduced=(*(f"{name} {asked} → {run}" for name, asked, run in sizes if asked != run), *reduced),
         verified=tuple(verified),
         extrapolated=tuple(extrapolated),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(slots=True)
 class TensorPeers:
-    """The tensor-parallel group of a rank that is alone in it: every exchange is nothing."""
+    """The tensor-parallel (or context-parallel) group of a rank that is alone in it: every exchange is nothing."""
 
     size: int = 1
     rank: int = 0
@@ -144,8 +144,8 @@ class Surroundings:
 
     tp: TensorPeers = field(default_factory=TensorPeers)
     ep: ExpertPeers = field(default_factory=ExpertPeers)
-    cp: int = 1
-    """Context-parallel ranks, emulated: queries of this rank's shard see the keys of cp/2 shards, the causal mean."""
+    cp: TensorPeers = field(default_factory=TensorPeers)
+    """Among whom each sequence is split."""
     balanced_routing: bool = False
     """Every expert gets the same number of rows, whatever the router says."""
     recomputed: frozenset[str] = frozenset()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 import torch
 
 from planner.errors import ProbeError
@@ -25,6 +27,7 @@ def probe(plan: Plan, options: Options) -> ProbeResult | None:
         raise ProbeError(f"the probe shards no single expert: etp {layout.etp} must be 1", "plan again with --etp 1")
     if model.moe is not None and layout.tp > 1 and not layout.sequence_parallel:
         raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
+    require_split(plan, options)
     require_gpu(options)
     if options.stages is not None:
         return probe_stages(plan, options)
@@ -33,3 +36,23 @@ def probe(plan: Plan, options: Options) -> ProbeResult | None:
     if options.device == "cuda":
         return probe_ranks(plan, options, torch.cuda.device_count())
     return probe_laptop(plan, options)
+
+
+def require_split(plan: Plan, options: Options) -> None:
+    """Raise ProbeError where the probe cannot split the plan's sequences over its context-parallel ranks."""
+    layout, model, seq_length = plan.parallelism, plan.model.spec, plan.training.seq_length
+    if layout.cp == 1:
+        return
+    unit = layout.cp * lcm(2, layout.tp if layout.sequence_parallel else 1)
+    if seq_length % unit:
+        raise ProbeError(
+            f"sequences of {seq_length} tokens do not split into two equal chunks for each of cp {layout.cp} ranks"
+            + (f" and tp {layout.tp} shards" if unit > 2 * layout.cp else ""),
+            f"plan with a --seq-length that is a multiple of {unit}",
+        )
+    for what, has in (("attention sinks", model.attention_sinks), ("ALiBi", model.position_embedding == "alibi")):
+        if has and options.device == "cuda":
+            raise ProbeError(
+                f"flash attention over split sequences (cp {layout.cp}) takes no {what}",
+                "plan with --cp 1, or prove the order and the gradients with --device cpu",
+            )

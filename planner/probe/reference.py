@@ -38,7 +38,7 @@ def compute_reference(run: ProbeRun, num_steps: int) -> Reference:
     spec = ChunkSpec(first_layer=0, last_layer=layers, embedding=True, head=True, mtp=has_mtp)
     model = Chunk(run.model, spec, around).to(dtype)
     initialise(model, run.seed)
-    tables = Tables.of(run.model, run.seq_length, around, torch.empty(0, dtype=dtype))
+    tables = Tables.of(run.model, run.whole_seq_length, around, torch.empty(0, dtype=dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, **cast(Any, ADAM))
     reference = Reference([], [], {})
     for step in range(num_steps):
@@ -47,7 +47,7 @@ def compute_reference(run: ProbeRun, num_steps: int) -> Reference:
         for dp in range(run.dp):
             for microbatch in range(run.num_microbatches):
                 seed = batch_seed(run, step, dp, microbatch)
-                tokens, labels = synthetic_batch(run.model, run.seq_length, run.micro_batch_size, seed, "cpu")
+                tokens, labels = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, seed, "cpu")
                 loss = model(None, tokens, labels, tables) / (run.num_microbatches * run.dp)
                 loss.backward()
                 total += loss.item()

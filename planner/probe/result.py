@@ -81,6 +81,7 @@ class RankResult(Spec):
     rank: int
     stage: int
     dp: int
+    cp: int = 0
     tp: int
     torch_version: str
     device_name: str

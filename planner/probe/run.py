@@ -37,14 +37,15 @@ class SleepSeconds(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Coordinates of a rank: tp innermost, then dp, then pp, as Megatron and torchtitan number them."""
+    """Coordinates of a rank: tp innermost, then cp, dp and pp, as Megatron and torchtitan number them."""
 
     pp: int
     dp: int
+    cp: int
     tp: int
 
     def __str__(self) -> str:
-        return f"stage {self.pp}, dp {self.dp}, tp {self.tp}"
+        return f"stage {self.pp}, dp {self.dp}, cp {self.cp}, tp {self.tp}"
 
 
 class ProbeRun(Spec):
@@ -57,7 +58,7 @@ class ProbeRun(Spec):
     dp: PositiveInt = 1
     ep: PositiveInt = 1
     cp: PositiveInt = 1
-    """Of a stage alone: its queries see the keys of cp sequence shards, `seq_length` of which are its own."""
+    """Ranks among which each sequence is split."""
     sequence_parallel: bool = False
     zero: bool = True
     """Optimizer state is sharded over data-parallel ranks (ZeRO-1)."""
@@ -65,6 +66,7 @@ class ProbeRun(Spec):
     """Weights and gradients are too (ZeRO-3)."""
     micro_batch_size: PositiveInt = 1
     seq_length: PositiveInt
+    """Tokens of a sequence that one rank holds: 1/cp of it."""
     schedule: str
     ranks: tuple[tuple[str, ...], ...]
     """Actions of each pipeline rank, spelled as torch does: 3F0."""
@@ -107,7 +109,12 @@ class ProbeRun(Spec):
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def whole_seq_length(self) -> int:
+        """Tokens of a whole sequence."""
+        return self.seq_length * self.cp
 
     @cached_property
     def order(self) -> Schedule:
@@ -124,11 +131,13 @@ class ProbeRun(Spec):
 
     def place(self, rank: int) -> Place:
         """Coordinates of a global rank."""
-        return Place(rank // (self.tp * self.dp), rank // self.tp % self.dp, rank % self.tp)
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        return Place(*divmod(rank, self.dp), cp, tp)
 
     def rank(self, place: Place) -> int:
         """Global rank at some coordinates."""
-        return (place.pp * self.dp + place.dp) * self.tp + place.tp
+        return ((place.pp * self.dp + place.dp) * self.cp + place.cp) * self.tp + place.tp
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Virtual stages that a pipeline rank holds, both copies of a bidirectional schedule included."""

@@ -35,36 +35,42 @@ class Grid(NamedTuple):
 
     pp: int
     dp: int
+    cp: int
     tp: int
     ep: int
 
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
 
 def fit_grid(layout: PricedLayout, num_processes: int, most_dp: int) -> Grid:
-    """The largest slice of the plan's ranks in `num_processes`: data parallelism is given up first, then tensor
-    parallelism down to 1 (on the CPU only its presence matters), then pipeline stages."""
+    """The largest slice of the plan's ranks in `num_processes`: data parallelism is given up first, then tensor and
+    context parallelism down to 1 (on the CPU only their presence matters), then pipeline stages."""
     asked = layout.parallelism
-    tp, dp = min(asked.tp, 2), min(asked.dp, most_dp)
-    while asked.pp * tp * dp > num_processes and dp > 1:
-        dp -= 1
-    tp = tp if asked.pp * tp * dp <= num_processes else 1
+    tp, cp, dp = min(asked.tp, 2), min(asked.cp, 2), min(asked.dp, most_dp)
+    dp = max(1, min(dp, num_processes // (asked.pp * cp * tp)))
+    tp = tp if asked.pp * dp * cp * tp <= num_processes else 1
+    cp = cp if asked.pp * dp * cp * tp <= num_processes else 1
     pp = min(asked.pp, num_processes)
-    return Grid(pp, dp, tp, _largest_divisor(dp * tp, asked.ep))
+    return Grid(pp, dp, cp, tp, _largest_divisor(dp * cp * tp, asked.ep))
 
 
 def fit_gpus(layout: PricedLayout, num_gpus: int) -> Grid:
-    """As `fit_grid` with whole tensor-parallel groups: less dp first, then fewer stages.
+    """As `fit_grid` with whole tensor- and context-parallel groups: less dp first, then fewer stages.
 
     Raises ProbeError where not even one stage fits.
     """
     asked = layout.parallelism
-    if num_gpus < asked.tp:
+    group = asked.tp * asked.cp
+    if num_gpus < group:
         raise ProbeError(
-            f"{num_gpus} GPUs are less than one tensor-parallel group of {asked.tp}",
+            f"{num_gpus} GPUs are less than one group of tp {asked.tp} × cp {asked.cp}",
             "run the stages one by one on a single GPU: --stage all",
         )
-    pp = min(asked.pp, num_gpus // asked.tp)
-    dp = min(asked.dp, num_gpus // (asked.tp * pp))
-    return Grid(pp, dp, asked.tp, _largest_divisor(dp * asked.tp, asked.ep))
+    pp = min(asked.pp, num_gpus // group)
+    dp = min(asked.dp, num_gpus // (group * pp))
+    return Grid(pp, dp, asked.cp, asked.tp, _largest_divisor(dp * group, asked.ep))
 
 
 def _largest_divisor(number: int, at_most: int) -> int:

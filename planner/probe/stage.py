@@ -1,4 +1,4 @@
-"""One stage on one device, run as its rank would run it: neighbours, tensor-parallel and expert peers emulated.
+"""One stage on one device, run as its rank would run it: neighbours, tp, cp and expert peers emulated.
 
 Received activations are random and output gradients are ones, made on the device; a gather repeats the shard, a
 reduce-scatter keeps its first part; experts get equal shares. Optimizer state is that of one data-parallel shard.
@@ -59,7 +59,7 @@ class StageWorker(Worker):
         around = Surroundings(
             tp=EmulatedPeers(run.tp, 0, run.sequence_parallel),
             ep=ExpertPeers(run.ep),
-            cp=run.cp,
+            cp=EmulatedPeers(run.cp),
             balanced_routing=run.balanced_routing,
             recomputed=frozenset(run.recompute_modules),
         )
@@ -74,8 +74,8 @@ class StageWorker(Worker):
             around,
             EmulatedWires(run.stages_of(place.pp), make),
             self.device,
-            dense=Sharding(size=run.dp, zero=run.zero),
-            expert=Sharding(size=run.dp * run.tp // run.ep, zero=run.zero),
+            dense=Sharding(size=run.dp * run.cp, zero=run.zero),
+            expert=Sharding(size=run.dp * run.cp * run.tp // run.ep, zero=run.zero),
             holders=lambda name, stage: (place.pp,),
         )
         return trainer
@@ -85,7 +85,7 @@ class StageWorker(Worker):
         run, pipeline, clock = self.run, trainer.pipeline, trainer.clock
         if seconds.input_grad_s is not None:
             return seconds
-        batch = synthetic_batch(run.model, run.seq_length, run.micro_batch_size, run.seed, self.device)
+        batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
         times: dict[str, list[float]] = {"F": [], "I": [], "W": []}
         for _ in range(SPLIT_REPEATS):
             clock.start()

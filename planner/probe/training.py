@@ -49,7 +49,7 @@ def batch_seed(run: ProbeRun, step: int, dp: int, microbatch: int) -> int:
 
 
 class Parameters:
-    """The parameters of a rank by how their gradients are summed: dense ones over dp, routed experts over expert-dp."""
+    """Parameters of a rank by how their gradients are summed: dense ones over dp·cp, routed experts over expert-dp."""
 
     def __init__(self, run: ProbeRun, chunks: dict[int, Chunk], holders: Callable[[str, int], tuple[int, ...]]) -> None:
         self.run = run
@@ -146,7 +146,7 @@ class Trainer:
                 self.flat.append(FlatParameters(counted, others, sharding, grad_dtype, run.learning_rate))
         if self.clock.is_cuda:
             torch.cuda.empty_cache()  # what building needed for a moment is no part of the run
-        tables = Tables.of(run.model, run.seq_length, around, self.empty())
+        tables = Tables.of(run.model, run.whole_seq_length, around, self.empty())
         self.pipeline = Pipeline(run.order, pp_rank, self.chunks, wires, around, tables, self.clock)
 
     @property
@@ -163,13 +163,11 @@ class Trainer:
         """Pipeline, reduction, clipping, optimizer. `on_gradients` is called between reduction and optimizer."""
         run = self.run
         batches = [
-            synthetic_batch(
-                run.model, run.seq_length, run.micro_batch_size, batch_seed(run, step, self.dp_rank, mb), self.device
-            )
-            for mb in range(run.num_microbatches)
+            synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, seed, self.device)
+            for seed in (batch_seed(run, step, self.dp_rank, mb) for mb in range(run.num_microbatches))
         ]
         self.clock.start()
-        record = self.pipeline.step(batches, 1 / (run.num_microbatches * run.dp), on_action)
+        record = self.pipeline.step(batches, 1 / (run.num_microbatches * run.dp * run.cp), on_action)
         marks = [self.clock.mark()]
         norm = self.reduce()
         marks.append(self.clock.mark())

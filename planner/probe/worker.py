@@ -160,6 +160,7 @@ class Worker:
             rank=self.rank,
             stage=place.pp,
             dp=place.dp,
+            cp=place.cp,
             tp=place.tp,
             torch_version=torch.__version__,
             device_name="cpu" if memory is None else torch.cuda.get_device_name(),

@@ -32,6 +32,8 @@ GPT = {
 GEMMA = {"qk_norm": True, "post_norms": True, "sliding_window": 4, "sliding_window_pattern": 2}
 GPT_OSS = {"attention_sinks": True, "sliding_window": 4, "sliding_window_pattern": 2, "bias": True, "moe": MOE}
 TP2 = {"tp": 2, "sequence_parallel": True}
+CP2 = {"cp": 2, "seq_length": 4}
+"""Of 8 tokens."""
 
 RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
     "pp4": (("1f1b", 4, 1, 6), {}),
@@ -71,6 +73,18 @@ RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
     "alibi": (("none", 1, 1, 2), {**TP2, "model": {"position_embedding": "alibi", "embedding_norm": True}}),
     "mla": (("1f1b", 2, 1, 3), {**TP2, "model": {"mla": MLA}}),
     "mtp": (("1f1b", 2, 1, 3), {**TP2, "model": {"mla": MLA, "num_nextn_predict_layers": 2}}),
+    "cp2": (("1f1b", 2, 1, 3), CP2),
+    "cp2-tp2": (("none", 1, 1, 2), {**CP2, **TP2, "model": {"qk_norm": True}}),
+    "cp4-gpt": (("none", 1, 1, 2), {"cp": 4, "seq_length": 2, "num_recomputed": 1, "model": GPT}),
+    "cp2-mla-mtp": (("zb-h1", 2, 1, 2), {**CP2, "model": {"mla": MLA, "num_nextn_predict_layers": 2}}),
+    "cp2-dp2-ep4-gpt-oss": (
+        ("none", 1, 1, 2),
+        {**CP2, "dp": 2, "ep": 4, "layers": 2, "recompute_modules": ("core_attn",), "model": GPT_OSS},
+    ),
+    "cp2-fsdp-alibi": (
+        ("none", 1, 1, 2),
+        {**CP2, "fully_sharded": True, "model": {"position_embedding": "alibi", "embedding_norm": True}},
+    ),
 }
 
 
@@ -87,6 +101,16 @@ def test_fully_sharded_ranks_gather_their_weights(make_run: Any) -> None:
     for sharded, name in ((True, "weight all-gather"), (False, "gradient all-reduce")):
         measured = launch(make_run(("none", 1, 1, 2), dp=2, fully_sharded=sharded, num_steps=1))
         assert {exchange.name for rank in measured.ranks for exchange in rank.exchanges} == {name}
+
+
+def test_ranks_that_split_sequences_hold_half_of_what_they_send_and_gather_keys(make_run: Any) -> None:
+    measured = launch(make_run(("1f1b", 2, 1, 4), **CP2, check=False, num_steps=1))
+    assert [(rank.stage, rank.cp) for rank in measured.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [rank.peak_in_flight_chunks for rank in measured.ranks] == [2, 2, 1, 1]
+    found = {
+        (exchange.name, exchange.size, exchange.num_bytes) for rank in measured.ranks for exchange in rank.exchanges
+    }
+    assert ("cp all-gather", 2, 8 * 2 * 8 * 8) in found  # tokens, key-value heads, their dimension, fp64
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v"])

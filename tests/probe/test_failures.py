@@ -42,10 +42,13 @@ def small(make_run: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (faulty.killed, r"rank 1 \(stage 1, dp 0, tp 0\) was killed by SIGKILL in step 0, at 1F1"),
-        (faulty.raising, r"rank 1 \(stage 1, dp 0, tp 0\) failed in step 0, at 1B0 .*: RuntimeError: boom$"),
+        (faulty.killed, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) was killed by SIGKILL in step 0, at 1F1"),
+        (faulty.raising, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) failed in step 0, at 1B0 .*: RuntimeError: boom$"),
         (faulty.other_torch, r"failed in rendezvous.*: RuntimeError: rank 1 on .* runs torch 2\.6\.0, rank 0 runs"),
-        (faulty.full_disk, r"rank 1 \(stage 1, dp 0, tp 0\) ended with code 5 in report.*No space left on device"),
+        (
+            faulty.full_disk,
+            r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) ended with code 5 in report.*No space left on device",
+        ),
     ],
 )
 def test_a_rank_fails(fault: Any, message: str, make_run: Any) -> None:

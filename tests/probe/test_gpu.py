@@ -13,6 +13,7 @@ from planner.specs.training import Parallelism, TrainingSpec
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from planner.probe.context import Rules, _flash, _flash_backward, _plain, _plain_backward  # noqa: E402
 from planner.probe.probe import Options, probe  # noqa: E402
 from planner.probe.result import Comparison  # noqa: E402
 
@@ -59,3 +60,22 @@ def error_of(comparisons: tuple[Comparison, ...], name: str) -> float:
     found = next(comparison for comparison in comparisons if comparison.name == name)
     assert found.error_fraction is not None
     return abs(found.error_fraction)
+
+
+@pytest.mark.parametrize(("v_dim", "window"), [(64, 0), (48, 0), (64, 100)])
+def test_flash_attention_of_a_chunk_is_the_formula(v_dim: int, window: int) -> None:
+    torch.manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(rows, 2, heads, dim, device="cuda", dtype=torch.bfloat16)
+        for rows, heads, dim in ((128, 4, 64), (512, 2, 64), (512, 2, v_dim), (128, 4, v_dim))
+    )
+    distance = torch.arange(512, device="cuda")[:, None] - torch.arange(512, device="cuda")
+    seen = (distance >= 0) & (distance < (window or 512))
+    mask = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, float("-inf"))
+    flash, plain = Rules(None, window, None), Rules(mask, window, None)
+    found, *kept = _flash(q, k, v, flash)
+    expected, *kept_too = _plain(q, k, v, plain)
+    grads = _flash_backward(grad, q, found.contiguous(), k, v, flash, kept)[:3]
+    expected_grads = _plain_backward(grad, q, expected, k, v, plain, kept_too)[:3]
+    for one, other in zip((found, *grads), (expected, *expected_grads), strict=True):
+        torch.testing.assert_close(one, other, atol=3e-2, rtol=3e-2)

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,9 @@ def plan_of(model: ModelSpec, num_gpus: int, seq_length: int, batch: int, **layo
 
 
 def small_plan(**layout: Any) -> Plan:
-    sizes = {"tp": 1, "pp": 2, "dp": 1, **layout}
-    return plan_of(ModelSpec(**SMALL), sizes["tp"] * sizes["pp"] * sizes["dp"], 32, 8, **sizes)
+    sizes = {"tp": 1, "cp": 1, "pp": 2, "dp": 1, **layout}
+    num_gpus = prod(sizes[name] for name in ("tp", "cp", "pp", "dp"))
+    return plan_of(ModelSpec(**SMALL), num_gpus, 32, 8, **sizes)
 
 
 def run(plan: Plan, **options: Any) -> ProbeResult:
@@ -119,6 +121,12 @@ def test_stages_alone() -> None:
     assert result.step_s is not None
 
 
+def test_stages_alone_of_split_sequences() -> None:
+    result = run(small_plan(tp=2, cp=2, pp=2), stages=1)
+    assert (result.run.seq_length, result.run.world_size) == (16, 8)
+    assert result.ranks[0].num_parameters == small_plan(tp=2, cp=2, pp=2).stages[1].num_parameters
+
+
 def test_one_stage_alone_among_experts() -> None:
     moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     plan = plan_of(ModelSpec(**{**SMALL, "moe": moe}), 8, 32, 16, tp=2, pp=2, dp=2, ep=4, etp=1)
@@ -131,7 +139,7 @@ def test_one_stage_alone_among_experts() -> None:
 
 @pytest.mark.parametrize("name", ["405b", "deepseek-v3", "gpt3-175b", "gpt-oss-20b", "gemma-3-27b", "bloom-176b"])
 def test_a_model_in_small_keeps_its_structure(name: str) -> None:
-    model, grid = load_model(name), slices.Grid(pp=2, dp=2, tp=2, ep=4)
+    model, grid = load_model(name), slices.Grid(pp=2, dp=2, cp=1, tp=2, ep=4)
     small = slices.scaled_model(model, 64, 8, 16, grid)
     assert set(small.kinds) == set(model.kinds)
     assert small.num_attention_heads % grid.tp == small.num_key_value_heads % grid.tp == 0
@@ -147,10 +155,40 @@ def test_layers_shrink_in_proportion() -> None:
 
 def test_gpus_take_whole_tensor_parallel_groups() -> None:
     plan = plan_of(load_model("8b"), 64, 8192, 64, tp=4, pp=4, dp=4)
-    assert slices.fit_gpus(plan.best, 32) == (4, 2, 4, 1)
-    assert slices.fit_gpus(plan.best, 8) == (2, 1, 4, 1)
-    with pytest.raises(ProbeError, match="2 GPUs are less than one tensor-parallel group of 4"):
+    assert slices.fit_gpus(plan.best, 32) == slices.Grid(pp=4, dp=2, cp=1, tp=4, ep=1)
+    assert slices.fit_gpus(plan.best, 8) == slices.Grid(pp=2, dp=1, cp=1, tp=4, ep=1)
+    with pytest.raises(ProbeError, match="2 GPUs are less than one group of tp 4 × cp 1"):
         slices.fit_gpus(plan.best, 2)
+
+
+def test_sequences_are_split_over_as_many_ranks_as_planned_or_in_small_over_two() -> None:
+    plan = plan_of(load_model("8b"), 64, 8192, 64, tp=2, cp=4, pp=4, dp=2)
+    assert slices.fit_gpus(plan.best, 32) == slices.Grid(pp=4, dp=1, cp=4, tp=2, ep=1)
+    assert slices.fit_gpus(plan.best, 16) == slices.Grid(pp=2, dp=1, cp=4, tp=2, ep=1)
+    with pytest.raises(ProbeError, match="4 GPUs are less than one group of tp 2 × cp 4"):
+        slices.fit_gpus(plan.best, 4)
+    assert slices.fit_grid(plan.best, 16, most_dp=2) == slices.Grid(pp=4, dp=1, cp=2, tp=2, ep=1)
+    assert slices.fit_grid(plan.best, 8, most_dp=2) == slices.Grid(pp=4, dp=1, cp=2, tp=1, ep=1)
+    assert slices.fit_grid(plan.best, 4, most_dp=2) == slices.Grid(pp=4, dp=1, cp=1, tp=1, ep=1)
+    run, grid, _ = ranks_run(plan, Options(), num_gpus=16)
+    assert (run.world_size, run.seq_length, run.whole_seq_length) == (grid.num_ranks, 2048, 8192)
+    assert [run.rank(run.place(rank)) for rank in range(16)] == list(range(16))
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "seq_length", "message"),
+    [
+        ("cpu", {}, 30, "sequences of 30 tokens do not split into two equal chunks for each of cp 2 ranks"),
+        ("cuda", {"attention_sinks": True}, 32, r"split sequences \(cp 2\) takes no attention sinks"),
+        ("cuda", {"position_embedding": "alibi"}, 32, "takes no ALiBi"),
+    ],
+)
+def test_what_cannot_be_split(device: Any, changes: dict[str, Any], seq_length: int, message: str) -> None:
+    plan = small_plan(cp=2)
+    model = plan.model.model_copy(update={"spec": ModelSpec(**SMALL | changes)})
+    training = plan.training.model_copy(update={"seq_length": seq_length})
+    with pytest.raises(ProbeError, match=message):
+        probe(plan.model_copy(update={"model": model, "training": training}), Options(device=device))
 
 
 def test_stages_that_differ_only_in_place_are_run_once() -> None:
@@ -176,6 +214,17 @@ def test_command_prints_json_and_traces(plan_file: str, tmp_path: Path, capsys: 
     events = json.loads(trace.read_text())["traceEvents"]
     spans = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
     assert {(0, "0F0"), (1, "0F0"), (0, "1B3"), (1, "1B3")} <= spans
+
+
+def test_command_splits_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(small_plan(tp=2, cp=2, pp=2).to_json()))
+    assert main(["probe", str(path), "--device", "cpu", "--steps", "1"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "run TP 2 × CP 2 × PP 2 × DP 1" in printed
+    assert "ok loss" in printed
+    assert "cp all-gather" in printed
+    assert "not measured: GPU seconds" in printed
 
 
 def test_a_mismatch_is_exit_code_6(
@@ -259,7 +308,7 @@ def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str) -> None:
         ranks = [joined(plan_file, 0, 2, port), joined(plan_file, 2, 3, port)]
         (_, in_use), (_, too_many) = [rank.communicate(timeout=100) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [5, 5]
-    assert "error: rank 0 (stage 0, dp 0, tp 0) failed in rendezvous" in in_use
+    assert "error: rank 0 (stage 0, dp 0, cp 0, tp 0) failed in rendezvous" in in_use
     assert "set MASTER_PORT" in in_use
     assert str(port) in in_use
     assert "3 ranks were started, the largest slice of the plan that fits has 2" in too_many
