@@ -172,7 +172,7 @@ def compare_stage(
     found.append(compared("optimizer", "s", stage.optimizer_s, optimizer_s, None, plan_stage))
     memories = [rank.memory for rank in ranks if rank.memory is not None]
     if memories:
-        # beyond ZeRO-1 a stage alone keeps all its weights and gradients, and ranks free theirs in between
+        # beyond ZeRO-1 gathered weights and gradients come and go, and under ZeRO-2 the run keeps all of them
         planned, tolerance = stage.memory, tolerance_fraction if layout.parallelism.zero_stage <= 1 else None
         static = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
         rows = (

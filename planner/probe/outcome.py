@@ -55,7 +55,7 @@ def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced:
     verified, extrapolated = _claims(options)
     if layout.num_gpus_used > grid.num_ranks:
         extrapolated.append(f"{layout.num_gpus_used - grid.num_ranks:,} more ranks")
-    is_sharded = options.stages is None and fully_shards(plan.best, order) and grid.dp * grid.cp > 1
+    is_sharded = fully_shards(plan.best, order) and grid.dp * grid.cp > 1
     if layout.zero_stage > 1 and not is_sharded:
         extrapolated.append(f"ZeRO-{layout.zero_stage} (this run shards optimizer states only)")
     exchanged = plan.runtime_spec.cp_comm_type

@@ -13,18 +13,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from planner.probe.chunk import Chunk
 from planner.probe.gradients import ADAM, Exchanged, Held, Sharding, allocate_moments
 from planner.probe.mlp import Experts
+from planner.probe.weights import local
 
 MARKS = ("shard", "partial", "expert", "replica")
 """What modules note on their parameters, which sharding replaces."""
 
 
 def shard_chunk(
-    chunk: Chunk, dense: Sharding, expert: Sharding, dtype: torch.dtype, grad_dtype: torch.dtype, gathers_again: bool
+    chunk: Chunk,
+    dense: Sharding,
+    expert: Sharding,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    gathers_again: bool,
+    device: str,
 ) -> None:
     """Leave of each parameter this rank's rows, in `grad_dtype`; layers are gathered in `dtype` and gradients summed.
 
     Experts are sharded over the ranks that hold the same ones, and left whole where this rank alone does. A layer's
-    weights are freed after its forward and gathered again for its backward, or (pipelines) kept till then.
+    weights are freed after its forward and gathered again for its backward, or (pipelines) kept till then. A chunk on
+    the meta device is given memory for its rows alone, and no values.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -37,18 +45,22 @@ def shard_chunk(
         if parameter not in alone:
             parameter.data = parameter.data.to(grad_dtype)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_dtype, cast_forward_inputs=False)
-    device = next(chunk.parameters()).device.type
+    is_meta = next(chunk.parameters()).is_meta
     # weights that both ends share are the whole chunk's
     shared = chunk.model.tie_word_embeddings and chunk.head is not None and chunk.embedding is not None
     ends = [] if shared else [part for part in (chunk.embedding, chunk.mtp_embedding, chunk.head) if part is not None]
     units: list[tuple[nn.Module, Sharding]] = [(module, expert) for module in experts if expert.group is not None]
     units += [(module, dense) for module in (*chunk.layers.values(), *chunk.mtp, *ends, chunk)]
     for module, sharding in units:
-        mesh = DeviceMesh.from_group(sharding.group, device)
+        mesh = DeviceMesh.from_group(sharding.group, torch.device(device).type)
         unit = cast(Any, fully_shard)(
             module, mesh=mesh, reshard_after_forward=gathers_again, mp_policy=policy, ignored_params=alone
         )
         unit.set_gradient_divide_factor(1.0)  # losses are weighted already: gradients are summed
+    if is_meta:
+        chunk.to_empty(device=device)
+        if shared and chunk.head is not None and chunk.embedding is not None:
+            chunk.head.output.weight = chunk.embedding.weight  # given memory of its own before
     for name, parameter in _named(chunk):
         for mark, value in marks[name].items():
             setattr(parameter, mark, value)
@@ -107,8 +119,3 @@ class ShardedParameters:
             "weight all-gather", whole.nbytes, 1,
             lambda: dist.all_gather_into_tensor(whole, rows.flatten(), group=self.sharding.group),
         )  # fmt: skip
-
-
-def local(tensor: Any) -> Tensor:
-    """This rank's rows of what may be sharded."""
-    return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else cast(Tensor, tensor)

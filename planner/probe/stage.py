@@ -1,7 +1,8 @@
 """One stage on one device, run as its rank would run it: neighbours, tp, cp and expert peers emulated.
 
 Received activations are random and output gradients are ones, made on the device; a gather repeats the shard, a
-reduce-scatter keeps its first part; experts get equal shares. Optimizer state is that of one data-parallel shard.
+reduce-scatter keeps its first part; experts get equal shares. Optimizer state is that of one data-parallel shard, and
+under ZeRO-3 weights and gradients are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from planner.probe.gradients import Sharding
 from planner.probe.peers import EmulatedPeers, ExpertPeers, Surroundings
 from planner.probe.process import in_its_own_process
 from planner.probe.result import ChunkSeconds
+from planner.probe.run import ProbeRun
+from planner.probe.sharded import ShardedParameters
+from planner.probe.shards_alone import emulate_exchanges, groups_of_one
 from planner.probe.training import Trainer
 from planner.probe.wires import EmulatedWires, needed_by
 from planner.probe.worker import Worker, chunk_seconds
@@ -37,7 +41,7 @@ class StageWorker(Worker):
         run = self.run
         self.status.enter("build")
         self.use_device()
-        trainer = self.build_alone()
+        trainer = trainer_alone(run, self.rank, self.device)
         static_bytes = self.static_memory()
         steps = []
         for step in range(run.warm_up_steps + run.num_steps):
@@ -53,37 +57,10 @@ class StageWorker(Worker):
         self.write(result.model_copy(update={"chunks": chunks}))
         self.status.enter("done")
 
-    def build_alone(self) -> Trainer:
-        """The rank's stages among emulated peers."""
-        run, place = self.run, self.run.place(self.rank)
-        around = Surroundings(
-            tp=EmulatedPeers(run.tp, 0, run.sequence_parallel),
-            ep=ExpertPeers(run.ep),
-            cp=EmulatedPeers(run.cp),
-            balanced_routing=run.balanced_routing,
-            recomputed=frozenset(run.recompute_modules),
-        )
-        trainer: Trainer
-
-        def make(kind: str) -> Tensor:
-            return trainer.empty().normal_() if kind == "F" else torch.ones_like(trainer.empty())
-
-        trainer = Trainer(
-            run,
-            place.pp,
-            around,
-            EmulatedWires(run.stages_of(place.pp), make),
-            self.device,
-            dense=Sharding(size=run.dp * run.cp, zero=run.zero),
-            expert=Sharding(size=run.dp * run.cp * run.tp // run.ep, zero=run.zero),
-            holders=lambda name, stage: (place.pp,),
-        )
-        return trainer
-
     def split(self, trainer: Trainer, seconds: ChunkSeconds) -> ChunkSeconds:
-        """Time input and weight gradients apart, a micro-batch at a time, where the schedule does not."""
+        """Time input and weight gradients apart, a micro-batch at a time, where neither schedule nor sharding do."""
         run, pipeline, clock = self.run, trainer.pipeline, trainer.clock
-        if seconds.input_grad_s is not None:
+        if seconds.input_grad_s is not None or any(isinstance(flat, ShardedParameters) for flat in trainer.flat):
             return seconds
         batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
         times: dict[str, list[float]] = {"F": [], "I": [], "W": []}
@@ -97,3 +74,37 @@ class StageWorker(Worker):
                 pipeline.run(action, received, [batch], 1.0)
                 times[kind].append(clock.seconds(clock.mark()) - clock.seconds(start))
         return seconds.model_copy(update={"input_grad_s": median(times["I"]), "weight_grad_s": median(times["W"])})
+
+
+def trainer_alone(run: ProbeRun, rank: int, device: str) -> Trainer:
+    """A rank's stages among emulated peers."""
+    place = run.place(rank)
+    around = Surroundings(
+        tp=EmulatedPeers(run.tp, 0, run.sequence_parallel),
+        ep=ExpertPeers(run.ep),
+        cp=EmulatedPeers(run.cp),
+        balanced_routing=run.balanced_routing,
+        recomputed=frozenset(run.recompute_modules),
+    )
+    trainer: Trainer
+
+    def make(kind: str) -> Tensor:
+        return trainer.empty().normal_() if kind == "F" else torch.ones_like(trainer.empty())
+
+    sizes = run.dp * run.cp, run.dp * run.cp * run.tp // run.ep
+    is_sharded = run.fully_sharded and sizes[0] > 1
+    groups = groups_of_one(*sizes) if is_sharded else (None, None)
+    dense, expert = (Sharding(group, size, zero=run.zero) for group, size in zip(groups, sizes, strict=True))
+    trainer = Trainer(
+        run,
+        place.pp,
+        around,
+        EmulatedWires(run.stages_of(place.pp), make),
+        device,
+        dense,
+        expert,
+        holders=lambda name, stage: (place.pp,),
+    )
+    for chunk in trainer.chunks.values() if is_sharded else ():
+        emulate_exchanges(chunk)
+    return trainer

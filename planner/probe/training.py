@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from planner.probe.attention import Tables
 from planner.probe.chunk import Chunk, hidden_shape, synthetic_batch
 from planner.probe.gradients import FlatParameters, Sharding, all_reduce_flat, clip_scale
-from planner.probe.peers import Surroundings
+from planner.probe.peers import GroupPeers, Surroundings
 from planner.probe.pipeline import Clock, Pipeline, SleepingPipeline, StepRecord
 from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun
-from planner.probe.sharded import ShardedParameters, local, shard_chunk
-from planner.probe.weights import copy_shard, initialise, whole_name
+from planner.probe.sharded import ShardedParameters, shard_chunk
+from planner.probe.weights import copy_shard, initialise, local, whole_name
 from planner.probe.wires import Wires
 
 
@@ -29,7 +29,10 @@ def dtypes(run: ProbeRun) -> tuple[torch.dtype, torch.dtype]:
 
 
 def build_chunk(run: ProbeRun, stage: int, around: Surroundings, device: str) -> Chunk:
-    """The module of a virtual stage. Where results are checked it is a shard of the very model that one process has."""
+    """The module of a virtual stage. Where results are checked it is a shard of the very model that one process has.
+
+    On the meta device it has no values yet.
+    """
     spec, usual = run.chunk_of(stage), torch.get_default_dtype()
     torch.set_default_dtype(dtypes(run)[0])
     try:
@@ -38,7 +41,8 @@ def build_chunk(run: ProbeRun, stage: int, around: Surroundings, device: str) ->
             whole = Chunk(run.model, spec, Surroundings()) if run.check else chunk
     finally:
         torch.set_default_dtype(usual)
-    initialise(whole, run.seed)
+    if device != "meta":
+        initialise(whole, run.seed)
     if whole is not chunk:
         copy_shard(whole, chunk, around)
     return chunk
@@ -133,10 +137,13 @@ class Trainer:
                 run.order, pp_rank, {}, wires, around, None, self.clock, durations=run.sleep, empty=self.empty
             )
             return
-        self.chunks = {stage: build_chunk(run, stage, around, device) for stage in stages}
         fully_sharded = run.fully_sharded and dense.group is not None
+        is_meta = fully_sharded and not run.check  # the whole may be more than a device holds
+        self.chunks = {stage: build_chunk(run, stage, around, "meta" if is_meta else device) for stage in stages}
         for chunk in self.chunks.values() if fully_sharded else ():
-            shard_chunk(chunk, dense, expert, dtype, grad_dtype, gathers_again=run.pp == 1)
+            shard_chunk(chunk, dense, expert, dtype, grad_dtype, gathers_again=run.pp == 1, device=device)
+            if is_meta:
+                initialise(chunk, run.seed)
         self.parameters = Parameters(run, self.chunks, holders)
         for is_expert, sharding in ((False, dense), (True, expert)):
             counted, others = self.parameters.of_kind(is_expert, around.tp.rank, pp_rank)
@@ -192,8 +199,8 @@ class Trainer:
         """Sum gradients over every rank that has a part or a replica of them; the square of their global norm."""
         if not self.flat:
             return torch.zeros((), device=self.device)
-        if self.around.tp.size > 1 and dist.is_initialized():
-            all_reduce_flat(self.parameters.partial_over_tp(), cast(Any, self.around.tp).group)
+        if isinstance(self.around.tp, GroupPeers):
+            all_reduce_flat(self.parameters.partial_over_tp(), self.around.tp.group)
         for holders, names in sorted(self.parameters.replicas().items()):
             self._sum_replicas(names, self.replica_groups.get(holders))
         for flat in self.flat:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -14,15 +14,23 @@ INITIAL_STD = 0.02
 
 
 def initialise(module: nn.Module, seed: int) -> None:
-    """Fill a module: norms around 1, all else normal with INITIAL_STD; each parameter by seed and its name alone."""
+    """Fill a module: norms around 1, all else normal with INITIAL_STD; each parameter by seed and its name alone.
+
+    Of a sharded parameter all ranks' rows are the same.
+    """
     for name, parameter in module.named_parameters():
         generator = torch.Generator(parameter.device).manual_seed(
             crc32(f"{seed} {whole_name(name, parameter)}".encode())
         )
         with torch.no_grad():
-            parameter.normal_(0.0, INITIAL_STD, generator=generator)
+            values = local(parameter).normal_(0.0, INITIAL_STD, generator=generator)
             if "norm" in name and name.endswith("weight"):
-                parameter.add_(1.0)
+                values.add_(1.0)
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's rows of what may be sharded."""
+    return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else cast(Tensor, tensor)
 
 
 def whole_name(name: str, parameter: Tensor) -> str:

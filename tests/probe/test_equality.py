@@ -99,7 +99,7 @@ def test_equals_one_process(name: str, make_run: Any) -> None:
 
 def test_fully_sharded_ranks_gather_their_weights(make_run: Any) -> None:
     for sharded, name in ((True, "weight all-gather"), (False, "gradient all-reduce")):
-        measured = launch(make_run(("none", 1, 1, 2), dp=2, fully_sharded=sharded, num_steps=1))
+        measured = launch(make_run(("none", 1, 1, 2), dp=2, fully_sharded=sharded, check=False, num_steps=1))
         assert {exchange.name for rank in measured.ranks for exchange in rank.exchanges} == {name}
 
 

@@ -56,6 +56,23 @@ def test_a_stage_alone(config: tuple[Any, ...]) -> None:
         assert error_of(result.comparisons, "backward") < 0.1
 
 
+def test_a_stage_alone_under_zero_3_holds_its_shard() -> None:
+    plan = evaluate(
+        load_model("llama-3.1-8b"),
+        ClusterSpec(hardware=load_hardware("h200"), num_gpus=64),
+        TrainingSpec(seq_length=8192, global_batch_size=128),
+        Parallelism(dp=64, zero_stage=3),
+        runtime="torch-eager",
+    )
+    result = probe(plan, Options(device="cuda", stages=0))
+    assert result is not None
+    (rank,) = result.ranks
+    assert rank.memory is not None
+    # fp32 weights and moments; gathered weights and gradients come and go
+    assert rank.memory.static_bytes == pytest.approx(12 * rank.num_parameters / 64, rel=0.05)
+    assert rank.memory.peak_allocated_bytes - rank.memory.static_bytes < plan.stages[0].memory.total_bytes
+
+
 def error_of(comparisons: tuple[Comparison, ...], name: str) -> float:
     found = next(comparison for comparison in comparisons if comparison.name == name)
     assert found.error_fraction is not None

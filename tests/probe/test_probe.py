@@ -91,6 +91,14 @@ def test_zero_3_is_run_where_no_backward_is_split() -> None:
     assert any("ZeRO-3" in what for what in run(split).slice.extrapolated)
 
 
+def test_a_stage_alone_under_zero_3_holds_its_shard() -> None:
+    result = run(small_plan(pp=2, dp=4, zero_stage=3), stages=1)
+    assert not any("ZeRO" in what for what in result.slice.extrapolated)
+    (rank,) = result.ranks
+    assert rank.num_parameters == small_plan(pp=2, dp=4, zero_stage=3).stages[1].num_parameters
+    assert all(chunk.backward_s > 0 and chunk.weight_grad_s is None for chunk in rank.chunks)
+
+
 def test_another_order_than_the_plans() -> None:
     result = run(small_plan(), order=build_schedule("zb-v", 2, 2, 4))
     assert result.agrees
