@@ -11,7 +11,7 @@ from planner.plan import Plan, PricedLayout, StagePlan
 from planner.probe import slices
 from planner.probe.compare import compare_stage, compared, durations, span_s
 from planner.probe.launch import launch
-from planner.probe.outcome import Options, recompute_modules, result, slice_of
+from planner.probe.outcome import Options, gathers_keys, recompute_modules, result, slice_of
 from planner.probe.result import Comparison, Measured, ProbeResult, RankResult
 from planner.probe.run import ChunkSpec, Device, Place, ProbeRun, SleepSeconds
 from planner.probe.stage import stage_child
@@ -57,14 +57,15 @@ def ranks_run(plan: Plan, options: Options, num_gpus: int) -> tuple[ProbeRun, sl
 def ranks_result(
     plan: Plan, options: Options, measured: Measured, grid: slices.Grid, stages: Sequence[int]
 ) -> ProbeResult:
-    """Predicted beside measured, stage by stage and for the pipeline."""
+    """Predicted beside measured, stage by stage and for the pipeline; not judged where keys are exchanged otherwise."""
     layout, order, comparisons = plan.best, measured.run.order, list[Comparison]()
+    tolerance = options.tolerance_fraction if gathers_keys(plan) else None
     if measured.ranks:
         for rank, stage in enumerate(stages):
             ranks = [found for found in measured.ranks if found.stage == rank]
-            comparisons += compare_stage(layout, stage, ranks, options.tolerance_fraction, alone=False)
+            comparisons += compare_stage(layout, stage, ranks, tolerance, alone=False)
         planned_s = replay(order, durations(slices.planned_seconds(layout, order, stages))).makespan_s
-        comparisons.append(compared("pipeline", "s", planned_s, span_s(measured.ranks), options.tolerance_fraction))
+        comparisons.append(compared("pipeline", "s", planned_s, span_s(measured.ranks), tolerance))
     return result(plan, options, slice_of(plan, grid, order, options), measured, comparisons)
 
 

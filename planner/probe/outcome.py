@@ -41,6 +41,11 @@ def recompute_modules(layout: PricedLayout) -> tuple[str, ...]:
     return tuple(name for name in layout.parallelism.recompute_modules if name in RECOMPUTABLE)
 
 
+def gathers_keys(plan: Plan) -> bool:
+    """Whether the plan's ranks, too, gather keys and values where they split sequences."""
+    return plan.parallelism.cp == 1 or plan.runtime_spec.cp_comm_type == "all_gather"
+
+
 def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced: Sequence[str] = ()) -> Slice:
     """What is run of the plan, in words."""
     layout = plan.best.parallelism
@@ -58,9 +63,9 @@ def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced:
     is_sharded = fully_shards(plan.best, order) and grid.dp * grid.cp > 1
     if layout.zero_stage > 1 and not is_sharded:
         extrapolated.append(f"ZeRO-{layout.zero_stage} (this run shards optimizer states only)")
-    exchanged = plan.runtime_spec.cp_comm_type
-    if grid.cp > 1 and not options.sleep and exchanged != "all_gather":
-        extrapolated.append(f"context parallelism by {exchanged} (this run gathers keys and values)")
+    if grid.cp > 1 and not (options.sleep or gathers_keys(plan)):
+        exchange = plan.runtime_spec.cp_comm_type
+        extrapolated.append(f"context parallelism by {exchange} (this run gathers keys and values)")
     left_out = [name for name in layout.recompute_modules if name not in RECOMPUTABLE]
     if left_out:
         extrapolated.append(f"recomputation of {', '.join(left_out)}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from probes import probe_result, probe_run
 
 from planner.errors import ProbeError
 from planner.plan import Plan
@@ -26,9 +27,9 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.cli import main
 from planner.probe import slices
-from planner.probe.gpus import distinct_stages, ranks_run
+from planner.probe.gpus import distinct_stages, ranks_result, ranks_run
 from planner.probe.probe import Options, probe
-from planner.probe.result import ProbeResult
+from planner.probe.result import Measured, ProbeResult
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = {
@@ -181,6 +182,17 @@ def test_sequences_are_split_over_as_many_ranks_as_planned_or_in_small_over_two(
     run, grid, _ = ranks_run(plan, Options(), num_gpus=16)
     assert (run.world_size, run.seq_length, run.whole_seq_length) == (grid.num_ranks, 2048, 8192)
     assert [run.rank(run.place(rank)) for rank in range(16)] == list(range(16))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_seconds_of_gathered_keys_are_not_held_against_a_ring(cp: int) -> None:
+    plan = small_plan(cp=cp)
+    assert plan.runtime_spec.cp_comm_type == "p2p"
+    ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
+    grid, measured = slices.Grid(pp=2, dp=1, cp=cp, tp=1, ep=1), Measured(run=ran.run, ranks=ran.ranks)
+    result = ranks_result(plan, Options(device="cuda"), measured, grid, [0, 1])
+    assert any(found.agrees is False for found in result.comparisons) == (cp == 1)
+    assert any("by p2p" in what for what in result.slice.extrapolated) == (cp == 2)
 
 
 @pytest.mark.parametrize(
