@@ -80,11 +80,14 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     beyond = sorted(set(plan.parallelism.recompute_modules) - RECOMPUTABLE)
     if beyond:
         notes.append(f"the runner does not recompute {', '.join(beyond)} by themselves: they are kept")
+    exchange = plan.runtime_spec.cp_comm_type
+    if plan.parallelism.cp > 1 and exchange != "all_gather":
+        notes.append(f"the runner gathers keys and values over cp, which was planned as {exchange}")
     return tuple(notes)
 
 
 def plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> str:
-    """Everything a rank needs to build its part; the order stands in `schedule_csv`."""
+    """Everything a rank needs to build its part; sequences are whole, and the order stands in `schedule_csv`."""
     layout = plan.parallelism
     modules = sorted(set(layout.recompute_modules) & RECOMPUTABLE) if layout.recompute == "selective" else []
     data = {
@@ -95,9 +98,11 @@ def plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> 
         "seq_length": plan.training.seq_length,
         "dtype": "bfloat16",
         "tp": layout.tp,
+        "cp": layout.cp,
         "dp": layout.dp,
         "ep": layout.ep,
         "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
+        "zero": layout.zero_stage > 0,
         "recompute_modules": modules,
         "balanced_routing": plan.model.spec.moe is not None,
         "stage_to_rank": list(order.stage_to_rank),

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+from math import lcm
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,7 +60,20 @@ def read_run(path: str | Path, device: Device = "cuda") -> ProbeRun:
         ranks = read_actions((Path(path).parent / name).read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"{where}: {_CSV}: {name}: {error.strerror}", "keep the exported files together") from None
-    return checked(ProbeRun, {**data, "ranks": ranks, "device": device}, where)
+    run = checked(ProbeRun, {**data, "ranks": ranks, "device": device}, where)
+    return run.model_copy(update={"seq_length": _share(run, where)})
+
+
+def _share(run: ProbeRun, where: str) -> int:
+    """Tokens that one rank of cp holds of the file's whole sequences; SpecError where they do not split."""
+    shards = run.tp if run.sequence_parallel else 1
+    unit = run.cp * lcm(2, shards) if run.cp > 1 else shards
+    if run.seq_length % unit:
+        raise SpecError(
+            f"{where}: seq_length: {run.seq_length} tokens do not split over cp {run.cp} and tp {shards}",
+            f"a multiple of {unit}: each rank of cp has two equal chunks",
+        )
+    return run.seq_length // run.cp
 
 
 def read_actions(text: str) -> tuple[tuple[str, ...], ...]:

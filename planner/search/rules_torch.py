@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
+from planner.physics.shape import Shape
 from planner.search.rules import DENSE_WIDTH, EXPERTS, HEADS, SHARED_EXPERT_WIDTH, Rule, no_multiple
+from planner.specs.model import ModelSpec
 
 KV_HEADS = Rule(
     "kv_heads_not_divisible_by_tp",
@@ -24,13 +29,29 @@ UNTIED = Rule(
 TORCH_RULES: tuple[Rule, ...] = (HEADS, KV_HEADS, DENSE_WIDTH, SHARED_EXPERT_WIDTH)
 """Constraints whatever the schedule is."""
 
+
+def _tokens_split(shape: Shape) -> Any:
+    """What a sequence is cut into: two equal chunks for each rank of cp, shards for tp under sequence parallelism."""
+    shards = np.where(np.asarray(shape.sequence_parallel) > 0, shape.tp, 1)
+    return np.where(np.asarray(shape.cp) > 1, shape.cp * np.lcm(2, shards), shards)
+
+
+def _unless_split(reason: str, what: str, has: Callable[[ModelSpec], bool]) -> Rule:
+    """Flash attention over split sequences takes windows, and neither a bias nor a key without a token."""
+    return Rule(
+        reason,
+        lambda model, training, shape: (shape.cp == 1) | (not has(model)),
+        lambda model, training, shape: f"flash attention over split sequences (cp {shape.cp}) takes no {what}",
+    )
+
+
 TORCH_EAGER_RULES: tuple[Rule, ...] = (
     *TORCH_RULES,
     EXPERTS,
     Rule(
         "experts_do_not_divide_ranks",
-        lambda model, training, shape: (model.moe is None) | ((shape.tp * shape.dp) % shape.ep == 0),
-        lambda model, training, shape: no_multiple("tp·dp", shape.tp * shape.dp, "ep", shape.ep),
+        lambda model, training, shape: (model.moe is None) | ((shape.tp * shape.cp * shape.dp) % shape.ep == 0),
+        lambda model, training, shape: no_multiple("tp·cp·dp", shape.tp * shape.cp * shape.dp, "ep", shape.ep),
     ),
     Rule(
         "etp_not_expressible",
@@ -38,19 +59,26 @@ TORCH_EAGER_RULES: tuple[Rule, ...] = (
         lambda model, training, shape: f"the runner does not split an expert (etp {shape.etp})",
     ),
     Rule(
-        "cp_not_expressible",
-        lambda model, training, shape: shape.cp == 1,
-        lambda model, training, shape: f"the runner does not split sequences (cp {shape.cp})",
+        "moe_tp_without_sequence_parallel",
+        lambda model, training, shape: (model.moe is None) | (shape.tp == 1) | (shape.sequence_parallel > 0),
+        lambda model, training, shape: f"the runner's experts need sequence parallelism beside tp {shape.tp}",
     ),
+    _unless_split("attention_sinks_with_cp", "attention sinks", lambda model: model.attention_sinks),
+    _unless_split("alibi_with_cp", "ALiBi", lambda model: model.position_embedding == "alibi"),
     Rule(
         "zero_stage_not_expressible",
         lambda model, training, shape: shape.zero_stage <= 1,
         lambda model, training, shape: f"the runner shards optimizer states only, not ZeRO-{shape.zero_stage}",
     ),
     Rule(
-        "seq_length_not_divisible_by_tp",
-        lambda model, training, shape: (shape.sequence_parallel == 0) | (shape.seq_length % shape.tp == 0),
-        lambda model, training, shape: no_multiple("seq_length", shape.seq_length, "tp", shape.tp),
+        "seq_length_not_divisible_by_tp_cp",
+        lambda model, training, shape: shape.seq_length % _tokens_split(shape) == 0,
+        lambda model, training, shape: no_multiple(
+            "seq_length",
+            shape.seq_length,
+            "tp" if shape.cp == 1 else "cp·lcm(2, tp)" if shape.sequence_parallel else "2·cp",
+            int(_tokens_split(shape)),
+        ),
     ),
     Rule(
         "vocab_size_not_divisible_by_tp",

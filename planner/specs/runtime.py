@@ -277,6 +277,8 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             recompute_per_stage=True,
             head_only_stage=True,
             interleaved_microbatch_multiple=False,
+            cp_comm_type="all_gather",
+            cp_overlap_fraction=0.0,
             gradient_overlap_fraction=0.0,
             parameter_overlap_fraction=0.0,
         ),

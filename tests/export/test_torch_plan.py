@@ -19,7 +19,11 @@ from planner.export.targets import export
 from planner.export.torch_plan import ORDER_FILE, PIPELINING_FILE, PLAN_FILE, export_torch
 from planner.plan import Plan
 from planner.schedule.orders import build_schedule
+from planner.search.search import plan as search
+from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import TrainingSpec
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -54,6 +58,7 @@ def written(plan: Plan, folder: Path) -> Path:
         ("llama-3.1-8b", 16, {"pp": 4, "vpp": 2, "schedule": "zb-v"}),
         ("llama-3.1-8b", 16, {"pp": 4, "schedule": "zb-h1"}),
         ("llama-3.2-1b", 8, {}),
+        ("llama-3.1-8b", 32, {"tp": 2, "cp": 4, "pp": 2, "zero_stage": 0}),
     ],
 )
 def test_the_file_is_the_planned_run(
@@ -64,7 +69,9 @@ def test_the_file_is_the_planned_run(
     plan = eager(planned, model, gpus, **options)
     run, layout = read_run(written(plan, tmp_path)), plan.parallelism
     assert run.world_size == gpus
-    assert (run.pp, run.tp, run.dp, run.ep) == (layout.pp, layout.tp, layout.dp, layout.ep)
+    assert (run.pp, run.tp, run.cp, run.dp, run.ep) == (layout.pp, layout.tp, layout.cp, layout.dp, layout.ep)
+    assert (run.whole_seq_length, run.seq_length) == (2048, 2048 // layout.cp)
+    assert run.zero == (layout.zero_stage > 0)
     assert run.num_microbatches == layout.num_microbatches
     held: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(layout.pp)}
     recomputed = dict.fromkeys(range(layout.pp), 0)
@@ -120,7 +127,8 @@ def test_a_class_that_would_refuse_the_plan_is_not_named(planned: Planned, tmp_p
     ("options", "reason"),
     [
         ({"pp": 4, "schedule": "pipedream-2bw"}, "schedule"),
-        ({"cp": 2}, "cp_not_expressible"),
+        ({"cp": 2, "seq_length": 2046}, "seq_length_not_divisible_by_tp_cp"),
+        ({"model": "gpt-oss-20b", "cp": 2}, "attention_sinks_with_cp"),
         ({"zero_stage": 3}, "zero_stage_not_expressible"),
         ({"pp": 2, "layers_per_stage": (16, 16), "dtype": "fp8"}, "dtype"),
         ({"model": "mixtral-8x7b", "tp": 2, "etp": 2}, "etp_not_expressible"),
@@ -138,6 +146,33 @@ def test_a_stage_with_nothing_in_it_is_refused(planned: Planned) -> None:
         export_torch(eager(planned, pp=4, layers_per_stage=(16, 0, 8, 8)))
 
 
+def test_long_sequences_are_planned_over_cp_and_exported(tmp_path: Path) -> None:
+    from planner.probe.exported import read_run
+
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
+    training = TrainingSpec(seq_length=131072, global_batch_size=16)
+    best = search(load_model("8b"), cluster, training, runtime="torch-eager")
+    run = read_run(written(best, tmp_path))
+    assert run.cp == best.parallelism.cp > 1
+    assert (run.seq_length * run.cp, run.world_size) == (131072, 64)
+
+
+@pytest.mark.parametrize(("runtime", "cp", "said"), [("megatron", 2, 1), ("megatron", 1, 0), ("torch-eager", 2, 0)])
+def test_keys_are_gathered_whatever_was_planned(planned: Planned, runtime: str, cp: int, said: int) -> None:
+    notes = export_torch(planned("llama-3.1-8b", 16, runtime=runtime, cp=cp)).notes
+    assert sum("gathers keys and values over cp, which was planned as p2p" in note for note in notes) == said
+
+
+def test_sequences_that_do_not_split_are_named(planned: Planned, tmp_path: Path) -> None:
+    from planner.probe.exported import read_run
+
+    path = written(eager(planned, tp=2, cp=2), tmp_path)
+    path.write_text(path.read_text().replace("seq_length: 2048", "seq_length: 2046"))
+    with pytest.raises(SpecError, match=r"seq_length: 2046 tokens do not split over cp 2 and tp 2") as caught:
+        read_run(path)
+    assert "a multiple of 4" in caught.value.hint
+
+
 def test_a_missing_schedule_is_named(planned: Planned, tmp_path: Path) -> None:
     from planner.probe.exported import read_run
 
@@ -147,35 +182,45 @@ def test_a_missing_schedule_is_named(planned: Planned, tmp_path: Path) -> None:
         read_run(path)
 
 
-@pytest.mark.parametrize(
-    ("options", "order"),
-    [({"pp": 2, "vpp": 2}, "interleaved"), ({"tp": 2, "ep": 2}, "one stage")],
-)
-def test_torchrun_trains_it(planned: Planned, tmp_path: Path, options: dict[str, Any], order: str) -> None:
-    """Two processes on the CPU, started by the exported launch.sh itself."""
-    plan = eager(planned, SMALL, 2, seq_length=32, num_microbatches=4, **options)
-    written(plan, tmp_path)
-    root = str(Path(__file__).parents[2])
+def trained(plan: Plan, folder: Path, steps: int) -> dict[str, Any]:
+    """What the ranks of a plan, started on the CPU by the exported launch.sh itself, say of so many steps."""
+    written(plan, folder)
+    layout = plan.parallelism
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": root,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
         "OMP_NUM_THREADS": "1",
-        "MASTER_PORT": str(20_000 + os.getpid() % 10_000 + len(order)),
+        "MASTER_PORT": str(20_000 + os.getpid() % 10_000 + 2 * layout.pp + 4 * layout.cp + layout.tp),
     }
     done = subprocess.run(
-        ["bash", str(tmp_path / "launch.sh"), "--device", "cpu", "--steps", "1"],
+        ["bash", str(folder / "launch.sh"), "--device", "cpu", "--steps", str(steps)],
         env=environment,
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.parametrize("options", [{"pp": 2, "vpp": 2}, {"tp": 2, "ep": 2}])
+def test_torchrun_trains_it(planned: Planned, tmp_path: Path, options: dict[str, Any]) -> None:
+    plan = eager(planned, SMALL, 2, seq_length=32, num_microbatches=4, **options)
+    answer = trained(plan, tmp_path, steps=1)
     assert len(answer["step_s"]) == 1
     assert 4 < answer["loss"][0] < 6, "ln 128 = 4.9"
     measured = {int(stage): parameters for stage, parameters in answer["num_parameters"].items()}
     assert measured == {stage.stage: stage.num_parameters for stage in plan.stages}
+
+
+def test_split_sequences_train_as_whole_ones_do(planned: Planned, tmp_path: Path) -> None:
+    losses = []
+    for options in ({}, {"cp": 2, "ep": 2}):
+        plan = eager(planned, SMALL, options.get("cp", 1), seq_length=32, num_microbatches=4, **options)
+        losses.append(trained(plan, tmp_path / str(len(losses)), steps=2)["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=3e-4), "but for bf16"
 
 
 def test_the_wrong_number_of_ranks_is_refused(planned: Planned, tmp_path: Path) -> None:
