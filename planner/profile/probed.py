@@ -150,9 +150,10 @@ def _link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
     """Of each tier that an exchange ran on alone, the share of its rate that the largest such exchange reached."""
     run, found = result.run, dict[str, list[tuple[Exchange, float]]]()
     for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
-        stride = 1 if exchange.name.startswith("tp ") else run.tp
-        if stride > 1 and exchange.size != run.dp:
-            continue  # experts' gradients, whose ranks are not one stride apart
+        axis = exchange.name.split()[0]
+        stride = 1 if axis == "tp" else run.tp
+        if axis not in ("tp", "cp") and exchange.size != run.dp * run.cp:
+            continue  # experts' gradients, whose ranks lie otherwise
         level = _tier_alone(exchange.size, stride, cluster)
         if level is None:
             continue

@@ -26,7 +26,8 @@ from planner.specs.units import GB, GIB
 
 
 def make_plan(model: str = "8b", tp: int = 2, pp: int = 4, seq_length: int = 4096, **layout: Any) -> Plan:
-    cluster = ClusterSpec(hardware=load_hardware("h200"), num_gpus=tp * pp * layout.get("dp", 1))
+    num_gpus = tp * pp * layout.get("cp", 1) * layout.get("dp", 1)
+    cluster = ClusterSpec(hardware=load_hardware("h200"), num_gpus=num_gpus)
     parallelism = Parallelism(tp=tp, pp=pp, **layout)
     training = TrainingSpec(seq_length=seq_length, global_batch_size=32)
     return evaluate(load_model(model), cluster, training, parallelism, runtime="torch-eager")
@@ -52,6 +53,7 @@ def measured_on(plan: Plan, machine: ClusterSpec, **changes: Any) -> ProbeResult
         ("8b", {}),
         ("8b", {"vpp": 2, "recompute": "full"}),
         ("8b", {"recompute": "selective"}),
+        ("8b", {"cp": 4, "dp": 2}),
         ("deepseek-v2-lite", {"tp": 1, "pp": 2, "dp": 4, "ep": 4}),
     ],
 )
@@ -162,6 +164,28 @@ def test_links_are_measured_by_the_exchanges_that_run_on_them_alone() -> None:
     shares = from_probe(result, plan.cluster).efficiency_fraction
     assert {name: share.value for name, share in shares.items()} == pytest.approx({"nvlink": 0.6, "infiniband": 0.5})
     assert "tp all-gather of 64.0 MiB over 8 ranks" in shares["nvlink"].source
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "size", "stride", "shares"),
+    [
+        # gradients are summed over dp·cp, whose ranks lie tp apart
+        ({"tp": 8, "cp": 2, "dp": 2}, "gradient reduce-scatter", 4, 8, {"infiniband": 0.5}),
+        ({"tp": 2, "cp": 2, "dp": 2}, "gradient reduce-scatter", 4, 2, {"nvlink": 0.5}),
+        ({"tp": 2, "cp": 4, "dp": 2}, "cp all-gather", 4, 2, {"nvlink": 0.5}),
+        ({"tp": 8, "cp": 2, "dp": 2}, "cp all-gather", 2, 8, {"infiniband": 0.5}),
+        # those of experts, whose ranks lie ep apart
+        ({"model": "deepseek-v2-lite", "tp": 1, "cp": 2, "dp": 8, "ep": 8}, "gradient reduce-scatter", 2, 8, {}),
+        ({"model": "deepseek-v2-lite", "tp": 8, "cp": 2, "dp": 2, "ep": 16}, "gradient reduce-scatter", 2, 16, {}),
+    ],
+)
+def test_links_are_those_of_the_ranks_that_exchange(
+    layout: dict[str, Any], name: str, size: int, stride: int, shares: dict[str, float]
+) -> None:
+    plan = make_plan(pp=1, **layout)
+    found = (exchange(plan, name, size, stride, 2**28, 0.5),)
+    measured = from_probe(measured_on(plan, plan.cluster, mode="ranks", exchanges=found), plan.cluster)
+    assert {name: share.value for name, share in measured.efficiency_fraction.items()} == pytest.approx(shares)
 
 
 def test_exchanges_over_two_tiers_or_of_a_few_bytes_say_nothing_about_links() -> None:
