@@ -2,6 +2,7 @@
 
 PlannerError                 1
 ├─ SpecError                 2   bad or unknown model, hardware or training spec: file, field, value, nearest match
+│  └─ Unsupported            2   nothing wrong with it, but outside what is modelled: no number rather than a bad one
 ├─ Infeasible                3   nothing fits: counts by reason, the nearest miss, the smallest change that lifts it
 ├─ SolverError               4   the solver failed or found nothing in time
 ├─ ProbeError                5   the probe could not run: rank, stage and phase named
@@ -26,6 +27,10 @@ class SpecError(PlannerError):
     """What the user gave is wrong: the message names file, field and value."""
 
     exit_code = 2
+
+
+class Unsupported(SpecError):
+    """What the user asks for exists and is outside what is modelled: no number rather than a bad one."""
 
 
 class Infeasible(PlannerError):

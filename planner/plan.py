@@ -51,6 +51,9 @@ class Layout(Spec):
     def __str__(self) -> str:
         axes = [("TP", self.tp), ("CP", self.cp), ("PP", self.pp), ("VPP", self.vpp), ("DP", self.dp), ("EP", self.ep)]
         shown = [f"{name} {size}" for name, size in axes if size > 1 or name in ("TP", "PP", "DP")]
+        # dense layers have no etp of their own; experts are whole where they are spread, and cut as the rest if not
+        if self.etp != (1 if self.ep > 1 else self.tp):
+            shown.append(f"ETP {self.etp}")
         return f"{' × '.join(shown)} · micro-batch {self.micro_batch_size} × {self.num_microbatches}"
 
 

@@ -18,7 +18,6 @@ from planner.export.megatron_runtime import (
     kernels,
     overlaps_ep,
     precision,
-    wants_ep_overlap,
 )
 from planner.export.recompute import block_size, object_to_recompute
 from planner.export.refusal import Objections, broken_rules, hint_for
@@ -90,7 +89,7 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     )
     say(is_fsdp(plan) and layout.pp > 1, "zero_stage", f"FSDP (zero_stage {layout.zero_stage}) at pp {layout.pp}")
     obstacle = ep_overlap_obstacle(plan)
-    say(wants_ep_overlap(plan) and obstacle, "ep_overlap", f"it overlaps no ep exchanges {obstacle}")
+    say(overlaps_ep(plan) and obstacle, "ep_overlap", f"it overlaps no ep exchanges {obstacle}")
     say(
         layout.vpp > 1 and layout.pp == 2 and not runtime.interleaved_p2p_overlap,
         "p2p_overlap",

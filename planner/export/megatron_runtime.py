@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from planner.export.arguments import Arguments
 from planner.plan import Plan
-from planner.specs.features import EP_OVERLAP
 
 
 def is_fsdp(plan: Plan) -> bool:
@@ -100,15 +99,9 @@ def expert_exchange(plan: Plan) -> Arguments:
     return arguments
 
 
-def wants_ep_overlap(plan: Plan) -> bool:
-    """Whether overlapped exchanges were asked for, beyond what is hidden on average."""
-    return plan.parallelism.ep > 1 and plan.runtime_spec.ep_overlap_fraction >= EP_OVERLAP
-
-
 def overlaps_ep(plan: Plan) -> bool:
-    """Whether exchanges of experts run behind compute: wherever some hiding was priced and Megatron-LM can do it."""
-    hides = plan.parallelism.ep > 1 and plan.runtime_spec.ep_overlap_fraction > 0
-    return hides and not ep_overlap_obstacle(plan)
+    """Whether exchanges of experts were priced behind compute."""
+    return plan.parallelism.ep > 1 and plan.runtime_spec.ep_overlap_fraction > 0
 
 
 def ep_overlap_obstacle(plan: Plan) -> str:

@@ -28,7 +28,9 @@ def members_by_tier(size: Number, stride: Number, tiers: tuple[LinkTier, ...]) -
     return [*counts, size]
 
 
-def collective_s(kind: Kind, num_bytes: Number, size: Number, stride: Number, cluster: ClusterSpec) -> Number:
+def collective_s(
+    kind: Kind, num_bytes: Number, size: Number, stride: Number, cluster: ClusterSpec, inner_factor: float = 1.0
+) -> Number:
     """Seconds of one collective of `num_bytes` over `size` ranks a `stride` apart; 0 for one rank or no bytes.
 
     all_gather, reduce_scatter and ring: at each tier the (g−1)/g of the tensor that a unit lacks arrives through the
@@ -48,13 +50,16 @@ def collective_s(kind: Kind, num_bytes: Number, size: Number, stride: Number, cl
         else:
             moved = num_bytes * (1 - 1 / ratio) / inner
             steps = ratio - 1 if level == 0 else np.ceil(np.log2(ratio))
-        seconds = seconds + moved / tier.bytes_per_s + steps * tier.latency_s
+        slow = inner_factor if level == 0 else 1.0
+        seconds = seconds + slow * moved / tier.bytes_per_s + steps * tier.latency_s
         inner = members
     factor = 2 if kind == "all_reduce" else 1
     return factor * seconds * (num_bytes > 0) * (np.asarray(size) > 1)
 
 
-def dispatch_s(num_bytes: Number, choices: int, size: Number, stride: Number, cluster: ClusterSpec) -> Number:
+def dispatch_s(
+    num_bytes: Number, choices: int, size: Number, stride: Number, cluster: ClusterSpec, inner_factor: float = 1.0
+) -> Number:
     """Seconds of handing tokens to the experts they visit, `num_bytes` for all visits, once per unit that they visit.
 
     A unit of u ranks out of n is visited with p(u) = 1 − (1 − u/n)^choices. Over each outer tier a token goes once to
@@ -70,7 +75,8 @@ def dispatch_s(num_bytes: Number, choices: int, size: Number, stride: Number, cl
     ):
         visited = 1 - (1 - inner / size) ** choices
         copies = size * visited * (1 - 1 / members) if level == 0 else (members / inner - 1) * visited
-        seconds = seconds + token_bytes * copies / tier.bytes_per_s + (members > inner) * tier.latency_s
+        slow = inner_factor if level == 0 else 1.0
+        seconds = seconds + slow * token_bytes * copies / tier.bytes_per_s + (members > inner) * tier.latency_s
         inner = members
     return seconds * (token_bytes > 0) * (size > 1)
 
@@ -102,5 +108,6 @@ def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype
     size, stride = group_of(collective.group, shape)
     narrow = NARROW_BYTES[dtype] / BF16 if collective.cast and dtype in NARROW_BYTES else 1.0
     if collective.choices:
-        return dispatch_s(collective.num_bytes, collective.choices, size, stride, cluster)
-    return collective_s(collective.kind, narrow * collective.num_bytes, size, stride, cluster)
+        return dispatch_s(collective.num_bytes, collective.choices, size, stride, cluster, collective.inner_factor)
+    num_bytes = narrow * collective.num_bytes
+    return collective_s(collective.kind, num_bytes, size, stride, cluster, collective.inner_factor)

@@ -51,7 +51,10 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
     efficiency = hardware.efficiency
     forward, backward = 1 / efficiency.sustained_fraction, 1 / efficiency.backward_sustained_fraction
     if op.kind == "gemm":
-        forward_s, dgrad_s, wgrad_s = gemm_s(op, hardware, dtype if op.is_cast else "bf16", runtime.groups_products)
+        gradient_bytes = 2 * runtime.gradient_bytes if runtime.fused_grad_accumulation else BF16
+        forward_s, dgrad_s, wgrad_s = gemm_s(
+            op, hardware, dtype if op.is_cast else "bf16", runtime.groups_products, gradient_bytes
+        )
         forward, backward = forward * efficiency.gemm_factor, backward * efficiency.gemm_factor
         cast = cast_s(op, hardware, dtype, runtime)
         return PassSeconds(forward * forward_s + cast.forward_s, backward * dgrad_s + cast.dgrad_s, backward * wgrad_s)
@@ -96,17 +99,20 @@ def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> 
     )
 
 
-def gemm_s(op: Operator, hardware: HardwareSpec, dtype: str, grouped: bool = True) -> PassSeconds:
+def gemm_s(
+    op: Operator, hardware: HardwareSpec, dtype: str, grouped: bool = True, gradient_bytes: int = BF16
+) -> PassSeconds:
     """y = x·wᵀ, dx = dy·w, dw = dyᵀ·x, timed alone; without a weight both gradients are input gradients.
 
     `grouped`: one kernel computes the products of all experts; else a few at a time, on streams beside each other.
+    `gradient_bytes` are moved per weight for dw: written, or of a main gradient that it is added to read as well.
     """
     gemm = hardware.efficiency.gemm
     count: Number = op.count if grouped or not op.weight else np.minimum(op.count, EXPERT_STREAMS)
     times = op.count / count
     forward_s = times * product_s(hardware, dtype, gemm.forward_fraction, count, op.m, op.n, op.k)
     dgrad_s = times * product_s(hardware, dtype, gemm.dgrad_fraction, count, op.m, op.k, op.n)
-    wgrad_s = times * product_s(hardware, dtype, gemm.wgrad_fraction, count, op.n, op.k, op.m)
+    wgrad_s = times * product_s(hardware, dtype, gemm.wgrad_fraction, count, op.n, op.k, op.m, gradient_bytes)
     if not op.weight:
         # heads lie in memory one after the other: rows of 16 bytes, or a fallback without tensor cores
         slow = np.where((op.n % ALIGNED) + (op.k % ALIGNED) == 0, 1.0, 1 / gemm.unaligned_factor)
@@ -135,9 +141,16 @@ def _is_narrow(hardware: HardwareSpec, dtype: str) -> bool:
 
 
 def product_s(
-    hardware: HardwareSpec, dtype: str, power_fraction: float, count: Number, m: Number, n: Number, k: Number
+    hardware: HardwareSpec,
+    dtype: str,
+    power_fraction: float,
+    count: Number,
+    m: Number,
+    n: Number,
+    k: Number,
+    result_bytes: int = BF16,
 ) -> Number:
-    """Seconds of `count` products of m × k by k × n in one launch, timed alone.
+    """Seconds of `count` products of m × k by k × n in one launch, timed alone; `result_bytes` are moved per result.
 
     max( FLOPs · (1 + ramp_k / k) / (power_fraction · peak),                           what the power limit sustains
          waves · tile FLOPs · (1 + ramp_k / k) / (wave_fraction · peak / num_sms),     whole waves at the boost clock
@@ -157,7 +170,8 @@ def product_s(
     power_s = flops_per_step * steps / (power_fraction * _narrow_factor(gemm, dtype, narrow) * peak)
     wave_s = steps * _tile_waves(gemm.tile_overhead, num_sms, count, m, n) * (num_sms / (gemm.wave_fraction * peak))
     operand = FP8 if narrow else BF16
-    memory_s = count * (operand * (m * k + k * n) + BF16 * m * n) / (gemm.memory_fraction * hardware.hbm_bytes_per_s)
+    moved = count * (operand * (m * k + k * n) + result_bytes * m * n)
+    memory_s = moved / (gemm.memory_fraction * hardware.hbm_bytes_per_s)
     seconds = np.maximum(np.maximum(power_s, wave_s) / grouped, memory_s)
     return seconds + launch_s(hardware)
 

@@ -236,9 +236,6 @@ class Pricing:
         passes = compute.part_seconds(operators_of(items), self.cluster.hardware, self.training.dtype, self.runtime)
         for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
             seconds[key] = slow * value
-        if any(op.expert for op in operators_of(items)):
-            for key in ("forward_s", "input_grad_s"):
-                seconds[key] = seconds[key] + self._moe_host_s(shape)
         for exchange in collectives_of(items):
             hidden = (
                 0.0 if exchange.overlap == "none" else getattr(self.runtime, f"{exchange.overlap}_overlap_fraction")
@@ -251,7 +248,7 @@ class Pricing:
             seconds[key] = seconds[key] + (1 - hidden) * (
                 exchange_s(exchange, shape, self.cluster, self.training.dtype) + sync_s
             )
-        return self._with_late_ranks(seconds, items, shape)
+        return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
 
     def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """`seconds` with what tensor-parallel ranks wait for the slowest of them, in proportion to its compute."""
@@ -264,13 +261,22 @@ class Pricing:
             "tp_backward_s": seconds["tp_backward_s"] + late * backward_s,
         }
 
-    def _moe_host_s(self, shape: Shape) -> Number:
-        """Host seconds of a mixture-of-experts layer in one pass."""
+    def _with_launches(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """`seconds` with what the GPU waits for the host in a mixture of experts: max(GPU and exchanges, host).
+
+        The host cannot run ahead by more than a layer: it needs the count of each expert's tokens.
+        """
         runtime, moe = self.runtime, self.model.moe
-        if runtime.cuda_graphs or moe is None:
-            return 0.0
-        host_us = runtime.moe_host_us + runtime.expert_host_us * moe.num_experts / shape.ep
-        return host_us * MICRO * runtime.moe_host_factor
+        if moe is None or runtime.cuda_graphs or not any(op.expert for op in operators_of(items)):
+            return seconds
+        host_us = runtime.moe_host_us * runtime.moe_host_factor + runtime.expert_host_us * moe.num_experts / shape.ep
+        waits = {
+            "forward_s": sum(seconds[f"{g}_forward_s"] for g in COMM_GROUPS) + seconds["forward_s"],
+            "input_grad_s": sum(seconds[f"{g}_backward_s"] for g in COMM_GROUPS)
+            + seconds["input_grad_s"]
+            + seconds["weight_grad_s"],
+        }
+        return seconds | {key: seconds[key] + np.maximum(host_us * MICRO - gpu, 0.0) for key, gpu in waits.items()}
 
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
         """A part without recompute."""

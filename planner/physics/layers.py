@@ -81,7 +81,7 @@ def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: b
         Operator(
             name="head",
             kind="gemm",
-            wide=True,
+            wide=not runtime.narrow_head,
             m=shape.tokens,
             n=columns,
             k=model.hidden_size,

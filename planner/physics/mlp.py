@@ -133,9 +133,10 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     yield _move("permute", BF16 * tokens * hidden + pair_bytes)
     sent_bytes = pair_bytes * imbalance
     choices = moe.num_experts_per_tok if runtime.sends_tokens_once else 0
-    yield from _all_to_all("dispatch", sent_bytes, choices)
+    inner_factor = 1 + runtime.ep_row_bytes / (BF16 * hidden)
+    yield from _all_to_all("dispatch", sent_bytes, choices, inner_factor)
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * imbalance)
-    yield from _all_to_all("combine", sent_bytes, choices)
+    yield from _all_to_all("combine", sent_bytes, choices, inner_factor)
     yield _move("unpermute", BF16 * tokens * hidden + pair_bytes)
     if moe.shared_expert_intermediate_size:
         yield cast_copy("shared experts", BF16 * tokens * hidden, ("shared_experts",))
@@ -258,21 +259,21 @@ _ETP_EXCHANGES: tuple[tuple[str, Literal["all_gather", "reduce_scatter"], bool],
 )
 
 
-def _all_to_all(name: str, num_bytes: Number, choices: int) -> Iterator[Collective]:
+def _all_to_all(name: str, num_bytes: Number, choices: int, inner_factor: float) -> Iterator[Collective]:
     """`num_bytes` leave this rank for the ep ranks (one share of them stays); its gradient comes back the same way."""
     modules = ("moe",)
-    yield Collective(
-        name=name, kind="all_to_all", group="ep", num_bytes=num_bytes, overlap="ep", modules=modules, choices=choices
-    )
-    yield Collective(
-        name=f"{name} grad",
-        kind="all_to_all",
-        group="ep",
-        num_bytes=num_bytes,
-        overlap="ep",
-        backward=True,
-        choices=choices,
-    )
+    for backward in (False, True):
+        yield Collective(
+            name=f"{name} grad" if backward else name,
+            kind="all_to_all",
+            group="ep",
+            num_bytes=num_bytes,
+            overlap="ep",
+            backward=backward,
+            modules=() if backward else modules,
+            choices=choices,
+            inner_factor=inner_factor,
+        )
 
 
 def _move(name: str, num_bytes: Number) -> Operator:

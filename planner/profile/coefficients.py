@@ -12,6 +12,8 @@ B200 = ("b200-sxm-180gb", "b300-sxm-270gb")
 GB200 = ("gb200-nvl72",)
 GB300 = ("gb300-nvl72",)
 BLACKWELL = (*B200, *GB200, *GB300)
+ULTRA = (B200[1], *GB300)
+"""Half as many FLOP/s again in 4 bits, and twice as many exponentials."""
 DEEPSPEED = ("megatron-deepspeed",)
 MEGATRON = ("megatron",)
 TORCHTITAN = ("torchtitan", "torchtitan-2024")
@@ -46,16 +48,22 @@ COEFFICIENTS = (
     Coefficient("DeepSpeed host per kernel", "runtime", DEEPSPEED, "host_factor", 2.0, 0.5, 5, 0.5),
     Coefficient("B200 products", "hardware", B200, "efficiency.gemm_factor", 1.03, 0.8, 1.3, 0.03),
     Coefficient("GB200 products", "hardware", GB200, "efficiency.gemm_factor", 1.05, 0.8, 1.3, 0.05),
-    Coefficient("GB300 products", "hardware", GB300, "efficiency.gemm_factor", 1.05, 0.8, 1.3, 0.05),
+    # 1.4 kW against 1.2
+    Coefficient("GB300 products", "hardware", GB300, "efficiency.gemm_factor", 0.95, 0.8, 1.3, 0.1),
     Coefficient("Blackwell 8-bit products", "hardware", BLACKWELL, "efficiency.gemm.fp8_factor", 1.2, 0.8, 1.6, 0.1),
     Coefficient("Blackwell block scales", "hardware", BLACKWELL, "efficiency.gemm.mx_factor", 0.96, 0.7, 1.1, 0.05),
-    Coefficient("Blackwell 4-bit products", "hardware", BLACKWELL, "efficiency.gemm.fp4_factor", 0.93, 0.6, 1.4, 0.1),
+    Coefficient("GB200 4-bit products", "hardware", GB200, "efficiency.gemm.fp4_factor", 0.93, 0.6, 1.4, 0.1),
+    Coefficient("Blackwell Ultra 4-bit", "hardware", ULTRA, "efficiency.gemm.fp4_factor", 0.93, 0.6, 1.4, 0.1),
     Coefficient("H100 8-bit products", "hardware", H100, "efficiency.gemm.fp8_factor", 0.894, 0.7, 1.1, 0.03),
+    # SimuMax's timings on B200, keys of 192
+    Coefficient("Blackwell wide attention", "hardware", BLACKWELL, "efficiency.cudnn.wide_factor", 0.8, 0.6, 1.1, 0.1),
+    Coefficient("Blackwell Ultra attention", "hardware", ULTRA, "efficiency.attention_factor", 0.85, 0.5, 1.1, 0.1),
     Coefficient("Megatron waits per exchange", "runtime", MEGATRON, "collective_sync_us", 30, 1, 2000, 0.5, "µs"),
-    Coefficient("Megatron host per MoE layer", "runtime", MEGATRON, "moe_host_us", 700, 50, 5000, 0.5, "µs"),
-    Coefficient("Megatron host per expert", "runtime", MEGATRON, "expert_host_us", 80, 10, 1000, 0.5, "µs"),
+    # Qwen3 30B on B200, a sequence at a time; SimuMax's timings of GroupedLinear
+    Coefficient("Megatron host per MoE layer", "runtime", MEGATRON, "moe_host_us", 4000, 50, 20000, 0.3, "µs"),
+    Coefficient("Megatron host per expert", "runtime", MEGATRON, "expert_host_us", 50, 10, 1000, 0.3, "µs"),
     Coefficient("Megatron TP overlap", "runtime", MEGATRON, "tp_overlap_fraction", 0.4, 0.05, 0.95, 0.3),
-    Coefficient("Megatron EP overlap", "runtime", MEGATRON, "ep_overlap_fraction", 0.4, 0.05, 0.95, 0.3),
+    Coefficient("Megatron EP rows", "runtime", MEGATRON, "ep_row_bytes", 4096, 100, 30000, 0.7, "B"),
     Coefficient("H100 500 W products", "hardware", H100_500W, "efficiency.gemm_factor", 1.0, 0.8, 1.4, 0.15),
     Coefficient("asynchronous TP", "runtime", TORCHTITAN, "tp_overlap_fraction", 0.6, 0.1, 0.95, 0.3, "", "async_tp"),
 )

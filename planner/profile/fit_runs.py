@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.errors import Unsupported
 from planner.physics.shape import FloatArray
 from planner.profile.coefficients import COEFFICIENTS, Coefficient
 from planner.profile.solve import least_squares
@@ -99,6 +100,15 @@ class Priced:
         return step.step_s
 
 
+def is_supported(row: Row) -> bool:
+    """Whether all that ran is modelled."""
+    try:
+        Priced.of(row)
+    except Unsupported:
+        return False
+    return True
+
+
 class Fit:
     """Published runs and the coefficients that are free."""
 
@@ -174,7 +184,8 @@ def report(fit: Fit, leave_out: bool = True) -> FloatArray:
 def main(arguments: Sequence[str]) -> None:
     """`runs [FAMILY …]`: fit the coefficients to the published runs (of some families) and print what is left over."""
     rows = [row for row in load_rows() if row.counts and (not arguments or row.family in arguments)]
-    priced = [Priced.of(row) for row in rows]
+    rows = [row for row in rows if is_supported(row)]
+    priced = Priced.all_of(rows)
     free = [c for c in COEFFICIENTS if any(one.applies(c) for one in priced)]
     report(Fit(rows, free))
 

@@ -18,9 +18,11 @@ EP_OVERLAP = 0.8
 """Of expert exchanges, behind another micro-batch's products, where a recipe asks for it."""
 _COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
 """What a trainer that relies on torch.compile loses without it."""
+_CAPACITY = {"sends_tokens_once": False}
+"""Of Megatron's dispatchers the all-to-all alone gives experts a fixed number of tokens."""
 FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "flash_attention": _switch("flash_attention"),
-    "async_tp": _fraction(("tp_overlap_fraction",), 0.53),
+    "async_tp": _fraction(("tp_overlap_fraction",), 0.56),
     "compile": lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
     "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
     "cross_entropy_fusion": _switch("fused_cross_entropy"),
@@ -28,17 +30,18 @@ FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
         # recipes that capture whole iterations of mixtures also overlap their exchanges (Megatron-Bridge since 26.06)
         {"cuda_graphs": True} | ({} if value is True else {"ep_overlap_fraction": EP_OVERLAP})
         if value in (True, "full_iteration", "full")
-        else {"moe_host_factor": 0.5}
+        else {"moe_host_factor": 0.7}
         if value
         else {}
     ),
-    "dispatcher": lambda value: {},
+    "dispatcher": lambda value: {"sends_tokens_once": value in ("flex", "deepep", "hybridep")},
     "ep_overlap": _fraction(("ep_overlap_fraction",), EP_OVERLAP),
+    "fp8_output_proj": _switch("narrow_head"),
     "fp32_grad_accum": lambda value: dict.fromkeys(
         ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes"), 4 if value else 2
     ),
-    "moe_capacity_factor": lambda value: {"moe_host_factor": 0.8} if value else {},
-    "moe_token_drop": lambda value: {"moe_host_factor": 0.8} if value else {},
+    "moe_capacity_factor": lambda value: _CAPACITY if value else {},
+    "moe_token_drop": lambda value: _CAPACITY if value else {},
     "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),
     "overlap_param_gather": _fraction(("parameter_overlap_fraction",), 0.9),
     "p2p_overlap": lambda value: {"p2p_overlap": bool(value), "interleaved_p2p_overlap": bool(value)},
@@ -53,3 +56,5 @@ for _name in (
     "fp8_dot_product_attention",
 ):
     FEATURES[_name] = lambda value: {}
+NOT_MODELLED = {"cpu_offload": "tensors kept in host memory", "cpu_offloading_num_layers": "layers kept in host memory"}
+"""What would change a run in a way that nothing here prices."""

@@ -207,7 +207,7 @@ def test_what_was_priced_is_switched_on(
 def test_the_dispatcher_that_was_priced(planned: Planned) -> None:
     alone = megatron_arguments(planned("mixtral-8x7b", 64, pp=2, vpp=2))
     assert alone["--moe-token-dispatcher-type"] == "alltoall", "DeepEP needs more than one rank"
-    hopper = planned("mixtral-8x7b", 64, ep=8, pp=2, vpp=2)
+    hopper = planned("mixtral-8x7b", 64, ep=8, pp=2, vpp=2, features={"ep_overlap": True})
     assert megatron_arguments(hopper)["--moe-flex-dispatcher-backend"] == "deepep"
     assert environment(hopper) == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     rack = megatron_arguments(planned("mixtral-8x7b", 64, ep=8, hardware="gb200"))
@@ -216,9 +216,11 @@ def test_the_dispatcher_that_was_priced(planned: Planned) -> None:
 
 def test_exchanges_of_experts_are_hidden_where_they_can_be(planned: Planned) -> None:
     option = "--overlap-moe-expert-parallel-comm"
-    assert option in megatron_arguments(planned("mixtral-8x7b", 64, ep=8, pp=2, vpp=2))
-    assert option not in megatron_arguments(planned("mixtral-8x7b", 64, ep=8, pp=2))
-    assert option not in megatron_arguments(planned("mixtral-8x7b", 64, ep=8, recompute="full"))
+    on = {"ep_overlap": True}
+    assert option in megatron_arguments(planned("mixtral-8x7b", 64, ep=8, pp=2, vpp=2, features=on))
+    assert option not in megatron_arguments(planned("mixtral-8x7b", 64, ep=8, pp=2, vpp=2)), "nothing hides unasked"
+    assert refused(planned("mixtral-8x7b", 64, ep=8, pp=2, features=on)) == ["ep_overlap"]
+    assert refused(planned("mixtral-8x7b", 64, ep=8, recompute="full", features=on)) == ["ep_overlap"]
 
 
 def refused(plan: Plan) -> list[str]:

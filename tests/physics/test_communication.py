@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -70,3 +72,16 @@ def test_who_sends_tokens_once(runtime: str, choices: int) -> None:
         assert exchange.num_bytes == 2 * 4096 * 8 * 2048
     plain = Collective(name="plain", kind="all_to_all", group="ep", num_bytes=exchanges[0].num_bytes)
     assert (float(exchange_s(exchanges[0], shape, H100)) < float(exchange_s(plain, shape, H100))) == (choices > 0)
+
+
+@pytest.mark.parametrize("choices", [0, 8])
+def test_scattered_rows_slow_the_innermost_links_alone(choices: int) -> None:
+    plain = Collective(name="dispatch", kind="all_to_all", group="ep", num_bytes=NUM_BYTES, choices=choices)
+    slow = replace(plain, inner_factor=3.0)
+    inside = Shape(dp=8, ep=8)
+    one, three = (float(exchange_s(exchange, inside, H100)) for exchange in (plain, slow))
+    assert three - latencies_s(H100, 1) == pytest.approx(3 * (one - latencies_s(H100, 1)))
+    across = Shape(dp=64, ep=64)
+    extra = float(exchange_s(slow, across, H100)) - float(exchange_s(plain, across, H100))
+    copies = 64 * (1 - (63 / 64) ** 8) * 7 / 8 / 8 if choices else 7 / 64
+    assert extra == pytest.approx(2 * copies * NUM_BYTES / H100.tiers[0].bytes_per_s)

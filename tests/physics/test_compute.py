@@ -259,3 +259,17 @@ def test_experts_on_streams_pay_for_each_batch_of_launches() -> None:
 def test_heads_are_batched_whoever_trains() -> None:
     scores = gemm(2048, 2048, 128, count=16, weight=False)
     assert gemm_s(scores, H200, "bf16", False) == gemm_s(scores, H200, "bf16", True)
+
+
+def test_small_products_of_many_weights_are_bound_by_the_gradients_they_are_added_to() -> None:
+    """256 experts of 128 rows on B200, 7168 x 2048: SimuMax measured 5.3 ms with fp32 gradients, 3.0 ms with bf16."""
+    op = Operator(name="experts", kind="gemm", count=256, m=128, n=7168, k=2048)
+    b200 = load_hardware("b200")
+    in_bf16, in_fp32 = (float(gemm_s(op, b200, "bf16", False, 2 * size).wgrad_s) for size in (2, 4))
+    assert in_fp32 == pytest.approx(5.3e-3, rel=0.2)
+    assert in_bf16 == pytest.approx(3.0e-3, rel=0.3)
+    runtime = load_runtime("megatron")
+    fused = operator_seconds(op, b200, "bf16", runtime)
+    apart = operator_seconds(op, b200, "bf16", runtime.model_copy(update={"fused_grad_accumulation": False}))
+    assert fused.wgrad_s > apart.wgrad_s
+    assert fused[:2] == apart[:2]

@@ -255,3 +255,45 @@ def test_late_ranks_cost_in_proportion_to_compute_and_doublings() -> None:
         # recomputing the forward is in the backward's compute, and waits again
         computed_s = still.input_grad_s + still.weight_grad_s
         assert late.tp_backward_s - still.tp_backward_s == pytest.approx(0.1 * doublings * computed_s)
+
+
+def mixture(name: str = "qwen3-30b-a3b", seq_length: int = 4096, **changes: Any) -> PartCost:
+    """A mixture-of-experts layer on one of eight GPUs, four experts of each eight on each."""
+    pricing = pricing_of(name)
+    pricing = replace(pricing, runtime=pricing.runtime.model_copy(update=changes))
+    table = pricing.table(Shape(dp=8, ep=8, etp=1, shard_size=8, seq_length=seq_length), ("none",))
+    return next(part for (kind, _), part in table.layers.items() if kind.mlp == "moe")
+
+
+def test_a_mixture_takes_as_long_as_the_host_or_as_the_gpu() -> None:
+    local_experts, us = 128 / 8, 1e-6
+    never = {"moe_host_us": 0.0, "expert_host_us": 0.0}
+    free = mixture(**never)
+    slow = mixture(moe_host_us=20_000.0, expert_host_us=1000.0, moe_host_factor=0.5)
+    host_s = (20_000 * 0.5 + 1000 * local_experts) * us
+    assert slow.forward_total_s == pytest.approx(host_s)
+    assert slow.backward_total_s == pytest.approx(host_s)
+    assert slow.weight_grad_s == free.weight_grad_s
+    # a host that is done before the GPU costs nothing, and neither does one whose work a graph replays
+    quick = float(free.forward_total_s) / us
+    assert mixture(moe_host_us=0.9 * quick, expert_host_us=0.0) == free
+    replayed = mixture(moe_host_us=20_000.0, cuda_graphs=True)
+    assert replayed == mixture(**never, cuda_graphs=True)
+
+
+def test_dense_layers_wait_for_no_expert() -> None:
+    pricing = pricing_of("deepseek-v3")
+    pricing = replace(pricing, runtime=pricing.runtime.model_copy(update={"moe_host_us": 1e6}))
+    shape = Shape(dp=8, ep=8, etp=1, shard_size=8, seq_length=4096)
+    for (kind, _), part in pricing.table(shape, ("none",)).layers.items():
+        assert (part.forward_total_s > 1) == (kind.mlp == "moe")
+
+
+def test_exchanges_of_small_tokens_are_slower_for_their_bytes() -> None:
+    """Each row costs `ep_row_bytes` beside its own 2·hidden."""
+    plain, rows = (mixture(ep_row_bytes=value, moe_host_us=0.0, expert_host_us=0.0) for value in (0.0, 4096.0))
+    latency_s = 2 * load_hardware("h100").tiers[0].latency_s
+    factor = 1 + 4096 / (2 * 2048)
+    sync_s = 2 * pricing_of("qwen3-30b-a3b").runtime.collective_sync_us * 1e-6 * 3
+    moved_s = plain.ep_forward_s - latency_s - sync_s
+    assert rows.ep_forward_s == pytest.approx(factor * moved_s + latency_s + sync_s)

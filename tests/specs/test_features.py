@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from planner.errors import Unsupported
 from planner.specs.features import FEATURES
 from planner.specs.runtime import RuntimeSpec, load_runtime
 
@@ -22,6 +23,13 @@ def test_what_is_unknown_is_named_and_changes_nothing() -> None:
     runtime = load_runtime("megatron")
     changed, unknown = runtime.with_features({"warp_drive": True, "cuda_graph": False})
     assert (changed, unknown) == (runtime, ("warp_drive",))
+
+
+def test_what_is_not_modelled_is_refused_unless_it_is_off() -> None:
+    runtime = load_runtime("megatron")
+    assert runtime.with_features({"cpu_offloading_num_layers": 0}) == (runtime, ())
+    with pytest.raises(Unsupported, match="cpu_offloading_num_layers: layers kept in host memory"):
+        runtime.with_features({"cpu_offloading_num_layers": 20})
 
 
 @pytest.mark.parametrize("order", [("cuda_graph", "ep_overlap"), ("ep_overlap", "cuda_graph")])

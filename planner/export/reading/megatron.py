@@ -66,7 +66,7 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "--no-overlap-p2p-communication": ("p2p_overlap", False),
 }
 _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "--cuda-graph-impl": ("cuda_graph", lambda value: value != "none"),
+    "--cuda-graph-impl": ("cuda_graph", lambda value: value if value == "transformer_engine" else value != "none"),
     "--cp-comm-type": ("cp_comm_type", lambda value: {"allgather": "all_gather"}.get(value, value)),
     "--moe-token-dispatcher-type": ("dispatcher", str),
 }
@@ -246,6 +246,8 @@ def _features(options: Options) -> dict[str, Any]:
     features: dict[str, Any] = {"overlap_grad_reduce": False, "overlap_param_gather": False}
     features["cross_entropy_fusion"] = "--cross-entropy-loss-fusion" in options
     features["tp_comm_overlap"] = features["ep_overlap"] = False
+    if "--num-experts" in options:
+        features["dispatcher"] = "allgather"
     features |= {name: value for option, (name, value) in _SWITCHES.items() if option in options}
     features |= {
         name: convert(shown(options[option])) for option, (name, convert) in _VALUES.items() if option in options
