@@ -126,8 +126,9 @@ def _working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
         weight = 0 if runtime.fused_grad_accumulation or not op.weight else BF16 * op.parameters
         return gradients + weight
     if op.kind == "attention":
-        q = op.batch * op.q_len * op.heads * (op.qk_dim + op.v_dim)
-        return BF16 * 2 * (q + op.batch * op.q_len * op.kv_heads * (op.qk_dim + op.v_dim))
+        # where keys and values are gathered, those of the whole sequence and their gradients
+        keys = op.kv_len if runtime.cp_comm_type == "all_gather" else op.q_len
+        return BF16 * 2 * op.batch * (op.qk_dim + op.v_dim) * (op.q_len * op.heads + keys * op.kv_heads)
     if op.family == "loss":
         # beside the softmax, as large: its gradient, and that of the logits
         return 2 * op.saved_bytes()

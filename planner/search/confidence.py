@@ -2,8 +2,8 @@
 
 An interval is [t·e⁻ʷ, t·eʷ]: errors of a model of speed multiply. The half-width w is the root of a sum of squares, one
 term per thing that was not measured. Each term is what the published runs of that kind (`plan validate`, each family
-predicted by a fit without it: `scripts/calibrate runs`) miss by in four of five cases: 88% of A100's, 75% of dense ones
-and 82% of mixtures on later GPUs lie inside. Where no run tells, a term is set wide and says so.
+predicted by a fit without it: `scripts/calibrate runs`) miss by in four of five cases: 87% of A100's, 89% of dense ones
+and 89% of mixtures on later GPUs lie inside. Where no run tells, a term is set wide and says so.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import math
 from planner.physics.cost import Pricing
 from planner.plan import Interval, PricedLayout, StagePlan
 
-STEP_WIDTH = {"probed": 0.05, "measured": 0.11, "family": 0.13, "spec_sheet": 0.28}
+STEP_WIDTH = {"probed": 0.05, "measured": 0.11, "family": 0.12, "spec_sheet": 0.28}
 """Of a dense model's step, by what is known of the GPU; no published run is on spec-sheet-only hardware: set wide."""
 MEMORY_WIDTH = {"probed": 0.02, "measured": 0.04, "family": 0.06, "spec_sheet": 0.10}
 """Of a rank's memory: the allocator's slack and the libraries' buffers differ; counted bytes hardly do."""
 
-MOE_STEP_WIDTH = 0.14
+MOE_STEP_WIDTH = 0.10
 """Routing, grouped products of small experts and the host's time: what mixtures of experts add to a step's error."""
 MOE_MEMORY_WIDTH = 0.06
 """The busiest expert rank's tokens are not known before the run."""
