@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -68,6 +69,9 @@ def validate_command(
         _point_out(beside)
     else:
         show(_family_table(by_family(scored)) if family is None else _row_table(scored))
+        if family is None:
+            for line in _unsupported(scored):
+                show(line)
 
 
 def _draw(target: str, scored: Sequence[Scored], force: bool) -> None:
@@ -157,6 +161,12 @@ def _family_table(scores: list[Score]) -> Table:
             "" if one.coverage is None else percent(one.coverage, 0), style="bold" if one.name == "all" else None,
         )  # fmt: skip
     return table
+
+
+def _unsupported(scored: Sequence[Scored]) -> list[str]:
+    """How many runs were not priced, by what they did that is not modelled."""
+    why = Counter(f"{one.row.family}: {one.error}" for one in scored if one.layout is None and one.row.counts)
+    return [f"{count} unsupported of {reason}" for reason, count in why.most_common()]
 
 
 def _row_table(scored: list[Scored]) -> Table:

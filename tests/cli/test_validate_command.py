@@ -9,6 +9,7 @@ import pytest
 
 from planner.cli import main
 from planner.validate import plans
+from planner.validate.rows import load_rows
 
 
 def test_a_family_is_listed_run_by_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,3 +77,16 @@ def test_a_finding_is_marked_and_named(monkeypatch: pytest.MonkeyPatch, capsys: 
     out, err = capsys.readouterr()
     assert "slower" in out
     assert "warning: bloom-176b-384gpu-main: the published layout" in err
+
+
+def test_what_is_not_modelled_is_counted_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offloads = [row for row in load_rows() if "cpu_offloading_num_layers" in row.run.get("features", {})]
+    priced = [row for row in load_rows() if row.family == "bloom"]
+    monkeypatch.setattr("planner.validate.rows.load_rows", lambda: (*priced, *offloads))
+    assert main(["validate"]) == 0
+    assert (
+        f"{len(offloads)} unsupported of megatron-bridge: features: cpu_offloading_num_layers"
+        in capsys.readouterr().out
+    )
