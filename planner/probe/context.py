@@ -113,7 +113,7 @@ def _ends(q: Tensor, cp: TensorPeers) -> Iterator[int]:
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and the kernel's random state; its causal mask is aligned to the last key."""
-    padded = functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    padded = _widened(v, q)
     out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
         *(x.transpose(0, 1) for x in (q, k, padded)), None, None, q.shape[0], k.shape[0], 0.0, True, False,
         **_window(rules),
@@ -125,13 +125,19 @@ def _flash_backward(
     grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Rules, kept: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     lse, state, unused = kept
-    grad, out, padded = (functional.pad(x, (0, q.shape[-1] - v.shape[-1])) for x in (grad, out, v))
+    grad, out, padded = (_widened(x, q) for x in (grad, out, v))
     grads = torch.ops.aten._flash_attention_backward(
         *(x.transpose(0, 1) for x in (grad, q, k, padded, out)), lse, None, None, q.shape[0], k.shape[0], 0.0, True,
         state, unused, **_window(rules),
     )  # fmt: skip
     dq, dk, dv = (x.transpose(0, 1) for x in grads)
     return dq, dk, dv[..., : v.shape[-1]], None
+
+
+def _widened(x: Tensor, q: Tensor) -> Tensor:
+    """Zeros up to the head dimension of q; x itself where it is as wide (padding by nothing copies)."""
+    missing = q.shape[-1] - x.shape[-1]
+    return functional.pad(x, (0, missing)) if missing else x
 
 
 def _window(rules: Rules) -> dict[str, int]:

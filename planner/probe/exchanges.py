@@ -18,18 +18,27 @@ from planner.specs.units import GB
 REPEATS = 5
 
 
+def barrier(device: str, group: Any = None) -> None:
+    """Wait for the ranks of a group; NCCL would take a rank's number for its GPU's where it is not told."""
+    if device == "cpu":
+        dist.barrier(group=group)
+    else:
+        torch.cuda.synchronize()
+        dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
+
+
 def measure_exchanges(trainer: Trainer) -> tuple[Exchange, ...]:
     """Median seconds and bus bandwidth of what this rank exchanges with tensor-, context- and data-parallel peers."""
     found = []
     tp = trainer.around.tp
     if tp.size > 1:
         shard, group = trainer.empty(), cast(Any, tp).group
-        whole_bytes = shard.numel() * shard.element_size() * (tp.size if tp.sequence_parallel else 1)
+        whole = shard.repeat(tp.size if tp.sequence_parallel else 1, 1, 1)
         if tp.sequence_parallel:
             seconds = _seconds(trainer, group, lambda: tp.all_gather(shard))
-            found.append(_exchange("tp all-gather", tp.size, whole_bytes, seconds, passes=1))
-        seconds = _seconds(trainer, group, lambda: tp.all_reduce(trainer.empty()))
-        found.append(_exchange("tp all-reduce", tp.size, whole_bytes, seconds, passes=2))
+            found.append(_exchange("tp all-gather", tp.size, whole.nbytes, seconds, passes=1))
+        seconds = _seconds(trainer, group, lambda: dist.all_reduce(whole, group=group))
+        found.append(_exchange("tp all-reduce", tp.size, whole.nbytes, seconds, passes=2))
     cp = trainer.around.cp
     keys = next(_keys(trainer), None)
     if cp.size > 1 and keys is not None:
@@ -55,7 +64,7 @@ def _keys(trainer: Trainer) -> Iterator[Tensor]:
 def _seconds(trainer: Trainer, group: Any, call: Callable[[], object]) -> float:
     times = []
     for _ in range(REPEATS + 1):
-        dist.barrier(group=group)  # not of all ranks: some have fewer exchanges than others
+        barrier(trainer.device, group)  # not of all ranks: some have fewer exchanges than others
         trainer.clock.start()
         call()
         times.append(trainer.clock.seconds(trainer.clock.mark()))

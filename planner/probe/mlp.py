@@ -99,7 +99,8 @@ class MoE(nn.Module):
         weights = apply(Exchange, weights, peers, to, back)
         local = received.shape[1]
         if local > 1:
-            expert = torch.arange(local, device=rows.device).repeat(peers.size).repeat_interleave(received.flatten())
+            expert = torch.arange(local, device=rows.device).repeat(peers.size)
+            expert = expert.repeat_interleave(received.flatten(), output_size=rows.shape[0])  # does not wait for a GPU
             order = expert.argsort(stable=True)
             rows, weights = rows.index_select(0, order), weights.index_select(0, order)
         rows = self.experts(rows, weights, received.sum(0))

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from planner.files import write_text
-from planner.probe.exchanges import measure_exchanges
+from planner.probe.exchanges import barrier, measure_exchanges
 from planner.probe.grid import Grid
+from planner.probe.meeting import Identity, compare
 from planner.probe.pipeline import StepRecord
 from planner.probe.reference import Reference, check_gradients, check_steps, compute_reference
 from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction
@@ -24,6 +25,9 @@ from planner.probe.training import Trainer, dtypes
 from planner.probe.wires import GroupWires
 
 RUN_FILE, RESULT_FILE, STATUS_FILE = "run.json", "rank{}.json", "rank{}.status"
+MAX_CONNECTIONS = "32"
+"""Of the host to a GPU: each channel between ranks has a stream of its own, and of streams that share one of the usual
+eight connections one that waits for a peer holds back the other."""
 
 
 class Worker:
@@ -31,16 +35,18 @@ class Worker:
 
     def __init__(self, folder: Path, rank: int, local_rank: int, local: bool) -> None:
         """`local`: all ranks share the folder, and meet in a file there; else as MASTER_ADDR and MASTER_PORT say."""
-        self.folder, self.rank, self.local = folder, rank, local
+        self.folder, self.rank, self.local_rank, self.local = folder, rank, local_rank, local
         self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
         self.status = Status(folder / STATUS_FILE.format(rank))
-        self.device = "cpu" if self.run.device == "cpu" else f"cuda:{local_rank}"
+        self.device: str = self.run.device
 
     def main(self) -> None:
         """All phases, in order."""
         run = self.run
         self.status.enter("rendezvous")
-        self.join()
+        store = self.meet()
+        self.status.enter("handshake")
+        self.join(store)
         self.status.enter("build")
         grid = Grid(run, self.rank)
         trainer = self.build(grid)
@@ -71,34 +77,49 @@ class Worker:
         self.status.enter("done")
         dist.destroy_process_group()
 
-    def join(self) -> None:
-        """Meet the other ranks, and make sure that all of them run the same software on devices of their own."""
+    def meet(self) -> Any:
+        """The store that all ranks share."""
+        untyped = cast(Any, dist)
+        if self.local:
+            return untyped.FileStore(str(self.folder / "store"), self.run.world_size)
+        return next(untyped.rendezvous("env://", self.rank, self.run.world_size, timeout=self.timeout))[0]
+
+    def join(self, store: Any) -> None:
+        """Make sure that all ranks run the same software on devices of their own, and connect them."""
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", MAX_CONNECTIONS)
         self.use_device()
-        backend = "gloo" if self.run.device == "cpu" else "nccl"
+        store.set_timeout(self.timeout)
+        mine = Identity(torch.__version__, os.uname().nodename, self.device_id())
+        compare(store, self.rank, self.run.world_size, mine)
         dist.init_process_group(
-            backend,
-            init_method=None if self.local else "env://",
-            store=cast(Any, dist).FileStore(str(self.folder / "store"), self.run.world_size) if self.local else None,
+            "gloo" if self.run.device == "cpu" else "nccl",
+            store=store,
             rank=self.rank,
             world_size=self.run.world_size,
-            timeout=timedelta(seconds=2 * max(self.run.timeout_s, START_TIMEOUT_S)),  # the launcher is to notice first
+            timeout=self.timeout,
         )
-        mine = (torch.__version__, os.uname().nodename, self.device_id())
-        everyone: list[Any] = [None] * self.run.world_size
-        dist.all_gather_object(everyone, mine)
-        agree(everyone)
+
+    @property
+    def timeout(self) -> timedelta:
+        """Of a rank that waits for others: the launcher is to notice first."""
+        return timedelta(seconds=2 * max(self.run.timeout_s, START_TIMEOUT_S))
 
     def use_device(self) -> None:
-        if self.run.device == "cuda":
-            torch.cuda.set_device(self.device)
+        """Compute on the GPU of this rank's number on its machine, or on the only one that it is shown."""
+        if self.run.device == "cpu":
+            return
+        visible = torch.cuda.device_count()
+        number = 0 if visible == 1 else self.local_rank
+        if number >= visible:
+            raise RuntimeError(f"no GPU for rank {self.rank}, number {number} of its machine: torch sees {visible}")
+        self.device = f"cuda:{number}"
+        torch.cuda.set_device(self.device)
 
     def device_id(self) -> str:
         return "" if self.run.device == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
 
     def barrier(self) -> None:
-        if self.run.device == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
+        barrier(self.device)
 
     def build(self, grid: Grid) -> Trainer:
         """Stages, optimizer state and wires of this rank."""
@@ -210,17 +231,6 @@ def chunk_seconds(record: StepRecord) -> tuple[ChunkSeconds, ...]:
             )
         )
     return tuple(found)
-
-
-def agree(everyone: list[tuple[str, str, str]]) -> None:
-    """Raise where ranks run different versions of torch, or two of them share one GPU (NCCL refuses that)."""
-    devices: dict[tuple[str, str], int] = {}
-    for rank, (version, host, device) in enumerate(everyone):
-        if version != everyone[0][0]:
-            raise RuntimeError(f"rank {rank} on {host} runs torch {version}, rank 0 runs torch {everyone[0][0]}")
-        if device and (host, device) in devices:
-            raise RuntimeError(f"ranks {devices[host, device]} and {rank} share one GPU ({device} of {host})")
-        devices[host, device] = rank
 
 
 if __name__ == "__main__":

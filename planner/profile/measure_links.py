@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from planner.errors import ProbeError
 from planner.files import write_text
+from planner.probe.exchanges import barrier
 from planner.probe.run import Device
 from planner.profile.record import Row
 from planner.specs.units import MICRO
@@ -177,8 +178,7 @@ def _call(device: Device, kind: str, num_bytes: int, size: int, group: Any) -> C
 def _seconds(device: Device, call: Callable[[], object], group: Any) -> float:
     times = []
     for _ in range(WARM_UP + REPEATS):
-        dist.barrier(group=group)
-        _synchronize(device)
+        barrier(device, group)
         start = time.perf_counter()
         call()
         _synchronize(device)

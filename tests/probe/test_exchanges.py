@@ -1,0 +1,33 @@
+"""Exchanges timed by themselves: what is reported to have been moved is what was moved."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from planner.probe import exchanges  # noqa: E402
+from planner.probe.peers import GroupPeers, Surroundings  # noqa: E402
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_bytes_are_those_that_move(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    monkeypatch.setattr(exchanges, "barrier", lambda device, group: None)
+    monkeypatch.setattr(exchanges.dist, "all_reduce", lambda x, group: moved.append(x.nbytes))
+    monkeypatch.setattr(exchanges.dist, "all_gather_into_tensor", lambda whole, x, group: moved.append(whole.nbytes))
+    trainer: Any = SimpleNamespace(
+        around=Surroundings(tp=GroupPeers(4, 0, sequence_parallel)),
+        chunks={},
+        run=None,
+        flat=[],
+        device="cpu",
+        clock=SimpleNamespace(start=lambda: None, mark=lambda: None, seconds=lambda mark: 0.5),
+        empty=lambda: torch.empty(8 // (4 if sequence_parallel else 1), 1, 16),
+    )
+    found = exchanges.measure_exchanges(trainer)
+    assert [exchange.name for exchange in found] == ["tp all-gather"] * sequence_parallel + ["tp all-reduce"]
+    assert {exchange.num_bytes for exchange in found} == set(moved) == {8 * 16 * 4}
