@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.probe.context import ContextAttention, shard, takes_flash
+from planner.probe.context import ContextAttention, FlashAttention, shard, takes_flash
 from planner.probe.linear import Linear, mark_partial, mark_shard
 from planner.probe.peers import Enter, Surroundings, TensorPeers, apply, recomputable
 from planner.specs.model import LayerKind, MLASpec, ModelSpec
@@ -82,20 +82,15 @@ def core_attention(
 ) -> Tensor:
     """Causal attention of q [seq, batch, heads, dim] over k and v [seq, batch, kv heads, dim].
 
-    Returns [seq, batch, heads·v dim]. `mask` is added to the scores and replaces causality where given; a window
-    goes to the flash kernel on a GPU. Unequal head dimensions are padded on the CPU, whose kernel wants them equal.
-    Learned sinks become one more key with a logit of their own. Where sequences are split, the keys and values of all
-    context-parallel ranks are gathered.
+    Returns [seq, batch, heads·v dim]. `mask` is added to the scores and replaces causality where given; windows and
+    learned sinks go to the flash kernel on a GPU, elsewhere sinks are one more key with a logit of their own. Unequal
+    head dimensions are padded on the CPU, whose kernel wants them equal. Where sequences are split, the keys and values
+    of all context-parallel ranks are gathered.
     """
     if cp.size > 1:
         return apply(ContextAttention, q, k, v, mask, window, sinks, cp).flatten(2)
-    if window and mask is None:
-        out = torch.ops.aten._flash_attention_forward(
-            *(x.transpose(0, 1) for x in (q, k, v)), None, None, q.shape[0], k.shape[0], 0.0, True, False,
-            window_size_left=window - 1, window_size_right=0,
-        )[0]  # fmt: skip
-        flat: Tensor = out.transpose(0, 1).reshape(*q.shape[:2], -1)
-        return flat
+    if mask is None and takes_flash(q) and (window or sinks is not None):
+        return apply(FlashAttention, q, k, v, window, sinks).flatten(2)
     v_dim = v.shape[-1]
     if q.device.type == "cpu" and v_dim < q.shape[-1]:
         v = functional.pad(v, (0, q.shape[-1] - v_dim))

@@ -40,7 +40,7 @@ def scatter(x: Tensor, cp: TensorPeers) -> Tensor:
 
 
 def takes_flash(x: Tensor) -> bool:
-    """Whether flash attention runs on x's device and dtype; it takes windows, and neither masks nor sinks."""
+    """Whether flash attention runs on x's device and dtype; it takes windows and sinks, and no masks."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -71,7 +71,7 @@ class ContextAttention(torch.autograd.Function):
         cp: TensorPeers,
     ) -> Tensor:
         ctx.mask, ctx.window, ctx.cp = mask, window, cp
-        ctx.flash = takes_flash(q) and mask is None and sinks is None
+        ctx.flash = takes_flash(q) and mask is None
         keys, values, rules = gather(k, cp), gather(v, cp), Rules(mask, window, sinks)
         outs, kept = [], []
         for part, end in zip(q.chunk(2), _ends(q, cp), strict=True):
@@ -104,6 +104,26 @@ class ContextAttention(torch.autograd.Function):
         return torch.cat(q_grads), k_grad, v_grad, None, None, sinks_grad, None
 
 
+class FlashAttention(torch.autograd.Function):
+    """Causal attention of q [seq, batch, heads, dim] over k and v by the flash kernel itself: windows, learned sinks.
+
+    Returns [seq, batch, heads, v dim].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
+        out, *kept = _flash(q, k, v, Rules(None, window, sinks))
+        ctx.window = window
+        ctx.save_for_backward(q, k, v, sinks, out, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, *kept = ctx.saved_tensors
+        dq, dk, dv, dsinks = _flash_backward(grad, q, out, k, v, Rules(None, ctx.window, sinks), kept)
+        return dq, dk, dv, None, dsinks
+
+
 def _ends(q: Tensor, cp: TensorPeers) -> Iterator[int]:
     """Where in the sequence this rank's two chunks end."""
     chunk = q.shape[0] // 2
@@ -112,26 +132,50 @@ def _ends(q: Tensor, cp: TensorPeers) -> Iterator[int]:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and the kernel's random state; its causal mask is aligned to the last key."""
-    padded = _widened(v, q)
-    out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        *(x.transpose(0, 1) for x in (q, k, padded)), None, None, q.shape[0], k.shape[0], 0.0, True, False,
+    """Output, log-sum-exp and the kernel's random state; its causal mask is aligned to the last key.
+
+    A sink is one more key of no value: it takes its share of the softmax from all others.
+    """
+    out, lse, state, unused, _ = _kernel(
+        *(x.transpose(0, 1) for x in (q, k, _widened(v, q))), None, None, q.shape[0], k.shape[0], 0.0, True, False,
         **_window(rules),
     )  # fmt: skip
-    return out.transpose(0, 1)[..., : v.shape[-1]], lse, state, unused
+    out = out.transpose(0, 1)[..., : v.shape[-1]]
+    if rules.sinks is not None:
+        whole = torch.logaddexp(lse, to_fp32(rules.sinks).view(-1, 1))
+        out, lse = out * (lse - whole).exp().permute(2, 0, 1).unsqueeze(-1).to(out.dtype), whole
+    return out, lse, state, unused
 
 
 def _flash_backward(
     grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Rules, kept: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The kernel's own backward holds with sinks too: it starts from the output and the log-sum-exp it is given."""
     lse, state, unused = kept
+    dsinks = (
+        None if rules.sinks is None else _sinks_grad(rules.sinks, lse, to_fp32(grad * out).sum(-1).permute(1, 2, 0))
+    )
     grad, out, padded = (_widened(x, q) for x in (grad, out, v))
-    grads = torch.ops.aten._flash_attention_backward(
+    grads = _kernel_backward(
         *(x.transpose(0, 1) for x in (grad, q, k, padded, out)), lse, None, None, q.shape[0], k.shape[0], 0.0, True,
         state, unused, **_window(rules),
     )  # fmt: skip
     dq, dk, dv = (x.transpose(0, 1) for x in grads)
-    return dq, dk, dv[..., : v.shape[-1]], None
+    return dq, dk, dv[..., : v.shape[-1]], dsinks
+
+
+def _kernel(*arguments: Any, **options: Any) -> Any:
+    return torch.ops.aten._flash_attention_forward(*arguments, **options)
+
+
+def _kernel_backward(*arguments: Any, **options: Any) -> Any:
+    return torch.ops.aten._flash_attention_backward(*arguments, **options)
+
+
+def _sinks_grad(sinks: Tensor, lse: Tensor, row_sums: Tensor) -> Tensor:
+    """Of the sinks' logits: each took its share of rowsum(dO ∘ O) [batch, heads, queries]."""
+    shares = (to_fp32(sinks).view(-1, 1) - lse).exp()
+    return -(shares * row_sums).sum((0, 2)).to(sinks.dtype)
 
 
 def _widened(x: Tensor, q: Tensor) -> Tensor:
@@ -167,10 +211,7 @@ def _plain_backward(
     dq = torch.einsum("bhqk,kbhd->qbhd", scores_grad, _per_head(k, q))
     dk = torch.einsum("bhqk,qbhd->kbhd", scores_grad, q)
     dv = torch.einsum("bhqk,qbhd->kbhd", probabilities.to(q.dtype), grad)
-    dsinks = None
-    if rules.sinks is not None:
-        shares = (to_fp32(rules.sinks).view(-1, 1) - lse).exp()
-        dsinks = -(shares * row_sums).sum((0, 2)).to(rules.sinks.dtype)
+    dsinks = None if rules.sinks is None else _sinks_grad(rules.sinks, lse, row_sums)
     per_group = (*k.shape[:3], -1)
     return dq, dk.view(*per_group, k.shape[3]).sum(3), dv.view(*per_group, v.shape[3]).sum(3), dsinks
 

@@ -10,7 +10,12 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from conftest import TINY  # noqa: E402
 
-from planner.probe.attention import Attention, Tables  # noqa: E402
+from planner.probe import context  # noqa: E402
+from planner.probe.attention import (  # noqa: E402
+    Attention,
+    Tables,
+    core_attention,
+)
 from planner.probe.context import Rules, _flash, _flash_backward, gather, scatter, shard  # noqa: E402
 from planner.probe.peers import EmulatedPeers, Surroundings, TensorPeers  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
@@ -74,3 +79,36 @@ def test_the_flash_kernel_takes_a_chunk_and_its_gradient(window: int) -> None:
     assert out.shape == (4, 2, 4, 16)
     grads = _flash_backward(torch.empty_like(out), q, out.contiguous(), k, v, rules, kept)
     assert [grad.shape for grad in grads[:3]] == [q.shape, k.shape, v.shape]
+
+
+def kernel(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
+    """torch's flash kernel of the CPU, called as that of a GPU is."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, True
+    )
+    return out.transpose(1, 2), lse, None, None, None
+
+
+def kernel_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *_: Any, **__: Any) -> Any:
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(1, 2) for x in (grad, q, k, v, out)), lse, 0.0, True
+    )
+    return [x.transpose(1, 2) for x in grads]
+
+
+def test_sinks_take_their_share_from_what_the_flash_kernel_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [torch.randn(6, 2, 3, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    inputs.append(torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True))
+    q, k, v, sinks = inputs
+    grad = torch.randn(6, 2, 24, dtype=torch.float64)
+
+    def attend() -> list[Any]:
+        out = core_attention(q, k, v, None, 0, sinks, TensorPeers())
+        return [out, *torch.autograd.grad(out, inputs, grad)]
+
+    expected = attend()
+    for name, stand_in in (("_kernel", kernel), ("_kernel_backward", kernel_backward)):
+        monkeypatch.setattr(context, name, stand_in)
+    monkeypatch.setattr("planner.probe.attention.takes_flash", lambda x: True)
+    for found, one in zip(attend(), expected, strict=True):
+        torch.testing.assert_close(found, one)

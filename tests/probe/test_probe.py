@@ -202,8 +202,7 @@ def test_seconds_of_gathered_keys_are_not_held_against_a_ring(cp: int, exchange:
     ("device", "changes", "seq_length", "message"),
     [
         ("cpu", {}, 30, "sequences of 30 tokens do not split into two equal chunks for each of cp 2 ranks"),
-        ("cuda", {"attention_sinks": True}, 32, r"split sequences \(cp 2\) takes no attention sinks"),
-        ("cuda", {"position_embedding": "alibi"}, 32, "takes no ALiBi"),
+        ("cuda", {"position_embedding": "alibi"}, 32, r"split sequences \(cp 2\) takes no ALiBi"),
     ],
 )
 def test_what_cannot_be_split(device: Any, changes: dict[str, Any], seq_length: int, message: str) -> None:
