@@ -27,11 +27,14 @@ _FIRST_PORT, _NUM_PORTS = 29500, 1000
 
 
 def joins_others() -> bool:
-    """Whether this process is one of several ranks; Slurm's variables are translated into torchrun's."""
-    if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]
+    """Whether this process is one of several ranks; srun's variables are translated into torchrun's.
+
+    A batch script has SLURM_NTASKS too and is one process: only what srun starts is a step.
+    """
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
-        os.environ.setdefault("MASTER_ADDR", first_host(os.environ.get("SLURM_JOB_NODELIST", "localhost")))
+        os.environ.setdefault("MASTER_ADDR", first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
         port = _FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", "0")) % _NUM_PORTS
         os.environ.setdefault("MASTER_PORT", str(port))
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1

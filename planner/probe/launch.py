@@ -137,20 +137,24 @@ class _Launch:
                 out_of_memory=OutOfMemory(**memory.model_dump(include=set(OutOfMemory.model_fields))),
             )
         hint = f"stacks and logs of all ranks are in {self.folder}"
-        for rank, started in zip(self.ranks, self.processes, strict=True):
-            if (started.exitcode or 0) < 0:
-                name = signal.Signals(-(started.exitcode or 0)).name
-                raise ProbeError(f"{self._name(rank)} was killed by {name} in {self._where(rank)}", hint)
-        silent = [
-            (rank, started.exitcode)
-            for rank, started in zip(self.ranks, self.processes, strict=True)
-            if started.exitcode and rank not in {failure.rank for failure in failures}
-        ]
+        killed = [(rank, signal.Signals(-code)) for rank, code in self._exit_codes() if code < 0]
+        killed.sort(key=lambda item: item[1] == signal.SIGABRT)
+        # NCCL's watchdog aborts a rank whose peer is gone
+        is_consequence = any(failure.kind == "error" for failure in failures)
+        if killed and not (is_consequence and killed[0][1] == signal.SIGABRT):
+            rank, sign = killed[0]
+            raise ProbeError(f"{self._name(rank)} was killed by {sign.name} in {self._where(rank)}", hint)
+        told = {failure.rank for failure in failures}
+        silent = [(rank, code) for rank, code in self._exit_codes() if code and rank not in told]
         if silent and all(failure.kind == "lost_peer" for failure in failures):
             rank, code = silent[0]
             raise ProbeError(f"{self._name(rank)} ended with code {code} in {self._where(rank)}", hint)
         first = failures[0]
         raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)
+
+    def _exit_codes(self) -> list[tuple[int, int]]:
+        """By rank; 0 where it still runs."""
+        return [(rank, started.exitcode or 0) for rank, started in zip(self.ranks, self.processes, strict=True)]
 
     def _failures(self) -> list[Failure]:
         """What failed ranks left, causes before consequences."""

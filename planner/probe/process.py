@@ -26,6 +26,13 @@ from planner.probe.worker import Worker
 
 FAILURE_FILE, STACK_FILE, LOG_FILE = "rank{}.failure.json", "rank{}.stack", "rank{}.log"
 EXIT_FAILED = 5
+NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+"""What else than torch's own error says so: the CPU's allocator, the driver, cuBLAS and cuDNN."""
+LOST_PEER = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "remote process exited",
+    "ommunicator was aborted",
+)  # fmt: skip
+"""What gloo and NCCL say of a peer that is gone."""
 
 
 def attempt(make: Callable[[], Worker], folder: Path, rank: int) -> Failure | None:
@@ -81,8 +88,8 @@ def _die_with_launcher() -> None:
 def failure_of(error: BaseException, rank: int, run: ProbeRun | None, where: str) -> Failure:
     """An exception as the file that the launcher reads."""
     text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-    lost = any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in NO_MEMORY)
+    lost = any(sign in str(error) for sign in LOST_PEER)
     return Failure(
         rank=rank,
         stage=0 if run is None else run.place(rank).pp,

@@ -62,6 +62,12 @@ def stage_out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
     stage.stage_child(folder, rank, local_rank)
 
 
+def aborted(folder: Path, rank: int, local_rank: int) -> None:
+    """One rank raises; the other is aborted, as NCCL's watchdog does where a peer is gone."""
+    _at("1B0", _raise) if rank == SICK_RANK else _at("0B0", os.abort)
+    process.child(folder, rank, local_rank)
+
+
 def hanging(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         _at("1F1", lambda: time.sleep(1000))

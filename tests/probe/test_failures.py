@@ -22,10 +22,10 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import faulty
 import torch
 
-from planner.probe.joined import first_host
+from planner.probe.joined import first_host, joins_others
 from planner.probe.launch import launch
 from planner.probe.meeting import Identity, compare, disagreement
-from planner.probe.process import asked_bytes
+from planner.probe.process import asked_bytes, failure_of
 
 HERE = Path(__file__).parent
 
@@ -46,6 +46,7 @@ def small(make_run: Any, **options: Any) -> Any:
     [
         (faulty.killed, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) was killed by SIGKILL in step 0, at 1F1"),
         (faulty.raising, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) failed in step 0, at 1B0 .*: RuntimeError: boom$"),
+        (faulty.aborted, r"rank 1 .* failed in step 0, at 1B0 .*: RuntimeError: boom$"),
         (faulty.other_torch, r"failed in handshake: RuntimeError: rank 1 on .* runs torch 2\.6\.0, rank 0 runs"),
         (
             faulty.full_disk,
@@ -90,11 +91,25 @@ def test_out_of_memory_is_a_result(make_run: Any, own_tmp: Path) -> None:
     [
         ("Tried to allocate 20.00 MiB. GPU 0", 20 * 2**20),
         ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes", 4096),
+        ("Tried to allocate 512 bytes. GPU 0", 512),
         ("no number here", None),
     ],
 )
 def test_how_much_was_asked_for(text: str, num_bytes: int | None) -> None:
     assert asked_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out_of_memory"),
+        ("CUDA error: out of memory\nCUDA kernel errors might be", "out_of_memory"),
+        ("NCCL error: remote process exited or there was a network error, NCCL version 2.28", "lost_peer"),
+        ("CUDA error: an illegal memory access was encountered", "error"),
+    ],
+)
+def test_what_cuda_and_nccl_say(text: str, kind: str) -> None:
+    assert failure_of(RuntimeError(text), 0, None, "build").kind == kind
 
 
 def test_two_ranks_on_one_gpu() -> None:
@@ -197,3 +212,25 @@ def alive(pid: int) -> bool:
 )
 def test_first_host_of_slurm(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("set_by_slurm", "joins"),
+    [
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, False),  # a batch script
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}, True),
+    ],
+)
+def test_only_what_srun_starts_is_one_of_several(
+    set_by_slurm: dict[str, str], joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    for name, value in {**set_by_slurm, "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_JOB_ID": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert joins_others() == joins
+    found = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
+    assert found == (["3", "4", "1", "n3", "29505"] if joins else [None] * 5)
