@@ -36,6 +36,8 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
     )
     if result.slice.reduced:
         yield Text(f"less  {', '.join(result.slice.reduced)}")
+    if result.step_s is not None:
+        yield Text(f"step  {_step(result)}")
     if result.out_of_memory is not None:
         yield section("Out of memory", bullets(_memory_lines(result)))
     if result.checks:
@@ -49,6 +51,16 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
         yield section("Exchanges by themselves", bullets(exchanges))
     yield section("Verified here, and not", bullets(_claims(result)))
     yield Text(f"\n{_verdict(result)}", style="bold")
+
+
+def _step(result: ProbeResult) -> str:
+    """Of all ranks together as measured, or replayed with the seconds of stages that ran alone."""
+    assert result.step_s is not None
+    if result.mode == "stages":
+        return f"{seconds(result.step_s)}, replayed with what the stages took"
+    spread = f", {seconds(result.step_spread_s)} apart" if result.run.num_steps > 1 else ""
+    loss = "" if result.loss is None else f"; loss {result.loss:.4f}"
+    return f"{seconds(result.step_s)} (median of {result.run.num_steps}{spread}){loss}"
 
 
 def _checks(result: ProbeResult) -> Table:

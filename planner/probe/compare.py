@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from statistics import median
 from typing import Literal
 
-from planner.plan import PricedLayout
-from planner.probe.result import Check, Comparison, RankResult, StageActivity
+from planner.plan import Plan
+from planner.probe.result import Check, Comparison, RankMemory, RankResult, StageActivity
 from planner.probe.run import ProbeRun, SleepSeconds
 from planner.probe.wires import message_of, needed_by
 from planner.schedule.actions import Action, Schedule
@@ -54,6 +55,11 @@ def busy_s(rank: RankResult) -> float:
     return sum(timed.end_s - timed.start_s for timed in rank.actions)
 
 
+def waited_s(rank: RankResult) -> float:
+    """Seconds in which the rank was free and its next action had not received what it works on."""
+    return sum(timed.start_s - timed.ready_s for timed in rank.actions)
+
+
 def bubble_fraction(ranks: Sequence[RankResult]) -> float:
     """1 − mean busy seconds / span, as `Timeline.bubble_fraction`."""
     return 1 - sum(map(busy_s, ranks)) / len(ranks) / span_s(ranks)
@@ -72,11 +78,20 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
         Check(name="exchanges", passed=True, detail=f"{num_messages} messages, each of the planned shape"),
         Check(name="in flight", passed=found == planned, detail=f"{found} chunks at most, planned {planned}"),
     ]
+    if run.sleep is None and not run.check:
+        checks.append(_finite(ranks))
     for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
         same = [check for rank in ranks for check in rank.checks if check.name == name]
         worst = next((check for check in same if not check.passed), same[0])
         checks.append(worst)
     return checks
+
+
+def _finite(ranks: Sequence[RankResult]) -> Check:
+    """Losses and gradient norms are numbers, where nothing else is known of them."""
+    passed = all(isfinite(step.loss) and isfinite(step.gradient_norm) for rank in ranks for step in rank.steps)
+    last = ranks[0].steps[-1]
+    return Check(name="finite", passed=passed, detail=f"loss {last.loss:.4f}, gradient norm {last.gradient_norm:.4f}")
 
 
 def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
@@ -91,7 +106,7 @@ def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity,
             StageActivity(
                 stage=rank.stage,
                 utilisation_fraction=busy_s(rank) / total_s,
-                wait_s=sum(timed.start_s - timed.ready_s for timed in rank.actions),
+                wait_s=waited_s(rank),
                 idle_s={cause: float(seconds[rank.stage]) for cause, seconds in timeline.idle_s.items()},
                 queue=tuple(queue),
                 max_queue=max((depth for _, depth in queue), default=0),
@@ -152,11 +167,32 @@ def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Compariso
     ]
 
 
+def compare_pipeline(
+    run: ProbeRun,
+    ranks: Sequence[RankResult],
+    planned: Sequence[SleepSeconds],
+    plan_stages: Sequence[int],
+    tolerance_fraction: float | None,
+) -> list[Comparison]:
+    """What comes of all stages together, against the replay of their planned seconds; waits and bubble are shown."""
+    timeline, stages = replay(run.order, durations(planned)), by_stage(run, ranks)
+    waits = []
+    for number, (rank, stage) in enumerate(zip(stages, plan_stages, strict=True)):
+        starts_s, ends_s = timeline.start_s[number].tolist(), timeline.end_s[number].tolist()
+        planned_s = sum(starts_s) - sum(ends_s[:-1])
+        waits.append(compared("wait for messages", "s", planned_s, waited_s(rank), None, stage))
+    return [
+        *waits,
+        compared("bubble", "fraction", timeline.bubble_fraction, bubble_fraction(stages), None),
+        compared("pipeline", "s", timeline.makespan_s, span_s(ranks), tolerance_fraction),
+    ]
+
+
 def compare_stage(
-    layout: PricedLayout, plan_stage: int, ranks: Sequence[RankResult], tolerance_fraction: float | None, alone: bool
+    plan: Plan, plan_stage: int, ranks: Sequence[RankResult], tolerance_fraction: float | None, alone: bool
 ) -> list[Comparison]:
     """Seconds and bytes of one stage's ranks; `alone`: peers were emulated, so that no exchange is in its seconds."""
-    stage = layout.stages[plan_stage]
+    stage = plan.best.stages[plan_stage]
     forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
     backward_s = median(sum(chunk.backward_s for chunk in rank.chunks) for rank in ranks)
     exchanged = (0.0, 0.0) if alone else (stage.forward_comm_s, stage.backward_comm_s)
@@ -171,14 +207,26 @@ def compare_stage(
     optimizer_s = median(step.optimizer_s for rank in ranks for step in rank.steps)
     found.append(compared("optimizer", "s", stage.optimizer_s, optimizer_s, None, plan_stage))
     memories = [rank.memory for rank in ranks if rank.memory is not None]
-    if memories:
-        # beyond ZeRO-1 gathered weights and gradients come and go, and under ZeRO-2 the run keeps all of them
-        planned, tolerance = stage.memory, tolerance_fraction if layout.parallelism.zero_stage <= 1 else None
-        static = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
-        rows = (
-            ("static memory", static, max(m.static_bytes for m in memories), tolerance),
-            ("peak allocated", planned.peak_allocated_bytes, max(m.peak_allocated_bytes for m in memories), tolerance),
-            ("device memory", planned.total_bytes, max(m.device_used_bytes for m in memories), None),
-        )
-        found += [compared(name, "bytes", a, b, judged, plan_stage) for name, a, b, judged in rows]
-    return found
+    return found + (_compare_memory(plan, plan_stage, memories, tolerance_fraction) if memories else [])
+
+
+def _compare_memory(
+    plan: Plan, plan_stage: int, memories: Sequence[RankMemory], tolerance_fraction: float | None
+) -> list[Comparison]:
+    """Bytes of the fullest rank of a stage. Beyond ZeRO-1 gathered weights and gradients come and go, and under ZeRO-2
+    the run keeps all of them: there bytes are shown and not judged."""
+    planned = plan.best.stages[plan_stage].memory
+    tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
+    peak, beyond = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
+    rows = (
+        (
+            "static memory",
+            planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes,
+            max(memory.static_bytes for memory in memories),
+            tolerance,
+        ),
+        ("peak allocated", peak, max(memory.peak_allocated_bytes for memory in memories), tolerance),
+        ("peak reserved", beyond * peak, max(memory.peak_reserved_bytes for memory in memories), None),
+        ("device memory", planned.total_bytes, max(memory.device_used_bytes for memory in memories), None),
+    )
+    return [compared(name, "bytes", a, b, judged, plan_stage) for name, a, b, judged in rows]

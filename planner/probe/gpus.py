@@ -9,7 +9,7 @@ import torch
 from planner.errors import ProbeError
 from planner.plan import Plan, PricedLayout, StagePlan
 from planner.probe import slices
-from planner.probe.compare import compare_stage, compared, durations, span_s
+from planner.probe.compare import compare_pipeline, compare_stage, compared, durations
 from planner.probe.launch import launch
 from planner.probe.outcome import Options, gathers_keys, recompute_modules, result, slice_of
 from planner.probe.result import Comparison, Measured, ProbeResult, RankResult
@@ -63,9 +63,9 @@ def ranks_result(
     if measured.ranks:
         for rank, stage in enumerate(stages):
             ranks = [found for found in measured.ranks if found.stage == rank]
-            comparisons += compare_stage(layout, stage, ranks, tolerance, alone=False)
-        planned_s = replay(order, durations(slices.planned_seconds(layout, order, stages))).makespan_s
-        comparisons.append(compared("pipeline", "s", planned_s, span_s(measured.ranks), tolerance))
+            comparisons += compare_stage(plan, stage, ranks, tolerance, alone=False)
+        planned = slices.planned_seconds(layout, order, stages)
+        comparisons += compare_pipeline(measured.run, measured.ranks, planned, stages, tolerance)
     return result(plan, options, slice_of(plan, grid, order, options), measured, comparisons)
 
 
@@ -87,7 +87,7 @@ def probe_stages(plan: Plan, options: Options) -> ProbeResult:
         if measured.out_of_memory is not None:
             break
         ranks += measured.ranks
-        comparisons += compare_stage(layout, stage, measured.ranks, tolerance, alone=True)
+        comparisons += compare_stage(plan, stage, measured.ranks, tolerance, alone=True)
     step_s = None
     if options.stages == "all" and measured.out_of_memory is None:
         found = {rank.stage: rank for rank in ranks}

@@ -80,7 +80,7 @@ class ShardedParameters:
         self, counted: Sequence[nn.Parameter], others: Sequence[nn.Parameter], sharding: Sharding, learning_rate: float
     ) -> None:
         self.parameters, self.counted, self.sharding = [*counted, *others], counted, sharding
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, **cast(Any, ADAM))
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, fused=True, **cast(Any, ADAM))
         allocate_moments(self.optimizer)
 
     def reduce(self) -> None:

@@ -29,7 +29,7 @@ from planner.cli import main
 from planner.probe import slices
 from planner.probe.gpus import distinct_stages, ranks_result, ranks_run
 from planner.probe.probe import Options, probe
-from planner.probe.result import Measured, ProbeResult
+from planner.probe.result import Measured, ProbeResult, RankMemory
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = {
@@ -211,6 +211,33 @@ def test_what_cannot_be_split(device: Any, changes: dict[str, Any], seq_length: 
     training = plan.training.model_copy(update={"seq_length": seq_length})
     with pytest.raises(ProbeError, match=message):
         probe(plan.model_copy(update={"model": model, "training": training}), Options(device=device))
+
+
+@pytest.mark.parametrize("loss", [2.5, float("nan")])
+def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys: pytest.CaptureFixture[str]) -> None:
+    from planner.cli.output import show
+    from planner.cli.probe_report import render
+
+    plan = small_plan()
+    memory = RankMemory(static_bytes=1, peak_allocated_bytes=2, peak_reserved_bytes=3, device_used_bytes=4)
+    ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1), memory=memory)
+    ranks = [
+        rank.model_copy(update={"steps": (rank.steps[0].model_copy(update={"loss": loss}),)}) for rank in ran.ranks
+    ]
+    measured = Measured(run=ran.run, ranks=tuple(ranks))
+    result = ranks_result(plan, Options(device="cuda"), measured, slices.Grid(pp=2, dp=1, cp=1, tp=1, ep=1), [0, 1])
+    found = {(row.name, row.stage): row for row in result.comparisons}
+    for name in ("forward", "backward", "optimizer", "wait for messages", "static memory", "peak allocated"):
+        assert {(name, 0), (name, 1)} <= found.keys()
+    assert found["peak reserved", 0].measured == 3
+    # the first stage waits in the middle and at the end of 1f1b, the last one for its first micro-batch
+    assert found["wait for messages", 0].predicted > found["wait for messages", 1].predicted > 0
+    assert found["bubble", None].predicted == pytest.approx(1 / 3, abs=0.2)
+    (finite,) = [check for check in result.checks if check.name == "finite"]
+    assert finite.passed == (loss == 2.5)
+    show(render(result))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"(median of 1); loss {loss:.4f}" in printed
 
 
 def test_stages_that_differ_only_in_place_are_run_once() -> None:
