@@ -1,0 +1,200 @@
+"""What only runs on a GPU, run once on stand-ins for torch.cuda: events, memory, devices, NCCL's exchanges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from planner.probe import exchanges, peers, training  # noqa: E402
+from planner.probe.gpus import default_device  # noqa: E402
+from planner.probe.gradients import FlatParameters, Sharding  # noqa: E402
+from planner.probe.linear import _takes_groups  # noqa: E402
+from planner.probe.pipeline import Clock  # noqa: E402
+from planner.probe.result import RankResult  # noqa: E402
+from planner.probe.stage import StageWorker  # noqa: E402
+from planner.probe.worker import RESULT_FILE, RUN_FILE, Worker  # noqa: E402
+from planner.profile import measure, measure_links  # noqa: E402
+from planner.profile.grid import QUICK  # noqa: E402
+from planner.profile.measure_links import Ranks  # noqa: E402
+
+GIB = 2**30
+
+
+class Event:
+    """Recorded at every tenth of a second, one after the other."""
+
+    now_s = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_s: float | None = None
+
+    def record(self) -> None:
+        Event.now_s += 0.1
+        self.at_s = Event.now_s
+
+    def synchronize(self) -> None:
+        assert self.at_s is not None
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.at_s is not None
+        assert end.at_s is not None
+        return 1e3 * (end.at_s - self.at_s)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """torch.cuda of a machine with two GPUs; what was called of it, in order."""
+    calls: list[str] = []
+
+    def noted(name: str, value: Any = None) -> None:
+        def call(*arguments: Any, **_: Any) -> Any:
+            calls.append(" ".join([name, *map(str, arguments)]))
+            return value
+
+        monkeypatch.setattr(torch.cuda, name, call)
+
+    properties = SimpleNamespace(
+        name="NVIDIA H200", uuid="GPU-1", major=9, minor=0, total_memory=140 * GIB, multi_processor_count=132
+    )
+    for name, value in {
+        "is_available": True, "device_count": 2, "set_device": None, "current_device": 1, "synchronize": None,
+        "empty_cache": None, "get_device_properties": properties, "get_device_name": "NVIDIA H200",
+        "get_device_capability": (9, 0), "reset_peak_memory_stats": None, "memory_allocated": 10 * GIB,
+        "max_memory_allocated": 20 * GIB, "max_memory_reserved": 21 * GIB, "memory_reserved": 0,
+        "mem_get_info": (117 * GIB, 140 * GIB),
+    }.items():  # fmt: skip
+        noted(name, value)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return calls
+
+
+def write_run(folder: Path, run: Any) -> Path:
+    (folder / RUN_FILE).write_text(run.model_copy(update={"device": "cuda"}).model_dump_json())
+    return folder
+
+
+def test_a_stage_alone_on_a_gpu(
+    make_run: Any, tmp_path: Path, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(("1f1b", 2, 1, 3), check=False, warm_up_steps=2, num_steps=1, dtype="bfloat16")
+    worker = StageWorker(write_run(tmp_path, run), 1, 0, local=True)
+
+    def use_device() -> None:
+        Worker.use_device(worker)
+        worker.device = "cpu"  # where its tensors really are
+
+    monkeypatch.setattr(worker, "use_device", use_device)
+    monkeypatch.setattr(training, "Clock", lambda device: Clock("cuda:0"))
+    worker.main()
+    rank = RankResult.model_validate_json((tmp_path / RESULT_FILE.format(1)).read_text())
+    assert rank.device_name == "NVIDIA H200"
+    assert rank.memory is not None
+    assert (rank.memory.static_bytes, rank.memory.peak_allocated_bytes) == (10 * GIB, 20 * GIB)
+    assert (rank.memory.peak_reserved_bytes, rank.memory.device_used_bytes) == (21 * GIB, 23 * GIB)
+    assert [chunk.stage for chunk in rank.chunks] == [1]
+    assert rank.chunks[0].forward_s == pytest.approx(0.1)
+    assert rank.chunks[0].weight_grad_s == pytest.approx(0.1)
+    order = [call.split()[0] for call in called]
+    # static memory after what building needed is freed; peaks from the start of each step
+    assert order.index("set_device") < order.index("empty_cache") < order.index("memory_allocated")
+    assert order.index("memory_allocated") < order.index("reset_peak_memory_stats") < order.index("mem_get_info")
+    assert order.count("reset_peak_memory_stats") == 3
+
+
+@pytest.mark.parametrize(("visible", "device"), [(4, "cuda:3"), (1, "cuda:0"), (2, None)])
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_it_is_shown(
+    visible: int, device: str | None, make_run: Any, tmp_path: Path, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    worker = Worker(write_run(tmp_path, make_run(("1f1b", 2, 1, 3))), 1, 3, local=True)
+    if device is None:
+        with pytest.raises(RuntimeError, match="no GPU for rank 1, number 3 of its machine: torch sees 2"):
+            worker.use_device()
+        return
+    worker.use_device()
+    assert called == [f"set_device {device}"]
+    assert worker.device_id() == "GPU-1"
+    assert default_device() == "cuda"
+
+
+def test_ranks_wait_for_each_other_on_their_own_gpus(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.distributed, "barrier", lambda group, device_ids: called.append(f"barrier {group} {device_ids}")
+    )
+    exchanges.barrier("cuda:1", "tp")
+    assert called == ["synchronize", "current_device", "barrier tp [1]"]
+
+
+class OnGPU:
+    """A tensor that says it is on a GPU."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.is_cuda, self.device = tensor, True, SimpleNamespace(type="cuda")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensor[index]
+
+
+def test_nccl_scatters_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    scattered: list[tuple[int, ...]] = []
+
+    def reduce_scatter_tensor(shard: Any, whole: Any, group: Any) -> None:
+        scattered.append((shard.numel(), whole.numel()))
+
+    monkeypatch.setattr(torch.distributed, "reduce_scatter_tensor", reduce_scatter_tensor)
+    whole: Any = OnGPU(torch.ones(8, 3))
+    assert peers.GroupPeers(4, 1, True).reduce_scatter(whole).shape == (2, 3)
+    flat = FlatParameters([torch.nn.Parameter(torch.ones(10))], [], Sharding("dp", 4, 1), torch.float32, 1e-3)
+    flat.grads = OnGPU(flat.grads)  # type: ignore[assignment]
+    (exchanged,) = flat.exchanges()
+    exchanged.call()
+    assert (exchanged.name, exchanged.passes) == ("gradient reduce-scatter", 1)
+    assert scattered == [(6, 24), (3, 12)]
+
+
+def test_grouped_products_are_torchs_on_hopper_in_bf16(called: list[str]) -> None:
+    assert _takes_groups(OnGPU(torch.empty(1, dtype=torch.bfloat16)))  # type: ignore[arg-type]
+    assert not _takes_groups(OnGPU(torch.empty(1)))  # type: ignore[arg-type]
+
+
+def test_kernels_are_timed_between_events(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = measure.Bench("cuda", 0.5)
+    assert bench.microseconds(lambda: None) == pytest.approx(1e5)
+    machine = measure.machine_of("cuda")
+    assert (machine.name, machine.architecture, machine.num_sms) == ("NVIDIA H200", "hopper", 132)
+    assert (machine.memory_bytes, machine.context_bytes, machine.num_devices) == (140 * GIB, 23 * GIB, 2)
+    backends = {task.key["backend"] for task in measure.tasks("cuda", QUICK) if task.table == "attention"}
+    assert backends == {"flash", "cudnn"}
+
+
+def test_links_are_timed_over_nccl(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged: list[str] = []
+
+    def noted(name: str, value: Any = None) -> None:
+        def call(*arguments: Any, **named: Any) -> Any:
+            exchanged.append(f"{name} {arguments[0]}" if name == "init_process_group" else name)
+            return value
+
+        monkeypatch.setattr(torch.distributed, name, call)
+
+    names = ("init_process_group", "destroy_process_group", "barrier", "all_gather_into_tensor", "all_reduce")
+    for name in (*names, "reduce_scatter_tensor", "new_group"):
+        noted(name)
+    monkeypatch.setattr(measure_links, "_on", lambda device: "cpu")
+    rows = measure_links.exchange_rows("cuda", Ranks(1, 2, 1, 2), (64,), store="store")
+    assert [(row["tier"], row["kind"], row["num_bytes"]) for row in rows] == [
+        (0, "all_gather", 64), (0, "reduce_scatter", 64), (0, "all_reduce", 64),
+    ]  # fmt: skip
+    assert called[0] == "set_device 1"
+    assert exchanged[0] == "init_process_group nccl"
+    assert exchanged[-1] == "destroy_process_group"
+    assert {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "barrier"} <= set(exchanged)
