@@ -85,7 +85,10 @@ def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced:
 def _claims(options: Options) -> tuple[list[str], list[str]]:
     """What a run of this kind verifies, and what it cannot."""
     if options.stages is not None:
-        return ["compute seconds and memory of each stage that ran"], ["network", "ranks waiting for each other"]
+        others = ["network", "ranks waiting for each other"]
+        if options.device == "cpu":  # which keeps no account of memory
+            return ["compute seconds of each stage that ran"], ["memory", *others]
+        return ["compute seconds and memory of each stage that ran"], others
     if options.device == "cuda":
         return ["seconds and memory of each stage that ran", "exchanges among the ranks that ran"], []
     proved = ["bubble"] if options.sleep else ["loss", "gradients", "gradient norm"]

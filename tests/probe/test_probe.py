@@ -128,6 +128,8 @@ def test_stages_alone() -> None:
     assert all(found.agrees is None for found in result.comparisons)
     assert all(chunk.input_grad_s and chunk.weight_grad_s for rank in result.ranks for chunk in rank.chunks)
     assert result.step_s is not None
+    assert result.slice.verified == ("compute seconds of each stage that ran",)
+    assert "memory" in result.slice.extrapolated
 
 
 def test_stages_alone_of_split_sequences() -> None:
