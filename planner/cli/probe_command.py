@@ -129,6 +129,8 @@ def _probe(
     )
     if sleep and (options.device != "cpu" or stages is not None):
         raise SpecError("--sleep: ranks sleep on the CPU only", "leave out --device cuda and --stage")
+    if order is not None and stages is not None:
+        raise SpecError("--order: a stage alone follows the plan's own schedule", "leave out --stage")
     return probe(plan, options)
 
 

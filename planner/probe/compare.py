@@ -65,13 +65,18 @@ def bubble_fraction(ranks: Sequence[RankResult]) -> float:
     return 1 - sum(map(busy_s, ranks)) / len(ranks) / span_s(ranks)
 
 
+def in_flight(run: ProbeRun) -> list[int]:
+    """Most activations that each pipeline rank holds at once, as its order says."""
+    one = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
+    return [int(count) for count in replay(run.order, durations(one)).peak_in_flight_chunks]
+
+
 def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
     """What a finished run proves about the plan's order; a wrong shape or a deadlock would have ended it."""
     stages = by_stage(run, ranks)
     ran = [tuple(timed.action for timed in rank.actions) for rank in stages]
     num_messages = sum(message_of(run.order, action) is not None for actions in run.order.ranks for action in actions)
-    one = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
-    planned = [int(count) for count in replay(run.order, durations(one)).peak_in_flight_chunks]
+    planned = in_flight(run)
     found = [rank.peak_in_flight_chunks for rank in stages]
     checks = [
         Check(name="order", passed=ran == list(run.ranks), detail=f"{sum(map(len, ran))} actions without a deadlock"),
@@ -189,9 +194,19 @@ def compare_pipeline(
 
 
 def compare_stage(
-    plan: Plan, plan_stage: int, ranks: Sequence[RankResult], tolerance_fraction: float | None, alone: bool
+    plan: Plan,
+    plan_stage: int,
+    ranks: Sequence[RankResult],
+    tolerance_fraction: float | None,
+    alone: bool,
+    num_shards_fraction: float = 1.0,
+    holds_as_planned: bool = True,
 ) -> list[Comparison]:
-    """Seconds and bytes of one stage's ranks; `alone`: peers were emulated, so that no exchange is in its seconds."""
+    """Seconds and bytes of one stage's ranks.
+
+    `alone`: peers were emulated, so that no exchange is in its seconds. A slice of the plan shards optimizer states
+    over `num_shards_fraction` of the plan's ranks, and may keep other micro-batches in flight than planned.
+    """
     stage = plan.best.stages[plan_stage]
     forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
     backward_s = median(sum(chunk.backward_s for chunk in rank.chunks) for rank in ranks)
@@ -207,26 +222,38 @@ def compare_stage(
     optimizer_s = median(step.optimizer_s for rank in ranks for step in rank.steps)
     found.append(compared("optimizer", "s", stage.optimizer_s, optimizer_s, None, plan_stage))
     memories = [rank.memory for rank in ranks if rank.memory is not None]
-    return found + (_compare_memory(plan, plan_stage, memories, tolerance_fraction) if memories else [])
+    if not memories:
+        return found
+    return found + _compare_memory(
+        plan, plan_stage, memories, tolerance_fraction, num_shards_fraction, holds_as_planned
+    )
 
 
 def _compare_memory(
-    plan: Plan, plan_stage: int, memories: Sequence[RankMemory], tolerance_fraction: float | None
+    plan: Plan,
+    plan_stage: int,
+    memories: Sequence[RankMemory],
+    tolerance_fraction: float | None,
+    num_shards_fraction: float,
+    holds_as_planned: bool,
 ) -> list[Comparison]:
     """Bytes of the fullest rank of a stage. Beyond ZeRO-1 gathered weights and gradients come and go, and under ZeRO-2
     the run keeps all of them: there bytes are shown and not judged."""
     planned = plan.best.stages[plan_stage].memory
     tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
-    peak, beyond = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
+    optimizer = planned.optimizer_bytes / num_shards_fraction
+    peak, more = planned.peak_allocated_bytes, optimizer - planned.optimizer_bytes
+    beyond = 1 + plan.cluster.hardware.reserved.fragmentation_fraction
+    static = planned.weights_bytes + planned.gradients_bytes + optimizer
     rows = (
+        ("static memory", static, [memory.static_bytes for memory in memories], tolerance),
         (
-            "static memory",
-            planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes,
-            max(memory.static_bytes for memory in memories),
-            tolerance,
+            "peak allocated",
+            peak + more,
+            [memory.peak_allocated_bytes for memory in memories],
+            tolerance if holds_as_planned else None,
         ),
-        ("peak allocated", peak, max(memory.peak_allocated_bytes for memory in memories), tolerance),
-        ("peak reserved", beyond * peak, max(memory.peak_reserved_bytes for memory in memories), None),
-        ("device memory", planned.total_bytes, max(memory.device_used_bytes for memory in memories), None),
+        ("peak reserved", beyond * (peak + more), [memory.peak_reserved_bytes for memory in memories], None),
+        ("device memory", planned.total_bytes + beyond * more, [m.device_used_bytes for m in memories], None),
     )
-    return [compared(name, "bytes", a, b, judged, plan_stage) for name, a, b, judged in rows]
+    return [compared(name, "bytes", a, max(found), judged, plan_stage) for name, a, found, judged in rows]

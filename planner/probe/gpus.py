@@ -9,13 +9,14 @@ import torch
 from planner.errors import ProbeError
 from planner.plan import Plan, PricedLayout, StagePlan
 from planner.probe import slices
-from planner.probe.compare import compare_pipeline, compare_stage, compared, durations
+from planner.probe.compare import compare_pipeline, compare_stage, compared, durations, in_flight
 from planner.probe.launch import launch
 from planner.probe.outcome import Options, gathers_keys, recompute_modules, result, slice_of
 from planner.probe.result import Comparison, Measured, ProbeResult, RankResult
 from planner.probe.run import ChunkSpec, Device, Place, ProbeRun, SleepSeconds
 from planner.probe.stage import stage_child
 from planner.schedule.actions import Schedule
+from planner.schedule.orders import in_flight_chunks
 from planner.schedule.replay import replay
 
 MICROBATCHES_PER_STAGE = 3
@@ -44,6 +45,11 @@ def ranks_run(plan: Plan, options: Options, num_gpus: int) -> tuple[ProbeRun, sl
     layout = plan.best
     grid = slices.fit_gpus(layout, num_gpus)
     order = options.order or slices.slice_schedule(layout, grid.pp)
+    if order.pp != grid.pp:
+        raise ProbeError(
+            f"--order has {order.pp} ranks, the slice of the plan that fits here {grid.pp} stages",
+            f"an order of {grid.pp} ranks, or prove it with --device cpu",
+        )
     if layout.parallelism.zero_stage > 1 and not slices.fully_shards(layout, order):
         raise ProbeError(
             f"the probe runs no ZeRO-{layout.parallelism.zero_stage} under {order.name}: ZeRO-1 or, where no backward "
@@ -57,16 +63,32 @@ def ranks_run(plan: Plan, options: Options, num_gpus: int) -> tuple[ProbeRun, sl
 def ranks_result(
     plan: Plan, options: Options, measured: Measured, grid: slices.Grid, stages: Sequence[int]
 ) -> ProbeResult:
-    """Predicted beside measured, stage by stage and for the pipeline; not judged where keys are exchanged otherwise."""
+    """Predicted beside measured, stage by stage and for the pipeline.
+
+    Not judged where keys are exchanged otherwise than planned, or ranks hold other experts; peaks of memory neither
+    where a rank of the slice holds other micro-batches.
+    """
     layout, order, comparisons = plan.best, measured.run.order, list[Comparison]()
-    tolerance = options.tolerance_fraction if gathers_keys(plan) else None
+    asked = layout.parallelism
+    is_faithful = gathers_keys(plan) and grid.ep == asked.ep
+    tolerance = options.tolerance_fraction if is_faithful else None
+    shards_fraction = grid.dp * grid.cp / (asked.dp * asked.cp) if asked.zero_stage == 1 else 1.0
+    planned_in_flight = in_flight_chunks(asked.schedule, asked.pp, asked.vpp, asked.num_microbatches)
+    holds = [planned_in_flight[stage] == held for stage, held in zip(stages, in_flight(measured.run), strict=True)]
     if measured.ranks:
         for rank, stage in enumerate(stages):
             ranks = [found for found in measured.ranks if found.stage == rank]
-            comparisons += compare_stage(plan, stage, ranks, tolerance, alone=False)
+            comparisons += compare_stage(
+                plan, stage, ranks, tolerance, alone=False, num_shards_fraction=shards_fraction,
+                holds_as_planned=holds[rank],
+            )  # fmt: skip
         planned = slices.planned_seconds(layout, order, stages)
         comparisons += compare_pipeline(measured.run, measured.ranks, planned, stages, tolerance)
-    return result(plan, options, slice_of(plan, grid, order, options), measured, comparisons)
+    part = slice_of(plan, grid, order, options)
+    beyond = [] if grid.ep == asked.ep else [f"seconds and memory at EP {asked.ep}"]
+    beyond += [] if all(holds) else ["peak memory with as many micro-batches in flight as planned"]
+    part = part.model_copy(update={"extrapolated": (*part.extrapolated, *beyond)})
+    return result(plan, options, part, measured, comparisons)
 
 
 def probe_stages(plan: Plan, options: Options) -> ProbeResult:

@@ -10,7 +10,7 @@ from planner.plan import Plan, PricedLayout
 from planner.probe.compare import activity, run_checks
 from planner.probe.result import Comparison, Measured, ProbeResult
 from planner.probe.run import Device
-from planner.probe.slices import RECOMPUTABLE, Grid, Slice, fully_shards
+from planner.probe.slices import RECOMPUTABLE, Grid, Slice, fully_shards, sampled_stages
 from planner.schedule.actions import Schedule
 
 
@@ -107,7 +107,8 @@ def result(
     ranks, run, alone = measured.ranks, measured.run, options.stages is not None
     complete = bool(ranks) and not alone
     steps = [max(rank.steps[i].step_s for rank in ranks) for i in range(run.num_steps)] if complete else []
-    memory = measured.out_of_memory
+    memory, pp = measured.out_of_memory, plan.parallelism.pp
+    stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
     return ProbeResult(
         mode="stages" if alone else "ranks",
         device=ranks[0].device_name if ranks else options.device,
@@ -125,5 +126,5 @@ def result(
         run=run,
         ranks=ranks,
         out_of_memory=memory,
-        predicted_bytes=None if memory is None else plan.best.stages[memory.stage].memory.total_bytes,
+        predicted_bytes=None if memory is None else plan.best.stages[stage_of[memory.stage]].memory.total_bytes,
     )

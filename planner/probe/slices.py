@@ -59,13 +59,14 @@ def fit_grid(layout: PricedLayout, num_processes: int, most_dp: int) -> Grid:
 def fit_gpus(layout: PricedLayout, num_gpus: int) -> Grid:
     """As `fit_grid` with whole tensor- and context-parallel groups: less dp first, then fewer stages.
 
-    Raises ProbeError where not even one stage fits.
+    Raises ProbeError where not even one group fits, or one stage of a pipeline alone.
     """
     asked = layout.parallelism
     group = asked.tp * asked.cp
-    if num_gpus < group:
+    if num_gpus < group * min(2, asked.pp):
+        needed = "one group" if num_gpus < group else f"two of {asked.pp} stages"
         raise ProbeError(
-            f"{num_gpus} GPUs are less than one group of tp {asked.tp} × cp {asked.cp}",
+            f"{num_gpus} GPUs are less than {needed} of tp {asked.tp} × cp {asked.cp}",
             "run the stages one by one on a single GPU: --stage all",
         )
     pp = min(asked.pp, num_gpus // group)
@@ -107,9 +108,7 @@ def real_chunks(layout: PricedLayout, order: Schedule, stages: Sequence[int]) ->
     for virtual in range(n):
         rank = order.stage_to_rank[virtual]
         plan_stage = layout.stages[stages[rank]]
-        spans = plan_stage.chunks
-        index = min(seen[rank], len(spans) - 1)
-        first, last = spans[index] if order.vpp == len(spans) else (spans[0][0], spans[-1][1])
+        first, last = _span(plan_stage, seen[rank], order.vpp)
         seen[rank] += 1
         recomputed = _recomputed(plan_stage, last - first)
         chunks.append(
@@ -123,6 +122,14 @@ def real_chunks(layout: PricedLayout, order: Schedule, stages: Sequence[int]) ->
             )
         )
     return tuple(chunks)
+
+
+def _span(stage: StagePlan, index: int, vpp: int) -> tuple[int, int]:
+    """Layers of a chunk: the plan's own, or an even part of the stage's where an order has more or fewer chunks."""
+    if vpp == len(stage.chunks):
+        return stage.chunks[index]
+    first, layers = stage.chunks[0][0], stage.num_layers
+    return first + layers * index // vpp, first + layers * (index + 1) // vpp
 
 
 def scaled_chunks(chunks: Sequence[ChunkSpec], most_layers: int) -> tuple[ChunkSpec, ...]:

@@ -15,6 +15,7 @@ import pytest
 from probes import probe_result, probe_run
 
 from planner.errors import ProbeError
+from planner.export.torch_csv import to_torch_csv
 from planner.plan import Plan
 from planner.schedule.orders import build_schedule
 from planner.search.search import evaluate
@@ -29,7 +30,7 @@ from planner.cli import main
 from planner.probe import slices
 from planner.probe.gpus import distinct_stages, ranks_result, ranks_run
 from planner.probe.probe import Options, probe
-from planner.probe.result import Measured, ProbeResult, RankMemory
+from planner.probe.result import Measured, OutOfMemory, ProbeResult, RankMemory
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = {
@@ -170,6 +171,55 @@ def test_gpus_take_whole_tensor_parallel_groups() -> None:
     assert slices.fit_gpus(plan.best, 8) == slices.Grid(pp=2, dp=1, cp=1, tp=4, ep=1)
     with pytest.raises(ProbeError, match="2 GPUs are less than one group of tp 4 × cp 1"):
         slices.fit_gpus(plan.best, 2)
+    with pytest.raises(ProbeError, match="4 GPUs are less than two of 4 stages of tp 4 × cp 1"):
+        slices.fit_gpus(plan.best, 4)
+    with pytest.raises(ProbeError, match="--order has 4 ranks, the slice of the plan that fits here 2 stages"):
+        ranks_run(plan, Options(device="cuda", order=build_schedule("1f1b", 4, 1, 8)), num_gpus=8)
+
+
+def test_an_order_with_more_chunks_splits_the_stages_layers_among_them() -> None:
+    layout = plan_of(load_model("8b"), 4, 8192, 64, pp=4).best
+    chunks = slices.real_chunks(layout, build_schedule("zb-v", 4, 2, 8), range(4))
+    assert sum(chunk.num_layers for chunk in chunks) == 32
+    interleaved = small_plan(pp=2, vpp=3, schedule="interleaved-1f1b").best
+    (whole,) = slices.real_chunks(interleaved, build_schedule("none", 1, 1, 2), [0])
+    assert whole.num_layers == interleaved.stages[0].num_layers
+
+
+def test_what_ran_out_of_memory_is_held_against_the_stage_it_stands_for() -> None:
+    plan, grid = plan_of(load_model("8b"), 4, 8192, 64, pp=4), slices.Grid(2, 1, 1, 1, 1)
+    run, _, stages = ranks_run(plan, Options(device="cuda"), 2)
+    memory = OutOfMemory(rank=1, stage=1, phase="warm-up", message="")
+    measured = Measured(run=run, ranks=(), out_of_memory=memory)
+    result = ranks_result(plan, Options(device="cuda"), measured, grid, stages)
+    assert result.predicted_bytes == plan.stages[3].memory.total_bytes != plan.stages[1].memory.total_bytes
+
+
+def compared_memory(plan: Plan, grid: slices.Grid, stages: list[int]) -> tuple[ProbeResult, dict[Any, Any]]:
+    """What ranks that hold just what the plan says of them are said to hold."""
+    run, _, _ = ranks_run(plan, Options(device="cuda"), grid.num_ranks)
+    memory = RankMemory(static_bytes=1, peak_allocated_bytes=1, peak_reserved_bytes=1, device_used_bytes=1)
+    ran = probe_result(plan, lambda j: (1e-3, 2e-3), stages=range(grid.pp), mode="ranks", run=run, memory=memory)
+    ranks = tuple(rank.model_copy(update={"steps": rank.steps * run.num_steps}) for rank in ran.ranks)
+    result = ranks_result(plan, Options(device="cuda"), Measured(run=run, ranks=ranks), grid, stages)
+    return result, {(row.name, row.stage): row for row in result.comparisons}
+
+
+def test_a_slice_with_less_dp_holds_more_of_the_optimizer() -> None:
+    plan = plan_of(load_model("8b"), 16, 8192, 64, pp=4, dp=4)
+    _, found = compared_memory(plan, slices.Grid(4, 2, 1, 1, 1), [0, 1, 2, 3])
+    planned = plan.stages[1].memory
+    static, peak = found["static memory", 1], found["peak allocated", 1]
+    assert static.predicted == planned.weights_bytes + planned.gradients_bytes + 2 * planned.optimizer_bytes
+    assert peak.predicted == planned.peak_allocated_bytes + planned.optimizer_bytes
+    assert (static.agrees, peak.agrees) == (False, False)
+
+
+def test_a_slice_with_fewer_stages_holds_fewer_micro_batches_and_no_peak_is_judged() -> None:
+    plan = plan_of(load_model("8b"), 16, 8192, 64, pp=4, dp=4)
+    result, found = compared_memory(plan, slices.Grid(2, 1, 1, 1, 1), [0, 3])
+    assert (found["static memory", 0].agrees, found["peak allocated", 0].agrees) == (False, None)
+    assert any("in flight as planned" in what for what in result.slice.extrapolated)
 
 
 def test_sequences_are_split_over_as_many_ranks_as_planned_or_in_small_over_two() -> None:
@@ -297,10 +347,16 @@ def test_a_mismatch_is_exit_code_6(
         (["--stage", "x"], "--stage: 'x' is no stage"),
         (["--steps", "0"], "--steps: 0 is too small"),
         (["--timeout", "-1"], "must be positive"),
+        (["--order", "ORDER", "--stage", "all"], "--order: a stage alone follows the plan's own schedule"),
         (["--sleep", "--stage", "all"], "--sleep: ranks sleep on the CPU only"),
     ],
 )
-def test_wrong_options(options: list[str], message: str, plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options(
+    options: list[str], message: str, plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = tmp_path / "order.csv"
+    order.write_text(to_torch_csv(build_schedule("1f1b", 2, 1, 2)))
+    options = [str(order) if option == "ORDER" else option for option in options]
     assert main(["probe", plan_file, *options]) == 2
     assert message in capsys.readouterr().err
 
