@@ -251,6 +251,16 @@ def optimizer_s(
     return stream_s(hardware, num_bytes, 0, "optimizer")
 
 
+def clip_s(hardware: HardwareSpec, shard: Number, whole: Number, runtime: RuntimeSpec) -> Number:
+    """Seconds per step to measure and scale the main gradients of a shard, and to zero those of all `whole` parameters.
+
+    One pass to read them for the norm, two to scale them, one to write zeros.
+    """
+    if not runtime.clips_gradients:
+        return 0.0
+    return stream_s(hardware, runtime.gradient_bytes * (3 * shard + whole), 3)
+
+
 def accumulate_s(hardware: HardwareSpec, num_parameters: Number, gradient_bytes: int = FP32) -> Number:
     """Seconds to add bf16 gradients into main ones: 2 + 4 bytes read, 4 written per parameter where they are fp32."""
     # sums of one dtype are plain additions

@@ -284,6 +284,7 @@ class Pricing:
         wide = wide_parameters(items)
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
         seconds = self._seconds(items, shape)
+        shard = memory.sharded_parameters(dense, expert, shape)
         gathered = (dense + expert) * (np.asarray(shape.zero_stage) == 3) * (np.asarray(shape.shard_size) > 1)
         # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered
         seconds["forward_s"] = seconds["forward_s"] + compute.stream_s(hardware, 2 * BF16 * gathered, 1)
@@ -307,7 +308,8 @@ class Pricing:
             wide_parameters=wide,
             reduce_s=self.reduce_s(dense, expert, shape),
             gather_s=self.gather_s(dense, expert, shape),
-            optimizer_s=compute.optimizer_s(hardware, memory.sharded_parameters(dense, expert, shape), runtime),
+            optimizer_s=compute.optimizer_s(hardware, shard, runtime)
+            + compute.clip_s(hardware, shard, dense + expert, runtime),
         )
 
     def _embedding(self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost]) -> PartCost:
@@ -317,7 +319,8 @@ class Pricing:
         stage = part.parameters + sum(layers[kind, "none"].parameters * n for kind, n in counts.items()) / shape.pp
         sharded = memory.sharded_parameters(part.parameters, 0.0, shape)
         table = np.minimum(part.parameters, memory.sharded_parameters(stage, 0.0, shape))
-        return replace(part, optimizer_s=compute.optimizer_s(self.cluster.hardware, sharded, self.runtime, table))
+        slower_s = [compute.optimizer_s(self.cluster.hardware, sharded, self.runtime, rows) for rows in (table, 0.0)]
+        return replace(part, optimizer_s=part.optimizer_s + slower_s[0] - slower_s[1])
 
     def _head(self, shape: Shape, shares_embedding: bool) -> PartCost:
         """Final norm, head and loss, and the memory that the logits take while the loss runs."""

@@ -40,7 +40,7 @@ class Coefficient:
 
 
 COEFFICIENTS = (
-    Coefficient("A100 products", "hardware", A100, "efficiency.gemm_factor", 0.9, 0.7, 1.3, 0.03),
+    Coefficient("A100 products", "hardware", A100, "efficiency.gemm_factor", 0.95, 0.7, 1.3, 0.03),
     Coefficient("A100 NVLink", "hardware", A100, "tiers.0.efficiency_fraction", 0.78, 0.4, 0.95, 0.1),
     Coefficient("A100 network", "hardware", A100, "tiers.1.efficiency_fraction", 0.8, 0.3, 0.95, 0.15),
     Coefficient("DeepSpeed waits per exchange", "runtime", DEEPSPEED, "collective_sync_us", 200, 1, 2000, 1.0, "µs"),

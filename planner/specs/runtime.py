@@ -47,6 +47,8 @@ class RuntimeSpec(Spec):
     """Without: the loss makes fp32 copies of the logits."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
+    clips_gradients: bool = True
+    """Gradients are measured and scaled between backward and optimizer, and zeroed after."""
     keeps_tables: bool = False
     """Every stage keeps rotary tables and token ids on the device."""
     hands_unused_gradients: bool = False
@@ -248,12 +250,12 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             narrow_gradient_bytes=2,
             hands_unused_gradients=True,
             head_only_stage=True,
-            tp_overlap_fraction=0.416,
+            tp_overlap_fraction=0.415,
             tp_async_overlap_fraction=0.9,
-            ep_row_bytes=4890.0,
+            ep_row_bytes=4900.0,
             moe_host_us=4030.0,
-            collective_sync_us=39.4,
-            expert_host_us=60.6,
+            collective_sync_us=38.0,
+            expert_host_us=60.4,
             sends_tokens_once=True,
             groups_products=False,
             selective_recompute_modules=(
@@ -279,6 +281,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="torch-eager",
             keeps_tables=True,
+            clips_gradients=False,
             schedules=TORCH_SCHEDULES,
             fused_rotary=False,
             fused_activation=False,
@@ -317,9 +320,9 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         ),
         RuntimeSpec(
             name="megatron-deepspeed",
-            collective_sync_us=474.0,
-            tp_jitter_fraction=0.0294,
-            host_factor=2.027,
+            collective_sync_us=413.7,
+            tp_jitter_fraction=0.0373,
+            host_factor=2.034,
             zero_stages=(0, 1, 3),
             blocking_launches=True,
             fused_grad_accumulation=False,

@@ -10,6 +10,7 @@ import pytest
 from planner.physics.compute import (
     CAST_BYTES,
     accumulate_s,
+    clip_s,
     gemm_s,
     operator_seconds,
     optimizer_s,
@@ -273,3 +274,10 @@ def test_small_products_of_many_weights_are_bound_by_the_gradients_they_are_adde
     apart = operator_seconds(op, b200, "bf16", runtime.model_copy(update={"fused_grad_accumulation": False}))
     assert fused.wgrad_s > apart.wgrad_s
     assert fused[:2] == apart[:2]
+
+
+def test_clipping_passes_over_the_shard_and_zeroing_over_all() -> None:
+    bandwidth = H200.efficiency.stream_fraction * H200.hbm_bytes_per_s
+    shard, whole = 1e9, 8e9
+    assert float(clip_s(H200, shard, whole, MEGATRON)) == pytest.approx(4 * (3 * shard + whole) / bandwidth, rel=1e-2)
+    assert clip_s(H200, shard, whole, load_runtime("torch-eager")) == 0.0
