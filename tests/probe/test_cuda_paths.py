@@ -63,11 +63,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         name="NVIDIA H200", uuid="GPU-1", major=9, minor=0, total_memory=140 * GIB, multi_processor_count=132
     )
     for name, value in {
-        "is_available": True, "device_count": 2, "set_device": None, "current_device": 1, "synchronize": None,
-        "empty_cache": None, "get_device_properties": properties, "get_device_name": "NVIDIA H200",
-        "get_device_capability": (9, 0), "reset_peak_memory_stats": None, "memory_allocated": 10 * GIB,
-        "max_memory_allocated": 20 * GIB, "max_memory_reserved": 21 * GIB, "memory_reserved": 0,
-        "mem_get_info": (117 * GIB, 140 * GIB),
+        "is_available": True, "is_current_stream_capturing": False, "device_count": 2, "set_device": None,
+        "current_device": 1, "synchronize": None, "empty_cache": None, "get_device_properties": properties,
+        "get_device_name": "NVIDIA H200", "get_device_capability": (9, 0), "reset_peak_memory_stats": None,
+        "memory_allocated": 10 * GIB, "max_memory_allocated": 20 * GIB, "max_memory_reserved": 21 * GIB,
+        "memory_reserved": 0, "mem_get_info": (117 * GIB, 140 * GIB),
     }.items():  # fmt: skip
         noted(name, value)
     monkeypatch.setattr(torch.cuda, "Event", Event)
