@@ -5,20 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tiny import TINY
 
 from planner.probe.run import ChunkSpec, ProbeRun
 from planner.schedule.orders import Schedule, build_schedule
 from planner.specs.model import ModelSpec
-
-TINY: dict[str, Any] = {
-    "name": "tiny",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-}
 
 
 def tiny_run(order: Schedule | tuple[str, int, int, int], layers: int | None = None, **options: Any) -> ProbeRun:

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from conftest import TINY  # noqa: E402
+from tiny import TINY  # noqa: E402
 
 from planner.probe import context  # noqa: E402
 from planner.probe.attention import (  # noqa: E402
