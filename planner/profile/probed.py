@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from planner.physics.communication import members_by_tier
-from planner.physics.cost import PartCost, Pricing, sum_parts
+from planner.physics.cost import PartCost, sum_parts
 from planner.physics.memory import communicators
+from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray, Shape
 from planner.probe.feedback import require_speed
 from planner.probe.result import Exchange, ProbeResult, RankResult

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.physics.cost import CostTable, Pricing
+from planner.physics.cost import CostTable
+from planner.physics.pricing import Pricing
 from planner.search.pipeline import step_s
 from planner.search.split import Split
 from planner.specs.cluster import ClusterSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.errors import Infeasible
-from planner.physics.cost import Pricing
+from planner.physics.pricing import Pricing
 from planner.schedule.orders import placement
 from planner.schedule.replay import makespan_s
 from planner.schedule.synthesis import synthesize

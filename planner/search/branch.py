@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from planner.errors import SolverError
-from planner.physics.cost import CostTable, Pricing
+from planner.physics.cost import CostTable
+from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray, Shape
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES

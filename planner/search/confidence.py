@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from planner.physics.cost import Pricing
+from planner.physics.pricing import Pricing
 from planner.plan import Interval, PricedLayout, StagePlan
 
 STEP_WIDTH = {"probed": 0.05, "measured": 0.11, "family": 0.12, "spec_sheet": 0.28}

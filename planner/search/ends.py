@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.physics import compute, memory
-from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray
 from planner.search.screen import Screen
 from planner.specs.training import Recompute

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from planner.errors import Infeasible, SolverError
-from planner.physics.cost import Pricing
+from planner.physics.pricing import Pricing
 from planner.plan import PricedLayout
 from planner.search.candidates import Rejections, scalar
 from planner.search.screen import Screen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.physics.cost import Pricing
+from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
 from planner.search.rules import BF16_ONLY, Rule
 from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.errors import SpecError
-from planner.physics.cost import Pricing
+from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
 from planner.schedule.orders import violation
 from planner.search.candidates import rules_for

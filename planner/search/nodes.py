@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from planner.physics.cost import CostTable, PartCost, Pricing, sum_parts
+from planner.physics.cost import CostTable, PartCost, sum_parts
+from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, in_flight_microbatches, placement
 from planner.search.ilp import Node, Solution, Whole
 from planner.search.ilp_layers import recurring

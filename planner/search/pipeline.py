@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, placement

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import ModelTotals, model_totals
+from planner.physics.pricing import Pricing
 from planner.plan import Evidence, Layout, PricedLayout, StagePlan, StepBreakdown, StepTime
 from planner.schedule.actions import Schedule
 from planner.search.confidence import with_intervals

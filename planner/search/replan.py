@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.errors import SpecError
-from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
 from planner.plan import Plan, PricedLayout
 from planner.schedule.actions import Action, Schedule

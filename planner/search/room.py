@@ -8,9 +8,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.cost import CostTable, PartCost
 from planner.physics.memory import constant_bytes, reserved_bytes
 from planner.physics.operators import BF16
+from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray
 from planner.plan import StageMemory
 from planner.schedule.actions import KINDS, ActionList, Schedule

@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from planner.physics import memory
 from planner.physics.communication import p2p_s
-from planner.physics.cost import CostTable, PartCost, Pricing
+from planner.physics.cost import CostTable, PartCost
 from planner.physics.operators import BF16
+from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray, Number, Shape
 from planner.schedule.orders import SCHEDULES, placement
 from planner.specs.model import LayerKind

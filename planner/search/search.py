@@ -8,8 +8,8 @@ import numpy as np
 
 from planner import __version__
 from planner.errors import SpecError
-from planner.physics.cost import Pricing
 from planner.physics.layers import ModelTotals, model_totals
+from planner.physics.pricing import Pricing
 from planner.plan import ModelSummary, Plan, PricedLayout, RunCost, SearchReport
 from planner.search import explain
 from planner.search.assumptions import told_assumptions

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.errors import Infeasible, SolverError
-from planner.physics.cost import Pricing
+from planner.physics.pricing import Pricing
 from planner.plan import Plan, PricedLayout
 from planner.schedule.replay import makespan_s
 from planner.search import assumptions

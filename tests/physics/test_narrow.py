@@ -6,7 +6,6 @@ import pytest
 
 from planner.physics import compute, memory
 from planner.physics.communication import exchange_s
-from planner.physics.cost import Pricing
 from planner.physics.layers import decoder_layer, head
 from planner.physics.operators import (
     NARROW_BYTES,
@@ -17,6 +16,7 @@ from planner.physics.operators import (
     saved_bytes,
     wide_parameters,
 )
+from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model

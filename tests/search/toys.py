@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from planner.physics.cost import CostTable, Pricing
+from planner.physics.cost import CostTable
+from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
 from planner.search.candidates import enumerate_shapes, scalar, schedule_options
 from planner.search.nodes import RecomputeChoice

@@ -1,0 +1,278 @@
+"""Prices of a shape: operators and exchanges folded into the cost table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import numpy as np
+
+from planner.physics import compute, memory
+from planner.physics.communication import collective_s, exchange_s, group_of, p2p_s
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.layers import decoder_layer, embedding, head, mtp_block
+from planner.physics.operators import (
+    BF16,
+    FP32,
+    Item,
+    collectives_of,
+    num_parameters,
+    operators_of,
+    saved_bytes,
+    wide_parameters,
+)
+from planner.physics.shape import Number, Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.runtime import RuntimeSpec
+from planner.specs.training import Recompute, TrainingSpec
+from planner.specs.units import GIB, MICRO
+
+COMM_GROUPS = ("tp", "cp", "ep")
+"""Groups whose exchanges run inside a layer; expert-tp counts with ep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """What stays the same while shapes vary, the modules that `selective` recomputes among it."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: ClusterSpec
+    runtime: RuntimeSpec
+    selective_modules: tuple[str, ...] = ("core_attn",)
+    headroom_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        # what a dtype means for the trainer is settled once, for all that reads its fields
+        runtime = self.runtime.in_dtype(self.training.dtype, self.cluster.hardware.architecture)
+        object.__setattr__(self, "runtime", runtime)
+
+    @property
+    def kind_counts(self) -> dict[LayerKind, int]:
+        """How many layers of each kind the model has."""
+        return {kind: self.model.layers.count(kind) for kind in self.model.kinds}
+
+    def usable_bytes(self, shape: Shape) -> Number:
+        """The most that tensors may take on a GPU: beside headroom, the driver's reserve and the trainer's."""
+        reserved = self.headroom_bytes + self.runtime.reserved_gib * GIB
+        return memory.usable_bytes(shape, self.cluster.hardware, reserved)
+
+    def table(self, shape: Shape, modes: Sequence[Recompute] = ("none", "selective", "full")) -> CostTable:
+        """Price `shape` (numbers or arrays) under each recompute mode."""
+        model, runtime, imbalance = self.model, self.runtime, self.training.moe_imbalance
+        layers: dict[tuple[LayerKind, Recompute], PartCost] = {}
+        for kind in model.kinds:
+            items = decoder_layer(model, kind, shape, runtime, imbalance)
+            layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
+        shared = model.tie_word_embeddings
+        return CostTable(
+            shape=shape,
+            layers=layers,
+            embedding=self._embedding(shape, layers),
+            head=self._head(shape, shares_embedding=False),
+            head_beside_embedding=self._head(shape, shares_embedding=shared),
+            mtp=self._mtp(shape),
+            p2p_s=self._p2p_s(shape) * (np.asarray(shape.pp) > 1),
+            usable_bytes=self.usable_bytes(shape),
+            tail_s=self.tail_s(shape),
+        )
+
+    def _modes(self, items: Sequence[Item], shape: Shape, modes: Sequence[Recompute]) -> dict[Recompute, PartCost]:
+        """One layer under each recompute mode: what is run again moves into the backward, what it saved is not kept."""
+        plain = self._plain(items, shape)
+        everything = frozenset(m for item in items for m in item.modules) | {""}
+        parts: dict[Recompute, PartCost] = {}
+        for mode in modes:
+            if mode == "none":
+                parts[mode] = plain
+                continue
+            chosen = everything if mode == "full" else frozenset(self.selective_modules)
+            again = [item for item in items if mode == "full" or not chosen.isdisjoint(item.modules)]
+            repeat = self._seconds(again, shape)
+            whole = saved_bytes(items, frozenset(), self.training.dtype)
+            live = (
+                BF16 * shape.shard_tokens * self.model.hidden_size
+                if mode == "full"
+                else saved_bytes(items, chosen, self.training.dtype)
+            )
+            changed = {
+                "input_grad_s": plain.input_grad_s + repeat["forward_s"],
+                **{
+                    f"{g}_backward_s": getattr(plain, f"{g}_backward_s") + repeat[f"{g}_forward_s"] for g in COMM_GROUPS
+                },
+                "live_bytes": live,
+                "transient_bytes": plain.transient_bytes + whole - live,
+            }
+            parts[mode] = PartCost(**{f.name: changed.get(f.name, getattr(plain, f.name)) for f in fields(plain)})
+        return parts
+
+    def _seconds(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """Seconds of a part by pass and kind, exposed exchanges only."""
+        seconds: dict[str, Number] = dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), 0.0)
+        seconds.update({f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")})
+        slow = 1 + self.training.straggler_fraction
+        passes = compute.part_seconds(operators_of(items), self.cluster.hardware, self.training.dtype, self.runtime)
+        for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
+            seconds[key] = slow * value
+        for exchange in collectives_of(items):
+            hidden = (
+                0.0 if exchange.overlap == "none" else getattr(self.runtime, f"{exchange.overlap}_overlap_fraction")
+            )
+            group = "ep" if exchange.group == "etp" else exchange.group
+            key = f"{group}_{'backward' if exchange.backward else 'forward'}_s"
+            size, _ = group_of(exchange.group, shape)
+            sync_us = 0.0 if self.runtime.cuda_graphs else self.runtime.collective_sync_us
+            sync_s = sync_us * MICRO * np.log2(size) * (np.asarray(exchange.num_bytes) > 0)
+            seconds[key] = seconds[key] + (1 - hidden) * (
+                exchange_s(exchange, shape, self.cluster, self.training.dtype) + sync_s
+            )
+        return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
+
+    def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """`seconds` with what tensor-parallel ranks wait for the slowest of them, in proportion to its compute."""
+        if not any(exchange.group == "tp" for exchange in collectives_of(items)):
+            return seconds
+        late = self.runtime.tp_jitter_fraction * np.log2(np.asarray(shape.tp, dtype=float))
+        backward_s = seconds["input_grad_s"] + seconds["weight_grad_s"]
+        return seconds | {
+            "tp_forward_s": seconds["tp_forward_s"] + late * seconds["forward_s"],
+            "tp_backward_s": seconds["tp_backward_s"] + late * backward_s,
+        }
+
+    def _with_launches(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """`seconds` with what the GPU waits for the host in a mixture of experts: max(GPU and exchanges, host).
+
+        The host cannot run ahead by more than a layer: it needs the count of each expert's tokens.
+        """
+        runtime, moe = self.runtime, self.model.moe
+        if moe is None or runtime.cuda_graphs or not any(op.expert for op in operators_of(items)):
+            return seconds
+        host_us = runtime.moe_host_us * runtime.moe_host_factor + runtime.expert_host_us * moe.num_experts / shape.ep
+        waits = {
+            "forward_s": sum(seconds[f"{g}_forward_s"] for g in COMM_GROUPS) + seconds["forward_s"],
+            "input_grad_s": sum(seconds[f"{g}_backward_s"] for g in COMM_GROUPS)
+            + seconds["input_grad_s"]
+            + seconds["weight_grad_s"],
+        }
+        return seconds | {key: seconds[key] + np.maximum(host_us * MICRO - gpu, 0.0) for key, gpu in waits.items()}
+
+    def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
+        """A part without recompute."""
+        dense, expert = num_parameters(items, expert=False), num_parameters(items, expert=True)
+        wide = wide_parameters(items)
+        hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
+        seconds = self._seconds(items, shape)
+        shard = memory.sharded_parameters(dense, expert, shape)
+        gathered = (dense + expert) * (np.asarray(shape.zero_stage) == 3) * (np.asarray(shape.shard_size) > 1)
+        # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered
+        seconds["forward_s"] = seconds["forward_s"] + compute.stream_s(hardware, 2 * BF16 * gathered, 1)
+        seconds["input_grad_s"] = seconds["input_grad_s"] + compute.stream_s(
+            hardware, (3 * BF16 + runtime.gradient_bytes) * gathered, 2
+        )
+        if not runtime.fused_grad_accumulation:
+            # ZeRO-2 and 3 sum the shards alone
+            shards = np.where(np.asarray(shape.zero_stage) >= 2, shape.shard_size, 1)
+            accumulated = compute.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
+            seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
+        return PartCost(
+            **seconds,
+            live_bytes=saved_bytes(items, frozenset(), dtype),
+            transient_bytes=memory.transient_bytes(items, runtime) + memory.unused_gradient_bytes(items, runtime),
+            weights_bytes=memory.weights_bytes(dense, expert, shape, runtime, dtype, wide),
+            gradients_bytes=memory.gradients_bytes(dense, expert, shape, runtime),
+            optimizer_bytes=memory.optimizer_bytes(dense, expert, shape, runtime),
+            parameters=dense + expert,
+            expert_parameters=expert,
+            wide_parameters=wide,
+            reduce_s=self.reduce_s(dense, expert, shape),
+            gather_s=self.gather_s(dense, expert, shape),
+            optimizer_s=compute.optimizer_s(hardware, shard, runtime)
+            + compute.clip_s(hardware, shard, dense + expert, runtime),
+        )
+
+    def _embedding(self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost]) -> PartCost:
+        """The embedding, whose table slows down the optimizer of the first shards of its stage."""
+        part = self._plain(embedding(self.model, shape, self.runtime), shape)
+        counts = self.kind_counts
+        stage = part.parameters + sum(layers[kind, "none"].parameters * n for kind, n in counts.items()) / shape.pp
+        sharded = memory.sharded_parameters(part.parameters, 0.0, shape)
+        table = np.minimum(part.parameters, memory.sharded_parameters(stage, 0.0, shape))
+        slower_s = [compute.optimizer_s(self.cluster.hardware, sharded, self.runtime, rows) for rows in (table, 0.0)]
+        return replace(part, optimizer_s=part.optimizer_s + slower_s[0] - slower_s[1])
+
+    def _head(self, shape: Shape, shares_embedding: bool) -> PartCost:
+        """Final norm, head and loss, and the memory that the logits take while the loss runs."""
+        items = head(self.model, shape, self.runtime, shares_embedding)
+        part = self._plain(items, shape)
+        logits = next(op for op in operators_of(items) if op.name == "head")
+        logits_bytes = BF16 * logits.m * logits.n
+        if not self.runtime.fused_cross_entropy:
+            # fp32 gradients of the loss by the softmax and by the logits, beside the softmax kept
+            held = 2 * FP32 / BF16 * logits_bytes
+            return replace(part, transient_bytes=np.maximum(part.transient_bytes, held), logits_bytes=held)
+        # the gradient overwrites the logits, which live from the loss to the head's backward, this rank's next action;
+        # beside them, the gathered input and its gradient, and gradients that are never filled
+        layer = decoder_layer(self.model, self.model.layers[-1], shape, self.runtime)
+        unused = memory.unused_gradient_bytes((*items, *layer), self.runtime)
+        held = logits_bytes + 2 * BF16 * logits.m * logits.k + unused
+        return replace(part, live_bytes=part.live_bytes - logits_bytes, transient_bytes=held, logits_bytes=held)
+
+    def _mtp(self, shape: Shape) -> PartCost | None:
+        """Every multi-token-prediction block, one after the other; of several stages, theirs also embeds tokens."""
+        if not self.model.num_nextn_predict_layers:
+            return None
+        block = self._plain(mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance), shape)
+        copy = self._plain(embedding(self.model, shape, self.runtime), shape)
+        return block.times(self.model.num_nextn_predict_layers) + copy.times(np.where(np.asarray(shape.pp) > 1, 1, 0))
+
+    def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
+        """Gradients reduce-scattered over the shard group and all-reduced over its replicas; ZeRO-0: all-reduced."""
+        return self._data_parallel_s(dense, expert, shape, self.runtime.gradient_bytes, reduces=True)
+
+    def gather_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
+        """All-gather of updated parameters over the shard group; none under ZeRO-0.
+
+        In bf16, also where blocks of values are scaled: these are cast on arrival, in both directions.
+        """
+        in_fp8 = self.runtime.narrow_parameters and self.training.dtype == "fp8"
+        sharded = np.asarray(shape.zero_stage) >= 1
+        return self._data_parallel_s(dense, expert, shape, 1 if in_fp8 else BF16, reduces=False) * sharded
+
+    def _data_parallel_s(
+        self, dense: Number, expert: Number, shape: Shape, num_bytes: int, reduces: Literal[True, False]
+    ) -> Number:
+        seconds: Number = 0.0
+        groups = ((dense, shape.dp * shape.cp, shape.tp), (expert, shape.expert_dp, shape.ep * shape.etp))
+        for parameters, size, stride in groups:
+            shard = np.minimum(shape.shard_size, size)
+            payload = num_bytes * parameters
+            scatter = collective_s("reduce_scatter", payload, shard, stride, self.cluster)
+            if not reduces:
+                seconds = seconds + scatter
+                continue
+            replicas = collective_s("all_reduce", payload / shard, size / shard, stride * shard, self.cluster)
+            whole = collective_s("all_reduce", payload, size, stride, self.cluster)
+            seconds = seconds + np.where(np.asarray(shape.zero_stage) >= 1, scatter + replicas, whole)
+        return seconds / np.where(np.asarray(shape.zero_stage) == 3, self.runtime.fsdp_rate_fraction, 1.0)
+
+    def _p2p_s(self, shape: Shape) -> Number:
+        """One micro-batch's activation to the rank tp·cp·dp away; in slices, its gathering on arrival included."""
+        num_bytes = BF16 * shape.shard_tokens * self.model.hidden_size
+        distance = shape.tp * shape.cp * shape.dp
+        if not self.runtime.scatters_p2p:
+            return p2p_s(num_bytes, distance, self.cluster)
+        slices = np.where(shape.sequence_parallel, 1, shape.tp)
+        gather_s = collective_s("all_gather", num_bytes, slices, 1, self.cluster)
+        return p2p_s(num_bytes / slices, distance, self.cluster) + gather_s
+
+    def tail_s(self, shape: Shape) -> Number:
+        """Gradient norm over every rank, tied-embedding gradients between first and last stage, host overhead."""
+        norm_s = collective_s("all_reduce", FP32, shape.num_ranks, 1, self.cluster)
+        tied_s: Number = 0.0
+        if self.model.tie_word_embeddings:
+            vocab = self.model.vocab_size / shape.tp * self.model.hidden_size * self.runtime.gradient_bytes
+            distance = shape.tp * shape.cp * shape.dp * np.maximum(np.asarray(shape.pp) - 1, 1)
+            tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (np.asarray(shape.pp) > 1)
+        return norm_s + tied_s + self.runtime.step_overhead_s

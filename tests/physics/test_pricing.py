@@ -1,0 +1,263 @@
+"""Prices: arrays cost what their elements do, recomputing trades memory for time, slow hosts and ranks are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.pricing import Pricing
+from planner.physics.shape import Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.runtime import RUNTIMES, load_runtime
+from planner.specs.training import Dtype, TrainingSpec
+
+MODELS = ["llama-3.1-70b", "gpt3-175b", "deepseek-v3", "gpt-oss-120b", "gemma-3-27b", "llama-3.2-1b"]
+QUANTITIES = [field.name for field in fields(PartCost)]
+TOTALS = ["forward_total_s", "input_grad_total_s", "backward_total_s", "total_s", "static_bytes"]
+BYTES = ["weights_bytes", "gradients_bytes", "optimizer_bytes"]
+
+
+def pricing_of(name: str, runtime: str = "megatron", dtype: Dtype = "bf16", **changes: Any) -> Pricing:
+    return Pricing(
+        model=load_model(name),
+        training=TrainingSpec(seq_length=4096, global_batch_size=512, dtype=dtype),
+        cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=1024),
+        runtime=load_runtime(runtime),
+        **changes,
+    )
+
+
+def grid(model: ModelSpec) -> list[Shape]:
+    """Shapes that differ in every axis."""
+    experts = [(1, None)] if model.moe is None else [(1, None), (4, 1), (8, 2)]
+    shapes = []
+    for tp, cp, (ep, etp), (pp, zero), batch in product((1, 2, 8), (1, 4), experts, ((1, 3), (4, 1), (8, 0)), (1, 2)):
+        etp = tp if etp is None else min(etp, tp)
+        shapes.append(
+            Shape(
+                tp=tp, cp=cp, ep=ep, etp=etp, pp=pp, dp=32, micro_batch_size=batch, num_microbatches=16,
+                seq_length=4096, sequence_parallel=int(tp > 1), zero_stage=zero, shard_size=32 * cp if zero < 3 else 8,
+            )
+        )  # fmt: skip
+    return shapes
+
+
+def stacked(shapes: list[Shape]) -> Shape:
+    """The same shapes as one, of arrays."""
+    return Shape(**{f.name: np.array([getattr(shape, f.name) for shape in shapes]) for f in fields(Shape)})
+
+
+def named_parts(table: CostTable) -> Iterator[tuple[str, PartCost]]:
+    for (kind, mode), part in table.layers.items():
+        yield f"{kind} {mode}", part
+    yield "embedding", table.embedding
+    yield "head", table.head
+    yield "head beside embedding", table.head_beside_embedding
+    if table.mtp is not None:
+        yield "mtp", table.mtp
+
+
+def quantities(table: CostTable) -> dict[str, Any]:
+    """Every number of a table by name."""
+    numbers = {f"{name}: {q}": getattr(part, q) for name, part in named_parts(table) for q in QUANTITIES + TOTALS}
+    return numbers | {name: getattr(table, name) for name in ("p2p_s", "usable_bytes", "tail_s")}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("runtime", ["megatron", "torchtitan", "torch-eager"])
+def test_an_array_of_shapes_costs_what_its_elements_cost(name: str, runtime: str) -> None:
+    pricing = pricing_of(name, runtime)
+    shapes = grid(pricing.model)
+    many = {
+        key: np.broadcast_to(value, len(shapes)) for key, value in quantities(pricing.table(stacked(shapes))).items()
+    }
+    for index in range(0, len(shapes), 1 if len(shapes) < 40 else 5):
+        for key, value in quantities(pricing.table(shapes[index])).items():
+            assert many[key][index] == pytest.approx(float(value), rel=1e-12, abs=1e-30), (key, shapes[index])
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "deepseek-v3"])
+@pytest.mark.parametrize("index", [3, np.array([5, 0])])
+def test_take_gives_the_tables_of_some_shapes(name: str, index: Any) -> None:
+    pricing = pricing_of(name)
+    shape = stacked(grid(pricing.model))
+    taken, priced = quantities(pricing.table(shape).take(index)), quantities(pricing.table(shape.take(index)))
+    for key, value in priced.items():
+        np.testing.assert_allclose(taken[key], value, rtol=1e-12, err_msg=key)
+    np.testing.assert_array_equal(pricing.table(shape).take(index).shape.tp, shape.tp[index])
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputing_more_keeps_less_and_costs_more(name: str, runtime: str) -> None:
+    pricing = pricing_of(name, runtime)
+    table = pricing.table(stacked(grid(pricing.model)))
+    for kind in pricing.model.kinds:
+        none, selective, full = (table.layers[kind, mode] for mode in ("none", "selective", "full"))
+        assert np.all(full.live_bytes < selective.live_bytes)
+        assert np.all(selective.live_bytes <= none.live_bytes)
+        assert np.all(full.input_grad_total_s > selective.input_grad_total_s)
+        assert np.all(selective.input_grad_total_s >= none.input_grad_total_s)
+        for part in (selective, full):
+            # recomputing happens in the backward alone and leaves weights as they are
+            assert np.all(part.forward_total_s == none.forward_total_s)
+            assert np.all(part.weight_grad_s == none.weight_grad_s)
+            assert np.all(part.static_bytes == none.static_bytes)
+            # what is kept, and what comes back while the layer's backward runs, is no less than without
+            assert np.all(part.live_bytes + part.transient_bytes >= none.live_bytes + none.transient_bytes - 1)
+
+
+def test_full_recomputation_keeps_the_layer_input_and_repeats_its_forward() -> None:
+    pricing = pricing_of("llama-3.1-70b")
+    shape = Shape(tp=8, pp=4, dp=4, seq_length=4096, micro_batch_size=2, sequence_parallel=1)
+    table = pricing.table(shape)
+    (kind,) = pricing.model.kinds
+    none, full = table.layers[kind, "none"], table.layers[kind, "full"]
+    assert full.live_bytes == 2 * 4096 * 2 * 8192 / 8
+    assert full.input_grad_s - none.input_grad_s == pytest.approx(none.forward_s)
+    assert full.tp_backward_s - none.tp_backward_s == pytest.approx(none.tp_forward_s)
+
+
+def test_modules_recomputed_selectively_are_those_asked_for() -> None:
+    shape = Shape(tp=8, pp=4, dp=4, seq_length=4096, sequence_parallel=1)
+    live = {}
+    for modules in (("layernorm",), ("core_attn",), ("layernorm", "core_attn"), ("mlp",)):
+        pricing = pricing_of("llama-3.1-70b", selective_modules=modules)
+        (kind,) = pricing.model.kinds
+        table = pricing.table(shape)
+        live[modules] = table.layers[kind, "none"].live_bytes - table.layers[kind, "selective"].live_bytes
+    assert all(freed > 0 for freed in live.values())
+    assert live["layernorm", "core_attn"] == live["layernorm",] + live["core_attn",]
+    # two norms, whose outputs are 2·m·h/t bytes each; up, gate and their product, 2·m·f/t each
+    assert live["layernorm",] == 2 * 2 * 4096 * 8192 / 8
+    assert live["mlp",] == 3 * 2 * 4096 * 28672 / 8
+
+
+def test_zero_stages_shard_more_and_more() -> None:
+    pricing = pricing_of("llama-3.1-8b", "megatron")
+    shapes = [Shape(tp=1, dp=64, seq_length=4096, zero_stage=stage, shard_size=64) for stage in range(4)]
+    layers = [pricing.table(shape).layers[pricing.model.kinds[0], "none"] for shape in shapes]
+    for stage, layer in enumerate(layers):
+        for name, since, whole in zip(BYTES, (3, 2, 1), (2, 4, 12), strict=True):
+            ranks = 64 if stage >= since else 1
+            assert getattr(layer, name) == pytest.approx(whole * layer.parameters / ranks), (stage, name)
+    assert layers[0].gather_s == 0
+    assert layers[1].gather_s > 0
+    # an all-reduce is a reduce-scatter and an all-gather
+    assert layers[0].reduce_s == pytest.approx(2 * layers[1].reduce_s)
+
+
+def test_fp8_is_faster_and_keeps_less() -> None:
+    shape = Shape(tp=8, pp=4, dp=4, seq_length=8192, micro_batch_size=2, sequence_parallel=1)
+    tables = {dtype: pricing_of("405b", dtype=dtype).table(shape) for dtype in ("bf16", "fp8")}
+    kind = load_model("405b").kinds[0]
+    bf16, fp8 = (tables[dtype].layers[kind, "none"] for dtype in ("bf16", "fp8"))
+    assert fp8.total_s < bf16.total_s
+    assert fp8.live_bytes < bf16.live_bytes
+    # as it is and transposed, in the stead of 16 bits
+    assert fp8.weights_bytes == bf16.weights_bytes
+    assert fp8.gradients_bytes == bf16.gradients_bytes / 2
+    # gathers carry 8 bits, reduce-scatters 16
+    assert 0.5 * bf16.tp_forward_s < fp8.tp_forward_s < 0.9 * bf16.tp_forward_s
+
+
+def test_a_straggler_slows_compute_and_no_exchange() -> None:
+    shape = Shape(tp=8, pp=4, dp=4, seq_length=4096, sequence_parallel=1)
+    pricing = pricing_of("llama-3.1-70b")
+    slow = Pricing(
+        model=pricing.model,
+        training=pricing.training.model_copy(update={"straggler_fraction": 0.25}),
+        cluster=pricing.cluster,
+        runtime=pricing.runtime,
+    )
+    usual, slower = (p.table(shape).layers[pricing.model.kinds[0], "none"] for p in (pricing, slow))
+    assert slower.forward_s == pytest.approx(1.25 * usual.forward_s)
+    assert slower.weight_grad_s == pytest.approx(1.25 * usual.weight_grad_s)
+    assert slower.tp_forward_s == usual.tp_forward_s
+
+
+def test_headroom_is_taken_from_what_tensors_may_use() -> None:
+    shape = Shape(tp=8, pp=4, dp=4, seq_length=4096)
+    free, tight = (
+        pricing_of("llama-3.1-8b", headroom_bytes=headroom).table(shape).usable_bytes for headroom in (0.0, 2.0**30)
+    )
+    fragmentation = load_hardware("h100").reserved.fragmentation_fraction
+    assert free - tight == pytest.approx(2.0**30 / (1 + fragmentation))
+
+
+def test_stages_hand_on_activations_only_where_there_are_several() -> None:
+    pricing = pricing_of("llama-3.1-8b")
+    alone, near, far = (
+        pricing.table(Shape(tp=tp, pp=pp, dp=dp, seq_length=4096)).p2p_s
+        for tp, pp, dp in ((1, 1, 8), (1, 8, 1), (1, 8, 8))
+    )
+    assert alone == 0
+    # next to each other the stages share a node; behind eight data-parallel ranks they do not
+    assert 0 < near < far
+
+
+def test_late_ranks_cost_in_proportion_to_compute_and_doublings() -> None:
+    def layer(tp: int, jitter: float) -> PartCost:
+        pricing = pricing_of("llama-3.1-70b")
+        runtime = pricing.runtime.model_copy(update={"tp_jitter_fraction": jitter})
+        shape = Shape(tp=tp, dp=2, seq_length=4096, sequence_parallel=1)
+        return replace(pricing, runtime=runtime).table(shape).layers[pricing.model.kinds[0], "full"]
+
+    assert layer(1, 0.1).total_s == layer(1, 0.0).total_s
+    for tp, doublings in ((2, 1), (8, 3)):
+        still, late = layer(tp, 0.0), layer(tp, 0.1)
+        assert late.forward_s == still.forward_s
+        assert late.tp_forward_s - still.tp_forward_s == pytest.approx(0.1 * doublings * still.forward_s)
+        # recomputing the forward is in the backward's compute, and waits again
+        computed_s = still.input_grad_s + still.weight_grad_s
+        assert late.tp_backward_s - still.tp_backward_s == pytest.approx(0.1 * doublings * computed_s)
+
+
+def mixture(name: str = "qwen3-30b-a3b", seq_length: int = 4096, **changes: Any) -> PartCost:
+    """A mixture-of-experts layer on one of eight GPUs, four experts of each eight on each."""
+    pricing = pricing_of(name)
+    pricing = replace(pricing, runtime=pricing.runtime.model_copy(update=changes))
+    table = pricing.table(Shape(dp=8, ep=8, etp=1, shard_size=8, seq_length=seq_length), ("none",))
+    return next(part for (kind, _), part in table.layers.items() if kind.mlp == "moe")
+
+
+def test_a_mixture_takes_as_long_as_the_host_or_as_the_gpu() -> None:
+    local_experts, us = 128 / 8, 1e-6
+    never = {"moe_host_us": 0.0, "expert_host_us": 0.0}
+    free = mixture(**never)
+    slow = mixture(moe_host_us=20_000.0, expert_host_us=1000.0, moe_host_factor=0.5)
+    host_s = (20_000 * 0.5 + 1000 * local_experts) * us
+    assert slow.forward_total_s == pytest.approx(host_s)
+    assert slow.backward_total_s == pytest.approx(host_s)
+    assert slow.weight_grad_s == free.weight_grad_s
+    # a host that is done before the GPU costs nothing, and neither does one whose work a graph replays
+    quick = float(free.forward_total_s) / us
+    assert mixture(moe_host_us=0.9 * quick, expert_host_us=0.0) == free
+    replayed = mixture(moe_host_us=20_000.0, cuda_graphs=True)
+    assert replayed == mixture(**never, cuda_graphs=True)
+
+
+def test_dense_layers_wait_for_no_expert() -> None:
+    pricing = pricing_of("deepseek-v3")
+    pricing = replace(pricing, runtime=pricing.runtime.model_copy(update={"moe_host_us": 1e6}))
+    shape = Shape(dp=8, ep=8, etp=1, shard_size=8, seq_length=4096)
+    for (kind, _), part in pricing.table(shape, ("none",)).layers.items():
+        assert (part.forward_total_s > 1) == (kind.mlp == "moe")
+
+
+def test_exchanges_of_small_tokens_are_slower_for_their_bytes() -> None:
+    """Each row costs `ep_row_bytes` beside its own 2·hidden."""
+    plain, rows = (mixture(ep_row_bytes=value, moe_host_us=0.0, expert_host_us=0.0) for value in (0.0, 4096.0))
+    latency_s = 2 * load_hardware("h100").tiers[0].latency_s
+    factor = 1 + 4096 / (2 * 2048)
+    sync_s = 2 * pricing_of("qwen3-30b-a3b").runtime.collective_sync_us * 1e-6 * 3
+    moved_s = plain.ep_forward_s - latency_s - sync_s
+    assert rows.ep_forward_s == pytest.approx(factor * moved_s + latency_s + sync_s)
