@@ -1,4 +1,4 @@
-"""Prices: arrays cost what their elements do, recomputing trades memory for time, slow hosts and ranks are waited for."""
+"""Prices: arrays cost what their elements do, recomputing trades memory for time, slow hosts and ranks cost waits."""
 
 from __future__ import annotations
 
