@@ -145,6 +145,13 @@ def distinct_stages(layout: PricedLayout) -> list[int]:
 def replayed_step_s(layout: PricedLayout, stages: Sequence[RankResult]) -> float:
     """The plan's whole step with measured compute; exchanges and what comes beside the pipeline are the plan's."""
     order = slices.slice_schedule(layout, layout.parallelism.pp, layout.parallelism.num_microbatches)
+    beside = layout.step.breakdown
+    pipeline_s = float(replay(order, durations(seconds_alone(layout, order, stages))).makespan_s)
+    return pipeline_s + beside.exposed_dp_s + beside.optimizer_s + beside.overhead_s
+
+
+def seconds_alone(layout: PricedLayout, order: Schedule, stages: Sequence[RankResult]) -> tuple[SleepSeconds, ...]:
+    """Seconds of every virtual stage: compute as the stages measured it alone, exchanges as planned."""
     taken, seconds = [0] * order.pp, []
     for rank in order.stage_to_rank[: order.num_model_stages]:
         stage, chunk = layout.stages[rank], stages[rank].chunks[taken[rank]]
@@ -157,9 +164,7 @@ def replayed_step_s(layout: PricedLayout, stages: Sequence[RankResult]) -> float
                 weight_grad_s,
             )
         )
-    beside = layout.step.breakdown
-    pipeline_s = float(replay(order, durations(seconds)).makespan_s)
-    return pipeline_s + beside.exposed_dp_s + beside.optimizer_s + beside.overhead_s
+    return tuple(seconds)
 
 
 def real_run(plan: Plan, options: Options, order: Schedule, chunks: Sequence[ChunkSpec], grid: slices.Grid) -> ProbeRun:

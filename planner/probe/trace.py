@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from planner.plan import Plan
 from planner.probe.compare import by_stage, durations
+from planner.probe.gpus import distinct_stages, seconds_alone
 from planner.probe.result import ProbeResult
+from planner.probe.run import SleepSeconds
 from planner.probe.slices import planned_seconds, sampled_stages
 from planner.schedule.replay import replay
 
@@ -18,10 +20,23 @@ Event = dict[str, Any]
 
 
 def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
-    """One process of measured ranks and one of predicted ones, a thread per pipeline rank; µs."""
+    """One process of measured ranks and one of predicted ones, a thread per pipeline rank; µs.
+
+    Stages that ran alone are replayed with the seconds that each of them took; nothing is drawn where one is missing.
+    """
     events: list[Event] = []
     if result.mode == "ranks" and result.ranks:
         events = [*_measured(result), *_predicted(plan, result)]
+    elif result.mode == "stages":
+        found = {rank.stage: rank for rank in result.ranks}
+        stands_for = distinct_stages(plan.best)
+        if found.keys() >= set(stands_for):
+            alone = seconds_alone(plan.best, result.run.order, [found[stage] for stage in stands_for])
+            planned = planned_seconds(plan.best, result.run.order, range(plan.parallelism.pp))
+            events = [
+                *_replayed(MEASURED, f"replayed from stages measured alone on {result.device}", result, alone),
+                *_replayed(PREDICTED, "predicted", result, planned),
+            ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -41,12 +56,16 @@ def _predicted(plan: Plan, result: ProbeResult) -> Iterator[Event]:
     else:
         stages = sampled_stages(plan.parallelism.pp, run.pp)
         seconds = planned_seconds(plan.best, run.order, stages)
-    timeline = replay(run.order, durations(seconds))
-    yield _process(PREDICTED, "predicted")
-    for rank, actions in enumerate(run.ranks):
+    yield from _replayed(PREDICTED, "predicted", result, seconds)
+
+
+def _replayed(pid: int, name: str, result: ProbeResult, seconds: Sequence[SleepSeconds]) -> Iterator[Event]:
+    timeline = replay(result.run.order, durations(seconds))
+    yield _process(pid, name)
+    for rank, actions in enumerate(result.run.ranks):
         starts, ends = timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist()
         for action, start_s, end_s in zip(actions, starts, ends, strict=True):
-            yield _span(PREDICTED, rank, action, start_s, end_s)
+            yield _span(pid, rank, action, start_s, end_s)
 
 
 def _process(pid: int, name: str) -> Event:

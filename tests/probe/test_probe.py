@@ -31,6 +31,7 @@ from planner.probe import slices
 from planner.probe.gpus import distinct_stages, ranks_result, ranks_run
 from planner.probe.probe import Options, probe
 from planner.probe.result import Measured, OutOfMemory, ProbeResult, RankMemory
+from planner.probe.trace import trace_events
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = {
@@ -120,7 +121,8 @@ def test_the_bubble_of_sleeping_ranks(schedule: str, layout: dict[str, int]) -> 
 
 
 def test_stages_alone() -> None:
-    result = run(small_plan(tp=2, pp=3, dp=2), stages="all")
+    plan = small_plan(tp=2, pp=3, dp=2)
+    result = run(plan, stages="all")
     assert result.mode == "stages"
     assert [rank.stage for rank in result.ranks] == [0, 1, 2]
     names = {found.name for found in result.comparisons}
@@ -131,6 +133,15 @@ def test_stages_alone() -> None:
     assert result.step_s is not None
     assert result.slice.verified == ("compute seconds of each stage that ran",)
     assert "memory" in result.slice.extrapolated
+    spans = [event for event in trace_events(plan, result)["traceEvents"] if event["ph"] == "X"]
+    actions = [action for rank in result.run.ranks for action in rank]
+    assert sorted(event["name"] for event in spans if event["pid"] == 0) == sorted(actions)
+    took = {event["name"]: event["dur"] for event in spans if event["pid"] == 0}
+    stage = plan.best.stages[1]
+    assert took["1F0"] == pytest.approx(1e6 * (result.ranks[1].chunks[0].forward_s + stage.forward_comm_s))
+    # of one stage there is no pipeline to draw
+    one = result.model_copy(update={"ranks": result.ranks[:1]})
+    assert trace_events(plan, one)["traceEvents"] == []
 
 
 def test_stages_alone_of_split_sequences() -> None:
