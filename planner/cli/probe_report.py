@@ -13,7 +13,7 @@ from planner.report.format import digits, gibibytes, percent, seconds
 from planner.report.pieces import bullets, columns, section
 
 if TYPE_CHECKING:
-    from planner.probe.result import Comparison, Exchange, ProbeResult
+    from planner.probe.result import Comparison, ProbeResult
 
 _SHOWN: dict[str, Callable[[float], str]] = {
     "s": seconds,
@@ -107,13 +107,11 @@ def _activity(result: ProbeResult) -> Table:
 
 def _exchanges(result: ProbeResult) -> Iterator[str]:
     """Of each kind the slowest rank's."""
-    slowest: dict[str, Exchange] = {}
-    for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
-        if exchange.name not in slowest or exchange.seconds > slowest[exchange.name].seconds:
-            slowest[exchange.name] = exchange
-    for name, found in slowest.items():
+    from planner.probe.result import slowest_exchanges
+
+    for found in slowest_exchanges(result.ranks):
         yield (
-            f"{name} of {found.num_bytes / 2**20:,.2f} MiB over {found.size} ranks: {seconds(found.seconds)}, "
+            f"{found.name} of {found.num_bytes / 2**20:,.2f} MiB over {found.size} ranks: {seconds(found.seconds)}, "
             f"{digits(found.bus_gb_per_s)} GB/s on the bus"
         )
 

@@ -7,13 +7,16 @@ from math import isfinite
 from statistics import median
 from typing import Literal
 
+from planner.physics.communication import Kind, collective_s
 from planner.plan import Plan
-from planner.probe.result import Check, Comparison, RankMemory, RankResult, StageActivity
+from planner.probe.result import Check, Comparison, RankMemory, RankResult, StageActivity, slowest_exchanges
 from planner.probe.run import ProbeRun, SleepSeconds
 from planner.probe.wires import message_of, needed_by
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.replay import Durations, replay
+from planner.specs.cluster import ClusterSpec
 
+KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
 BUBBLE_TOLERANCE = 0.03
 """Of a step, absolute: the bubble of sleeping ranks against the replay."""
 
@@ -153,6 +156,21 @@ def compared(
     if tolerance_fraction is not None:
         agrees = abs(measured - predicted) <= tolerance_fraction * abs(predicted)
     return Comparison(name=name, stage=stage, unit=unit, predicted=predicted, measured=measured, agrees=agrees)
+
+
+def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult]) -> list[Comparison]:
+    """Each exchange of the slowest rank beside what the cluster's links say of its bytes; shown, not judged.
+
+    Left out are experts' gradients, whose ranks lie otherwise.
+    """
+    found = []
+    for exchange in slowest_exchanges(ranks):
+        axis, kind = exchange.name.split()
+        if axis in ("tp", "cp") or exchange.size == run.dp * run.cp:
+            stride = 1 if axis == "tp" else run.tp
+            planned_s = float(collective_s(KINDS[kind], exchange.num_bytes, exchange.size, stride, cluster))
+            found.append(compared(exchange.name, "s", planned_s, exchange.seconds, None))
+    return found
 
 
 def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Comparison]:

@@ -9,7 +9,14 @@ import torch
 from planner.errors import ProbeError
 from planner.plan import Plan, PricedLayout, StagePlan
 from planner.probe import slices
-from planner.probe.compare import compare_pipeline, compare_stage, compared, durations, in_flight
+from planner.probe.compare import (
+    compare_exchanges,
+    compare_pipeline,
+    compare_stage,
+    compared,
+    durations,
+    in_flight,
+)
 from planner.probe.launch import launch
 from planner.probe.outcome import Options, gathers_keys, recompute_modules, result, slice_of
 from planner.probe.result import Comparison, Measured, ProbeResult, RankResult
@@ -84,6 +91,7 @@ def ranks_result(
             )  # fmt: skip
         planned = slices.planned_seconds(layout, order, stages)
         comparisons += compare_pipeline(measured.run, measured.ranks, planned, stages, tolerance)
+        comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
     part = slice_of(plan, grid, order, options)
     beyond = [] if grid.ep == asked.ep else [f"seconds and memory at EP {asked.ep}"]
     beyond += [] if all(holds) else ["peak memory with as many micro-batches in flight as planned"]

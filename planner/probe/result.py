@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from planner.probe.run import ProbeRun
@@ -145,6 +146,15 @@ class StageActivity(Spec):
     queue: tuple[tuple[float, int], ...]
     """(seconds, micro-batches that have arrived and not been taken up from then on)."""
     max_queue: int
+
+
+def slowest_exchanges(ranks: Sequence[RankResult]) -> list[Exchange]:
+    """Of each kind of exchange the slowest rank's."""
+    slowest: dict[str, Exchange] = {}
+    for exchange in (exchange for rank in ranks for exchange in rank.exchanges):
+        if exchange.name not in slowest or exchange.seconds > slowest[exchange.name].seconds:
+            slowest[exchange.name] = exchange
+    return list(slowest.values())
 
 
 class ProbeResult(Spec):

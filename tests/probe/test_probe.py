@@ -28,9 +28,10 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.cli import main
 from planner.probe import slices
+from planner.probe.compare import compare_exchanges
 from planner.probe.gpus import distinct_stages, ranks_result, ranks_run
 from planner.probe.probe import Options, probe
-from planner.probe.result import Measured, OutOfMemory, ProbeResult, RankMemory
+from planner.probe.result import Exchange, Measured, OutOfMemory, ProbeResult, RankMemory
 from planner.probe.trace import trace_events
 
 ROOT = Path(__file__).parent.parent.parent
@@ -430,3 +431,26 @@ def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str) -> None:
     assert "set MASTER_PORT" in in_use
     assert str(port) in in_use
     assert "3 ranks were started, the largest slice of the plan that fits has 2" in too_many
+
+
+def test_exchanges_are_shown_beside_what_the_links_say() -> None:
+    plan = small_plan(tp=2, pp=2, dp=2)
+    ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
+    size = 2**30
+    timed = [
+        Exchange(name=name, size=2, num_bytes=size, seconds=seconds, bus_gb_per_s=1.0)
+        for name, seconds in (("tp all-reduce", 1e-3), ("gradient reduce-scatter", 2e-3))
+    ]
+    slow = timed[0].model_copy(update={"seconds": 5e-3})
+    ranks = [
+        rank.model_copy(update={"exchanges": (slow if number else timed[0], timed[1])})
+        for number, rank in enumerate(ran.ranks)
+    ]
+    found = {one.name: one for one in compare_exchanges(plan.cluster, ran.run, ranks)}
+    inner = plan.cluster.tiers[0]
+    assert found["tp all-reduce"].measured == 5e-3
+    # half of the bytes twice, or once, and a latency for each pass
+    assert found["tp all-reduce"].predicted == pytest.approx(size / inner.bytes_per_s + 2 * inner.latency_s)
+    scatter_s = size / 2 / inner.bytes_per_s + inner.latency_s
+    assert found["gradient reduce-scatter"].predicted == pytest.approx(scatter_s)
+    assert all(one.agrees is None for one in found.values())
