@@ -150,13 +150,9 @@ class Pricing:
         if moe is None or runtime.cuda_graphs or not any(op.expert for op in operators_of(items)):
             return seconds
         host_us = runtime.moe_host_us * runtime.moe_host_factor + runtime.expert_host_us * moe.num_experts / shape.ep
-        waits = {
-            "forward_s": sum(seconds[f"{g}_forward_s"] for g in COMM_GROUPS) + seconds["forward_s"],
-            "input_grad_s": sum(seconds[f"{g}_backward_s"] for g in COMM_GROUPS)
-            + seconds["input_grad_s"]
-            + seconds["weight_grad_s"],
-        }
-        return seconds | {key: seconds[key] + np.maximum(host_us * MICRO - gpu, 0.0) for key, gpu in waits.items()}
+        part = PartCost(**seconds)
+        gpu_s = {"forward_s": part.forward_total_s, "input_grad_s": part.backward_total_s}
+        return seconds | {key: seconds[key] + np.maximum(host_us * MICRO - gpu, 0.0) for key, gpu in gpu_s.items()}
 
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
         """A part without recompute."""
@@ -164,7 +160,6 @@ class Pricing:
         wide = wide_parameters(items)
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
         seconds = self._seconds(items, shape)
-        shard = memory.sharded_parameters(dense, expert, shape)
         gathered = (dense + expert) * (np.asarray(shape.zero_stage) == 3) * (np.asarray(shape.shard_size) > 1)
         # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered
         seconds["forward_s"] = seconds["forward_s"] + compute.stream_s(hardware, 2 * BF16 * gathered, 1)
@@ -188,8 +183,7 @@ class Pricing:
             wide_parameters=wide,
             reduce_s=self.reduce_s(dense, expert, shape),
             gather_s=self.gather_s(dense, expert, shape),
-            optimizer_s=compute.optimizer_s(hardware, shard, runtime)
-            + compute.clip_s(hardware, shard, dense + expert, runtime),
+            optimizer_s=self.update_s(dense, expert, shape),
         )
 
     def _embedding(self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost]) -> PartCost:
@@ -197,10 +191,9 @@ class Pricing:
         part = self._plain(embedding(self.model, shape, self.runtime), shape)
         counts = self.kind_counts
         stage = part.parameters + sum(layers[kind, "none"].parameters * n for kind, n in counts.items()) / shape.pp
-        sharded = memory.sharded_parameters(part.parameters, 0.0, shape)
         table = np.minimum(part.parameters, memory.sharded_parameters(stage, 0.0, shape))
-        slower_s = [compute.optimizer_s(self.cluster.hardware, sharded, self.runtime, rows) for rows in (table, 0.0)]
-        return replace(part, optimizer_s=part.optimizer_s + slower_s[0] - slower_s[1])
+        slower_s = compute.optimizer_s(self.cluster.hardware, 0.0, self.runtime, table)
+        return replace(part, optimizer_s=part.optimizer_s + slower_s)
 
     def _head(self, shape: Shape, shares_embedding: bool) -> PartCost:
         """Final norm, head and loss, and the memory that the logits take while the loss runs."""
@@ -226,6 +219,12 @@ class Pricing:
         block = self._plain(mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance), shape)
         copy = self._plain(embedding(self.model, shape, self.runtime), shape)
         return block.times(self.model.num_nextn_predict_layers) + copy.times(np.where(np.asarray(shape.pp) > 1, 1, 0))
+
+    def update_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
+        """What an optimizer step does to this rank's shard, its gradients measured, scaled and zeroed among it."""
+        shard = memory.sharded_parameters(dense, expert, shape)
+        clip_s = compute.clip_s(self.cluster.hardware, shard, dense + expert, self.runtime)
+        return compute.optimizer_s(self.cluster.hardware, shard, self.runtime) + clip_s
 
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Gradients reduce-scattered over the shard group and all-reduced over its replicas; ZeRO-0: all-reduced."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from planner.physics.communication import Kind, collective_s
 from planner.plan import Plan
-from planner.probe.result import Check, Comparison, RankMemory, RankResult, StageActivity, slowest_exchanges
+from planner.probe.result import Check, Comparison, RankMemory, RankResult, StageActivity, slowest_exchanges, stride_of
 from planner.probe.run import ProbeRun, SleepSeconds
 from planner.probe.wires import message_of, needed_by
 from planner.schedule.actions import Action, Schedule
@@ -165,10 +165,10 @@ def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankR
     """
     found = []
     for exchange in slowest_exchanges(ranks):
-        axis, kind = exchange.name.split()
-        if axis in ("tp", "cp") or exchange.size == run.dp * run.cp:
-            stride = 1 if axis == "tp" else run.tp
-            planned_s = float(collective_s(KINDS[kind], exchange.num_bytes, exchange.size, stride, cluster))
+        stride = stride_of(exchange, run)
+        if stride is not None:
+            kind = KINDS[exchange.name.split()[-1]]
+            planned_s = float(collective_s(kind, exchange.num_bytes, exchange.size, stride, cluster))
             found.append(compared(exchange.name, "s", planned_s, exchange.seconds, None))
     return found
 

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import tempfile
-from math import lcm
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from planner.errors import PlannerError, SpecError
 from planner.probe import joined
 from planner.probe.result import RankResult
-from planner.probe.run import Device, ProbeRun
+from planner.probe.run import Device, ProbeRun, tokens_split
 from planner.specs.checking import checked
 from planner.specs.reading import label, load_yaml
 
@@ -67,7 +66,7 @@ def read_run(path: str | Path, device: Device = "cuda") -> ProbeRun:
 def _share(run: ProbeRun, where: str) -> int:
     """Tokens that one rank of cp holds of the file's whole sequences; SpecError where they do not split."""
     shards = run.tp if run.sequence_parallel else 1
-    unit = run.cp * lcm(2, shards) if run.cp > 1 else shards
+    unit = tokens_split(run.cp, shards)
     if run.seq_length % unit:
         raise SpecError(
             f"{where}: seq_length: {run.seq_length} tokens do not split over cp {run.cp} and tp {shards}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import lcm
-
 import torch
 
 from planner.errors import ProbeError
@@ -13,6 +11,7 @@ from planner.probe.joined import joins_others, probe_joined
 from planner.probe.laptop import probe_laptop
 from planner.probe.outcome import Options
 from planner.probe.result import ProbeResult
+from planner.probe.run import tokens_split
 
 __all__ = ["Options", "probe"]
 
@@ -43,7 +42,7 @@ def require_split(plan: Plan, options: Options) -> None:
     layout, model, seq_length = plan.parallelism, plan.model.spec, plan.training.seq_length
     if layout.cp == 1:
         return
-    unit = layout.cp * lcm(2, layout.tp if layout.sequence_parallel else 1)
+    unit = tokens_split(layout.cp, layout.tp if layout.sequence_parallel else 1)
     if seq_length % unit:
         raise ProbeError(
             f"sequences of {seq_length} tokens do not split into two equal chunks for each of cp {layout.cp} ranks"

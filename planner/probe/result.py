@@ -148,6 +148,14 @@ class StageActivity(Spec):
     max_queue: int
 
 
+def stride_of(exchange: Exchange, run: ProbeRun) -> int | None:
+    """How far apart the ranks of an exchange are; None of experts' gradients, whose ranks lie otherwise."""
+    axis = exchange.name.split()[0]
+    if axis not in ("tp", "cp") and exchange.size != run.dp * run.cp:
+        return None
+    return 1 if axis == "tp" else run.tp
+
+
 def slowest_exchanges(ranks: Sequence[RankResult]) -> list[Exchange]:
     """Of each kind of exchange the slowest rank's."""
     slowest: dict[str, Exchange] = {}

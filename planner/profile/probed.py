@@ -15,7 +15,7 @@ from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray, Shape
 from planner.probe.feedback import require_speed
-from planner.probe.result import Exchange, ProbeResult, RankResult
+from planner.probe.result import Exchange, ProbeResult, RankResult, stride_of
 from planner.probe.run import ProbeRun
 from planner.profile.fit_kernels import Residuals, fit, log_errors
 from planner.profile.kernels import Bench, Problem
@@ -151,11 +151,8 @@ def _link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
     """Of each tier that an exchange ran on alone, the share of its rate that the largest such exchange reached."""
     run, found = result.run, dict[str, list[tuple[Exchange, float]]]()
     for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
-        axis = exchange.name.split()[0]
-        stride = 1 if axis == "tp" else run.tp
-        if axis not in ("tp", "cp") and exchange.size != run.dp * run.cp:
-            continue  # experts' gradients, whose ranks lie otherwise
-        level = _tier_alone(exchange.size, stride, cluster)
+        stride = stride_of(exchange, run)
+        level = None if stride is None else _tier_alone(exchange.size, stride, cluster)
         if level is None:
             continue
         share = _share(exchange, level, cluster)

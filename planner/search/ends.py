@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.physics import compute, memory
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray
@@ -98,6 +97,5 @@ def _optimizer_s(screen: Screen) -> FloatArray:
     total = np.zeros(len(screen.kernel))
     for part, count in counted:
         expert = screen.part(part, "expert_parameters")
-        shard = memory.sharded_parameters(screen.part(part, "parameters") - expert, expert, screen.shape)
-        total = total + count * compute.optimizer_s(pricing.cluster.hardware, shard, pricing.runtime)
+        total = total + count * pricing.update_s(screen.part(part, "parameters") - expert, expert, screen.shape)
     return np.asarray(total)
