@@ -217,13 +217,12 @@ def compare_stage(
     ranks: Sequence[RankResult],
     tolerance_fraction: float | None,
     alone: bool,
-    num_shards_fraction: float = 1.0,
     holds_as_planned: bool = True,
 ) -> list[Comparison]:
     """Seconds and bytes of one stage's ranks.
 
-    `alone`: peers were emulated, so that no exchange is in its seconds. A slice of the plan shards optimizer states
-    over `num_shards_fraction` of the plan's ranks, and may keep other micro-batches in flight than planned.
+    `alone`: peers were emulated, so that no exchange is in its seconds. A slice of the plan may keep other
+    micro-batches in flight than planned.
     """
     stage = plan.best.stages[plan_stage]
     forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
@@ -242,9 +241,7 @@ def compare_stage(
     memories = [rank.memory for rank in ranks if rank.memory is not None]
     if not memories:
         return found
-    return found + _compare_memory(
-        plan, plan_stage, memories, tolerance_fraction, num_shards_fraction, holds_as_planned
-    )
+    return found + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
 
 
 def _compare_memory(
@@ -252,26 +249,23 @@ def _compare_memory(
     plan_stage: int,
     memories: Sequence[RankMemory],
     tolerance_fraction: float | None,
-    num_shards_fraction: float,
     holds_as_planned: bool,
 ) -> list[Comparison]:
     """Bytes of the fullest rank of a stage. Beyond ZeRO-1 gathered weights and gradients come and go, and under ZeRO-2
     the run keeps all of them: there bytes are shown and not judged."""
     planned = plan.best.stages[plan_stage].memory
     tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
-    optimizer = planned.optimizer_bytes / num_shards_fraction
-    peak, more = planned.peak_allocated_bytes, optimizer - planned.optimizer_bytes
-    beyond = 1 + plan.cluster.hardware.reserved.fragmentation_fraction
-    static = planned.weights_bytes + planned.gradients_bytes + optimizer
+    peak, beyond = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
+    static = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
     rows = (
         ("static memory", static, [memory.static_bytes for memory in memories], tolerance),
         (
             "peak allocated",
-            peak + more,
+            peak,
             [memory.peak_allocated_bytes for memory in memories],
             tolerance if holds_as_planned else None,
         ),
-        ("peak reserved", beyond * (peak + more), [memory.peak_reserved_bytes for memory in memories], None),
-        ("device memory", planned.total_bytes + beyond * more, [m.device_used_bytes for m in memories], None),
+        ("peak reserved", beyond * peak, [memory.peak_reserved_bytes for memory in memories], None),
+        ("device memory", planned.total_bytes, [m.device_used_bytes for m in memories], None),
     )
     return [compared(name, "bytes", a, max(found), judged, plan_stage) for name, a, found, judged in rows]

@@ -79,16 +79,12 @@ def ranks_result(
     asked = layout.parallelism
     is_faithful = gathers_keys(plan) and grid.ep == asked.ep
     tolerance = options.tolerance_fraction if is_faithful else None
-    shards_fraction = grid.dp * grid.cp / (asked.dp * asked.cp) if asked.zero_stage == 1 else 1.0
     planned_in_flight = in_flight_chunks(asked.schedule, asked.pp, asked.vpp, asked.num_microbatches)
     holds = [planned_in_flight[stage] == held for stage, held in zip(stages, in_flight(measured.run), strict=True)]
     if measured.ranks:
         for rank, stage in enumerate(stages):
             ranks = [found for found in measured.ranks if found.stage == rank]
-            comparisons += compare_stage(
-                plan, stage, ranks, tolerance, alone=False, num_shards_fraction=shards_fraction,
-                holds_as_planned=holds[rank],
-            )  # fmt: skip
+            comparisons += compare_stage(plan, stage, ranks, tolerance, alone=False, holds_as_planned=holds[rank])
         planned = slices.planned_seconds(layout, order, stages)
         comparisons += compare_pipeline(measured.run, measured.ranks, planned, stages, tolerance)
         comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
@@ -188,6 +184,7 @@ def real_run(plan: Plan, options: Options, order: Schedule, chunks: Sequence[Chu
         ep=grid.ep,
         cp=grid.cp,
         zero=layout.zero_stage > 0,
+        dp_stands_for=layout.dp // grid.dp if layout.zero_stage == 1 else 1,
         fully_sharded=slices.fully_shards(plan.best, order),
         sequence_parallel=layout.sequence_parallel and grid.tp > 1,
         micro_batch_size=layout.micro_batch_size,

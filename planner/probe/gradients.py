@@ -25,15 +25,8 @@ class Sharding:
     rank: int = 0
     zero: bool = True
     """Whether optimizer state is sharded over the replicas (ZeRO-1), or each has all of it."""
-
-    @property
-    def num_shards(self) -> int:
-        return self.size if self.zero else 1
-
-    @property
-    def shard(self) -> int:
-        """Which shard this rank holds."""
-        return self.rank if self.zero else 0
+    stands_for: int = 1
+    """Ranks of a plan for each of these: a rank sums gradients for all of them, and holds the first one's shard."""
 
 
 class Held(NamedTuple):
@@ -83,7 +76,8 @@ class FlatParameters:
     """Parameters of one kind side by side: weights, gradients in `grad_dtype`, and a shard of optimizer state.
 
     `counted` come first: those whose squares this rank adds to the global norm. The buffer is padded to a multiple of
-    the shards; master weights and Adam moments exist for this rank's shard alone.
+    the shards; master weights and Adam moments exist for this rank's shard alone. What it sums and hands to the others,
+    its part, is longer than its shard where it stands for several ranks.
     """
 
     def __init__(
@@ -98,8 +92,10 @@ class FlatParameters:
         first = self.parameters[0]
         total = sum(p.numel() for p in self.parameters)
         self.num_counted = sum(p.numel() for p in counted)
-        self.shard_size = -(-total // sharding.num_shards)
-        padded = self.shard_size * sharding.num_shards
+        size, rank = (sharding.size, sharding.rank) if sharding.zero else (1, 0)
+        num_shards = size * sharding.stands_for
+        shard_size = -(-total // num_shards)
+        padded, part_size = shard_size * num_shards, shard_size * sharding.stands_for
         self.grads = torch.zeros(padded, dtype=grad_dtype, device=first.device)
         self.weights = torch.zeros(padded, dtype=first.dtype, device=first.device)
         start = 0
@@ -110,25 +106,26 @@ class FlatParameters:
             cast(Any, parameter).main_grad = self.grads[start:end].view_as(parameter)
             collect_gradients(parameter)
             start = end
-        self.shard = slice(sharding.shard * self.shard_size, (sharding.shard + 1) * self.shard_size)
+        self.part = slice(rank * part_size, (rank + 1) * part_size)
+        self.shard = slice(self.part.start, self.part.start + shard_size)
         self.master = nn.Parameter(self.weights[self.shard].to(grad_dtype, copy=True))
         self.optimizer = torch.optim.AdamW([self.master], lr=learning_rate, fused=True, **cast(Any, ADAM))
         allocate_moments(self.optimizer)
 
     def reduce(self) -> None:
-        """Sum the gradients over the replicas; each rank keeps its shard of the sum, or all of it."""
+        """Sum the gradients over the replicas; each rank keeps its part of the sum, or all of it."""
         if self.sharding.group is None:
             return
         if self.grads.is_cuda and self.sharding.zero:
-            dist.reduce_scatter_tensor(self.grads[self.shard], self.grads, group=self.sharding.group)
+            dist.reduce_scatter_tensor(self.grads[self.part], self.grads, group=self.sharding.group)
         else:  # gloo has no reduce-scatter in every torch this runs on
             dist.all_reduce(self.grads, group=self.sharding.group)
 
     def squared_norm(self) -> Tensor:
-        """Sum of squares of this rank's shard, of counted parameters only; without shards the first rank has them."""
+        """Sum of squares of this rank's part, of counted parameters only; without shards the first rank has them."""
         if not self.sharding.zero and self.sharding.rank:
             return torch.zeros((), dtype=self.grads.dtype, device=self.grads.device)
-        counted = self.grads[self.shard.start : max(self.shard.start, min(self.shard.stop, self.num_counted))]
+        counted = self.grads[self.part.start : max(self.part.start, min(self.part.stop, self.num_counted))]
         norm: Tensor = torch.linalg.vector_norm(counted)  # no temporary as large as the gradients
         return norm.square()
 
@@ -139,8 +136,8 @@ class FlatParameters:
         self.master.grad = None
         self.weights[self.shard].copy_(self.master.detach())
         if self.sharding.group is not None and self.sharding.zero:
-            shard = self.weights[self.shard].clone()
-            dist.all_gather_into_tensor(self.weights, shard, group=self.sharding.group)
+            part = self.weights[self.part].clone()
+            dist.all_gather_into_tensor(self.weights, part, group=self.sharding.group)
         self.grads.zero_()
 
     def held(self) -> Iterator[Held]:

@@ -60,9 +60,8 @@ class Grid:
         return ExpertPeers() if run.ep == 1 else ExpertGroup(run.ep, ranks.index(self.rank), self.mine["ep", ranks])
 
     def _sharding(self, kind: str, ranks: tuple[int, ...]) -> Sharding:
-        if len(ranks) == 1:
-            return Sharding()
-        return Sharding(self.mine[kind, ranks], len(ranks), ranks.index(self.rank), self.run.zero)
+        run, group = self.run, self.mine.get((kind, ranks))
+        return Sharding(group, len(ranks), ranks.index(self.rank), run.zero, run.dp_stands_for)
 
 
 GroupKey = tuple[str, tuple[int, ...]]

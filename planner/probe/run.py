@@ -68,6 +68,8 @@ class ProbeRun(Spec):
     sequence_parallel: bool = False
     zero: bool = True
     """Optimizer state is sharded over data-parallel ranks (ZeRO-1)."""
+    dp_stands_for: PositiveInt = 1
+    """Data-parallel ranks of the plan for each one that runs: its shard of optimizer state is as small as theirs."""
     fully_sharded: bool = False
     """Weights and gradients are too (ZeRO-3)."""
     micro_batch_size: PositiveInt = 1

@@ -70,7 +70,7 @@ def fit_gpus(layout: PricedLayout, num_gpus: int) -> Grid:
             "run the stages one by one on a single GPU: --stage all",
         )
     pp = min(asked.pp, num_gpus // group)
-    dp = min(asked.dp, num_gpus // (group * pp))
+    dp = _largest_divisor(asked.dp, num_gpus // (group * pp))
     return Grid(pp, dp, asked.cp, asked.tp, _largest_divisor(dp * group, asked.ep))
 
 

@@ -153,12 +153,14 @@ def test_nccl_scatters_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "reduce_scatter_tensor", reduce_scatter_tensor)
     whole: Any = OnGPU(torch.ones(8, 3))
     assert peers.GroupPeers(4, 1, True).reduce_scatter(whole).shape == (2, 3)
-    flat = FlatParameters([torch.nn.Parameter(torch.ones(10))], [], Sharding("dp", 4, 1), torch.float32, 1e-3)
-    flat.grads = OnGPU(flat.grads)  # type: ignore[assignment]
-    (exchanged,) = flat.exchanges()
-    exchanged.call()
-    assert (exchanged.name, exchanged.passes) == ("gradient reduce-scatter", 1)
-    assert scattered == [(6, 24), (3, 12)]
+    for stands_for in (1, 2):
+        sharding = Sharding("dp", 4, 1, stands_for=stands_for)
+        flat = FlatParameters([torch.nn.Parameter(torch.ones(10))], [], sharding, torch.float32, 1e-3)
+        flat.grads = OnGPU(flat.grads)  # type: ignore[assignment]
+        (exchanged,) = flat.exchanges()
+        exchanged.call()
+        assert (exchanged.name, exchanged.passes) == ("gradient reduce-scatter", 1)
+    assert scattered == [(6, 24), (3, 12), (4, 16)]
 
 
 def test_grouped_products_are_torchs_on_hopper_in_bf16(called: list[str]) -> None:

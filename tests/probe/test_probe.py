@@ -26,10 +26,13 @@ from planner.specs.training import Parallelism, TrainingSpec
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+import torch
+
 from planner.cli import main
 from planner.probe import slices
 from planner.probe.compare import compare_exchanges
 from planner.probe.gpus import distinct_stages, ranks_result, ranks_run
+from planner.probe.gradients import FlatParameters, Sharding
 from planner.probe.probe import Options, probe
 from planner.probe.result import Exchange, Measured, OutOfMemory, ProbeResult, RankMemory
 from planner.probe.trace import trace_events
@@ -217,14 +220,30 @@ def compared_memory(plan: Plan, grid: slices.Grid, stages: list[int]) -> tuple[P
     return result, {(row.name, row.stage): row for row in result.comparisons}
 
 
-def test_a_slice_with_less_dp_holds_more_of_the_optimizer() -> None:
+def test_a_slice_with_less_dp_holds_what_the_plan_says() -> None:
     plan = plan_of(load_model("8b"), 16, 8192, 64, pp=4, dp=4)
-    _, found = compared_memory(plan, slices.Grid(4, 2, 1, 1, 1), [0, 1, 2, 3])
+    run, grid, stages = ranks_run(plan, Options(device="cuda"), 15)
+    assert (grid, run.dp_stands_for) == (slices.Grid(pp=4, dp=2, cp=1, tp=1, ep=1), 2)
+    _, found = compared_memory(plan, grid, stages)
     planned = plan.stages[1].memory
     static, peak = found["static memory", 1], found["peak allocated", 1]
-    assert static.predicted == planned.weights_bytes + planned.gradients_bytes + 2 * planned.optimizer_bytes
-    assert peak.predicted == planned.peak_allocated_bytes + planned.optimizer_bytes
+    assert static.predicted == planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
+    assert peak.predicted == planned.peak_allocated_bytes
     assert (static.agrees, peak.agrees) == (False, False)
+
+
+def test_a_rank_that_stands_for_several_sums_for_all_and_steps_as_one() -> None:
+    """Of 10 values in 4 shards of 3: the norm is that of all, the state and the new weights the first shard's."""
+    parameter = torch.nn.Parameter(torch.ones(10))
+    flat = FlatParameters([parameter], [], Sharding(stands_for=4), torch.float32, learning_rate=0.1)
+    (parameter * torch.arange(1.0, 11.0)).sum().backward()  # type: ignore[no-untyped-call]
+    flat.reduce()
+    assert float(flat.squared_norm()) == pytest.approx(sum(i * i for i in range(1, 11)))
+    assert flat.master.shape == (3,)
+    flat.step(torch.tensor(1.0))
+    assert (flat.weights[:3] < 1).all()
+    assert torch.equal(flat.weights[3:10], torch.ones(7)), "nobody has their state"
+    assert not flat.grads.any()
 
 
 def test_a_slice_with_fewer_stages_holds_fewer_micro_batches_and_no_peak_is_judged() -> None:
