@@ -133,7 +133,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     yield _move("permute", BF16 * tokens * hidden + pair_bytes)
     sent_bytes = pair_bytes * imbalance
     choices = moe.num_experts_per_tok if runtime.sends_tokens_once else 0
-    inner_factor = 1 + runtime.ep_row_bytes / (BF16 * hidden)
+    inner_factor = max(1.0, runtime.ep_row_bytes / (BF16 * hidden))
     yield from _all_to_all("dispatch", sent_bytes, choices, inner_factor)
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * imbalance)
     yield from _all_to_all("combine", sent_bytes, choices, inner_factor)

@@ -151,7 +151,7 @@ class Collective:
     """Of an all-to-all: experts that each token visits, where a unit of ranks gets a token once however many of its
     experts are among them; 0 where every visit is sent."""
     inner_factor: float = 1.0
-    """Of its seconds on the innermost links: scattered rows go slower than blocks."""
+    """Of its seconds on the innermost links: short rows go slower than long ones."""
 
 
 Item = Operator | Collective

@@ -103,8 +103,8 @@ class RuntimeSpec(Spec):
     """Of the ring exchange, behind the attention of the block before."""
     ep_overlap_fraction: Fraction = 0.0
     ep_row_bytes: NonNegativeFloat = 0.0
-    """What handing a token to an expert's rank costs beside its activation, as bytes on the innermost links: rows are
-    scattered."""
+    """A token's activation that is shorter than this takes as long on the innermost links: rows are handed to the
+    experts' ranks one by one."""
     gradient_overlap_fraction: Fraction = 0.9
     """Of the window behind the last micro-batch's backward."""
     parameter_overlap_fraction: Fraction = 0.9
@@ -143,7 +143,8 @@ class RuntimeSpec(Spec):
     blocking_launches: bool = False
     """Every kernel waits for the one before (CUDA_LAUNCH_BLOCKING=1): host time adds to GPU time."""
     collective_sync_us: NonNegativeFloat = 0.0
-    """Host time of an exchange in a layer, per doubling of the group: ranks wait for the last; none in a CUDA graph."""
+    """Host time of an exchange in a layer, per doubling of the group: ranks wait for the last; none in a CUDA graph,
+    nor where tokens are sent by kernels that wait for each rank by itself (DeepEP, HybridEP)."""
     tp_jitter_fraction: Fraction = 0.0
     """Of its compute, by which the slowest rank of a tensor-parallel group keeps the others waiting, per doubling."""
     host_factor: NonNegativeFloat = 1.0
@@ -250,12 +251,12 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             narrow_gradient_bytes=2,
             hands_unused_gradients=True,
             head_only_stage=True,
-            tp_overlap_fraction=0.415,
+            tp_overlap_fraction=0.426,
             tp_async_overlap_fraction=0.9,
-            ep_row_bytes=4900.0,
-            moe_host_us=4030.0,
-            collective_sync_us=38.0,
-            expert_host_us=60.4,
+            ep_row_bytes=10_100.0,
+            moe_host_us=4040.0,
+            collective_sync_us=54.9,
+            expert_host_us=61.3,
             sends_tokens_once=True,
             groups_products=False,
             selective_recompute_modules=(

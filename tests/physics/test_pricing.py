@@ -253,11 +253,17 @@ def test_dense_layers_wait_for_no_expert() -> None:
         assert (part.forward_total_s > 1) == (kind.mlp == "moe")
 
 
-def test_exchanges_of_small_tokens_are_slower_for_their_bytes() -> None:
-    """Each row costs `ep_row_bytes` beside its own 2·hidden."""
-    plain, rows = (mixture(ep_row_bytes=value, moe_host_us=0.0, expert_host_us=0.0) for value in (0.0, 4096.0))
+def test_tokens_shorter_than_a_row_take_as_long_as_one() -> None:
+    """Of 2·2048 bytes: `ep_row_bytes` over them, but never less than their own time."""
+    plain, short, long = (mixture(ep_row_bytes=value, moe_host_us=0.0, expert_host_us=0.0) for value in (0, 4095, 6144))
+    assert short.ep_forward_s == plain.ep_forward_s
     latency_s = 2 * load_hardware("h100").tiers[0].latency_s
-    factor = 1 + 4096 / (2 * 2048)
-    sync_s = 2 * pricing_of("qwen3-30b-a3b").runtime.collective_sync_us * 1e-6 * 3
-    moved_s = plain.ep_forward_s - latency_s - sync_s
-    assert rows.ep_forward_s == pytest.approx(factor * moved_s + latency_s + sync_s)
+    assert long.ep_forward_s - latency_s == pytest.approx(1.5 * (plain.ep_forward_s - latency_s))
+
+
+def test_only_an_all_to_all_waits_for_its_slowest_rank() -> None:
+    """Kernels that send each token once wait for each rank by itself: no `collective_sync_us` per doubling."""
+    never = {"moe_host_us": 0.0, "expert_host_us": 0.0, "ep_row_bytes": 0.0}
+    for once, waited_s in ((False, 2 * 100e-6 * 3), (True, 0.0)):
+        free, late = (mixture(**never, sends_tokens_once=once, collective_sync_us=us) for us in (0.0, 100.0))
+        assert late.ep_forward_s == pytest.approx(free.ep_forward_s + waited_s)
