@@ -253,19 +253,17 @@ def _compare_memory(
 ) -> list[Comparison]:
     """Bytes of the fullest rank of a stage. Beyond ZeRO-1 gathered weights and gradients come and go, and under ZeRO-2
     the run keeps all of them: there bytes are shown and not judged."""
-    planned = plan.best.stages[plan_stage].memory
-    tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
+    planned, runtime = plan.best.stages[plan_stage].memory, plan.runtime_spec
+    static: float = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
+    if plan.parallelism.zero_stage == 3:  # before a step there are neither gathered weights nor gradients
+        static = planned.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)
     peak, beyond = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
-    static = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
+    tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
+    peak_tolerance = tolerance if holds_as_planned else None
     rows = (
-        ("static memory", static, [memory.static_bytes for memory in memories], tolerance),
-        (
-            "peak allocated",
-            peak,
-            [memory.peak_allocated_bytes for memory in memories],
-            tolerance if holds_as_planned else None,
-        ),
-        ("peak reserved", beyond * peak, [memory.peak_reserved_bytes for memory in memories], None),
-        ("device memory", planned.total_bytes, [m.device_used_bytes for m in memories], None),
+        ("static memory", static, max(memory.static_bytes for memory in memories), tolerance),
+        ("peak allocated", peak, max(memory.peak_allocated_bytes for memory in memories), peak_tolerance),
+        ("peak reserved", beyond * peak, max(memory.peak_reserved_bytes for memory in memories), None),
+        ("device memory", planned.total_bytes, max(memory.device_used_bytes for memory in memories), None),
     )
-    return [compared(name, "bytes", a, max(found), judged, plan_stage) for name, a, found, judged in rows]
+    return [compared(name, "bytes", a, b, judged, plan_stage) for name, a, b, judged in rows]

@@ -49,13 +49,15 @@ SMALL = {
 }
 
 
-def plan_of(model: ModelSpec, num_gpus: int, seq_length: int, batch: int, **layout: Any) -> Plan:
+def plan_of(
+    model: ModelSpec, num_gpus: int, seq_length: int, batch: int, runtime: str = "torch-eager", **layout: Any
+) -> Plan:
     return evaluate(
         model,
         ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus),
         TrainingSpec(seq_length=seq_length, global_batch_size=batch),
         Parallelism(**layout),
-        runtime="torch-eager",
+        runtime=runtime,
     )
 
 
@@ -244,6 +246,15 @@ def test_a_rank_that_stands_for_several_sums_for_all_and_steps_as_one() -> None:
     assert (flat.weights[:3] < 1).all()
     assert torch.equal(flat.weights[3:10], torch.ones(7)), "nobody has their state"
     assert not flat.grads.any()
+
+
+def test_before_a_step_under_zero_3_there_are_neither_gathered_weights_nor_gradients() -> None:
+    plan = plan_of(load_model("8b"), 16, 8192, 64, runtime="torchtitan", pp=2, dp=8, zero_stage=3)
+    _, found = compared_memory(plan, slices.Grid(2, 8, 1, 1, 1), [0, 1])
+    fp32_weights_and_moments = 3 * 4
+    static = found["static memory", 0]
+    assert static.predicted == pytest.approx(plan.stages[0].num_parameters / 8 * fp32_weights_and_moments)
+    assert static.agrees is None
 
 
 def test_a_slice_with_fewer_stages_holds_fewer_micro_batches_and_no_peak_is_judged() -> None:
