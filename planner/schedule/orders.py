@@ -248,8 +248,26 @@ def in_flight_microbatches(
     return [count / vpp for count in chunks]
 
 
+def first_chunk_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> int:
+    """Of the activations that rank 0 holds at its fullest, those of its first virtual stage.
+
+    More than a vpp-th of them: each group of micro-batches enters there first.
+    """
+    if name == "interleaved-1f1b":
+        groups, rest = divmod(in_flight_chunks(name, pp, vpp, num_microbatches)[0], pp * vpp)
+        return groups * pp + min(rest, pp)
+    if name in HOLDS_ALL:
+        return num_microbatches
+    actions = ActionList.of(build_schedule(name, pp, vpp, num_microbatches).ranks[0])
+    held = np.cumsum(_HELD[actions.kind])
+    return int(_HELD[actions.kind[: held.argmax() + 1]][actions.stage[: held.argmax() + 1] == 0].sum())
+
+
+_HELD = np.array([1, -1, 0, -1])
+"""What an action of each of KINDS adds to the activations held."""
+
+
 def _counted_chunks(schedule: Schedule) -> list[int]:
     if schedule.forward_only:
         return [1] * schedule.pp
-    change = np.array([1, -1, 0, -1])  # along KINDS
-    return [int(np.cumsum(change[ActionList.of(actions).kind]).max()) for actions in schedule.ranks]
+    return [int(np.cumsum(_HELD[ActionList.of(actions).kind]).max()) for actions in schedule.ranks]

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from planner.physics.cost import PartCost
 from planner.physics.shape import FloatArray, Number
-from planner.schedule.orders import SCHEDULES, in_flight_microbatches, placement
-from planner.search.screen import FRUGAL, Screen
+from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, placement
+from planner.search.screen import FRUGAL, Screen, least_sum
 from planner.specs.training import Recompute
 
 NEVER_S = 1e30
@@ -81,20 +81,31 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]]) -> Orders:
 
 
 def _least_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> Sequence[float]:
-    """As the schedule has it where that is a formula; else what all of them hold: min(M, pp − r), or 1 if frugal."""
+    """As the schedule has it where that is a formula; else what all of them hold: min(M, pp − r), or 1 if frugal.
+
+    Where stages interleave the first rank's first chunk, of which it holds most, may be missing.
+    """
     if SCHEDULES[name].splits_backward:
-        return [1 if name in FRUGAL else min(num_microbatches, pp - rank) for rank in range(pp)]
-    return in_flight_microbatches(name, pp, vpp, num_microbatches)
+        held = [1 if name in FRUGAL else min(num_microbatches, pp - rank) for rank in range(pp)]
+        return [1, *held[1:]] if vpp > 1 else held
+    in_flight = in_flight_microbatches(name, pp, vpp, num_microbatches)
+    if vpp == 1:
+        return in_flight
+    first = first_chunk_in_flight(name, pp, vpp, num_microbatches)
+    return [(vpp * in_flight[0] - first) / (vpp - 1), *in_flight[1:]]
 
 
-def pipeline_bound_s(screen: Screen, base: Recompute, whole: bool, orders: Orders) -> FloatArray:
+def pipeline_bound_s(
+    screen: Screen, base: Recompute, whole: bool, orders: Orders, one_count: bool = False
+) -> FloatArray:
     """A lower bound of the pipeline's seconds for every node; infinite where nothing fits.
 
-    Layers not recomputed whole are in mode `base`; `whole` says whether any may be.
+    Layers not recomputed whole are in mode `base`; `whole` says whether any may be, `one_count` whether every virtual
+    stage has the same number of them.
     """
     trips_s = _trip_s(screen, base, orders)
     busiest = busiest_rank_s(screen, base, whole, orders, trips_s)
-    chunked_s = chunked_bound_s(screen, base, whole, orders, trips_s)
+    chunked_s = chunked_bound_s(screen, base, whole, orders, trips_s, one_count)
     return np.asarray(np.maximum(schedule_bound_s(screen, busiest, base, orders), chunked_s))
 
 
@@ -235,12 +246,15 @@ def _backward_share(screen: Screen, base: Recompute) -> FloatArray:
     return np.asarray(np.min(shares, axis=0))
 
 
-def chunked_bound_s(screen: Screen, base: Recompute, whole: bool, orders: Orders, trips_s: FloatArray) -> FloatArray:
+def chunked_bound_s(
+    screen: Screen, base: Recompute, whole: bool, orders: Orders, trips_s: FloatArray, one_count: bool = False
+) -> FloatArray:
     """Where stages interleave: what each rank takes with its equal chunks, and those without an end on average.
 
     A rank of n layers (vpp · chunk, without those chunks that may be shorter) takes no less than the n quickest of the
-    model, recomputes what its memory forces it to, and has T ≥ M · its seconds + the trip of one micro-batch through
-    the ranks before it. Zero for other nodes, infinite where n layers do not fit.
+    model, recomputes what its memory forces it to (with `one_count`, what that of any rank does), and has T ≥ M · its
+    seconds + the trip of one micro-batch through the ranks before it. Zero for other nodes, infinite where n layers do
+    not fit.
     """
     held, full = orders.in_flight, orders.full
     steps = np.asarray(screen.shape.num_microbatches)[:, None]
@@ -251,20 +265,24 @@ def chunked_bound_s(screen: Screen, base: Recompute, whole: bool, orders: Orders
     def needed_bytes(mode: Recompute) -> FloatArray:
         parts = [screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds]
         each = [screen.static_bytes(p)[:, None] + held * screen.part(p, "live_bytes")[:, None] for p in parts]
-        return _least_sum(np.array(each), counts, num_layers)
+        return least_sum(np.array(each), counts, num_layers)
 
     modes: tuple[Recompute, ...] = (base, FULL) if whole else (base,)
     least = _least([screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds for mode in modes])
     free = screen.free_bytes(least, held.shape[1])
-    each_s = steps * (_least_sum(layer_s, counts, num_layers) + screen.rank_ends_s(held.shape[1])) + trips_s
+    each_s = steps * (least_sum(layer_s, counts, num_layers) + screen.rank_ends_s(held.shape[1])) + trips_s
     if whole:
         saved, again = screen.layer_s(base, "live_bytes"), screen.layer_s(FULL) - screen.layer_s(base)
         saved = np.maximum((saved - screen.layer_s(FULL, "live_bytes")).max(axis=0), 1.0)
         forced = np.ceil(np.maximum(needed_bytes(base) - free, 0.0) / (held * saved[:, None]) - 1e-9)
+        if one_count:
+            share = np.divide(forced, num_layers, out=np.zeros_like(forced), where=num_layers > 0).max(axis=1)
+            of_each = np.minimum(np.ceil(share * screen.chunk_layers - 1e-9), screen.chunk_layers)
+            forced = (of_each / screen.chunk_layers)[:, None] * num_layers
         each_s = each_s + steps * forced * np.maximum(again.min(axis=0), 0.0)[:, None]
     each_s = np.where(needed_bytes(modes[-1]) > free * (1 + 1e-9), np.inf, each_s)
     num_full = np.maximum(full.sum(axis=1), 1)[:, None]
-    together_s = _least_sum(layer_s, counts, np.where(full, num_layers, 0.0).sum(axis=1)[:, None]) / num_full
+    together_s = least_sum(layer_s, counts, np.where(full, num_layers, 0.0).sum(axis=1)[:, None]) / num_full
     mean_s = (steps * together_s)[:, 0] + (trips_s * full).sum(axis=1) / num_full[:, 0]
     busiest_s = np.where(num_layers > 0, each_s, 0.0).max(axis=1, initial=0.0)
     return np.where(np.asarray(screen.shape.vpp) > 1, np.maximum(busiest_s, mean_s), 0.0)
@@ -276,11 +294,3 @@ def _fewest_layers(screen: Screen, full: npt.NDArray[np.bool_]) -> FloatArray:
     shorter = np.where(full, 0, np.where(screen.folded, 2, 1)[:, None])
     exists = rank < np.asarray(screen.shape.pp)[:, None]
     return np.where(exists, np.maximum(vpp - shorter, 0) * screen.chunk_layers[:, None], 0.0)
-
-
-def _least_sum(values: FloatArray, counts: npt.NDArray[np.int64], number: FloatArray) -> FloatArray:
-    """The least that `number` items add up to, when there are counts[k] of values[k]."""
-    order = np.argsort(values, axis=0)
-    values, ordered = np.take_along_axis(values, order, axis=0), counts[order]
-    taken = np.clip(number - (np.cumsum(ordered, axis=0) - ordered), 0, ordered)
-    return np.asarray((values * taken).sum(axis=0))

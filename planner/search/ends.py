@@ -10,7 +10,7 @@ import numpy as np
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray
-from planner.search.screen import Screen
+from planner.search.screen import Screen, least_sum
 from planner.specs.training import Recompute
 
 
@@ -44,35 +44,41 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost]) -> En
 def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute, exchanging: Recompute) -> FloatArray:
     """A lower bound of the step from one of the pipeline; layers in mode `exchanging` hide the exchange.
 
-    With x > 0 seconds of exchange a layer and n layers on the first rank, the step takes
-    max(pipeline, M·t·(L − n)/(pp − 1)) + x·n at least, since the other ranks hold what the first does not: the least is
-    at the n where both terms of the maximum meet, or at the fewest that the first rank may hold: its full chunks where
-    stages interleave, none elsewhere. Unpipelined, n = L. The optimizer takes the mean over ranks at least; the tail is
-    the same on all.
+    With n layers on the first rank the step takes max(pipeline, M·(work − n·t)/(pp − 1)) + x(n) at least, since the
+    other ranks hold what the first does not: t is the slowest kind of layer, x(n) the exchange of the n layers that
+    have the least of it. Both terms are convex and piecewise linear, so the least is where a piece ends: where the
+    maximum's terms meet, where the next kind begins or x becomes positive, or at the fewest layers that the first rank
+    may hold: its full chunks where stages interleave, none elsewhere. Unpipelined, n = L. The optimizer takes the mean
+    over ranks at least; the tail is the same on all.
     """
     pricing, shape, table = screen.pricing, screen.shape, screen.table
-    layers = pricing.model.num_hidden_layers
-    pps, vpps = np.asarray(shape.pp, dtype=float), np.asarray(shape.vpp)
-    per_layer = np.min([_exposed_s(screen, table.layers[kind, exchanging]) for kind in pricing.model.kinds], axis=0)
-    embedding = _exposed_s(screen, table.embedding)
-    alone = layers * per_layer + embedding + sum(_exposed_s(screen, part) for part in screen.last_parts)
-    mean_s = np.asarray(shape.num_microbatches) * (screen.work_s(base) - screen.ends_s) / layers
+    layers, counts = pricing.model.num_hidden_layers, np.array(list(pricing.kind_counts.values()))
+    pps, vpps, steps = np.asarray(shape.pp, dtype=float), np.asarray(shape.vpp), np.asarray(shape.num_microbatches)
+    each = np.array([exchange_beyond_s(screen, table.layers[kind, exchanging]) for kind in pricing.kind_counts])
+    embedding = exchange_beyond_s(screen, table.embedding)
+    alone = counts @ each + embedding + sum(exchange_beyond_s(screen, part) for part in screen.last_parts)
+    work, slowest = screen.work_s(base) - screen.ends_s, screen.layer_s(base).max(axis=0)
     others = np.maximum(pps - 1, 1)
-    fewest = np.maximum(vpps - 1 - screen.folded, 0) * np.ceil(layers / (pps * vpps))
-    meeting = np.clip(layers - pipeline_s * others / mean_s, fewest, np.maximum(layers / pps, fewest))
 
     def step_s(num_layers: FloatArray) -> FloatArray:
-        held_by_others_s = mean_s * (layers - num_layers) / others
-        # where a layer hides more than it exchanges, enough of them hide everything
-        exposed_s = np.where(per_layer > 0, per_layer * num_layers + embedding, 0.0)
+        held_by_others_s = steps * (work - num_layers * slowest) / others
+        exposed_s = embedding + least_sum(each, counts, num_layers)
         return np.asarray(np.maximum(pipeline_s, held_by_others_s) + np.maximum(exposed_s, 0.0))
 
-    piped = np.minimum(step_s(meeting), step_s(fewest))
+    fewest = np.maximum(vpps - 1 - screen.folded, 0) * np.ceil(layers / (pps * vpps))
+    ends = [(work - pipeline_s * others / steps) / slowest]
+    before, exposed_s = np.zeros_like(work), embedding
+    order = np.argsort(each, axis=0)
+    for more_s, count in zip(np.take_along_axis(each, order, axis=0), counts[order], strict=True):
+        until_positive = np.where(more_s > 0, -exposed_s / np.where(more_s > 0, more_s, 1.0), count)
+        ends.append(before + np.clip(until_positive, 0, count))
+        before, exposed_s = before + count, exposed_s + count * more_s
+    piped = np.min([step_s(np.clip(end, fewest, layers)) for end in (fewest, *ends)], axis=0)
     step = np.where(pps == 1, pipeline_s + np.maximum(alone, 0.0), piped)
-    return np.asarray(step + _optimizer_s(screen) / pps + pricing.tail_s(shape))
+    return np.asarray(step + all_optimizers_s(screen) / pps + pricing.tail_s(shape))
 
 
-def _exposed_s(screen: Screen, part: PartCost) -> FloatArray:
+def exchange_beyond_s(screen: Screen, part: PartCost) -> FloatArray:
     """Seconds of data-parallel exchange of one part less what hides it; ZeRO-3 unpipelined: of all micro-batches."""
     runtime, shape = screen.pricing.runtime, screen.shape
     expert = screen.part(part, "expert_parameters")
@@ -90,7 +96,7 @@ def _exposed_s(screen: Screen, part: PartCost) -> FloatArray:
     return np.asarray(np.where(each, np.asarray(shape.num_microbatches) * always, once))
 
 
-def _optimizer_s(screen: Screen) -> FloatArray:
+def all_optimizers_s(screen: Screen) -> FloatArray:
     """Seconds of the optimizer's work on the whole model's shards, one after the other."""
     pricing, table = screen.pricing, screen.table
     counted = [(table.layers[kind, "none"], count) for kind, count in pricing.kind_counts.items()] + [(table.head, 1)]

@@ -58,14 +58,17 @@ class Nodes:
         """
         if choice.whole in ("none", "all"):
             return self._step_s(self.screen, choice.mode, choice.mode)
-        bound_s = self._step_s(self.screen, choice.mode, "full", whole=True)
-        if choice.whole == "one_count":
+        one_count = choice.whole == "one_count"
+        bound_s = self._step_s(self.screen, choice.mode, "full", whole=True, one_count=one_count)
+        if one_count:
             boundless = replace(self.screen, pricing=replace(self.screen.pricing, headroom_bytes=-BOUNDLESS_BYTES))
             bound_s = np.maximum(bound_s, self._step_s(boundless, choice.mode, choice.mode))
         return bound_s
 
-    def _step_s(self, screen: Screen, base: Recompute, exchanging: Recompute, whole: bool = False) -> FloatArray:
-        pipeline_s = bounds.pipeline_bound_s(screen, base, whole, self.orders)
+    def _step_s(
+        self, screen: Screen, base: Recompute, exchanging: Recompute, whole: bool = False, one_count: bool = False
+    ) -> FloatArray:
+        pipeline_s = bounds.pipeline_bound_s(screen, base, whole, self.orders, one_count)
         return np.where(np.isfinite(pipeline_s), with_ends_s(screen, pipeline_s, base, exchanging), np.inf)
 
     def guess_s(self, choice: RecomputeChoice) -> FloatArray:

@@ -68,6 +68,8 @@ class Node:
     whole: Whole
     in_flight: Sequence[float]
     """Micro-batches that each rank holds at its fullest, in units of all its chunks."""
+    first_in_flight: float = 0.0
+    """Of them, those of rank 0's first chunk alone (interleaving only)."""
     usable_bytes: float
     p2p_s: float
     bound: Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
@@ -300,25 +302,32 @@ class _Program(Rows):
     def _add_memory(self) -> None:
         """Row 6; the transient is the largest of the loss and of the backward of a layer that the rank holds."""
         node = self.node
-        modes: tuple[Recompute, ...] = {"none": (node.base,), "all": ("full",)}.get(node.whole, (node.base, "full"))
+        modes: tuple[Recompute, ...] = {"none": (node.base,), "all": (FULL,)}.get(node.whole, (node.base, FULL))
         self.needed: list[Expression] = []
-        layer = {k: max(float(node.layers[k, mode].transient_bytes) for mode in modes) for k in self.kinds}
+        least = min(float(node.layers[k, mode].transient_bytes) for k in self.kinds for mode in modes[:1])
         for rank in range(node.pp):
             live = node.in_flight[rank] * self._layers(rank, "live_bytes") + self._held(rank, "live_bytes")
             if rank == 0:
                 live = live + (node.in_flight[0] - 1) * float(node.embedding.live_bytes)
+            if rank == 0 and node.vpp > 1:
+                # what the first chunk lacks would be held more often than the others' layers
+                kept = max(float(node.layers[k, mode].live_bytes) for k in self.kinds for mode in modes)
+                live = live - max(node.first_in_flight - node.in_flight[0], 0.0) * kept * self.held.missing[0]
             transient = float(node.head.transient_bytes) if rank == node.placement[-1] else 0.0
-            transient = max(transient, min(layer.values()))
+            transient = max(transient, least)
             short = node.short_bytes[rank] if node.short_bytes else 0.0
             needed = self._rank(rank, "static_bytes") + live + transient + short
             self.needed.append(needed)
             self.problem += needed * (1 / GIB) <= node.usable_bytes / GIB, f"memory_{rank}"
-            for number, (kind, count) in enumerate(self.held.by_kind[rank].items()):
-                if layer[kind] > transient:
+            layers = [(count, kind, modes[0]) for kind, count in self.held.by_kind[rank].items()]
+            layers += [(count, kind, mode) for mode in modes[1:] for kind, count in self.whole[rank].items()]
+            for number, (count, kind, mode) in enumerate(layers):
+                more = float(node.layers[kind, mode].transient_bytes) - transient
+                if more > 0:
                     holds = self._variable(f"holds_{rank}_{number}", 1, integer=True)
                     self.problem += count <= self.held.num_layers * holds, f"holds_{rank}_{number}_any"
-                    more = (layer[kind] - transient) * holds
-                    self.problem += (needed + more) * (1 / GIB) <= node.usable_bytes / GIB, f"memory_{rank}_{number}"
+                    bytes_held = (needed + more * holds) * (1 / GIB)
+                    self.problem += bytes_held <= node.usable_bytes / GIB, f"memory_{rank}_{number}"
 
     def _add_ends(self) -> None:
         """Row 7."""

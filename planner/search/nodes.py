@@ -9,7 +9,7 @@ from typing import Literal
 
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.pricing import Pricing
-from planner.schedule.orders import SCHEDULES, in_flight_microbatches, placement
+from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, placement
 from planner.search.ilp import Node, Solution, Whole
 from planner.search.ilp_layers import recurring
 from planner.search.room import fixed_bytes
@@ -77,6 +77,7 @@ def node_of(
         base=choice.base,
         whole=choice.whole,
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
+        first_in_flight=first_chunk_in_flight(schedule, pp, vpp, microbatches) if vpp > 1 else 0.0,
         usable_bytes=float(table.usable_bytes) - fixed_bytes(pricing, table),
         short_bytes=short_bytes,
         p2p_s=float(table.p2p_s),

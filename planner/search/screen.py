@@ -182,3 +182,11 @@ def fits(screen: Screen, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]
     """Whether all ranks together have room for the layers of each kind: necessary for any split."""
     counts = screen.pricing.kind_counts
     return np.asarray(np.all([room_layers(screen, kind, schedules) >= n for kind, n in counts.items()], axis=0))
+
+
+def least_sum(values: FloatArray, counts: npt.NDArray[np.int64], number: FloatArray) -> FloatArray:
+    """The least that `number` items add up to, when there are counts[k] of values[k]."""
+    order = np.argsort(values, axis=0)
+    values, ordered = np.take_along_axis(values, order, axis=0), counts[order]
+    taken = np.clip(number - (np.cumsum(ordered, axis=0) - ordered), 0, ordered)
+    return np.asarray((values * taken).sum(axis=0))

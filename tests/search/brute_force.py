@@ -12,6 +12,7 @@ from toys import legal_counts
 from planner.schedule.orders import build_schedule
 from planner.search.ilp import Node
 from planner.specs.model import LayerKind
+from planner.specs.training import Recompute
 
 WAYS = ("forward_total_s", "backward_total_s")
 
@@ -75,19 +76,23 @@ def total(node: Node, candidate: Candidate, rank: int, quantity: str, ends: bool
 
 def fits(node: Node, candidate: Candidate) -> bool:
     """Static bytes, in-flight micro-batches and the largest moment on every rank."""
-    modes = {"none": ["none"], "all": ["full"]}.get(node.whole, ["none", "full"])
-    moments = {
-        kind: max(
-            part.transient_bytes for (other, mode), part in node.layers.items() if other == kind and mode in modes
-        )
-        for kind, _ in node.runs
-    }
+    mode: Recompute = "full" if node.whole == "all" else "none"
+    least = min(node.layers[kind, mode].transient_bytes for kind, _ in node.runs)
     for rank in range(node.pp):
-        held = [kind for kind, count in candidate.on_rank(rank, node.pp).items() if count]
-        moment = max([min(moments.values()), *(moments[kind] for kind in held)])
+        moments = [
+            node.layers[kind, mode].transient_bytes for kind, count in candidate.on_rank(rank, node.pp).items() if count
+        ]
+        moments += [
+            node.layers[kind, "full"].transient_bytes for kind, count in candidate.recomputed[rank].items() if count
+        ]
+        moment = max([least, *moments])
         needed = total(node, candidate, rank, "static_bytes")
         needed += node.in_flight[rank] * total(node, candidate, rank, "live_bytes", ends=False)
         needed += node.in_flight[0] * node.embedding.live_bytes if rank == 0 else 0.0
+        if rank == 0 and node.vpp > 1:
+            longest = max(node.layers[kind, mode].live_bytes for kind, _ in node.runs)
+            missing = candidate.counts[1] - candidate.counts[0]
+            needed -= max(node.first_in_flight - node.in_flight[0], 0.0) * missing * longest
         last = rank == node.pp - 1
         needed += node.head.live_bytes if last else 0.0
         needed += max(moment, node.head.transient_bytes) if last else moment

@@ -12,7 +12,7 @@ import pytest
 from brute_force import Candidate, brute_force_s, candidates, fits, pipeline_s, step_s
 
 from planner.physics.cost import PartCost
-from planner.schedule.orders import in_flight_microbatches
+from planner.schedule.orders import first_chunk_in_flight, in_flight_microbatches
 from planner.search.ilp import Node, Solution, solve
 from planner.search.ilp_layers import recurring
 from planner.specs.model import LayerKind
@@ -107,6 +107,7 @@ def interleaved_node(seed: int) -> Node:
         num_microbatches=steps,
         whole=rng.choice(["none", "all"]),
         in_flight=in_flight_microbatches("interleaved-1f1b", pp, vpp, steps),
+        first_in_flight=first_chunk_in_flight("interleaved-1f1b", pp, vpp, steps),
         bound="interleaved",
         placement=tuple(range(pp)) * vpp,
         usable_bytes=rng.choice([1e6, rng.uniform(8, 25)]) * GIB,
