@@ -195,6 +195,8 @@ class Branch:
                 # time is up; what was found stands, unproven
                 self.complete = False
                 return 0.0
+            if problem.of_mean_layers:
+                bound = 0.0
             if solution is None:
                 bound = min(bound, cutoff)
                 break

@@ -90,6 +90,8 @@ class Node:
     parameter_overlap_fraction: float = 0.0
     short_bytes: Sequence[float] = ()
     """What each rank is to leave free of it, where a replay has shown that a split does not fit; empty: nothing."""
+    of_mean_layers: bool = False
+    """Layers of several kinds are taken as so many of their mean: a good split, but its bound proves nothing."""
     rank_factors: Sequence[float] = ()
     """How many times the costs' seconds each rank takes; empty: all take as long as the costs say."""
 

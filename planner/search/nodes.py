@@ -64,7 +64,8 @@ def node_of(
     # the first chunks of all ranks hold this many layers at least, however few the first one has
     first_row = (pp - 1) * -(-model.num_hidden_layers // (pp * vpp))
     many = len(runs) > MAX_RUNS_INTERLEAVED or sum(length for _, length in runs[:-1]) > first_row
-    if vpp > 1 and many and recurring(runs) is None:
+    of_mean_layers = vpp > 1 and many and recurring(runs) is None
+    if of_mean_layers:
         runs, layers = _mean_kind(pricing, table)
     return Node(
         runs=runs,
@@ -89,6 +90,7 @@ def node_of(
         each_microbatch=int(shape.zero_stage) == 3 and pp == 1,
         gradient_overlap_fraction=runtime.gradient_overlap_fraction,
         parameter_overlap_fraction=runtime.parameter_overlap_fraction,
+        of_mean_layers=of_mean_layers,
         rank_factors=rank_factors,
     )
 
