@@ -21,7 +21,7 @@ from planner.plan import (
 )
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 from planner.specs.training import TrainingSpec
 from planner.specs.units import GIB
 

@@ -16,7 +16,8 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import RuntimeSpec, load_runtime
+from planner.specs.runtime import RuntimeSpec
+from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import parse_count
 

@@ -21,7 +21,7 @@ from planner.profile.coefficients import COEFFICIENTS, Coefficient
 from planner.profile.solve import least_squares
 from planner.search.runs import Run, parse_run
 from planner.specs.base import Spec
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 from planner.validate.rows import Row, load_rows
 from planner.validate.score import weighted_quantile
 

@@ -21,7 +21,7 @@ from planner.profile.fit_kernels import Residuals, fit, log_errors
 from planner.profile.kernels import Bench, Problem
 from planner.specs.calibration import Calibration, Factor, Quantity, Share
 from planner.specs.cluster import ClusterSpec, HardwareSpec
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 from planner.specs.training import Recompute, TrainingSpec
 from planner.specs.units import GB, GIB
 

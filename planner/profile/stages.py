@@ -15,7 +15,7 @@ from planner.profile.tables import Table, read_table
 from planner.specs.cluster import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 
 MODELS = {"llama3-8b": "llama-3.1-8b", "llama2-13b": "llama-2-13b", "gpt3-175b": "gpt3-175b"}
 EAGER = load_runtime("torch-eager")

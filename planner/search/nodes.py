@@ -10,8 +10,9 @@ from typing import Literal
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, placement
-from planner.search.ilp import Node, Solution, Whole
+from planner.search.ilp import Solution
 from planner.search.ilp_layers import recurring
+from planner.search.ilp_node import Node, Whole
 from planner.search.room import fixed_bytes
 from planner.search.split import Split, even_counts, held_parts
 from planner.specs.model import LayerKind

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from planner.errors import SolverError, SpecError
 from planner.plan import Plan, PricedLayout
-from planner.search.ilp import Whole, solve
+from planner.search.ilp import solve
+from planner.search.ilp_node import Whole
 from planner.search.nodes import RecomputeChoice, node_of, split_of
 from planner.search.pipeline import cost_by_rank, step_s
 from planner.search.price import price_layout

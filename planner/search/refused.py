@@ -25,7 +25,7 @@ from planner.search.explain import shortfall_bytes
 from planner.search.screen import screen_of
 from planner.search.search import price_given, pricing_of, selective_modules
 from planner.search.what_if import Case
-from planner.specs.runtime import RUNTIMES
+from planner.specs.trainers import RUNTIMES
 from planner.specs.training import Parallelism
 from planner.specs.units import GIB
 

@@ -24,7 +24,8 @@ from planner.search.screen import fits, screen_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
-from planner.specs.runtime import RuntimeSpec, load_runtime
+from planner.specs.runtime import RuntimeSpec
+from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 

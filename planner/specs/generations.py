@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.specs.model import ModelSpec
-from planner.specs.runtime import RuntimeSpec, load_runtime
+from planner.specs.runtime import RuntimeSpec
+from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism
 
 GENERATIONS = {"megatron": ("megatron-2021", "megatron-2022"), "torchtitan": ("torchtitan-2024",)}

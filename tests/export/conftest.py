@@ -13,7 +13,7 @@ from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism, TrainingSpec
 
 HOSTILE = "evil\"; touch pwned; $(touch pwned) `touch pwned` 'x' |*()\n#SBATCH --nodes=99\ntouch pwned"

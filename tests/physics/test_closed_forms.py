@@ -9,7 +9,7 @@ from planner.physics.operators import FP32, operators_of, saved_bytes
 from planner.physics.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 
 GPT = {
     "gated_mlp": False,

@@ -13,7 +13,7 @@ from planner.physics.operators import Collective, collectives_of
 from planner.physics.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 
 H100 = ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
 NVL72 = ClusterSpec(hardware=load_hardware("gb200"), num_gpus=64)

@@ -22,7 +22,7 @@ from planner.physics.operators import Operator
 from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import GemmEfficiency
 from planner.specs.registry import hardware_names, load_hardware
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 
 H200 = load_hardware("h200-sxm-141gb")
 A100 = load_hardware("a100-sxm-80gb")

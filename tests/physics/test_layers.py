@@ -12,7 +12,7 @@ from planner.physics.operators import Item, num_parameters, operators_of
 from planner.physics.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
-from planner.specs.runtime import RUNTIMES, load_runtime
+from planner.specs.trainers import RUNTIMES, load_runtime
 
 MEGATRON, TORCH = load_runtime("megatron"), load_runtime("torch-eager")
 ONE = Shape(seq_length=4096)

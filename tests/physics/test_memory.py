@@ -7,7 +7,7 @@ from planner.physics.memory import transient_bytes
 from planner.physics.operators import operators_of
 from planner.physics.shape import Shape
 from planner.specs.registry import load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 
 
 def test_gathered_keys_are_held_for_the_whole_sequence() -> None:

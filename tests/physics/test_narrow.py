@@ -20,7 +20,8 @@ from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import RuntimeSpec, load_runtime
+from planner.specs.runtime import RuntimeSpec
+from planner.specs.trainers import load_runtime
 from planner.specs.training import TrainingSpec
 
 MEGATRON = load_runtime("megatron")

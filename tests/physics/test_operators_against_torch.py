@@ -26,7 +26,7 @@ from planner.probe.model import DecoderLayer, Embedding, Head, MTPBlock  # noqa:
 from planner.probe.peers import EmulatedPeers, ExpertPeers, Surroundings  # noqa: E402
 from planner.probe.weights import initialise  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
-from planner.specs.runtime import load_runtime  # noqa: E402
+from planner.specs.trainers import load_runtime  # noqa: E402
 
 EAGER = load_runtime("torch-eager")
 SEQ = 64

@@ -16,7 +16,7 @@ from planner.physics.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import RUNTIMES, load_runtime
+from planner.specs.trainers import RUNTIMES, load_runtime
 from planner.specs.training import Dtype, TrainingSpec
 
 MODELS = ["llama-3.1-70b", "gpt3-175b", "deepseek-v3", "gpt-oss-120b", "gemma-3-27b", "llama-3.2-1b"]

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 from toys import legal_counts
 
 from planner.schedule.orders import build_schedule
-from planner.search.ilp import Node
+from planner.search.ilp_node import Node
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 

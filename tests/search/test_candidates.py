@@ -24,7 +24,7 @@ from planner.search.candidates import (
 )
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import RUNTIMES, load_runtime
+from planner.specs.trainers import RUNTIMES, load_runtime
 from planner.specs.training import SearchLimits, TrainingSpec
 
 

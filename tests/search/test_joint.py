@@ -10,7 +10,7 @@ import pytest
 from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.physics.cost import CostTable
-from planner.search.ilp import Node
+from planner.search.ilp_node import Node
 from planner.search.nodes import RecomputeChoice, node_of
 from planner.search.pipeline import step_s
 from planner.search.room import split_fits

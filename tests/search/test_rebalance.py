@@ -21,7 +21,7 @@ from planner.search.search import evaluate, plan
 from planner.search.split import Split
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 
 

@@ -15,7 +15,7 @@ from planner.search.search import evaluate, plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model, model_names
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 
 

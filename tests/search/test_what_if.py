@@ -10,7 +10,7 @@ from planner.plan import Plan
 from planner.search.what_if import Case, WhatIf, other_assumptions, other_limits, outcome
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 from planner.specs.training import SearchLimits, TrainingSpec
 
 

@@ -22,7 +22,8 @@ from planner.search.search import pricing_of, recompute_choices
 from planner.search.split import Split
 from planner.specs.cluster import ClusterSpec, HardwareSpec, LinkTier, ReservedMemory
 from planner.specs.model import ModelSpec
-from planner.specs.runtime import RuntimeSpec, load_runtime
+from planner.specs.runtime import RuntimeSpec
+from planner.specs.trainers import load_runtime
 from planner.specs.training import SearchLimits, TrainingSpec
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "first_k_dense_replace": 1}

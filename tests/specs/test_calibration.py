@@ -8,7 +8,7 @@ from planner.search.search import evaluate
 from planner.specs.calibration import Calibration, Factor, Quantity, Share
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism, TrainingSpec
 
 MEASURED = Calibration(

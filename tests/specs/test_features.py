@@ -8,7 +8,8 @@ import pytest
 
 from planner.errors import Unsupported
 from planner.specs.features import FEATURES
-from planner.specs.runtime import RuntimeSpec, load_runtime
+from planner.specs.runtime import RuntimeSpec
+from planner.specs.trainers import load_runtime
 
 
 @pytest.mark.parametrize("name", FEATURES)

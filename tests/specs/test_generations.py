@@ -8,7 +8,7 @@ import pytest
 
 from planner.specs.generations import runtime_of_its_day
 from planner.specs.registry import load_model
-from planner.specs.runtime import load_runtime
+from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism
 
 

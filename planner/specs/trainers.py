@@ -1,0 +1,153 @@
+"""The trainers that are known, a RuntimeSpec each, in the generations that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.errors import SpecError
+from planner.specs.registry import nearest
+from planner.specs.runtime import RuntimeSpec
+
+TORCH_SCHEDULES = (
+    "none", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
+    "dualpipe-v", "auto",
+)  # fmt: skip
+"""What torch.distributed.pipelining runs: its own classes; any order through its CSV runtime (`auto`)."""
+
+_TORCHTITAN: dict[str, Any] = {
+    "compiled": True,
+    "attention_kernel": "flash",
+    "fused_projections": False,
+    "casts_weights": True,
+    "selective_recompute_modules": ("op",),
+    "selective_default": ("op",),
+    "fused_grad_accumulation": False,
+    "weight_bytes": 4,
+    "optimizer_bytes": 8,
+    "vocab_divisible_by": 1,
+    "balances_in_buffers": True,
+    "splits_mtp_projection": False,
+    "zero_stages": (3,),
+    "schedules": TORCH_SCHEDULES,
+    "min_microbatches_is_pp": True,
+}
+
+_BEFORE_FLASH: dict[str, Any] = {
+    "architectures": ("volta", "ampere"),
+    "has_context_parallel": False,
+    "flash_attention": False,
+    "dropout": True,
+    "fused_cross_entropy": False,
+    "gradient_bytes": 2,
+    "sequence_parallel": False,
+    "scatters_p2p": True,
+    "interleaved_p2p_overlap": False,
+    "gradient_overlap_fraction": 0.0,
+    "parameter_overlap_fraction": 0.0,
+}
+"""Trainers before FlashAttention and overlapped reductions (2021 and 2022); gradients of mixed precision in fp16."""
+
+RUNTIMES: dict[str, RuntimeSpec] = {
+    spec.name: spec
+    for spec in (
+        RuntimeSpec(
+            name="megatron",
+            balances_in_buffers=True,
+            narrow_parameters=True,
+            narrow_gradient_bytes=2,
+            hands_unused_gradients=True,
+            head_only_stage=True,
+            tp_overlap_fraction=0.426,
+            tp_async_overlap_fraction=0.9,
+            ep_row_bytes=10_130.0,
+            moe_host_us=4044.0,
+            collective_sync_us=54.7,
+            expert_host_us=61.4,
+            sends_tokens_once=True,
+            groups_products=False,
+            selective_recompute_modules=(
+                "core_attn",
+                "moe_act",
+                "layernorm",
+                "mla_up_proj",
+                "mlp",
+                "moe",
+                "shared_experts",
+            ),
+            zero_stages=(0, 1),
+        ),
+        RuntimeSpec(name="torchtitan", **_TORCHTITAN),
+        RuntimeSpec(
+            # torch.compile was for layers alone; the loss made fp32 copies
+            name="torchtitan-2024",
+            trainer="torchtitan",
+            architectures=("ampere", "hopper"),
+            fused_cross_entropy=False,
+            **_TORCHTITAN,
+        ),
+        RuntimeSpec(
+            name="torch-eager",
+            keeps_tables=True,
+            clips_gradients=False,
+            schedules=TORCH_SCHEDULES,
+            fused_rotary=False,
+            fused_activation=False,
+            fused_permute=False,
+            clones_embedding_shard=False,
+            fused_cross_entropy=False,
+            fused_grad_accumulation=False,
+            vocab_divisible_by=1,
+            zero_stages=(0, 1),
+            recompute_per_stage=True,
+            head_only_stage=True,
+            interleaved_microbatch_multiple=False,
+            cp_comm_type="all_gather",
+            cp_overlap_fraction=0.0,
+            gradient_overlap_fraction=0.0,
+            parameter_overlap_fraction=0.0,
+        ),
+        RuntimeSpec(
+            name="nanotron", fused_grad_accumulation=False, fused_rotary=True, zero_stages=(0, 1), vocab_divisible_by=1
+        ),
+        RuntimeSpec(
+            name="megatron-2021",
+            trainer="megatron",
+            fsdp_overlap_fraction=0.5,
+            fsdp_rate_fraction=0.2,
+            zero_stages=(0,),
+            has_sequence_parallel=False,
+            fused_grad_accumulation=False,
+            **_BEFORE_FLASH,
+        ),
+        RuntimeSpec(
+            name="megatron-2022",
+            trainer="megatron",
+            zero_stages=(0,),
+            **{**_BEFORE_FLASH, "gradient_bytes": 4},
+        ),
+        RuntimeSpec(
+            name="megatron-deepspeed",
+            collective_sync_us=415.3,
+            tp_jitter_fraction=0.0369,
+            host_factor=2.034,
+            zero_stages=(0, 1, 3),
+            blocking_launches=True,
+            fused_grad_accumulation=False,
+            has_sequence_parallel=False,
+            fp16_gradient_bytes=2,
+            kept_gradient_bytes=2,
+            reserved_gib=11.0,
+            **{**_BEFORE_FLASH, "gradient_bytes": 4},
+        ),
+    )
+}
+
+
+def load_runtime(name: str) -> RuntimeSpec:
+    """The runtime called `name`; SpecError with the nearest names when there is none."""
+    try:
+        return RUNTIMES[name]
+    except KeyError:
+        raise SpecError(
+            f"runtime: unknown {name!r}", f"one of {', '.join(RUNTIMES)}{nearest(name, RUNTIMES)}"
+        ) from None
