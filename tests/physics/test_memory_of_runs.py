@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from planner.profile.stages import measured_model
+from planner.profile.tables import read_table
+from planner.search.search import evaluate
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware
+from planner.specs.training import Parallelism, TrainingSpec
 from planner.validate.rows import Row, load_rows
 from planner.validate.score import evaluate_rows
 
@@ -42,6 +50,33 @@ def test_the_loss_of_torchtitan_was_not_compiled_in_2024() -> None:
     assert len(rows) == 4
     for one in evaluate_rows(rows):
         assert one.memory_error == pytest.approx(0.0, abs=0.03), one.row.id
+
+
+def h200_stages() -> list[dict[str, str]]:
+    table = read_table("h200", "stages")
+    names = ("model", "tp", "pp", "dp", "stage", "layers", "batch", "seq", "recompute", "microbatches")
+    columns = {name: table.text(name) for name in (*names, "static_bytes", "peak_allocated_bytes")}
+    return [{name: str(column[row]) for name, column in columns.items()} for row in range(table.num_rows)]
+
+
+@pytest.mark.parametrize("row", h200_stages(), ids=lambda row: "-".join(row.values()))
+def test_allocated_memory_of_a_stage_on_h200(row: dict[str, str]) -> None:
+    """Eager torch: before the first forward to a ten-thousandth, at the step's worst moment within 1%."""
+    tp, pp, dp, batch = (int(row[name]) for name in ("tp", "pp", "dp", "batch"))
+    model = measured_model(row["model"])
+    model = model.model_copy(update={"num_hidden_layers": int(row["layers"]) * pp})
+    recompute: Any = row["recompute"]
+    plan = evaluate(
+        model,
+        ClusterSpec(hardware=load_hardware("h200"), num_gpus=tp * pp * dp),
+        TrainingSpec(seq_length=int(row["seq"]), global_batch_size=batch * dp * int(row["microbatches"])),
+        Parallelism(tp=tp, pp=pp, dp=dp, micro_batch_size=batch, recompute=recompute, sequence_parallel=tp > 1),
+        runtime="torch-eager",
+    )
+    memory = plan.stages[int(row["stage"])].memory
+    static = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    assert static == pytest.approx(int(row["static_bytes"]), rel=1e-4)
+    assert memory.peak_allocated_bytes == pytest.approx(int(row["peak_allocated_bytes"]), rel=0.01)
 
 
 OFFLOADED = {"llama3-70b-gb300x64-fp8-cs", "llama3-1-405b-gb200x128-fp8-cs"}
