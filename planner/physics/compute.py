@@ -254,11 +254,11 @@ def optimizer_s(
 def clip_s(hardware: HardwareSpec, shard: Number, whole: Number, runtime: RuntimeSpec) -> Number:
     """Seconds per step to measure and scale the main gradients of a shard, and to zero those of all `whole` parameters.
 
-    One pass to read them for the norm, two to scale them, one to write zeros.
+    One pass to read them for the norm, two to scale them, one to write zeros. Their launches, a few a step, are left out.
     """
     if not runtime.clips_gradients:
         return 0.0
-    return stream_s(hardware, runtime.gradient_bytes * (3 * shard + whole), 3)
+    return stream_s(hardware, runtime.gradient_bytes * (3 * shard + whole), 0)
 
 
 def accumulate_s(hardware: HardwareSpec, num_parameters: Number, gradient_bytes: int = FP32) -> Number:
