@@ -254,7 +254,7 @@ def optimizer_s(
 def clip_s(hardware: HardwareSpec, shard: Number, whole: Number, runtime: RuntimeSpec) -> Number:
     """Seconds per step to measure and scale the main gradients of a shard, and to zero those of all `whole` parameters.
 
-    One pass to read them for the norm, two to scale them, one to write zeros. Their launches, a few a step, are left out.
+    One pass to read them for the norm, two to scale them, one to write zeros. Three launches a step are left out.
     """
     if not runtime.clips_gradients:
         return 0.0
