@@ -21,9 +21,10 @@ import torch
 from planner.errors import PlannerError, SpecError
 from planner.probe import joined
 from planner.probe.result import RankResult
-from planner.probe.run import Device, ProbeRun, tokens_split
+from planner.probe.run import Device, ProbeRun
 from planner.specs.checking import checked
 from planner.specs.reading import label, load_yaml
+from planner.specs.training import tokens_split
 
 _CSV = "schedule_csv"
 

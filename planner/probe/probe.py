@@ -11,7 +11,7 @@ from planner.probe.joined import joins_others, probe_joined
 from planner.probe.laptop import probe_laptop
 from planner.probe.outcome import Options
 from planner.probe.result import ProbeResult
-from planner.probe.run import tokens_split
+from planner.specs.training import tokens_split
 
 __all__ = ["Options", "probe"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from math import lcm
 from typing import Any, Literal, NamedTuple
 
 from planner.schedule.actions import Action, ActionList, Schedule
@@ -47,11 +46,6 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"stage {self.pp}, dp {self.dp}, cp {self.cp}, tp {self.tp}"
-
-
-def tokens_split(cp: int, shards: int) -> int:
-    """What sequences are cut into: two equal chunks for each rank of cp, `shards` for tp."""
-    return cp * lcm(2, shards) if cp > 1 else shards
 
 
 class ProbeRun(Spec):

@@ -10,6 +10,7 @@ import numpy as np
 from planner.physics.shape import Shape
 from planner.search.rules import DENSE_WIDTH, EXPERTS, HEADS, SHARED_EXPERT_WIDTH, Rule, no_multiple
 from planner.specs.model import ModelSpec
+from planner.specs.training import tokens_split
 
 KV_HEADS = Rule(
     "kv_heads_not_divisible_by_tp",
@@ -31,9 +32,8 @@ TORCH_RULES: tuple[Rule, ...] = (HEADS, KV_HEADS, DENSE_WIDTH, SHARED_EXPERT_WID
 
 
 def _tokens_split(shape: Shape) -> Any:
-    """What a sequence is cut into: two equal chunks for each rank of cp, shards for tp under sequence parallelism."""
     shards = np.where(np.asarray(shape.sequence_parallel) > 0, shape.tp, 1)
-    return np.where(np.asarray(shape.cp) > 1, shape.cp * np.lcm(2, shards), shards)
+    return tokens_split(np.asarray(shape.cp), shards)
 
 
 def _unless_split(reason: str, what: str, has: Callable[[ModelSpec], bool]) -> Rule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -117,3 +117,12 @@ class SearchLimits(Spec):
     """A shape is cut when its bound is within this fraction of the incumbent."""
     memory_headroom_gib: NonNegativeFloat = 0.0
     """GPU memory to leave free on every rank."""
+
+
+def tokens_split(cp: Any, shards: Any) -> Any:
+    """What sequences are cut into, numbers or arrays: two equal chunks for each rank of cp, `shards` for tp.
+
+    lcm(2, shards) · cp where cp > 1, else shards.
+    """
+    even = shards * (1 + shards % 2)
+    return shards + (cp > 1) * (cp * even - shards)
