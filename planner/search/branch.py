@@ -9,7 +9,8 @@ incumbent less the gap asked for, or when time is up; either way it says how far
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -32,6 +33,8 @@ from planner.specs.training import SearchLimits
 
 BLOCK = 1024
 """Shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
+PRICED = 16
+"""Nodes priced together with the one that is solved next."""
 MAX_TRIES = 4
 """Programs solved for a node, each with more left free on the ranks that the replay showed to be too full."""
 RUNNERS_UP = 16
@@ -118,6 +121,8 @@ class Branch:
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
             node = frontier.take()
+            if node is not None and replace(node.shape, vpp=1) not in self.tables:
+                self._price([node, *frontier.most_promising(PRICED)])
             if node is None or self._late():
                 break
             self._solve(node)
@@ -143,6 +148,7 @@ class Branch:
         """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""
         proof = self.lower_bound_s, self.complete
         self.slack = ALTERNATIVE_SLACK
+        self._price(frontier.runners_up[:RUNNERS_UP])
         tried: dict[tuple[int, ...], int] = {}
         for node in frontier.runners_up:
             key = key_of(node.shape)
@@ -155,6 +161,14 @@ class Branch:
             choice = node.choice if node.choice.whole != "one_count" else RecomputeChoice(node.choice.base, "none")
             self._solve_choice(node, choice)
         self.lower_bound_s, self.complete = proof
+
+    def _price(self, nodes: Sequence[Open]) -> None:
+        """Price the shapes of several nodes together, which takes little longer than one."""
+        shapes = dict.fromkeys(replace(node.shape, vpp=1) for node in nodes).keys() - self.tables.keys()
+        if shapes:
+            columns = {f.name: np.array([getattr(shape, f.name) for shape in shapes]) for f in fields(Shape)}
+            together = self.pricing.table(Shape(**columns))
+            self.tables |= {shape: together.take(row) for row, shape in enumerate(shapes)}
 
     def _table(self, shape: Shape) -> CostTable:
         """The prices of a shape; its chunks change none of them."""

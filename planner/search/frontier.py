@@ -162,6 +162,10 @@ class Frontier:
         self._keep(np.arange(len(self._guess_s)) != index)
         return node
 
+    def most_promising(self, number: int) -> list[Open]:
+        """As many nodes, left in the frontier."""
+        return [self._open(index) for index in np.argsort(self._guess_s, kind="stable")[:number].tolist()]
+
     def _open(self, index: int) -> Open:
         block, row, choice = self._place[index]
         nodes = self._nodes[block]
