@@ -53,13 +53,22 @@ class Solution:
     """What the memory row of each rank leaves."""
 
 
+_NO_HEURISTICS = {
+    f"mip_heuristic_run_{name}": False for name in ("rins", "rens", "root_reduced_cost", "feasibility_jump")
+}
+"""Heuristics that solve programs of their own, which takes longer than a program this small."""
+
+
 def solve(node: Node, time_limit_s: float) -> Solution | None:
     """Solve one node; None when no split fits and is quicker than the cutoff.
 
     Raises SolverError when the solver stops without an answer.
     """
     program = _Program(node)
-    program.problem.solve(pulp.HiGHS(msg=False, timeLimit=max(time_limit_s, 0.05), gapRel=node.gap_fraction, threads=1))
+    time_s = max(time_limit_s, 0.05)
+    program.problem.solve(
+        pulp.HiGHS(msg=False, timeLimit=time_s, gapRel=node.gap_fraction, threads=1, **_NO_HEURISTICS)
+    )
     status = program.problem.sol_status
     if status == pulp.LpSolutionInfeasible:
         return None
