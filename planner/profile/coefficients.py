@@ -50,9 +50,9 @@ COEFFICIENTS = (
     Coefficient("GB200 products", "hardware", GB200, "efficiency.gemm_factor", 1.05, 0.8, 1.3, 0.05),
     # 1.4 kW against 1.2
     Coefficient("GB300 products", "hardware", GB300, "efficiency.gemm_factor", 0.95, 0.8, 1.3, 0.1),
-    # nobody timed products of 8 and 4 bits on these alone
-    Coefficient("Blackwell 8-bit products", "hardware", BLACKWELL, "efficiency.gemm.fp8_factor", 1.2, 0.8, 1.6, 0.2),
-    Coefficient("Blackwell block scales", "hardware", BLACKWELL, "efficiency.gemm.mx_factor", 0.96, 0.7, 1.1, 0.1),
+    Coefficient("Blackwell 8-bit products", "hardware", BLACKWELL, "efficiency.gemm.fp8_factor", 1.2, 0.8, 1.6, 0.1),
+    Coefficient("Blackwell block scales", "hardware", BLACKWELL, "efficiency.gemm.mx_factor", 0.96, 0.7, 1.1, 0.05),
+    # nobody has timed products of 4 bits by themselves
     Coefficient("GB200 4-bit products", "hardware", GB200, "efficiency.gemm.fp4_factor", 0.93, 0.6, 1.4, 0.25),
     Coefficient("Blackwell Ultra 4-bit", "hardware", ULTRA, "efficiency.gemm.fp4_factor", 0.93, 0.6, 1.4, 0.25),
     Coefficient("H100 8-bit products", "hardware", H100, "efficiency.gemm.fp8_factor", 0.894, 0.7, 1.1, 0.03),
