@@ -56,24 +56,26 @@ def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute, exchang
     pps, vpps, steps = np.asarray(shape.pp, dtype=float), np.asarray(shape.vpp), np.asarray(shape.num_microbatches)
     each = np.array([exchange_beyond_s(screen, table.layers[kind, exchanging]) for kind in pricing.kind_counts])
     embedding = exchange_beyond_s(screen, table.embedding)
-    alone = counts @ each + embedding + sum(exchange_beyond_s(screen, part) for part in screen.last_parts)
+    last = np.sum([exchange_beyond_s(screen, part) for part in screen.last_parts], axis=0)
+    alone = counts @ each + embedding + last
+    ends_s = embedding + np.where(screen.folded, np.minimum(last, 0.0), 0.0)
     work, slowest = screen.work_s(base) - screen.ends_s, screen.layer_s(base).max(axis=0)
     others = np.maximum(pps - 1, 1)
 
     def step_s(num_layers: FloatArray) -> FloatArray:
         held_by_others_s = steps * (work - num_layers * slowest) / others
-        exposed_s = embedding + least_sum(each, counts, num_layers)
+        exposed_s = ends_s + least_sum(each, counts, num_layers)
         return np.asarray(np.maximum(pipeline_s, held_by_others_s) + np.maximum(exposed_s, 0.0))
 
     fewest = np.maximum(vpps - 1 - screen.folded, 0) * np.ceil(layers / (pps * vpps))
-    ends = [(work - pipeline_s * others / steps) / slowest]
-    before, exposed_s = np.zeros_like(work), embedding
+    breaks = [(work - pipeline_s * others / steps) / slowest]
+    before, exposed_s = np.zeros_like(work), ends_s
     order = np.argsort(each, axis=0)
     for more_s, count in zip(np.take_along_axis(each, order, axis=0), counts[order], strict=True):
         until_positive = np.where(more_s > 0, -exposed_s / np.where(more_s > 0, more_s, 1.0), count)
-        ends.append(before + np.clip(until_positive, 0, count))
+        breaks.append(before + np.clip(until_positive, 0, count))
         before, exposed_s = before + count, exposed_s + count * more_s
-    piped = np.min([step_s(np.clip(end, fewest, layers)) for end in (fewest, *ends)], axis=0)
+    piped = np.min([step_s(np.clip(held, fewest, layers)) for held in (fewest, *breaks)], axis=0)
     step = np.where(pps == 1, pipeline_s + np.maximum(alone, 0.0), piped)
     return np.asarray(step + all_optimizers_s(screen) / pps + pricing.tail_s(shape))
 
