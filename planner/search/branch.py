@@ -21,12 +21,13 @@ from planner.physics.shape import FloatArray, Shape
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES
 from planner.search import bounds
-from planner.search.candidates import Rejections, scalar, schedules_tried
+from planner.search.candidates import Rejections, scalar
 from planner.search.frontier import Frontier, Open, nodes_of
 from planner.search.ilp import solve
 from planner.search.nodes import RecomputeChoice, node_of, split_of
 from planner.search.pipeline import step_s
 from planner.search.room import excess_bytes, shorter
+from planner.search.schedules import schedules_tried
 from planner.search.screen import Screen
 from planner.search.split import Split
 from planner.specs.training import SearchLimits

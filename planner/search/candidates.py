@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.errors import SpecError
 from planner.physics.shape import Shape
-from planner.schedule.orders import SCHEDULES, violation
 from planner.search.rules import HEADS, Rule
 from planner.search.rules_megatron import MEGATRON_CP_RULES, MEGATRON_RULES
 from planner.search.rules_torch import TORCH_EAGER_RULES
 from planner.search.rules_torchtitan import TORCHTITAN_RULES
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
-from planner.specs.problems import nearest
 from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import SearchLimits, TrainingSpec
 
@@ -240,67 +237,3 @@ def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
             lambda m, t, s: f"tp {s.tp} leaves the NVLink domain of {domain} GPUs (allow it with --tp-across-nodes)",
         ),
     )
-
-
-def schedule_options(
-    shape: Shape, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec
-) -> list[tuple[Shape, str]]:
-    """One scalar shape with every schedule and vpp it may run, plain 1F1B first."""
-    options = schedules_of(int(shape.pp), int(shape.num_microbatches), model, limits, runtime)
-    return [(replace(shape, vpp=vpp), name) for name, vpp in options]
-
-
-def schedules_of(
-    pp: int, num_microbatches: int, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec
-) -> list[tuple[str, int]]:
-    """Every schedule and vpp that pp ranks may run with so many micro-batches."""
-    return [
-        (name, vpp)
-        for name in (schedules_tried(limits, runtime) if pp > 1 else ("none",))
-        for vpp in chunks_tried(name, pp, model, limits, runtime)
-        # where torch runs groups of other sizes than pp, those are not tried
-        if not violation(name, pp, vpp, num_microbatches)
-    ]
-
-
-def chunks_tried(schedule: str, pp: int, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec) -> Iterator[int]:
-    """Chunks per rank that a schedule may have and the model's layers fill."""
-    kind, layers = SCHEDULES[schedule], model.num_hidden_layers
-    # Megatron-LM interleaves over two ranks only where sends and receives overlap compute (arguments.py)
-    interleaves = pp > 2 or runtime.interleaved_p2p_overlap
-    for vpp in limits.vpp or range(kind.min_vpp, min(kind.max_vpp, (layers + 2) // pp) + 1):
-        if vpp == 1 or (interleaves and cuts_evenly(layers, pp * vpp, runtime.head_only_stage)):
-            yield int(vpp)
-
-
-def schedules_tried(limits: SearchLimits, runtime: RuntimeSpec) -> tuple[str, ...]:
-    """Schedules the search may use; without a pipeline there is always the one that is none."""
-    wanted = limits.schedule or DEFAULT_SCHEDULES
-    if "auto" in wanted:
-        wanted = (*wanted, *MEASURED_AGAINST)
-    return ("none", *(n for n in dict.fromkeys(wanted) if n in runtime.schedules and n in SCHEDULES and n != "none"))
-
-
-def check_schedules(limits: SearchLimits, runtime: RuntimeSpec) -> None:
-    """Raise SpecError for a schedule that nobody knows, or that this trainer cannot run."""
-    for name in limits.schedule or ():
-        if name in runtime.schedules:
-            continue
-        known = name in SCHEDULES or name == "auto"
-        raise SpecError(
-            f"schedule: {runtime.name} cannot run {name!r}" if known else f"schedule: unknown {name!r}",
-            f"one of {', '.join(runtime.schedules)}{'' if known else nearest(name, SCHEDULES)}",
-        )
-
-
-MEASURED_AGAINST = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
-"""Schedules whose shapes an order made to measure starts from."""
-
-DEFAULT_SCHEDULES = ("1f1b", "interleaved-1f1b")
-"""Tried where the user names none: what every trainer runs."""
-
-
-def cuts_evenly(num_layers: int, num_stages: int, empty_ends: bool) -> bool:
-    """Whether equal stages hold the layers when the first and the last may hold fewer (none, where `empty_ends`)."""
-    chunk = -(-num_layers // num_stages)
-    return num_stages * chunk - num_layers <= 2 * (chunk - (0 if empty_ends else 1))

@@ -12,9 +12,10 @@ import numpy.typing as npt
 from planner.physics.shape import FloatArray, Shape
 from planner.schedule.orders import placement
 from planner.search import bounds
-from planner.search.candidates import IntArray, scalar, schedules_of
+from planner.search.candidates import IntArray, scalar
 from planner.search.ends import with_ends_s
 from planner.search.nodes import RecomputeChoice
+from planner.search.schedules import schedules_of
 from planner.search.screen import Screen
 from planner.specs.training import Recompute, SearchLimits
 

@@ -13,15 +13,9 @@ from planner.errors import Infeasible, SolverError, SpecError
 from planner.physics.shape import Shape
 from planner.plan import PricedLayout
 from planner.schedule.orders import SCHEDULES, violation
-from planner.search.candidates import (
-    Rejections,
-    check_schedules,
-    enumerate_shapes,
-    scalar,
-    schedule_options,
-    schedules_tried,
-)
+from planner.search.candidates import Rejections, enumerate_shapes, scalar
 from planner.search.explain import shortfall_bytes
+from planner.search.schedules import check_schedules, schedule_options, schedules_tried
 from planner.search.screen import screen_of
 from planner.search.search import price_given, pricing_of, selective_modules
 from planner.search.what_if import Case

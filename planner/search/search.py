@@ -15,11 +15,12 @@ from planner.search import explain
 from planner.search.assumptions import told_assumptions
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import Branch, Found
-from planner.search.candidates import Rejections, check_schedules, enumerate_shapes, schedules_tried
+from planner.search.candidates import Rejections, enumerate_shapes
 from planner.search.expressible import export_warnings
 from planner.search.given import GivenLayout, given_layout
 from planner.search.nodes import RecomputeChoice
 from planner.search.price import price_layout
+from planner.search.schedules import check_schedules, schedules_tried
 from planner.search.screen import fits, screen_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec

@@ -16,8 +16,9 @@ import numpy as np
 
 from planner.errors import PlannerError
 from planner.plan import Plan, PricedLayout
-from planner.search.candidates import enumerate_shapes, schedule_options
+from planner.search.candidates import enumerate_shapes
 from planner.search.runs import Run, parse_run
+from planner.search.schedules import schedule_options
 from planner.search.search import plan, selective_modules
 from planner.specs.training import SearchLimits
 from planner.validate.rows import Row

@@ -11,17 +11,8 @@ from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.errors import SpecError
 from planner.physics.shape import Shape
-from planner.search.candidates import (
-    MAX_MICRO_BATCH_TOKENS,
-    Rejections,
-    check_schedules,
-    cuts_evenly,
-    divisors,
-    enumerate_shapes,
-    rules_for,
-    scalar,
-    schedule_options,
-)
+from planner.search.candidates import MAX_MICRO_BATCH_TOKENS, Rejections, divisors, enumerate_shapes, rules_for, scalar
+from planner.search.schedules import check_schedules, cuts_evenly, schedule_options
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.trainers import RUNTIMES, load_runtime

@@ -17,13 +17,14 @@ from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES, placement
 from planner.schedule.replay import makespan_s
 from planner.search.bounds import coarse_bound_s
-from planner.search.candidates import enumerate_shapes, scalar, schedules_tried
+from planner.search.candidates import enumerate_shapes, scalar
 from planner.search.ends import all_optimizers_s, ends_of, exchange_beyond_s, with_ends_s
 from planner.search.frontier import nodes_of
 from planner.search.ilp import solve
 from planner.search.nodes import RecomputeChoice, node_of
 from planner.search.pipeline import build_order, cost_by_rank, durations_of
 from planner.search.room import split_fits
+from planner.search.schedules import schedules_tried
 from planner.search.screen import fits, room_layers, screen_of
 from planner.search.split import Split, stage_costs
 from planner.specs.model import ModelSpec

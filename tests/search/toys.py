@@ -14,10 +14,11 @@ import numpy as np
 from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
-from planner.search.candidates import enumerate_shapes, scalar, schedule_options
+from planner.search.candidates import enumerate_shapes, scalar
 from planner.search.nodes import RecomputeChoice
 from planner.search.pipeline import step_s
 from planner.search.room import split_fits
+from planner.search.schedules import schedule_options
 from planner.search.search import pricing_of, recompute_choices
 from planner.search.split import Split
 from planner.specs.cluster import ClusterSpec, HardwareSpec, LinkTier, ReservedMemory
