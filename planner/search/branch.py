@@ -24,7 +24,7 @@ from planner.search import bounds
 from planner.search.candidates import Rejections, scalar
 from planner.search.frontier import Frontier, Open, nodes_of
 from planner.search.ilp import solve
-from planner.search.nodes import RecomputeChoice, node_of, split_of
+from planner.search.nodes import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.pipeline import step_s
 from planner.search.room import excess_bytes, shorter
 from planner.search.schedules import schedules_tried
@@ -218,13 +218,16 @@ class Branch:
             bound = min(bound, solution.bound_s)
             if solution.bound_s >= self.cutoff_s(0.0):
                 break
-            split = split_of(self.pricing, problem, solution)
-            excess = excess_bytes(self.pricing, table, split, node.schedule)
-            if max(excess) <= 0:
-                seconds = step_s(self.pricing, table, split, node.schedule)
-                self._keep(Found(seconds, table, split, node.schedule))
+            splits = [
+                split_of(self.pricing, problem, each) for each in (solution, *with_shorter_chunks(problem, solution))
+            ]
+            excess = [excess_bytes(self.pricing, table, split, node.schedule) for split in splits]
+            for split, over in zip(splits, excess, strict=True):
+                if max(over) <= 0:
+                    self._keep(Found(step_s(self.pricing, table, split, node.schedule), table, split, node.schedule))
+            if min(map(max, excess)) <= 0:
                 break
-            short_bytes = shorter(short_bytes, excess, solution.free_bytes)
+            short_bytes = shorter(short_bytes, excess[0], solution.free_bytes)
         return float(bound)
 
     def _keep(self, found: Found) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.errors import SpecError
 from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
-from planner.schedule.orders import violation
+from planner.schedule.orders import SCHEDULES, placement, violation
 from planner.search.candidates import rules_for
 from planner.search.split import Split, even_counts, parse_layout, splits_from_counts
 from planner.specs.model import ModelSpec
@@ -37,7 +38,12 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
     error = violation(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
     if error is not None:
         raise error
-    split = _split(pricing.model, wanted, shape)
+    if not SCHEDULES[schedule].trains_one_copy:
+        raise SpecError(
+            f"parallelism.schedule: {schedule} trains no single copy of the model with a flush after each step",
+            f"one of {', '.join(name for name, kind in SCHEDULES.items() if kind.trains_one_copy)}",
+        )
+    split = _split(pricing.model, wanted, shape, placement(schedule, int(shape.pp), int(shape.vpp)))
     warnings = [
         f"{pricing.runtime.name} refuses this layout: {rule.message(pricing.model, pricing.training, shape)}"
         for rule in rules_for(pricing.runtime)
@@ -76,6 +82,8 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
             )
         shard = min(shard, wanted.fsdp_shard_size)
     etp = wanted.etp if wanted.etp is not None else (1 if pricing.model.moe is not None else wanted.tp)
+    if pricing.model.moe is None and etp not in (1, wanted.tp):
+        raise SpecError(f"parallelism.etp: {etp}, but {pricing.model.name} has no experts", "leave etp out")
     stated = wanted.sequence_parallel
     sequence_parallel = pricing.runtime.sequence_parallel if stated is None else stated
     return Shape(
@@ -119,12 +127,12 @@ def _check_arithmetic(pricing: Pricing, shape: Shape) -> None:
         )
 
 
-def _split(model: ModelSpec, wanted: Parallelism, shape: Shape) -> Split:
+def _split(model: ModelSpec, wanted: Parallelism, shape: Shape, ranks: Sequence[int]) -> Split:
     num_stages = int(shape.pp * shape.vpp)
     if wanted.layout is not None:
         split = parse_layout(wanted.layout, model, num_stages)
     elif wanted.layers_per_stage is not None:
-        split = Split(splits_from_counts(wanted.layers_per_stage, model, int(shape.pp), int(shape.vpp)))
+        split = Split(splits_from_counts(wanted.layers_per_stage, model, ranks))
     else:
         split = Split(default_counts(model, num_stages))
     if wanted.recompute == "selective" or (wanted.recompute == "none" and wanted.recompute_modules):

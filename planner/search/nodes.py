@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from planner.physics.cost import CostTable, PartCost, sum_parts
@@ -110,6 +110,25 @@ def _mean_kind(
         mean = {f.name: sum(getattr(part, f.name) * share for part, share in parts) for f in fields(PartCost)}
         layers[kind, mode] = PartCost(**mean)
     return ((kind, num_layers),), layers
+
+
+def with_shorter_chunks(node: Node, solution: Solution) -> Iterator[Solution]:
+    """The same on the shortest chunks that hold the layers, where the solver took longer ones with shorter ends.
+
+    A rank's seconds are the same to the program; that the order stalls on ends much shorter than chunks only the replay
+    sees. What the ends lack is at both, or at the last as far as it goes.
+    """
+    if node.vpp == 1 or len(solution.counts) < 3:
+        return
+    layers, stages, held = sum(solution.counts), len(solution.counts), 0 if node.empty_ends else 1
+    chunk = -(-layers // stages)
+    while stages * chunk - layers > 2 * (chunk - held):
+        chunk += 1
+    missing = stages * chunk - layers
+    for at_last in dict.fromkeys((missing - missing // 2, min(missing, chunk - held))):
+        counts = (chunk - missing + at_last, *[chunk] * (stages - 2), chunk - at_last)
+        if chunk < max(solution.counts):
+            yield replace(solution, counts=counts)
 
 
 def split_of(pricing: Pricing, node: Node, solution: Solution) -> Split:

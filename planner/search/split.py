@@ -160,8 +160,9 @@ def _expand(layout: str) -> str:
     return out[0]
 
 
-def splits_from_counts(counts: Sequence[int], model: ModelSpec, pp: int, vpp: int) -> tuple[int, ...]:
-    """`layers_per_stage` as counts per virtual stage: as given with pp·vpp entries, else each stage's over its chunks.
+def splits_from_counts(counts: Sequence[int], model: ModelSpec, placement: Sequence[int]) -> tuple[int, ...]:
+    """`layers_per_stage` as counts per virtual stage: as given with one entry for each, else each rank's over its
+    chunks; `placement` has the rank of each virtual stage.
 
     Raises SpecError when the layers do not add up to the model's.
     """
@@ -171,7 +172,7 @@ def splits_from_counts(counts: Sequence[int], model: ModelSpec, pp: int, vpp: in
             f"{model.name} has {model.num_hidden_layers}",
             "every layer belongs to exactly one stage",
         )
-    if len(counts) == pp * vpp:
+    if len(counts) == len(placement):
         return tuple(counts)
-    chunks = [even_counts(count, vpp) for count in counts]
-    return tuple(chunks[stage % pp][stage // pp] for stage in range(pp * vpp))
+    chunks = [iter(even_counts(count, len(placement) // len(counts))) for count in counts]
+    return tuple(next(chunks[rank]) for rank in placement)

@@ -68,11 +68,30 @@ class Parallelism(Spec):
     layout: str | None = None
     """Megatron's --pipeline-model-parallel-layout string."""
 
+    @field_validator("fsdp", mode="before")
+    @classmethod
+    def _sharded(cls, value: object) -> object:
+        """JSON's true is all ranks, and what says no is none."""
+        if value is False or (isinstance(value, str) and value.strip().lower() in ("", "no", "none", "false", "off")):
+            return None
+        if value is True:
+            return "all"
+        number = re.fullmatch(r"\s*(-?\d+)\s*", str(value))
+        if number is not None and int(number[1]) < 1:
+            raise ValueError(f"fsdp shards over {number[1]} ranks: give at least 1, or null")
+        return value
+
     @field_validator("recompute_modules", mode="after")
     @classmethod
     def _core_attention(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         """Papers write "attention" or "core attention" for what Megatron calls core_attn."""
         return tuple("core_attn" if re.match(r"(core.?)?att", name, re.IGNORECASE) else name for name in names)
+
+    @model_validator(mode="after")
+    def _shards_all(self) -> Parallelism:
+        if self.fsdp is not None and self.zero_stage not in (None, 3):
+            raise ValueError(f"fsdp shards weights, zero_stage {self.zero_stage} does not: leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _one_split(self) -> Parallelism:

@@ -89,18 +89,19 @@ def test_even_counts_differ_by_one_and_leave_nothing_out(num_layers: int, num_st
 
 def test_counts_per_stage_or_per_chunk() -> None:
     model = toy_model(10)
-    assert splits_from_counts((3, 3, 2, 2), model, 4, 1) == (3, 3, 2, 2)
-    assert splits_from_counts((3, 3, 2, 2), model, 2, 2) == (3, 3, 2, 2)
+    assert splits_from_counts((3, 3, 2, 2), model, range(4)) == (3, 3, 2, 2)
+    assert splits_from_counts((3, 3, 2, 2), model, (0, 1, 0, 1)) == (3, 3, 2, 2)
     # one number per stage is shared out over its chunks
-    assert sum(splits_from_counts((6, 4), model, 2, 2)) == 10
-    per_chunk = splits_from_counts((6, 4), model, 2, 2)
+    assert sum(splits_from_counts((6, 4), model, (0, 1, 0, 1))) == 10
+    assert splits_from_counts((7, 3), model, (0, 1, 1, 0)) == (4, 2, 1, 3)
+    per_chunk = splits_from_counts((6, 4), model, (0, 1, 0, 1))
     assert (per_chunk[0] + per_chunk[2], per_chunk[1] + per_chunk[3]) == (6, 4)
 
 
 @pytest.mark.parametrize("counts", [(5, 4), (6, 5), (10, 1)])
 def test_counts_must_add_up_to_the_model(counts: tuple[int, ...]) -> None:
     with pytest.raises(SpecError, match=rf"{sum(counts)} layers, toy has 10"):
-        splits_from_counts(counts, toy_model(10), 2, 1)
+        splits_from_counts(counts, toy_model(10), range(2))
 
 
 def test_modes_and_chunks_of_a_split() -> None:
