@@ -11,6 +11,9 @@ PlannerError                 1
 
 from __future__ import annotations
 
+import os
+import traceback
+
 
 class PlannerError(Exception):
     """A failure the user can act on: one `error:` line and one `hint:` line, never a traceback."""
@@ -21,6 +24,15 @@ class PlannerError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+def defect(error: Exception) -> PlannerError:
+    """An exception that nobody foresaw, as one line: what and where."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return PlannerError(
+        f"internal: {type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})",
+        "this is a defect of the planner: run again with --debug and report what it prints",
+    )
 
 
 class SpecError(PlannerError):

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 
-from planner.errors import PlannerError
+from planner.errors import PlannerError, defect
 
 INTERRUPTED, CLOSED_PIPE = 130, 1
 
@@ -40,11 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _as_planner_error(error: Exception) -> PlannerError:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return PlannerError("standard output: no space left on device", "free some space")
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return PlannerError(
-        f"internal: {type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})",
-        "this is a defect of the planner: run again with --debug and report what it prints",
-    )
+    return defect(error)
 
 
 def _complain(message: str, hint: str) -> None:

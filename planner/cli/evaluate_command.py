@@ -77,7 +77,7 @@ def evaluate_command(
     from planner.cli.inputs import read_job, read_parallelism
     from planner.cli.output import dumps, save, show
     from planner.report.terminal import render
-    from planner.search.runs import fill_dp
+    from planner.search.given import fill_dp
     from planner.search.search import evaluate
 
     job = read_job(ctx.params)

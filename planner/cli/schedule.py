@@ -113,6 +113,7 @@ def schedule_command(
         pp, forward, backward, weight_grad, p2p, blocking, sizes, _slow(slow_stage, pp), _slow_links(slow_link, pp)
     )
     if compare:
+        _refuse_beside_compare(svg=svg, trace=trace, csv=csv, group=group, in_flight=in_flight)
         _print_comparison(name, seconds, micro_batches, vpp, json)
         return
     schedule, synthesis = (
@@ -120,7 +121,17 @@ def schedule_command(
     )
     timeline = seconds.replayed(schedule)
     _write_files(timeline, svg, trace, csv, force)
+    if "-" in (svg, trace, csv):  # standard output is taken
+        return
     _print(timeline, synthesis, _straggler(schedule, seconds), json)
+
+
+def _refuse_beside_compare(**options: object) -> None:
+    from planner.errors import SpecError
+
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
+    if given:
+        raise SpecError(f"--compare and {given[0]}: all schedules are only compared", "name one schedule for it")
 
 
 def _check_sizes(pp: int, vpp: int, micro_batches: int) -> None:
@@ -161,7 +172,8 @@ def _rank_seconds(
     def per_rank(option: str, values: tuple[float, ...]) -> tuple[float, ...]:
         if len(values) not in (1, pp) or not all(0 <= value < float("inf") for value in values):
             raise SpecError(
-                f"{option} {','.join(f'{value:g}' for value in values)}: not one time, nor one for each of {pp} ranks"
+                f"{option} {','.join(f'{value:g}' for value in values)}: not one time, nor one for each of {pp} ranks",
+                f"{option} 1",
             )
         return values if len(values) == pp else values * pp
 
@@ -169,7 +181,9 @@ def _rank_seconds(
     backward_s = per_rank("--backward", backward) if backward else tuple(2 * f for f in forward_s)
     weight_grad_s = per_rank("--weight-grad", weight_grad) if weight_grad else tuple(b / 2 for b in backward_s)
     if any(w > b for w, b in zip(weight_grad_s, backward_s, strict=True)):
-        raise SpecError("--weight-grad is longer than --backward, of which it is a part")
+        raise SpecError("--weight-grad is longer than --backward, of which it is a part", "lower it, or leave it out")
+    if not any((*forward_s, *backward_s)):
+        raise SpecError("--forward 0 and --backward 0: no stage takes any time", "leave one of them out")
     input_grad_s = tuple(b - w for b, w in zip(backward_s, weight_grad_s, strict=True))
     (p2p_s,) = per_rank("--p2p", (p2p,))[:1]
     return RankSeconds(

@@ -17,9 +17,13 @@ EXPORTED: dict[str, tuple[Rule, ...]] = {
 
 
 def export_warnings(pricing: Pricing) -> tuple[str, ...]:
-    """What `plan export` will say of any plan for this model in this dtype."""
+    """What `plan export`, or the GPU, will say of any plan for this model in this dtype."""
     model, training, name = pricing.model, pricing.training, pricing.runtime.name
-    return tuple(
+    hardware = pricing.cluster.hardware
+    warnings: tuple[str, ...] = ()
+    if training.dtype == "bf16" and "bf16" not in hardware.peak_tflops:
+        warnings = (f"{hardware.name} has no bf16: priced at the rate of fp16, which --dtype fp16 asks for",)
+    return warnings + tuple(
         f"plan export refuses this model for {name}: {rule.reason}: {rule.message(model, training, Shape())}"
         for rule in EXPORTED.get(name, ())
         if not rule.holds(model, training, Shape())

@@ -25,6 +25,21 @@ class GivenLayout:
     warnings: tuple[str, ...]
 
 
+def fill_dp(layout: Parallelism, num_gpus: int) -> Parallelism:
+    """`layout` with dp = num_gpus / (tp·cp·pp) where it states none; SpecError where that is no whole number."""
+    if "dp" in layout.model_fields_set:
+        return layout
+    ranks = layout.tp * layout.cp * layout.pp
+    if num_gpus % ranks:
+        raise SpecError(
+            f"dp is missing and tp·cp·pp ({ranks:,}) does not divide {num_gpus:,} GPUs",
+            f"give dp {num_gpus // ranks:,} to leave {num_gpus % ranks:,} GPUs spare"
+            if num_gpus > ranks
+            else f"use at most {num_gpus:,} ranks",
+        )
+    return layout.model_copy(update={"dp": num_gpus // ranks})
+
+
 def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
     """Turn a stated layout into a shape and a split.
 
@@ -81,9 +96,8 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
                 "use a divisor of dp·cp",
             )
         shard = min(shard, wanted.fsdp_shard_size)
-    etp = wanted.etp if wanted.etp is not None else (1 if pricing.model.moe is not None else wanted.tp)
-    if pricing.model.moe is None and etp not in (1, wanted.tp):
-        raise SpecError(f"parallelism.etp: {etp}, but {pricing.model.name} has no experts", "leave etp out")
+    # without experts there is nothing that etp could shard otherwise
+    etp = wanted.tp if pricing.model.moe is None else wanted.etp or 1
     stated = wanted.sequence_parallel
     sequence_parallel = pricing.runtime.sequence_parallel if stated is None else stated
     return Shape(

@@ -12,8 +12,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from planner.errors import PlannerError, SpecError
+from planner.errors import PlannerError, SpecError, defect
 from planner.plan import PricedLayout
+from planner.search.given import fill_dp
 from planner.search.search import price_given
 from planner.specs.base import PositiveInt, Spec
 from planner.specs.checking import checked
@@ -113,6 +114,8 @@ def evaluate_lines(lines: Iterable[str]) -> Iterator[RunAnswer]:
             yield RunAnswer(run_id, layout=run.evaluate())
         except PlannerError as error:
             yield RunAnswer(run_id, error=error)
+        except Exception as error:  # a defect that one line meets must not cost the lines after it
+            yield RunAnswer(run_id, error=defect(error))
 
 
 def parse_run(data: dict[str, Any], where: str = "run") -> Run:
@@ -126,6 +129,9 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     if "run" not in data:
         raise SpecError(f"{where}: run: is missing", 'write {"id": …, "run": {"model": …, …}}')
     spec = checked(RunSpec, data["run"], f"{where}: run")
+    for name, value in (("model", spec.model), ("hardware", spec.hardware)):
+        if value == "-":
+            raise SpecError(f"{where}: run: {name}: '-' is standard input, where lines come from", "name it")
     hardware = _hardware(spec.hardware)
     cluster = {
         "hardware": hardware,
@@ -152,21 +158,6 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         parallelism=fill_dp(spec.parallelism, spec.num_gpus),
         unknown_features=unknown,
     )
-
-
-def fill_dp(layout: Parallelism, num_gpus: int) -> Parallelism:
-    """`layout` with dp = num_gpus / (tp·cp·pp) where it states none; SpecError where that is no whole number."""
-    if "dp" in layout.model_fields_set:
-        return layout
-    ranks = layout.tp * layout.cp * layout.pp
-    if num_gpus % ranks:
-        raise SpecError(
-            f"dp is missing and tp·cp·pp ({ranks:,}) does not divide {num_gpus:,} GPUs",
-            f"give dp {num_gpus // ranks:,} to leave {num_gpus % ranks:,} GPUs spare"
-            if num_gpus > ranks
-            else f"use at most {num_gpus:,} ranks",
-        )
-    return layout.model_copy(update={"dp": num_gpus // ranks})
 
 
 def network_gb_per_s(description: str | None, gpus_per_node: int) -> float | None:

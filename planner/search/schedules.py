@@ -16,6 +16,9 @@ from planner.specs.training import SearchLimits
 MEASURED_AGAINST = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 """Schedules whose shapes an order made to measure starts from."""
 
+WITHOUT_PIPELINE = frozenset({"none", "1f1b", "gpipe", "auto"})
+"""What a user may name and get a layout of one stage."""
+
 DEFAULT_SCHEDULES = ("1f1b", "interleaved-1f1b")
 """Tried where the user names none: what every trainer runs."""
 
@@ -31,10 +34,14 @@ def schedule_options(
 def schedules_of(
     pp: int, num_microbatches: int, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec
 ) -> list[tuple[str, int]]:
-    """Every schedule and vpp that pp ranks may run with so many micro-batches."""
+    """Every schedule and vpp that pp ranks may run with so many micro-batches.
+
+    One rank runs none, which is what is left there of those that need no second one.
+    """
+    alone = ("none",) if limits.schedule is None or WITHOUT_PIPELINE.intersection(limits.schedule) else ()
     return [
         (name, vpp)
-        for name in (schedules_tried(limits, runtime) if pp > 1 else ("none",))
+        for name in (schedules_tried(limits, runtime) if pp > 1 else alone)
         for vpp in chunks_tried(name, pp, model, limits, runtime)
         # where torch runs groups of other sizes than pp, those are not tried
         if not violation(name, pp, vpp, num_microbatches)

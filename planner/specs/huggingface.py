@@ -28,6 +28,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
     Raises SpecError for an unknown architecture, a missing or wrong field, or a layer pattern ModelSpec has not.
     """
     config, row = _architecture(config, where)
+    config = {**_rotary_base(config), **config}
     given = {**row.defaults, **config}
     keys = {
         ours: _first(theirs, config) or _first(theirs, row.defaults) or theirs[0] for ours, theirs in row.keys.items()
@@ -59,6 +60,14 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
     problem = "is missing" if kind is None else f"unknown architecture {name[:60]!r}"
     known = f"known are {', '.join(sorted(ARCHITECTURES))}{nearest(name, ARCHITECTURES)}"
     raise SpecError(f"{where}: model_type: {problem}", known)
+
+
+def _rotary_base(config: Config) -> Config:
+    """rope_theta as transformers 5 writes it: in rope_parameters, or in those of full attention."""
+    stated = config.get("rope_parameters")
+    if isinstance(stated, dict) and isinstance(stated.get("full_attention"), dict):
+        stated = stated["full_attention"]
+    return {"rope_theta": stated["rope_theta"]} if isinstance(stated, dict) and "rope_theta" in stated else {}
 
 
 def _first(keys: tuple[str, ...], config: Config) -> str | None:

@@ -88,12 +88,6 @@ class Parallelism(Spec):
         return tuple("core_attn" if re.match(r"(core.?)?att", name, re.IGNORECASE) else name for name in names)
 
     @model_validator(mode="after")
-    def _shards_all(self) -> Parallelism:
-        if self.fsdp is not None and self.zero_stage not in (None, 3):
-            raise ValueError(f"fsdp shards weights, zero_stage {self.zero_stage} does not: leave one of them out")
-        return self
-
-    @model_validator(mode="after")
     def _one_split(self) -> Parallelism:
         if self.layers_per_stage is not None and self.layout is not None:
             raise ValueError("give layers_per_stage or layout, not both")

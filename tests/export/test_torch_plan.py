@@ -126,7 +126,6 @@ def test_a_class_that_would_refuse_the_plan_is_not_named(planned: Planned, tmp_p
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"pp": 4, "schedule": "pipedream-2bw"}, "schedule"),
         ({"cp": 2, "seq_length": 2046}, "seq_length_not_divisible_by_tp_cp"),
         ({"model": "gpt-oss-20b", "cp": 2}, "attention_sinks_with_cp"),
         ({"zero_stage": 3}, "zero_stage_not_expressible"),

@@ -169,3 +169,18 @@ def test_the_textbook_layouts_of_llama_405b(num_gpus: int, vpp: int, batch: int,
     assert max(peaks) == max(peaks[:3])
     assert answer.step.mfu == pytest.approx(mfu, rel=0.12)
     assert sum(seconds for _, seconds in answer.step.breakdown) == pytest.approx(answer.step.step_s)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "pipedream-2bw", "forward-only"])
+def test_what_trains_no_single_copy_is_refused(schedule: str) -> None:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
+    training = TrainingSpec(seq_length=8192, global_batch_size=64)
+    with pytest.raises(SpecError, match=f"{schedule} trains no single copy"):
+        evaluate(load_model("8b"), cluster, training, Parallelism(pp=4, dp=4, schedule=schedule))
+
+
+def test_layers_of_ranks_are_those_of_both_chunks_of_a_v() -> None:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=4)
+    layout = Parallelism(pp=4, vpp=2, schedule="zb-v", layers_per_stage=(5, 9, 9, 9))
+    answer = evaluate(load_model("8b"), cluster, TrainingSpec(seq_length=4096, global_batch_size=8), layout)
+    assert [stage.num_layers for stage in answer.stages] == [5, 9, 9, 9]

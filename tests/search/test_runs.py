@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from planner.errors import SpecError
-from planner.search.runs import evaluate_lines, fill_dp, network_gb_per_s, parse_run
+from planner.search.given import fill_dp
+from planner.search.runs import evaluate_lines, network_gb_per_s, parse_run
 from planner.specs.training import Parallelism
 
 RUN: dict[str, Any] = {
@@ -152,3 +153,22 @@ def test_a_known_models_design_fills_what_its_description_leaves_out(
     assert (model.sliding_window_pattern, model.attention_sinks) == (pattern, sinks)
     full = [layer.attention for layer in model.layers].count("full")
     assert full == (0 if pattern is None else model.num_hidden_layers // pattern)
+
+
+def test_a_defect_costs_one_line_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise IndexError("7")
+
+    run = '{"model": "8b", "hardware": "h100", "num_gpus": 8, "seq_length": 4096, "global_batch_size": 8}'
+    monkeypatch.setattr("planner.search.runs.price_given", broken)
+    first, second = evaluate_lines([f'{{"id": "a", "run": {run}}}', '{"id": "b", "run": {}}'])
+    assert first.error is not None
+    assert first.error.message.startswith("internal: IndexError: 7 (test_runs.py:")
+    assert second.id == "b"
+
+
+def test_a_line_takes_no_model_from_where_lines_come_from() -> None:
+    line = '{"run": {"model": "-", "hardware": "h100", "num_gpus": 8, "seq_length": 4096, "global_batch_size": 8}}'
+    (answer,) = evaluate_lines([line])
+    assert answer.error is not None
+    assert "model: '-' is standard input" in answer.error.message

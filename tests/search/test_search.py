@@ -327,3 +327,26 @@ def test_a_rank_that_the_replay_finds_too_full_is_given_less() -> None:
     assert answer.fits
     assert answer.search is not None
     assert answer.search.gap < 0.1
+
+
+@pytest.mark.parametrize(("name", "gpus", "hardware", "vpp"), [("neox-20b", 8, "b200", 2), ("8b", 16, "h100", 2)])
+def test_pinned_chunks_are_no_slower_than_equal_ones(name: str, gpus: int, hardware: str, vpp: int) -> None:
+    """A rank's layers in one long chunk take it as long as in several short ones; the others wait for them."""
+    model, cluster = load_model(name), ClusterSpec(hardware=load_hardware(hardware), num_gpus=gpus)
+    training = TrainingSpec(seq_length=8192, global_batch_size=512)
+    limits = SearchLimits(tp=(1,), cp=(2,), pp=(2,), vpp=(vpp,), micro_batch_size=(1,), recompute=("none",))
+    found = plan(model, cluster, training, limits=limits)
+    even = evaluate(model, cluster, training, Parallelism(cp=2, pp=2, vpp=vpp, dp=gpus // 4))
+    assert even.best.fits
+    assert found.best.step.step_s <= even.best.step.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("pins", [{"pp": (1,)}, {"vpp": (1,)}])
+def test_a_schedule_of_several_stages_is_refused_where_there_is_one(pins: dict[str, Any]) -> None:
+    """Not replaced by none; 1f1b of one stage is none."""
+    model, cluster = load_model("8b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
+    training = TrainingSpec(seq_length=8192, global_batch_size=64)
+    with pytest.raises(Infeasible):
+        plan(model, cluster, training, limits=SearchLimits(schedule=("interleaved-1f1b",), **pins))
+    alone = plan(model, cluster, training, limits=SearchLimits(schedule=("1f1b",), pp=(1,)))
+    assert alone.parallelism.schedule == "none"

@@ -94,6 +94,17 @@ def test_the_base_of_the_rotary_frequencies_is_read_and_shipped(name: str, base:
     assert load_model(str(CONFIGS / f"{name}.json")).rope_theta == base == load_model(name).rope_theta
 
 
+def test_the_base_is_also_read_where_transformers_5_writes_it() -> None:
+    old = config("llama-3.1-8b")
+    base = old.pop("rope_theta")
+    new = old | {"rope_parameters": {"rope_type": "llama3", "rope_theta": base}}
+    assert from_config(new, "config.json").rope_theta == base
+    layered = old | {
+        "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    }
+    assert from_config(layered, "config.json").rope_theta == 1e6
+
+
 @pytest.mark.parametrize(
     ("model_type", "total"),
     [
