@@ -20,6 +20,8 @@ def refuse_to_overwrite(path: str | Path, force: bool = False) -> None:
     """
     if str(path) == STDOUT:
         return
+    if not str(path):
+        raise SpecError("-o: the name of the file is empty", "name a file, or - for standard output")
     if os.path.isdir(path):
         raise SpecError(f"{path}: is a directory", "name a file in it")
     if os.path.isfile(path) and not force:

@@ -15,6 +15,9 @@ INTERRUPTED, CLOSED_PIPE = 130, 1
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit code; whatever goes wrong is one `error:` and one `hint:` on stderr."""
     given = sys.argv[1:] if arguments is None else arguments
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started it
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 — for the whole run
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show × shows ?
             stream.reconfigure(errors="replace")

@@ -89,6 +89,8 @@ def dumps(data: Any, indent: int | None = 2) -> str:
 def show(*renderables: RenderableType) -> None:
     """Renderables on stdout: colour on a terminal only, and no blanks at the ends of lines."""
     console = Console(highlight=False)
+    if console.no_color:  # nor bold or dim
+        console = Console(highlight=False, color_system=None)
     console.width = min(max(console.width, MIN_WIDTH), MAX_WIDTH)
     with console.capture() as capture:
         for renderable in renderables:

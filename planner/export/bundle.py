@@ -87,6 +87,8 @@ def write_bundle(bundle: Bundle, folder: Path, force: bool = False) -> list[Path
     """
     files = bundle.with_manifest()
     paths = [folder / file.name for file in files]
+    if folder.exists() and not folder.is_dir():
+        raise SpecError(f"{folder}: is a file, not a folder", "name another folder")
     existing = [path.name for path in paths if os.path.lexists(path)]
     if existing and not force:
         raise SpecError(

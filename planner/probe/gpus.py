@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from planner.errors import ProbeError
+from planner.errors import ProbeError, SpecError
 from planner.plan import Plan, PricedLayout, StagePlan
 from planner.probe import slices
 from planner.probe.compare import (
@@ -131,7 +131,7 @@ def judges_seconds(plan: Plan, options: Options) -> bool:
 
 def _wanted(stage: object, pp: int) -> int:
     if not isinstance(stage, int) or not 0 <= stage < pp:
-        raise ProbeError(f"--stage {stage}: the plan has stages 0 to {pp - 1}", "name one of them, or all")
+        raise SpecError(f"--stage {stage}: the plan has stages 0 to {pp - 1}", "name one of them, or all")
     return stage
 
 

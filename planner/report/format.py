@@ -14,6 +14,12 @@ def seconds(value_s: float, like_s: float | None = None) -> str:
     return f"{digits(value_s * factor) if like_s is None else f'{value_s * factor:,.2f}'} {unit}" if value_s else "0 s"
 
 
+def span(low_s: float, high_s: float, like_s: float) -> str:
+    """`16.00–21.00 ms`: both ends in the unit that suits `like_s`."""
+    factor, unit = next((factor, unit) for least, factor, unit in _UNITS if like_s >= least)
+    return f"{digits(low_s * factor)}–{digits(high_s * factor)} {unit}"
+
+
 def digits(value: float) -> str:
     """A number to three digits or four, never in powers of ten: `1,234`, `412`, `41.70`, `0.812`."""
     size = abs(value)

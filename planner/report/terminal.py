@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.plan import Layout, Plan, PricedLayout, StagePlan
-from planner.report.format import digits, gibibytes, large, percent, seconds
+from planner.report.format import digits, gibibytes, large, percent, seconds, span
 from planner.report.pieces import Bar, bullets, columns, section
 from planner.specs.units import GIB
 
@@ -136,8 +136,7 @@ def _figures(plan: Plan) -> Table:
         grid.add_column(width=1)
     middle = ("bubble", percent(step.bubble_fraction))
     if step.step_s_interval is not None:
-        low_s, high_s = step.step_s_interval
-        middle = ("80% interval", f"{digits(low_s)}–{digits(high_s)} s")
+        middle = ("80% interval", span(*step.step_s_interval, like_s=step.step_s))
     speed = digits(step.model_tflops_per_gpu)
     rows = (
         ("step", seconds(step.step_s), "tokens/s", f"{step.tokens_per_s:,.0f}", "TFLOP/s/GPU", speed),

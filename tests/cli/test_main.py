@@ -263,3 +263,13 @@ def test_a_terminal_without_unicode_still_gets_an_answer() -> None:
     assert done.returncode == 0
     assert done.stdout.isascii()
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_stream_that_is_closed_is_no_defect(closed: int) -> None:
+    """`plan … >&-`: what would be printed is lost, and nothing else happens."""
+    command = f"{sys.executable} -m planner.cli models no-such-model {closed}>&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "internal" not in done.stderr
+    assert done.stdout == ""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from probes import probe_result, probe_run
 
-from planner.errors import ProbeError
+from planner.errors import ProbeError, SpecError
 from planner.export.torch_csv import to_torch_csv
 from planner.plan import Plan
 from planner.schedule.orders import build_schedule
@@ -162,7 +162,7 @@ def test_one_stage_alone_among_experts() -> None:
     result = run(plan, stages=1)
     planned = plan.stages[1].num_parameters
     assert [(rank.stage, rank.num_parameters) for rank in result.ranks] == [(1, planned)]
-    with pytest.raises(ProbeError, match="--stage 2: the plan has stages 0 to 1"):
+    with pytest.raises(SpecError, match="--stage 2: the plan has stages 0 to 1"):
         run(plan, stages=2)
 
 
