@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from planner.errors import SpecError
-from planner.plan import SCHEMA_VERSION, Plan
+from planner.plan import SCHEMA_VERSION, Plan, PricedLayout
 from planner.specs.checking import checked
 from planner.specs.reading import label, load_yaml
 
@@ -17,7 +19,33 @@ def read_plan(path: str) -> Plan:
         raise SpecError(
             f"{where}: schema_version {data['schema_version']!r}, this version reads {SCHEMA_VERSION}", "plan again"
         )
-    return checked(Plan, {key: value for key, value in data.items() if key != "inputs_sha256"}, where)
+    plan = checked(Plan, {key: value for key, value in data.items() if key != "inputs_sha256"}, where)
+    for name, layout in (("best", plan.best), *((f"alternatives.{n}", one) for n, one in enumerate(plan.alternatives))):
+        problem = _contradiction(layout, plan)
+        if problem:
+            raise SpecError(f"{where}: {name}: {problem}", "plan again: a saved plan is not for editing")
+    return plan
+
+
+def _contradiction(layout: PricedLayout, plan: Plan) -> str | None:
+    """What in a layout that somebody may have edited does not go together."""
+    sizes, stages, layers = layout.parallelism, layout.stages, plan.model.spec.num_hidden_layers
+    numbers = (sizes.tp, sizes.cp, sizes.pp, sizes.vpp, sizes.dp, sizes.ep, sizes.micro_batch_size)
+    if min(*numbers, sizes.num_microbatches) < 1:
+        return "parallelism has a size below 1"
+    ranks = sizes.tp * sizes.cp * sizes.pp * sizes.dp
+    if not ranks == sizes.num_gpus_used <= plan.cluster.num_gpus:
+        return f"{ranks} ranks, num_gpus_used {sizes.num_gpus_used}, num_gpus {plan.cluster.num_gpus}"
+    batch = sizes.dp * sizes.micro_batch_size * sizes.num_microbatches
+    if batch != plan.training.global_batch_size:
+        return f"dp · micro-batch · micro-batches = {batch}, global_batch_size {plan.training.global_batch_size}"
+    if len(stages) != sizes.pp or any(len(stage.chunks) != sizes.vpp for stage in stages):
+        return f"stages are not pp {sizes.pp} of vpp {sizes.vpp} chunks"
+    chunks = sorted(chunk for stage in stages for chunk in stage.chunks)
+    held = [last - first for first, last in chunks]
+    if min(held) < 0 or sum(held) != layers or any(a[1] != b[0] for a, b in pairwise(chunks)):
+        return f"its chunks do not hold layers 0 to {layers} one after the other"
+    return None
 
 
 def with_alternative(plan: Plan, number: int | None) -> Plan:

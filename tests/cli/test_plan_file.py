@@ -1,0 +1,53 @@
+"""Saved plans are read back whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cli.plan_file import read_plan
+from planner.errors import SpecError
+from planner.search.search import evaluate
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import Parallelism, TrainingSpec
+
+
+@pytest.fixture
+def saved() -> dict[str, Any]:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
+    layout = Parallelism(tp=2, pp=4, vpp=2, dp=2)
+    return evaluate(load_model("8b"), cluster, TrainingSpec(seq_length=4096, global_batch_size=32), layout).to_json()
+
+
+def test_a_plan_is_read_as_it_was_saved(saved: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(saved))
+    assert read_plan(str(tmp_path / "plan.json")).to_json() == saved
+
+
+def change(name: str, value: int) -> Callable[[dict[str, Any]], None]:
+    return lambda plan: plan["best"]["parallelism"].update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (change("tp", 4), "best: 32 ranks, num_gpus_used 16, num_gpus 16"),
+        (change("cp", 0), "best: parallelism has a size below 1"),
+        (change("num_microbatches", 7), "= 14, global_batch_size 32"),
+        (change("vpp", 4), "stages are not pp 4 of vpp 4 chunks"),
+        (lambda plan: plan["best"]["stages"][1]["chunks"].__setitem__(0, [4, 9]), "do not hold layers 0 to 32"),
+    ],
+)
+def test_what_was_edited_by_hand_is_refused(
+    saved: dict[str, Any], edit: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+) -> None:
+    edit(saved)
+    (tmp_path / "plan.json").write_text(json.dumps(saved))
+    with pytest.raises(SpecError) as caught:
+        read_plan(str(tmp_path / "plan.json"))
+    assert message in caught.value.message
