@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options as o
+from planner.cli.schedule_seconds import rank_seconds, slow_links_of, slow_stages_of
 
 if TYPE_CHECKING:
     from planner.schedule.actions import Schedule
@@ -109,9 +110,8 @@ def schedule_command(
     read = _read_csv(name) if name is not None and name.endswith(".csv") else None
     pp = pp if read is None else read.pp
     _check_sizes(pp, 1 if vpp is None else vpp, micro_batches)
-    seconds = _rank_seconds(
-        pp, forward, backward, weight_grad, p2p, blocking, sizes, _slow(slow_stage, pp), _slow_links(slow_link, pp)
-    )
+    slow = slow_stages_of(slow_stage, pp), slow_links_of(slow_link, pp)
+    seconds = rank_seconds(pp, forward, backward, weight_grad, p2p, blocking, sizes, *slow)
     if compare:
         _refuse_beside_compare(svg=svg, trace=trace, csv=csv, group=group, in_flight=in_flight)
         _print_comparison(name, seconds, micro_batches, vpp, json)
@@ -153,76 +153,6 @@ def _print(timeline: Timeline, synthesis: Synthesis | None, straggler: Straggler
         sys.stdout.write(dumps(timeline_json(timeline, synthesis, straggler)))
     else:
         show(*_rendered(timeline, synthesis, straggler))
-
-
-def _rank_seconds(
-    pp: int,
-    forward: tuple[float, ...] | None,
-    backward: tuple[float, ...] | None,
-    weight_grad: tuple[float, ...] | None,
-    p2p: float,
-    blocking: bool,
-    sizes: tuple[float, ...] | None,
-    slow_ranks: dict[int, float],
-    slow_links: dict[tuple[int, int], float],
-) -> RankSeconds:
-    from planner.errors import SpecError
-    from planner.schedule.compare import RankSeconds
-
-    def per_rank(option: str, values: tuple[float, ...]) -> tuple[float, ...]:
-        if len(values) not in (1, pp) or not all(0 <= value < float("inf") for value in values):
-            raise SpecError(
-                f"{option} {','.join(f'{value:g}' for value in values)}: not one time, nor one for each of {pp} ranks",
-                f"{option} 1",
-            )
-        return values if len(values) == pp else values * pp
-
-    forward_s = per_rank("--forward", forward or (1.0,))
-    backward_s = per_rank("--backward", backward) if backward else tuple(2 * f for f in forward_s)
-    weight_grad_s = per_rank("--weight-grad", weight_grad) if weight_grad else tuple(b / 2 for b in backward_s)
-    if any(w > b for w, b in zip(weight_grad_s, backward_s, strict=True)):
-        raise SpecError("--weight-grad is longer than --backward, of which it is a part", "lower it, or leave it out")
-    if not any((*forward_s, *backward_s)):
-        raise SpecError("--forward 0 and --backward 0: no stage takes any time", "leave one of them out")
-    input_grad_s = tuple(b - w for b, w in zip(backward_s, weight_grad_s, strict=True))
-    (p2p_s,) = per_rank("--p2p", (p2p,))[:1]
-    return RankSeconds(
-        forward_s, input_grad_s, weight_grad_s, p2p_s, blocking, sizes, slow_ranks=slow_ranks, slow_links=slow_links
-    )
-
-
-def _slow(words: list[str] | None, pp: int) -> dict[int, float]:
-    """`3:1.2` as {3: 1.2}."""
-    from planner.errors import SpecError
-
-    factors = {}
-    for word in words or []:
-        rank, _, factor = word.partition(":")
-        if not (rank.isdecimal() and int(rank) < pp and _is_factor(factor)):
-            raise SpecError(f"--slow-stage {word}: not a rank below {pp} and a factor", "--slow-stage 3:1.2")
-        factors[int(rank)] = float(factor)
-    return factors
-
-
-def _slow_links(words: list[str] | None, pp: int) -> dict[tuple[int, int], float]:
-    """`1-2:5` as {(1, 2): 5.0}."""
-    from planner.errors import SpecError
-
-    factors = {}
-    for word in words or []:
-        link, _, factor = word.partition(":")
-        ends = link.split("-")
-        if not (len(ends) == 2 and all(e.isdecimal() and int(e) < pp for e in ends) and _is_factor(factor)):
-            raise SpecError(f"--slow-link {word}: not two ranks below {pp} and a factor", "--slow-link 1-2:5")
-        factors[int(ends[0]), int(ends[1])] = float(factor)
-    return factors
-
-
-def _is_factor(word: str) -> bool:
-    try:
-        return 0 < float(word) < float("inf")
-    except ValueError:
-        return False
 
 
 def _order(

@@ -17,6 +17,10 @@ IntArray = NDArray[np.int32]
 KINDS = "FBIW"
 """Forward, full backward, input gradient, weight gradient; a full backward is I and W at once."""
 F, B, I, W = range(len(KINDS))  # noqa: E741 - the kinds as torch names them, by their place in KINDS
+HELD = {"F": 1, "B": -1, "I": 0, "W": -1}
+"""What an action of a kind adds to the activations that its rank holds."""
+HELD_BY_PLACE = np.array([HELD[kind] for kind in KINDS], dtype=float)
+"""The same by the kind's place in KINDS."""
 
 _SPELLING = re.compile(r"^(\d+)([FBIW])(\d+)$")
 

@@ -8,15 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.schedule.actions import Action, Schedule
+from planner.schedule.actions import HELD, Action, Schedule
 from planner.schedule.replay import Durations, replay
 from planner.schedule.zero_bubble import v_placement
 
 BLOCK = 6
 """Slots that one micro-batch takes on a rank with two chunks: F, I and W of each."""
-
-HELD = {"F": 1, "I": 0, "W": -1}
-"""Change of the activations held by a rank."""
 
 Slots = dict[int, Action]
 """One rank's actions by slot."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.errors import SpecError
 from planner.schedule import bidirectional, building_block, looped, zero_bubble
-from planner.schedule.actions import Action, ActionList, Schedule
+from planner.schedule.actions import HELD_BY_PLACE, Action, ActionList, Schedule
 from planner.schedule.looped import interleaved_one_f_one_b, one_f_one_b, warm_up_chunks
 
 __all__ = [
@@ -259,15 +259,12 @@ def first_chunk_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -
     if name in HOLDS_ALL:
         return num_microbatches
     actions = ActionList.of(build_schedule(name, pp, vpp, num_microbatches).ranks[0])
-    held = np.cumsum(_HELD[actions.kind])
-    return int(_HELD[actions.kind[: held.argmax() + 1]][actions.stage[: held.argmax() + 1] == 0].sum())
-
-
-_HELD = np.array([1, -1, 0, -1])
-"""What an action of each of KINDS adds to the activations held."""
+    change = HELD_BY_PLACE[actions.kind]
+    fullest = slice(np.cumsum(change).argmax() + 1)
+    return int(change[fullest][actions.stage[fullest] == 0].sum())
 
 
 def _counted_chunks(schedule: Schedule) -> list[int]:
     if schedule.forward_only:
         return [1] * schedule.pp
-    return [int(np.cumsum(_HELD[ActionList.of(actions).kind]).max()) for actions in schedule.ranks]
+    return [int(np.cumsum(HELD_BY_PLACE[ActionList.of(actions).kind]).max()) for actions in schedule.ranks]

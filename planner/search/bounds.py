@@ -17,6 +17,7 @@ import numpy.typing as npt
 from planner.physics.cost import PartCost
 from planner.physics.shape import FloatArray, Number
 from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, placement
+from planner.search.ilp_node import Whole
 from planner.search.screen import FRUGAL, Screen, least_sum
 from planner.specs.training import Recompute
 
@@ -95,17 +96,14 @@ def _least_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> Seq
     return [(vpp * in_flight[0] - first) / (vpp - 1), *in_flight[1:]]
 
 
-def pipeline_bound_s(
-    screen: Screen, base: Recompute, whole: bool, orders: Orders, one_count: bool = False
-) -> FloatArray:
+def pipeline_bound_s(screen: Screen, base: Recompute, whole: Whole, orders: Orders) -> FloatArray:
     """A lower bound of the pipeline's seconds for every node; infinite where nothing fits.
 
-    Layers not recomputed whole are in mode `base`; `whole` says whether any may be, `one_count` whether every virtual
-    stage has the same number of them.
+    Layers not recomputed whole are in mode `base`; `whole` says how many may be.
     """
     trips_s = _trip_s(screen, base, orders)
-    busiest = busiest_rank_s(screen, base, whole, orders, trips_s)
-    chunked_s = chunked_bound_s(screen, base, whole, orders, trips_s, one_count)
+    busiest = busiest_rank_s(screen, base, whole != "none", orders, trips_s)
+    chunked_s = chunked_bound_s(screen, base, whole, orders, trips_s)
     return np.asarray(np.maximum(schedule_bound_s(screen, busiest, base, orders), chunked_s))
 
 
@@ -246,13 +244,11 @@ def _backward_share(screen: Screen, base: Recompute) -> FloatArray:
     return np.asarray(np.min(shares, axis=0))
 
 
-def chunked_bound_s(
-    screen: Screen, base: Recompute, whole: bool, orders: Orders, trips_s: FloatArray, one_count: bool = False
-) -> FloatArray:
+def chunked_bound_s(screen: Screen, base: Recompute, whole: Whole, orders: Orders, trips_s: FloatArray) -> FloatArray:
     """Where stages interleave: what each rank takes with its equal chunks, and those without an end on average.
 
     A rank of n layers (vpp · chunk, without those chunks that may be shorter) takes no less than the n quickest of the
-    model, recomputes what its memory forces it to (with `one_count`, what that of any rank does), and has T ≥ M · its
+    model, recomputes what its memory forces it to (one_count: what that of any rank does), and has T ≥ M · its
     seconds + the trip of one micro-batch through the ranks before it. Zero for other nodes, infinite where n layers do
     not fit.
     """
@@ -267,15 +263,15 @@ def chunked_bound_s(
         each = [screen.static_bytes(p)[:, None] + held * screen.part(p, "live_bytes")[:, None] for p in parts]
         return least_sum(np.array(each), counts, num_layers)
 
-    modes: tuple[Recompute, ...] = (base, FULL) if whole else (base,)
+    modes: tuple[Recompute, ...] = (base,) if whole == "none" else (base, FULL)
     least = _least([screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds for mode in modes])
     free = screen.free_bytes(least, held.shape[1])
     each_s = steps * (least_sum(layer_s, counts, num_layers) + screen.rank_ends_s(held.shape[1])) + trips_s
-    if whole:
+    if whole != "none":
         saved, again = screen.layer_s(base, "live_bytes"), screen.layer_s(FULL) - screen.layer_s(base)
         saved = np.maximum((saved - screen.layer_s(FULL, "live_bytes")).max(axis=0), 1.0)
         forced = np.ceil(np.maximum(needed_bytes(base) - free, 0.0) / (held * saved[:, None]) - 1e-9)
-        if one_count:
+        if whole == "one_count":
             share = np.divide(forced, num_layers, out=np.zeros_like(forced), where=num_layers > 0).max(axis=1)
             of_each = np.minimum(np.ceil(share * screen.chunk_layers - 1e-9), screen.chunk_layers)
             forced = (of_each / screen.chunk_layers)[:, None] * num_layers

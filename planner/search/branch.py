@@ -122,10 +122,10 @@ class Branch:
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
             node = frontier.take()
-            if node is not None and replace(node.shape, vpp=1) not in self.tables:
-                self._price([node, *frontier.most_promising(PRICED)])
             if node is None or self._late():
                 break
+            if replace(node.shape, vpp=1) not in self.tables:
+                self._price([each.shape for each in (node, *frontier.most_promising(PRICED))])
             self._solve(node)
             if key_of(node.shape) not in self.found:
                 frontier.put_aside([node])
@@ -149,7 +149,7 @@ class Branch:
         """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""
         proof = self.lower_bound_s, self.complete
         self.slack = ALTERNATIVE_SLACK
-        self._price(frontier.runners_up[:RUNNERS_UP])
+        self._price([node.shape for node in frontier.runners_up[:RUNNERS_UP]])
         tried: dict[tuple[int, ...], int] = {}
         for node in frontier.runners_up:
             key = key_of(node.shape)
@@ -163,20 +163,18 @@ class Branch:
             self._solve_choice(node, choice)
         self.lower_bound_s, self.complete = proof
 
-    def _price(self, nodes: Sequence[Open]) -> None:
-        """Price the shapes of several nodes together, which takes little longer than one."""
-        shapes = dict.fromkeys(replace(node.shape, vpp=1) for node in nodes).keys() - self.tables.keys()
-        if shapes:
-            columns = {f.name: np.array([getattr(shape, f.name) for shape in shapes]) for f in fields(Shape)}
+    def _price(self, shapes: Sequence[Shape]) -> None:
+        """Price several shapes together, which takes little longer than one; chunks change no price."""
+        new = {replace(shape, vpp=1) for shape in shapes} - self.tables.keys()
+        if new:
+            columns = {f.name: np.array([getattr(shape, f.name) for shape in new]) for f in fields(Shape)}
             together = self.pricing.table(Shape(**columns))
-            self.tables |= {shape: together.take(row) for row, shape in enumerate(shapes)}
+            self.tables |= {shape: together.take(row) for row, shape in enumerate(new)}
 
     def _table(self, shape: Shape) -> CostTable:
-        """The prices of a shape; its chunks change none of them."""
-        plain = replace(shape, vpp=1)
-        if plain not in self.tables:
-            self.tables[plain] = self.pricing.table(plain)
-        return replace(self.tables[plain], shape=shape)
+        """The prices of a shape."""
+        self._price([shape])
+        return replace(self.tables[replace(shape, vpp=1)], shape=shape)
 
     def _solve(self, node: Open) -> None:
         """Solve one node and remember its bound.

@@ -14,6 +14,7 @@ from planner.schedule.orders import placement
 from planner.search import bounds
 from planner.search.candidates import IntArray, scalar
 from planner.search.ends import with_ends_s
+from planner.search.ilp_node import Whole
 from planner.search.nodes import RecomputeChoice
 from planner.search.schedules import schedules_of
 from planner.search.screen import Screen
@@ -59,17 +60,14 @@ class Nodes:
         """
         if choice.whole in ("none", "all"):
             return self._step_s(self.screen, choice.mode, choice.mode)
-        one_count = choice.whole == "one_count"
-        bound_s = self._step_s(self.screen, choice.mode, "full", whole=True, one_count=one_count)
-        if one_count:
+        bound_s = self._step_s(self.screen, choice.mode, "full", choice.whole)
+        if choice.whole == "one_count":
             boundless = replace(self.screen, pricing=replace(self.screen.pricing, headroom_bytes=-BOUNDLESS_BYTES))
             bound_s = np.maximum(bound_s, self._step_s(boundless, choice.mode, choice.mode))
         return bound_s
 
-    def _step_s(
-        self, screen: Screen, base: Recompute, exchanging: Recompute, whole: bool = False, one_count: bool = False
-    ) -> FloatArray:
-        pipeline_s = bounds.pipeline_bound_s(screen, base, whole, self.orders, one_count)
+    def _step_s(self, screen: Screen, base: Recompute, exchanging: Recompute, whole: Whole = "none") -> FloatArray:
+        pipeline_s = bounds.pipeline_bound_s(screen, base, whole, self.orders)
         return np.where(np.isfinite(pipeline_s), with_ends_s(screen, pipeline_s, base, exchanging), np.inf)
 
     def guess_s(self, choice: RecomputeChoice) -> FloatArray:

@@ -118,17 +118,13 @@ def with_shorter_chunks(node: Node, solution: Solution) -> Iterator[Solution]:
     A rank's seconds are the same to the program; that the order stalls on ends much shorter than chunks only the replay
     sees. What the ends lack is at both, or at the last as far as it goes.
     """
-    if node.vpp == 1 or len(solution.counts) < 3:
+    layers, stages = sum(solution.counts), len(solution.counts)
+    chunk = -(-layers // stages)  # long enough: `cuts_evenly` lets no other vpp through
+    if node.vpp == 1 or chunk >= max(solution.counts):
         return
-    layers, stages, held = sum(solution.counts), len(solution.counts), 0 if node.empty_ends else 1
-    chunk = -(-layers // stages)
-    while stages * chunk - layers > 2 * (chunk - held):
-        chunk += 1
-    missing = stages * chunk - layers
-    for at_last in dict.fromkeys((missing - missing // 2, min(missing, chunk - held))):
-        counts = (chunk - missing + at_last, *[chunk] * (stages - 2), chunk - at_last)
-        if chunk < max(solution.counts):
-            yield replace(solution, counts=counts)
+    missing, most = stages * chunk - layers, chunk - (0 if node.empty_ends else 1)
+    for at_last in dict.fromkeys((missing - missing // 2, min(missing, most))):
+        yield replace(solution, counts=(chunk - missing + at_last, *[chunk] * (stages - 2), chunk - at_last))
 
 
 def split_of(pricing: Pricing, node: Node, solution: Solution) -> Split:

@@ -14,7 +14,7 @@ from planner.physics.operators import BF16
 from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray
 from planner.plan import StageMemory
-from planner.schedule.actions import KINDS, ActionList, Schedule
+from planner.schedule.actions import HELD_BY_PLACE, ActionList, Schedule
 from planner.schedule.orders import HOLDS_ALL, build_schedule
 from planner.search.pipeline import STEADY_ROUNDS, cost_by_rank, placement_of
 from planner.search.split import Split, stage_costs
@@ -61,8 +61,7 @@ def peak_activation_bytes(order: Schedule, live_bytes: list[float]) -> list[floa
 @lru_cache(maxsize=64)
 def _held_changes(order: Schedule) -> tuple[tuple[npt.NDArray[np.int32], FloatArray], ...]:
     """Per rank, along its actions: the virtual stage, and +1 where an activation is kept, −1 where it is freed."""
-    change = np.array([{"F": 1.0, "I": 0.0}.get(kind, -1.0) for kind in KINDS])
-    return tuple((actions.stage, change[actions.kind]) for actions in map(ActionList.of, order.ranks))
+    return tuple((actions.stage, HELD_BY_PLACE[actions.kind]) for actions in map(ActionList.of, order.ranks))
 
 
 def few_rounds(table: CostTable, schedule: str) -> Schedule:
