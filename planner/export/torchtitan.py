@@ -12,9 +12,10 @@ from planner.export.torch_csv import order_of, to_torch_csv
 from planner.export.torch_plan import ORDER_FILE, object_to_order
 from planner.export.torchtitan_model import DEFAULT_ROTARY_BASE, model_source
 from planner.plan import Plan
+from planner.search.expressible import UNCOMPILED
 from planner.search.rules import BF16_ONLY
 from planner.search.rules_torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES
-from planner.search.rules_torchtitan import TORCHTITAN_RULES
+from planner.search.rules_torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
 from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
 
 WRITTEN_FOR = "torchtitan 0.3.0 and main of August 2026"
@@ -45,12 +46,17 @@ def _has_order_of_its_own(plan: Plan) -> bool:
     return plan.parallelism.pp > 1 and plan.parallelism.schedule not in TORCH_CLASSES
 
 
+def _splits_backward(plan: Plan) -> bool:
+    return plan.parallelism.pp > 1 and order_of(plan.best).splits_backward
+
+
 def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     layout = plan.parallelism
-    schedule_rules = TORCH_SCHEDULE_RULES.get(layout.schedule, ())
-    rules = {rule.reason: rule for rule in (*TORCHTITAN_MODEL_RULES, *TORCHTITAN_RULES, *schedule_rules, BF16_ONLY)}
+    known = TORCH_SCHEDULE_RULES.get(layout.schedule)
+    layout_rules = TORCHTITAN_RULES if known is None else (*TORCHTITAN_LAYOUT_RULES, *known)
+    rules = (*TORCHTITAN_MODEL_RULES, *layout_rules, BF16_ONLY)
     hint = hint_for(plan, "torchtitan", TORCHTITAN_MODEL_RULES)
-    objections = Objections("torchtitan", broken_rules(rules.values(), plan), hint)
+    objections = Objections("torchtitan", broken_rules(rules, plan), hint)
     object_to_mixture(plan.best, objections)
     say = objections.when
     if layout.pp > 1:
@@ -58,6 +64,11 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     say(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run")
     say(
         layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
+    )
+    say(
+        layout.zero_stage == 0 and layout.cp > 1,
+        "zero_stage",
+        f"it shards weights over the ranks of cp {layout.cp}, always",
     )
     objections.raise_any()
 
@@ -72,6 +83,8 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         notes.append(f"the model spec states no rope_theta: {DEFAULT_ROTARY_BASE:g} is torchtitan's default")
     if plan.parallelism.recompute == "selective":
         notes.append("SelectiveAC chooses operations itself: it recomputes others than the plan's modules")
+    if plan.runtime_spec.compiled and _splits_backward(plan):
+        notes.append(UNCOMPILED)
     if plan.parallelism.cp > 1:
         notes.append("context parallelism needs spmd_types, and that a torch nightly")
     return tuple(notes)
@@ -185,7 +198,11 @@ def _function_source(plan: Plan) -> str:
         wrapped = "MTPLoss.Config(global_vocab_size=spec.model.vocab_size)"
     policy = "PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute)
     checkpoint = f"{policy}.Config()" if policy else "None"
-    async_tp = runtime.compiled and runtime.tp_overlap_fraction > 0
+    compiled = f"enable={runtime.compiled}"
+    if runtime.compiled and _splits_backward(plan):
+        compiled += ', components=["loss"]'
+    elif runtime.compiled and runtime.tp_overlap_fraction > 0:
+        compiled += ", enable_async_tensor_parallel=True"
     return f'''
 def plan() -> Trainer.Config:
     spec, config = model_spec(), llama3_debugmodel()
@@ -223,7 +240,7 @@ def plan() -> Trainer.Config:
     config.parallelism = ParallelismConfig(**parallelism)
     config.training = TrainingConfig(**training)
     config.activation_checkpoint = {checkpoint}
-    config.compile = CompileConfig(enable={runtime.compiled}, enable_async_tensor_parallel={async_tp})
+    config.compile = CompileConfig({compiled})
     config.validator.enable = False
     return config
 '''.lstrip("\n")

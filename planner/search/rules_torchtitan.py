@@ -24,6 +24,11 @@ def _expert_tp(shape: Shape) -> Any:
     return np.where(np.asarray(shape.ep) > 1, 1, shape.tp)
 
 
+def _fsdp_ranks(shape: Shape) -> Any:
+    """Ranks that FSDP shards over: those of `shard_size` where weights are sharded, else those of cp, always."""
+    return np.where(np.asarray(shape.zero_stage) >= 2, shape.shard_size, shape.cp)
+
+
 def _shards_experts(model: ModelSpec, shape: Shape) -> Any:
     """Whether FSDP cuts every routed expert evenly.
 
@@ -32,7 +37,7 @@ def _shards_experts(model: ModelSpec, shape: Shape) -> Any:
     """
     if model.moe is None:
         return True
-    fsdp = np.where(np.asarray(shape.zero_stage) >= 2, shape.shard_size, shape.cp)
+    fsdp = _fsdp_ranks(shape)
     has_ep = np.asarray(shape.ep) > 1
     cut_by = np.where(has_ep, fsdp * shape.tp // shape.ep, fsdp)
     whole = np.where(has_ep, cut_by * shape.ep, np.asarray(shape.dp) * shape.cp) <= model.moe.num_experts
@@ -49,15 +54,15 @@ def _when_interleaved(rule: Rule) -> Rule:
     return replace(rule, holds=lambda model, training, shape: (shape.vpp == 1) | rule.holds(model, training, shape))
 
 
-TORCHTITAN_RULES: tuple[Rule, ...] = (
+TORCHTITAN_LAYOUT_RULES: tuple[Rule, ...] = (
     *TORCH_RULES,
     UNTIED,
     EXPERTS,
     Rule(
         "experts_do_not_divide_ranks",
-        # expert ranks are taken from dp_shard·cp·tp: HSDP replicas do not count
-        lambda model, training, shape: (model.moe is None) | ((shape.shard_size * shape.tp) % shape.ep == 0),
-        lambda model, training, shape: no_multiple("dp_shard·cp·tp", shape.shard_size * shape.tp, "ep", shape.ep),
+        # expert ranks are taken from dp_shard·cp·tp: replicas do not count
+        lambda model, training, shape: (model.moe is None) | ((_fsdp_ranks(shape) * shape.tp) % shape.ep == 0),
+        lambda model, training, shape: no_multiple("dp_shard·cp·tp", _fsdp_ranks(shape) * shape.tp, "ep", shape.ep),
     ),
     Rule(
         "etp_not_expressible",
@@ -96,6 +101,11 @@ TORCHTITAN_RULES: tuple[Rule, ...] = (
         lambda model, training, shape: shape.shard_size % shape.cp == 0,
         lambda model, training, shape: no_multiple("shard_size", shape.shard_size, "cp", shape.cp),
     ),
+)
+"""Constraints whatever the schedule is."""
+
+TORCHTITAN_RULES: tuple[Rule, ...] = (
+    *TORCHTITAN_LAYOUT_RULES,
     Rule(
         "too_few_microbatches",
         lambda model, training, shape: (shape.vpp > 1) | (shape.num_microbatches >= shape.pp),

@@ -41,6 +41,11 @@ TORCHTITAN_MODEL_RULES: tuple[Rule, ...] = (
         lambda m: "it has sinks and sliding windows only in gpt-oss 20b and 120b",
     ),
     model_rule(
+        "num_nextn_predict_layers",
+        lambda m: m.num_nextn_predict_layers > 0 and m.mla is None,
+        lambda m: "it predicts several tokens only in deepseek_v3, whose attention is latent",
+    ),
+    model_rule(
         "shared_expert_gate",
         lambda m: m.moe is not None and m.moe.shared_expert_gate,
         lambda m: "it has no gate on the shared expert",

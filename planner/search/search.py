@@ -59,7 +59,7 @@ def plan(
     frontier = branch.run(fitting)
     branch.run_alternatives(frontier)
     best = branch.best
-    if best is not None and AUTO in (limits.schedule or ()):
+    if best is not None and AUTO in (limits.schedule or ()) and not runtime.compiled:
         best = made_to_measure(pricing, best)
     if best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
         raise explain.nothing_legal(rejections)
@@ -69,7 +69,7 @@ def plan(
     found = [best, *sorted(others, key=lambda one: one.step_s)[: limits.top]]
     totals = model_totals(model, runtime, training.seq_length)
     layouts = [_priced(pricing, one, totals, exact=one is best) for one in found]
-    layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(pricing)})
+    layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(pricing, best.schedule)})
     step_s, seconds = layouts[0].step.step_s, time.monotonic() - started
     report = _report(branch, step_s, len(screen.kernel), len(fitting.kernel), seconds)
     told = told_assumptions(pricing, best.table, best.split, best.schedule)
@@ -107,7 +107,8 @@ def _priced_as_given(
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     given = given_layout(pricing, parallelism)
     priced = price_layout(pricing, pricing.table(given.shape), given.split, given.schedule, cluster.num_gpus)
-    return pricing, given, priced.model_copy(update={"warnings": given.warnings + export_warnings(pricing)})
+    warnings = given.warnings + export_warnings(pricing, given.schedule)
+    return pricing, given, priced.model_copy(update={"warnings": warnings})
 
 
 def _runtime(runtime: RuntimeSpec | str) -> RuntimeSpec:

@@ -154,10 +154,45 @@ def refused(plan: Plan) -> list[str]:
         ("llama-3.1-8b", {"tp": 16, "runtime": "megatron", "zero_stage": 3}, ["kv_heads_not_divisible_by_tp"]),
         ("deepseek-v3", {"pp": 4, "ep": 8}, ["mtp_with_pp_or_cp"]),
         ("mixtral-8x7b", {"tp": 2, "ep": 4, "etp": 2}, ["etp_not_expressible"]),
+        ("llama-3.1-8b", {"cp": 2, "zero_stage": 0}, ["zero_stage"]),
+        ("mixtral-8x7b", {"ep": 4, "etp": 1, "zero_stage": 0}, ["experts_do_not_divide_ranks"]),
     ],
 )
 def test_refusals(planned: Planned, model: str, options: dict[str, Any], reasons: list[str]) -> None:
     assert refused(titan(planned, model, **options)) == reasons
+
+
+def test_several_tokens_are_predicted_by_latent_attention_only(planned: Planned) -> None:
+    plan = titan(planned, "llama-3.1-8b")
+    spec = plan.model.spec.model_copy(update={"num_nextn_predict_layers": 1})
+    model = plan.model.model_copy(update={"spec": spec})
+    assert refused(plan.model_copy(update={"model": model})) == ["num_nextn_predict_layers"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "breadth-first"])
+def test_orders_without_rounds_take_any_number_of_micro_batches(planned: Planned, schedule: str) -> None:
+    plan = titan(planned, gpus=16, pp=4, num_microbatches=3, schedule=schedule)
+    assert call_arguments(source_of(plan), "parallelism.update")["num_pp_microbatches"] == 3
+    assert refused(titan(planned, gpus=16, pp=4, num_microbatches=3, schedule="1f1b")) == ["too_few_microbatches"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "compiled"),
+    [
+        ("1f1b", 1, "enable=True"),
+        ("zb-h1", 1, 'enable=True, components=["loss"]'),
+        ("zb-v", 2, 'enable=True, components=["loss"]'),
+    ],
+)
+def test_layers_whose_backward_is_split_are_not_compiled(
+    planned: Planned, schedule: str, vpp: int, compiled: str
+) -> None:
+    """A compiled layer computes its whole backward for its input and again for its weights."""
+    plan = titan(planned, gpus=16, pp=4, vpp=vpp, num_microbatches=8, schedule=schedule)
+    assert f"config.compile = CompileConfig({compiled})" in source_of(plan)
+    warned = [warning for warning in plan.warnings if "uncompiled" in warning]
+    assert len(warned) == (schedule != "1f1b")
+    assert set(warned) <= set(export_torchtitan(plan).notes)
 
 
 def test_v_shaped_schedules_are_expressible(planned: Planned) -> None:

@@ -156,13 +156,15 @@ def test_context_parallel_kinds(kind: str, model: ModelSpec, cp: int, reason: st
         (None, DEEPSEEK, {"pp": 1, "vpp": 1}),
         ("tied_embeddings_with_pp", changed(LLAMA, tie_word_embeddings=True), {}),
         ("experts_do_not_divide_ranks", DEEPSEEK, {"shard_size": 16}),
-        ("experts_unevenly_sharded", NARROW_EXPERTS, {"zero_stage": 3, "dp": 1024, "shard_size": 1024, "ep": 8}),
-        (None, NARROW_EXPERTS, {"zero_stage": 3, "dp": 1024, "shard_size": 1024, "ep": 16}),  # 128 ranks an expert
-        (None, NARROW_EXPERTS, {"zero_stage": 3, "dp": 1024, "shard_size": 64, "ep": 2}),  # whole experts
+        ("experts_do_not_divide_ranks", PLAIN_DEEPSEEK, {"zero_stage": 0}),  # replicas hold no experts for each other
+        (None, PLAIN_DEEPSEEK, {"zero_stage": 0, "ep": 2}),
+        ("experts_unevenly_sharded", NARROW_EXPERTS, {"dp": 1024, "shard_size": 1024, "ep": 8}),
+        (None, NARROW_EXPERTS, {"dp": 1024, "shard_size": 1024, "ep": 16}),  # 128 ranks an expert
+        (None, NARROW_EXPERTS, {"dp": 1024, "shard_size": 64, "ep": 2}),  # whole experts
         (
             "experts_unevenly_sharded",
             NARROW_EXPERTS,
-            {"zero_stage": 3, "dp": 512, "shard_size": 512, "ep": 1, "etp": 2},
+            {"dp": 512, "shard_size": 512, "ep": 1, "etp": 2},
         ),
         ("moe_intermediate_size_not_divisible_by_etp", ODD_EXPERTS, {"ep": 1, "etp": 2}),
         ("etp_not_expressible", DEEPSEEK, {"etp": 2}),
@@ -179,7 +181,8 @@ def test_context_parallel_kinds(kind: str, model: ModelSpec, cp: int, reason: st
     ],
 )
 def test_torchtitan(reason: str | None, model: ModelSpec, fields: dict[str, int]) -> None:
-    assert broken(TORCHTITAN_RULES, model, replace(DENSE if model.moe is None else SPARSE, **fields)) == reason
+    shape = replace(DENSE if model.moe is None else SPARSE, **{"zero_stage": 3, **fields})
+    assert broken(TORCHTITAN_RULES, model, shape) == reason
 
 
 @pytest.mark.parametrize(
