@@ -16,8 +16,6 @@ from planner.plan import Plan
 IMAGE = "nvcr.io/nvidia/pytorch:25.09-py3"
 _MAX_CONFIG_MAP_BYTES = 1_000_000
 """etcd takes 1 MiB with everything around it."""
-_TORCHRUN = "exec torchrun --nnodes {nodes} --nproc-per-node {gpus} --node-rank {rank}"
-_RENDEZVOUS = '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,35 +37,58 @@ class Command:
     """Files the program reads from PLAN_DIR."""
 
 
-def nodes_of(plan: Plan) -> tuple[int, int]:
-    """(nodes, GPUs per node): whole nodes where the plan fills them, else the largest equal share that fits in one."""
-    used, node = plan.parallelism.num_gpus_used, plan.cluster.node_size
-    per_node = max(size for size in range(1, min(used, node) + 1) if used % size == 0)
-    return used // per_node, per_node
+def nodes_of(plan: Plan) -> tuple[int, int, int]:
+    """(nodes, GPUs of each, GPUs of the last), equal where that takes no more nodes.
+
+    A tensor-parallel group stays in one node, unless it is larger or the cluster has too few nodes for that.
+    """
+    used, node, tp = plan.parallelism.num_gpus_used, plan.cluster.node_size, plan.parallelism.tp
+    if used <= node:
+        return 1, used, used
+    most = node - node % tp if tp <= node else node
+    if _over(used, most) > _over(plan.cluster.num_gpus, node):
+        most = node
+    nodes = _over(used, most)
+    each = used // nodes if used % nodes == 0 and used // nodes % tp == 0 else most
+    return nodes, each, used - (nodes - 1) * each
+
+
+def _over(gpus: int, node: int) -> int:
+    """Nodes that so many GPUs take."""
+    return -(-gpus // node)
+
+
+def _torchrun(plan: Plan, rank: str) -> str:
+    """Shell text that starts the ranks of node `rank`; torchrun numbers them by what each node starts."""
+    nodes, gpus, last = nodes_of(plan)
+    count, words = str(gpus), ""
+    if last != gpus:
+        count, words = '"$GPUS"', f"GPUS={gpus}; [[ {rank} == {nodes - 1} ]] && GPUS={last}; "
+    run = f"{words}exec torchrun --nnodes {nodes} --nproc-per-node {count} --node-rank {rank}"
+    return f'{run} --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
 
 
 def torchrun_script(plan: Plan, command: Command) -> ExportFile:
     """launch.sh: runs this node's ranks; NODE_RANK and MASTER_ADDR say which node it is and where the first one is."""
-    nodes, gpus = nodes_of(plan)
-    run = _TORCHRUN.format(nodes=nodes, gpus=gpus, rank='"${NODE_RANK:-0}"')
+    run = _torchrun(plan, '"${NODE_RANK:-0}"')
     lines = [
         "#!/usr/bin/env bash",
         command.comments.rstrip("\n"),
-        *_per_node_note(nodes),
+        *_per_node_note(plan),
         "set -euo pipefail",
         'PLAN_DIR="${PLAN_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}"',
         *_prologue(command),
         'export PLAN_DIR MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-29500}"',
         "",
-        f"{run} {_RENDEZVOUS} \\\n  {command.program} {_passed(command)}",
+        f"{run} \\\n  {command.program} {_passed(command)}",
     ]
     return ExportFile("launch.sh", "\n".join(lines) + "\n", executable=True)
 
 
 def slurm_script(plan: Plan, command: Command) -> ExportFile:
     """launch.sbatch: one task per node; the first node of the allocation is where all ranks meet."""
-    nodes, gpus = nodes_of(plan)
-    run = _TORCHRUN.format(nodes=nodes, gpus=gpus, rank='"${SLURM_NODEID:-0}"')
+    nodes, gpus, _ = nodes_of(plan)
+    run = _torchrun(plan, '"${SLURM_NODEID:-0}"')
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name={slug(plan.model.name)}",
@@ -88,7 +109,7 @@ def slurm_script(plan: Plan, command: Command) -> ExportFile:
         'export PLAN_DIR MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-29500}"',
         "",
         "srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c \\",
-        f"  '{run} {_RENDEZVOUS} {command.program} \"$@\"' \\",
+        f"  '{run} {command.program} \"$@\"' \\",
         f"  bash {_passed(command)}",
     ]
     return ExportFile("launch.sbatch", "\n".join(lines) + "\n", executable=True)
@@ -99,7 +120,8 @@ def _passed(command: Command) -> str:
     return '"${ARGUMENTS[@]}" "$@"' if command.arguments or command.words else '"$@"'
 
 
-def _per_node_note(nodes: int) -> Sequence[str]:
+def _per_node_note(plan: Plan) -> Sequence[str]:
+    nodes, *_ = nodes_of(plan)
     return [f"# run on each of {nodes} nodes with NODE_RANK=0..{nodes - 1} and MASTER_ADDR"] if nodes > 1 else []
 
 
@@ -114,7 +136,7 @@ def _prologue(command: Command) -> list[str]:
 
 def kubernetes_manifest(plan: Plan, command: Command, image: str = IMAGE) -> ExportFile:
     """kubernetes.yaml: a Kubeflow PyTorchJob, one pod per node, and a ConfigMap with the files the program reads."""
-    nodes, gpus = nodes_of(plan)
+    nodes, gpus, _ = nodes_of(plan)
     name = slug(plan.model.name)
     documents: list[dict[str, Any]] = []
     size = sum(len(file.text.encode()) for file in command.files)
@@ -133,7 +155,7 @@ def kubernetes_manifest(plan: Plan, command: Command, image: str = IMAGE) -> Exp
             }
         )
     replicas = {"Master": 1, "Worker": nodes - 1}
-    pod = _pod(name, command, image, nodes, gpus)
+    pod = _pod(name, command, image, _torchrun(plan, '"$RANK"'), gpus)
     documents.append(
         {
             "apiVersion": "kubeflow.org/v1",
@@ -175,14 +197,13 @@ def _is_number(text: str) -> bool:
 _Plain.add_representer(str, _Plain.represent_str)
 
 
-def _pod(name: str, command: Command, image: str, nodes: int, gpus: int) -> dict[str, Any]:
-    run = _TORCHRUN.format(nodes=nodes, gpus=gpus, rank='"$RANK"')
+def _pod(name: str, command: Command, image: str, run: str, gpus: int) -> dict[str, Any]:
     script = "\n".join(
         [
             "set -euo pipefail",
             *(f"unset {variable}" for variable in command.forbidden),
             *command.setup,
-            f'{run} {_RENDEZVOUS} {command.program} "$@"',
+            f'{run} {command.program} "$@"',
         ]
     )
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]

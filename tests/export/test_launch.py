@@ -168,10 +168,40 @@ def test_files_too_large_for_a_config_map_are_refused(planned: Planned) -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "layout", "expected"),
-    [(8, {"tp": 2}, (1, 8)), (64, {"tp": 8}, (8, 8)), (12, {"tp": 2, "pp": 3, "dp": 2}, (2, 6)), (4, {}, (1, 4))],
+    [
+        (8, {"tp": 2}, (1, 8, 8)),
+        (64, {"tp": 8}, (8, 8, 8)),
+        (12, {"tp": 2, "pp": 3, "dp": 2}, (2, 6, 6)),
+        (4, {}, (1, 4, 4)),
+        (60, {"tp": 4}, (8, 8, 4)),
+        (12, {"tp": 4}, (2, 8, 4)),
+        (32, {"tp": 16}, (4, 8, 8)),
+    ],
 )
-def test_nodes(planned: Planned, gpus: int, layout: dict[str, Any], expected: tuple[int, int]) -> None:
+def test_nodes(planned: Planned, gpus: int, layout: dict[str, Any], expected: tuple[int, int, int]) -> None:
     assert nodes_of(planned("llama-3.2-1b", gpus, **layout)) == expected
+
+
+def test_groups_stay_in_a_node_where_there_are_enough(planned: Planned) -> None:
+    crossing = planned("llama-3.2-3b", 24, tp=3, dp=8, seq_length=3072)  # 8 groups of 3; three nodes hold 6 of them uncut
+    assert nodes_of(crossing) == (3, 8, 8)
+    larger = crossing.cluster.model_copy(update={"num_gpus": 32})
+    assert nodes_of(crossing.model_copy(update={"cluster": larger})) == (4, 6, 6)
+
+
+@pytest.mark.parametrize(("node", "gpus"), [("0", "8"), ("1", "4")])
+def test_the_last_node_may_start_fewer_ranks(planned: Planned, run: Callable[..., Any], node: str, gpus: str) -> None:
+    plan = planned("llama-3.1-8b", 12, tp=4)
+    for target, variable in (("launch.sh", "NODE_RANK"), ("launch.sbatch", "SLURM_NODEID")):
+        targets = ("megatron", "slurm") if target == "launch.sbatch" else ("megatron",)
+        call = run(file_of(plan, *targets, name=target), **{variable: node})
+        words = call["argv"]
+        assert words[words.index("--nnodes") + 1] == "2"
+        assert words[words.index("--nproc-per-node") + 1] == gpus
+        assert words[words.index("--node-rank") + 1] == node
+    text = file_of(plan, "megatron", "kubernetes", name="kubernetes.yaml").text
+    container = yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert '[[ "$RANK" == 1 ]] && GPUS=4; exec torchrun' in container["command"][2]
 
 
 def test_words_are_quoted() -> None:
