@@ -183,7 +183,7 @@ def test_nodes(planned: Planned, gpus: int, layout: dict[str, Any], expected: tu
 
 
 def test_groups_stay_in_a_node_where_there_are_enough(planned: Planned) -> None:
-    crossing = planned("llama-3.2-3b", 24, tp=3, dp=8, seq_length=3072)  # 8 groups of 3; three nodes hold 6 of them uncut
+    crossing = planned("gpt3-175b", 24, tp=3, dp=8, seq_length=3072)  # 8 groups of 3; three nodes hold 6 of them uncut
     assert nodes_of(crossing) == (3, 8, 8)
     larger = crossing.cluster.model_copy(update={"num_gpus": 32})
     assert nodes_of(crossing.model_copy(update={"cluster": larger})) == (4, 6, 6)
