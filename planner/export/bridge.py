@@ -73,7 +73,6 @@ _SAME = {
     "--recompute-num-layers": "model.recompute_num_layers",
     "--transformer-impl": "model.transformer_impl",
     "--attention-backend": "model.attention_backend",
-    "--cross-entropy-loss-fusion": "model.cross_entropy_loss_fusion",
     "--cross-entropy-fusion-impl": "model.cross_entropy_fusion_impl",
     "--tp-comm-overlap": "model.tp_comm_overlap",
     "--overlap-moe-expert-parallel-comm": "model.overlap_moe_expert_parallel_comm",
@@ -96,7 +95,7 @@ _DERIVED = frozenset(
         "--fp8-recipe", "--fp4-format", "--fp4-recipe", "--grad-reduce-in-bf16", "--mock-data", "--fp8-param-gather",
         "--fp4-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "--accumulate-allreduce-grads-in-fp32",
         "--no-gradient-accumulation-fusion", "--no-rope-fusion", "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion",
-        "--no-overlap-p2p-communication",
+        "--no-overlap-p2p-communication", "--cross-entropy-loss-fusion",
     }
 )  # fmt: skip
 """Options that `_derived` puts in Bridge's words."""
@@ -200,7 +199,7 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
     if "--pipeline-model-parallel-layout" not in arguments:
         overrides["model.pipeline_model_parallel_layout"] = None
     if model.mla is not None:
-        overrides |= _LATENT_RECIPE | _instead_of_deepseek(plan, arguments)
+        overrides |= _LATENT_RECIPE | _instead_of_deepseek(plan, arguments, overrides)
     if isinstance(modules := arguments.get("--recompute-modules"), tuple):
         overrides["model.recompute_modules"] = list(modules)
     if model.sliding_window is not None:
@@ -221,6 +220,7 @@ def _kernels(plan: Plan, arguments: Arguments) -> Overrides:
         "model.apply_rope_fusion": model.position_embedding == "rope" and "--no-rope-fusion" not in arguments,
         "model.bias_activation_fusion": fused not in arguments and (model.gated_mlp or model.has_mlp_bias),
         "model.bias_dropout_fusion": True,
+        "model.cross_entropy_loss_fusion": "--cross-entropy-loss-fusion" in arguments,
         "model.overlap_p2p_comm": p2p,
         "model.batch_p2p_comm": not p2p,
     }
@@ -275,10 +275,17 @@ _LATENT_RECIPE: Overrides = {
 """What the recipe with latent attention sets for its own model, back at Megatron's defaults."""
 
 
-def _instead_of_deepseek(plan: Plan, arguments: Arguments) -> Overrides:
-    """What that recipe says of DeepSeek-V3, said of this model; its switches of overlaps come after the model's own."""
+def _instead_of_deepseek(plan: Plan, arguments: Arguments, overrides: Overrides) -> Overrides:
+    """What that recipe says of DeepSeek-V3, said of this model.
+
+    Its switches of overlaps come after the model's own and those of `ddp`; what they leave open, Bridge switches on.
+    """
     model = plan.model.spec
-    return {
+    fields = ("model.overlap_p2p_comm", "model.batch_p2p_comm", *(f"ddp.{name}" for name in _DDP_OVERLAPS))
+    overlaps = {f"comm_overlap.{field.partition('.')[2]}": overrides[field] for field in fields}
+    return overlaps | {
+        "model.num_moe_experts": arguments.get("--num-experts"),
+        "model.moe_shared_expert_intermediate_size": arguments.get("--moe-shared-expert-intermediate-size"),
         "model.mtp_num_layers": model.num_nextn_predict_layers or None,
         "model.num_query_groups": model.num_attention_heads,
         "model.moe_router_pre_softmax": "--moe-router-pre-softmax" in arguments,
@@ -289,5 +296,7 @@ def _instead_of_deepseek(plan: Plan, arguments: Arguments) -> Overrides:
         "comm_overlap.overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm" in arguments,
     }
 
+
+_DDP_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather")
 
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")

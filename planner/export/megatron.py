@@ -16,6 +16,7 @@ from planner.export.megatron_runtime import (
     expert_exchange,
     is_fsdp,
     kernels,
+    nvlink_topology,
     overlaps_ep,
     precision,
 )
@@ -59,14 +60,14 @@ def environment(plan: Plan) -> dict[str, str]:
     """Environment variables the arguments require.
 
     CUDA_DEVICE_MAX_CONNECTIONS orders communication before compute where it is 1, lets exchanges of experts run beside
-    compute where it is large, and must be unset under FSDP.
+    compute where it is large, and must be unset under FSDP. HybridEP is told which ranks NVLink joins.
     """
-    layout = plan.parallelism
+    layout, variables = plan.parallelism, nvlink_topology(plan)
     if is_fsdp(plan) or plan.cluster.hardware.architecture.lower() in _NEEDS_NO_CONNECTION_LIMIT:
-        return {}
+        return variables
     if layout.tp > 1 or layout.cp > 1:
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if overlaps_ep(plan) else {}
+        return variables | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return variables | ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if overlaps_ep(plan) else {})
 
 
 def forbidden_environment(plan: Plan) -> tuple[str, ...]:

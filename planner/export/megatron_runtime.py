@@ -64,7 +64,7 @@ def precision(plan: Plan) -> Arguments:
 
 def kernels(plan: Plan) -> Arguments:
     """Fusions, tensor-parallel exchanges behind products, and CUDA graphs."""
-    layout, runtime, model = plan.parallelism, plan.runtime_spec, plan.model.spec
+    runtime, model = plan.runtime_spec, plan.model.spec
     arguments: Arguments = {
         "--transformer-impl": "transformer_engine",
         "--attention-backend": "auto" if runtime.flash_attention else "unfused",
@@ -77,12 +77,19 @@ def kernels(plan: Plan) -> Arguments:
         arguments["--no-rope-fusion"] = True
     if not runtime.fused_activation:
         arguments["--no-bias-swiglu-fusion" if model.gated_mlp else "--no-bias-gelu-fusion"] = True
-    if runtime.tp_overlap_fraction > 0 and layout.tp > 1 and layout.sequence_parallel:
+    if overlaps_tp(plan):
         arguments["--tp-comm-overlap"] = True
     if runtime.cuda_graphs:
         # the whole iteration, where nothing may look at the loss in between
         arguments |= {"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": True}
     return arguments
+
+
+def overlaps_tp(plan: Plan) -> bool:
+    """Whether tensor-parallel gathers and scatters were priced behind products."""
+    layout, runtime = plan.parallelism, plan.runtime_spec
+    hidden = runtime.tp_overlap_fraction if plan.model.spec.mla is None else runtime.mla_tp_overlap_fraction
+    return hidden > 0 and layout.tp > 1 and layout.sequence_parallel
 
 
 def expert_exchange(plan: Plan) -> Arguments:
@@ -92,11 +99,28 @@ def expert_exchange(plan: Plan) -> Arguments:
         return {}
     arguments: Arguments = {"--moe-token-dispatcher-type": "alltoall"}
     if runtime.sends_tokens_once and layout.ep * layout.etp > 1:
-        backend = "hybridep" if plan.cluster.hardware.nvlink_domain_size > plan.cluster.node_size else "deepep"
+        backend = "hybridep" if _nvlink_domain(plan) > plan.cluster.node_size else "deepep"
         arguments = {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": backend}
     if overlaps_ep(plan):
         arguments["--overlap-moe-expert-parallel-comm"] = True
     return arguments
+
+
+def _nvlink_domain(plan: Plan) -> int:
+    return plan.cluster.tiers[0].num_gpus or plan.cluster.node_size
+
+
+def nvlink_topology(plan: Plan) -> dict[str, str]:
+    """What HybridEP reads of links that join several nodes: how many of an exchange's ranks, of how many."""
+    if expert_exchange(plan).get("--moe-flex-dispatcher-backend") != "hybridep":
+        return {}
+    domain, ranks = _nvlink_domain(plan), plan.parallelism.ep * plan.parallelism.etp
+    joined = max(size for size in range(1, min(ranks, domain) + 1) if ranks % size == 0)
+    return {
+        "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": str(joined),
+        "NVLINK_DOMAIN_SIZE": str(domain),
+        "USE_MNNVL": "1",
+    }
 
 
 def overlaps_ep(plan: Plan) -> bool:

@@ -61,6 +61,13 @@ def notes_of(plan: Plan) -> tuple[str, ...]:
     ]
     if plan.model.spec.position_embedding == "rope" and rotary_base(plan.model.spec) is None:
         notes.append(f"the model spec states no rope_theta: --rotary-base {ROTARY_BASE} is Megatron's default")
+    runtime = plan.runtime_spec
+    if (
+        plan.parallelism.zero_stage >= 1
+        and runtime.parameter_overlap_fraction
+        and not runtime.gradient_overlap_fraction
+    ):
+        notes.append("gathers of parameters were planned behind compute, which it does only where reductions are, too")
     if plan.parallelism.num_gpus_spare:
         notes.append(f"{plan.parallelism.num_gpus_spare} GPUs stay unused")
     return tuple(notes)

@@ -53,14 +53,15 @@ def enter_tp(
 
 
 def leave_tp(name: str, num_bytes: Number, shape: Shape, modules: tuple[str, ...] = ()) -> Iterator[Collective]:
-    """Exchanges of a row-parallel GEMM's output: reduce-scatter and its all-gather in backward, or one all-reduce."""
+    """Exchanges of a row-parallel GEMM's output: reduce-scatter and its all-gather in backward.
+
+    Else one all-reduce, all of it waited for.
+    """
     sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - np.asarray(shape.sequence_parallel))
     yield Collective(
         name=f"{name} scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, overlap="tp", modules=modules
     )
-    yield Collective(
-        name=f"{name} reduce", kind="all_reduce", group="tp", num_bytes=whole, overlap="tp", modules=modules
-    )
+    yield Collective(name=f"{name} reduce", kind="all_reduce", group="tp", num_bytes=whole, modules=modules)
     yield Collective(
         name=f"{name} grad gather",
         kind="all_gather",

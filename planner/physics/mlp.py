@@ -166,7 +166,8 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         )
     # with several local experts, received rows are sorted by expert before the GEMMs and back after them, unless the
     # dispatcher that sends tokens once has laid them out so
-    several = (np.asarray(local) > 1) & (not runtime.sends_tokens_once)
+    laid_out = runtime.sends_tokens_once & (np.asarray(shape.ep) * shape.etp > 1)
+    several = (np.asarray(local) > 1) & ~laid_out
     yield _move("sort rows", 2 * gathered * several)
     yield Operator(
         name="experts up",

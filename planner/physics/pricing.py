@@ -15,6 +15,7 @@ from planner.physics.layers import decoder_layer, embedding, head, mtp_block
 from planner.physics.operators import (
     BF16,
     FP32,
+    Collective,
     Item,
     collectives_of,
     num_parameters,
@@ -117,9 +118,7 @@ class Pricing:
         for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
             seconds[key] = slow * value
         for exchange in collectives_of(items):
-            hidden = (
-                0.0 if exchange.overlap == "none" else getattr(self.runtime, f"{exchange.overlap}_overlap_fraction")
-            )
+            hidden = self._hidden_fraction(exchange)
             group = "ep" if exchange.group == "etp" else exchange.group
             key = f"{group}_{'backward' if exchange.backward else 'forward'}_s"
             size, _ = group_of(exchange.group, shape)
@@ -129,6 +128,13 @@ class Pricing:
                 exchange_s(exchange, shape, self.cluster, self.training.dtype) + sync_s
             )
         return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
+
+    def _hidden_fraction(self, exchange: Collective) -> float:
+        """How much of an exchange the runtime hides behind compute."""
+        if exchange.overlap == "none":
+            return 0.0
+        where = "mla_" if exchange.overlap == "tp" and self.model.mla is not None else ""
+        return float(getattr(self.runtime, f"{where}{exchange.overlap}_overlap_fraction"))
 
     def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """`seconds` with what tensor-parallel ranks wait for the slowest of them, in proportion to its compute."""

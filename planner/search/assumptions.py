@@ -35,7 +35,11 @@ def other_assumptions(pricing: Pricing) -> Iterator[Assumption]:
     for name, fields, says in (
         ("data_parallel_overlap", ("gradient_overlap_fraction", "parameter_overlap_fraction"), "data-parallel"),
         ("sharding_overlap", ("fsdp_overlap_fraction",) if 3 in runtime.zero_stages else (), "sharding"),
-        ("tensor_parallel_overlap", ("tp_overlap_fraction", "tp_async_overlap_fraction"), "tensor-parallel"),
+        (
+            "tensor_parallel_overlap",
+            ("tp_overlap_fraction", "mla_tp_overlap_fraction", "tp_async_overlap_fraction"),
+            "tensor-parallel",
+        ),
         ("context_parallel_overlap", ("cp_overlap_fraction",), "context-parallel"),
         ("expert_parallel_overlap", ("ep_overlap_fraction",) if moe else (), "expert-parallel"),
     ):

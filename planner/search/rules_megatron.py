@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from planner.physics.shape import Shape
 from planner.search.rules import DENSE_WIDTH, EXPERT_WIDTH, EXPERTS, HEADS, SHARED_EXPERT_WIDTH, Rule, no_multiple
 from planner.specs.model import ModelSpec
@@ -19,6 +21,11 @@ def _kv_heads_split(model: ModelSpec, training: TrainingSpec, shape: Shape) -> A
     """Key-value heads are split over tp, or each copied to tp / kv ranks."""
     heads = _kv_heads(model)
     return (heads % shape.tp == 0) | (shape.tp % heads == 0)
+
+
+def _instances(shape: Shape) -> Any:
+    """Copies of the sharded optimizer; never none, for shapes that another rule refuses."""
+    return np.maximum(shape.dp * shape.cp // np.asarray(shape.shard_size), 1)
 
 
 def _dense_or(model: ModelSpec, legal: Any) -> Any:
@@ -106,6 +113,16 @@ MEGATRON_RULES: tuple[Rule, ...] = (
         "shard_size_not_dividing_dp_cp",
         lambda model, training, shape: (shape.dp * shape.cp) % shape.shard_size == 0,
         lambda model, training, shape: no_multiple("dp·cp", shape.dp * shape.cp, "shard_size", shape.shard_size),
+    ),
+    Rule(
+        "expert_ranks_not_divisible_by_instances",
+        # each instance of the distributed optimizer has its share of an expert's replicas, too
+        lambda model, training, shape: _dense_or(
+            model, (shape.zero_stage == 0) | (shape.expert_dp % _instances(shape) == 0)
+        ),
+        lambda model, training, shape: no_multiple(
+            "tp·cp·dp / ep·etp", f"{shape.expert_dp:g}", "dp·cp / shard_size", _instances(shape)
+        ),
     ),
 )
 """Constraints whatever the runtime's switches are."""

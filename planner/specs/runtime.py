@@ -93,7 +93,10 @@ class RuntimeSpec(Spec):
     11 GiB of it in the BLOOM trials (chronicles-prequel, 384 A100), with 15 as with 60 GiB of tensors beside it."""
     # overlap
     tp_overlap_fraction: Fraction = 0.0
-    """Of tensor-parallel exchanges, behind the GEMM they feed (user buffers, async TP)."""
+    """Of tensor-parallel gathers and scatters, behind the GEMM they feed (user buffers, async TP)."""
+    mla_tp_overlap_fraction: Fraction = 0.0
+    """The same in a model with latent attention: Megatron-LM has no user buffers for its projections, and switches them
+    off for all layers where it meets one."""
     tp_async_overlap_fraction: Fraction = 0.0
     """Of the backward's second all-gather behind dgrad and of its reduce-scatter behind wgrad."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"

@@ -102,10 +102,33 @@ def test_latent_attention_starts_from_a_recipe_that_has_it(planned: Planned) -> 
     assert "mixed_precision" not in overrides, "its recipe has an object there"
     assert overrides["mixed_precision.grad_reduce_in_fp32"] is True
     assert overrides["model.num_query_groups"] == 64
-    split = bridge_overrides(planned("deepseek-v2", 512, tp=2, ep=8))
-    assert split["comm_overlap.tp_comm_overlap"] is True, "the recipe's switch comes after the model's"
+    split = bridge_overrides(planned("deepseek-v2", 512, tp=2, ep=8, features={"overlap_param_gather": False}))
+    assert split["comm_overlap.tp_comm_overlap"] is False, "there are no user buffers for latent projections"
+    assert split["comm_overlap.overlap_grad_reduce"] is True, "the recipe's switches come after ddp's"
+    assert split["comm_overlap.overlap_param_gather"] is False
     assert split["model.moe_router_score_function"] == "softmax"
     assert overrides["optimizer.use_precision_aware_optimizer"] is False
+
+
+def test_latent_attention_without_the_recipe_s_experts(planned: Planned) -> None:
+    plan = planned("kimi-k2", 1024, pp=16, ep=32)
+    moe = plan.model.spec.moe.model_copy(update={"shared_expert_intermediate_size": 0})
+    for spec, experts in (
+        (plan.model.spec.model_copy(update={"moe": moe}), moe.num_experts),
+        (plan.model.spec.model_copy(update={"moe": None}), None),
+    ):
+        layout = plan.parallelism.model_copy(update={"ep": 32 if experts else 1})
+        best = plan.best.model_copy(update={"parallelism": layout})
+        model = plan.model.model_copy(update={"spec": spec})
+        other = plan.model_copy(update={"model": model, "best": best})
+        overrides = bridge_overrides(other)
+        assert overrides["model.num_moe_experts"] == experts
+        assert overrides["model.moe_shared_expert_intermediate_size"] is None
+
+
+def test_a_fusion_that_the_recipe_has_is_switched_off(planned: Planned) -> None:
+    fused = {on: bridge_overrides(planned(features={"cross_entropy_fusion": on})) for on in (True, False)}
+    assert [fused[on]["model.cross_entropy_loss_fusion"] for on in (True, False)] == [True, False]
 
 
 def test_a_position_table_is_as_long_as_the_sequences(planned: Planned) -> None:

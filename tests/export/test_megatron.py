@@ -210,8 +210,22 @@ def test_the_dispatcher_that_was_priced(planned: Planned) -> None:
     hopper = planned("mixtral-8x7b", 64, ep=8, pp=2, vpp=2, features={"ep_overlap": True})
     assert megatron_arguments(hopper)["--moe-flex-dispatcher-backend"] == "deepep"
     assert environment(hopper) == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    rack = megatron_arguments(planned("mixtral-8x7b", 64, ep=8, hardware="gb200"))
-    assert rack["--moe-flex-dispatcher-backend"] == "hybridep"
+    rack = planned("mixtral-8x7b", 64, ep=8, hardware="gb200")
+    assert megatron_arguments(rack)["--moe-flex-dispatcher-backend"] == "hybridep"
+    # as Megatron-Bridge's recipes for GB200 set them (scripts/performance/utils/utils.py)
+    joined = {"NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": "8", "NVLINK_DOMAIN_SIZE": "72", "USE_MNNVL": "1"}
+    assert environment(rack) == joined
+
+
+def test_latent_projections_have_no_user_buffers(planned: Planned) -> None:
+    assert "--tp-comm-overlap" in megatron_arguments(planned("llama-3.1-8b", tp=2))
+    assert "--tp-comm-overlap" not in megatron_arguments(planned("deepseek-v2", tp=2, ep=8))
+
+
+def test_gathers_hide_only_where_reductions_do(planned: Planned) -> None:
+    exported = export_megatron(planned("llama-3.1-8b", features={"overlap_grad_reduce": False}))
+    assert any("gathers of parameters" in note for note in exported.notes)
+    assert not any("gathers of parameters" in note for note in export_megatron(planned("llama-3.1-8b")).notes)
 
 
 def test_exchanges_of_experts_are_hidden_where_they_can_be(planned: Planned) -> None:

@@ -98,6 +98,7 @@ MEGATRON_CASES = [
     ("interleaving_too_few_microbatches", LLAMA, {"vpp": 2, "num_microbatches": 8}, "below pp 16"),
     ("interleaving_microbatches_no_multiple_of_pp", LLAMA, {"vpp": 2, "num_microbatches": 136}, "num_microbatches 136"),
     ("shard_size_not_dividing_dp_cp", LLAMA, {"shard_size": 6}, "shard_size 6"),
+    ("expert_ranks_not_divisible_by_instances", DEEPSEEK, {"shard_size": 16}, "dp·cp / shard_size 4"),  # 2 replicas
 ]
 
 
@@ -123,6 +124,8 @@ def test_every_megatron_rule_has_a_case() -> None:
         (LLAMA, replace(DENSE, sequence_parallel=0, seq_length=8193)),
         (DEEPSEEK, SPARSE),
         (DEEPSEEK, replace(SPARSE, tp=1, sequence_parallel=0)),
+        (DEEPSEEK, replace(SPARSE, shard_size=32)),
+        (DEEPSEEK, replace(SPARSE, shard_size=16, zero_stage=0)),
     ],
 )
 def test_megatron_accepts(model: ModelSpec, shape: Shape) -> None:
