@@ -204,8 +204,9 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         overrides["model.recompute_modules"] = list(modules)
     if model.sliding_window is not None:
         overrides["model.window_size"] = [model.sliding_window - 1, 0]
-    if model.moe is not None:
+    if model.moe is not None or model.mla is not None:  # the recipe of the latter has experts
         overrides["model.moe_layer_freq"] = [int(kind.mlp == "moe") for kind in model.layers]
+    if model.moe is not None:
         overrides["model.moe_shared_expert_overlap"] = False
     return overrides
 
@@ -285,6 +286,8 @@ def _instead_of_deepseek(plan: Plan, arguments: Arguments, overrides: Overrides)
     overlaps = {f"comm_overlap.{field.partition('.')[2]}": overrides[field] for field in fields}
     return overlaps | {
         "model.num_moe_experts": arguments.get("--num-experts"),
+        "model.expert_model_parallel_size": arguments.get("--expert-model-parallel-size", 1),
+        "model.expert_tensor_parallel_size": arguments.get("--expert-tensor-parallel-size", 1),
         "model.moe_shared_expert_intermediate_size": arguments.get("--moe-shared-expert-intermediate-size"),
         "model.mtp_num_layers": model.num_nextn_predict_layers or None,
         "model.num_query_groups": model.num_attention_heads,

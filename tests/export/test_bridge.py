@@ -123,6 +123,8 @@ def test_latent_attention_without_the_recipe_s_experts(planned: Planned) -> None
         other = plan.model_copy(update={"model": model, "best": best})
         overrides = bridge_overrides(other)
         assert overrides["model.num_moe_experts"] == experts
+        assert overrides["model.expert_model_parallel_size"] == layout.ep
+        assert any(overrides["model.moe_layer_freq"]) == bool(experts)
         assert overrides["model.moe_shared_expert_intermediate_size"] is None
 
 
