@@ -11,6 +11,7 @@ import pytest
 from planner.export.bridge import _DERIVED, _SAME, bridge_overrides, export_bridge, hydra
 from planner.export.refusal import Inexpressible
 from planner.plan import Plan
+from planner.specs.model import ModelSpec
 
 Planned = Callable[..., Plan]
 
@@ -112,11 +113,9 @@ def test_latent_attention_starts_from_a_recipe_that_has_it(planned: Planned) -> 
 
 def test_latent_attention_without_the_recipe_s_experts(planned: Planned) -> None:
     plan = planned("kimi-k2", 1024, pp=16, ep=32)
-    moe = plan.model.spec.moe.model_copy(update={"shared_expert_intermediate_size": 0})
-    for spec, experts in (
-        (plan.model.spec.model_copy(update={"moe": moe}), moe.num_experts),
-        (plan.model.spec.model_copy(update={"moe": None}), None),
-    ):
+    said = plan.model.spec.model_dump()
+    for moe in ({**said["moe"], "shared_expert_intermediate_size": 0}, None):
+        experts, spec = moe and moe["num_experts"], ModelSpec.model_validate({**said, "moe": moe})
         layout = plan.parallelism.model_copy(update={"ep": 32 if experts else 1})
         best = plan.best.model_copy(update={"parallelism": layout})
         model = plan.model.model_copy(update={"spec": spec})
