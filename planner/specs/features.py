@@ -45,7 +45,8 @@ FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),
     "overlap_param_gather": _fraction(("parameter_overlap_fraction",), 0.9),
     "p2p_overlap": lambda value: {"p2p_overlap": bool(value), "interleaved_p2p_overlap": bool(value)},
-    "tp_comm_overlap": _fraction(("tp_overlap_fraction",), 0.6),
+    # where it is on, as much hides as the trainer's own runs say
+    "tp_comm_overlap": lambda value: {} if value else {"tp_overlap_fraction": 0.0},
 }
 """What each known feature of a run changes; descriptive ones change nothing."""
 # features of the published rows that describe and change nothing

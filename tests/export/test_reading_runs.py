@@ -167,6 +167,22 @@ def test_models(options: str, expected: dict[str, Any]) -> None:
     assert {key: model.get(key) for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("pattern", "dense", "every"),
+    [
+        ("([0]*3+[1]*29)", 3, 1),
+        ("+".join(["([0]*1", *["[1]*1", "[0]*1"] * 15, "[1]*1)"]), 0, 2),
+        ("+".join(["([0]*5", *["[1]*1", "[0]*2"] * 8, "[1]*1", "[0]*2)"]), 3, 3),
+        ("([0]*32)", 32, 1),
+    ],
+)
+def test_layers_with_experts(pattern: str, dense: int, every: int) -> None:
+    """Dense layers in front, then every n-th has experts: what an export writes for each model spec comes back."""
+    options = f"--num-experts 8 --ffn-hidden-size 4096 --moe-ffn-hidden-size 1024 --moe-layer-freq '{pattern}'"
+    moe = read(options).run["model"]["moe"]
+    assert (moe["first_k_dense_replace"], moe["moe_layer_freq"]) == (dense, every)
+
+
 def test_a_batch_size_left_out_is_one_micro_batch_a_rank() -> None:
     text = BASE.replace(" --global-batch-size 64", "")
     imported = read_configuration(f"torchrun --nproc-per-node 8 pretrain_gpt.py {text} --tensor-model-parallel-size 2")
@@ -207,12 +223,14 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
         ("llama-3.1-8b", 16, {"zero_stage": 3}),
         ("llama-3.1-8b", 16, {"tp": 2, "dtype": "fp8"}),
         ("gpt-oss-20b", 16, {"ep": 8, "pp": 2}),
+        ("llama-3.1-8b", 64, {"tp": 2, "fsdp": 8}),
+        ("llama-3.1-8b", 16, {"features": {"flash_attention": False}}),
     ],
 )
 def test_our_own_exports_come_back(planned: Planned, form: str, model: str, gpus: int, options: dict[str, Any]) -> None:
     """Export, import, price again: the same layout, parameters and seconds."""
-    features = {"tp_comm_overlap": options.get("tp", 1) > 1, "ep_overlap": options.get("vpp", 1) > 1}
-    plan = planned(model, gpus, features=features, **options)
+    features = {"ep_overlap": options.get("vpp", 1) > 1, **options.get("features", {})}
+    plan = planned(model, gpus, **{**options, "features": features})
     text = next(file.text for file in export(plan, ["megatron"]).files if file.name == form)
     imported = read_configuration(text)
     assert imported.unknown == {}
@@ -221,7 +239,18 @@ def test_our_own_exports_come_back(planned: Planned, form: str, model: str, gpus
     assert [stage.chunks for stage in again.stages] == [stage.chunks for stage in plan.stages]
     assert [stage.num_parameters for stage in again.stages] == [stage.num_parameters for stage in plan.stages]
     assert again.step.step_s == pytest.approx(plan.step.step_s, rel=1e-9)
-    for axis in ("tp", "cp", "ep", "pp", "vpp", "dp", "micro_batch_size", "num_microbatches", "zero_stage"):
+    for axis in (
+        "tp",
+        "cp",
+        "ep",
+        "pp",
+        "vpp",
+        "dp",
+        "micro_batch_size",
+        "num_microbatches",
+        "zero_stage",
+        "shard_size",
+    ):
         assert getattr(again.parallelism, axis) == getattr(plan.parallelism, axis), axis
 
 
@@ -235,6 +264,30 @@ def test_our_own_recipe_comes_back(planned: Planned) -> None:
     assert (layout["tp"], layout["pp"], layout["vpp"], layout["dp"]) == (2, 4, 2, 8)
     assert imported.run["global_batch_size"] == plan.training.global_batch_size
     assert imported.run["num_gpus"] == 64
+    run = parse_run({"run": imported.complete(hardware="h100", model="llama-3.1-8b")})
+    again = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
+    assert again.step.step_s == pytest.approx(plan.step.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("zero_stage", "expected"), [(0, 0), (2, 2), (3, 3)])
+def test_sharding_of_our_own_recipes_comes_back(planned: Planned, zero_stage: int, expected: int) -> None:
+    plan = planned("llama-3.1-8b", 64, runtime="torchtitan", zero_stage=zero_stage)
+    assert layout_of(read_configuration(export(plan, ["torchtitan"]).files[0].text))["zero_stage"] == expected
+
+
+def test_what_a_recipe_compiles(planned: Planned) -> None:
+    features = {}
+    for schedule in ("1f1b", "zb-h1"):
+        plan = planned("llama-3.1-8b", 64, runtime="torchtitan", pp=4, num_microbatches=8, schedule=schedule)
+        features[schedule] = read_configuration(export(plan, ["torchtitan"]).files[0].text).run["features"]
+    assert features["1f1b"] == {"async_tp": False, "compile": True, "cross_entropy_fusion": True}
+    assert features["zb-h1"] == {"async_tp": False, "compile": False, "cross_entropy_fusion": True}
+
+
+def test_layers_recomputed_by_name_are_noted(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 64, runtime="torchtitan", pp=4, recompute="full", recompute_num_layers=3)
+    imported = read_configuration(export(plan, ["torchtitan"]).files[0].text)
+    assert any("some layers by name" in note for note in imported.notes)
 
 
 TOML = """

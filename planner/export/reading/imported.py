@@ -23,6 +23,9 @@ class Imported:
     notes: list[str] = field(default_factory=list)
     """What was assumed, and what a plan has no word for."""
 
+    optimizer_instances: int = 1
+    """Copies of the sharded optimizer; over how many ranks each is sharded, the number of GPUs says."""
+
     def complete(self, vocab_size: int | None = None, **given: Any) -> dict[str, Any]:
         """The run with what the user adds or replaces; SpecError for what is still missing."""
         run = {**self.run, **{key: value for key, value in given.items() if value is not None}}
@@ -39,6 +42,10 @@ class Imported:
         for name, hint in hints.items():
             if run.get(name) is None:
                 raise SpecError(f"{self.source}: {name} is not in the configuration", hint)
+        if self.optimizer_instances > 1:
+            layout = run["parallelism"]
+            shards = run["num_gpus"] // (layout["tp"] * layout["pp"] * self.optimizer_instances)
+            run["parallelism"] = {**layout, "fsdp": max(1, shards)}
         return {key: value for key, value in run.items() if value is not None}
 
 

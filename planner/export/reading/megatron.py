@@ -64,18 +64,20 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "--accumulate-allreduce-grads-in-fp32": ("fp32_grad_accum", True),
     "--grad-reduce-in-bf16": ("fp32_grad_accum", False),
     "--no-overlap-p2p-communication": ("p2p_overlap", False),
+    "--use-flash-attn": ("flash_attention", True),
 }
 _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--cuda-graph-impl": ("cuda_graph", lambda value: value if value == "transformer_engine" else value != "none"),
     "--cp-comm-type": ("cp_comm_type", lambda value: {"allgather": "all_gather"}.get(value, value)),
     "--moe-token-dispatcher-type": ("dispatcher", str),
+    "--attention-backend": ("flash_attention", lambda value: value not in ("unfused", "local")),
 }
 _READ_ELSEWHERE = names(
     """
     --global-batch-size --seq-length --sequence-parallel --expert-tensor-parallel-size
     --use-distributed-optimizer --use-megatron-fsdp --use-custom-fsdp --data-parallel-sharding-strategy
     --use-torch-fsdp2 --recompute-activations --num-distributed-optimizer-instances --bf16 --fp16 --fp8-format
-    --fp8-recipe --fp4-format --fp4-recipe --fp8-hybrid --fp8-e4m3 --use-flash-attn --attention-backend
+    --fp8-recipe --fp4-format --fp4-recipe --fp8-hybrid --fp8-e4m3
     """
 )
 
@@ -100,6 +102,7 @@ def read_megatron(script: Script) -> Imported:
             "features": _features(options),
         },
     )
+    imported.optimizer_instances = _number(options, "--num-distributed-optimizer-instances", 1) or 1
     _complete(imported, parallelism)
     _sort_rest(options, imported)
     return imported
@@ -256,7 +259,7 @@ def _features(options: Options) -> dict[str, Any]:
 
 
 def _complete(imported: Imported, layout: dict[str, Any]) -> None:
-    """dp, and the batch where only dp is known."""
+    """The batch where only dp is known."""
     gpus, ranks = imported.run["num_gpus"], layout["tp"] * layout["pp"] * layout["cp"]
     if gpus is not None and gpus % ranks:
         imported.notes.append(f"the script starts {gpus} GPUs, which tp·cp·pp ({ranks}) does not divide")

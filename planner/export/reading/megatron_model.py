@@ -140,14 +140,14 @@ def _layer_pattern(text: str, num_layers: int) -> tuple[int, int]:
         return 0, int(text)  # Megatron's first layer is MoE, the planner's n-th: as many of them, one place apart
     parts = re.findall(r"\[([01, ]+)\](?:\*(\d+))?", text)
     layers = [int(bit) for bits, times in parts for _ in range(int(times or 1)) for bit in bits.split(",")]
-    dense = layers.index(1) if 1 in layers else len(layers)
-    if len(layers) != num_layers or not all(layers[dense:]):
-        return _reject(text)
-    return dense, 1
-
-
-def _reject(text: str) -> tuple[int, int]:
-    raise SpecError(f"--moe-layer-freq: {text!r} has no counterpart here", "dense layers may only stand in front")
+    first = layers.index(1) if 1 in layers else len(layers)
+    for every in range(1, first + 2):
+        dense = first + 1 - every
+        if layers == [int(i >= dense and (i - dense + 1) % every == 0) for i in range(num_layers)]:
+            return dense, every
+    raise SpecError(
+        f"--moe-layer-freq: {text!r} has no counterpart here", "dense layers in front, then every n-th has experts"
+    )
 
 
 def _latent(options: Options) -> dict[str, Any]:

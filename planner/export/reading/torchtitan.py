@@ -49,15 +49,16 @@ _READ = names(
     parallelism.pipeline_parallel_degree parallelism.context_parallel_degree
     parallelism.expert_parallel_degree parallelism.pipeline_parallel_schedule parallelism.num_pp_microbatches
     parallelism.pipeline_parallel_microbatch_size parallelism.module_fqns_per_model_part
-    parallelism.enable_sequence_parallel activation_checkpoint.mode activation_checkpoint compile.enable
-    compile.enable_async_tensor_parallel experimental.enable_async_tensor_parallel
+    parallelism.enable_sequence_parallel parallelism.fsdp_reshard_after_forward
+    activation_checkpoint.mode activation_checkpoint compile.enable
+    compile.enable_async_tensor_parallel training.compile compile.components experimental.enable_async_tensor_parallel
     """
 )
 _IGNORED = re.compile(
     r"(job|profiling|profiler|metrics|optimizer|lr_scheduler|checkpoint|comm|validation|validator|debug|dataloader|fault)\b"
     r"|model\.(tokenizer|hf_assets|print)|training\.(dataset|steps|max_norm|seed|deterministic|gc_|dtype|mixed|enable_cpu"
-    r"|disable_cuda)|hf_assets|dump_folder|parallelism\.(spmd|fsdp_reshard|context_parallel_load|pipeline_parallel_.*less)"
-    r"|compile\.(components|backend)"
+    r"|disable_cuda)|hf_assets|dump_folder|parallelism\.(spmd|context_parallel_load|pipeline_parallel_.*less)"
+    r"|compile\.backend"
 )
 
 
@@ -82,11 +83,13 @@ def read_torchtitan(text: str, script: Script) -> Imported:
             "runtime": "torchtitan",
             "seq_length": _first(fields, "training.max_context_length", "training.seq_len"),
             "parallelism": layout,
-            "features": {"async_tp": bool(_first(fields, "compile.enable_async_tensor_parallel"))},
+            "features": _features(fields),
         },
     )
     imported.unknown |= opaque
     _batch(imported, fields, per_rank)
+    if fields.get("activation_checkpoint.mode") == "full" and "PlannedAC" in text:
+        imported.notes.append("the recipe recomputes some layers by name: read as all of them")
     if model is None:
         known = ", ".join(sorted({f"{name} {flavor}" for name, flavor in _MODELS}))
         imported.notes.append(f"the model is none of torchtitan's flavors {known}: add --model")
@@ -155,6 +158,18 @@ def _literal(text: str) -> Any:
         return text
 
 
+def _features(fields: Fields) -> dict[str, Any]:
+    """What is compiled, where that is said, and asynchronous tensor parallelism."""
+    features = {"async_tp": bool(_first(fields, "compile.enable_async_tensor_parallel"))}
+    compiled = _first(fields, "compile.enable", "training.compile")
+    components = _first(fields, "compile.components") or ["model", "loss"]
+    if isinstance(compiled, bool):
+        features["compile"] = compiled and "model" in components
+        if "compile.enable" in fields:  # the older switch compiled no loss
+            features["cross_entropy_fusion"] = compiled and "loss" in components
+    return features
+
+
 def _first(fields: Fields, *keys: str) -> Any:
     return next((fields[key] for key in keys if fields.get(key) is not None), None)
 
@@ -195,7 +210,8 @@ def _parallelism(fields: Fields) -> tuple[dict[str, Any], int]:
     )
     if replicate > 1 and shard > 0:
         layout["fsdp"] = shard * cp
-    layout["zero_stage"] = 0 if shard == 1 and replicate > 1 else 3
+    keeps_weights = fields.get("parallelism.fsdp_reshard_after_forward") == "never"
+    layout["zero_stage"] = 0 if shard == 1 and replicate > 1 else 2 if keeps_weights else 3
     if shard > 0:
         layout["dp"] = replicate * shard
     return layout, tp * cp * pp
