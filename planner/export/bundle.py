@@ -83,12 +83,15 @@ def header(plan: Plan, written_for: str, notes: Sequence[str] = ()) -> str:
 def write_bundle(bundle: Bundle, folder: Path, force: bool = False) -> list[Path]:
     """Write every file and the manifest into `folder`, making it where it is missing; the manifest comes last.
 
-    Raises SpecError, before anything is written, where a file exists and `force` is not given.
+    Raises SpecError, before anything is written, where a file exists and `force` is not given, or a folder does.
     """
     files = bundle.with_manifest()
     paths = [folder / file.name for file in files]
     if folder.exists() and not folder.is_dir():
         raise SpecError(f"{folder}: is a file, not a folder", "name another folder")
+    folders = [path.name for path in paths if path.is_dir()]
+    if folders:
+        raise SpecError(f"{folder}: {', '.join(folders)} is a folder there, not a file", "name another folder")
     existing = [path.name for path in paths if os.path.lexists(path)]
     if existing and not force:
         raise SpecError(

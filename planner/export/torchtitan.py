@@ -12,9 +12,8 @@ from planner.export.torch_csv import order_of, to_torch_csv
 from planner.export.torch_plan import ORDER_FILE, object_to_order
 from planner.export.torchtitan_model import DEFAULT_ROTARY_BASE, model_source
 from planner.plan import Plan
-from planner.search.expressible import UNCOMPILED
 from planner.search.rules import BF16_ONLY
-from planner.search.rules_torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES
+from planner.search.rules_torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES, UNCOMPILED
 from planner.search.rules_torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
 from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
 

@@ -100,7 +100,7 @@ def probe_stages(plan: Plan, options: Options) -> ProbeResult:
     layout = plan.best
     asked = layout.parallelism
     order = slices.slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
-    grid = slices.Grid(asked.pp, asked.dp, asked.cp, asked.tp, asked.ep)
+    grid = slices.Grid(asked.pp, slices.sharing_dp(layout), asked.cp, asked.tp, asked.ep)
     run = real_run(plan, options, order, slices.real_chunks(layout, order, range(asked.pp)), grid)
     run = run.model_copy(update={"warm_up_steps": 2, "num_steps": 1})
     stands_for = distinct_stages(layout)
@@ -184,7 +184,7 @@ def real_run(plan: Plan, options: Options, order: Schedule, chunks: Sequence[Chu
         ep=grid.ep,
         cp=grid.cp,
         zero=layout.zero_stage > 0,
-        dp_stands_for=layout.dp // grid.dp if layout.zero_stage == 1 else 1,
+        dp_stands_for=slices.sharing_dp(plan.best) // grid.dp if layout.zero_stage == 1 else 1,
         fully_sharded=slices.fully_shards(plan.best, order),
         sequence_parallel=layout.sequence_parallel and grid.tp > 1,
         micro_batch_size=layout.micro_batch_size,

@@ -59,6 +59,8 @@ def fit_grid(layout: PricedLayout, num_processes: int, most_dp: int) -> Grid:
 def fit_gpus(layout: PricedLayout, num_gpus: int) -> Grid:
     """As `fit_grid` with whole tensor- and context-parallel groups: less dp first, then fewer stages.
 
+    Of several instances of a sharded optimizer one is run: the runner shards over all its replicas.
+
     Raises ProbeError where not even one group fits, or one stage of a pipeline alone.
     """
     asked = layout.parallelism
@@ -70,8 +72,14 @@ def fit_gpus(layout: PricedLayout, num_gpus: int) -> Grid:
             "run the stages one by one on a single GPU: --stage all",
         )
     pp = min(asked.pp, num_gpus // group)
-    dp = _largest_divisor(asked.dp, num_gpus // (group * pp))
+    dp = _largest_divisor(sharing_dp(layout), num_gpus // (group * pp))
     return Grid(pp, dp, asked.cp, asked.tp, _largest_divisor(dp * group, asked.ep))
+
+
+def sharing_dp(layout: PricedLayout) -> int:
+    """Replicas that share one sharded optimizer; all of them where nothing is sharded."""
+    asked = layout.parallelism
+    return max(1, asked.shard_size // asked.cp) if asked.zero_stage else asked.dp
 
 
 def _largest_divisor(number: int, at_most: int) -> int:

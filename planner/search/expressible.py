@@ -7,6 +7,7 @@ from planner.physics.shape import Shape
 from planner.schedule.orders import SCHEDULES
 from planner.search.rules import BF16_ONLY, Rule
 from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
+from planner.search.rules_torch import UNCOMPILED
 from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
 
 EXPORTED: dict[str, tuple[Rule, ...]] = {
@@ -15,13 +16,6 @@ EXPORTED: dict[str, tuple[Rule, ...]] = {
     "torch-eager": (BF16_ONLY,),
 }
 """By runtime: what its export refuses of models and dtypes."""
-
-
-UNCOMPILED = (
-    "backwards are split: layers run uncompiled, slower than planned; a compiled one computes its whole backward "
-    "for each part"
-)
-"""torch.compile's backward is one node of the graph, and its donated buffers allow no second pass (torch 2.13)."""
 
 
 def export_warnings(pricing: Pricing, schedule: str) -> tuple[str, ...]:

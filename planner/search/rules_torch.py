@@ -71,6 +71,13 @@ TORCH_EAGER_RULES: tuple[Rule, ...] = (
         lambda model, training, shape: f"the runner shards optimizer states only, not ZeRO-{shape.zero_stage}",
     ),
     Rule(
+        "shard_size_not_expressible",
+        lambda model, training, shape: (shape.zero_stage == 0) | (shape.shard_size == shape.dp * shape.cp),
+        lambda model, training, shape: (
+            f"the runner shards over all of dp·cp ({shape.dp * shape.cp}), not {shape.shard_size} ranks"
+        ),
+    ),
+    Rule(
         "seq_length_not_divisible_by_tp_cp",
         lambda model, training, shape: shape.seq_length % _tokens_split(shape) == 0,
         lambda model, training, shape: no_multiple(
@@ -147,3 +154,9 @@ TORCH_CLASSES: dict[str, str] = {
     "dualpipe-v": "DualPipeV",
 }
 """torch's name of each schedule that it has a class for."""
+
+UNCOMPILED = (
+    "backwards are split: layers run uncompiled, slower than planned; a compiled one computes its whole backward "
+    "for each part"
+)
+"""torch.compile's backward is one node of the graph, and its donated buffers allow no second pass (torch 2.13)."""

@@ -62,7 +62,7 @@ def schedules_tried(limits: SearchLimits, runtime: RuntimeSpec) -> tuple[str, ..
     """Schedules the search may use; without a pipeline there is always the one that is none."""
     wanted = limits.schedule or DEFAULT_SCHEDULES
     if "auto" in wanted:
-        # a compiled layer's backward does not come apart (expressible.UNCOMPILED)
+        # a compiled layer's backward does not come apart (rules_torch.UNCOMPILED)
         wanted = (*wanted, *(n for n in MEASURED_AGAINST if not (runtime.compiled and SCHEDULES[n].splits_backward)))
     return ("none", *(n for n in dict.fromkeys(wanted) if n in runtime.schedules and n in SCHEDULES and n != "none"))
 

@@ -71,6 +71,13 @@ def test_a_failure_leaves_no_half_written_file(
     assert not (tmp_path / MANIFEST).exists(), "a manifest means that all files are there"
 
 
+def test_a_folder_in_a_file_s_place(planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).mkdir()
+    with pytest.raises(SpecError, match=r"manifest\.json is a folder there"):
+        write_bundle(export(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
+
+
 def test_a_folder_that_cannot_be_made(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlannerError, match="cannot be made"):

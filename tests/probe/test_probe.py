@@ -182,6 +182,15 @@ def test_layers_shrink_in_proportion() -> None:
     assert [chunk.num_layers for chunk in slices.scaled_chunks(chunks, 2)] == [2, 2, 0, 1]
 
 
+def test_one_instance_of_a_sharded_optimizer_is_run() -> None:
+    """The runner shards over all its replicas: as many as share one in the plan."""
+    plan = plan_of(load_model("8b"), 64, 8192, 64, tp=4, dp=16, fsdp=4)
+    assert slices.fit_gpus(plan.best, 64).dp == 4
+    assert ranks_run(plan, Options(device="cuda"), num_gpus=64)[0].dp_stands_for == 1
+    assert slices.fit_gpus(plan.best, 8).dp == 2
+    assert ranks_run(plan, Options(device="cuda"), num_gpus=8)[0].dp_stands_for == 2
+
+
 def test_gpus_take_whole_tensor_parallel_groups() -> None:
     plan = plan_of(load_model("8b"), 64, 8192, 64, tp=4, pp=4, dp=4)
     assert slices.fit_gpus(plan.best, 32) == slices.Grid(pp=4, dp=2, cp=1, tp=4, ep=1)

@@ -202,6 +202,8 @@ def test_torchtitan(reason: str | None, model: ModelSpec, fields: dict[str, int]
         ("alibi_with_cp", changed(LLAMA, position_embedding="alibi"), {"cp": 2}),
         (None, changed(LLAMA, sliding_window=128), {"cp": 2}),
         ("zero_stage_not_expressible", LLAMA, {"zero_stage": 3}),
+        ("shard_size_not_expressible", LLAMA, {"shard_size": 4}),
+        (None, LLAMA, {"shard_size": 4, "zero_stage": 0}),
         ("seq_length_not_divisible_by_tp_cp", LLAMA, {"seq_length": 8193}),
         (None, LLAMA, {"seq_length": 8193, "sequence_parallel": 0}),
         (None, LLAMA, {"cp": 4, "seq_length": 8192 + 4 * 8}),  # tp is even: shards make up whole chunks
@@ -214,7 +216,9 @@ def test_torchtitan(reason: str | None, model: ModelSpec, fields: dict[str, int]
     ],
 )
 def test_the_runner_for_torch(reason: str | None, model: ModelSpec, fields: dict[str, int]) -> None:
-    assert broken(TORCH_EAGER_RULES, model, replace(DENSE if model.moe is None else SPARSE, **fields)) == reason
+    shape = replace(DENSE if model.moe is None else SPARSE, **fields)
+    shape = replace(shape, shard_size=fields.get("shard_size", shape.dp * shape.cp))
+    assert broken(TORCH_EAGER_RULES, model, shape) == reason
 
 
 @pytest.mark.parametrize(
