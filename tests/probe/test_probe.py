@@ -184,7 +184,7 @@ def test_layers_shrink_in_proportion() -> None:
 
 def test_one_instance_of_a_sharded_optimizer_is_run() -> None:
     """The runner shards over all its replicas: as many as share one in the plan."""
-    plan = plan_of(load_model("8b"), 64, 8192, 64, tp=4, dp=16, fsdp=4)
+    plan = plan_of(load_model("8b"), 64, 8192, 64, tp=4, dp=16, fsdp=4, zero_stage=1)
     assert slices.fit_gpus(plan.best, 64).dp == 4
     assert ranks_run(plan, Options(device="cuda"), num_gpus=64)[0].dp_stands_for == 1
     assert slices.fit_gpus(plan.best, 8).dp == 2
