@@ -77,11 +77,10 @@ def evaluate_command(
     from planner.cli.inputs import read_job, read_parallelism
     from planner.cli.output import dumps, save, show
     from planner.report.terminal import render
-    from planner.search.given import fill_dp
     from planner.search.search import evaluate
 
     job = read_job(ctx.params)
-    parallelism = fill_dp(read_parallelism(ctx.params), job.cluster.num_gpus)
+    parallelism = read_parallelism(ctx.params)
     if output is not None:
         refuse_to_overwrite(output, force)
     plan = evaluate(job.model, job.cluster, job.training, parallelism, runtime=job.runtime_spec)

@@ -45,6 +45,7 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
 
     Raises SpecError where it contradicts model, batch or cluster; what only the trainer refuses is a warning.
     """
+    wanted = fill_dp(wanted, pricing.cluster.num_gpus)
     shape = _shape(pricing, wanted)
     _check_arithmetic(pricing, shape)
     schedule = wanted.schedule or ("none" if shape.pp == 1 else "interleaved-1f1b" if shape.vpp > 1 else "1f1b")

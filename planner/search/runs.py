@@ -14,7 +14,6 @@ from pydantic import Field, ValidationError
 
 from planner.errors import PlannerError, SpecError, defect
 from planner.plan import PricedLayout
-from planner.search.given import fill_dp
 from planner.search.search import price_given
 from planner.specs.base import PositiveInt, Spec
 from planner.specs.checking import checked
@@ -155,7 +154,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         cluster=checked(ClusterSpec, cluster, f"{where}: run"),
         training=checked(TrainingSpec, training, f"{where}: run"),
         runtime=runtime,
-        parallelism=fill_dp(spec.parallelism, spec.num_gpus),
+        parallelism=spec.parallelism,
         unknown_features=unknown,
     )
 

@@ -38,7 +38,8 @@ class TrainingSpec(Spec):
 class Parallelism(Spec):
     """One layout, as a user or a published run states it.
 
-    `dp` counts data-parallel ranks, so tp·cp·pp·dp is the number of GPUs used; ep is carved out of dp·cp·tp/etp.
+    `dp` counts data-parallel ranks, so tp·cp·pp·dp is the number of GPUs used (given none, all of them); ep is carved
+    out of dp·cp·tp/etp.
     """
 
     tp: PositiveInt = 1
