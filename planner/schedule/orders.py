@@ -209,6 +209,15 @@ def placement(name: str, pp: int, vpp: int) -> tuple[int, ...]:
     return zero_bubble.v_placement(pp) if kind.min_vpp == kind.max_vpp == 2 else tuple(range(pp)) * vpp
 
 
+def passes_behind(schedule: str, pp: int, vpp: int) -> float:
+    """Micro-batches whose backward a rank has left, itself included, when its first chunk has done its last one.
+
+    Interleaved chunks end one after the other, each pp micro-batches after the one before: (pp·(vpp − 1) + 1) / vpp;
+    so do their first forwards. Elsewhere all chunks end with the last micro-batch: 1.
+    """
+    return (pp * (vpp - 1) + 1) / vpp if schedule in ("interleaved-1f1b", "breadth-first") else 1.0
+
+
 @lru_cache(maxsize=32)
 def build_schedule(
     name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None

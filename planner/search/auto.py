@@ -10,7 +10,8 @@ from planner.schedule.orders import placement
 from planner.schedule.replay import makespan_s
 from planner.schedule.synthesis import synthesize
 from planner.search.branch import Found
-from planner.search.pipeline import build_order, durations_of
+from planner.search.ends import ends_of
+from planner.search.pipeline import build_order, cost_by_rank, durations_of
 from planner.search.room import room_bytes
 from planner.search.split import stage_costs
 
@@ -34,6 +35,10 @@ def made_to_measure(pricing: Pricing, found: Found) -> Found:
     except Infeasible:
         return found
     saved = makespan_s(build_order(found.table, found.schedule), durations) - better.makespan_s
+    # its chunks may all end with the last micro-batch, and hide less of what they exchange
+    ranks_costs = cost_by_rank(costs, ranks)
+    saved += sum(ends_of(pricing, found.table, ranks_costs, found.schedule))
+    saved -= sum(ends_of(pricing, found.table, ranks_costs, AUTO))
     if saved <= 0:
         return found
     order = replace(better.schedule, name=AUTO)

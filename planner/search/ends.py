@@ -10,6 +10,7 @@ import numpy as np
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray
+from planner.schedule.orders import passes_behind
 from planner.search.screen import Screen, least_sum
 from planner.specs.training import Recompute
 
@@ -22,10 +23,12 @@ class Ends(NamedTuple):
     tail_s: float
 
 
-def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost]) -> Ends:
+def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], schedule: str) -> Ends:
     """Gradients are reduced behind the last micro-batch's backward, parameters gathered behind the first one's forward.
 
-    The first stage decides: it starts first and ends last. ZeRO-3 without a pipeline does both for every micro-batch.
+    The first stage decides: it starts first and ends last. Of what its chunks exchange, each an equal part, the last
+    one's hides behind its own pass, and all of it behind those that follow the first one's (`passes_behind`). ZeRO-3
+    without a pipeline exchanges everything for every micro-batch.
     """
     runtime, shape = pricing.runtime, table.shape
     first = ranks[0]
@@ -34,10 +37,13 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost]) -> En
         hidden = runtime.fsdp_overlap_fraction * float(first.total_s)
         exposed = float(shape.num_microbatches) * max(0.0, exchanged - hidden)
     else:
-        hidden = runtime.gradient_overlap_fraction * float(first.backward_total_s)
-        exposed = max(0.0, float(first.reduce_s) - hidden)
-        hidden = runtime.parameter_overlap_fraction * float(first.forward_total_s)
-        exposed += max(0.0, float(first.gather_s) - hidden)
+        vpp, passes = int(shape.vpp), passes_behind(schedule, int(shape.pp), int(shape.vpp))
+        exposed = 0.0
+        for exchanged, hidden in (
+            (float(first.reduce_s), runtime.gradient_overlap_fraction * float(first.backward_total_s)),
+            (float(first.gather_s), runtime.parameter_overlap_fraction * float(first.forward_total_s)),
+        ):
+            exposed += max(0.0, (exchanged - hidden) / vpp, exchanged - passes * hidden)
     return Ends(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
 
 
@@ -81,7 +87,10 @@ def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute, exchang
 
 
 def exchange_beyond_s(screen: Screen, part: PartCost) -> FloatArray:
-    """Seconds of data-parallel exchange of one part less what hides it; ZeRO-3 unpipelined: of all micro-batches."""
+    """Seconds of data-parallel exchange of one part less what hides it; ZeRO-3 unpipelined: of all micro-batches.
+
+    Where stages interleave, of the chunk that exchanges last, which is no more than is exposed.
+    """
     runtime, shape = screen.pricing.runtime, screen.shape
     expert = screen.part(part, "expert_parameters")
     dense = screen.part(part, "parameters") - expert
@@ -95,7 +104,7 @@ def exchange_beyond_s(screen: Screen, part: PartCost) -> FloatArray:
     )
     always = 2 * gather_s + reduce_s - runtime.fsdp_overlap_fraction * (forward + backward)
     each = (np.asarray(shape.zero_stage) == 3) & (np.asarray(shape.pp) == 1)
-    return np.asarray(np.where(each, np.asarray(shape.num_microbatches) * always, once))
+    return np.asarray(np.where(each, np.asarray(shape.num_microbatches) * always, once / np.asarray(shape.vpp)))
 
 
 def all_optimizers_s(screen: Screen) -> FloatArray:

@@ -128,10 +128,14 @@ class _Program(Times):
             exposed = exchanged - node.gradient_overlap_fraction * self._rank(0, "total_s")
             self.problem += self.gradients >= node.num_microbatches * exposed, "exposed_exchange"
         else:
-            hidden = node.gradient_overlap_fraction * self._rank(0, "backward_total_s")
-            self.problem += self.gradients >= self._rank(0, "reduce_s") - hidden, "exposed_gradients"
-            hidden = node.parameter_overlap_fraction * self._rank(0, "forward_total_s")
-            self.problem += self.parameters >= self._rank(0, "gather_s") - hidden, "exposed_parameters"
+            for exposed, exchanged, fraction, passing in (
+                (self.gradients, "reduce_s", node.gradient_overlap_fraction, "backward_total_s"),
+                (self.parameters, "gather_s", node.parameter_overlap_fraction, "forward_total_s"),
+            ):
+                exchanged_s, hidden_s = self._rank(0, exchanged), fraction * self._rank(0, passing)
+                self.problem += node.vpp * exposed >= exchanged_s - hidden_s, f"exposed_{exchanged}_of_the_last_chunk"
+                if node.vpp > 1:
+                    self.problem += exposed >= exchanged_s - node.passes_behind * hidden_s, f"exposed_{exchanged}"
         for rank in range(node.pp):
             self.problem += self.optimizer >= self._rank(rank, "optimizer_s"), f"optimizer_{rank}"
 

@@ -58,6 +58,8 @@ class Node:
     """The first and the last virtual stage may hold no decoder layer."""
     each_microbatch: bool = False
     """Weights are gathered and gradients reduced for every micro-batch (ZeRO-3 without a pipeline)."""
+    passes_behind: float = 1.0
+    """Micro-batches of the first rank that hide what it exchanges (`orders.passes_behind`)."""
     gradient_overlap_fraction: float = 0.0
     parameter_overlap_fraction: float = 0.0
     short_bytes: Sequence[float] = ()

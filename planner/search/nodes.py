@@ -9,7 +9,7 @@ from typing import Literal
 
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.pricing import Pricing
-from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, placement
+from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, passes_behind, placement
 from planner.search.ilp import Solution
 from planner.search.ilp_layers import recurring
 from planner.search.ilp_node import Node, Whole
@@ -89,6 +89,7 @@ def node_of(
         cutoff_s=cutoff_s,
         empty_ends=runtime.head_only_stage,
         each_microbatch=int(shape.zero_stage) == 3 and pp == 1,
+        passes_behind=passes_behind(schedule, pp, vpp),
         gradient_overlap_fraction=runtime.gradient_overlap_fraction,
         parameter_overlap_fraction=runtime.parameter_overlap_fraction,
         of_mean_layers=of_mean_layers,

@@ -123,7 +123,7 @@ def step_s(
     pipeline = _extrapolated_s(table, durations, schedule)
     if pipeline is None:
         pipeline = makespan_s(build_order(table, schedule), durations)
-    return pipeline + sum(ends_of(pricing, table, cost_by_rank(costs, ranks_of)))
+    return pipeline + sum(ends_of(pricing, table, cost_by_rank(costs, ranks_of), schedule))
 
 
 def cost_by_rank(costs: Sequence[PartCost], placement: Sequence[int]) -> list[PartCost]:

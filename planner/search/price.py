@@ -36,7 +36,7 @@ def price_layout(
     ranks, shape = cost_by_rank(costs, ranks_of), table.shape
     pipeline = run_pipeline(table, durations_of(table, costs, pricing), schedule, exact, order)
     peaks = peak_activation_bytes(order or few_rounds(table, schedule), [float(cost.live_bytes) for cost in costs])
-    ends = ends_of(pricing, table, ranks)
+    ends = ends_of(pricing, table, ranks, order.name if order else schedule)
     stages = tuple(
         _stage(pricing, table, split, costs, ranks_of, float(pipeline.in_flight_microbatches[rank]), peaks[rank], rank)
         for rank in range(int(shape.pp))

@@ -17,10 +17,32 @@ from planner.schedule.orders import (
     in_flight_chunks,
     in_flight_microbatches,
     interleaved_one_f_one_b,
+    passes_behind,
     violation,
 )
+from planner.schedule.replay import Durations, replay
 
 RandomShape = Callable[[str, random.Random], tuple[int, int, int]]
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "vpp", "m"),
+    [("1f1b", 4, 1, 6), ("interleaved-1f1b", 4, 2, 8), ("interleaved-1f1b", 3, 4, 3), ("breadth-first", 4, 3, 8)],
+)
+def test_what_passes_behind_the_first_chunk_to_end(name: str, pp: int, vpp: int, m: int) -> None:
+    """Rank 0 of a replay: its last chunk ends that many backwards before the step, and starts that many forwards in."""
+    n = pp * vpp
+    schedule = build_schedule(name, pp, vpp, m)
+    timeline = replay(schedule, Durations((1.0,) * n, (1.0,) * n, (1.0,) * n))
+    of_last_chunk = [i for i, action in enumerate(schedule.ranks[0]) if action.stage == n - pp]
+    forward = 1.0 + min(timeline.start_s[0][i] for i in of_last_chunk)
+    backward = 2.0 + timeline.makespan_s - max(timeline.end_s[0][i] for i in of_last_chunk)
+    passes = passes_behind(name, pp, vpp)
+    if name == "breadth-first":  # whose chunks end all micro-batches after each other
+        assert forward >= vpp * passes
+        assert backward >= 2.0 * vpp * passes
+    else:
+        assert (forward, backward) == (vpp * passes, 2.0 * vpp * passes)
 
 
 def test_spelling_is_torchs() -> None:

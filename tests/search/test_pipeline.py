@@ -45,7 +45,7 @@ def test_long_steps_are_what_their_full_replay_says(schedule: str, pp: int) -> N
             assert full.makespan_s == pytest.approx(exact_s, rel=1e-12)
             assert quick.busy_s == pytest.approx(full.busy_s)
             assert quick.num_microbatches == full.num_microbatches == pp * rounds
-            ends = ends_of(problem.pricing, table, cost_by_rank(costs, ranks))
+            ends = ends_of(problem.pricing, table, cost_by_rank(costs, ranks), schedule)
             assert step_s(problem.pricing, table, split, schedule) == pytest.approx(exact_s + sum(ends), rel=3e-3)
 
 

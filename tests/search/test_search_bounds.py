@@ -89,7 +89,7 @@ class Bounded:
         ranks = placement(self.schedule, int(table.shape.pp), int(table.shape.vpp))
         costs = stage_costs(table, self.problem.model, split, ranks)
         pipeline = makespan_s(build_order(table, self.schedule), durations_of(table, costs, pricing))
-        return pipeline + sum(ends_of(pricing, table, cost_by_rank(costs, ranks)))
+        return pipeline + sum(ends_of(pricing, table, cost_by_rank(costs, ranks), self.schedule))
 
 
 def bounded_nodes(problem: Problem, rng: random.Random) -> Iterator[Bounded]:
