@@ -69,22 +69,27 @@ def trace_command(
 
 
 def _exchanges(priced: Repriced, timeline: Timeline) -> list[Slice]:
-    """Gradients reduced behind each rank's last backward, then the optimizer, then its parameters gathered."""
+    """Gradients of each chunk reduced behind its last backward, then the optimizer, then the parameters gathered."""
     from planner.report.trace import Slice
     from planner.search.pipeline import cost_by_rank
 
     slices = []
     thread = "data-parallel exchange"
     for rank, cost in enumerate(cost_by_rank(priced.costs, priced.order.stage_to_rank)):
-        backward = float(timeline.end_s[rank][-1] - timeline.start_s[rank][-1])
-        start = float(timeline.end_s[rank][-1]) - backward * priced.pricing.runtime.gradient_overlap_fraction
-        for name, seconds in (
-            ("reduce gradients", float(cost.reduce_s)),
-            ("optimizer", float(cost.optimizer_s)),
-            ("gather parameters", float(cost.gather_s)),
-        ):
-            if name == "optimizer":
-                start = max(start, timeline.makespan_s)
+        last = {action.stage: place for place, action in enumerate(priced.order.ranks[rank]) if action.kind != "F"}
+        spans = sorted((float(timeline.end_s[rank][i]), float(timeline.start_s[rank][i])) for i in last.values())
+        fraction = priced.pricing.runtime.gradient_overlap_fraction
+        exchanged = [
+            ("reduce gradients", end - fraction * (end - begin), float(cost.reduce_s) / len(spans))
+            for end, begin in spans
+        ]
+        exchanged += [
+            ("optimizer", timeline.makespan_s, float(cost.optimizer_s)),
+            ("gather parameters", timeline.makespan_s, float(cost.gather_s)),
+        ]
+        start = 0.0
+        for name, ready, seconds in exchanged:
+            start = max(start, ready)
             if seconds > 0:
                 slices.append(Slice(rank, thread, name, start, start + seconds))
             start += seconds

@@ -30,7 +30,13 @@ def test_every_stage_computes_waits_and_exchanges_gradients(plan_file: Path, tmp
     assert {event["pid"] for event in slices} == set(range(layout["pp"]))
     computed = [event for event in slices if event["name"].startswith(("forward", "backward"))]
     assert len(computed) == 2 * layout["pp"] * layout["vpp"] * layout["num_microbatches"]
-    assert sum(event["name"] == "reduce gradients" for event in slices) == (layout["pp"] if layout["dp"] > 1 else 0)
+    reductions = [event for event in slices if event["name"] == "reduce gradients"]
+    assert len(reductions) == (layout["pp"] * layout["vpp"] if layout["dp"] > 1 else 0)
+    for rank in range(layout["pp"]) if reductions else ():
+        ours = sorted((event["ts"], event["dur"]) for event in reductions if event["pid"] == rank)
+        assert all(end >= begin + length for (begin, length), (end, _) in zip(ours, ours[1:], strict=False))
+        last = max(event["ts"] for event in computed if event["pid"] == rank)
+        assert ours[0][0] < last or layout["vpp"] == 1, "the first chunk to end does not wait for the others"
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in slices)
 
 
