@@ -21,11 +21,16 @@ def weights_bytes(
 ) -> Number:
     """Weights a rank keeps; `wide` of the dense ones stay in 16 bits under any recipe.
 
-    Under ZeRO-3 they are sharded, and a pipeline stage keeps bf16 copies gathered from first micro-batch to last.
+    Under ZeRO-3 they are sharded, and a pipeline stage keeps bf16 copies gathered from first micro-batch to last. So
+    does every rank under ZeRO-2 where the weights are the fp32 masters (FSDP2 without resharding).
     """
     cast: Number = runtime.weight_bytes if dtype not in NARROW_BYTES else _cast_weight_bytes(shape, runtime, dtype)
-    kept = cast * _sharded(dense - wide, expert, shape, 3) + runtime.weight_bytes * _sharded(wide, 0.0, shape, 3)
-    gathered = (np.asarray(shape.zero_stage) == 3) & (np.asarray(shape.pp) > 1)
+    are_masters = runtime.weight_bytes > BF16
+    from_stage = 2 if are_masters else 3
+    kept = cast * _sharded(dense - wide, expert, shape, from_stage)
+    kept = kept + runtime.weight_bytes * _sharded(wide, 0.0, shape, from_stage)
+    zero = np.asarray(shape.zero_stage)
+    gathered = ((zero == 3) & (np.asarray(shape.pp) > 1)) | ((zero == 2) & are_masters)
     return kept + np.where(gathered, BF16 * (dense + expert), 0.0)
 
 
@@ -44,8 +49,13 @@ def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number
 
 
 def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Main gradients and 16-bit ones beside them that are never freed; sharded from ZeRO-2 on."""
-    return (runtime.gradient_bytes + runtime.kept_gradient_bytes) * _sharded(dense, expert, shape, 2)
+    """Main gradients and 16-bit ones beside them that are never freed; sharded from ZeRO-2 on.
+
+    A pipeline stage sums them whole until its last micro-batch, and shards them then (torch 2.13,
+    distributed/pipelining/stage.py: set_requires_gradient_sync(False)).
+    """
+    each, pipelined = runtime.gradient_bytes + runtime.kept_gradient_bytes, np.asarray(shape.pp) > 1
+    return each * np.where(pipelined, dense + expert, _sharded(dense, expert, shape, 2))
 
 
 def optimizer_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
