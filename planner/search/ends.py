@@ -27,24 +27,31 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], sched
     """Gradients are reduced behind the last micro-batch's backward, parameters gathered behind the first one's forward.
 
     The first stage decides: it starts first and ends last. Of what its chunks exchange, each an equal part, the last
-    one's hides behind its own pass, and all of it behind those that follow the first one's (`passes_behind`). ZeRO-3
-    without a pipeline exchanges everything for every micro-batch.
+    one's hides behind its own pass, and all of it behind those that follow the first one's (`passes_behind`). Without a
+    pipeline ZeRO-2 reduces gradients in every micro-batch, ZeRO-3 gathers the weights twice as well.
     """
     runtime, shape = pricing.runtime, table.shape
-    first = ranks[0]
-    if int(shape.zero_stage) == 3 and int(shape.pp) == 1:
-        exchanged = 2 * float(first.gather_s) + float(first.reduce_s)
-        hidden = runtime.fsdp_overlap_fraction * float(first.total_s)
+    sharded = sharded_each_time(int(shape.zero_stage), int(shape.pp))
+    first, exposed = ranks[0], 0.0
+    if sharded:
+        exchanged = float(first.reduce_s) + (2 * float(first.gather_s) if sharded == 3 else 0.0)
+        behind_s = first.total_s if sharded == 3 else first.backward_total_s
+        hidden = runtime.fsdp_overlap_fraction * float(behind_s)
         exposed = float(shape.num_microbatches) * max(0.0, exchanged - hidden)
-    else:
-        vpp, passes = int(shape.vpp), passes_behind(schedule, int(shape.pp), int(shape.vpp))
-        exposed = 0.0
-        for exchanged, hidden in (
-            (float(first.reduce_s), runtime.gradient_overlap_fraction * float(first.backward_total_s)),
-            (float(first.gather_s), runtime.parameter_overlap_fraction * float(first.forward_total_s)),
-        ):
+    vpp, passes = int(shape.vpp), passes_behind(schedule, int(shape.pp), int(shape.vpp))
+    for once, exchanged_s, fraction, passing_s in (
+        (sharded < 2, first.reduce_s, runtime.gradient_overlap_fraction, first.backward_total_s),
+        (sharded < 3, first.gather_s, runtime.parameter_overlap_fraction, first.forward_total_s),
+    ):
+        if once:
+            exchanged, hidden = float(exchanged_s), fraction * float(passing_s)
             exposed += max(0.0, (exchanged - hidden) / vpp, exchanged - passes * hidden)
     return Ends(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
+
+
+def sharded_each_time(zero_stage: int, pp: int) -> int:
+    """The ZeRO stage, 2 or 3, whose exchanges every micro-batch makes; 0 where all wait for the last one's."""
+    return zero_stage if pp == 1 and zero_stage >= 2 else 0
 
 
 def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute, exchanging: Recompute) -> FloatArray:
@@ -87,7 +94,7 @@ def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute, exchang
 
 
 def exchange_beyond_s(screen: Screen, part: PartCost) -> FloatArray:
-    """Seconds of data-parallel exchange of one part less what hides it; ZeRO-3 unpipelined: of all micro-batches.
+    """Seconds of data-parallel exchange of one part less what hides it; of all micro-batches where each makes some.
 
     Where stages interleave, of the chunk that exchanges last, which is no more than is exposed.
     """
@@ -96,15 +103,13 @@ def exchange_beyond_s(screen: Screen, part: PartCost) -> FloatArray:
     dense = screen.part(part, "parameters") - expert
     reduce_s, gather_s = (f(dense, expert, shape) for f in (screen.pricing.reduce_s, screen.pricing.gather_s))
     forward, backward = screen.part(part, "forward_total_s"), screen.part(part, "backward_total_s")
-    once = (
-        reduce_s
-        - runtime.gradient_overlap_fraction * backward
-        + gather_s
-        - runtime.parameter_overlap_fraction * forward
-    )
-    always = 2 * gather_s + reduce_s - runtime.fsdp_overlap_fraction * (forward + backward)
-    each = (np.asarray(shape.zero_stage) == 3) & (np.asarray(shape.pp) == 1)
-    return np.asarray(np.where(each, np.asarray(shape.num_microbatches) * always, once / np.asarray(shape.vpp)))
+    gathered = gather_s - runtime.parameter_overlap_fraction * forward
+    once = reduce_s - runtime.gradient_overlap_fraction * backward + gathered
+    steps, zero, alone = np.asarray(shape.num_microbatches), np.asarray(shape.zero_stage), np.asarray(shape.pp) == 1
+    gradients = steps * (reduce_s - runtime.fsdp_overlap_fraction * backward) + gathered
+    weights = steps * (2 * gather_s + reduce_s - runtime.fsdp_overlap_fraction * (forward + backward))
+    each_time = [alone & (zero == 2), alone & (zero == 3)]
+    return np.asarray(np.select(each_time, [gradients, weights], once / np.asarray(shape.vpp)))
 
 
 def all_optimizers_s(screen: Screen) -> FloatArray:

@@ -123,19 +123,22 @@ class _Program(Times):
         """Row 7."""
         node = self.node
         self.gradients, self.parameters, self.optimizer = map(self._variable, ("gradients", "parameters", "optimizer"))
-        if node.each_microbatch:
-            exchanged = 2 * self._rank(0, "gather_s") + self._rank(0, "reduce_s")
-            exposed = exchanged - node.gradient_overlap_fraction * self._rank(0, "total_s")
-            self.problem += self.gradients >= node.num_microbatches * exposed, "exposed_exchange"
-        else:
-            for exposed, exchanged, fraction, passing in (
-                (self.gradients, "reduce_s", node.gradient_overlap_fraction, "backward_total_s"),
-                (self.parameters, "gather_s", node.parameter_overlap_fraction, "forward_total_s"),
-            ):
-                exchanged_s, hidden_s = self._rank(0, exchanged), fraction * self._rank(0, passing)
-                self.problem += node.vpp * exposed >= exchanged_s - hidden_s, f"exposed_{exchanged}_of_the_last_chunk"
-                if node.vpp > 1:
-                    self.problem += exposed >= exchanged_s - node.passes_behind * hidden_s, f"exposed_{exchanged}"
+        sharded = node.sharded_each_time
+        if sharded:
+            exchanged_s = self._rank(0, "reduce_s") + (2 * self._rank(0, "gather_s") if sharded == 3 else 0.0)
+            behind_s = self._rank(0, "total_s" if sharded == 3 else "backward_total_s")
+            exposed_s = exchanged_s - node.fsdp_overlap_fraction * behind_s
+            self.problem += self.gradients >= node.num_microbatches * exposed_s, "exposed_each_time"
+        for once, exposed, exchanged, fraction, passing in (
+            (sharded < 2, self.gradients, "reduce_s", node.gradient_overlap_fraction, "backward_total_s"),
+            (sharded < 3, self.parameters, "gather_s", node.parameter_overlap_fraction, "forward_total_s"),
+        ):
+            if not once:
+                continue
+            exchanged_s, hidden_s = self._rank(0, exchanged), fraction * self._rank(0, passing)
+            self.problem += node.vpp * exposed >= exchanged_s - hidden_s, f"exposed_{exchanged}_of_the_last_chunk"
+            if node.vpp > 1:
+                self.problem += exposed >= exchanged_s - node.passes_behind * hidden_s, f"exposed_{exchanged}"
         for rank in range(node.pp):
             self.problem += self.optimizer >= self._rank(rank, "optimizer_s"), f"optimizer_{rank}"
 

@@ -56,10 +56,11 @@ class Node:
     """How near the optimum is near enough."""
     empty_ends: bool = False
     """The first and the last virtual stage may hold no decoder layer."""
-    each_microbatch: bool = False
-    """Weights are gathered and gradients reduced for every micro-batch (ZeRO-3 without a pipeline)."""
+    sharded_each_time: int = 0
+    """2: gradients are reduced for every micro-batch; 3: and weights gathered twice (`ends.sharded_each_time`)."""
     passes_behind: float = 1.0
     """Micro-batches of the first rank that hide what it exchanges (`orders.passes_behind`)."""
+    fsdp_overlap_fraction: float = 0.0
     gradient_overlap_fraction: float = 0.0
     parameter_overlap_fraction: float = 0.0
     short_bytes: Sequence[float] = ()

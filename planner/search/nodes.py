@@ -10,6 +10,7 @@ from typing import Literal
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, passes_behind, placement
+from planner.search.ends import sharded_each_time
 from planner.search.ilp import Solution
 from planner.search.ilp_layers import recurring
 from planner.search.ilp_node import Node, Whole
@@ -88,7 +89,8 @@ def node_of(
         blocking_p2p=not (runtime.interleaved_p2p_overlap if vpp > 1 else runtime.p2p_overlap),
         cutoff_s=cutoff_s,
         empty_ends=runtime.head_only_stage,
-        each_microbatch=int(shape.zero_stage) == 3 and pp == 1,
+        sharded_each_time=sharded_each_time(int(shape.zero_stage), pp),
+        fsdp_overlap_fraction=runtime.fsdp_overlap_fraction,
         passes_behind=passes_behind(schedule, pp, vpp),
         gradient_overlap_fraction=runtime.gradient_overlap_fraction,
         parameter_overlap_fraction=runtime.parameter_overlap_fraction,

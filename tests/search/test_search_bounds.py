@@ -51,6 +51,8 @@ def random_problem(seed: int) -> Problem:
     name = rng.choice(list(MODELS))
     if runtime != "megatron" and rng.random() < 0.6:
         limits["schedule"] = tuple(rng.sample(TORCH, rng.randint(1, 3)))
+    if seed % 7 == 5:
+        limits["zero_stage"] = (1, 2, 3)
     cluster = toy_cluster(
         rng.choice([4, 8, 12, 16]),
         memory_gib=rng.choice([80.0, rng.uniform(1.0, 8.0)]),

@@ -1,0 +1,38 @@
+"""What a step takes beside its pipeline, in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from toys import toy_cluster, toy_model, toy_problem, toy_training
+
+from planner.physics.shape import Shape
+from planner.search.ends import ends_of
+
+FIRST = {"reduce_s": 5.0, "gather_s": 3.0, "forward_s": 1.0, "input_grad_s": 2.0, "weight_grad_s": 0.0}
+"""Seconds of the first rank, one micro-batch: exchanges, and nothing else than compute that hides them."""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "zero_stage", "exposed_s"),
+    [
+        ("none", 1, 1, 1, (5 - 2) + (3 - 1)),
+        ("1f1b", 2, 1, 1, (5 - 2) + (3 - 1)),
+        ("none", 1, 1, 2, 4 * (5 - 2) + (3 - 1)),  # gradients of each of four micro-batches
+        ("none", 1, 1, 3, 4 * (5 + 2 * 3 - 3)),  # and weights twice
+        ("1f1b", 2, 1, 3, (5 - 2) + (3 - 1)),  # gathered from the first micro-batch to the last
+        ("interleaved-1f1b", 2, 2, 1, max((5 - 2) / 2, 5 - 1.5 * 2) + max((3 - 1) / 2, 3 - 1.5 * 1)),
+        ("interleaved-1f1b", 4, 2, 1, (5 - 2) / 2 + (3 - 1) / 2),  # the last chunk's alone
+        ("zb-v", 4, 2, 1, (5 - 2) + (3 - 1)),
+    ],
+)
+def test_exposed_exchange(schedule: str, pp: int, vpp: int, zero_stage: int, exposed_s: float) -> None:
+    problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(8))
+    all_hides = dict.fromkeys(("gradient_overlap_fraction", "parameter_overlap_fraction", "fsdp_overlap_fraction"), 1.0)
+    pricing = replace(problem.pricing, runtime=problem.pricing.runtime.model_copy(update=all_hides))
+    shape = Shape(pp=pp, vpp=vpp, dp=2, num_microbatches=4, seq_length=2048, zero_stage=zero_stage, shard_size=2)
+    table = pricing.table(shape)
+    nothing = dict.fromkeys((name for name in table.head.__slots__ if name.endswith("_s")), 0.0)
+    first = replace(table.head, **{**nothing, **FIRST})
+    assert ends_of(pricing, table, [first] * pp, schedule).exposed_dp_s == pytest.approx(exposed_s)
