@@ -16,7 +16,8 @@ from planner.specs.runtime import RuntimeSpec
 
 def attention_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
     """Norm, QKV (or the latent projections), core attention, output projection, residual."""
-    yield norm("attention norm", model.hidden_size, shape.shard_tokens, model, runtime)
+    module = "" if model.mla is None else "layernorm"
+    yield norm("attention norm", model.hidden_size, shape.shard_tokens, model, runtime, module=module)
     v_dim = model.head_dim if model.mla is None else model.mla.v_head_dim
     if model.mla is None:
         yield from _qkv(model, shape, runtime)
@@ -109,7 +110,7 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
             name="q down", kind="gemm", m=shard, n=rank, k=model.hidden_size, parameters=rank * model.hidden_size
         )
         yield cast_copy("kv down", BF16 * shard * model.hidden_size, ("layernorm",))
-        yield norm("q latent norm", rank, shard, model, runtime)
+        yield norm("q latent norm", rank, shard, model, runtime, module="mla_up_proj")
         yield from enter_tp("q up", BF16 * tokens * rank, shape)
         yield Operator(name="q up", kind="gemm", modules=up, m=tokens, n=q_width, k=rank, parameters=q_width * rank)
     rank = mla.kv_lora_rank
@@ -117,7 +118,7 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
     yield Operator(
         name="kv down", kind="gemm", m=shard, n=down, k=model.hidden_size, parameters=down * model.hidden_size
     )
-    latent_norm = norm("kv latent norm", rank, shard, model, runtime)
+    latent_norm = norm("kv latent norm", rank, shard, model, runtime, module="mla_up_proj")
     if not runtime.fused_rotary:
         # its input is a view of the down-projection's output, whose rotary part is kept along
         latent_norm = _with_saved(latent_norm, Saved("rotary part", BF16 * shard * mla.qk_rope_head_dim))

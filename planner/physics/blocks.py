@@ -99,13 +99,15 @@ def local_copies(
 
 def norm(
     name: str, width: Number, tokens: Number, model: ModelSpec, runtime: RuntimeSpec,
-    saves_output: bool = True, saves_input: bool = True, output_is_cast: bool = True,
+    saves_output: bool = True, saves_input: bool = True, output_is_cast: bool = True, module: str = "",
 ) -> Operator:  # fmt: skip
     """RMSNorm or LayerNorm over `width` features of `tokens` rows; keeps its input, its statistics and its output.
 
     Forward reads and writes once; backward reads input and gradient and writes one (eager torch reads both again for
-    the weight's gradient). Unfused, each pass is made twice.
+    the weight's gradient). Unfused, each pass is made twice. `module` is what Megatron-LM recomputes it with: where the
+    norm is part of the product behind it, that product's; by itself, `layernorm`; else only torchtitan's `op` does.
     """
+    modules = (module, "op") if module else ("op",)
     num_bytes = BF16 * tokens * width
     # unfused: cast to fp32, square, mean, scale, cast back, weight
     passes, kernels = (1, 1) if runtime.fused_norm else (9, 6)
@@ -114,12 +116,12 @@ def norm(
     if saves_input:
         saved.append(Saved("input", num_bytes))
     if saves_output:
-        saved.append(Saved("output", num_bytes, ("layernorm", "op"), gemm_input=output_is_cast))
+        saved.append(Saved("output", num_bytes, modules, gemm_input=output_is_cast))
     return Operator(
         name=name,
         kind="elementwise",
         family="norm",
-        modules=("layernorm", "op"),
+        modules=modules,
         forward_bytes=2 * num_bytes * passes,
         backward_bytes=(3 if runtime.fused_rotary else 5) * num_bytes * passes,
         forward_kernels=kernels,

@@ -19,7 +19,11 @@ def mlp_block(
 ) -> Iterator[Item]:
     """Norm, dense MLP or experts, residual."""
     # the router keeps what experts take in as it is
-    yield norm("mlp norm", model.hidden_size, shape.shard_tokens, model, runtime, output_is_cast=kind.mlp == "dense")
+    is_dense = kind.mlp == "dense"
+    yield norm(
+        "mlp norm", model.hidden_size, shape.shard_tokens, model, runtime,
+        output_is_cast=is_dense, module="mlp" if is_dense else "layernorm",
+    )  # fmt: skip
     if kind.mlp == "dense":
         assert model.intermediate_size is not None
         yield from _dense(model, model.intermediate_size, shape, runtime, "mlp")

@@ -153,7 +153,8 @@ def selective_modules(model: ModelSpec, runtime: RuntimeSpec) -> tuple[str, ...]
     """Modules that give most memory for least time: the s² matrix without flash attention, else elementwise ones."""
     if not runtime.flash_attention or "op" in runtime.selective_default:
         return runtime.selective_default
-    cheap = ["layernorm"]
+    # other norms are part of the products behind them (TELayerNormColumnParallelLinear)
+    cheap = ["layernorm"] if model.moe is not None or model.mla is not None else ["mlp"]
     if model.moe is not None:
         cheap.append("moe_act")
     if model.mla is not None:
