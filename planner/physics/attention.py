@@ -156,6 +156,7 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
     kv_bytes = BF16 * shape.tokens * kv_heads * (qk_dim + v_dim)
     q_bytes = BF16 * shape.tokens * heads * (qk_dim + v_dim)
     yield from _context_exchange(runtime, shape, kv_bytes, q_bytes)
+    gathered = kv_bytes * (shape.cp - 1) * runtime.keeps_gathered_keys
     # exchanging heads for tokens, both the kernel's output and what comes back from the exchange are kept
     copies = np.where(np.asarray(shape.cp) > 1, 2, 1) if runtime.cp_comm_type == "a2a" else 1
     output = Saved("output", copies * BF16 * shape.tokens * heads * v_dim)
@@ -176,7 +177,11 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
         qk_dim=qk_dim,
         v_dim=v_dim,
         parameters=sinks,
-        saved=(output, Saved("log-sum-exp", FP32 * shape.tokens * heads, core)),
+        saved=(
+            output,
+            Saved("log-sum-exp", FP32 * shape.tokens * heads, core),
+            *((Saved("gathered k, v", gathered, (*core, "op")),) if runtime.keeps_gathered_keys else ()),
+        ),
     )
 
 
@@ -229,7 +234,10 @@ def _unfused_core(
 
 
 def _context_exchange(runtime: RuntimeSpec, shape: Shape, kv_bytes: Number, q_bytes: Number) -> Iterator[Collective]:
-    """Key-value exchange over cp: ring or all-gather (backward also returns dK, dV), or heads for tokens all-to-all."""
+    """Key-value exchange over cp: ring or all-gather, or heads for tokens all-to-all.
+
+    Backward returns dK and dV, and fetches keys and values again where they were not kept.
+    """
     if runtime.cp_comm_type == "a2a":
         for backward in (False, True):
             yield Collective(
@@ -237,7 +245,7 @@ def _context_exchange(runtime: RuntimeSpec, shape: Shape, kv_bytes: Number, q_by
             )
         return
     kind, overlap = ("ring", "cp") if runtime.cp_comm_type == "p2p" else ("all_gather", "none")
-    for backward, factor in ((False, 1), (True, 2)):
+    for backward, factor in ((False, 1), (True, 1 if runtime.keeps_gathered_keys else 2)):
         yield Collective(
             name="cp keys and values",
             kind=kind,  # type: ignore[arg-type]
@@ -245,6 +253,7 @@ def _context_exchange(runtime: RuntimeSpec, shape: Shape, kv_bytes: Number, q_by
             num_bytes=factor * kv_bytes * shape.cp,
             overlap=overlap,  # type: ignore[arg-type]
             backward=backward,
+            modules=("op",) if runtime.keeps_gathered_keys and not backward else (),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -141,7 +142,9 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     yield from _all_to_all("dispatch", sent_bytes, choices, inner_factor)
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * imbalance)
     yield from _all_to_all("combine", sent_bytes, choices, inner_factor)
-    yield _move("unpermute", BF16 * tokens * hidden + pair_bytes)
+    unpermute = _move("unpermute", BF16 * tokens * hidden + pair_bytes)
+    outputs = (Saved("expert outputs", pair_bytes, ("moe",)),) if runtime.weights_expert_outputs else ()
+    yield replace(unpermute, saved=outputs)
     if moe.shared_expert_intermediate_size:
         yield cast_copy("shared experts", BF16 * tokens * hidden, ("shared_experts",))
         yield from _dense(model, moe.shared_expert_intermediate_size, shape, runtime, "shared_experts")

@@ -166,15 +166,17 @@ class Pricing:
         wide = wide_parameters(items)
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
         seconds = self._seconds(items, shape)
-        gathered = (dense + expert) * (np.asarray(shape.zero_stage) == 3) * (np.asarray(shape.shard_size) > 1)
-        # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered
+        alone, zero = np.asarray(shape.pp) == 1, np.asarray(shape.zero_stage)
+        gathered = (dense + expert) * (zero == 3) * alone * (np.asarray(shape.shard_size) > 1)
+        # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered; a
+        # pipeline stage does so once a step
         seconds["forward_s"] = seconds["forward_s"] + compute.stream_s(hardware, 2 * BF16 * gathered, 1)
         seconds["input_grad_s"] = seconds["input_grad_s"] + compute.stream_s(
             hardware, (3 * BF16 + runtime.gradient_bytes) * gathered, 2
         )
         if not runtime.fused_grad_accumulation:
-            # ZeRO-2 and 3 sum the shards alone
-            shards = np.where(np.asarray(shape.zero_stage) >= 2, shape.shard_size, 1)
+            # ZeRO-2 and 3 sum the shards alone, but for a pipeline's
+            shards = np.where((zero >= 2) & alone, shape.shard_size, 1)
             accumulated = compute.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
         return PartCost(

@@ -9,9 +9,10 @@ import numpy as np
 
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
-from planner.physics.shape import FloatArray
+from planner.physics.shape import FloatArray, Number, Shape
 from planner.schedule.orders import passes_behind
 from planner.search.screen import Screen, least_sum
+from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import Recompute
 
 
@@ -40,13 +41,19 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], sched
         exposed = float(shape.num_microbatches) * max(0.0, exchanged - hidden)
     vpp, passes = int(shape.vpp), passes_behind(schedule, int(shape.pp), int(shape.vpp))
     for once, exchanged_s, fraction, passing_s in (
-        (sharded < 2, first.reduce_s, runtime.gradient_overlap_fraction, first.backward_total_s),
+        (sharded < 2, first.reduce_s, reduce_overlap_fraction(runtime, shape), first.backward_total_s),
         (sharded < 3, first.gather_s, runtime.parameter_overlap_fraction, first.forward_total_s),
     ):
         if once:
-            exchanged, hidden = float(exchanged_s), fraction * float(passing_s)
+            exchanged, hidden = float(exchanged_s), float(fraction * passing_s)
             exposed += max(0.0, (exchanged - hidden) / vpp, exchanged - passes * hidden)
     return Ends(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
+
+
+def reduce_overlap_fraction(runtime: RuntimeSpec, shape: Shape) -> Number:
+    """Of the window behind the last backward, what hides the reduction; torch's stages wait for that of FSDP."""
+    waits = runtime.has_torch_stages & (np.asarray(shape.zero_stage) >= 2) & (np.asarray(shape.pp) > 1)
+    return runtime.gradient_overlap_fraction * (1.0 - waits)
 
 
 def sharded_each_time(zero_stage: int, pp: int) -> int:
@@ -104,7 +111,7 @@ def exchange_beyond_s(screen: Screen, part: PartCost) -> FloatArray:
     reduce_s, gather_s = (f(dense, expert, shape) for f in (screen.pricing.reduce_s, screen.pricing.gather_s))
     forward, backward = screen.part(part, "forward_total_s"), screen.part(part, "backward_total_s")
     gathered = gather_s - runtime.parameter_overlap_fraction * forward
-    once = reduce_s - runtime.gradient_overlap_fraction * backward + gathered
+    once = reduce_s - reduce_overlap_fraction(runtime, shape) * backward + gathered
     steps, zero, alone = np.asarray(shape.num_microbatches), np.asarray(shape.zero_stage), np.asarray(shape.pp) == 1
     gradients = steps * (reduce_s - runtime.fsdp_overlap_fraction * backward) + gathered
     weights = steps * (2 * gather_s + reduce_s - runtime.fsdp_overlap_fraction * (forward + backward))

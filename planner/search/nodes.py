@@ -10,7 +10,7 @@ from typing import Literal
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, passes_behind, placement
-from planner.search.ends import sharded_each_time
+from planner.search.ends import reduce_overlap_fraction, sharded_each_time
 from planner.search.ilp import Solution
 from planner.search.ilp_layers import recurring
 from planner.search.ilp_node import Node, Whole
@@ -92,7 +92,7 @@ def node_of(
         sharded_each_time=sharded_each_time(int(shape.zero_stage), pp),
         fsdp_overlap_fraction=runtime.fsdp_overlap_fraction,
         passes_behind=passes_behind(schedule, pp, vpp),
-        gradient_overlap_fraction=runtime.gradient_overlap_fraction,
+        gradient_overlap_fraction=float(reduce_overlap_fraction(runtime, shape)),
         parameter_overlap_fraction=runtime.parameter_overlap_fraction,
         of_mean_layers=of_mean_layers,
         rank_factors=rank_factors,

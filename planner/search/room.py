@@ -119,10 +119,19 @@ def fixed_bytes(pricing: Pricing, table: CostTable) -> float:
 
 
 def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
-    """Buffers of every rank: the gradient from the next stage; the two layers that unpipelined ZeRO-3 gathers."""
-    shape = table.shape
+    """Buffers of every rank: the gradient from the next stage; the two layers that unpipelined ZeRO-3 gathers.
+
+    torch's stages have a buffer for every micro-batch, of each chunk's input and of its output's gradient (less one
+    chunk's on the first rank and the last). What a micro-batch in flight has received is counted with its activations,
+    but its outputs, which they keep, are not: as many.
+    """
+    shape, runtime = table.shape, pricing.runtime
     if int(shape.pp) > 1:
-        return BF16 * float(shape.shard_tokens) * pricing.model.hidden_size
+        sent = BF16 * float(shape.shard_tokens) * pricing.model.hidden_size
+        num_buffers = (2 * int(shape.vpp) - (int(shape.pp) == 2)) * int(shape.num_microbatches)
+        return sent * (num_buffers if runtime.has_torch_stages else 1)
     if int(shape.zero_stage) < 3:
         return 0.0
-    return 2 * BF16 * max(float(part.parameters) for part in (*table.layers.values(), table.head))
+    # beside them, the gradients of the layer before, on their way to be scattered
+    layer = max(float(part.parameters) for part in table.layers.values())
+    return 2 * BF16 * layer + runtime.gradient_bytes * max(layer, float(table.head.parameters))

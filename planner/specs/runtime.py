@@ -40,6 +40,8 @@ class RuntimeSpec(Spec):
     """Under an 8- or 4-bit recipe the head is of its dtype too."""
     fused_permute: bool = True
     """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
+    weights_expert_outputs: bool = False
+    """Rows are weighted when they are back from the experts, and kept for the router's gradient; else within."""
     clones_embedding_shard: bool = True
     """Without: the sequence shard of the embedding is a view that keeps the whole output alive."""
     fused_cross_entropy: bool = True
@@ -101,6 +103,8 @@ class RuntimeSpec(Spec):
     """Of the backward's second all-gather behind dgrad and of its reduce-scatter behind wgrad."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """How context parallelism exchanges keys and values: ring, all-gather, or heads for tokens."""
+    keeps_gathered_keys: bool = False
+    """All-gathered keys and values are kept for the backward; else they are gathered again."""
     cp_overlap_fraction: Fraction = 0.8
     """Of the ring exchange, behind the attention of the block before."""
     ep_overlap_fraction: Fraction = 0.0
@@ -115,6 +119,9 @@ class RuntimeSpec(Spec):
     """Of a micro-batch's compute: what ZeRO-3 hides its gathers and reductions behind."""
     fsdp_rate_fraction: Fraction = 1.0
     """Share of the links' rate that ZeRO-3's exchanges reach: one parameter at a time, they are small."""
+    has_torch_stages: bool = False
+    """torch.distributed.pipelining runs the pipeline: every micro-batch of a step has its receive buffers, and sharded
+    gradients are reduced, and waited for, after a stage's last backward (torch 2.13, pipelining/stage.py)."""
     scatters_p2p: bool = False
     """Stages exchange what tensor-parallel ranks hold in common in slices, one a rank, gathered on arrival."""
     p2p_overlap: bool = False

@@ -17,6 +17,10 @@ TORCH_SCHEDULES = (
 _TORCHTITAN: dict[str, Any] = {
     "compiled": True,
     "attention_kernel": "flash",
+    "cp_comm_type": "all_gather",
+    "keeps_gathered_keys": True,
+    "weights_expert_outputs": True,
+    "has_torch_stages": True,
     "fused_projections": False,
     "casts_weights": True,
     "selective_recompute_modules": ("op",),

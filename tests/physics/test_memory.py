@@ -4,25 +4,59 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from planner.physics.layers import decoder_layer
 from planner.physics.memory import gradients_bytes, transient_bytes, weights_bytes
-from planner.physics.operators import operators_of
+from planner.physics.operators import collectives_of, operators_of, saved_bytes
 from planner.physics.shape import Shape
 from planner.specs.registry import load_model
 from planner.specs.trainers import load_runtime
 
 
-def test_gathered_keys_are_held_for_the_whole_sequence() -> None:
-    """K and V of 8 heads and their gradients: 7/8 of them more where eight ranks gather instead of passing on."""
-    model, shape = load_model("llama-3.1-8b"), Shape(cp=8, dp=1, seq_length=131072, shard_size=8)
-    runtime = load_runtime("megatron")
-    attention = [
-        next(op for op in operators_of(decoder_layer(model, model.layers[0], shape, runtime)) if op.kind == "attention")
-    ]
-    ring, gathered = (
-        transient_bytes(attention, runtime.model_copy(update={"cp_comm_type": kind})) for kind in ("p2p", "all_gather")
+@pytest.mark.parametrize(
+    ("cp", "kind", "expected"),
+    [
+        # keys and values of 8 heads and their gradients, all of them gathered; queries of 32 heads, output, gradients
+        (8, "all_gather", 2 * 2 * 256 * (131072 * 8 + 131072 // 8 * 32)),
+        # eight blocks of keys and values, and an output for each
+        (8, "p2p", 2 * 131072 * (8 * 256 + 32 * 128)),
+        (8, "a2a", 2 * 2 * 256 * (131072 // 8) * (8 + 32)),
+        (1, "p2p", 2 * 2 * 256 * 131072 * (8 + 32)),
+    ],
+)
+def test_what_split_attention_holds_for_a_moment(cp: int, kind: str, expected: int) -> None:
+    model, shape = load_model("llama-3.1-8b"), Shape(cp=cp, dp=1, seq_length=131072, shard_size=8)
+    runtime = load_runtime("megatron").model_copy(update={"cp_comm_type": kind})
+    layer = decoder_layer(model, model.layers[0], shape, runtime)
+    attention = [next(op for op in operators_of(layer) if op.kind == "attention")]
+    assert transient_bytes(attention, runtime) == expected
+
+
+def test_keys_that_were_gathered_may_be_kept() -> None:
+    """torchtitan keeps those of the whole sequence, and recomputing operations gathers them again."""
+    model, shape = load_model("llama-3.1-8b"), Shape(cp=8, dp=8, seq_length=131072, shard_size=64, zero_stage=3)
+    titan = load_runtime("torchtitan")
+    kept, again = (
+        decoder_layer(model, model.layers[0], shape, titan.model_copy(update={"keeps_gathered_keys": keeps}))
+        for keeps in (True, False)
     )
-    assert gathered - ring == 2 * 2 * (131072 - 131072 // 8) * 8 * (128 + 128)
+    assert saved_bytes(kept) - saved_bytes(again) == 7 * 2 * 131072 // 8 * 8 * 256
+    assert saved_bytes(kept, frozenset({"op"})) == saved_bytes(again, frozenset({"op"}))
+    sent = [sum(c.num_bytes for c in collectives_of(items) if c.group == "cp") for items in (kept, again)]
+    assert sent[1] == 1.5 * sent[0], "K and V once more in backward, beside their gradients"
+
+
+def test_weights_behind_the_experts_keep_their_outputs() -> None:
+    model, shape = load_model("qwen3-30b-a3b"), Shape(dp=8, ep=8, seq_length=4096, shard_size=8, zero_stage=3)
+    titan = load_runtime("torchtitan")
+    behind, within = (
+        saved_bytes(
+            decoder_layer(model, model.layers[0], shape, titan.model_copy(update={"weights_expert_outputs": w}))
+        )
+        for w in (True, False)
+    )
+    assert behind - within == 2 * 4096 * 8 * 2048
 
 
 def test_a_pipeline_sums_gradients_whole_until_its_last_micro_batch() -> None:

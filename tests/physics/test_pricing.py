@@ -126,19 +126,30 @@ def test_full_recomputation_keeps_the_layer_input_and_repeats_its_forward() -> N
     assert full.tp_backward_s - none.tp_backward_s == pytest.approx(none.tp_forward_s)
 
 
+def freed_by(name: str, shape: Shape, *modules: str) -> list[float]:
+    """Bytes that a layer of each kind keeps less where these modules are recomputed."""
+    pricing = pricing_of(name, selective_modules=modules)
+    table = pricing.table(shape)
+    live = {(kind, mode): part.live_bytes for (kind, mode), part in table.layers.items()}
+    return [float(live[kind, "none"] - live[kind, "selective"]) for kind in pricing.model.kinds]
+
+
 def test_modules_recomputed_selectively_are_those_asked_for() -> None:
     shape = Shape(tp=8, pp=4, dp=4, seq_length=4096, sequence_parallel=1)
-    live = {}
-    for modules in (("layernorm",), ("core_attn",), ("layernorm", "core_attn"), ("mlp",)):
-        pricing = pricing_of("llama-3.1-70b", selective_modules=modules)
-        (kind,) = pricing.model.kinds
-        table = pricing.table(shape)
-        live[modules] = table.layers[kind, "none"].live_bytes - table.layers[kind, "selective"].live_bytes
-    assert all(freed > 0 for freed in live.values())
-    assert live["layernorm", "core_attn"] == live["layernorm",] + live["core_attn",]
-    # two norms, whose outputs are 2·m·h/t bytes each; up, gate and their product, 2·m·f/t each
-    assert live["layernorm",] == 2 * 2 * 4096 * 8192 / 8
-    assert live["mlp",] == 3 * 2 * 4096 * 28672 / 8
+    assert freed_by("llama-3.1-70b", shape, "core_attn")[0] > 0
+    # up, gate and their product, 2·m·f/t bytes each, and the norm that is part of the product: 2·m·h/t
+    assert freed_by("llama-3.1-70b", shape, "mlp") == [3 * 2 * 4096 * 28672 / 8 + 2 * 4096 * 8192 / 8]
+
+
+def test_norms_that_are_part_of_a_product_go_with_it() -> None:
+    """Megatron-LM's `layernorm` acts on norms that stand alone: before latent attention, and before experts."""
+    shape = Shape(tp=1, pp=4, dp=4, ep=4, seq_length=4096)
+    assert freed_by("llama-3.1-70b", shape, "layernorm") == [0.0]
+    # keys and values come from the same norm's output as the queries
+    assert freed_by("mixtral-8x7b", shape, "layernorm") == [2 * 4096 * 4096]
+    dense, experts = freed_by("deepseek-v3", shape, "layernorm")
+    assert dense == 2 * 4096 * 7168
+    assert experts == 2 * dense
 
 
 def test_zero_stages_shard_more_and_more() -> None:

@@ -14,6 +14,18 @@ FIRST = {"reduce_s": 5.0, "gather_s": 3.0, "forward_s": 1.0, "input_grad_s": 2.0
 """Seconds of the first rank, one micro-batch: exchanges, and nothing else than compute that hides them."""
 
 
+def exposed(pp: int, vpp: int, zero_stage: int, schedule: str, **switches: bool) -> float:
+    """Seconds of exchange that nothing hides, where all that passes could."""
+    problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(8))
+    hides = dict.fromkeys(("gradient_overlap_fraction", "parameter_overlap_fraction", "fsdp_overlap_fraction"), 1.0)
+    pricing = replace(problem.pricing, runtime=problem.pricing.runtime.model_copy(update=hides | switches))
+    shape = Shape(pp=pp, vpp=vpp, dp=2, num_microbatches=4, seq_length=2048, zero_stage=zero_stage, shard_size=2)
+    table = pricing.table(shape)
+    nothing = dict.fromkeys((name for name in table.head.__slots__ if name.endswith("_s")), 0.0)
+    first = replace(table.head, **{**nothing, **FIRST})
+    return ends_of(pricing, table, [first] * pp, schedule).exposed_dp_s
+
+
 @pytest.mark.parametrize(
     ("schedule", "pp", "vpp", "zero_stage", "exposed_s"),
     [
@@ -28,11 +40,9 @@ FIRST = {"reduce_s": 5.0, "gather_s": 3.0, "forward_s": 1.0, "input_grad_s": 2.0
     ],
 )
 def test_exposed_exchange(schedule: str, pp: int, vpp: int, zero_stage: int, exposed_s: float) -> None:
-    problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(8))
-    all_hides = dict.fromkeys(("gradient_overlap_fraction", "parameter_overlap_fraction", "fsdp_overlap_fraction"), 1.0)
-    pricing = replace(problem.pricing, runtime=problem.pricing.runtime.model_copy(update=all_hides))
-    shape = Shape(pp=pp, vpp=vpp, dp=2, num_microbatches=4, seq_length=2048, zero_stage=zero_stage, shard_size=2)
-    table = pricing.table(shape)
-    nothing = dict.fromkeys((name for name in table.head.__slots__ if name.endswith("_s")), 0.0)
-    first = replace(table.head, **{**nothing, **FIRST})
-    assert ends_of(pricing, table, [first] * pp, schedule).exposed_dp_s == pytest.approx(exposed_s)
+    assert exposed(pp, vpp, zero_stage, schedule) == pytest.approx(exposed_s)
+
+
+@pytest.mark.parametrize(("pp", "zero_stage", "exposed_s"), [(2, 3, 5 + (3 - 1)), (2, 1, (5 - 2) + (3 - 1))])
+def test_torch_s_stages_wait_for_sharded_reductions(pp: int, zero_stage: int, exposed_s: float) -> None:
+    assert exposed(pp, 1, zero_stage, "1f1b", has_torch_stages=True) == pytest.approx(exposed_s)

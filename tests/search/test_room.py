@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from toys import toy_model, toy_problem
 
+from planner.physics.shape import Shape
 from planner.schedule.orders import SCHEDULES, build_schedule, violation
-from planner.search.room import few_rounds, peak_activation_bytes
+from planner.search.room import few_rounds, fixed_workspace_bytes, peak_activation_bytes
 
 PP, NUM_MICROBATCHES = 4, 48
 
@@ -28,3 +29,21 @@ def test_a_few_rounds_hold_what_the_whole_step_holds(schedule: str, vpp: int) ->
     whole = build_schedule(schedule, PP, vpp, NUM_MICROBATCHES)
     few = few_rounds(table, schedule)
     assert peak_activation_bytes(few, live_bytes) == peak_activation_bytes(whole, live_bytes)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "buffers"), [(1, 1, 0), (2, 1, 12), (4, 1, 24), (4, 2, 48)])
+def test_torch_s_stages_have_buffers_for_every_micro_batch(pp: int, vpp: int, buffers: int) -> None:
+    """Of 12: inputs and gradients of outputs, 2 B · 64 tokens · hidden size each; others reuse one."""
+    problem = toy_problem(toy_model(8), runtime="torchtitan", pp=(1,))
+    shape = Shape(pp=pp, vpp=vpp, dp=1, num_microbatches=12, seq_length=64, zero_stage=1)
+    table, sent = problem.pricing.table(shape), 2 * 64 * problem.model.hidden_size
+    assert fixed_workspace_bytes(problem.pricing, table) == buffers * sent
+    runtime = problem.pricing.runtime.model_copy(update={"has_torch_stages": False})
+    assert fixed_workspace_bytes(replace(problem.pricing, runtime=runtime), table) == (sent if pp > 1 else 0)
+
+
+def test_unpipelined_fsdp_holds_two_layers_and_gradients_to_be_scattered() -> None:
+    problem = toy_problem(toy_model(8), runtime="torchtitan", pp=(1,))
+    table = problem.pricing.table(Shape(dp=4, num_microbatches=12, seq_length=64, zero_stage=3, shard_size=4))
+    layer = max(part.parameters for part in table.layers.values())
+    assert fixed_workspace_bytes(problem.pricing, table) == 2 * 2 * layer + 4 * max(layer, table.head.parameters)
