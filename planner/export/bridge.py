@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from planner.export.arguments import Arguments, Value
+from planner.export.bridge_fields import DERIVED, SAME
 from planner.export.bundle import ExportFile, header
 from planner.export.exported import Exported
 from planner.export.launch import Command
@@ -17,88 +18,6 @@ from planner.plan import Plan
 WRITTEN_FOR = "Megatron-Bridge 0.7.0"
 OVERRIDES_FILE = "bridge.json"
 Overrides = dict[str, Any]
-
-_SAME = {
-    "--num-layers": "model.num_layers",
-    "--hidden-size": "model.hidden_size",
-    "--ffn-hidden-size": "model.ffn_hidden_size",
-    "--num-attention-heads": "model.num_attention_heads",
-    "--kv-channels": "model.kv_channels",
-    "--num-query-groups": "model.num_query_groups",
-    "--multi-latent-attention": "model.multi_latent_attention",
-    "--kv-lora-rank": "model.kv_lora_rank",
-    "--q-lora-rank": "model.q_lora_rank",
-    "--qk-head-dim": "model.qk_head_dim",
-    "--qk-pos-emb-head-dim": "model.qk_pos_emb_head_dim",
-    "--v-head-dim": "model.v_head_dim",
-    "--window-attn-skip-freq": "model.window_attn_skip_freq",
-    "--softmax-type": "model.softmax_type",
-    "--position-embedding-type": "model.position_embedding_type",
-    "--rotary-base": "model.rotary_base",
-    "--make-vocab-size-divisible-by": "model.make_vocab_size_divisible_by",
-    "--normalization": "model.normalization",
-    "--add-qkv-bias": "model.add_qkv_bias",
-    "--attention-dropout": "model.attention_dropout",
-    "--hidden-dropout": "model.hidden_dropout",
-    "--num-experts": "model.num_moe_experts",
-    "--moe-ffn-hidden-size": "model.moe_ffn_hidden_size",
-    "--moe-router-topk": "model.moe_router_topk",
-    "--moe-grouped-gemm": "model.moe_grouped_gemm",
-    "--moe-permute-fusion": "model.moe_permute_fusion",
-    "--moe-token-dispatcher-type": "model.moe_token_dispatcher_type",
-    "--moe-flex-dispatcher-backend": "model.moe_flex_dispatcher_backend",
-    "--moe-router-dtype": "model.moe_router_dtype",
-    "--moe-shared-expert-intermediate-size": "model.moe_shared_expert_intermediate_size",
-    "--moe-shared-expert-gate": "model.moe_shared_expert_gate",
-    "--moe-router-score-function": "model.moe_router_score_function",
-    "--moe-router-enable-expert-bias": "model.moe_router_enable_expert_bias",
-    "--moe-router-load-balancing-type": "model.moe_router_load_balancing_type",
-    "--moe-router-pre-softmax": "model.moe_router_pre_softmax",
-    "--mtp-num-layers": "model.mtp_num_layers",
-    "--tensor-model-parallel-size": "model.tensor_model_parallel_size",
-    "--pipeline-model-parallel-size": "model.pipeline_model_parallel_size",
-    "--context-parallel-size": "model.context_parallel_size",
-    "--cp-comm-type": "model.cp_comm_type",
-    "--expert-model-parallel-size": "model.expert_model_parallel_size",
-    "--expert-tensor-parallel-size": "model.expert_tensor_parallel_size",
-    "--pipeline-model-parallel-layout": "model.pipeline_model_parallel_layout",
-    "--micro-batch-size": "train.micro_batch_size",
-    "--global-batch-size": "train.global_batch_size",
-    "--use-megatron-fsdp": "ddp.use_megatron_fsdp",
-    "--data-parallel-sharding-strategy": "ddp.data_parallel_sharding_strategy",
-    "--ckpt-format": "checkpoint.ckpt_format",
-    "--num-distributed-optimizer-instances": "ddp.num_distributed_optimizer_instances",
-    "--recompute-granularity": "model.recompute_granularity",
-    "--recompute-method": "model.recompute_method",
-    "--recompute-num-layers": "model.recompute_num_layers",
-    "--transformer-impl": "model.transformer_impl",
-    "--attention-backend": "model.attention_backend",
-    "--cross-entropy-fusion-impl": "model.cross_entropy_fusion_impl",
-    "--tp-comm-overlap": "model.tp_comm_overlap",
-    "--overlap-moe-expert-parallel-comm": "model.overlap_moe_expert_parallel_comm",
-    "--train-iters": "train.train_iters",
-    "--lr": "optimizer.lr",
-    "--min-lr": "optimizer.min_lr",
-    "--log-interval": "logger.log_interval",
-    "--log-throughput": "logger.log_throughput",
-    "--tokenizer-type": "tokenizer.tokenizer_type",
-}
-"""Options whose value a configuration field takes as it is."""
-
-_DERIVED = frozenset(
-    {
-        "--group-query-attention", "--vocab-size", "--untie-embeddings-and-output-weights", "--qk-layernorm",
-        "--swiglu", "--squared-relu", "--disable-bias-linear", "--moe-layer-freq", "--window-size",
-        "--max-position-embeddings",
-        "--sequence-parallel", "--num-virtual-stages-per-pipeline-rank", "--seq-length", "--use-distributed-optimizer",
-        "--overlap-grad-reduce", "--overlap-param-gather", "--recompute-modules", "--bf16", "--fp16", "--fp8-format",
-        "--fp8-recipe", "--fp4-format", "--fp4-recipe", "--grad-reduce-in-bf16", "--mock-data", "--fp8-param-gather",
-        "--fp4-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "--accumulate-allreduce-grads-in-fp32",
-        "--no-gradient-accumulation-fusion", "--no-rope-fusion", "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion",
-        "--no-overlap-p2p-communication", "--cross-entropy-loss-fusion",
-    }
-)  # fmt: skip
-"""Options that `_derived` puts in Bridge's words."""
 
 
 def export_bridge(plan: Plan) -> Exported:
@@ -158,10 +77,10 @@ def bridge_overrides(plan: Plan) -> Overrides:
     objections.raise_any()
     overrides: Overrides = {}
     for option, value in arguments.items():
-        if option in _SAME:
-            overrides[_SAME[option]] = _plain(value)
+        if option in SAME:
+            overrides[SAME[option]] = _plain(value)
         else:
-            assert option in _DERIVED, option
+            assert option in DERIVED, option
     return overrides | _derived(plan, arguments)
 
 
@@ -222,6 +141,8 @@ def _kernels(plan: Plan, arguments: Arguments) -> Overrides:
         "model.bias_activation_fusion": fused not in arguments and (model.gated_mlp or model.has_mlp_bias),
         "model.bias_dropout_fusion": True,
         "model.cross_entropy_loss_fusion": "--cross-entropy-loss-fusion" in arguments,
+        # which is what is priced, and what Bridge's own recipes have
+        "model.cross_entropy_fusion_impl": "te",
         "model.overlap_p2p_comm": p2p,
         "model.batch_p2p_comm": not p2p,
     }

@@ -13,8 +13,11 @@ from planner.export.launch import Command
 from planner.export.megatron import WRITTEN_FOR, environment, forbidden_environment, megatron_arguments
 from planner.export.megatron_model import ROTARY_BASE, rotary_base
 from planner.plan import Plan
+from planner.specs.units import GIB
 
 OPTIONS_FILE = "megatron.yaml"
+_FP32_BYTES = 4
+_NOTED_GIB = 0.5
 
 
 def export_megatron(plan: Plan) -> Exported:
@@ -22,7 +25,7 @@ def export_megatron(plan: Plan) -> Exported:
 
     Raises Inexpressible where Megatron-LM cannot run the plan.
     """
-    arguments, notes = megatron_arguments(plan), notes_of(plan)
+    arguments, notes = megatron_arguments(plan), (*notes_of(plan), *_about_the_loss(plan))
     comments = header(plan, WRITTEN_FOR, notes)
     command = Command(
         program='"$MEGATRON_PATH"/pretrain_gpt.py',
@@ -52,6 +55,24 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, tuple):
         return value[0]
     return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def _about_the_loss(plan: Plan) -> tuple[str, ...]:
+    """What its own fused cross-entropy keeps beyond Transformer Engine's, which works in place and is what was planned.
+
+    Of every logit of a micro-batch the softmax, in fp32 (core/fusions/fused_cross_entropy.py).
+    """
+    layout, runtime = plan.parallelism, plan.runtime_spec
+    logits = layout.micro_batch_size * plan.training.seq_length / layout.cp * plan.model.spec.vocab_size / layout.tp
+    more_gib = _FP32_BYTES * logits / GIB
+    if not runtime.fused_cross_entropy or more_gib < _NOTED_GIB:
+        return ()
+    last = max(stage.memory.total_bytes for stage in plan.stages if "head" in stage.holds) / GIB + more_gib
+    fits = "" if last <= plan.cluster.hardware.memory_gib else f", {last:.1f} in all, which does not fit"
+    return (
+        f"the last stage holds {more_gib:.1f} GiB more than planned{fits}: Megatron-LM refuses Transformer Engine's "
+        "fused cross-entropy, and its own keeps fp32 logits",
+    )
 
 
 def notes_of(plan: Plan) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from planner.export.bridge import _DERIVED, _SAME, bridge_overrides, export_bridge, hydra
+from planner.export.bridge import bridge_overrides, export_bridge, hydra
+from planner.export.bridge_fields import DERIVED, SAME
 from planner.export.refusal import Inexpressible
 from planner.plan import Plan
 from planner.specs.model import ModelSpec
@@ -17,7 +18,7 @@ Planned = Callable[..., Plan]
 
 
 def test_every_option_has_one_translation() -> None:
-    tables = [set(_SAME), set(_DERIVED)]
+    tables = [set(SAME), set(DERIVED)]
     assert sum(map(len, tables)) == len(set().union(*tables))
 
 
@@ -130,6 +131,7 @@ def test_latent_attention_without_the_recipe_s_experts(planned: Planned) -> None
 def test_a_fusion_that_the_recipe_has_is_switched_off(planned: Planned) -> None:
     fused = {on: bridge_overrides(planned(features={"cross_entropy_fusion": on})) for on in (True, False)}
     assert [fused[on]["model.cross_entropy_loss_fusion"] for on in (True, False)] == [True, False]
+    assert fused[True]["model.cross_entropy_fusion_impl"] == "te"
 
 
 def test_a_position_table_is_as_long_as_the_sequences(planned: Planned) -> None:
