@@ -113,6 +113,8 @@ class CostTable:
     """The same on a rank that holds the embedding too: no copy of tied weights."""
     mtp: PartCost | None
     """All multi-token-prediction blocks, on a rank that holds the head."""
+    mtp_recomputed: dict[Recompute, PartCost]
+    """The same by recompute mode, where the trainer recomputes their layers."""
     p2p_s: Number
     """Handing one micro-batch's activation (or gradient) to the next stage."""
     usable_bytes: Number
@@ -128,6 +130,7 @@ class CostTable:
             head=self.head.take(index),
             head_beside_embedding=self.head_beside_embedding.take(index),
             mtp=None if self.mtp is None else self.mtp.take(index),
+            mtp_recomputed={mode: part.take(index) for mode, part in self.mtp_recomputed.items()},
             p2p_s=_at(self.p2p_s, index),
             usable_bytes=_at(self.usable_bytes, index),
             tail_s=_at(self.tail_s, index),

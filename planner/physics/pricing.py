@@ -68,13 +68,16 @@ class Pricing:
             items = decoder_layer(model, kind, shape, runtime, imbalance)
             layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
         shared = model.tie_word_embeddings
+        mtp = self._mtp(shape) if model.num_nextn_predict_layers else None
+        again = modes if mtp is not None and runtime.recomputes_mtp else ()
         return CostTable(
             shape=shape,
             layers=layers,
             embedding=self._embedding(shape, layers),
             head=self._head(shape, shares_embedding=False),
             head_beside_embedding=self._head(shape, shares_embedding=shared),
-            mtp=self._mtp(shape),
+            mtp=mtp,
+            mtp_recomputed={mode: self._mtp(shape, mode) for mode in again},
             p2p_s=self._p2p_s(shape) * (np.asarray(shape.pp) > 1),
             usable_bytes=self.usable_bytes(shape),
             tail_s=self.tail_s(shape),
@@ -220,13 +223,18 @@ class Pricing:
         held = logits_bytes + 2 * BF16 * logits.m * logits.k + unused
         return replace(part, live_bytes=part.live_bytes - logits_bytes, transient_bytes=held, logits_bytes=held)
 
-    def _mtp(self, shape: Shape) -> PartCost | None:
-        """Every multi-token-prediction block, one after the other; of several stages, theirs also embeds tokens."""
-        if not self.model.num_nextn_predict_layers:
-            return None
-        block = self._plain(mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance), shape)
-        copy = self._plain(embedding(self.model, shape, self.runtime), shape)
-        return block.times(self.model.num_nextn_predict_layers) + copy.times(np.where(np.asarray(shape.pp) > 1, 1, 0))
+    def _mtp(self, shape: Shape, mode: Recompute = "none") -> PartCost:
+        """Every multi-token-prediction block, its layer recomputed by `mode`; of several stages, theirs also embeds."""
+        model, runtime, imbalance = self.model, self.runtime, self.training.moe_imbalance
+        block = self._plain(mtp_block(model, shape, runtime, imbalance), shape)
+        if mode != "none":
+            layer = decoder_layer(model, model.layers[-1], shape, runtime, imbalance)
+            parts = self._modes(layer, shape, ("none", mode))
+            names = [field.name for field in fields(PartCost)]
+            more = {name: getattr(parts[mode], name) - getattr(parts["none"], name) for name in names}
+            block = PartCost(**{name: getattr(block, name) + more[name] for name in names})
+        copy = self._plain(embedding(model, shape, runtime), shape)
+        return block.times(model.num_nextn_predict_layers) + copy.times(np.where(np.asarray(shape.pp) > 1, 1, 0))
 
     def update_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """What an optimizer step does to this rank's shard, its gradients measured, scaled and zeroed among it."""

@@ -76,7 +76,8 @@ def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute, exchang
     pps, vpps, steps = np.asarray(shape.pp, dtype=float), np.asarray(shape.vpp), np.asarray(shape.num_microbatches)
     each = np.array([exchange_beyond_s(screen, table.layers[kind, exchanging]) for kind in pricing.kind_counts])
     embedding = exchange_beyond_s(screen, table.embedding)
-    last = np.sum([exchange_beyond_s(screen, part) for part in screen.last_parts], axis=0)
+    mtp = () if table.mtp is None else (table.mtp_recomputed.get(exchanging, table.mtp),)
+    last = np.sum([exchange_beyond_s(screen, part) for part in (table.head, *mtp)], axis=0)
     alone = counts @ each + embedding + last
     ends_s = embedding + np.where(screen.folded, np.minimum(last, 0.0), 0.0)
     work, slowest = screen.work_s(base) - screen.ends_s, screen.layer_s(base).max(axis=0)

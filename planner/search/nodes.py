@@ -58,7 +58,8 @@ def node_of(
     """The integer program's numbers for one shape."""
     shape, runtime, model = table.shape, pricing.runtime, pricing.model
     pp, vpp, microbatches = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
-    ends = Split((0,) * (pp * vpp))
+    nothing = (0,) * len(model.kinds)
+    ends = Split((0,) * (pp * vpp), choice.base, (nothing,) * (pp * vpp) if choice.whole == "all" else ())
     ranks = placement(schedule, pp, vpp)
     folded = ranks[0] == ranks[-1]
     last = sum_parts(part for name, part in held_parts(table, ends, pp * vpp - 1, folded) if name != "embedding")

@@ -76,8 +76,15 @@ class Screen:
 
     @property
     def last_parts(self) -> list[PartCost]:
-        """What the last virtual stage holds beside layers: the head and multi-token prediction."""
-        return [part for part in (self.table.head, self.table.mtp) if part is not None]
+        """What the last virtual stage holds beside layers: the head, and the least that multi-token prediction may."""
+        table = self.table
+        if table.mtp is None:
+            return [table.head]
+        parts = (table.mtp, *table.mtp_recomputed.values())
+        least = {
+            name: np.min([getattr(part, name) for part in parts], axis=0) for name in ("live_bytes", "transient_bytes")
+        }
+        return [table.head, replace(table.mtp, **least)]
 
     @property
     def ends_s(self) -> FloatArray:

@@ -47,6 +47,12 @@ class Split:
             bounds.append(bounds[-1] + count)
         return tuple(pairwise(bounds))
 
+    @property
+    def mtp_mode(self) -> Recompute:
+        """How layers of multi-token prediction are recomputed, where they are: whole only if all layers are."""
+        whole = bool(self.recomputed) and tuple(map(sum, self.recomputed)) == self.counts
+        return FULL if whole else self.base
+
     def modes(self, model: ModelSpec) -> list[Modes]:
         """How many layers of each kind and recompute mode every virtual stage holds."""
         stages = []
@@ -99,7 +105,7 @@ def held_parts(table: CostTable, split: Split, stage: int, folded: bool) -> list
     if stage == 0:
         held.append(("embedding", table.embedding))
     if table.mtp is not None and stage == (last if split.mtp_stage is None else split.mtp_stage):
-        held.append(("mtp", table.mtp))
+        held.append(("mtp", table.mtp_recomputed.get(split.mtp_mode, table.mtp)))
     if stage == last:
         held.append(("head", table.head_beside_embedding if folded else table.head))
     return held

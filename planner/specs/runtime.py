@@ -42,6 +42,8 @@ class RuntimeSpec(Spec):
     """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
     weights_expert_outputs: bool = False
     """Rows are weighted when they are back from the experts, and kept for the router's gradient; else within."""
+    recomputes_mtp: bool = False
+    """Layers of multi-token prediction are recomputed as all others are, but where those are counted by stage."""
     clones_embedding_shard: bool = True
     """Without: the sequence shard of the embedding is a view that keeps the whole output alive."""
     fused_cross_entropy: bool = True

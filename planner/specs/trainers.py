@@ -61,6 +61,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             narrow_gradient_bytes=2,
             hands_unused_gradients=True,
             head_only_stage=True,
+            recomputes_mtp=True,
             tp_overlap_fraction=0.4207,
             tp_async_overlap_fraction=0.9,
             ep_row_bytes=10_120.0,

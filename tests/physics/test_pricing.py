@@ -141,6 +141,21 @@ def test_modules_recomputed_selectively_are_those_asked_for() -> None:
     assert freed_by("llama-3.1-70b", shape, "mlp") == [3 * 2 * 4096 * 28672 / 8 + 2 * 4096 * 8192 / 8]
 
 
+def test_blocks_of_several_tokens_are_recomputed_as_layers_are() -> None:
+    shape = Shape(tp=1, pp=4, dp=4, ep=4, seq_length=4096)
+    pricing = pricing_of("deepseek-v3", selective_modules=("moe_act", "mla_up_proj"))
+    table, kind = pricing.table(shape), pricing.model.layers[-1]
+    assert table.mtp is not None
+    for mode in ("selective", "full"):
+        block, layer, plain = table.mtp_recomputed[mode], table.layers[kind, mode], table.layers[kind, "none"]
+        for name in ("live_bytes", "transient_bytes", "backward_total_s"):
+            more = getattr(block, name) - getattr(table.mtp, name)
+            assert more == pytest.approx(getattr(layer, name) - getattr(plain, name)), (mode, name)
+        assert block.parameters == table.mtp.parameters
+        assert block.forward_total_s == pytest.approx(table.mtp.forward_total_s)
+    assert not pricing_of("deepseek-v3", "torch-eager").table(shape).mtp_recomputed
+
+
 def test_norms_that_are_part_of_a_product_go_with_it() -> None:
     """Megatron-LM's `layernorm` acts on norms that stand alone: before latent attention, and before experts."""
     shape = Shape(tp=1, pp=4, dp=4, ep=4, seq_length=4096)

@@ -146,3 +146,17 @@ def test_who_holds_embedding_head_and_prediction_blocks() -> None:
     # a rank that has both ends keeps one copy of tied weights
     apart, together = (dict(held_parts(table, Split((2, 2)), 1, folded))["head"] for folded in (False, True))
     assert apart.parameters > together.parameters
+
+
+@pytest.mark.parametrize(
+    ("split", "mode"),
+    [
+        (Split((2, 2)), "none"),
+        (Split((2, 2), "selective"), "selective"),
+        (Split((2, 2), "none", ((2,), (1,))), "none"),
+        (Split((2, 2), "none", ((2,), (2,))), "full"),
+        (Split((2, 2), "none", ((1, 1), (2, 0))), "full"),
+    ],
+)
+def test_multi_token_prediction_is_recomputed_whole_where_all_layers_are(split: Split, mode: str) -> None:
+    assert split.mtp_mode == mode
