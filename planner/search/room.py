@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.physics.cost import CostTable, PartCost
-from planner.physics.memory import constant_bytes, reserved_bytes
-from planner.physics.operators import BF16
+from planner.physics.memory import constant_bytes, reserved_bytes, sharded_parameters
+from planner.physics.operators import BF16, FP32
 from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray
 from planner.plan import StageMemory
@@ -85,7 +85,7 @@ def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activation
     """Bytes at the stage's worst moment: the loss with all activations held, or a layer's backward after it.
 
     `activations` is the most that micro-batches in flight hold. While the loss runs its logits come on top; afterwards
-    they are gone and a layer's backward needs its transient bytes.
+    they are gone and a layer's backward needs its transient bytes. The optimizer runs when all of these are gone.
     """
     constant = float(constant_bytes(pricing.model, table.shape, pricing.runtime))
     weights, gradients, optimizer = (
@@ -95,6 +95,7 @@ def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activation
     logits = float(total.logits_bytes)
     in_loss = 0 < float(total.transient_bytes) <= logits
     logits, workspace = (logits, workspace - float(total.transient_bytes)) if in_loss else (0.0, workspace)
+    workspace += max(0.0, _gradients_copied_bytes(pricing, table, total) - activations - logits - workspace)
     items = [weights, gradients, optimizer, round(activations), round(logits), round(workspace)]
     allocated = sum(items)
     reserve = float(reserved_bytes(allocated, table.shape, pricing.cluster.hardware))
@@ -110,6 +111,15 @@ def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activation
         peak_allocated_bytes=allocated,
         total_bytes=allocated + reserved,
     )
+
+
+def _gradients_copied_bytes(pricing: Pricing, table: CostTable, total: PartCost) -> float:
+    """fp32 copies that Megatron-LM's optimizer makes of 16-bit gradients, of its shard (optimizer.py: .float())."""
+    runtime = pricing.runtime
+    if runtime.family != "megatron" or runtime.gradient_bytes == FP32:
+        return 0.0
+    expert = total.expert_parameters
+    return FP32 * float(sharded_parameters(total.parameters - expert, expert, table.shape))
 
 
 def fixed_bytes(pricing: Pricing, table: CostTable) -> float:

@@ -9,7 +9,7 @@ from toys import toy_model, toy_problem
 
 from planner.physics.shape import Shape
 from planner.schedule.orders import SCHEDULES, build_schedule, violation
-from planner.search.room import few_rounds, fixed_workspace_bytes, peak_activation_bytes
+from planner.search.room import few_rounds, fixed_workspace_bytes, peak_activation_bytes, stage_memory
 
 PP, NUM_MICROBATCHES = 4, 48
 
@@ -47,3 +47,19 @@ def test_unpipelined_fsdp_holds_two_layers_and_gradients_to_be_scattered() -> No
     table = problem.pricing.table(Shape(dp=4, num_microbatches=12, seq_length=64, zero_stage=3, shard_size=4))
     layer = max(part.parameters for part in table.layers.values())
     assert fixed_workspace_bytes(problem.pricing, table) == 2 * 2 * layer + 4 * max(layer, table.head.parameters)
+
+
+def test_narrow_gradients_are_copied_for_the_optimizer() -> None:
+    """Megatron-LM's takes fp32 ones: of two ranks' shards, once nothing else is held."""
+    problem = toy_problem(toy_model(8), pp=(1,))
+    table = problem.pricing.table(Shape(dp=2, num_microbatches=4, seq_length=16, zero_stage=1, shard_size=2))
+    layer = table.layers[problem.model.kinds[0], "none"].times(8)
+    narrow = problem.pricing.runtime.model_copy(update={"gradient_bytes": 2})
+    held = {
+        runtime.gradient_bytes: stage_memory(replace(problem.pricing, runtime=runtime), table, layer, 1000.0)
+        for runtime in (problem.pricing.runtime, narrow)
+    }
+    copied = 4 * float(layer.parameters) / 2
+    beside = held[2].activations_bytes + held[2].logits_bytes + held[2].workspace_bytes
+    assert beside == pytest.approx(copied)
+    assert held[4].activations_bytes + held[4].logits_bytes + held[4].workspace_bytes < copied
