@@ -114,9 +114,9 @@ def stage_memory(pricing: Pricing, table: CostTable, total: PartCost, activation
 
 
 def _gradients_copied_bytes(pricing: Pricing, table: CostTable, total: PartCost) -> float:
-    """fp32 copies that Megatron-LM's optimizer makes of 16-bit gradients, of its shard (optimizer.py: .float())."""
+    """fp32 copies that an optimizer makes of the 16-bit gradients of its shard."""
     runtime = pricing.runtime
-    if runtime.family != "megatron" or runtime.gradient_bytes == FP32:
+    if not runtime.widens_gradients or runtime.gradient_bytes == FP32:
         return 0.0
     expert = total.expert_parameters
     return FP32 * float(sharded_parameters(total.parameters - expert, expert, table.shape))

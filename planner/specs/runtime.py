@@ -70,6 +70,8 @@ class RuntimeSpec(Spec):
     gradient_bytes: PositiveInt = 4
     fp16_gradient_bytes: PositiveInt | None = None
     """The same in fp16, where that differs: scaled losses let gradients be summed in 16 bits."""
+    widens_gradients: bool = False
+    """The optimizer makes fp32 copies of gradients that are 16 bits wide (Megatron-LM, optimizer.py: .float())."""
     kept_gradient_bytes: NonNegativeInt = 0
     """16-bit gradients beside fp32 main ones, zeroed after every micro-batch and never freed."""
     optimizer_bytes: PositiveInt = 12

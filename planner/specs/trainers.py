@@ -62,6 +62,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             hands_unused_gradients=True,
             head_only_stage=True,
             recomputes_mtp=True,
+            widens_gradients=True,
             tp_overlap_fraction=0.4207,
             tp_async_overlap_fraction=0.9,
             ep_row_bytes=10_120.0,
@@ -117,6 +118,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="megatron-2021",
             trainer="megatron",
+            widens_gradients=True,
             fsdp_overlap_fraction=0.5,
             fsdp_rate_fraction=0.2,
             zero_stages=(0,),
@@ -127,6 +129,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="megatron-2022",
             trainer="megatron",
+            widens_gradients=True,
             zero_stages=(0,),
             **{**_BEFORE_FLASH, "gradient_bytes": 4},
         ),
