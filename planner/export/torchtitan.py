@@ -198,8 +198,8 @@ def _function_source(plan: Plan) -> str:
     policy = "PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute)
     checkpoint = f"{policy}.Config()" if policy else "None"
     compiled = f"enable={runtime.compiled}"
-    if runtime.compiled and _splits_backward(plan):
-        compiled += ', components=["loss"]'
+    if runtime.fused_cross_entropy and (not runtime.compiled or _splits_backward(plan)):
+        compiled = 'enable=True, components=["loss"]'
     elif runtime.compiled and runtime.tp_overlap_fraction > 0:
         compiled += ", enable_async_tensor_parallel=True"
     return f'''

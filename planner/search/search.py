@@ -11,6 +11,7 @@ from planner.errors import SpecError
 from planner.physics.layers import ModelTotals, model_totals
 from planner.physics.pricing import Pricing
 from planner.plan import ModelSummary, Plan, PricedLayout, RunCost, SearchReport
+from planner.schedule.orders import SCHEDULES
 from planner.search import explain
 from planner.search.assumptions import told_assumptions
 from planner.search.auto import AUTO, made_to_measure
@@ -46,6 +47,8 @@ def plan(
     started = time.monotonic()
     limits, runtime = limits or SearchLimits(), _runtime(runtime)
     check_schedules(limits, runtime)
+    pinned = [SCHEDULES[name] for name in limits.schedule or () if name in SCHEDULES]
+    runtime = runtime.for_schedules(bool(pinned) and all(kind.splits_backward for kind in pinned))
     pricing = pricing_of(model, cluster, training, runtime, limits)
     shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
     if not len(np.atleast_1d(shapes.tp)):
@@ -103,6 +106,8 @@ def price_given(
 def _priced_as_given(
     model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
 ) -> tuple[Pricing, GivenLayout, PricedLayout]:
+    split = SCHEDULES.get(parallelism.schedule or "")
+    runtime = runtime.for_schedules(split is not None and split.splits_backward)
     modules = parallelism.recompute_modules or runtime.selective_default
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     given = given_layout(pricing, parallelism)

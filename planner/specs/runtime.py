@@ -193,6 +193,13 @@ class RuntimeSpec(Spec):
             update["fp8_weight_copies"] = 1
         return self.model_copy(update=update) if update else self
 
+    def for_schedules(self, split_backward: bool) -> RuntimeSpec:
+        """This runtime where backwards are split: layers run uncompiled, since a compiled one's backward is one node of
+        the graph, whose donated buffers allow no second pass (torch 2.13); the loss stays compiled."""
+        if not (split_backward and self.compiled):
+            return self
+        return self.model_copy(update={"compiled": False, "fused_norm": False, "fused_activation": False})
+
     def with_features(self, features: dict[str, Any]) -> tuple[RuntimeSpec, tuple[str, ...]]:
         """This runtime with what a run's `features` switched on or off, and the feature names it does not know.
 

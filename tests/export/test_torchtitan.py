@@ -190,9 +190,18 @@ def test_layers_whose_backward_is_split_are_not_compiled(
     """A compiled layer computes its whole backward for its input and again for its weights."""
     plan = titan(planned, gpus=16, pp=4, vpp=vpp, num_microbatches=8, schedule=schedule)
     assert f"config.compile = CompileConfig({compiled})" in source_of(plan)
-    warned = [warning for warning in plan.warnings if "uncompiled" in warning]
-    assert len(warned) == (schedule != "1f1b")
-    assert set(warned) <= set(export_torchtitan(plan).notes)
+    assert plan.runtime_spec.compiled == (schedule == "1f1b"), "what runs is what is priced"
+    assert not any("uncompiled" in words for words in (*plan.warnings, *export_torchtitan(plan).notes))
+
+
+def test_an_order_that_was_priced_compiled_is_noted(planned: Planned) -> None:
+    """A search among several schedules has one trainer for all of them."""
+    plan = titan(planned, gpus=16, pp=4, num_microbatches=8, schedule="1f1b")
+    layout = plan.parallelism.model_copy(update={"schedule": "zb-h1"})
+    plan = plan.model_copy(update={"best": plan.best.model_copy(update={"parallelism": layout})})
+    exported = export_torchtitan(plan)
+    assert any("uncompiled" in note for note in exported.notes)
+    assert 'CompileConfig(enable=True, components=["loss"])' in exported.files[0].text
 
 
 def test_v_shaped_schedules_are_expressible(planned: Planned) -> None:
