@@ -104,7 +104,9 @@ class _Launch:
         stuck = {rank: where for rank, where in places.items() if where.stands_still(self.run.timeout_s)}
         if not stuck or any(where.phase == "done" for where in places.values()):
             return
-        # of the ranks that stand still, the one that computes keeps the others waiting
+        # the rank that computes keeps the others waiting, also where they stood still a moment before it
+        if any("computing" in where.detail for rank, where in places.items() if rank not in stuck):
+            return
         rank = min(stuck, key=lambda r: ("computing" not in stuck[r].detail, stuck[r].since_s))
         self._dump_stacks()
         what = "hangs" if "waiting" not in stuck[rank].detail else "waits in vain"
