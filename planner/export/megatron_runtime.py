@@ -99,22 +99,18 @@ def expert_exchange(plan: Plan) -> Arguments:
         return {}
     arguments: Arguments = {"--moe-token-dispatcher-type": "alltoall"}
     if runtime.sends_tokens_once and layout.ep * layout.etp > 1:
-        backend = "hybridep" if _nvlink_domain(plan) > plan.cluster.node_size else "deepep"
+        backend = "hybridep" if plan.cluster.nvlink_domain_size > plan.cluster.node_size else "deepep"
         arguments = {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": backend}
     if overlaps_ep(plan):
         arguments["--overlap-moe-expert-parallel-comm"] = True
     return arguments
 
 
-def _nvlink_domain(plan: Plan) -> int:
-    return plan.cluster.tiers[0].num_gpus or plan.cluster.node_size
-
-
 def nvlink_topology(plan: Plan) -> dict[str, str]:
     """What HybridEP reads of links that join several nodes: how many of an exchange's ranks, of how many."""
     if expert_exchange(plan).get("--moe-flex-dispatcher-backend") != "hybridep":
         return {}
-    domain, ranks = _nvlink_domain(plan), plan.parallelism.ep * plan.parallelism.etp
+    domain, ranks = plan.cluster.nvlink_domain_size, plan.parallelism.ep * plan.parallelism.etp
     joined = max(size for size in range(1, min(ranks, domain) + 1) if ranks % size == 0)
     return {
         "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": str(joined),

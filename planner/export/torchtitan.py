@@ -184,8 +184,17 @@ def _schedule_class(plan: Plan) -> str:
     return TORCH_CLASSES["interleaved-1f1b" if layout.vpp > 1 else "1f1b"]
 
 
+def _compiled(plan: Plan) -> str:
+    """Arguments of CompileConfig: layers and loss, the loss alone, or nothing."""
+    runtime = plan.runtime_spec
+    if runtime.fused_cross_entropy and (not runtime.compiled or _splits_backward(plan)):
+        return 'enable=True, components=["loss"]'
+    overlaps = runtime.compiled and runtime.tp_overlap_fraction > 0
+    return f"enable={runtime.compiled}{', enable_async_tensor_parallel=True' if overlaps else ''}"
+
+
 def _function_source(plan: Plan) -> str:
-    layout, training, runtime = plan.parallelism, plan.training, plan.runtime_spec
+    layout, training = plan.parallelism, plan.training
     shard = layout.shard_size // layout.cp if layout.zero_stage >= 2 else 1
     schedule = _schedule_class(plan)
     order = ""
@@ -197,11 +206,6 @@ def _function_source(plan: Plan) -> str:
         wrapped = "MTPLoss.Config(global_vocab_size=spec.model.vocab_size)"
     policy = "PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute)
     checkpoint = f"{policy}.Config()" if policy else "None"
-    compiled = f"enable={runtime.compiled}"
-    if runtime.fused_cross_entropy and (not runtime.compiled or _splits_backward(plan)):
-        compiled = 'enable=True, components=["loss"]'
-    elif runtime.compiled and runtime.tp_overlap_fraction > 0:
-        compiled += ", enable_async_tensor_parallel=True"
     return f'''
 def plan() -> Trainer.Config:
     spec, config = model_spec(), llama3_debugmodel()
@@ -239,7 +243,7 @@ def plan() -> Trainer.Config:
     config.parallelism = ParallelismConfig(**parallelism)
     config.training = TrainingConfig(**training)
     config.activation_checkpoint = {checkpoint}
-    config.compile = CompileConfig({compiled})
+    config.compile = CompileConfig({_compiled(plan)})
     config.validator.enable = False
     return config
 '''.lstrip("\n")

@@ -68,16 +68,15 @@ class Pricing:
             items = decoder_layer(model, kind, shape, runtime, imbalance)
             layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
         shared = model.tie_word_embeddings
-        mtp = self._mtp(shape) if model.num_nextn_predict_layers else None
-        again = modes if mtp is not None and runtime.recomputes_mtp else ()
+        mtp = self._mtp(shape, layers, modes) if model.num_nextn_predict_layers else {}
         return CostTable(
             shape=shape,
             layers=layers,
             embedding=self._embedding(shape, layers),
             head=self._head(shape, shares_embedding=False),
             head_beside_embedding=self._head(shape, shares_embedding=shared),
-            mtp=mtp,
-            mtp_recomputed={mode: self._mtp(shape, mode) for mode in again},
+            mtp=mtp.get("none"),
+            mtp_recomputed={mode: part for mode, part in mtp.items() if mode != "none"},
             p2p_s=self._p2p_s(shape) * (np.asarray(shape.pp) > 1),
             usable_bytes=self.usable_bytes(shape),
             tail_s=self.tail_s(shape),
@@ -223,18 +222,21 @@ class Pricing:
         held = logits_bytes + 2 * BF16 * logits.m * logits.k + unused
         return replace(part, live_bytes=part.live_bytes - logits_bytes, transient_bytes=held, logits_bytes=held)
 
-    def _mtp(self, shape: Shape, mode: Recompute = "none") -> PartCost:
-        """Every multi-token-prediction block, its layer recomputed by `mode`; of several stages, theirs also embeds."""
-        model, runtime, imbalance = self.model, self.runtime, self.training.moe_imbalance
-        block = self._plain(mtp_block(model, shape, runtime, imbalance), shape)
-        if mode != "none":
-            layer = decoder_layer(model, model.layers[-1], shape, runtime, imbalance)
-            parts = self._modes(layer, shape, ("none", mode))
-            names = [field.name for field in fields(PartCost)]
-            more = {name: getattr(parts[mode], name) - getattr(parts["none"], name) for name in names}
-            block = PartCost(**{name: getattr(block, name) + more[name] for name in names})
-        copy = self._plain(embedding(model, shape, runtime), shape)
-        return block.times(model.num_nextn_predict_layers) + copy.times(np.where(np.asarray(shape.pp) > 1, 1, 0))
+    def _mtp(
+        self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost], modes: Sequence[Recompute]
+    ) -> dict[Recompute, PartCost]:
+        """Every multi-token-prediction block, its layer recomputed by mode; of several stages, theirs also embeds."""
+        model, runtime, last = self.model, self.runtime, self.model.layers[-1]
+        block = self._plain(mtp_block(model, shape, runtime, self.training.moe_imbalance), shape)
+        copy = self._plain(embedding(model, shape, runtime), shape).times(np.where(np.asarray(shape.pp) > 1, 1, 0))
+        parts: dict[Recompute, PartCost] = {"none": block}
+        for mode in modes if runtime.recomputes_mtp else ():
+            if mode != "none":
+                layer, plain = layers[last, mode], layers[last, "none"]
+                names = [field.name for field in fields(PartCost)]
+                more = {name: getattr(layer, name) - getattr(plain, name) for name in names}
+                parts[mode] = PartCost(**{name: getattr(block, name) + more[name] for name in names})
+        return {mode: part.times(model.num_nextn_predict_layers) + copy for mode, part in parts.items()}
 
     def update_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """What an optimizer step does to this rank's shard, its gradients measured, scaled and zeroed among it."""

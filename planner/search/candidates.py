@@ -120,7 +120,7 @@ def _grid(
 ) -> Grid:
     """The raw axes, multiplied out."""
     gpus, moe = cluster.num_gpus, model.moe
-    domain = cluster.tiers[0].num_gpus or cluster.node_size if len(cluster.tiers) > 1 else gpus
+    domain = cluster.nvlink_domain_size if len(cluster.tiers) > 1 else gpus
     widest = gpus if limits.tp_across_nodes else min(domain, gpus)
     tps = _pinned(limits.tp, range(1, min(widest, model.num_attention_heads) + 1))
     cps = _pinned(

@@ -58,11 +58,7 @@ def node_of(
     """The integer program's numbers for one shape."""
     shape, runtime, model = table.shape, pricing.runtime, pricing.model
     pp, vpp, microbatches = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
-    nothing = (0,) * len(model.kinds)
-    ends = Split((0,) * (pp * vpp), choice.base, (nothing,) * (pp * vpp) if choice.whole == "all" else ())
     ranks = placement(schedule, pp, vpp)
-    folded = ranks[0] == ranks[-1]
-    last = sum_parts(part for name, part in held_parts(table, ends, pp * vpp - 1, folded) if name != "embedding")
     runs, layers = model.runs, table.layers
     # the first chunks of all ranks hold this many layers at least, however few the first one has
     first_row = (pp - 1) * -(-model.num_hidden_layers // (pp * vpp))
@@ -74,7 +70,7 @@ def node_of(
         runs=runs,
         layers=layers,
         embedding=table.embedding,
-        head=last,
+        head=_last_parts(pricing, table, choice, ranks),
         pp=pp,
         vpp=vpp,
         num_microbatches=microbatches,
@@ -98,6 +94,14 @@ def node_of(
         of_mean_layers=of_mean_layers,
         rank_factors=rank_factors,
     )
+
+
+def _last_parts(pricing: Pricing, table: CostTable, choice: RecomputeChoice, ranks: Sequence[int]) -> PartCost:
+    """What the last virtual stage holds beside layers and embedding."""
+    stages, nothing = len(ranks), (0,) * len(pricing.model.kinds)
+    empty = Split((0,) * stages, choice.base, (nothing,) * stages if choice.whole == "all" else ())
+    held = held_parts(table, empty, stages - 1, folded=ranks[0] == ranks[-1])
+    return sum_parts(part for name, part in held if name != "embedding")
 
 
 def _mean_kind(

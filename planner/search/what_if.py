@@ -113,9 +113,8 @@ def _repriced(now: Plan, case: Case) -> tuple[float, float]:
         stage_memory(again.pricing, again.table, cost, peak).total_bytes
         for cost, peak in zip(ranks, peaks, strict=True)
     ]
-    return makespan_s(again.order, again.durations) + sum(
-        ends_of(again.pricing, again.table, ranks, again.order.name)
-    ), max(memories)
+    ends = ends_of(again.pricing, again.table, ranks, again.order.name)
+    return makespan_s(again.order, again.durations) + sum(ends), max(memories)
 
 
 def other_assumptions(case: Case) -> Iterator[WhatIf]:

@@ -125,6 +125,11 @@ class ClusterSpec(Spec):
     def node_size(self) -> int:
         return self.gpus_per_node or self.hardware.gpus_per_node
 
+    @property
+    def nvlink_domain_size(self) -> int:
+        """GPUs of the innermost tier; all of a node where there is only one tier."""
+        return self.tiers[0].num_gpus or self.node_size
+
     @cached_property
     def tiers(self) -> tuple[LinkTier, ...]:
         """The links of this cluster, innermost first: the profile's with this cluster's node size and network rate."""
