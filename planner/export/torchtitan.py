@@ -69,6 +69,11 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
         "zero_stage",
         f"it shards weights over the ranks of cp {layout.cp}, always",
     )
+    if _splits_backward(plan):
+        # VarlenAttention has neither
+        needs = "split backwards need VarlenAttention, which has no"
+        say(layout.cp > 1, "split_backward_with_cp", f"{needs} context parallelism")
+        say(plan.model.spec.attention_sinks, "split_backward_with_sinks", f"{needs} attention sinks")
     objections.raise_any()
 
 
@@ -82,8 +87,12 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         notes.append(f"the model spec states no rope_theta: {DEFAULT_ROTARY_BASE:g} is torchtitan's default")
     if plan.parallelism.recompute == "selective":
         notes.append("SelectiveAC chooses operations itself: it recomputes others than the plan's modules")
-    if plan.runtime_spec.compiled and _splits_backward(plan):
-        notes.append(UNCOMPILED)
+    if _splits_backward(plan):
+        notes += [UNCOMPILED] if plan.runtime_spec.compiled else []
+        notes.append(
+            "backwards are split: VarlenAttention, since FlexAttention is compiled always and then has one backward "
+            "(pytorch/torchtitan issue 3584); it takes FlashAttention 3 on Hopper and 4 on Blackwell"
+        )
     if plan.parallelism.cp > 1:
         notes.append("context parallelism needs spmd_types, and that a torch nightly")
     return tuple(notes)
@@ -92,7 +101,8 @@ def _notes(plan: Plan) -> tuple[str, ...]:
 def recipe_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
     """The recipe's text below its header."""
     layout = plan.parallelism
-    more, model = model_source(plan.model.spec, plan.training.seq_length)
+    attention = "varlen" if _splits_backward(plan) else "flex"
+    more, model = model_source(plan.model.spec, plan.training.seq_length, attention)
     imports = [
         "import os",
         *(["from pathlib import Path"] if _has_order_of_its_own(plan) else []),

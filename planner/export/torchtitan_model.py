@@ -25,14 +25,14 @@ def family_of(model: ModelSpec) -> str:
     return "qwen3" if model.qk_norm or model.moe is not None else "llama3"
 
 
-def model_source(model: ModelSpec, seq_length: int) -> tuple[list[str], str]:
-    """Imports, and the source of a function `model_spec()`."""
+def model_source(model: ModelSpec, seq_length: int, attention: str) -> tuple[list[str], str]:
+    """Imports, and the source of a function `model_spec()`; `attention` is torchtitan's name of a backend."""
     family = family_of(model)
     if family == "gpt_oss":
         flavor = {24: "20b", 36: "120b"}[model.num_hidden_layers]
-        body = f'def model_spec():\n    return model_registry("{flavor}", attn_backend="flex")\n'
+        body = f'def model_spec():\n    return model_registry("{flavor}", attn_backend="{attention}")\n'
         return ["from torchtitan.models.gpt_oss import model_registry"], body
-    parts = [_constants(model, seq_length), _HELPERS, _attention(model)]
+    parts = [_constants(model, seq_length), _HELPERS, _attention(model, attention)]
     if _has_feed_forward(model):
         parts.append(_FEED_FORWARD)
     if model.moe is not None:
@@ -116,9 +116,9 @@ def feed_forward(width):
 )
 
 
-def _attention(model: ModelSpec) -> str:
+def _attention(model: ModelSpec, backend: str) -> str:
     if model.mla is not None:
-        return _latent(model)
+        return _latent(model, backend)
     qk_norm = f"norm({model.head_dim})" if model.qk_norm else "None"
     bias = "    config.qkv_linear.wqkv.bias = True\n" if model.qkv_bias else ""
     return (
@@ -132,7 +132,7 @@ def attention():
         fuse_qkv=True,
         wqkv_param_init=INIT,
         wo_param_init=INIT,
-        inner_attention=get_attention_config("flex"),
+        inner_attention=get_attention_config("{backend}"),
         rope=rope({model.head_dim}),
         qk_norm={qk_norm},
     )
@@ -142,7 +142,7 @@ def attention():
     )
 
 
-def _latent(model: ModelSpec) -> str:
+def _latent(model: ModelSpec, backend: str) -> str:
     mla, heads = model.mla, model.num_attention_heads
     assert mla is not None
     qk_dim, rank = mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.q_lora_rank or 0
@@ -169,7 +169,7 @@ def attention():
         kv_norm=norm({mla.kv_lora_rank}),
         wkv_b=linear({mla.kv_lora_rank}, {heads * (mla.qk_nope_head_dim + mla.v_head_dim)}),
         wo=linear({heads * mla.v_head_dim}, DIM),
-        inner_attention=get_attention_config("flex"),
+        inner_attention=get_attention_config("{backend}"),
         rope=rope({mla.qk_rope_head_dim}),
     )
 """.strip("\n")

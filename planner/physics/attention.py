@@ -152,6 +152,9 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
     else:
         qk_dim, v_dim = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
         kv_heads = heads
+    if runtime.repeats_keys and model.num_key_value_heads < model.num_attention_heads:
+        yield _repeated(shape, model.head_dim, heads, kv_heads)
+        kv_heads = heads
     sinks = heads if model.attention_sinks else 0
     kv_bytes = BF16 * shape.tokens * kv_heads * (qk_dim + v_dim)
     q_bytes = BF16 * shape.tokens * heads * (qk_dim + v_dim)
@@ -174,6 +177,7 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
         q_len=shape.seq_length / shape.cp,
         kv_len=shape.seq_length,
         window=model.sliding_window or 0 if kind.attention == "sliding" else 0,
+        imbalance=1.0 if runtime.balances_context or kind.attention == "sliding" else 2 - 1 / np.asarray(shape.cp),
         qk_dim=qk_dim,
         v_dim=v_dim,
         parameters=sinks,
@@ -182,6 +186,21 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
             Saved("log-sum-exp", FP32 * shape.tokens * heads, core),
             *((Saved("gathered k, v", gathered, (*core, "op")),) if runtime.keeps_gathered_keys else ()),
         ),
+    )
+
+
+def _repeated(shape: Shape, head_dim: int, heads: Number, kv_heads: Number) -> Operator:
+    """Keys and values copied for every query head of their group, and the gradients of the copies summed."""
+    moved = 2 * BF16 * shape.tokens * head_dim * (heads + kv_heads)
+    return Operator(
+        name="repeat k, v",
+        kind="elementwise",
+        family="copy",
+        modules=("op",),
+        forward_bytes=moved,
+        backward_bytes=moved,
+        forward_kernels=2,
+        backward_kernels=2,
     )
 
 

@@ -209,7 +209,7 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     v_dim: Number = np.ceil(op.v_dim / multiple) * multiple
     rate = peak * _head_dim_factor(attention, qk_dim, v_dim)
     width: Number = np.where(np.asarray(op.window) > 0, np.minimum(op.window, op.kv_len), op.kv_len)
-    scores = op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction
+    scores = op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction * op.imbalance
     seconds: list[Number] = []
     for fraction, ramp, dims, kernels in (
         (attention.forward_fraction, attention.forward_ramp_keys, qk_dim + v_dim, 1),

@@ -16,7 +16,7 @@ ULTRA = (B200[1], *GB300)
 """Half as many FLOP/s again in 4 bits, and twice as many exponentials."""
 DEEPSPEED = ("megatron-deepspeed",)
 MEGATRON = ("megatron",)
-TORCHTITAN = ("torchtitan", "torchtitan-2024")
+TORCHTITAN = ("torchtitan", "torchtitan-2024", "torchtitan-2025")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ COEFFICIENTS = (
     Coefficient("A100 network", "hardware", A100, "tiers.1.efficiency_fraction", 0.8, 0.3, 0.95, 0.15),
     Coefficient("DeepSpeed waits per exchange", "runtime", DEEPSPEED, "collective_sync_us", 200, 1, 2000, 1.0, "µs"),
     Coefficient("DeepSpeed late ranks", "runtime", DEEPSPEED, "tp_jitter_fraction", 0.02, 0.0005, 0.2, 1.0),
-    Coefficient("DeepSpeed host per kernel", "runtime", DEEPSPEED, "host_factor", 2.0, 0.5, 5, 0.5),
+    Coefficient("DeepSpeed host per kernel", "runtime", DEEPSPEED, "host_factor", 0.5, 0.1, 2, 0.5),
     Coefficient("B200 products", "hardware", B200, "efficiency.gemm_factor", 1.03, 0.8, 1.3, 0.03),
     Coefficient("GB200 products", "hardware", GB200, "efficiency.gemm_factor", 1.05, 0.8, 1.3, 0.05),
     # 1.4 kW against 1.2

@@ -54,6 +54,7 @@ for _name in (
     "match",
     "uneven_pp",
     "natural_routing",
+    "flex_attention",
     "fp8_dot_product_attention",
 ):
     FEATURES[_name] = lambda value: {}

@@ -10,14 +10,17 @@ from planner.specs.runtime import RuntimeSpec
 from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism
 
-GENERATIONS = {"megatron": ("megatron-2021", "megatron-2022"), "torchtitan": ("torchtitan-2024",)}
-"""Older generations of a trainer, oldest first; what bears the trainer's own name is today's."""
-
-SINCE = {
-    "megatron": ("flash_attention", "overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "cuda_graph"),
-    "torchtitan": ("cross_entropy_fusion", "precision_recipe"),
+_MEGATRON = ("flash_attention", "overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "cuda_graph")
+GENERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "megatron": {"megatron-2021": _MEGATRON, "megatron-2022": _MEGATRON},
+    "torchtitan": {
+        "torchtitan-2024": ("cross_entropy_fusion", "scaling", "flex_attention"),
+        "torchtitan-2025": ("flex_attention",),
+    },
 }
-"""Features that no older generation has; torchtitan had one 8-bit recipe in 2024, which needed no name."""
+"""Older generations of a trainer, oldest first, and the features that came after each; the trainer's own name means
+today's. `scaling`: a precision recipe that says what shares a scale; torchtitan had one 8-bit recipe in 2024."""
+_ONE_RECIPE = (None, "bf16", "fp16", "fp8")
 
 
 def runtime_of_its_day(
@@ -27,12 +30,14 @@ def runtime_of_its_day(
 
     What a run uses dates it: its silicon, the design of its model, its layout, and the features switched on. An A100
     with a GPT of 2021 ran without FlashAttention, unless the run says so (`features: {"flash_attention": true}`); so
-    did torchtitan on an H100 without a compiled loss (`{"cross_entropy_fusion": true}`).
+    did torchtitan on an H100 without a compiled loss (`{"cross_entropy_fusion": true}`) and without FlexAttention.
     """
-    for older in map(load_runtime, GENERATIONS.get(name, ())):
-        known = older.trainer != "megatron" or (_is_gpt(model) and _is_known(layout, older))
-        if architecture in older.architectures and known and not any(map(features.get, SINCE[name])):
-            return older
+    used = {**features, "scaling": features.get("precision_recipe") not in _ONE_RECIPE}
+    for older, later in GENERATIONS.get(name, {}).items():
+        runtime = load_runtime(older)
+        known = name != "megatron" or (_is_gpt(model) and _is_known(layout, runtime))
+        if architecture in runtime.architectures and known and not any(map(used.get, later)):
+            return runtime
     return load_runtime(name)
 
 

@@ -107,6 +107,11 @@ class RuntimeSpec(Spec):
     """Of the backward's second all-gather behind dgrad and of its reduce-scatter behind wgrad."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """How context parallelism exchanges keys and values: ring, all-gather, or heads for tokens."""
+    repeats_keys: bool = False
+    """Keys and values are copied for every query head before attention, and exchanged so: each of them once a head."""
+    balances_context: bool = True
+    """Ranks that split a sequence attend to equally many keys (the k-th part from each end goes to the k-th rank);
+    without, the last of them to 2 - 1 / cp times the mean."""
     keeps_gathered_keys: bool = False
     """All-gathered keys and values are kept for the backward; else they are gathered again."""
     cp_overlap_fraction: Fraction = 0.8
@@ -161,7 +166,8 @@ class RuntimeSpec(Spec):
     tp_jitter_fraction: Fraction = 0.0
     """Of its compute, by which the slowest rank of a tensor-parallel group keeps the others waiting, per doubling."""
     host_factor: NonNegativeFloat = 1.0
-    """Of the GPU's host time per kernel: what this trainer's Python adds around it."""
+    """Of host_us: what this trainer's Python adds around a kernel, Transformer Engine's modules a third (small GPTs of
+    Megatron-LM's CI on DGX H100); below 1 where one call issues several."""
     moe_host_us: NonNegativeFloat = 0.0
     """Host time of a mixture-of-experts layer, forward and again backward, in which the GPU's must hide unless a CUDA
     graph replays the whole iteration: token counts come to the host, which cannot run ahead of them."""

@@ -168,6 +168,14 @@ def test_models(options: str, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "width"),
+    [("", 16384), ("--swiglu", 10880), ("--ffn-hidden-size 512", 512), ("--moe-ffn-hidden-size 1024", 1024)],
+)
+def test_experts_are_as_wide_as_a_dense_mlp_unless_told(options: str, width: int) -> None:
+    assert read(f"--num-experts 8 {options}").run["model"]["moe"]["moe_intermediate_size"] == width
+
+
+@pytest.mark.parametrize(
     ("pattern", "dense", "every"),
     [
         ("([0]*3+[1]*29)", 3, 1),
@@ -280,8 +288,9 @@ def test_what_a_recipe_compiles(planned: Planned) -> None:
     for schedule in ("1f1b", "zb-h1"):
         plan = planned("llama-3.1-8b", 64, runtime="torchtitan", pp=4, num_microbatches=8, schedule=schedule)
         features[schedule] = read_configuration(export(plan, ["torchtitan"]).files[0].text).run["features"]
-    assert features["1f1b"] == {"async_tp": False, "compile": True, "cross_entropy_fusion": True}
-    assert features["zb-h1"] == {"async_tp": False, "compile": False, "cross_entropy_fusion": True}
+    today = {"async_tp": False, "cross_entropy_fusion": True, "flex_attention": True}
+    assert features["1f1b"] == {"compile": True, **today}
+    assert features["zb-h1"] == {"compile": False, **today}
 
 
 def test_layers_recomputed_by_name_are_noted(planned: Planned) -> None:

@@ -194,6 +194,20 @@ def test_layers_whose_backward_is_split_are_not_compiled(
     assert not any("uncompiled" in words for words in (*plan.warnings, *export_torchtitan(plan).notes))
 
 
+def test_attention_whose_backward_comes_apart(planned: Planned) -> None:
+    """FlexAttention is compiled always; VarlenAttention has neither context parallelism nor sinks."""
+    whole, split = (titan(planned, gpus=16, pp=4, num_microbatches=8, schedule=name) for name in ("1f1b", "zb-h1"))
+    assert 'get_attention_config("flex")' in source_of(whole)
+    assert 'get_attention_config("varlen")' in source_of(split)
+    assert any("3584" in note for note in export_torchtitan(split).notes)
+    assert not any("3584" in note for note in export_torchtitan(whole).notes)
+    assert refused(titan(planned, gpus=16, pp=4, cp=2, num_microbatches=8, schedule="zb-h1")) == [
+        "split_backward_with_cp"
+    ]
+    sinks = planned("gpt-oss-20b", gpus=16, pp=4, num_microbatches=8, schedule="zb-h1", runtime="torchtitan")
+    assert "split_backward_with_sinks" in refused(sinks)
+
+
 def test_an_order_that_was_priced_compiled_is_noted(planned: Planned) -> None:
     """A search among several schedules has one trainer for all of them."""
     plan = titan(planned, gpus=16, pp=4, num_microbatches=8, schedule="1f1b")

@@ -200,7 +200,7 @@ def test_small_operators_wait_for_the_host_unless_graphs_replay_them() -> None:
     small = [gemm(128, 256, 256), attention(q_len=128, kv_len=128, heads=1)] * 4
     graphs = MEGATRON.model_copy(update={"cuda_graphs": True})
     eager, replayed = (part_seconds(small, H200, "bf16", runtime) for runtime in (MEGATRON, graphs))
-    host = H200.efficiency.host_us * 1e-6
+    host = MEGATRON.host_factor * H200.efficiency.host_us * 1e-6
     assert float(eager.forward_s) == pytest.approx(8 * host)
     assert float(eager.dgrad_s + eager.wgrad_s) == pytest.approx(4 * (2 + 3) * host)
     assert replayed.forward_s < eager.forward_s

@@ -47,6 +47,21 @@ def test_keys_that_were_gathered_may_be_kept() -> None:
     assert sent[1] == 1.5 * sent[0], "K and V once more in backward, beside their gradients"
 
 
+def test_keys_repeated_for_every_head_are_sent_for_every_head() -> None:
+    """torchtitan until 2026: Llama's 8 heads of keys travel as 32, and are written before attention."""
+    model, shape = load_model("llama-3.1-8b"), Shape(cp=4, dp=2, seq_length=131072, shard_size=8, zero_stage=3)
+    plain = load_runtime("torchtitan-2025").model_copy(update={"repeats_keys": False})
+    layers = [
+        decoder_layer(model, model.layers[0], shape, plain.model_copy(update={"repeats_keys": repeats}))
+        for repeats in (False, True)
+    ]
+    sent = [sum(c.num_bytes for c in collectives_of(items) if c.group == "cp") for items in layers]
+    assert sent[1] == 4 * sent[0]
+    copied = next(op for op in operators_of(layers[1]) if op.name == "repeat k, v")
+    assert copied.forward_bytes == 2 * 2 * 32768 * 128 * (8 + 32)
+    assert "repeat k, v" not in {op.name for op in operators_of(layers[0])}
+
+
 def test_weights_behind_the_experts_keep_their_outputs() -> None:
     model, shape = load_model("qwen3-30b-a3b"), Shape(dp=8, ep=8, seq_length=4096, shard_size=8, zero_stage=3)
     titan = load_runtime("torchtitan")

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from planner.physics.compute import attention_s
 from planner.physics.cost import CostTable, PartCost
+from planner.physics.layers import decoder_layer
+from planner.physics.operators import Operator, operators_of
 from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
 from planner.specs.cluster import ClusterSpec
@@ -245,6 +248,27 @@ def test_late_ranks_cost_in_proportion_to_compute_and_doublings() -> None:
         # recomputing the forward is in the backward's compute, and waits again
         computed_s = still.input_grad_s + still.weight_grad_s
         assert late.tp_backward_s - still.tp_backward_s == pytest.approx(0.1 * doublings * computed_s)
+
+
+def test_the_last_rank_of_a_sequence_dealt_in_order_attends_to_nearly_all_of_it() -> None:
+    """Its share over the mean is 2 - 1 / cp; layers with a window are even however they are dealt."""
+    hardware = load_hardware("h100")
+    for cp in (1, 2, 8):
+        attention = Operator(
+            name="", kind="attention", batch=1, heads=32, q_len=2**17, kv_len=2**17 * cp, qk_dim=128, v_dim=128
+        )
+        last = replace(attention, imbalance=2 - 1 / cp)
+        seconds = [attention_s(op, hardware)[0] for op in (attention, last)]
+        assert seconds[1] / seconds[0] == pytest.approx(2 - 1 / cp, rel=0.01)
+    model, shape = load_model("gemma-3-27b"), Shape(cp=8, seq_length=131072)
+    for runtime, full in (("torchtitan-2025", 1.875), ("torchtitan", 1.0), ("megatron", 1.0)):
+        found = {
+            kind.attention: float(op.imbalance)
+            for kind in model.kinds
+            for op in operators_of(decoder_layer(model, kind, shape, load_runtime(runtime)))
+            if op.kind == "attention"
+        }
+        assert found == {"sliding": 1.0, "full": full}
 
 
 def mixture(name: str = "qwen3-30b-a3b", seq_length: int = 4096, **changes: Any) -> PartCost:

@@ -54,7 +54,7 @@ def read_model(options: Options) -> dict[str, Any]:
         **_windows(options),
     }
     if "--num-experts" in options:
-        model["moe"] = _experts(options, model["num_hidden_layers"], bias)
+        model["moe"] = _experts(options, model["num_hidden_layers"], model["intermediate_size"], bias)
         if not model["moe"]["first_k_dense_replace"] and model["moe"]["moe_layer_freq"] == 1:
             model["intermediate_size"] = None
     if "--multi-latent-attention" in options:
@@ -120,12 +120,13 @@ def _windows(options: Options) -> dict[str, Any]:
     return {"sliding_window": left + 1, "sliding_window_pattern": int(every) if every.isdigit() else None}
 
 
-def _experts(options: Options, num_layers: int, bias: bool) -> dict[str, Any]:
+def _experts(options: Options, num_layers: int, width: int, bias: bool) -> dict[str, Any]:
+    """`width`: that of a dense MLP, which experts have unless they are given their own."""
     dense, every = _layer_pattern(" ".join(options.get("--moe-layer-freq", ["1"])), num_layers)
     return {
         "num_experts": _size(options, "--num-experts"),
         "num_experts_per_tok": _given(options, "--moe-router-topk", 2),
-        "moe_intermediate_size": _given(options, "--moe-ffn-hidden-size", _given(options, "--ffn-hidden-size", 0)),
+        "moe_intermediate_size": _given(options, "--moe-ffn-hidden-size", width),
         "shared_expert_intermediate_size": _given(options, "--moe-shared-expert-intermediate-size", 0),
         "shared_expert_gate": "--moe-shared-expert-gate" in options,
         "first_k_dense_replace": dense,

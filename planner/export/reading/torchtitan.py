@@ -83,7 +83,8 @@ def read_torchtitan(text: str, script: Script) -> Imported:
             "runtime": "torchtitan",
             "seq_length": _first(fields, "training.max_context_length", "training.seq_len"),
             "parallelism": layout,
-            "features": _features(fields),
+            # recipes in Python are of 2026, and so is FlexAttention for all language models
+            "features": _features(fields) | ({"flex_attention": True} if _is_python(text) else {}),
         },
     )
     imported.unknown |= opaque
