@@ -58,7 +58,7 @@ def read_job(options: Mapping[str, Any]) -> Job:
         raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
     model = load_model(options["model"])
     cluster = {
-        "hardware": load_hardware(options.get("hardware") or DEFAULT_HARDWARE),
+        "hardware": load_hardware(DEFAULT_HARDWARE if options.get("hardware") is None else options["hardware"]),
         "num_gpus": options["gpus"],
         "gpus_per_node": options.get("gpus_per_node"),
     }

@@ -180,6 +180,7 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
         imbalance=1.0 if runtime.balances_context or kind.attention == "sliding" else 2 - 1 / np.asarray(shape.cp),
         qk_dim=qk_dim,
         v_dim=v_dim,
+        has_sinks=model.attention_sinks,
         parameters=sinks,
         saved=(
             output,

@@ -73,6 +73,8 @@ class Operator:
     kv_len: Number = 0
     window: Number = 0
     """Keys a query sees on a sliding layer; 0 for all."""
+    has_sinks: bool = False
+    """A learned logit per head takes part in the softmax."""
     imbalance: Number = 1.0
     """Of an attention split over ranks: the slowest one's share over the mean."""
     qk_dim: Number = 0

@@ -131,7 +131,8 @@ def _grid(
         (tp, cp, ep, etp)
         for tp, cp, ep in product(tps, cps, eps)
         if tp * cp <= gpus
-        for etp in _pinned(limits.etp, [tp] if moe is None else sorted({1, tp}))
+        # without experts there is nothing that etp could shard otherwise
+        for etp in ([tp] if moe is None else _pinned(limits.etp, sorted({1, tp})))
     ]
     pps = _pinned(limits.pp, range(1, min(model.num_hidden_layers, gpus) + 1))
     batches = _pinned(

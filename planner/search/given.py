@@ -163,12 +163,21 @@ def _split(model: ModelSpec, wanted: Parallelism, shape: Shape, ranks: Sequence[
 
 
 def default_counts(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
-    """How trainers cut where they are told nothing: evenly, or evenly with embedding, head and MTP counted as layers.
+    """How trainers cut where they are told nothing: evenly, or evenly with embedding and head counted as layers.
 
     The ends count where only that makes the stages equal (Megatron's account_for_embedding/loss_in_pipeline_split).
+    Beside blocks of multi-token prediction stands what is left when all stages before are full, as in the layouts that
+    Megatron-Bridge's recipes write for DeepSeek-V3: 61 layers are 15 times 4 and 1, 7 times 8 and 5, or 1, 30 times 2
+    and none.
     """
     layers, extra = model.num_hidden_layers, model.num_nextn_predict_layers
-    for first, last in ((0, 0), (1, 1 + extra), (1, 1), (0, 1), (1, 0)):
+    if extra and 1 < num_stages <= layers + 1:
+        full = next(n for n in range(1, layers + 1) if n * (num_stages - 1) + max(n - 1 - extra, 0) >= layers)
+        over = full * (num_stages - 1) + max(full - 1 - extra, 0) - layers
+        last = max(full - 1 - extra - over, 0)
+        short = full * (num_stages - 1) + last - layers
+        return (*[full - 1] * short, *[full] * (num_stages - 1 - short), last)
+    for first, last in ((0, 0), (1, 1), (0, 1), (1, 0)):
         per_stage, left = divmod(layers + first + last, num_stages)
         if left == 0 and per_stage >= max(first, last) and num_stages > 1:
             return (per_stage - first, *([per_stage] * (num_stages - 2)), per_stage - last)

@@ -18,7 +18,7 @@ from planner.search.search import price_given
 from planner.specs.base import PositiveInt, Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
-from planner.specs.generations import runtime_of_its_day
+from planner.specs.generations import runtime_of_its_day, unsaid_features
 from planner.specs.model import ModelSpec
 from planner.specs.problems import spec_error
 from planner.specs.reading import kind_of
@@ -144,7 +144,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     model = _model(spec.model, f"{where}: run: model")
     used = {**spec.features, "precision_recipe": spec.precision_recipe}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
-    runtime, unknown = dated.with_features(spec.features)
+    runtime, unknown = dated.with_features({**unsaid_features(spec.runtime, hardware, model), **spec.features})
     if spec.precision_recipe == "bf16":
         # gradients of bf16 training are summed in fp32; the mixed precision of older trainers was fp16
         runtime = runtime.model_copy(update={"gradient_bytes": FP32_BYTES})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 # lt and not le: a field that adds its own le would lose it to one given here
 PositiveInt = Annotated[int, Field(gt=0, lt=10**15, strict=True)]
@@ -14,6 +14,16 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
 """A share between 0 and 1; names that end in `_fraction` are of this kind."""
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"has characters that cannot be printed: {text[:40]!r}")
+    return text
+
+
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
+"""What reports and files call a thing: one line, without escape sequences for the terminal."""
 
 
 class Spec(BaseModel):

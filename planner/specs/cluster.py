@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import Fraction, Name, NonNegativeFloat, PositiveFloat, PositiveInt, Spec
 from planner.specs.efficiency import Efficiency
 from planner.specs.units import GB, GIB, MICRO, TERA
 
@@ -60,7 +60,7 @@ class ReservedMemory(Spec):
 class HardwareSpec(Spec):
     """One kind of GPU in one kind of node, as `hardware_profiles/*.yaml` describes it."""
 
-    name: str = Field(min_length=1, max_length=200)
+    name: Name
     aliases: tuple[str, ...] = ()
     source: str
     architecture: str

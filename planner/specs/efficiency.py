@@ -60,6 +60,8 @@ class AttentionEfficiency(Spec):
     """Softmax beside the products: efficiency d / (d + half_head_dim)."""
     wide_factor: PositiveFloat = 0.9
     """Of the fractions, where keys are wider than 128: tiles must shrink."""
+    sink_factor: PositiveFloat = 1.0
+    """Of the fractions, where every head has a learned sink (gpt-oss)."""
     head_dim_multiple: PositiveInt = 64
     """Head dimensions are padded to a multiple of this."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from planner.specs.cluster import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.runtime import RuntimeSpec
 from planner.specs.trainers import load_runtime
@@ -39,6 +40,16 @@ def runtime_of_its_day(
         if architecture in runtime.architectures and known and not any(map(used.get, later)):
             return runtime
     return load_runtime(name)
+
+
+def unsaid_features(name: str, hardware: HardwareSpec, model: ModelSpec) -> dict[str, Any]:
+    """What a run of Megatron-LM on an NVL72 rack has switched on unless it says otherwise.
+
+    Megatron-Bridge's recipes replay the routing of experts in CUDA graphs there since their first release, since Grace
+    launches slowly; elsewhere some do and some do not.
+    """
+    spans_nodes = hardware.nvlink_domain_size > hardware.gpus_per_node
+    return {"cuda_graph": "transformer_engine"} if name == "megatron" and spans_nodes and model.moe is not None else {}
 
 
 def _is_gpt(model: ModelSpec) -> bool:

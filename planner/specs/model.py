@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from planner.specs.base import NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import Name, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 
 
 class LayerKind(NamedTuple):
@@ -79,7 +79,7 @@ class ModelSpec(Spec):
     flat_sections: ClassVar[tuple[str, ...]] = ("moe", "mla")
     """Sections whose fields may also be given at the top, as a `config.json` does."""
 
-    name: str = Field(min_length=1, max_length=200)
+    name: Name
     aliases: tuple[str, ...] = ()
     source: str = ""
     num_hidden_layers: PositiveInt = Field(le=10_000)

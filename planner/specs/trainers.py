@@ -76,12 +76,12 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             head_only_stage=True,
             recomputes_mtp=True,
             widens_gradients=True,
-            tp_overlap_fraction=0.4207,
+            tp_overlap_fraction=0.4146,
             tp_async_overlap_fraction=0.9,
-            ep_row_bytes=10_120.0,
-            moe_host_us=4043.0,
-            collective_sync_us=55.1,
-            expert_host_us=61.4,
+            ep_row_bytes=9386.0,
+            moe_host_us=4181.0,
+            collective_sync_us=47.1,
+            expert_host_us=53.0,
             sends_tokens_once=True,
             groups_products=False,
             selective_recompute_modules=(
@@ -148,8 +148,8 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         ),
         RuntimeSpec(
             name="megatron-deepspeed",
-            collective_sync_us=415.3,
-            tp_jitter_fraction=0.0369,
+            collective_sync_us=407.8,
+            tp_jitter_fraction=0.04095,
             zero_stages=(0, 1, 3),
             blocking_launches=True,
             fused_grad_accumulation=False,
@@ -157,7 +157,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             fp16_gradient_bytes=2,
             kept_gradient_bytes=2,
             reserved_gib=11.0,
-            **{**_BEFORE_FLASH, "gradient_bytes": 4, "host_factor": 0.5085},
+            **{**_BEFORE_FLASH, "gradient_bytes": 4, "host_factor": 0.5106},
         ),
     )
 }

@@ -64,6 +64,7 @@ def test_a_model_without_published_training_must_be_told(tmp_path: Path) -> None
     [
         ({"model": None}, "--model: is missing"),
         ({"gpus": None}, "--gpus: is missing"),
+        ({"hardware": ""}, "hardware: unknown ''"),
         ({"gpus": 0}, "--gpus: 0 must be greater than 0"),
         ({"gpus": -8}, "--gpus: -8 must be greater than 0"),
         ({"gpus": 10**30}, "--gpus: 1000000000000000000000000000000 must be at most 10,000,000"),

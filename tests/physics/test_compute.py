@@ -10,6 +10,7 @@ import pytest
 from planner.physics.compute import (
     CAST_BYTES,
     accumulate_s,
+    attention_s,
     clip_s,
     gemm_s,
     operator_seconds,
@@ -18,10 +19,13 @@ from planner.physics.compute import (
     product_s,
     stream_s,
 )
-from planner.physics.operators import Operator
+from planner.physics.layers import decoder_layer
+from planner.physics.operators import Operator, operators_of
+from planner.physics.shape import Shape
 from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import GemmEfficiency
-from planner.specs.registry import hardware_names, load_hardware
+from planner.specs.model import LayerKind
+from planner.specs.registry import hardware_names, load_hardware, load_model
 from planner.specs.trainers import load_runtime
 
 H200 = load_hardware("h200-sxm-141gb")
@@ -204,6 +208,20 @@ def test_small_operators_wait_for_the_host_unless_graphs_replay_them() -> None:
     assert float(eager.forward_s) == pytest.approx(8 * host)
     assert float(eager.dgrad_s + eager.wgrad_s) == pytest.approx(4 * (2 + 3) * host)
     assert replayed.forward_s < eager.forward_s
+
+
+def test_learned_sinks_slow_attention_down_by_a_factor() -> None:
+    block = H200.efficiency.attention.model_copy(update={"sink_factor": 0.5})
+    slower = H200.model_copy(update={"efficiency": H200.efficiency.model_copy(update={"cudnn": block})})
+    plain = attention(q_len=2**17, kv_len=2**17, heads=8)
+    with_sinks = replace(plain, has_sinks=True)
+    for index in (0, 1):
+        assert attention_s(plain, slower)[index] == attention_s(plain, H200)[index]
+        assert float(attention_s(with_sinks, slower)[index] / attention_s(plain, slower)[index]) == pytest.approx(
+            2, 0.01
+        )
+    layer = decoder_layer(load_model("gpt-oss-20b"), LayerKind("full", "moe"), Shape(seq_length=4096), MEGATRON)
+    assert [op.has_sinks for op in operators_of(layer) if op.kind == "attention"] == [True]
 
 
 def test_large_operators_hide_the_host() -> None:

@@ -68,6 +68,16 @@ def test_stages_are_any_number_and_no_shape_comes_twice() -> None:
     assert len(set(keys)) == len(keys)
 
 
+def test_etp_says_nothing_of_a_model_without_experts() -> None:
+    problem = toy_problem(toy_model(4), toy_cluster(8), toy_training(16))
+    pinned, free = (
+        enumerate_shapes(problem.model, problem.cluster, problem.training, limits, problem.runtime)[0]
+        for limits in (SearchLimits(etp=(2,)), SearchLimits())
+    )
+    assert np.array_equal(pinned.tp, free.tp)
+    assert np.array_equal(pinned.etp, pinned.tp)
+
+
 def test_axes_of_a_large_cluster() -> None:
     model, training = load_model("deepseek-v3"), TrainingSpec(seq_length=4096, global_batch_size=2040)
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=2040)

@@ -136,12 +136,31 @@ def test_default_splits(num_layers: int, num_stages: int, counts: tuple[int, ...
     assert counts is None or found == counts
 
 
-def test_prediction_blocks_count_as_layers_only_where_there_is_room() -> None:
-    model = toy_model(30, num_nextn_predict_layers=1)
-    assert default_counts(model, 3) == (10, 10, 10)
-    assert default_counts(model, 11) == (2, *[3] * 9, 1)
-    # embedding, five layers, block and head fill eight stages, but the last two are one stage's
-    assert default_counts(toy_model(5, num_nextn_predict_layers=1), 8) == even_counts(5, 8)
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "counts"),
+    [
+        (61, 4, (16, 16, 16, 13)),
+        (61, 8, (*[8] * 7, 5)),
+        (61, 16, (*[4] * 15, 1)),
+        (61, 32, (1, *[2] * 30, 0)),
+        (61, 1, (61,)),
+        (61, 31, (*[2] * 29, 3, 0)),
+        (30, 3, (11, 11, 8)),
+        (5, 6, (*[1] * 5, 0)),
+        (5, 8, even_counts(5, 8)),  # more stages than layers and a head of its own
+    ],
+)
+def test_what_is_left_stands_beside_the_prediction_block(num_layers: int, num_stages: int, counts: Any) -> None:
+    """The first four are layouts that Megatron-Bridge's recipes write for DeepSeek-V3."""
+    assert default_counts(toy_model(num_layers, num_nextn_predict_layers=1), num_stages) == counts
+
+
+@pytest.mark.parametrize("num_stages", range(2, 62))
+def test_stages_before_a_prediction_block_differ_by_one(num_stages: int) -> None:
+    *before, last = default_counts(toy_model(61, num_nextn_predict_layers=1), num_stages)
+    assert sum(before) + last == 61
+    assert max(before) - min(before) <= 1
+    assert 0 <= last < max(before)
 
 
 @pytest.mark.parametrize(

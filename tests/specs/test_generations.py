@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from planner.search.runs import parse_run
 from planner.specs.generations import runtime_of_its_day
 from planner.specs.registry import load_model
 from planner.specs.trainers import load_runtime
@@ -36,6 +37,26 @@ def generation(name: str, architecture: str, **features: Any) -> str:
 )
 def test_what_dates_a_run(name: str, architecture: str, features: dict[str, Any], expected: str) -> None:
     assert generation(name, architecture, **features) == expected
+
+
+@pytest.mark.parametrize(
+    ("hardware", "model", "features", "factor"),
+    [
+        ("gb200", "qwen3-30b-a3b", {}, 0.7),
+        ("gb200", "qwen3-30b-a3b", {"cuda_graph": False}, 1.0),
+        ("b200", "qwen3-30b-a3b", {}, 1.0),
+        ("gb200", "llama-3.1-8b", {}, 1.0),
+        ("gb200", "qwen3-30b-a3b", {"moe_token_drop": True}, 0.0),
+    ],
+)
+def test_racks_replay_routing_unless_a_run_says_otherwise(
+    hardware: str, model: str, features: dict[str, Any], factor: float
+) -> None:
+    """Nor does the host wait for counts that are known before."""
+    layout = {"tp": 1, "dp": 8, "micro_batch_size": 1}
+    run = {"model": model, "hardware": hardware, "num_gpus": 8, "runtime": "megatron", "seq_length": 4096}
+    run |= {"global_batch_size": 8, "dtype": "bf16", "parallelism": layout, "features": features}
+    assert parse_run({"run": run}).runtime.moe_host_factor == factor
 
 
 def test_fp16_and_bf16_gradients_of_megatron_deepspeed() -> None:

@@ -40,6 +40,7 @@ def said(model: type[BaseModel], data: dict[str, Any]) -> SpecError:
     [
         ({"num_hidden_layers": -3}, "num_hidden_layers: -3 must be greater than 0"),
         ({"hidden_size": 0}, "hidden_size: 0 must be greater than 0"),
+        ({"name": "a\x1b[31mb"}, "name: has characters that cannot be printed: 'a\\x1b[31mb'"),
         ({"num_hidden_layers": 20_000}, "num_hidden_layers: 20000 must be at most 10,000"),
         ({"vocab_size": "100"}, "vocab_size: '100' is text, expected an integer"),
         ({"vocab_size": 100.0}, "vocab_size: 100.0 is a number, expected an integer"),

@@ -248,7 +248,7 @@ def _accounted(num_layers: int, num_stages: int, ends: tuple[bool, bool]) -> lis
 def _features(options: Options) -> dict[str, Any]:
     features: dict[str, Any] = {"overlap_grad_reduce": False, "overlap_param_gather": False}
     features["cross_entropy_fusion"] = "--cross-entropy-loss-fusion" in options
-    features["tp_comm_overlap"] = features["ep_overlap"] = False
+    features["tp_comm_overlap"] = features["ep_overlap"] = features["cuda_graph"] = False
     if "--num-experts" in options:
         features["dispatcher"] = "allgather"
     features |= {name: value for option, (name, value) in _SWITCHES.items() if option in options}
