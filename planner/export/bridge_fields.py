@@ -19,6 +19,7 @@ SAME = {
     "--softmax-type": "model.softmax_type",
     "--position-embedding-type": "model.position_embedding_type",
     "--rotary-base": "model.rotary_base",
+    "--rotary-percent": "model.rotary_percent",
     "--make-vocab-size-divisible-by": "model.make_vocab_size_divisible_by",
     "--normalization": "model.normalization",
     "--add-qkv-bias": "model.add_qkv_bias",

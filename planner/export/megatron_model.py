@@ -76,6 +76,8 @@ def _positions(model: ModelSpec, seq_length: int) -> Arguments:
     }
     if model.position_embedding == "rope":
         arguments["--rotary-base"] = rotary_base(model) or ROTARY_BASE
+        if model.partial_rotary_factor < 1:
+            arguments["--rotary-percent"] = model.partial_rotary_factor
     return arguments
 
 

@@ -80,6 +80,8 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     beyond = sorted(set(plan.parallelism.recompute_modules) - RECOMPUTABLE)
     if beyond:
         notes.append(f"the runner does not recompute {', '.join(beyond)} by themselves: they are kept")
+    if plan.model.spec.partial_rotary_factor < 1:
+        notes.append(f"the runner rotates whole heads, not {plan.model.spec.partial_rotary_factor:g} of each")
     exchange = plan.runtime_spec.cp_comm_type
     if plan.parallelism.cp > 1 and exchange != "all_gather":
         notes.append(f"the runner gathers keys and values over cp, which was planned as {exchange}")

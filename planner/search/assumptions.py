@@ -58,6 +58,10 @@ def other_assumptions(pricing: Pricing) -> Iterator[Assumption]:
         waits = runtime.model_copy(update={"interleaved_p2p_overlap": False, "p2p_overlap": False})
         says, option = "pipeline sends do not overlap compute", "--assume interleaved_p2p_overlap=false"
         yield Assumption("pipeline_overlap", says, option, replace(pricing, runtime=waits))
+    if not runtime.cuda_graphs:
+        graphs = runtime.model_copy(update={"cuda_graphs": True})
+        says, option = "no kernel waits for the host, as in CUDA graphs", "--assume cuda_graphs=true"
+        yield Assumption("host", says, option, replace(pricing, runtime=graphs))
     slower = training.model_copy(update={"straggler_fraction": training.straggler_fraction + STRAGGLER})
     says = f"the slowest rank computes {slower.straggler_fraction:.0%} slower"
     option = f"--straggler-fraction {slower.straggler_fraction:g}"

@@ -22,6 +22,11 @@ def is_gpt_oss(model: ModelSpec) -> bool:
 
 TORCHTITAN_MODEL_RULES: tuple[Rule, ...] = (
     model_rule("position_embedding", lambda m: m.position_embedding != "rope", lambda m: "its models rotate positions"),
+    model_rule(
+        "partial_rotary_factor",
+        lambda m: m.partial_rotary_factor < 1,
+        lambda m: f"its models rotate whole heads, not {m.partial_rotary_factor:g} of each",
+    ),
     model_rule("norm", lambda m: m.norm != "rmsnorm", lambda m: f"its models have RMSNorm, not {m.norm}"),
     model_rule("embedding_norm", lambda m: m.embedding_norm, lambda m: "it has no norm after the embedding"),
     model_rule("post_norms", lambda m: m.post_norms, lambda m: "it has no second norm after attention and MLP"),

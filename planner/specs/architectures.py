@@ -57,6 +57,19 @@ def _qkv_bias(config: Config) -> Derived:
     return {"attention_bias": "qkv" if config.get("qkv_bias", True) else "none"}
 
 
+def _no_output_bias(config: Config) -> Derived:
+    """Queries, keys and values only, unless a switch of its own says otherwise (GLM-4, Seed-OSS)."""
+    inner, output = config.get("attention_bias"), config.get("attention_out_bias")
+    return {"attention_bias": "all" if inner and output else "qkv" if inner else "none"}
+
+
+def _whole_heads(config: Config) -> Derived:
+    """Heads as wide as hidden_size holds whole ones, where they are given no width."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    known = config.get("head_dim") is not None or not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0)
+    return {} if known else {"head_dim": hidden // heads}  # type: ignore[operator]
+
+
 def _window(is_full: Callable[[Config, int], bool]) -> Callable[[Config], Derived]:
     """Which layers slide, by `layer_types` where the config lists them and else by the architecture's rule."""
 
@@ -130,6 +143,13 @@ def _deepseek_moe(config: Config, layer: int) -> bool:
     return isinstance(first, int) and isinstance(freq, int) and freq > 0 and layer >= first and layer % freq == 0
 
 
+def _ernie_moe(config: Config, layer: int) -> bool:
+    first, last, step = (config.get(f"moe_layer_{key}") for key in ("start_index", "end_index", "interval"))
+    if not (isinstance(first, int) and isinstance(last, int) and isinstance(step, int) and step > 0):
+        return False
+    return first <= layer and (last < 0 or layer <= last) and (layer + 1) % step == 0
+
+
 def _times(count: Any, size: Any) -> Any:
     """Their product; what is no integer is left for ModelSpec to complain of."""
     return count * size if isinstance(count, int) and isinstance(size, int) else size
@@ -139,6 +159,34 @@ def _deepseek_sizes(config: Config) -> Derived:
     """Shared experts are one MLP as wide as all of them; heads are as wide as their values."""
     shared = _times(config.get("n_shared_experts") or 0, config.get("moe_intermediate_size"))
     return {"shared_expert_intermediate_size": shared, "head_dim": config.get("v_head_dim")}
+
+
+def _glm_sizes(config: Config) -> Derived:
+    """Shared experts are one MLP as wide as all of them."""
+    shared = _times(config.get("n_shared_experts") or 0, config.get("moe_intermediate_size"))
+    return {"shared_expert_intermediate_size": shared}
+
+
+def _ernie_sizes(config: Config) -> Derived:
+    shared = _times(config.get("moe_num_shared_experts") or 0, config.get("moe_intermediate_size"))
+    return {"shared_expert_intermediate_size": shared}
+
+
+def _opt_sizes(config: Config) -> Derived:
+    """Positions count from 2."""
+    if config.get("do_layer_norm_before") is False:
+        raise InexpressibleError("do_layer_norm_before: norms after attention and MLP alone")
+    if config.get("word_embed_proj_dim") not in (None, config.get("hidden_size")):
+        raise InexpressibleError("word_embed_proj_dim: a projection between embedding and layers")
+    positions = config.get("max_position_embeddings")
+    rows = positions + 2 if isinstance(positions, int) else positions
+    return {"max_position_embeddings": rows, **_activation({"hidden_act": config.get("activation_function")})}
+
+
+def _stablelm_norms(config: Config) -> Derived:
+    if config.get("qk_layernorm"):
+        raise InexpressibleError("qk_layernorm: a norm of its own for each head")
+    return {"attention_bias": "qkv" if config.get("use_qkv_bias") else "none"}
 
 
 def _gpt2_sizes(config: Config) -> Derived:
@@ -155,7 +203,7 @@ def _keys(*same: str, **other: str | tuple[str, ...]) -> dict[str, tuple[str, ..
 
 _BLOCK = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "tie_word_embeddings", "rope_theta",
+    "tie_word_embeddings", "rope_theta", "partial_rotary_factor",
 )  # fmt: skip
 _DENSE = _keys(*_BLOCK, "intermediate_size")
 _MOE = _keys("num_experts_per_tok", "moe_intermediate_size", num_experts=("num_experts", "num_local_experts"))
@@ -182,6 +230,7 @@ _GEMMA_DEFAULTS = {
     "intermediate_size": 9216, "head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 4096,
 }  # fmt: skip
+_ERNIE_DEFAULTS = {"rope_theta": 5e5, "use_bias": False, "tie_word_embeddings": True}
 _QWEN_WINDOW = {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 4096}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -255,8 +304,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt_neox": Architecture(
         keys=_keys("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size",
-                   "tie_word_embeddings", rope_theta="rotary_emb_base"),
-        defaults=_sizes(44, 6144, 64, None, 50432, intermediate_size=24576, hidden_act="gelu", attention_bias=True),
+                   "tie_word_embeddings", rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
+        defaults=_sizes(44, 6144, 64, None, 50432, intermediate_size=24576, hidden_act="gelu", attention_bias=True,
+                        rotary_pct=0.25),
         derive=(_activation, _attention_bias),
         fixed={"bias": True, **_LAYERNORM, **_ROTARY},
     ),
@@ -288,12 +338,113 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "nemotron": Architecture(
         keys=_DENSE | _keys("mlp_bias"),
-        defaults=_sizes(32, 6144, 48, None, 256000, intermediate_size=24576, hidden_act="relu2", mlp_bias=False),
+        defaults=_sizes(32, 6144, 48, None, 256000, intermediate_size=24576, hidden_act="relu2", mlp_bias=False,
+                        partial_rotary_factor=0.5),
         derive=(_activation, _attention_bias),
         fixed={**_LAYERNORM, **_ROTARY},
+    ),
+    "gemma": Architecture(
+        keys=_DENSE,
+        defaults=_sizes(28, 3072, 16, 16, 256000, intermediate_size=24576, head_dim=256, tie_word_embeddings=True,
+                        hidden_act="gelu_pytorch_tanh"),
+        derive=(_activation, _attention_bias),
+        fixed=_ROTARY,
+    ),
+    "glm4": Architecture(
+        keys=_DENSE,
+        defaults=_sizes(40, 4096, 32, 2, 151552, intermediate_size=13696, head_dim=128, attention_bias=True,
+                        partial_rotary_factor=0.5),
+        derive=(_activation, _no_output_bias),
+        fixed={"post_norms": True, **_ROTARY},
+    ),
+    "glm4_moe": Architecture(
+        keys=_DENSE | _MOE | _keys("num_nextn_predict_layers", "first_k_dense_replace", num_experts="n_routed_experts",
+                                   qk_norm="use_qk_norm"),
+        defaults=_sizes(46, 4096, 96, 8, 151552, intermediate_size=10944, moe_intermediate_size=1408,
+                        n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=1,
+                        num_nextn_predict_layers=1, use_qk_norm=False, partial_rotary_factor=0.5),
+        derive=(_activation, _no_output_bias, _whole_heads, _glm_sizes),
+        fixed={"router_bias": True, **_ROTARY},
+    ),
+    "seed_oss": Architecture(
+        keys=_DENSE | _keys("mlp_bias"),
+        defaults=_sizes(64, 4096, 80, 8, 155136, intermediate_size=27648, head_dim=128, attention_bias=True),
+        derive=(_activation, _no_output_bias),
+        fixed=_ROTARY,
+    ),
+    "ernie4_5": Architecture(
+        keys=_DENSE | _keys(bias="use_bias"),
+        defaults=_sizes(18, 1024, 16, 2, 103424, intermediate_size=3072, head_dim=128) | _ERNIE_DEFAULTS,
+        derive=(_activation,),
+        fixed={"norm_bias": False, **_ROTARY},
+    ),
+    "ernie4_5_moe": Architecture(
+        keys=_DENSE | _keys("moe_intermediate_size", bias="use_bias", num_experts="moe_num_experts",
+                            num_experts_per_tok="moe_k"),
+        defaults=_sizes(28, 2560, 20, 4, 103424, intermediate_size=12288, moe_intermediate_size=1536, moe_k=6,
+                        moe_num_experts=64, moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1,
+                        moe_layer_interval=1) | _ERNIE_DEFAULTS,
+        derive=(_activation, _ernie_sizes, _moe_layers(_ernie_moe)),
+        fixed={"router_bias": True, "norm_bias": False, **_ROTARY},
+    ),
+    "smollm3": Architecture(
+        keys=_DENSE | _keys("mlp_bias"),
+        defaults=_sizes(36, 2048, 16, 4, 128256, intermediate_size=11008, tie_word_embeddings=True, rope_theta=2e6,
+                        use_sliding_window=False),
+        derive=(_activation, _attention_bias, _window(_qwen_full)),
+        fixed=_ROTARY,
+    ),
+    "granite": Architecture(
+        keys=_DENSE | _keys("mlp_bias"),
+        defaults=_sizes(32, 4096, 32, None, 32000, intermediate_size=11008),
+        derive=(_activation, _attention_bias),
+        fixed=_ROTARY,
+    ),
+    "granitemoe": Architecture(
+        keys=_keys(*_BLOCK) | _MOE | _keys(moe_intermediate_size="intermediate_size"),
+        defaults=_sizes(32, 4096, 32, None, 32000, intermediate_size=11008, num_local_experts=8, num_experts_per_tok=2),
+        derive=(_activation, _attention_bias),
+        fixed=_ROTARY,
+    ),
+    "exaone4": Architecture(
+        keys=_DENSE,
+        defaults=_sizes(32, 4096, 32, 32, 102400, intermediate_size=16384, sliding_window=4096),
+        derive=(_activation, _window(_every("sliding_window_pattern", 4))),
+        fixed={"qk_norm": True, **_ROTARY},
+    ),
+    "arcee": Architecture(
+        keys=_DENSE | _keys("mlp_bias"),
+        defaults=_sizes(32, 2560, 32, None, 32000, intermediate_size=18432, hidden_act="relu2"),
+        derive=(_activation, _attention_bias),
+        fixed={"gated_mlp": False, **_ROTARY},
+    ),
+    "starcoder2": Architecture(
+        keys=_DENSE | _keys(bias="use_bias"),
+        defaults=_sizes(30, 3072, 24, 2, 49152, intermediate_size=12288, hidden_act="gelu_pytorch_tanh", use_bias=True,
+                        tie_word_embeddings=True),
+        derive=(_activation, _window(_never)),
+        fixed={**_LAYERNORM, **_ROTARY},
+    ),
+    "stablelm": Architecture(
+        keys=_DENSE,
+        defaults=_sizes(32, 2560, 32, 32, 50304, intermediate_size=6912, partial_rotary_factor=0.25),
+        derive=(_activation, _stablelm_norms),
+        fixed={**_LAYERNORM, "gated_mlp": True, **_ROTARY},
+    ),
+    "opt": Architecture(
+        keys=_keys("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "tie_word_embeddings",
+                   intermediate_size="ffn_dim", bias="enable_bias"),
+        defaults={"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 50272,
+                  "ffn_dim": 3072, "max_position_embeddings": 2048, "activation_function": "relu", "enable_bias": True,
+                  "tie_word_embeddings": True},
+        derive=(_opt_sizes,),
+        fixed={"position_embedding": "learned", **_LAYERNORM},
     ),
 }  # fmt: skip
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Models that call a known architecture by their own name."""
-WRAPPERS = {"gemma3": "gemma3_text"}
+WRAPPERS = {
+    "gemma3": "gemma3_text", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe", "kimi_k25": "deepseek_v3",
+    "mistral3": "mistral",
+}  # fmt: skip
 """Multimodal configs whose language model stands under text_config."""

@@ -63,11 +63,12 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
 
 
 def _rotary_base(config: Config) -> Config:
-    """rope_theta as transformers 5 writes it: in rope_parameters, or in those of full attention."""
+    """Rotary settings as transformers 5 writes them: in rope_parameters, or in those of full attention."""
     stated = config.get("rope_parameters")
     if isinstance(stated, dict) and isinstance(stated.get("full_attention"), dict):
         stated = stated["full_attention"]
-    return {"rope_theta": stated["rope_theta"]} if isinstance(stated, dict) and "rope_theta" in stated else {}
+    names = ("rope_theta", "partial_rotary_factor")
+    return {name: stated[name] for name in names if name in stated} if isinstance(stated, dict) else {}
 
 
 def _first(keys: tuple[str, ...], config: Config) -> str | None:

@@ -114,6 +114,8 @@ class ModelSpec(Spec):
     """Given none: learned where max_position_embeddings is set and the MLP is not gated, else rope where it is."""
     rope_theta: PositiveFloat | None = None
     """Base of the rotary frequencies: no size and no price depends on it, a trainer's configuration does."""
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    """Share of every head that is rotated; likewise."""
     max_position_embeddings: PositiveInt | None = None
     """Rows of a learned position table; without meaning for the others."""
     sliding_window: PositiveInt | None = None

@@ -10,6 +10,7 @@ import yaml
 from layouts import SIZES, expressible, some_layout
 
 from planner.export.arguments import argv
+from planner.export.bridge import bridge_overrides
 from planner.export.megatron import environment, forbidden_environment, megatron_arguments
 from planner.export.megatron_runtime import precision
 from planner.export.megatron_target import export_megatron
@@ -89,6 +90,15 @@ def test_latent_attention_experts_and_mtp(planned: Planned) -> None:
     }.items():  # fmt: skip
         assert arguments[option] == value, option
     assert "--group-query-attention" not in arguments
+
+
+def test_heads_that_are_rotated_in_part(planned: Planned) -> None:
+    plan = planned("glm-4.5-air", 64, ep=8, pp=2)
+    arguments = megatron_arguments(plan)
+    assert arguments["--rotary-percent"] == 0.5
+    assert arguments["--add-qkv-bias"] is True
+    assert "--rotary-percent" not in megatron_arguments(planned("llama-3.1-8b", 8))
+    assert bridge_overrides(plan)["model.rotary_percent"] == 0.5
 
 
 def test_gpt_with_biases_and_learned_positions(planned: Planned) -> None:

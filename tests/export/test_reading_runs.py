@@ -157,6 +157,7 @@ def test_parallelism(options: str, expected: dict[str, Any]) -> None:
         ("--position-embedding-type rope", {"rope_theta": 10000}),
         ("--position-embedding-type rope --rotary-base 500000", {"rope_theta": 500000}),
         ("--position-embedding-type rope --rotary-base $UNSET", {"rope_theta": None}),
+        ("--position-embedding-type rope --rotary-percent 0.5", {"partial_rotary_factor": 0.5}),
         ("--position-embedding-type none", {"position_embedding": "none"}),
         ("--window-size 127,0 --window-attn-skip-freq 2", {"sliding_window": 128, "sliding_window_pattern": 2}),
         ("--num-experts 8 --moe-ffn-hidden-size 1024", {"intermediate_size": None}),

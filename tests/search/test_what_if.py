@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from planner.plan import Plan
+from planner.search.search import evaluate
 from planner.search.what_if import Case, WhatIf, other_assumptions, other_limits, outcome
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.trainers import load_runtime
-from planner.specs.training import SearchLimits, TrainingSpec
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 
 
 def _case(model: str = "8b", runtime: str = "megatron", num_gpus: int = 16) -> Case:
@@ -74,3 +75,16 @@ def test_only_assumptions_that_a_job_makes_are_changed() -> None:
     assert sparse - dense == {"moe_imbalance", "expert_parallel_overlap"}
     assert "data_parallel_overlap" not in eager
     assert "network" not in {other.name for other in other_assumptions(_case(num_gpus=8))}
+    assert "host" in dense
+    replayed = replace(_case(), runtime=load_runtime("megatron").model_copy(update={"cuda_graphs": True}))
+    assert "host" not in {other.name for other in other_assumptions(replayed)}
+
+
+def test_waits_for_the_host_are_told_where_layers_are_small() -> None:
+    layout = Parallelism(tp=8, micro_batch_size=1)
+    for name, seq_length, waits in (("llama-3.2-1b", 2048, True), ("llama-3.1-405b", 8192, False)):
+        cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+        plan = evaluate(load_model(name), cluster, TrainingSpec(seq_length=seq_length, global_batch_size=8), layout)
+        told = [line for line in plan.assumptions if "cuda_graphs=true" in line]
+        assert bool(told) == waits, name
+        assert all(line.startswith("-") for line in told)

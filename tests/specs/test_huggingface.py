@@ -39,6 +39,72 @@ COUNTS = {
     "phi-3-mini-4k": 3_821_079_552,
     "minitron-4b": 4_190_509_056,
 }
+VARIED: dict[str, tuple[dict[str, Any], int]] = {
+    # what transformers 5.23 builds with these keys changed, correction biases of routers added
+    "glm-4.5": (
+        {"model_type": "glm4_moe", "hidden_size": 5120, "num_hidden_layers": 92, "head_dim": 128,
+         "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 160, "first_k_dense_replace": 3,
+         "use_qk_norm": True, "attention_bias": True},
+        352_797_814_784 + 89 * 160,
+    ),
+    "glm-4-32b": (
+        {"model_type": "glm4", "hidden_size": 6144, "num_hidden_layers": 61, "intermediate_size": 23040,
+         "num_attention_heads": 48, "attention_bias": False},
+        32_566_081_536,
+    ),
+    "seed-oss": (
+        {"model_type": "seed_oss", "hidden_size": 5120, "attention_out_bias": True, "mlp_bias": True}, 36_155_298_816,
+    ),
+    "granite-3.3-8b": (
+        {"model_type": "granite", "num_hidden_layers": 40, "intermediate_size": 12800, "num_key_value_heads": 8,
+         "vocab_size": 49159, "tie_word_embeddings": True},
+        8_170_864_640,
+    ),
+    "granite": (
+        {"model_type": "granite", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 8}, 5_934_272_512,
+    ),
+    "granite-3b-a800m": (
+        {"model_type": "granitemoe", "hidden_size": 1536, "intermediate_size": 512, "num_attention_heads": 24,
+         "num_key_value_heads": 8, "num_local_experts": 40, "num_experts_per_tok": 8, "vocab_size": 49155,
+         "tie_word_embeddings": True},
+        3_298_793_472,
+    ),
+    "ernie-4.5-300b": (
+        {"model_type": "ernie4_5_moe", "hidden_size": 8192, "num_hidden_layers": 54, "intermediate_size": 28672,
+         "num_attention_heads": 64, "num_key_value_heads": 8, "moe_intermediate_size": 3584, "moe_k": 8,
+         "moe_num_shared_experts": 0, "moe_layer_start_index": 3, "moe_layer_end_index": 53,
+         "tie_word_embeddings": False},
+        299_484_163_264,
+    ),
+    "ernie": ({"model_type": "ernie4_5", "use_bias": True}, 360_941_568),
+    "starcoder2-15b": (
+        {"model_type": "starcoder2", "hidden_size": 6144, "num_hidden_layers": 40, "intermediate_size": 24576,
+         "num_attention_heads": 48, "num_key_value_heads": 4, "sliding_window": 4096},
+        15_655_899_136,
+    ),
+    "stablelm-2-1.6b": (
+        {"model_type": "stablelm", "hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 5632,
+         "vocab_size": 100352, "use_qkv_bias": True},
+        1_644_515_328,
+    ),
+    "opt-1.3b": (
+        {"model_type": "opt", "hidden_size": 2048, "num_hidden_layers": 24, "ffn_dim": 8192, "num_attention_heads": 32,
+         "word_embed_proj_dim": 2048},
+        1_315_758_080,
+    ),
+    "gemma-2b": (
+        {"model_type": "gemma", "hidden_size": 2048, "num_hidden_layers": 18, "intermediate_size": 16384,
+         "num_attention_heads": 8, "num_key_value_heads": 1},
+        2_506_172_416,
+    ),
+    "afm-4.5b": (
+        {"model_type": "arcee", "num_hidden_layers": 36, "num_attention_heads": 20, "num_key_value_heads": 4,
+         "head_dim": 128, "vocab_size": 128004},
+        4_619_184_640,
+    ),
+    "smollm3": ({"model_type": "smollm3", "num_hidden_layers": 12, "attention_bias": True}, 1_200_207_872),
+    "exaone-4": ({"model_type": "exaone4"}, 9_429_069_824),
+}  # fmt: skip
 ALSO_SHIPPED = {
     "llama-3.1-8b", "mixtral-8x7b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-neox-20b",
     "gpt-oss-20b", "gemma-3-27b",
@@ -69,7 +135,41 @@ def failure(data: dict[str, Any]) -> SpecError:
 
 def test_every_architecture_has_a_published_config() -> None:
     used = {config(name)["model_type"] for name in COUNTS}
-    assert used - {"gemma3"} == set(ARCHITECTURES)
+    varied = {data["model_type"] for data, _ in VARIED.values()}
+    assert used - {"gemma3"} | varied == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_every_switch_of_an_architecture_is_read(name: str) -> None:
+    data, total = VARIED[name]
+    assert count(from_config(data, "config.json")) == total
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before: norms"),
+        ({"model_type": "opt", "word_embed_proj_dim": 512}, "word_embed_proj_dim: a projection"),
+        ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm: a norm of its own"),
+        ({"model_type": "glm4_moe", "num_attention_heads": 0}, "num_attention_heads: 0 must be greater"),
+        ({"model_type": "ernie4_5_moe", "moe_k": 65}, "moe"),
+    ],
+)
+def test_what_an_architecture_may_say_and_the_planner_may_not(data: dict[str, Any], message: str) -> None:
+    assert failure(data).message.startswith(f"config.json: {message}")
+
+
+def test_layers_of_a_switched_architecture() -> None:
+    ernie = from_config({"model_type": "ernie4_5_moe", "moe_layer_start_index": 3, "moe_layer_end_index": 27}, "x")
+    assert [kind.mlp for kind in ernie.layers] == ["dense"] * 3 + ["moe"] * 25
+    exaone = from_config({"model_type": "exaone4", "num_hidden_layers": 8}, "x")
+    assert [kind.attention for kind in exaone.layers] == ["sliding", "sliding", "sliding", "full"] * 2
+    assert from_config({"model_type": "glm4"}, "x").partial_rotary_factor == 0.5
+    assert from_config({"model_type": "gpt_neox", "rotary_pct": 1.0}, "x").partial_rotary_factor == 1.0
+    stated = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}
+    assert from_config({"model_type": "phi3", **stated}, "x").partial_rotary_factor == 0.75
+    inner = {"model_type": "qwen3_vl_text", "num_hidden_layers": 3}
+    assert from_config({"model_type": "qwen3_vl", "text_config": inner}, "x").qk_norm
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -123,6 +223,20 @@ def test_the_base_is_also_read_where_transformers_5_writes_it() -> None:
         ("gemma2", 2_614_341_888),
         ("gemma3_text", 2_628_658_432),
         ("phi3", 3_821_079_552),
+        ("gemma", 8_537_680_896),
+        ("glm4", 9_400_279_040),
+        ("glm4_moe", 103_481_200_640 + 45 * 128),  # and the router's correction biases, which are buffers there
+        ("seed_oss", 28_921_040_896),
+        ("ernie4_5", 360_748_032),
+        ("ernie4_5_moe", 21_825_437_888),
+        ("smollm3", 3_075_098_624),
+        ("granite", 6_738_415_616),
+        ("granitemoe", 37_039_116_288),
+        ("exaone4", 9_429_069_824),
+        ("arcee", 4_022_766_080),
+        ("starcoder2", 3_030_371_328),
+        ("stablelm", 2_795_443_200),
+        ("opt", 125_239_296),
     ],
 )
 def test_an_empty_config_is_the_model_that_transformers_builds_from_it(model_type: str, total: int) -> None:

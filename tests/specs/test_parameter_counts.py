@@ -37,6 +37,9 @@ PUBLISHED = {
     # by the configuration; the checkpoints hold something else besides (rotary tables, a vision encoder)
     "moonlight-16b": 15_960_110_208,
     "gemma-3-27b": 27_009_346_304,
+    "seed-oss-36b": 36_151_104_512,
+    "glm-4.5-air": 106_852_245_504 + 45 * 128,  # and the router's correction biases; without the prediction block
+    "glm-4.5": 352_797_814_784 + 89 * 160,
 }
 ROUNDED = {
     # SC'21 Table 1 and Korthikanti Table 3, in billions

@@ -19,7 +19,7 @@ MODEL_OPTIONS = names(
     --moe-router-topk --moe-layer-freq --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
     --moe-shared-expert-gate --moe-router-enable-expert-bias --multi-latent-attention --q-lora-rank
     --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --mtp-num-layers --window-size
-    --window-attn-skip-freq --softmax-type --rotary-base
+    --window-attn-skip-freq --softmax-type --rotary-base --rotary-percent
     """
 )
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -106,7 +106,12 @@ def _positions(options: Options) -> dict[str, Any]:
         raise SpecError(f"--position-embedding-type: {kind!r} is unknown", f"one of {', '.join(_POSITIONS)}")
     if position == "rope":
         base = " ".join(options.get("--rotary-base", ["10000"]))
-        return {"position_embedding": position, "rope_theta": int(base) if base.isdigit() else None}
+        share = " ".join(options.get("--rotary-percent", ["1.0"]))
+        return {
+            "position_embedding": position,
+            "rope_theta": int(base) if base.isdigit() else None,
+            "partial_rotary_factor": float(share) if re.fullmatch(r"[0-9.]+", share) else 1.0,
+        }
     if position != "learned":
         return {"position_embedding": position}
     return {"position_embedding": position, "max_position_embeddings": _size(options, "--max-position-embeddings")}
