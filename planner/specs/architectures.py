@@ -155,21 +155,19 @@ def _times(count: Any, size: Any) -> Any:
     return count * size if isinstance(count, int) and isinstance(size, int) else size
 
 
-def _deepseek_sizes(config: Config) -> Derived:
-    """Shared experts are one MLP as wide as all of them; heads are as wide as their values."""
-    shared = _times(config.get("n_shared_experts") or 0, config.get("moe_intermediate_size"))
-    return {"shared_expert_intermediate_size": shared, "head_dim": config.get("v_head_dim")}
+def _shared_experts(count: str) -> Callable[[Config], Derived]:
+    """Shared experts are one MLP as wide as all of them, whose number stands under `count`."""
+
+    def derive(config: Config) -> Derived:
+        width = _times(config.get(count) or 0, config.get("moe_intermediate_size"))
+        return {"shared_expert_intermediate_size": width}
+
+    return derive
 
 
-def _glm_sizes(config: Config) -> Derived:
-    """Shared experts are one MLP as wide as all of them."""
-    shared = _times(config.get("n_shared_experts") or 0, config.get("moe_intermediate_size"))
-    return {"shared_expert_intermediate_size": shared}
-
-
-def _ernie_sizes(config: Config) -> Derived:
-    shared = _times(config.get("moe_num_shared_experts") or 0, config.get("moe_intermediate_size"))
-    return {"shared_expert_intermediate_size": shared}
+def _latent_heads(config: Config) -> Derived:
+    """Heads are as wide as their values."""
+    return {"head_dim": config.get("v_head_dim")}
 
 
 def _opt_sizes(config: Config) -> Derived:
@@ -230,6 +228,7 @@ _GEMMA_DEFAULTS = {
     "intermediate_size": 9216, "head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 4096,
 }  # fmt: skip
+_SHARED = _shared_experts("n_shared_experts")
 _ERNIE_DEFAULTS = {"rope_theta": 5e5, "use_bias": False, "tie_word_embeddings": True}
 _QWEN_WINDOW = {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 4096}
 
@@ -283,7 +282,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         keys=_DEEPSEEK,
         defaults=_sizes(32, 4096, 32, None, 102400, intermediate_size=11008, moe_intermediate_size=1407,
                         n_routed_experts=64, n_shared_experts=2, first_k_dense_replace=0, **_DEEPSEEK_RANKS),
-        derive=(_activation, _attention_bias, _deepseek_sizes, _moe_layers(_deepseek_moe)),
+        derive=(_activation, _attention_bias, _SHARED, _latent_heads, _moe_layers(_deepseek_moe)),
         fixed=_ROTARY,
     ),
     "deepseek_v3": Architecture(
@@ -291,7 +290,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults=_sizes(61, 7168, 128, None, 129280, intermediate_size=18432, moe_intermediate_size=2048,
                         n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=3,
                         **_DEEPSEEK_RANKS),
-        derive=(_activation, _attention_bias, _deepseek_sizes, _moe_layers(_deepseek_moe)),
+        derive=(_activation, _attention_bias, _SHARED, _latent_heads, _moe_layers(_deepseek_moe)),
         fixed={"router_bias": True, **_ROTARY},
     ),
     "gpt2": Architecture(
@@ -363,7 +362,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults=_sizes(46, 4096, 96, 8, 151552, intermediate_size=10944, moe_intermediate_size=1408,
                         n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=1,
                         num_nextn_predict_layers=1, use_qk_norm=False, partial_rotary_factor=0.5),
-        derive=(_activation, _no_output_bias, _whole_heads, _glm_sizes),
+        derive=(_activation, _no_output_bias, _whole_heads, _SHARED),
         fixed={"router_bias": True, **_ROTARY},
     ),
     "seed_oss": Architecture(
@@ -384,7 +383,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults=_sizes(28, 2560, 20, 4, 103424, intermediate_size=12288, moe_intermediate_size=1536, moe_k=6,
                         moe_num_experts=64, moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1,
                         moe_layer_interval=1) | _ERNIE_DEFAULTS,
-        derive=(_activation, _ernie_sizes, _moe_layers(_ernie_moe)),
+        derive=(_activation, _shared_experts("moe_num_shared_experts"), _moe_layers(_ernie_moe)),
         fixed={"router_bias": True, "norm_bias": False, **_ROTARY},
     ),
     "smollm3": Architecture(
