@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,10 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.trainers import load_runtime
 from planner.specs.training import TrainingSpec
 from planner.specs.units import GIB
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell ignores Ctrl-C in what it starts in the background, and so would every process that a test interrupts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _stage(stage: int, pp: int, num_layers: int, first: int, total_gib: float, recompute: dict[str, int]) -> StagePlan:

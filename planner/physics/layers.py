@@ -77,6 +77,9 @@ def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: b
     # fused: bf16 logits are read and written once; else cast to fp32, read for maximum, sum and result, written, and
     # backward fills a gradient, reads it and the softmax, writes, and casts back to bf16
     passes = (2 * BF16, 2 * BF16) if runtime.fused_cross_entropy else (BF16 + 5 * FP32, BF16 + 5 * FP32)
+    if runtime.loss_in_place and not runtime.fused_cross_entropy:
+        # cast, maximum, shifted, exponentials, their sum, divided by it; scaled and cast back
+        passes = (BF16 + 9 * FP32, BF16 + 3 * FP32)
     return (
         Operator(
             name="head",

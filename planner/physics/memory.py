@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.physics.operators import BF16, INT64, NARROW_BYTES, Item, Operator, operators_of
+from planner.physics.operators import BF16, FP32, INT64, NARROW_BYTES, Item, Operator, operators_of
 from planner.physics.shape import Number, Shape
 from planner.specs.cluster import HardwareSpec
 from planner.specs.model import ModelSpec
@@ -145,8 +145,8 @@ def _working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
         blocks = BF16 * op.batch * op.kv_len * (op.kv_heads * (op.qk_dim + op.v_dim) + op.heads * op.v_dim)
         return np.maximum(backward, blocks * (np.asarray(op.kv_len) > op.q_len))
     if op.family == "loss":
-        # beside the softmax, as large: its gradient, and that of the logits
-        return 2 * op.saved_bytes()
+        # beside the softmax, as large: its gradient, and that of the logits; in place, a bf16 copy alone
+        return op.saved_bytes() * (BF16 / FP32 if runtime.loss_in_place else 2)
     return op.backward_bytes * 2 / 3 if op.working_bytes is None else op.working_bytes
 
 

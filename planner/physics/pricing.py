@@ -212,8 +212,8 @@ class Pricing:
         logits = next(op for op in operators_of(items) if op.name == "head")
         logits_bytes = BF16 * logits.m * logits.n
         if not self.runtime.fused_cross_entropy:
-            # fp32 gradients of the loss by the softmax and by the logits, beside the softmax kept
-            held = 2 * FP32 / BF16 * logits_bytes
+            # beside the softmax kept: fp32 gradients of the loss by it and by the logits, or the bf16 one alone
+            held = logits_bytes if self.runtime.loss_in_place else 2 * FP32 / BF16 * logits_bytes
             return replace(part, transient_bytes=np.maximum(part.transient_bytes, held), logits_bytes=held)
         # the gradient overwrites the logits, which live from the loss to the head's backward, this rank's next action;
         # beside them, the gathered input and its gradient, and gradients that are never filled

@@ -166,12 +166,12 @@ def default_counts(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
     """How trainers cut where they are told nothing: evenly, or evenly with embedding and head counted as layers.
 
     The ends count where only that makes the stages equal (Megatron's account_for_embedding/loss_in_pipeline_split).
-    Beside blocks of multi-token prediction stands what is left when all stages before are full, as in the layouts that
-    Megatron-Bridge's recipes write for DeepSeek-V3: 61 layers are 15 times 4 and 1, 7 times 8 and 5, or 1, 30 times 2
-    and none.
+    Beside blocks of multi-token prediction stands what is left when all stages before are full, unless all are equal:
+    so Megatron-Bridge's recipes cut DeepSeek-V3, 61 layers into 15 times 4 and 1, 7 times 8 and 5, or 1, 30 times 2 and
+    none.
     """
     layers, extra = model.num_hidden_layers, model.num_nextn_predict_layers
-    if extra and 1 < num_stages <= layers + 1:
+    if extra and layers % num_stages and 1 < num_stages <= layers + 1:
         full = next(n for n in range(1, layers + 1) if n * (num_stages - 1) + max(n - 1 - extra, 0) >= layers)
         over = full * (num_stages - 1) + max(full - 1 - extra, 0) - layers
         last = max(full - 1 - extra - over, 0)

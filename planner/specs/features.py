@@ -34,6 +34,7 @@ FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
         if value
         else {}
     ),
+    "dropout": _switch("dropout"),
     "dispatcher": lambda value: {"sends_tokens_once": value in ("flex", "deepep", "hybridep")},
     "ep_overlap": _fraction(("ep_overlap_fraction",), EP_OVERLAP),
     "fp8_output_proj": _switch("narrow_head"),

@@ -48,6 +48,9 @@ class RuntimeSpec(Spec):
     """Without: the sequence shard of the embedding is a view that keeps the whole output alive."""
     fused_cross_entropy: bool = True
     """Without: the loss makes fp32 copies of the logits."""
+    loss_in_place: bool = False
+    """Unfused, it makes one copy and overwrites it: shifted, exponentials, softmax, gradient (Megatron-LM,
+    tensor_parallel/cross_entropy.py)."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
     clips_gradients: bool = True

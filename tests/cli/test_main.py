@@ -244,7 +244,7 @@ def test_a_closed_pipe_is_quiet() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait() == 1
+        assert process.wait(timeout=60) == 1
 
 
 def test_ctrl_c_is_130_without_a_traceback() -> None:
@@ -254,7 +254,7 @@ def test_ctrl_c_is_130_without_a_traceback() -> None:
         process.stdin.flush()
         assert process.stdout.readline() == b"a\n"  # it is running, and waits for the next line
         process.send_signal(signal.SIGINT)
-        assert process.wait() == 130
+        assert process.wait(timeout=60) == 130
         assert process.stderr.read() == b""
 
 

@@ -169,6 +169,14 @@ def test_models(options: str, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "drops"),
+    [("", True), ("--hidden-dropout 0.1", True), ("--hidden-dropout 0.0", False), ("--hidden-dropout 0", False)],
+)
+def test_megatron_drops_a_tenth_unless_told_otherwise(options: str, drops: bool) -> None:
+    assert read(options).run["features"]["dropout"] is drops
+
+
+@pytest.mark.parametrize(
     ("options", "width"),
     [("", 16384), ("--swiglu", 10880), ("--ffn-hidden-size 512", 512), ("--moe-ffn-hidden-size 1024", 1024)],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from planner.profile.stages import measured_model
 from planner.profile.tables import read_table
+from planner.search.runs import parse_run
 from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
@@ -28,6 +29,32 @@ def test_allocated_memory_of_megatron_on_b200(row: Row) -> None:
 def test_allocated_memory_is_right_on_average() -> None:
     errors = [abs(one.memory_error) for one in evaluate_rows(B200) if one.memory_error is not None]
     assert sum(errors) / len(errors) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("layout", "gib"),
+    [
+        ({"tp": 1, "pp": 4, "vpp": 8, "micro_batch_size": 1}, 56.55),
+        ({"tp": 4, "pp": 1, "micro_batch_size": 2}, 53.22),
+    ],
+)
+def test_allocated_memory_of_megatron_on_h100(layout: dict[str, Any], gib: float) -> None:
+    """Its own tests gpt3_7b_tp1_pp4_memory_speed and gpt3_7b_tp4_pp1_memory_speed: mem-max-allocated-bytes of the last
+    rank on DGX H100 (golden_values_dev_dgx_h100.json). Unfused loss, dropout, no sequence parallelism."""
+    model = {
+        "name": "gpt3-7b", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 16384,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 131_073, "gated_mlp": False,
+        "norm": "layernorm", "bias": True, "position_embedding": "learned", "max_position_embeddings": 8192,
+    }  # fmt: skip
+    features = {
+        "overlap_grad_reduce": True, "overlap_param_gather": True, "cross_entropy_fusion": False, "dropout": True,
+        "flash_attention": True,
+    }  # fmt: skip
+    run = {"model": model, "hardware": "h100", "num_gpus": 8, "runtime": "megatron", "seq_length": 8192}
+    run |= {"global_batch_size": 8, "dtype": "bf16", "features": features}
+    run["parallelism"] = {"zero_stage": 1, "sequence_parallel": False, **layout}
+    last = parse_run({"run": run}).evaluate().stages[-1]
+    assert last.memory.peak_allocated_bytes / 2**30 == pytest.approx(gib, rel=0.015)
 
 
 BLOOM = [row for row in load_rows() if row.family == "bloom-prequel" and row.measured.peak_memory_gib]

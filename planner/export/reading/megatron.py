@@ -24,7 +24,7 @@ _IGNORED = re.compile(
     r"|moe-router-(load|score|group|num-groups|topk-scaling|bias|dtype|pre-softmax|enable|force|fusion)|moe-aux|moe-z"
     r"|moe-grouped|moe-permute|moe-use|mtp-loss|step-batch|rampup|calculate|te-rng|high-priority|nccl|enable-exp"
     r"|deterministic|one-logger|app-tag|use-persistent|local-rank|lazy|transformer-impl|attention-dropout"
-    r"|hidden-dropout|max-position|make-vocab|vocab-extra|micro-batch-size-per|bias-|masked-softmax|persist"
+    r"|max-position|make-vocab|vocab-extra|micro-batch-size-per|bias-|masked-softmax|persist"
     r"|optimizer$|wgrad|defer|align|ddp-|use-cpu|exp-avg|main-|use-precision|fp8-amax|fp8-margin|fp8-interval"
     r"|fp8-param|fp4-param|reuse-grad"
     r"|cross-entropy-fusion|moe-flex|moe-enable-deepep|moe-deepep|moe-shared-expert-overlap|use-tp-pp)"
@@ -76,6 +76,7 @@ _READ_ELSEWHERE = names(
     """
     --global-batch-size --seq-length --sequence-parallel --expert-tensor-parallel-size
     --use-distributed-optimizer --use-megatron-fsdp --use-custom-fsdp --data-parallel-sharding-strategy
+    --hidden-dropout
     --use-torch-fsdp2 --recompute-activations --num-distributed-optimizer-instances --bf16 --fp16 --fp8-format
     --fp8-recipe --fp4-format --fp4-recipe --fp8-hybrid --fp8-e4m3
     """
@@ -249,6 +250,8 @@ def _features(options: Options) -> dict[str, Any]:
     features: dict[str, Any] = {"overlap_grad_reduce": False, "overlap_param_gather": False}
     features["cross_entropy_fusion"] = "--cross-entropy-loss-fusion" in options
     features["tp_comm_overlap"] = features["ep_overlap"] = features["cuda_graph"] = False
+    # Megatron-LM drops a tenth unless told otherwise
+    features["dropout"] = " ".join(options.get("--hidden-dropout", ["0.1"])).strip("0.") != ""
     if "--num-experts" in options:
         features["dispatcher"] = "allgather"
     features |= {name: value for option, (name, value) in _SWITCHES.items() if option in options}
