@@ -41,6 +41,7 @@ FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "fp32_grad_accum": lambda value: dict.fromkeys(
         ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes"), 4 if value else 2
     ),
+    "gradient_accumulation_fusion": _switch("fused_grad_accumulation"),
     "moe_capacity_factor": lambda value: _CAPACITY if value else {},
     "moe_token_drop": lambda value: _CAPACITY if value else {},
     "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),

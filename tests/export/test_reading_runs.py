@@ -176,6 +176,12 @@ def test_megatron_drops_a_tenth_unless_told_otherwise(options: str, drops: bool)
     assert read(options).run["features"]["dropout"] is drops
 
 
+def test_weight_gradients_that_are_not_added_by_their_product() -> None:
+    imported = read("--no-gradient-accumulation-fusion")
+    assert imported.run["features"]["gradient_accumulation_fusion"] is False
+    assert imported.unknown == {}
+
+
 @pytest.mark.parametrize(
     ("options", "width"),
     [("", 16384), ("--swiglu", 10880), ("--ffn-hidden-size 512", 512), ("--moe-ffn-hidden-size 1024", 1024)],

@@ -65,6 +65,7 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "--grad-reduce-in-bf16": ("fp32_grad_accum", False),
     "--no-overlap-p2p-communication": ("p2p_overlap", False),
     "--use-flash-attn": ("flash_attention", True),
+    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
 }
 _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--cuda-graph-impl": ("cuda_graph", lambda value: value if value == "transformer_engine" else value != "none"),
