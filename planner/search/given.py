@@ -172,11 +172,11 @@ def default_counts(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
     """
     layers, extra = model.num_hidden_layers, model.num_nextn_predict_layers
     if extra and layers % num_stages and 1 < num_stages <= layers + 1:
-        full = next(n for n in range(1, layers + 1) if n * (num_stages - 1) + max(n - 1 - extra, 0) >= layers)
-        over = full * (num_stages - 1) + max(full - 1 - extra, 0) - layers
-        last = max(full - 1 - extra - over, 0)
-        short = full * (num_stages - 1) + last - layers
-        return (*[full - 1] * short, *[full] * (num_stages - 1 - short), last)
+        before = num_stages - 1
+        full = next(n for n in range(1, layers + 1) if n * before + max(n - 1 - extra, 0) >= layers)
+        last = max(layers - full * before, 0)
+        short = max(full * before - layers, 0)
+        return (*[full - 1] * short, *[full] * (before - short), last)
     for first, last in ((0, 0), (1, 1), (0, 1), (1, 0)):
         per_stage, left = divmod(layers + first + last, num_stages)
         if left == 0 and per_stage >= max(first, last) and num_stages > 1:
