@@ -10,9 +10,10 @@ from planner.physics.pricing import Pricing
 from planner.search.pipeline import step_s
 from planner.search.split import Split
 from planner.specs.cluster import ClusterSpec
+from planner.specs.features import EP_OVERLAP
 
-STRAGGLER, IMBALANCE, EP_OVERLAP, NETWORK = 0.1, 0.5, 0.8, 0.5
-"""How far assumptions are moved: a slow rank, a full expert, hidden exchanges, a slow network."""
+STRAGGLER, IMBALANCE, NETWORK = 0.1, 0.5, 0.5
+"""How far assumptions are moved: a slow rank, a full expert, a slow network."""
 TOLD_FRACTION = 0.02
 """An assumption that moves the step by less is not worth a line."""
 
