@@ -231,14 +231,15 @@ _GEMMA_DEFAULTS = {
 _SHARED = _shared_experts("n_shared_experts")
 _ERNIE_DEFAULTS = {"rope_theta": 5e5, "use_bias": False, "tie_word_embeddings": True}
 _QWEN_WINDOW = {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 4096}
+_LLAMA = Architecture(
+    keys=_DENSE | _keys("mlp_bias"),
+    defaults=_sizes(32, 4096, 32, None, 32000, intermediate_size=11008),
+    derive=(_activation, _attention_bias),
+    fixed=_ROTARY,
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(
-        keys=_DENSE | _keys("mlp_bias"),
-        defaults=_sizes(32, 4096, 32, None, 32000, intermediate_size=11008),
-        derive=(_activation, _attention_bias),
-        fixed=_ROTARY,
-    ),
+    "llama": _LLAMA,
     "mistral": Architecture(
         keys=_DENSE,
         defaults=_sizes(32, 4096, 32, 8, 32000, intermediate_size=14336, sliding_window=4096),
@@ -393,12 +394,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         derive=(_activation, _attention_bias, _window(_qwen_full)),
         fixed=_ROTARY,
     ),
-    "granite": Architecture(
-        keys=_DENSE | _keys("mlp_bias"),
-        defaults=_sizes(32, 4096, 32, None, 32000, intermediate_size=11008),
-        derive=(_activation, _attention_bias),
-        fixed=_ROTARY,
-    ),
+    "granite": _LLAMA,
     "granitemoe": Architecture(
         keys=_keys(*_BLOCK) | _MOE | _keys(moe_intermediate_size="intermediate_size"),
         defaults=_sizes(32, 4096, 32, None, 32000, intermediate_size=11008, num_local_experts=8, num_experts_per_tok=2),
