@@ -8,15 +8,8 @@ from pathlib import PurePath
 from pydantic import ValidationError
 
 from planner.errors import SpecError
-from planner.specs.architectures import (
-    ARCHITECTURES,
-    SAME_AS,
-    WRAPPERS,
-    Architecture,
-    Config,
-    Derived,
-    InexpressibleError,
-)
+from planner.specs.architectures import ARCHITECTURES, SAME_AS, WRAPPERS, Architecture
+from planner.specs.derivations import Config, Derived, InexpressibleError
 from planner.specs.model import MLASpec, ModelSpec, MoESpec
 from planner.specs.problems import nearest, spec_error
 from planner.specs.reading import kind_of

@@ -1,0 +1,180 @@
+"""What a Hugging Face config says of a model in a roundabout way, worked out field by field.
+
+Each function takes the config of one `model_type` and returns fields of a ModelSpec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+Derived = dict[str, Any]
+
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "gelu": "gelu", "gelu_new": "gelu",
+    "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu",
+}  # fmt: skip
+_MAX_LAYERS = 10_000
+"""What ModelSpec allows; keeps a nonsense layer count from becoming a list of that length here."""
+
+
+class InexpressibleError(Exception):
+    """A pattern of layers that ModelSpec has no field for."""
+
+
+def _num_layers(config: Config) -> int:
+    layers = config.get("num_hidden_layers")
+    return min(layers, _MAX_LAYERS) if isinstance(layers, int) else 0
+
+
+def activation(config: Config) -> Derived:
+    given = next((config[key] for key in ("hidden_activation", "hidden_act") if config.get(key) is not None), None)
+    return {"activation": _ACTIVATIONS.get(given, given) if isinstance(given, str) else given}
+
+
+def attention_bias(config: Config) -> Derived:
+    """One switch for all four projections."""
+    return {"attention_bias": "all" if config.get("attention_bias") else "none"}
+
+
+def qkv_bias(config: Config) -> Derived:
+    """Queries, keys and values only (Qwen2)."""
+    return {"attention_bias": "qkv" if config.get("qkv_bias", True) else "none"}
+
+
+def no_output_bias(config: Config) -> Derived:
+    """Queries, keys and values only, unless a switch of its own says otherwise (GLM-4, Seed-OSS)."""
+    inner, output = config.get("attention_bias"), config.get("attention_out_bias")
+    return {"attention_bias": "all" if inner and output else "qkv" if inner else "none"}
+
+
+def whole_heads(config: Config) -> Derived:
+    """Heads as wide as hidden_size holds whole ones, where they are given no width."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    known = config.get("head_dim") is not None or not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0)
+    return {} if known else {"head_dim": hidden // heads}  # type: ignore[operator]
+
+
+def window(is_full: Callable[[Config, int], bool]) -> Callable[[Config], Derived]:
+    """Which layers slide, by `layer_types` where the config lists them and else by the architecture's rule."""
+
+    def derive(config: Config) -> Derived:
+        window, types = config.get("sliding_window"), config.get("layer_types")
+        if not window:
+            return {}
+        if isinstance(types, list):
+            if len(types) != config.get("num_hidden_layers"):
+                raise InexpressibleError(
+                    f"layer_types: {len(types)} entries for {config.get('num_hidden_layers')} layers"
+                )
+            full = [kind == "full_attention" for kind in types[:_MAX_LAYERS]]
+        else:
+            full = [is_full(config, layer) for layer in range(_num_layers(config))]
+        if full and all(full):
+            return {}
+        every = full.index(True) + 1 if True in full else None
+        if every is not None and full != [(layer + 1) % every == 0 for layer in range(len(full))]:
+            raise InexpressibleError("layer_types: full attention on layers that are not every n-th")
+        return {"sliding_window": window, "sliding_window_pattern": every}
+
+    return derive
+
+
+def never(config: Config, layer: int) -> bool:
+    """Every layer slides."""
+    return False
+
+
+def every(key: str, default: int) -> Callable[[Config, int], bool]:
+    """Every n-th layer attends to everything, n given under `key`."""
+
+    def is_full(config: Config, layer: int) -> bool:
+        every = config.get(key, config.get(f"_{key}", default))
+        return isinstance(every, int) and every > 0 and (layer + 1) % every == 0
+
+    return is_full
+
+
+def qwen_full(config: Config, layer: int) -> bool:
+    """Layers from max_window_layers on slide, and none does unless use_sliding_window says so."""
+    first = config.get("max_window_layers")
+    return not config.get("use_sliding_window") or not isinstance(first, int) or layer < first
+
+
+def moe_layers(is_moe: Callable[[Config, int], bool]) -> Callable[[Config], Derived]:
+    """Which layers are MoE, as first_k_dense_replace and moe_layer_freq."""
+
+    def derive(config: Config) -> Derived:
+        layers = [layer for layer in range(_num_layers(config)) if is_moe(config, layer)]
+        if not layers:
+            return {"first_k_dense_replace": _num_layers(config)}
+        freq = layers[1] - layers[0] if len(layers) > 1 else 1
+        first = layers[0] - freq + 1
+        if first < 0 or layers != list(range(layers[0], _num_layers(config), freq)):
+            raise InexpressibleError("the MoE layers are not every n-th after the first few")
+        return {"first_k_dense_replace": first, "moe_layer_freq": freq}
+
+    return derive
+
+
+def qwen_moe(config: Config, layer: int) -> bool:
+    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
+    is_dense = isinstance(dense, list) and layer in dense
+    return isinstance(step, int) and step > 0 and (layer + 1) % step == 0 and not is_dense
+
+
+def deepseek_moe(config: Config, layer: int) -> bool:
+    first, freq = config.get("first_k_dense_replace"), config.get("moe_layer_freq", 1)
+    return isinstance(first, int) and isinstance(freq, int) and freq > 0 and layer >= first and layer % freq == 0
+
+
+def ernie_moe(config: Config, layer: int) -> bool:
+    first, last, step = (config.get(f"moe_layer_{key}") for key in ("start_index", "end_index", "interval"))
+    if not (isinstance(first, int) and isinstance(last, int) and isinstance(step, int) and step > 0):
+        return False
+    return first <= layer and (last < 0 or layer <= last) and (layer + 1) % step == 0
+
+
+def _times(count: Any, size: Any) -> Any:
+    """Their product; what is no integer is left for ModelSpec to complain of."""
+    return count * size if isinstance(count, int) and isinstance(size, int) else size
+
+
+def shared_experts(count: str) -> Callable[[Config], Derived]:
+    """Shared experts are one MLP as wide as all of them, whose number stands under `count`."""
+
+    def derive(config: Config) -> Derived:
+        width = _times(config.get(count) or 0, config.get("moe_intermediate_size"))
+        return {"shared_expert_intermediate_size": width}
+
+    return derive
+
+
+def latent_heads(config: Config) -> Derived:
+    """Heads are as wide as their values."""
+    return {"head_dim": config.get("v_head_dim")}
+
+
+def opt_sizes(config: Config) -> Derived:
+    """Positions count from 2."""
+    if config.get("do_layer_norm_before") is False:
+        raise InexpressibleError("do_layer_norm_before: norms after attention and MLP alone")
+    if config.get("word_embed_proj_dim") not in (None, config.get("hidden_size")):
+        raise InexpressibleError("word_embed_proj_dim: a projection between embedding and layers")
+    positions = config.get("max_position_embeddings")
+    rows = positions + 2 if isinstance(positions, int) else positions
+    return {"max_position_embeddings": rows, **activation({"hidden_act": config.get("activation_function")})}
+
+
+def stablelm_norms(config: Config) -> Derived:
+    if config.get("qk_layernorm"):
+        raise InexpressibleError("qk_layernorm: a norm of its own for each head")
+    return {"attention_bias": "qkv" if config.get("use_qkv_bias") else "none"}
+
+
+def gpt2_sizes(config: Config) -> Derived:
+    """The MLP is four times as wide as the model unless n_inner says otherwise."""
+    inner = config.get("n_inner")
+    width = _times(4, config.get("n_embd")) if inner is None else inner
+    return {"intermediate_size": width, **activation({"hidden_act": config.get("activation_function")})}
