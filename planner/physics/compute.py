@@ -55,7 +55,10 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
         forward_s, dgrad_s, wgrad_s = gemm_s(
             op, hardware, dtype if op.is_cast else "bf16", runtime.groups_products, gradient_bytes
         )
-        forward, backward = forward * efficiency.gemm_factor, backward * efficiency.gemm_factor
+        slow = efficiency.gemm_factor
+        if op.is_cast and _is_narrow(hardware, dtype):
+            slow *= runtime.narrow_factor
+        forward, backward = slow * forward, slow * backward
         cast = cast_s(op, hardware, dtype, runtime)
         return PassSeconds(forward * forward_s + cast.forward_s, backward * dgrad_s + cast.dgrad_s, backward * wgrad_s)
     if op.kind == "attention":

@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 
 _RATE = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*Gb/s\b[^(;]*?\bper (node|GPU)\b", re.IGNORECASE)
 _BITS_PER_BYTE = 8
-FP32_BYTES = 4
 
 
 class RunSpec(Spec):
@@ -53,7 +52,8 @@ class RunSpec(Spec):
     inter_node: str | None = None
     """Description; a rate per node or GPU in it replaces the profile's network rate."""
     precision_recipe: str | None = None
-    """Description; bf16 in it means fp32 gradients, and fp16 that what `dtype` calls 16 bits are of that kind."""
+    """`bf16`: fp32 gradients. `fp16`: what `dtype` calls 16 bits are of that kind. `fp8-tensorwise`, `fp8-rowwise`:
+    what shares a scale. Anything else is description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     model = _model(spec.model, f"{where}: run: model")
     used = {**spec.features, "precision_recipe": spec.precision_recipe}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
-    runtime, unknown = dated.with_features({**unsaid_features(spec.runtime, hardware, model), **spec.features})
-    if spec.precision_recipe == "bf16":
-        # gradients of bf16 training are summed in fp32; the mixed precision of older trainers was fp16
-        runtime = runtime.model_copy(update={"gradient_bytes": FP32_BYTES})
+    runtime, unknown = dated.with_features({**unsaid_features(spec.runtime, hardware, model), **used})
     return Run(
         id=run_id,
         model=model,

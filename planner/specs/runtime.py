@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from planner.errors import Unsupported
-from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Spec
+from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from planner.specs.features import FEATURES, NOT_MODELLED
 
 
@@ -67,6 +67,8 @@ class RuntimeSpec(Spec):
     """Dropout after attention and MLP keeps a one-byte mask."""
     casts_weights: bool = False
     """Weights are cast to 8 bits in every pass, since ZeRO-3 gathers them anew; else once a step."""
+    narrow_factor: PositiveFloat = 1.0
+    """Seconds of 8- and 4-bit products are multiplied by this: what its kernels lose to Transformer Engine's."""
     # bytes per parameter
     weight_bytes: PositiveInt = 2
     """Of the weights a rank keeps; 4 where the sharded weights are the fp32 masters themselves (FSDP2)."""
@@ -127,6 +129,9 @@ class RuntimeSpec(Spec):
     """Of the window behind the last micro-batch's backward."""
     parameter_overlap_fraction: Fraction = 0.9
     """Of the window behind the first micro-batch's forward."""
+    contention_fraction: Fraction = 0.3
+    """Of an exchange of gradients or weights, what a step takes longer though compute hides it: its kernels take SMs
+    and memory bandwidth from those that they run beside."""
     fsdp_overlap_fraction: Fraction = 0.9
     """Of a micro-batch's compute: what ZeRO-3 hides its gathers and reductions behind."""
     fsdp_rate_fraction: Fraction = 1.0

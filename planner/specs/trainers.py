@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from planner.errors import SpecError
+from planner.specs.features import ROWWISE
 from planner.specs.registry import nearest
 from planner.specs.runtime import RuntimeSpec
 
@@ -21,6 +22,7 @@ _TORCHTITAN: dict[str, Any] = {
     "keeps_gathered_keys": True,
     "weights_expert_outputs": True,
     "has_torch_stages": True,
+    "narrow_factor": ROWWISE,
     "fused_projections": False,
     "casts_weights": True,
     "selective_recompute_modules": ("op",),
@@ -43,10 +45,12 @@ _TORCHTITAN_BEFORE_2026: dict[str, Any] = {
     "cp_comm_type": "p2p",
     "keeps_gathered_keys": False,
     "balances_context": False,
+    "narrow_factor": 1.0,
 }
 """torch's own attention: keys repeated until January 2026 (pull request 2259), and taken block by block over ranks that
 share a sequence. Its report of 2024 slows down over cp 1, 2, 4, 8 as if parts were dealt in order (tables 2 and 6),
-although the code deals heads with tails."""
+although the code deals heads with tails. Until February 2026 an 8-bit recipe meant one scale a tensor; now there are
+rows and blocks alone."""
 
 _BEFORE_FLASH: dict[str, Any] = {
     "architectures": ("volta", "ampere"),

@@ -136,3 +136,15 @@ def test_a_head_in_eight_bits_is_faster_where_products_are_narrow() -> None:
     assert narrow.forward_s < 0.75 * wide.forward_s
     in_bf16 = (priced("bf16", "gb200", narrow_head=on).table(SHAPE, ("none",)).head for on in (False, True))
     assert len({part.forward_s for part in in_bf16}) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_trainers_own_narrow_kernels_slow_narrow_products_alone(dtype: str) -> None:
+    product = Operator(name="x", kind="gemm", m=8192, n=4096, k=4096, parameters=4096 * 4096, modules=())
+    hardware, times = load_hardware("h100"), []
+    for factor in (1.0, 1.5):
+        runtime = MEGATRON.model_copy(update={"narrow_factor": factor, "casts_weights": False})
+        seconds = compute.operator_seconds(product, hardware, dtype, runtime)
+        cast = compute.cast_s(product, hardware, dtype, runtime)
+        times.append(seconds.forward_s - cast.forward_s)
+    assert times[1] == pytest.approx(times[0] * (1.5 if dtype == "fp8" else 1.0))

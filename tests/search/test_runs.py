@@ -134,6 +134,20 @@ def test_fp16_in_the_recipe_is_the_dtype() -> None:
     assert parsed().training.dtype == "bf16"
 
 
+@pytest.mark.parametrize(("recipe", "factor"), [("fp8-tensorwise", 1.0), ("fp8-rowwise", 1.45), (None, 1.45)])
+def test_scales_by_rows_cost_torchtitan_speed_and_are_what_it_has_today(recipe: str | None, factor: float) -> None:
+    run = parsed(runtime="torchtitan", dtype="fp8", hardware="b200", precision_recipe=recipe)
+    assert run.runtime.narrow_factor == factor
+    dated = parsed(runtime="torchtitan", dtype="fp8", hardware="h100", precision_recipe=recipe).runtime
+    assert dated.narrow_factor == (factor if recipe else 1.0)
+    assert parsed(dtype="fp8").runtime.narrow_factor == 1.0
+
+
+def test_bf16_in_the_recipe_means_wide_gradients() -> None:
+    assert parsed(runtime="megatron-2021", hardware="a100", precision_recipe="bf16").runtime.gradient_bytes == 4
+    assert parsed(runtime="megatron-2021", hardware="a100").runtime.gradient_bytes == 2
+
+
 OSS: dict[str, Any] = {
     "name": "GPT-OSS-120B", "num_hidden_layers": 36, "hidden_size": 2880, "intermediate_size": None,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "sliding_window": 128,
