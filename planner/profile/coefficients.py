@@ -48,10 +48,11 @@ COEFFICIENTS = (
     Coefficient("DeepSpeed late ranks", "runtime", DEEPSPEED, "tp_jitter_fraction", 0.02, 0.0005, 0.2, 1.0),
     Coefficient("DeepSpeed host per kernel", "runtime", DEEPSPEED, "host_factor", 0.5, 0.1, 2, 0.5),
     Coefficient("B200 products", "hardware", B200, "efficiency.gemm_factor", 1.03, 0.8, 1.3, 0.03),
-    Coefficient("GB200 products", "hardware", GB200, "efficiency.gemm_factor", 1.05, 0.8, 1.3, 0.05),
+    Coefficient("GB200 products", "hardware", GB200, "efficiency.gemm_factor", 0.95, 0.8, 1.3, 0.1),
     # 1.4 kW against 1.2
     Coefficient("GB300 products", "hardware", GB300, "efficiency.gemm_factor", 0.95, 0.8, 1.3, 0.1),
-    Coefficient("Blackwell 8-bit products", "hardware", BLACKWELL, "efficiency.gemm.fp8_factor", 1.2, 0.8, 1.6, 0.1),
+    Coefficient("B200 8-bit products", "hardware", B200, "efficiency.gemm.fp8_factor", 1.2, 0.8, 1.6, 0.1),
+    Coefficient("GB200 8-bit products", "hardware", (*GB200, *GB300), "efficiency.gemm.fp8_factor", 1.1, 0.8, 1.6, 0.1),
     Coefficient("Blackwell block scales", "hardware", BLACKWELL, "efficiency.gemm.mx_factor", 0.96, 0.7, 1.1, 0.05),
     # nobody has timed products of 4 bits by themselves
     Coefficient("GB200 4-bit products", "hardware", GB200, "efficiency.gemm.fp4_factor", 0.93, 0.6, 1.4, 0.25),
@@ -67,6 +68,10 @@ COEFFICIENTS = (
     Coefficient("Megatron host per MoE layer", "runtime", MEGATRON, "moe_host_us", 4000, 50, 20000, 0.3, "µs"),
     Coefficient("Megatron host per expert", "runtime", MEGATRON, "expert_host_us", 50, 10, 1000, 0.3, "µs"),
     Coefficient("Megatron TP overlap", "runtime", MEGATRON, "tp_overlap_fraction", 0.4, 0.05, 0.95, 0.3),
+    # kernels of NCCL take a sixth of the SMs, and memory bandwidth, from what runs beside them
+    Coefficient(
+        "contention of exchanges", "runtime", (*MEGATRON, *TORCHTITAN), "contention_fraction", 0.2, 0.01, 0.7, 0.5
+    ),
     Coefficient("Megatron EP rows", "runtime", MEGATRON, "ep_row_bytes", 8192, 100, 30000, 0.5, "B"),
     # clocks go with the power's cube root to its square root: 500 W against 700
     Coefficient("H100 500 W products", "hardware", H100_500W, "efficiency.gemm_factor", 1.15, 0.8, 1.4, 0.05),

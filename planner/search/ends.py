@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,8 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], sched
 
     The first stage decides: it starts first and ends last. Of what its chunks exchange, each an equal part, the last
     one's hides behind its own pass, and all of it behind those that follow the first one's (`passes_behind`). Without a
-    pipeline ZeRO-2 reduces gradients in every micro-batch, ZeRO-3 gathers the weights twice as well.
+    pipeline ZeRO-2 reduces gradients in every micro-batch, ZeRO-3 gathers the weights twice as well. What is hidden
+    slows down what hides it: a share of every exchange shows (`contention_fraction`).
     """
     runtime, shape = pricing.runtime, table.shape
     sharded = sharded_each_time(int(shape.zero_stage), int(shape.pp))
@@ -38,7 +39,7 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], sched
         exchanged = float(first.reduce_s) + (2 * float(first.gather_s) if sharded == 3 else 0.0)
         behind_s = first.total_s if sharded == 3 else first.backward_total_s
         hidden = runtime.fsdp_overlap_fraction * float(behind_s)
-        exposed = float(shape.num_microbatches) * max(0.0, exchanged - hidden)
+        exposed = float(shape.num_microbatches) * max(runtime.contention_fraction * exchanged, exchanged - hidden)
     vpp, passes = int(shape.vpp), passes_behind(schedule, int(shape.pp), int(shape.vpp))
     for once, exchanged_s, fraction, passing_s in (
         (sharded < 2, first.reduce_s, reduce_overlap_fraction(runtime, shape), first.backward_total_s),
@@ -46,7 +47,8 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], sched
     ):
         if once:
             exchanged, hidden = float(exchanged_s), float(fraction * passing_s)
-            exposed += max(0.0, (exchanged - hidden) / vpp, exchanged - passes * hidden)
+            showing = runtime.contention_fraction * exchanged
+            exposed += max(showing, (exchanged - hidden) / vpp, exchanged - passes * hidden)
     return Ends(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
 
 
@@ -64,20 +66,36 @@ def sharded_each_time(zero_stage: int, pp: int) -> int:
 def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute, exchanging: Recompute) -> FloatArray:
     """A lower bound of the step from one of the pipeline; layers in mode `exchanging` hide the exchange.
 
+    Of an exchange shows what nothing hides, and at least a share of all of it: the greater of a bound by the one and a
+    bound by the other. The optimizer takes the mean over ranks at least; the tail is the same on all.
+    """
+    pps = np.asarray(screen.shape.pp, dtype=float)
+    bounds = [_with_exchange_s(screen, pipeline_s, base, exchanging, of_part) for of_part in (beyond_s, showing_s)]
+    return np.asarray(np.maximum(*bounds) + all_optimizers_s(screen) / pps + screen.pricing.tail_s(screen.shape))
+
+
+def _with_exchange_s(
+    screen: Screen,
+    pipeline_s: FloatArray,
+    base: Recompute,
+    exchanging: Recompute,
+    of_part: Callable[[Screen, PartCost], FloatArray],
+) -> FloatArray:
+    """A lower bound of pipeline and exchange, of which each part on the first rank adds `of_part`.
+
     With n layers on the first rank the step takes max(pipeline, M·(work − n·t)/(pp − 1)) + x(n) at least, since the
     other ranks hold what the first does not: t is the slowest kind of layer, x(n) the exchange of the n layers that
     have the least of it. Both terms are convex and piecewise linear, so the least is where a piece ends: where the
     maximum's terms meet, where the next kind begins or x becomes positive, or at the fewest layers that the first rank
-    may hold: its full chunks where stages interleave, none elsewhere. Unpipelined, n = L. The optimizer takes the mean
-    over ranks at least; the tail is the same on all.
+    may hold: its full chunks where stages interleave, none elsewhere. Unpipelined, n = L.
     """
     pricing, shape, table = screen.pricing, screen.shape, screen.table
     layers, counts = pricing.model.num_hidden_layers, np.array(list(pricing.kind_counts.values()))
     pps, vpps, steps = np.asarray(shape.pp, dtype=float), np.asarray(shape.vpp), np.asarray(shape.num_microbatches)
-    each = np.array([exchange_beyond_s(screen, table.layers[kind, exchanging]) for kind in pricing.kind_counts])
-    embedding = exchange_beyond_s(screen, table.embedding)
+    each = np.array([of_part(screen, table.layers[kind, exchanging]) for kind in pricing.kind_counts])
+    embedding = of_part(screen, table.embedding)
     mtp = () if table.mtp is None else (table.mtp_recomputed.get(exchanging, table.mtp),)
-    last = np.sum([exchange_beyond_s(screen, part) for part in (table.head, *mtp)], axis=0)
+    last = np.sum([of_part(screen, part) for part in (table.head, *mtp)], axis=0)
     alone = counts @ each + embedding + last
     ends_s = embedding + np.where(screen.folded, np.minimum(last, 0.0), 0.0)
     work, slowest = screen.work_s(base) - screen.ends_s, screen.layer_s(base).max(axis=0)
@@ -97,27 +115,44 @@ def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute, exchang
         breaks.append(before + np.clip(until_positive, 0, count))
         before, exposed_s = before + count, exposed_s + count * more_s
     piped = np.min([step_s(np.clip(held, fewest, layers)) for held in (fewest, *breaks)], axis=0)
-    step = np.where(pps == 1, pipeline_s + np.maximum(alone, 0.0), piped)
-    return np.asarray(step + all_optimizers_s(screen) / pps + pricing.tail_s(shape))
+    return np.asarray(np.where(pps == 1, pipeline_s + np.maximum(alone, 0.0), piped))
 
 
-def exchange_beyond_s(screen: Screen, part: PartCost) -> FloatArray:
+def beyond_s(screen: Screen, part: PartCost) -> FloatArray:
     """Seconds of data-parallel exchange of one part less what hides it; of all micro-batches where each makes some.
 
     Where stages interleave, of the chunk that exchanges last, which is no more than is exposed.
     """
     runtime, shape = screen.pricing.runtime, screen.shape
-    expert = screen.part(part, "expert_parameters")
-    dense = screen.part(part, "parameters") - expert
-    reduce_s, gather_s = (f(dense, expert, shape) for f in (screen.pricing.reduce_s, screen.pricing.gather_s))
+    reduce_s, gather_s = _exchanges_s(screen, part)
     forward, backward = screen.part(part, "forward_total_s"), screen.part(part, "backward_total_s")
     gathered = gather_s - runtime.parameter_overlap_fraction * forward
     once = reduce_s - reduce_overlap_fraction(runtime, shape) * backward + gathered
+    gradients = reduce_s - runtime.fsdp_overlap_fraction * backward
+    weights = 2 * gather_s + reduce_s - runtime.fsdp_overlap_fraction * (forward + backward)
+    return _each_time(shape, once / np.asarray(shape.vpp), gradients, gathered, weights)
+
+
+def showing_s(screen: Screen, part: PartCost) -> FloatArray:
+    """What shows of the data-parallel exchange of one part however much is hidden; of all micro-batches likewise."""
+    fraction = screen.pricing.runtime.contention_fraction
+    reduce_s, gather_s = (fraction * seconds for seconds in _exchanges_s(screen, part))
+    return _each_time(screen.shape, reduce_s + gather_s, reduce_s, gather_s, reduce_s + 2 * gather_s)
+
+
+def _exchanges_s(screen: Screen, part: PartCost) -> tuple[Number, Number]:
+    """Seconds to reduce the gradients of one part, and to gather its weights."""
+    expert = screen.part(part, "expert_parameters")
+    dense = screen.part(part, "parameters") - expert
+    return screen.pricing.reduce_s(dense, expert, screen.shape), screen.pricing.gather_s(dense, expert, screen.shape)
+
+
+def _each_time(shape: Shape, once: Number, gradients: Number, gathered: Number, weights: Number) -> FloatArray:
+    """`once`; without a pipeline M · gradients + gathered under ZeRO-2, M · weights under ZeRO-3."""
     steps, zero, alone = np.asarray(shape.num_microbatches), np.asarray(shape.zero_stage), np.asarray(shape.pp) == 1
-    gradients = steps * (reduce_s - runtime.fsdp_overlap_fraction * backward) + gathered
-    weights = steps * (2 * gather_s + reduce_s - runtime.fsdp_overlap_fraction * (forward + backward))
-    each_time = [alone & (zero == 2), alone & (zero == 3)]
-    return np.asarray(np.select(each_time, [gradients, weights], once / np.asarray(shape.vpp)))
+    return np.asarray(
+        np.select([alone & (zero == 2), alone & (zero == 3)], [steps * gradients + gathered, steps * weights], once)
+    )
 
 
 def all_optimizers_s(screen: Screen) -> FloatArray:

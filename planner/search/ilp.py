@@ -129,6 +129,8 @@ class _Program(Times):
             behind_s = self._rank(0, "total_s" if sharded == 3 else "backward_total_s")
             exposed_s = exchanged_s - node.fsdp_overlap_fraction * behind_s
             self.problem += self.gradients >= node.num_microbatches * exposed_s, "exposed_each_time"
+            showing_s = node.num_microbatches * node.contention_fraction * exchanged_s
+            self.problem += self.gradients >= showing_s, "showing_each_time"
         for once, exposed, exchanged, fraction, passing in (
             (sharded < 2, self.gradients, "reduce_s", node.gradient_overlap_fraction, "backward_total_s"),
             (sharded < 3, self.parameters, "gather_s", node.parameter_overlap_fraction, "forward_total_s"),
@@ -136,6 +138,7 @@ class _Program(Times):
             if not once:
                 continue
             exchanged_s, hidden_s = self._rank(0, exchanged), fraction * self._rank(0, passing)
+            self.problem += exposed >= node.contention_fraction * exchanged_s, f"showing_{exchanged}"
             self.problem += node.vpp * exposed >= exchanged_s - hidden_s, f"exposed_{exchanged}_of_the_last_chunk"
             if node.vpp > 1:
                 self.problem += exposed >= exchanged_s - node.passes_behind * hidden_s, f"exposed_{exchanged}"

@@ -60,6 +60,7 @@ class Node:
     """2: gradients are reduced for every micro-batch; 3: and weights gathered twice (`ends.sharded_each_time`)."""
     passes_behind: float = 1.0
     """Micro-batches of the first rank that hide what it exchanges (`orders.passes_behind`)."""
+    contention_fraction: float = 0.0
     fsdp_overlap_fraction: float = 0.0
     gradient_overlap_fraction: float = 0.0
     parameter_overlap_fraction: float = 0.0

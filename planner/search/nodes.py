@@ -87,6 +87,7 @@ def node_of(
         cutoff_s=cutoff_s,
         empty_ends=runtime.head_only_stage,
         sharded_each_time=sharded_each_time(int(shape.zero_stage), pp),
+        contention_fraction=runtime.contention_fraction,
         fsdp_overlap_fraction=runtime.fsdp_overlap_fraction,
         passes_behind=passes_behind(schedule, pp, vpp),
         gradient_overlap_fraction=float(reduce_overlap_fraction(runtime, shape)),

@@ -14,7 +14,7 @@ FIRST = {"reduce_s": 5.0, "gather_s": 3.0, "forward_s": 1.0, "input_grad_s": 2.0
 """Seconds of the first rank, one micro-batch: exchanges, and nothing else than compute that hides them."""
 
 
-def exposed(pp: int, vpp: int, zero_stage: int, schedule: str, **switches: bool) -> float:
+def exposed(pp: int, vpp: int, zero_stage: int, schedule: str, **switches: float) -> float:
     """Seconds of exchange that nothing hides, where all that passes could."""
     problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(8))
     hides = dict.fromkeys(("gradient_overlap_fraction", "parameter_overlap_fraction", "fsdp_overlap_fraction"), 1.0)
@@ -41,6 +41,14 @@ def exposed(pp: int, vpp: int, zero_stage: int, schedule: str, **switches: bool)
 )
 def test_exposed_exchange(schedule: str, pp: int, vpp: int, zero_stage: int, exposed_s: float) -> None:
     assert exposed(pp, vpp, zero_stage, schedule) == pytest.approx(exposed_s)
+
+
+@pytest.mark.parametrize(
+    ("pp", "zero_stage", "exposed_s"), [(1, 1, 0.8 * (5 + 3)), (1, 2, 0.8 * (4 * 5 + 3)), (1, 3, 0.8 * 4 * (5 + 2 * 3))]
+)
+def test_what_is_hidden_slows_down_what_hides_it(pp: int, zero_stage: int, exposed_s: float) -> None:
+    """More than the (5 - 2) + (3 - 1) that nothing hides."""
+    assert exposed(pp, 1, zero_stage, "none", contention_fraction=0.8) == pytest.approx(exposed_s)
 
 
 @pytest.mark.parametrize(("pp", "zero_stage", "exposed_s"), [(2, 3, 5 + (3 - 1)), (2, 1, (5 - 2) + (3 - 1))])

@@ -108,8 +108,12 @@ def add_rows(program: pulp.LpProblem, node: Node, seconds: dict[str, Any], y: An
         needed = of(r, "static_bytes") + live + float(held + moment) * y
         program += needed * (1 / GIB) <= node.usable_bytes / GIB * y
         program += seconds["optimizer"] >= of(r, "optimizer_s")
-    program += seconds["gradients"] >= of(0, "reduce_s") - node.gradient_overlap_fraction * b[0]
-    program += seconds["parameters"] >= of(0, "gather_s") - node.parameter_overlap_fraction * f[0]
+    for name, exchanged, hidden in (
+        ("gradients", of(0, "reduce_s"), node.gradient_overlap_fraction * b[0]),
+        ("parameters", of(0, "gather_s"), node.parameter_overlap_fraction * f[0]),
+    ):
+        program += seconds[name] >= exchanged - hidden
+        program += seconds[name] >= node.contention_fraction * exchanged
 
 
 PROBLEMS = {

@@ -18,7 +18,7 @@ from planner.schedule.orders import SCHEDULES, placement
 from planner.schedule.replay import makespan_s
 from planner.search.bounds import coarse_bound_s
 from planner.search.candidates import enumerate_shapes, scalar
-from planner.search.ends import all_optimizers_s, ends_of, exchange_beyond_s, with_ends_s
+from planner.search.ends import all_optimizers_s, beyond_s, ends_of, showing_s, with_ends_s
 from planner.search.frontier import nodes_of
 from planner.search.ilp import solve
 from planner.search.nodes import RecomputeChoice, node_of
@@ -198,15 +198,18 @@ def test_the_first_rank_exchanges_what_it_holds(network_gb_per_s: float) -> None
     shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
     screen = screen_of(problem.pricing, shapes.take(np.flatnonzero(np.asarray(shapes.pp) > 1)))
     table, kinds, steps = screen.table, problem.model.kinds, np.asarray(screen.shape.num_microbatches)
-    each = np.array([exchange_beyond_s(screen, table.layers[kind, "none"]) for kind in kinds])
+    each = [np.array([f(screen, table.layers[kind, "none"]) for kind in kinds]) for f in (beyond_s, showing_s)]
     times = screen.layer_s("none")
     work, others = screen.work_s("none") - screen.ends_s, np.asarray(screen.shape.pp) - 1
     pipeline_s = steps * work / np.asarray(screen.shape.pp)
     least = np.full(len(work), np.inf)
     for held in product(range(4), range(4)):
-        exposed = exchange_beyond_s(screen, table.embedding) + np.asarray(held) @ each
+        beyond, showing = (
+            f(screen, table.embedding) + np.asarray(held) @ of_kind
+            for f, of_kind in zip((beyond_s, showing_s), each, strict=True)
+        )
         elsewhere = steps * (work - sum(held) * times.max(axis=0)) / others
-        least = np.minimum(least, np.maximum(pipeline_s, elsewhere) + np.maximum(exposed, 0.0))
+        least = np.minimum(least, np.maximum(pipeline_s, elsewhere) + np.maximum(beyond, showing))
     found = with_ends_s(screen, pipeline_s, "none", "none")
     beside = all_optimizers_s(screen) / np.asarray(screen.shape.pp) + problem.pricing.tail_s(screen.shape)
     assert (found - beside <= least * (1 + RELATIVE)).all()
