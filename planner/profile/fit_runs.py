@@ -22,7 +22,7 @@ from planner.profile.solve import least_squares
 from planner.search.runs import Run, parse_run
 from planner.specs.base import Spec
 from planner.specs.trainers import load_runtime
-from planner.validate.rows import Row, load_rows
+from planner.validate.rows import HELD_OUT, Row, load_rows
 from planner.validate.score import weighted_quantile
 
 SCALE = 0.05
@@ -118,9 +118,10 @@ class Fit:
         self.measured = np.log([row.measured.step_s for row in rows])
         self.weights = np.array([row.weight for row in rows])
         self.families = np.array([row.family for row in rows])
-        pulls = self.weights * [INFERRED if row.trust == "B" else 1.0 for row in rows]
+        trusted = [INFERRED if row.trust == "B" else 1.0 for row in rows]
+        pulls = self.weights * trusted * ~np.isin(self.families, HELD_OUT)
         totals = {family: pulls[self.families == family].sum() for family in set(self.families.tolist())}
-        self.pulls = pulls * [min(1.0, FAMILY_WEIGHT / totals[family]) for family in self.families.tolist()]
+        self.pulls = pulls * [FAMILY_WEIGHT / max(FAMILY_WEIGHT, totals[f]) for f in self.families.tolist()]
         self.start, self.low, self.high = (
             np.log([getattr(c, name) for c in self.coefficients]) for name in ("start", "low", "high")
         )
@@ -159,6 +160,8 @@ def left_out_errors(fit: Fit, best: FloatArray) -> FloatArray:
     """log(predicted / measured) of every row by the fit without its family, each started at `best`."""
     errors = fit.log_errors(best)
     for family in dict.fromkeys(fit.families.tolist()):
+        if family in HELD_OUT:
+            continue
         of = fit.families == family
         errors[of] = fit.log_errors(fit.solve(family, best))[of]
     return errors

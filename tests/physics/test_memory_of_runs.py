@@ -108,8 +108,10 @@ def test_allocated_memory_of_a_stage_on_h200(row: dict[str, str]) -> None:
 
 OFFLOADED = {"llama3-70b-gb300x64-fp8-cs", "llama3-1-405b-gb200x128-fp8-cs"}
 """Recipes of Megatron-FSDP that keep activations of many layers in host memory, which their rows do not say."""
-GATHERED = "sc21-t2-zero3-530b-640gpu"
+GATHERED = {"sc21-t2-zero3-530b-640gpu"}
 """DeepSpeed gathers weights one by one there, not whole layers."""
+REMAINDERS = {f"dgxc-24-11-nemotron-4-340b-h100x128-{dtype}-gbs32" for dtype in ("bf16", "fp8")}
+"""Apex's optimizer keeps of fp32 masters what the 16-bit weights lack: two bytes fewer a parameter."""
 
 
 def test_what_ran_fits() -> None:
@@ -119,6 +121,6 @@ def test_what_ran_fits() -> None:
         for one in evaluate_rows([row for row in load_rows() if row.counts])
         if one.layout is not None and not one.layout.fits
     }
-    unexplained = {name for name in lacking if not any(recipe in name for recipe in OFFLOADED)} - {GATHERED}
+    unexplained = {name for name in lacking if not any(recipe in name for recipe in OFFLOADED)} - GATHERED - REMAINDERS
     assert not unexplained
-    assert len(lacking) <= 7
+    assert len(lacking) <= 9
