@@ -163,14 +163,8 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
     bias = 1 if model.has_mlp_bias else 0
     gathered = BF16 * rows * hidden
     for name, kind, backward in _ETP_EXCHANGES:
-        yield Collective(
-            name=name,
-            kind=kind,
-            group="etp",
-            num_bytes=gathered,
-            backward=backward,
-            modules=() if backward else modules,
-        )
+        recomputed = () if backward else modules
+        yield Collective(name=name, kind=kind, group="etp", num_bytes=gathered, backward=backward, modules=recomputed)
     # with several local experts, received rows are sorted by expert before the GEMMs and back after them, unless the
     # dispatcher that sends tokens once has laid them out so
     laid_out = runtime.sends_tokens_once & (np.asarray(shape.ep) * shape.etp > 1)

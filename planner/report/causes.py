@@ -198,7 +198,7 @@ def _between(size: int) -> str:
 
 
 def _domain(cluster: ClusterSpec) -> int:
-    return cluster.tiers[0].num_gpus or cluster.num_gpus
+    return cluster.nvlink_domain_size
 
 
 def _context(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:

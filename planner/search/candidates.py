@@ -120,8 +120,7 @@ def _grid(
 ) -> Grid:
     """The raw axes, multiplied out."""
     gpus, moe = cluster.num_gpus, model.moe
-    domain = cluster.nvlink_domain_size if len(cluster.tiers) > 1 else gpus
-    widest = gpus if limits.tp_across_nodes else min(domain, gpus)
+    widest = gpus if limits.tp_across_nodes else min(cluster.nvlink_domain_size, gpus)
     tps = _pinned(limits.tp, range(1, min(widest, model.num_attention_heads) + 1))
     cps = _pinned(
         limits.cp, divisors(max(training.seq_length // 2, 1), min(gpus, MAX_CP)) if training.seq_length > 1 else [1]
@@ -225,7 +224,7 @@ def _shape(grid: Grid, dp: IntArray, training: TrainingSpec, runtime: RuntimeSpe
 
 def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
     """Rules that hold for every trainer."""
-    domain = cluster.tiers[0].num_gpus or cluster.num_gpus
+    domain = cluster.nvlink_domain_size
     return (
         Rule(
             "more_stages_than_layers",

@@ -127,8 +127,8 @@ class ClusterSpec(Spec):
 
     @property
     def nvlink_domain_size(self) -> int:
-        """GPUs of the innermost tier; all of a node where there is only one tier."""
-        return self.tiers[0].num_gpus or self.node_size
+        """GPUs of the innermost tier; all where there is only one tier."""
+        return self.tiers[0].num_gpus or self.num_gpus
 
     @cached_property
     def tiers(self) -> tuple[LinkTier, ...]:
