@@ -115,7 +115,7 @@ def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
     worst: Number = 0.0
     freed: Number = 0.0
     for op in reversed(operators_of(items)):
-        worst = np.maximum(worst, _working_set_bytes(op, runtime) - freed)
+        worst = np.maximum(worst, working_set_bytes(op, runtime) - freed)
         freed = freed + op.saved_bytes()
     return worst
 
@@ -130,7 +130,8 @@ def unused_gradient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number
     return sum(BF16 * op.n * op.k for op in operators_of(items) if op.kind == "gemm" and op.weight)
 
 
-def _working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
+def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
+    """What the backward of one operator needs beside what is saved: gradients, copies, what it writes."""
     if op.kind == "gemm":
         gradients = BF16 * op.count * op.m * (op.n + op.k)
         weight = 0 if runtime.fused_grad_accumulation or not op.weight else BF16 * op.parameters

@@ -209,12 +209,11 @@ class Pricing:
         """Final norm, head and loss, and the memory that the logits take while the loss runs."""
         items = head(self.model, shape, self.runtime, shares_embedding)
         part = self._plain(items, shape)
+        if not self.runtime.fused_cross_entropy:
+            loss = next(op for op in operators_of(items) if op.family == "loss")
+            return replace(part, logits_bytes=memory.working_set_bytes(loss, self.runtime))
         logits = next(op for op in operators_of(items) if op.name == "head")
         logits_bytes = BF16 * logits.m * logits.n
-        if not self.runtime.fused_cross_entropy:
-            # beside the softmax kept: fp32 gradients of the loss by it and by the logits, or the bf16 one alone
-            held = logits_bytes if self.runtime.loss_in_place else 2 * FP32 / BF16 * logits_bytes
-            return replace(part, transient_bytes=np.maximum(part.transient_bytes, held), logits_bytes=held)
         # the gradient overwrites the logits, which live from the loss to the head's backward, this rank's next action;
         # beside them, the gathered input and its gradient, and gradients that are never filled
         layer = decoder_layer(self.model, self.model.layers[-1], shape, self.runtime)
