@@ -46,7 +46,7 @@ def validate_command(
     from planner.cli.output import dumps, show
     from planner.errors import SpecError
     from planner.files import STDOUT, refuse_to_overwrite
-    from planner.validate.rows import load_rows
+    from planner.validate.rows import HELD_OUT, load_rows
     from planner.validate.score import by_family, evaluate_rows
 
     if plot is not None:
@@ -70,7 +70,7 @@ def validate_command(
     else:
         show(_family_table(by_family(scored)) if family is None else _row_table(scored))
         if family is None:
-            for line in _unsupported(scored):
+            for line in (*_unsupported(scored), f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}"):
                 show(line)
 
 
@@ -131,7 +131,7 @@ def _described(one: Scored) -> dict[str, object]:
     row, layout = one.row, one.layout
     about = {
         "id": row.id, "source": row.source, "family": row.family, "trust": row.trust, "weight": row.weight,
-        "assumed": row.assumed, "measured_step_s": row.measured.step_s,
+        "assumed": row.assumed, "held_out": row.held_out, "measured_step_s": row.measured.step_s,
     }  # fmt: skip
     if layout is None:
         return {**about, "unsupported": str(one.error)}

@@ -119,7 +119,7 @@ class Fit:
         self.weights = np.array([row.weight for row in rows])
         self.families = np.array([row.family for row in rows])
         trusted = [INFERRED if row.trust == "B" else 1.0 for row in rows]
-        pulls = self.weights * trusted * ~np.isin(self.families, HELD_OUT)
+        pulls = self.weights * trusted * [not row.held_out for row in rows]
         totals = {family: pulls[self.families == family].sum() for family in set(self.families.tolist())}
         self.pulls = pulls * [FAMILY_WEIGHT / max(FAMILY_WEIGHT, totals[f]) for f in self.families.tolist()]
         self.start, self.low, self.high = (

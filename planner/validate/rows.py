@@ -51,6 +51,11 @@ class Row(Spec):
         """Whether errors on this row are scored: trusted, and nothing about it assumed."""
         return self.trust in ("A", "B") and not self.assumed
 
+    @property
+    def held_out(self) -> bool:
+        """Whether coefficients are fitted without it."""
+        return self.family in HELD_OUT
+
     def to_line(self) -> str:
         """The run as one line of `plan evaluate --runs`."""
         return json.dumps({"id": self.id, "run": self.run})

@@ -8,7 +8,7 @@ import pytest
 from planner.profile.coefficients import COEFFICIENTS, Coefficient
 from planner.profile.fit_runs import Fit, Priced, is_supported, left_out_errors, replaced
 from planner.specs.registry import load_hardware
-from planner.validate.rows import Row, load_rows
+from planner.validate.rows import HELD_OUT, Row, load_rows
 
 ROWS = [row for row in load_rows() if row.family == "korthikanti"][:4]
 PRODUCTS = Coefficient("products", "hardware", ("a100-sxm-80gb",), "efficiency.gemm_factor", 1.0, 0.5, 2.0, 10.0)
@@ -60,6 +60,15 @@ def test_left_out_errors_are_those_of_the_fit_without_the_family() -> None:
     assert np.all(errors[:4] < -0.05)
     assert np.all(errors[4:] > 0.05)
     assert np.all(np.abs(errors) > np.abs(fit.log_errors(best)))
+
+
+def test_nothing_is_fitted_to_what_is_held_out() -> None:
+    rows = made_with(1.3)
+    held_out = [row.model_copy(update={"family": HELD_OUT[0]}) for row in made_with(1.1)]
+    alone, beside = Fit(rows, [PRODUCTS]), Fit([*rows, *held_out], [PRODUCTS])
+    assert beside.solve() == pytest.approx(alone.solve())
+    best = beside.solve()
+    assert left_out_errors(beside, best)[4:] == pytest.approx(beside.log_errors(best)[4:])
 
 
 def test_runs_published_again_share_a_price() -> None:
