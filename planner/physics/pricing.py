@@ -120,10 +120,10 @@ class Pricing:
         for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
             seconds[key] = slow * value
         for exchange in collectives_of(items):
-            hidden = self._hidden_fraction(exchange)
             group = "ep" if exchange.group == "etp" else exchange.group
             key = f"{group}_{'backward' if exchange.backward else 'forward'}_s"
             size, _ = group_of(exchange.group, shape)
+            hidden = self._hidden_fraction(exchange, size)
             sync_us = 0.0 if self.runtime.cuda_graphs or exchange.choices else self.runtime.collective_sync_us
             sync_s = sync_us * MICRO * np.log2(size) * (np.asarray(exchange.num_bytes) > 0)
             seconds[key] = seconds[key] + (1 - hidden) * (
@@ -131,12 +131,18 @@ class Pricing:
             )
         return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
 
-    def _hidden_fraction(self, exchange: Collective) -> float:
-        """How much of an exchange the runtime hides behind compute."""
+    def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:
+        """How much of an exchange among `size` ranks the runtime hides behind compute.
+
+        A product that takes its input, or gives its output, in a piece a rank hides the exchange of all pieces but one.
+        """
         if exchange.overlap == "none":
             return 0.0
-        where = "mla_" if exchange.overlap == "tp" and self.model.mla is not None else ""
-        return float(getattr(self.runtime, f"{where}{exchange.overlap}_overlap_fraction"))
+        if exchange.overlap != "tp":
+            return float(getattr(self.runtime, f"{exchange.overlap}_overlap_fraction"))
+        latent = self.model.mla is not None
+        of_pieces = self.runtime.mla_tp_overlap_fraction if latent else self.runtime.tp_overlap_fraction
+        return of_pieces * (1 - 1 / np.asarray(size, dtype=float))
 
     def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """`seconds` with what tensor-parallel ranks wait for the slowest of them, in proportion to its compute."""

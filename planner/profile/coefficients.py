@@ -67,7 +67,7 @@ COEFFICIENTS = (
     # Qwen3 30B on B200, a sequence at a time; SimuMax's timings of GroupedLinear
     Coefficient("Megatron host per MoE layer", "runtime", MEGATRON, "moe_host_us", 4000, 50, 20000, 0.3, "µs"),
     Coefficient("Megatron host per expert", "runtime", MEGATRON, "expert_host_us", 50, 10, 1000, 0.3, "µs"),
-    Coefficient("Megatron TP overlap", "runtime", MEGATRON, "tp_overlap_fraction", 0.4, 0.05, 0.95, 0.3),
+    Coefficient("Megatron TP overlap", "runtime", MEGATRON, "tp_overlap_fraction", 0.5, 0.05, 0.95, 0.3),
     # kernels of NCCL take a sixth of the SMs, and memory bandwidth, from what runs beside them
     Coefficient(
         "contention of exchanges", "runtime", (*MEGATRON, *TORCHTITAN), "contention_fraction", 0.2, 0.01, 0.7, 0.5
@@ -75,6 +75,6 @@ COEFFICIENTS = (
     Coefficient("Megatron EP rows", "runtime", MEGATRON, "ep_row_bytes", 8192, 100, 30000, 0.5, "B"),
     # clocks go with the power's cube root to its square root: 500 W against 700
     Coefficient("H100 500 W products", "hardware", H100_500W, "efficiency.gemm_factor", 1.15, 0.8, 1.4, 0.05),
-    Coefficient("asynchronous TP", "runtime", TORCHTITAN, "tp_overlap_fraction", 0.6, 0.1, 0.95, 0.3, "", "async_tp"),
+    Coefficient("asynchronous TP", "runtime", TORCHTITAN, "tp_overlap_fraction", 0.75, 0.1, 0.95, 0.3, "", "async_tp"),
 )
 """Few enough to be read one by one."""

@@ -104,7 +104,8 @@ class RuntimeSpec(Spec):
     11 GiB of it in the BLOOM trials (chronicles-prequel, 384 A100), with 15 as with 60 GiB of tensors beside it."""
     # overlap
     tp_overlap_fraction: Fraction = 0.0
-    """Of tensor-parallel gathers and scatters, behind the GEMM they feed (user buffers, async TP)."""
+    """Of tensor-parallel gathers and scatters, behind the GEMM they feed (user buffers, async TP): of all pieces, one a
+    rank, but the first."""
     mla_tp_overlap_fraction: Fraction = 0.0
     """The same in a model with latent attention: Megatron-LM has no user buffers for its projections, and switches them
     off for all layers where it meets one."""
@@ -129,7 +130,7 @@ class RuntimeSpec(Spec):
     """Of the window behind the last micro-batch's backward."""
     parameter_overlap_fraction: Fraction = 0.9
     """Of the window behind the first micro-batch's forward."""
-    contention_fraction: Fraction = 0.3
+    contention_fraction: Fraction = 0.2373
     """Of an exchange of gradients or weights, what a step takes longer though compute hides it: its kernels take SMs
     and memory bandwidth from those that they run beside."""
     fsdp_overlap_fraction: Fraction = 0.9

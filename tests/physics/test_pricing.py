@@ -317,3 +317,17 @@ def test_only_an_all_to_all_waits_for_its_slowest_rank() -> None:
     for once, waited_s in ((False, 2 * 100e-6 * 3), (True, 0.0)):
         free, late = (mixture(**never, sends_tokens_once=once, collective_sync_us=us) for us in (0.0, 100.0))
         assert late.ep_forward_s == pytest.approx(free.ep_forward_s + waited_s)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_a_product_in_pieces_hides_the_exchange_of_all_but_the_first(tp: int) -> None:
+    pricing = pricing_of("llama-3.1-70b")
+    shape = Shape(tp=tp, dp=32, seq_length=4096, sequence_parallel=1)
+    tables = []
+    for fraction in (0.0, 1.0):
+        hides = {"tp_overlap_fraction": fraction, "tp_async_overlap_fraction": 1.0}
+        runtime = pricing.runtime.model_copy(update=hides)
+        tables.append(replace(pricing, runtime=runtime).table(shape))
+    (kind,) = pricing.model.kinds
+    alone, hidden = (float(table.layers[kind, "none"].tp_forward_s) for table in tables)
+    assert hidden == pytest.approx(alone / tp)
