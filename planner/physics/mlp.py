@@ -78,10 +78,13 @@ def _activation(
     num_bytes = BF16 * elements
     modules = (*modules, "op")
     saved = [Saved("activation", num_bytes, modules, gemm_input=True)]
-    if not model.gated_mlp:
-        # gelu in the 2021 trainers reads and writes twice: bias, then the tanh form
+    fused = runtime.fused_activation or runtime.compiled
+    if not model.gated_mlp and model.activation == "relu2" and not fused:
+        # relu, then its square; backward: three kernels for the square, one for relu
+        passes, backward, kernels = (4, 10, 2)
+    elif not model.gated_mlp:
         passes, backward, kernels = (2, 3, 1)
-    elif runtime.fused_activation or runtime.compiled:
+    elif fused:
         passes, backward, kernels = (3, 5, 1)
     else:
         # silu (read, write) and product (two reads, write); backward: two products, silu's gradient, the concatenation;

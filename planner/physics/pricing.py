@@ -124,7 +124,7 @@ class Pricing:
             key = f"{group}_{'backward' if exchange.backward else 'forward'}_s"
             size, _ = group_of(exchange.group, shape)
             hidden = self._hidden_fraction(exchange, size)
-            sync_us = 0.0 if self.runtime.cuda_graphs or exchange.choices else self.runtime.collective_sync_us
+            sync_us = 0.0 if exchange.choices else self.runtime.collective_sync_us
             sync_s = sync_us * MICRO * np.log2(size) * (np.asarray(exchange.num_bytes) > 0)
             seconds[key] = seconds[key] + (1 - hidden) * (
                 exchange_s(exchange, shape, self.cluster, self.training.dtype) + sync_s

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from planner.physics.layers import decoder_layer, embedding, head, model_totals, mtp_block, padded_vocab
-from planner.physics.operators import Item, num_parameters, operators_of
+from planner.physics.operators import Item, Operator, num_parameters, operators_of
 from planner.physics.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
+from planner.specs.runtime import RuntimeSpec
 from planner.specs.trainers import RUNTIMES, load_runtime
 
 MEGATRON, TORCH = load_runtime("megatron"), load_runtime("torch-eager")
@@ -130,6 +131,35 @@ def test_a_prediction_block_is_a_layer_with_a_projection_and_a_head_of_others() 
     with_block, without = (model_totals(m, MEGATRON, 4096) for m in (model, plain))
     assert with_block.num_parameters == without.num_parameters
     assert with_block.model_flops_per_token > without.model_flops_per_token
+
+
+def named(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, name: str) -> Operator:
+    (found,) = (op for op in operators_of(decoder_layer(model, model.layers[0], shape, runtime)) if op.name == name)
+    return found
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_a_ring_merges_blocks(cp: int) -> None:
+    """A rank's block in whole, three quarters of each other one: read, added to what is read, written."""
+    model, shape = load_model("8b"), Shape(seq_length=8192, cp=cp)
+    merged = named(model, shape, MEGATRON, "merge blocks")
+    tokens, others = 8192 / cp, 0.75 * (cp - 1)
+    queries, keys = 2 * tokens * 4096, 2 * tokens * 2 * 1024
+    passes = (2 + 3 * others) * (cp > 1)
+    assert merged.forward_bytes == pytest.approx(passes * queries)
+    assert merged.backward_bytes == pytest.approx(passes * queries + 3 * (1 + others) * (cp > 1) * keys)
+    gathers = MEGATRON.model_copy(update={"cp_comm_type": "all_gather"})
+    layer = decoder_layer(model, model.layers[0], shape, gathers)
+    assert "merge blocks" not in {op.name for op in operators_of(layer)}
+
+
+@pytest.mark.parametrize(("fused", "forward", "backward"), [(True, 2, 3), (False, 4, 10)])
+def test_the_square_of_relu_is_kernels_of_its_own_unless_fused(fused: bool, forward: int, backward: int) -> None:
+    model = load_model("nemotron-4-340b")
+    runtime = MEGATRON.model_copy(update={"fused_activation": fused})
+    activation = named(model, ONE, runtime, "mlp activation")
+    width_bytes = 2 * 4096 * 73728
+    assert (activation.forward_bytes, activation.backward_bytes) == (forward * width_bytes, backward * width_bytes)
 
 
 def test_learned_positions_and_a_norm_behind_the_embedding_are_parameters() -> None:
