@@ -32,6 +32,8 @@ from planner.specs.units import GIB, MICRO
 
 COMM_GROUPS = ("tp", "cp", "ep")
 """Groups whose exchanges run inside a layer; expert-tp counts with ep."""
+REPLAYED = 0.5
+"""Of what an exchange waits for its last rank, where a CUDA graph replays it: the hosts' half is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,8 @@ class Pricing:
             size, _ = group_of(exchange.group, shape)
             hidden = self._hidden_fraction(exchange, size)
             sync_us = 0.0 if exchange.choices else self.runtime.collective_sync_us
-            sync_s = sync_us * MICRO * np.log2(size) * (np.asarray(exchange.num_bytes) > 0)
+            waits = (REPLAYED if self.runtime.cuda_graphs else 1.0) * (np.asarray(exchange.num_bytes) > 0)
+            sync_s = waits * sync_us * MICRO * np.log2(size)
             seconds[key] = seconds[key] + (1 - hidden) * (
                 exchange_s(exchange, shape, self.cluster, self.training.dtype) + sync_s
             )
@@ -138,11 +141,9 @@ class Pricing:
         """
         if exchange.overlap == "none":
             return 0.0
-        if exchange.overlap != "tp":
-            return float(getattr(self.runtime, f"{exchange.overlap}_overlap_fraction"))
-        latent = self.model.mla is not None
-        of_pieces = self.runtime.mla_tp_overlap_fraction if latent else self.runtime.tp_overlap_fraction
-        return of_pieces * (1 - 1 / np.asarray(size, dtype=float))
+        where = "mla_" if exchange.overlap == "tp" and self.model.mla is not None else ""
+        fraction = float(getattr(self.runtime, f"{where}{exchange.overlap}_overlap_fraction"))
+        return fraction * (1 - 1 / np.asarray(size, dtype=float)) if exchange.overlap == "tp" else fraction
 
     def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """`seconds` with what tensor-parallel ranks wait for the slowest of them, in proportion to its compute."""

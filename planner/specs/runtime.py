@@ -130,7 +130,7 @@ class RuntimeSpec(Spec):
     """Of the window behind the last micro-batch's backward."""
     parameter_overlap_fraction: Fraction = 0.9
     """Of the window behind the first micro-batch's forward."""
-    contention_fraction: Fraction = 0.2334
+    contention_fraction: Fraction = 0.2151
     """Of an exchange of gradients or weights, what a step takes longer though compute hides it: its kernels take SMs
     and memory bandwidth from those that they run beside."""
     fsdp_overlap_fraction: Fraction = 0.9
@@ -170,8 +170,8 @@ class RuntimeSpec(Spec):
     blocking_launches: bool = False
     """Every kernel waits for the one before (CUDA_LAUNCH_BLOCKING=1): host time adds to GPU time."""
     collective_sync_us: NonNegativeFloat = 0.0
-    """Of an exchange in a layer beyond its bytes, per doubling of the group: ranks wait for the last, but where kernels
-    that send tokens wait for each rank by itself (DeepEP, HybridEP)."""
+    """Of an exchange in a layer beyond its bytes, per doubling of the group: ranks wait for the last (half as long in a
+    CUDA graph), but where kernels that send tokens wait for each rank by itself (DeepEP, HybridEP)."""
     tp_jitter_fraction: Fraction = 0.0
     """Of its compute, by which the slowest rank of a tensor-parallel group keeps the others waiting, per doubling."""
     host_factor: NonNegativeFloat = 1.0

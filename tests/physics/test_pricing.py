@@ -331,3 +331,17 @@ def test_a_product_in_pieces_hides_the_exchange_of_all_but_the_first(tp: int) ->
     (kind,) = pricing.model.kinds
     alone, hidden = (float(table.layers[kind, "none"].tp_forward_s) for table in tables)
     assert hidden == pytest.approx(alone / tp)
+
+
+def test_a_graph_halves_the_wait_for_the_last_rank() -> None:
+    pricing, shape = pricing_of("llama-3.1-70b"), Shape(tp=4, dp=32, seq_length=4096, sequence_parallel=1)
+    (kind,) = pricing.model.kinds
+
+    def exchanged_s(sync_us: float, cuda_graphs: bool) -> float:
+        changes = {"collective_sync_us": sync_us, "cuda_graphs": cuda_graphs, "tp_overlap_fraction": 0.0}
+        table = replace(pricing, runtime=pricing.runtime.model_copy(update=changes)).table(shape)
+        return float(table.layers[kind, "none"].tp_forward_s)
+
+    # four exchanges of a layer's forward among four ranks: two doublings
+    assert exchanged_s(100.0, False) - exchanged_s(0.0, False) == pytest.approx(4 * 2 * 100e-6)
+    assert exchanged_s(100.0, True) - exchanged_s(0.0, True) == pytest.approx(4 * 100e-6)
