@@ -37,6 +37,7 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     object_to_recompute(plan.best, stages, objections)
     say = objections.when
     say(model.moe is not None, "moe", "only dense models are exported")
+    say(model.attention_chunk_size, "attention_chunk_size", "attention in chunks is not exported")
     say(layout.cp > 1, "cp", f"it has no context parallelism like the plan's (cp {layout.cp})")
     say(layout.vpp > 1, "vpp", f"one stage per rank, vpp is {layout.vpp}")
     say(layout.schedule not in ("1f1b", "none"), "schedule", f"{layout.schedule}: its pipeline runs 1f1b")

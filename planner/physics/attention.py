@@ -166,20 +166,23 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
     if not runtime.flash_attention:
         yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output)
         return
-    core = ("core_attn",)
+    core, span = ("core_attn",), shape.seq_length
+    if kind.attention == "chunked":
+        # as many sequences as there are chunks, each as long as one
+        span = np.minimum(span, model.attention_chunk_size or span)
     if runtime.cp_comm_type == "p2p":
         yield _merged(shape, BF16 * shape.tokens * heads, kv_bytes, qk_dim, v_dim)
     yield Operator(
         name="attention",
         kind="attention",
         modules=core,
-        batch=shape.micro_batch_size,
+        batch=shape.micro_batch_size * (shape.seq_length / span),
         heads=heads,
         kv_heads=kv_heads,
-        q_len=shape.seq_length / shape.cp,
-        kv_len=shape.seq_length,
+        q_len=span / shape.cp,
+        kv_len=span,
         window=model.sliding_window or 0 if kind.attention == "sliding" else 0,
-        imbalance=1.0 if runtime.balances_context or kind.attention == "sliding" else 2 - 1 / np.asarray(shape.cp),
+        imbalance=1.0 if runtime.balances_context or kind.attention != "full" else 2 - 1 / np.asarray(shape.cp),
         qk_dim=qk_dim,
         v_dim=v_dim,
         has_sinks=model.attention_sinks,

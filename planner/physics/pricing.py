@@ -129,9 +129,8 @@ class Pricing:
             sync_us = 0.0 if exchange.choices else self.runtime.collective_sync_us
             waits = (REPLAYED if self.runtime.cuda_graphs else 1.0) * (np.asarray(exchange.num_bytes) > 0)
             sync_s = waits * sync_us * MICRO * np.log2(size)
-            seconds[key] = seconds[key] + (1 - hidden) * (
-                exchange_s(exchange, shape, self.cluster, self.training.dtype) + sync_s
-            )
+            exchanged_s = exchange_s(exchange, shape, self.cluster, self.training.dtype) + sync_s
+            seconds[key] = seconds[key] + (1 - hidden) * exchanged_s
         return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
 
     def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:

@@ -61,6 +61,10 @@ class Tables:
         if model.sliding_window is not None and not takes_flash(like):
             seen = (distance >= 0) & (distance < model.sliding_window)
             window_mask = torch.where(seen, 0.0, -math.inf).to(like)
+        if model.attention_chunk_size is not None and model.attention_chunk_size < seq_length:
+            chunks = positions // model.attention_chunk_size
+            seen = (distance >= 0) & (chunks[:, None] == chunks)
+            window_mask = torch.where(seen, 0.0, -math.inf).to(like)
         if model.position_embedding == "alibi":
             heads = model.num_attention_heads
             slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
@@ -124,7 +128,7 @@ class CoreAttention(nn.Module):
     def __init__(self, model: ModelSpec, kind: LayerKind, around: Surroundings, v_dim: int) -> None:
         super().__init__()
         self.around = around
-        self.slides = kind.attention == "sliding"
+        self.slides = kind.attention != "full"
         self.window = (model.sliding_window or 0) if self.slides else 0
         self.heads = model.num_attention_heads // around.tp.size
         self.output = Linear(

@@ -186,6 +186,8 @@ def scaled_model(model: ModelSpec, hidden_size: int, num_layers: int, seq_length
         changes["max_position_embeddings"] = seq_length
     if model.sliding_window is not None:
         changes["sliding_window"] = max(2, seq_length // 4)
+    if model.attention_chunk_size is not None:
+        changes["attention_chunk_size"] = max(2, seq_length // 2)
     if model.sliding_window_pattern is not None:
         changes["sliding_window_pattern"] = min(2, model.sliding_window_pattern)
     if model.mla is not None:

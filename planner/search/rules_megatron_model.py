@@ -9,6 +9,9 @@ MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
     model_rule("embedding_norm", lambda m: m.embedding_norm, lambda m: "it has no norm after the embedding"),
     model_rule("post_norms", lambda m: m.post_norms, lambda m: "it has no second norm after attention and MLP"),
     model_rule(
+        "attention_chunk_size", lambda m: m.attention_chunk_size is not None, lambda m: "it has no attention in chunks"
+    ),
+    model_rule(
         "activation",
         lambda m: m.activation not in (("silu",) if m.gated_mlp else ("gelu", "relu2")),
         lambda m: (

@@ -64,6 +64,7 @@ TORCH_EAGER_RULES: tuple[Rule, ...] = (
         lambda model, training, shape: f"the runner's experts need sequence parallelism beside tp {shape.tp}",
     ),
     _unless_split("attention_sinks_with_cp", "attention sinks", lambda model: model.attention_sinks),
+    _unless_split("attention_chunks_with_cp", "chunks", lambda model: model.attention_chunk_size is not None),
     _unless_split("alibi_with_cp", "ALiBi", lambda model: model.position_embedding == "alibi"),
     Rule(
         "zero_stage_not_expressible",

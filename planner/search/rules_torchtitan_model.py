@@ -41,6 +41,9 @@ TORCHTITAN_MODEL_RULES: tuple[Rule, ...] = (
         lambda m: "its models have biases on queries, keys and values only, but for gpt-oss",
     ),
     model_rule(
+        "attention_chunk_size", lambda m: m.attention_chunk_size is not None, lambda m: "it attends in chunks nowhere"
+    ),
+    model_rule(
         "attention_sinks",
         lambda m: (m.attention_sinks or m.sliding_window is not None) and not is_gpt_oss(m),
         lambda m: "it has sinks and sliding windows only in gpt-oss 20b and 120b",

@@ -10,28 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.specs.derivations import (
-    Config,
-    Derived,
-    activation,
-    attention_bias,
-    deepseek_moe,
-    ernie_moe,
-    every,
-    gpt2_sizes,
-    latent_heads,
-    moe_layers,
-    never,
-    no_output_bias,
-    opt_sizes,
-    qkv_bias,
-    qwen_full,
-    qwen_moe,
-    shared_experts,
-    stablelm_norms,
-    whole_heads,
-    window,
-)
+from planner.specs import derivations as d
+from planner.specs.derivations import Config, Derived
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,34 +60,44 @@ _GEMMA_DEFAULTS = {
     "intermediate_size": 9216, "head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 4096,
 }  # fmt: skip
-_SHARED = shared_experts("n_shared_experts")
+_SHARED = d.shared_experts("n_shared_experts")
 _ERNIE_DEFAULTS = {"rope_theta": 5e5, "use_bias": False, "tie_word_embeddings": True}
 _QWEN_WINDOW = {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 4096}
 _LLAMA = Architecture(
     keys=_DENSE | _keys("mlp_bias"),
     defaults=_sizes(32, 4096, 32, None, 32000, intermediate_size=11008),
-    derive=(activation, attention_bias),
+    derive=(d.activation, d.attention_bias),
     fixed=_ROTARY,
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _LLAMA,
+    "llama4_text": Architecture(
+        keys=_keys(*_BLOCK, intermediate_size="intermediate_size_mlp") | _MOE
+        | _keys(moe_intermediate_size="intermediate_size"),
+        defaults=_sizes(48, 5120, 40, 8, 202048, intermediate_size=8192, intermediate_size_mlp=16384, head_dim=128,
+                        num_local_experts=16, num_experts_per_tok=1, interleave_moe_layer_step=1,
+                        attention_chunk_size=8192),
+        derive=(d.activation, d.attention_bias, d.window(d.unrotated, "attention_chunk_size"), d.llama4_shared,
+                d.moe_layers(d.llama4_moe)),
+        fixed=_ROTARY,
+    ),
     "mistral": Architecture(
         keys=_DENSE,
         defaults=_sizes(32, 4096, 32, 8, 32000, intermediate_size=14336, sliding_window=4096),
-        derive=(activation, window(never)),
+        derive=(d.activation, d.window(d.never)),
         fixed=_ROTARY,
     ),
     "mixtral": Architecture(
         keys=_keys(*_BLOCK) | _MOE | _keys(moe_intermediate_size="intermediate_size"),
         defaults=_sizes(32, 4096, 32, 8, 32000, intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2),
-        derive=(activation, window(never)),
+        derive=(d.activation, d.window(d.never)),
         fixed=_ROTARY,
     ),
     "qwen2": Architecture(
         keys=_DENSE,
         defaults=_sizes(32, 4096, 32, 32, 151936, intermediate_size=22016, **_QWEN_WINDOW),
-        derive=(activation, qkv_bias, window(qwen_full)),
+        derive=(d.activation, d.qkv_bias, d.window(d.qwen_full)),
         fixed=_ROTARY,
     ),
     "qwen2_moe": Architecture(
@@ -115,27 +105,27 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults=_sizes(24, 2048, 16, 16, 151936, intermediate_size=5632, num_experts=60, num_experts_per_tok=4,
                         moe_intermediate_size=1408, shared_expert_intermediate_size=5632, decoder_sparse_step=1,
                         **_QWEN_WINDOW),
-        derive=(activation, qkv_bias, window(qwen_full), moe_layers(qwen_moe)),
+        derive=(d.activation, d.qkv_bias, d.window(d.qwen_full), d.moe_layers(d.qwen_moe)),
         fixed={"shared_expert_gate": True, **_ROTARY},
     ),
     "qwen3": Architecture(
         keys=_DENSE,
         defaults=_sizes(32, 4096, 32, 32, 151936, intermediate_size=22016, head_dim=128, **_QWEN_WINDOW),
-        derive=(activation, attention_bias, window(qwen_full)),
+        derive=(d.activation, d.attention_bias, d.window(d.qwen_full)),
         fixed={"qk_norm": True, **_ROTARY},
     ),
     "qwen3_moe": Architecture(
         keys=_DENSE | _MOE,
         defaults=_sizes(24, 2048, 32, 4, 151936, intermediate_size=6144, num_experts=128, num_experts_per_tok=8,
                         moe_intermediate_size=768, decoder_sparse_step=1, **_QWEN_WINDOW),
-        derive=(activation, attention_bias, window(qwen_full), moe_layers(qwen_moe)),
+        derive=(d.activation, d.attention_bias, d.window(d.qwen_full), d.moe_layers(d.qwen_moe)),
         fixed={"qk_norm": True, **_ROTARY},
     ),
     "deepseek_v2": Architecture(
         keys=_DEEPSEEK,
         defaults=_sizes(32, 4096, 32, None, 102400, intermediate_size=11008, moe_intermediate_size=1407,
                         n_routed_experts=64, n_shared_experts=2, first_k_dense_replace=0, **_DEEPSEEK_RANKS),
-        derive=(activation, attention_bias, _SHARED, latent_heads, moe_layers(deepseek_moe)),
+        derive=(d.activation, d.attention_bias, _SHARED, d.latent_heads, d.moe_layers(d.deepseek_moe)),
         fixed=_ROTARY,
     ),
     "deepseek_v3": Architecture(
@@ -143,7 +133,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults=_sizes(61, 7168, 128, None, 129280, intermediate_size=18432, moe_intermediate_size=2048,
                         n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=3,
                         **_DEEPSEEK_RANKS),
-        derive=(activation, attention_bias, _SHARED, latent_heads, moe_layers(deepseek_moe)),
+        derive=(d.activation, d.attention_bias, _SHARED, d.latent_heads, d.moe_layers(d.deepseek_moe)),
         fixed={"router_bias": True, **_ROTARY},
     ),
     "gpt2": Architecture(
@@ -151,7 +141,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                    num_attention_heads="n_head", max_position_embeddings="n_positions"),
         defaults={"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
                   "activation_function": "gelu_new", "tie_word_embeddings": True},
-        derive=(gpt2_sizes,),
+        derive=(d.gpt2_sizes,),
         fixed={"bias": True, "position_embedding": "learned", **_LAYERNORM},
     ),
     "gpt_neox": Architecture(
@@ -159,7 +149,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                    "tie_word_embeddings", rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
         defaults=_sizes(44, 6144, 64, None, 50432, intermediate_size=24576, hidden_act="gelu", attention_bias=True,
                         rotary_pct=0.25),
-        derive=(activation, attention_bias),
+        derive=(d.activation, d.attention_bias),
         fixed={"bias": True, **_LAYERNORM, **_ROTARY},
     ),
     "gpt_oss": Architecture(
@@ -167,46 +157,46 @@ ARCHITECTURES: dict[str, Architecture] = {
                    num_experts_per_tok=("num_experts_per_tok", "experts_per_token")),
         defaults=_sizes(36, 2880, 64, 8, 201088, intermediate_size=2880, head_dim=64, num_local_experts=128,
                         num_experts_per_tok=4, sliding_window=128, attention_bias=True),
-        derive=(activation, attention_bias, window(every("sliding_window_pattern", 2))),
+        derive=(d.activation, d.attention_bias, d.window(d.every("sliding_window_pattern", 2))),
         fixed={"mlp_bias": True, "router_bias": True, "attention_sinks": True, **_ROTARY},
     ),
     "gemma2": Architecture(
         keys=_DENSE,
         defaults=_sizes(26, 2304, 8, 4, 256000, **_GEMMA_DEFAULTS),
-        derive=(activation, attention_bias, window(every("sliding_window_pattern", 2))),
+        derive=(d.activation, d.attention_bias, d.window(d.every("sliding_window_pattern", 2))),
         fixed=_GEMMA,
     ),
     "gemma3_text": Architecture(
         keys=_DENSE,
         defaults=_sizes(26, 2304, 8, 4, 262208, rope_theta=1e6, **_GEMMA_DEFAULTS),
-        derive=(activation, attention_bias, window(every("sliding_window_pattern", 6))),
+        derive=(d.activation, d.attention_bias, d.window(d.every("sliding_window_pattern", 6))),
         fixed={"qk_norm": True, **_GEMMA},
     ),
     "phi3": Architecture(
         keys=_DENSE,
         defaults=_sizes(32, 3072, 32, None, 32064, intermediate_size=8192),
-        derive=(activation, window(never)),
+        derive=(d.activation, d.window(d.never)),
         fixed=_ROTARY,
     ),
     "nemotron": Architecture(
         keys=_DENSE | _keys("mlp_bias"),
         defaults=_sizes(32, 6144, 48, None, 256000, intermediate_size=24576, hidden_act="relu2", mlp_bias=False,
                         partial_rotary_factor=0.5),
-        derive=(activation, attention_bias),
+        derive=(d.activation, d.attention_bias),
         fixed={**_LAYERNORM, **_ROTARY},
     ),
     "gemma": Architecture(
         keys=_DENSE,
         defaults=_sizes(28, 3072, 16, 16, 256000, intermediate_size=24576, head_dim=256, tie_word_embeddings=True,
                         hidden_act="gelu_pytorch_tanh"),
-        derive=(activation, attention_bias),
+        derive=(d.activation, d.attention_bias),
         fixed=_ROTARY,
     ),
     "glm4": Architecture(
         keys=_DENSE,
         defaults=_sizes(40, 4096, 32, 2, 151552, intermediate_size=13696, head_dim=128, attention_bias=True,
                         partial_rotary_factor=0.5),
-        derive=(activation, no_output_bias),
+        derive=(d.activation, d.no_output_bias),
         fixed={"post_norms": True, **_ROTARY},
     ),
     "glm4_moe": Architecture(
@@ -215,19 +205,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults=_sizes(46, 4096, 96, 8, 151552, intermediate_size=10944, moe_intermediate_size=1408,
                         n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=1,
                         num_nextn_predict_layers=1, use_qk_norm=False, partial_rotary_factor=0.5),
-        derive=(activation, no_output_bias, whole_heads, _SHARED),
+        derive=(d.activation, d.no_output_bias, d.whole_heads, _SHARED),
         fixed={"router_bias": True, **_ROTARY},
     ),
     "seed_oss": Architecture(
         keys=_DENSE | _keys("mlp_bias"),
         defaults=_sizes(64, 4096, 80, 8, 155136, intermediate_size=27648, head_dim=128, attention_bias=True),
-        derive=(activation, no_output_bias),
+        derive=(d.activation, d.no_output_bias),
         fixed=_ROTARY,
     ),
     "ernie4_5": Architecture(
         keys=_DENSE | _keys(bias="use_bias"),
         defaults=_sizes(18, 1024, 16, 2, 103424, intermediate_size=3072, head_dim=128) | _ERNIE_DEFAULTS,
-        derive=(activation,),
+        derive=(d.activation,),
         fixed={"norm_bias": False, **_ROTARY},
     ),
     "ernie4_5_moe": Architecture(
@@ -236,46 +226,46 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults=_sizes(28, 2560, 20, 4, 103424, intermediate_size=12288, moe_intermediate_size=1536, moe_k=6,
                         moe_num_experts=64, moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1,
                         moe_layer_interval=1) | _ERNIE_DEFAULTS,
-        derive=(activation, shared_experts("moe_num_shared_experts"), moe_layers(ernie_moe)),
+        derive=(d.activation, d.shared_experts("moe_num_shared_experts"), d.moe_layers(d.ernie_moe)),
         fixed={"router_bias": True, "norm_bias": False, **_ROTARY},
     ),
     "smollm3": Architecture(
         keys=_DENSE | _keys("mlp_bias"),
         defaults=_sizes(36, 2048, 16, 4, 128256, intermediate_size=11008, tie_word_embeddings=True, rope_theta=2e6,
                         use_sliding_window=False),
-        derive=(activation, attention_bias, window(qwen_full)),
+        derive=(d.activation, d.attention_bias, d.window(d.qwen_full)),
         fixed=_ROTARY,
     ),
     "granite": _LLAMA,
     "granitemoe": Architecture(
         keys=_keys(*_BLOCK) | _MOE | _keys(moe_intermediate_size="intermediate_size"),
         defaults=_sizes(32, 4096, 32, None, 32000, intermediate_size=11008, num_local_experts=8, num_experts_per_tok=2),
-        derive=(activation, attention_bias),
+        derive=(d.activation, d.attention_bias),
         fixed=_ROTARY,
     ),
     "exaone4": Architecture(
         keys=_DENSE,
         defaults=_sizes(32, 4096, 32, 32, 102400, intermediate_size=16384, sliding_window=4096),
-        derive=(activation, window(every("sliding_window_pattern", 4))),
+        derive=(d.activation, d.window(d.every("sliding_window_pattern", 4))),
         fixed={"qk_norm": True, **_ROTARY},
     ),
     "arcee": Architecture(
         keys=_DENSE | _keys("mlp_bias"),
         defaults=_sizes(32, 2560, 32, None, 32000, intermediate_size=18432, hidden_act="relu2"),
-        derive=(activation, attention_bias),
+        derive=(d.activation, d.attention_bias),
         fixed={"gated_mlp": False, **_ROTARY},
     ),
     "starcoder2": Architecture(
         keys=_DENSE | _keys(bias="use_bias"),
         defaults=_sizes(30, 3072, 24, 2, 49152, intermediate_size=12288, hidden_act="gelu_pytorch_tanh", use_bias=True,
                         tie_word_embeddings=True),
-        derive=(activation, window(never)),
+        derive=(d.activation, d.window(d.never)),
         fixed={**_LAYERNORM, **_ROTARY},
     ),
     "stablelm": Architecture(
         keys=_DENSE,
         defaults=_sizes(32, 2560, 32, 32, 50304, intermediate_size=6912, partial_rotary_factor=0.25),
-        derive=(activation, stablelm_norms),
+        derive=(d.activation, d.stablelm_norms),
         fixed={**_LAYERNORM, "gated_mlp": True, **_ROTARY},
     ),
     "opt": Architecture(
@@ -284,7 +274,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 50272,
                   "ffn_dim": 3072, "max_position_embeddings": 2048, "activation_function": "relu", "enable_bias": True,
                   "tie_word_embeddings": True},
-        derive=(opt_sizes,),
+        derive=(d.opt_sizes,),
         fixed={"position_embedding": "learned", **_LAYERNORM},
     ),
 }  # fmt: skip
@@ -292,6 +282,6 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Models that call a known architecture by their own name."""
 WRAPPERS = {
     "gemma3": "gemma3_text", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe", "kimi_k25": "deepseek_v3",
-    "mistral3": "mistral",
+    "mistral3": "mistral", "llama4": "llama4_text",
 }  # fmt: skip
 """Multimodal configs whose language model stands under text_config."""

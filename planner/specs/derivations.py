@@ -56,11 +56,11 @@ def whole_heads(config: Config) -> Derived:
     return {} if known else {"head_dim": hidden // heads}  # type: ignore[operator]
 
 
-def window(is_full: Callable[[Config, int], bool]) -> Callable[[Config], Derived]:
-    """Which layers slide, by `layer_types` where the config lists them and else by the architecture's rule."""
+def window(is_full: Callable[[Config, int], bool], key: str = "sliding_window") -> Callable[[Config], Derived]:
+    """Which layers slide (or attend in chunks: `key` holds how far), by `layer_types` or the architecture's rule."""
 
     def derive(config: Config) -> Derived:
-        window, types = config.get("sliding_window"), config.get("layer_types")
+        window, types = config.get(key), config.get("layer_types")
         if not window:
             return {}
         if isinstance(types, list):
@@ -76,7 +76,7 @@ def window(is_full: Callable[[Config, int], bool]) -> Callable[[Config], Derived
         every = full.index(True) + 1 if True in full else None
         if every is not None and full != [(layer + 1) % every == 0 for layer in range(len(full))]:
             raise InexpressibleError("layer_types: full attention on layers that are not every n-th")
-        return {"sliding_window": window, "sliding_window_pattern": every}
+        return {key: window, "sliding_window_pattern": every}
 
     return derive
 
@@ -94,6 +94,26 @@ def every(key: str, default: int) -> Callable[[Config, int], bool]:
         return isinstance(every, int) and every > 0 and (layer + 1) % every == 0
 
     return is_full
+
+
+def unrotated(config: Config, layer: int) -> bool:
+    """Layers without rotary embeddings attend to everything, every fourth one where no others are listed (Llama 4)."""
+    rotates = config.get("no_rope_layers")
+    if isinstance(rotates, list) and len(rotates) == config.get("num_hidden_layers"):
+        return not rotates[layer]
+    return every("no_rope_layer_interval", 4)(config, layer)
+
+
+def llama4_moe(config: Config, layer: int) -> bool:
+    listed, step = config.get("moe_layers"), config.get("interleave_moe_layer_step")
+    if isinstance(listed, list):
+        return layer in listed
+    return isinstance(step, int) and step > 0 and (layer + 1) % step == 0
+
+
+def llama4_shared(config: Config) -> Derived:
+    """One expert that every token visits, as wide as the others."""
+    return {"shared_expert_intermediate_size": config.get("intermediate_size")}
 
 
 def qwen_full(config: Config, layer: int) -> bool:

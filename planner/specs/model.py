@@ -10,11 +10,13 @@ from pydantic import Field, model_validator
 
 from planner.specs.base import Name, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 
+AttentionKind = Literal["full", "sliding", "chunked"]
+
 
 class LayerKind(NamedTuple):
     """What one decoder layer is made of; layers of the same kind cost the same."""
 
-    attention: Literal["full", "sliding"]
+    attention: AttentionKind
     mlp: Literal["dense", "moe"]
 
     def __str__(self) -> str:
@@ -120,8 +122,10 @@ class ModelSpec(Spec):
     """Rows of a learned position table; without meaning for the others."""
     sliding_window: PositiveInt | None = None
     """Keys each query sees on sliding layers, itself included."""
+    attention_chunk_size: PositiveInt | None = None
+    """Keys of the query's own chunk of so many tokens are all that it sees on such layers (Llama 4)."""
     sliding_window_pattern: PositiveInt | None = None
-    """Every n-th layer has full attention, the others slide; null: all slide."""
+    """Every n-th layer has full attention, the others slide or attend in chunks; null: all do."""
     moe: MoESpec | None = None
     mla: MLASpec | None = None
     num_nextn_predict_layers: NonNegativeInt = Field(default=0, le=16)
@@ -169,6 +173,8 @@ class ModelSpec(Spec):
             )
         if self.position_embedding == "learned" and self.max_position_embeddings is None:
             raise ValueError("position_embedding 'learned' needs max_position_embeddings")
+        if self.sliding_window is not None and self.attention_chunk_size is not None:
+            raise ValueError("sliding_window and attention_chunk_size: both given, layers slide or attend in chunks")
         if self.intermediate_size is None and any(kind.mlp == "dense" for kind in self.layers):
             raise ValueError("intermediate_size is missing and the model has dense layers")
         return self
@@ -210,11 +216,11 @@ class ModelSpec(Spec):
         """Parameters of the learned position table."""
         return (self.max_position_embeddings or 0) * self.hidden_size if self.position_embedding == "learned" else 0
 
-    def _attention(self, layer: int) -> Literal["full", "sliding"]:
-        if self.sliding_window is None:
-            return "full"
+    def _attention(self, layer: int) -> AttentionKind:
         pattern = self.sliding_window_pattern
-        return "full" if pattern is not None and (layer + 1) % pattern == 0 else "sliding"
+        if pattern is not None and (layer + 1) % pattern == 0:
+            return "full"
+        return "sliding" if self.sliding_window is not None else "chunked" if self.attention_chunk_size else "full"
 
     def _mlp(self, layer: int) -> Literal["dense", "moe"]:
         moe = self.moe

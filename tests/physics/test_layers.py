@@ -153,6 +153,19 @@ def test_a_ring_merges_blocks(cp: int) -> None:
     assert "merge blocks" not in {op.name for op in operators_of(layer)}
 
 
+@pytest.mark.parametrize(("seq_length", "chunks", "span"), [(4096, 1, 4096), (8192, 1, 8192), (32768, 4, 8192)])
+def test_layers_that_attend_in_chunks_take_them_for_sequences(seq_length: int, chunks: int, span: int) -> None:
+    model = load_model("llama-4-scout")
+    assert [kind.attention for kind in model.layers[:4]] == ["chunked"] * 3 + ["full"]
+    shape = Shape(seq_length=seq_length, micro_batch_size=2)
+    attention = named(model, shape, MEGATRON, "attention")
+    assert (attention.batch, attention.q_len, attention.kv_len) == (2 * chunks, span, span)
+    (full,) = (
+        op for op in operators_of(decoder_layer(model, model.layers[3], shape, MEGATRON)) if op.name == "attention"
+    )
+    assert (full.batch, full.q_len, full.kv_len) == (2, seq_length, seq_length)
+
+
 @pytest.mark.parametrize(("fused", "forward", "backward"), [(True, 2, 3), (False, 4, 10)])
 def test_the_square_of_relu_is_kernels_of_its_own_unless_fused(fused: bool, forward: int, backward: int) -> None:
     model = load_model("nemotron-4-340b")

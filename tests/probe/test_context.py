@@ -112,3 +112,21 @@ def test_sinks_take_their_share_from_what_the_flash_kernel_returns(monkeypatch: 
     monkeypatch.setattr("planner.probe.attention.takes_flash", lambda x: True)
     for found, one in zip(attend(), expected, strict=True):
         torch.testing.assert_close(found, one)
+
+
+@pytest.mark.parametrize("seq_length", [6, 8])
+def test_chunks_attend_as_sequences_of_their_own(seq_length: int) -> None:
+    model = ModelSpec(num_hidden_layers=1, **TINY, attention_chunk_size=4)
+    q, k, v = torch.randn(3, seq_length, 1, 2, 8).unbind()
+    mask = Tables.of(model, seq_length, Surroundings(), q).window_mask
+    apart = [
+        core_attention(*(x[part] for x in (q, k, v)), None, 0, None, TensorPeers(1, 0))
+        for part in (slice(0, 4), slice(4, seq_length))
+    ]
+    together = core_attention(q, k, v, mask, 0, None, TensorPeers(1, 0))
+    assert torch.allclose(together, torch.cat(apart), atol=1e-6)
+
+
+def test_a_chunk_as_long_as_the_sequence_needs_no_mask() -> None:
+    model = ModelSpec(num_hidden_layers=1, **TINY, attention_chunk_size=8)
+    assert Tables.of(model, 8, Surroundings(), torch.empty(0)).window_mask is None

@@ -30,6 +30,7 @@ GPT = {
     "max_position_embeddings": 8,
 }
 GEMMA = {"qk_norm": True, "post_norms": True, "sliding_window": 4, "sliding_window_pattern": 2}
+LLAMA4 = {"attention_chunk_size": 4, "sliding_window_pattern": 2, "moe": MOE}
 GPT_OSS = {"attention_sinks": True, "sliding_window": 4, "sliding_window_pattern": 2, "bias": True, "moe": MOE}
 TP2 = {"tp": 2, "sequence_parallel": True}
 CP2 = {"cp": 2, "seq_length": 4}
@@ -70,6 +71,7 @@ RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
     "gpt-recomputed": (("1f1b", 2, 1, 3), {**TP2, "num_recomputed": 1, "model": GPT}),
     "gemma-selective": (("1f1b", 2, 1, 3), {**TP2, "recompute_modules": ("core_attn", "mlp"), "model": GEMMA}),
     "gpt-oss": (("1f1b", 2, 1, 3), {**TP2, "model": GPT_OSS}),
+    "llama4": (("1f1b", 2, 1, 3), {**TP2, "model": LLAMA4}),
     "alibi": (("none", 1, 1, 2), {**TP2, "model": {"position_embedding": "alibi", "embedding_norm": True}}),
     "mla": (("1f1b", 2, 1, 3), {**TP2, "model": {"mla": MLA}}),
     "mtp": (("1f1b", 2, 1, 3), {**TP2, "model": {"mla": MLA, "num_nextn_predict_layers": 2}}),

@@ -102,6 +102,10 @@ VARIED: dict[str, tuple[dict[str, Any], int]] = {
          "head_dim": 128, "vocab_size": 128004},
         4_619_184_640,
     ),
+    "llama-4-scout": ({"model_type": "llama4_text"}, 107_769_861_120),
+    "llama-4-maverick": (
+        {"model_type": "llama4_text", "num_local_experts": 128, "interleave_moe_layer_step": 2}, 400_711_848_960,
+    ),
     "smollm3": ({"model_type": "smollm3", "num_hidden_layers": 12, "attention_bias": True}, 1_200_207_872),
     "exaone-4": ({"model_type": "exaone4"}, 9_429_069_824),
 }  # fmt: skip
@@ -162,6 +166,10 @@ def test_what_an_architecture_may_say_and_the_planner_may_not(data: dict[str, An
 def test_layers_of_a_switched_architecture() -> None:
     ernie = from_config({"model_type": "ernie4_5_moe", "moe_layer_start_index": 3, "moe_layer_end_index": 27}, "x")
     assert [kind.mlp for kind in ernie.layers] == ["dense"] * 3 + ["moe"] * 25
+    layers = {"num_hidden_layers": 8, "no_rope_layers": [1, 0] * 4, "moe_layers": [3, 7], "num_local_experts": 128}
+    llama4 = from_config({"model_type": "llama4", "text_config": {"model_type": "llama4_text", **layers}}, "x")
+    assert [str(kind) for kind in llama4.layers[:4]] == ["dense-chunked", "dense", "dense-chunked", "moe"]
+    assert llama4.attention_chunk_size == 8192
     exaone = from_config({"model_type": "exaone4", "num_hidden_layers": 8}, "x")
     assert [kind.attention for kind in exaone.layers] == ["sliding", "sliding", "sliding", "full"] * 2
     assert from_config({"model_type": "glm4"}, "x").partial_rotary_factor == 0.5

@@ -34,6 +34,8 @@ PUBLISHED = {
     "kimi-k2": 1_026_408_232_448,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "llama-4-scout": 107_769_861_120,
+    "llama-4-maverick": 400_711_848_960,
     # by the configuration; the checkpoints hold something else besides (rotary tables, a vision encoder)
     "moonlight-16b": 15_960_110_208,
     "gemma-3-27b": 27_009_346_304,
@@ -55,6 +57,8 @@ ACTIVE = {
     "mixtral-8x22b": (39, 0, 0),
     "qwen3-30b-a3b": (3, 0, 0),
     "qwen3-235b-a22b": (22, 0, 0),
+    "llama-4-scout": (17, 0, 0),
+    "llama-4-maverick": (17, 0, 0),
     "gpt-oss-20b": (3.61, 2, 1),
     "gpt-oss-120b": (5.13, 2, 1),
     "deepseek-v2": (21, 0, 1),
