@@ -142,7 +142,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     if spec.dtype == "bf16" and spec.precision_recipe == "fp16":
         training["dtype"] = "fp16"
     model = _model(spec.model, f"{where}: run: model")
-    used = {**spec.features, "precision_recipe": spec.precision_recipe}
+    used = {"precision_recipe": spec.precision_recipe, **spec.features}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
     runtime, unknown = dated.with_features({**unsaid_features(spec.runtime, hardware, model), **used})
     return Run(
@@ -202,7 +202,7 @@ _SIZES = (
 )  # fmt: skip
 _DESIGN = (
     "attention_bias", "mlp_bias", "qk_norm", "post_norms", "embedding_norm", "attention_sinks", "sliding_window",
-    "sliding_window_pattern",
+    "sliding_window_pattern", "attention_chunk_size",
 )  # fmt: skip
 
 

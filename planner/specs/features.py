@@ -59,7 +59,7 @@ FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),
     "overlap_param_gather": _fraction(("parameter_overlap_fraction",), 0.9),
     "p2p_overlap": lambda value: {"p2p_overlap": bool(value), "interleaved_p2p_overlap": bool(value)},
-    "precision_recipe": lambda value: _RECIPES.get(value, {}),
+    "precision_recipe": lambda value: _RECIPES.get(str(value), {}),
     # where it is on, as much hides as the trainer's own runs say
     "tp_comm_overlap": lambda value: {} if value else {"tp_overlap_fraction": 0.0},
 }
