@@ -17,6 +17,7 @@ import numpy.typing as npt
 from planner.physics.cost import PartCost
 from planner.physics.shape import FloatArray, Number
 from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, placement
+from planner.search.chunks import fewest_of_kinds
 from planner.search.ilp_node import Whole
 from planner.search.screen import FRUGAL, Screen, least_sum
 from planner.specs.training import Recompute
@@ -127,10 +128,31 @@ def busiest_rank_s(screen: Screen, base: Recompute, whole: bool, orders: Orders,
         busiest = _holding_bound_s(
             screen, (plain, full), model.num_hidden_layers, whole, orders.in_flight, beside_s, busiest
         )
+        busiest = np.where(_exceeds_all_ranks(screen, (base, FULL) if whole else (base,), orders), np.inf, busiest)
     return np.asarray(busiest)
 
 
 FULL: Recompute = "full"
+
+
+def _exceeds_all_ranks(screen: Screen, modes: Sequence[Recompute], orders: Orders) -> npt.NDArray[np.bool_]:
+    """Whether layers of several kinds need more memory than all ranks together have.
+
+    A layer of kind κ takes needed[κ,r] = static + in flight · live bytes on rank r, the mean one mean[r]. For all the
+    ranks' memory rows, each over mean[r], together: Σ_κ count_κ · min_r needed[κ,r] / mean[r] ≤ Σ_r free[r] / mean[r].
+    """
+    layers, held = screen.table.layers, orders.in_flight
+    counts = np.array(list(screen.pricing.kind_counts.values()))[:, None, None]
+    parts = [[layers[kind, mode] for mode in modes] for kind in screen.pricing.model.kinds]
+    live = [np.min([screen.part(part, "live_bytes") for part in of_kind], axis=0) for of_kind in parts]
+    static = [screen.static_bytes(of_kind[0]) for of_kind in parts]
+    needed = np.array([of_one[:, None] + held * each[:, None] for of_one, each in zip(static, live, strict=True)])
+    mean = (counts * needed).sum(axis=0) / counts.sum()
+    exists = np.arange(held.shape[1])[None, :] < np.asarray(screen.shape.pp)[:, None]
+    free = screen.free_bytes(_least([part for of_kind in parts for part in of_kind]), held.shape[1])
+    layers_of_room = np.where(exists, free / mean, 0.0).sum(axis=1)
+    taken = counts[:, :, 0] * np.where(exists, needed / mean, np.inf).min(axis=2)
+    return np.asarray(taken.sum(axis=0) > layers_of_room * (1 + 1e-9))
 
 
 def _least(parts: Sequence[PartCost]) -> PartCost:
@@ -248,25 +270,29 @@ def chunked_bound_s(screen: Screen, base: Recompute, whole: Whole, orders: Order
     """Where stages interleave: what each rank takes with its equal chunks, and those without an end on average.
 
     A rank of n layers (vpp · chunk, without those chunks that may be shorter) takes no less than the n quickest of the
-    model, recomputes what its memory forces it to (one_count: what that of any rank does), and has T ≥ M · its
-    seconds + the trip of one micro-batch through the ranks before it. Zero for other nodes, infinite where n layers do
-    not fit.
+    model, nor than the fewest of each kind that the order of layers leaves it; it recomputes what its memory forces it
+    to (one_count: what that of any rank does), and has T ≥ M · its seconds + the trip of one micro-batch through the
+    ranks before it. Zero for other nodes, infinite where the layers do not fit.
     """
     held, full = orders.in_flight, orders.full
     steps = np.asarray(screen.shape.num_microbatches)[:, None]
     counts = np.array(list(screen.pricing.kind_counts.values()))
     num_layers = _fewest_layers(screen, full)
-    layer_s = screen.layer_s(base)[:, :, None]
+    layer_s, fewest = screen.layer_s(base)[:, :, None], _fewest_of_kinds(screen, full.shape[1])
+
+    def at_least(of_layer: FloatArray) -> FloatArray:
+        together: FloatArray = (fewest * of_layer).sum(axis=0)
+        return np.maximum(least_sum(of_layer, counts, num_layers), together)
 
     def needed_bytes(mode: Recompute) -> FloatArray:
         parts = [screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds]
         each = [screen.static_bytes(p)[:, None] + held * screen.part(p, "live_bytes")[:, None] for p in parts]
-        return least_sum(np.array(each), counts, num_layers)
+        return at_least(np.array(each))
 
     modes: tuple[Recompute, ...] = (base,) if whole == "none" else (base, FULL)
     least = _least([screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds for mode in modes])
     free = screen.free_bytes(least, held.shape[1])
-    each_s = steps * (least_sum(layer_s, counts, num_layers) + screen.rank_ends_s(held.shape[1])) + trips_s
+    each_s = steps * (at_least(layer_s) + screen.rank_ends_s(held.shape[1])) + trips_s
     if whole != "none":
         saved, again = screen.layer_s(base, "live_bytes"), screen.layer_s(FULL) - screen.layer_s(base)
         saved = np.maximum((saved - screen.layer_s(FULL, "live_bytes")).max(axis=0), 1.0)
@@ -290,3 +316,16 @@ def _fewest_layers(screen: Screen, full: npt.NDArray[np.bool_]) -> FloatArray:
     shorter = np.where(full, 0, np.where(screen.folded, 2, 1)[:, None])
     exists = rank < np.asarray(screen.shape.pp)[:, None]
     return np.where(exists, np.maximum(vpp - shorter, 0) * screen.chunk_layers[:, None], 0.0)
+
+
+def _fewest_of_kinds(screen: Screen, num_ranks: int) -> FloatArray:
+    """Layers of each kind (rows) that the ranks (last axis) of each node hold at least, where stages interleave."""
+    model, shape, empty_ends = screen.pricing.model, screen.shape, screen.pricing.runtime.head_only_stage
+    fewest = np.zeros((len(model.kinds), len(screen.kernel), num_ranks))
+    columns = [np.broadcast_to(each, len(screen.kernel)) for each in (shape.pp, shape.vpp, screen.folded)]
+    distinct, which = np.unique(np.stack(columns), axis=1, return_inverse=True)
+    for number, (pp, vpp, folded) in enumerate(distinct.T.tolist() if len(model.kinds) > 1 else ()):
+        if vpp > 1:
+            of_ranks = fewest_of_kinds(model.layers, pp, vpp, bool(folded), empty_ends)
+            fewest[:, which == number, :pp] = of_ranks[:, None, :]
+    return fewest

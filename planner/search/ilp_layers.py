@@ -1,14 +1,13 @@
 """Rows 1 to 3 of the integer program: which layers of the model are on which rank, as integers and sums of them.
 
 Two ways to say that layers stay in order, each exact where it is used. Where the model is a few runs of equal layers a
-binary says of each rank whether a run is finished there. Where one kind recurs every p layers (every second slides),
-the first n layers hold ⌊(n + c) / p⌋ of it, which is the one integer s with (n + c − p + 1) / p ≤ s ≤ (n + c) / p.
+binary says of each rank whether a run is finished there. Where the layers repeat every p (every second slides), the
+first n hold ⌊(n + c) / p⌋ of those at place p − 1 − c: the one integer s with (n + c − p + 1) / p ≤ s ≤ (n + c) / p.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import permutations
 from typing import Any, NamedTuple
 
 import pulp
@@ -22,27 +21,28 @@ Runs = Sequence[tuple[LayerKind, int]]
 """Maximal runs of equal layers: kind and length."""
 
 
-class Recurring(NamedTuple):
-    """A kind that is every period-th layer."""
+MAX_PLACES = 4
+"""Counted ones of a pattern that repeats: each is an integer for every virtual stage."""
 
-    kind: LayerKind
-    other: LayerKind
+
+class Recurring(NamedTuple):
+    """A pattern of layers that repeats."""
+
     period: int
-    offset: int
-    """c: of the first n layers ⌊(n + c) / period⌋ are of the kind."""
+    places: dict[LayerKind, list[int]]
+    """Where in the pattern the layers of each kind are, but those of the commonest."""
 
 
 def recurring(runs: Runs) -> Recurring | None:
-    """The kind that recurs, where the model is two kinds in more than two runs and one does; else None."""
+    """The pattern that repeats; None where no kind comes back, or too many places are to be counted."""
     layers = [kind for kind, length in runs for _ in range(length)]
     kinds = list(dict.fromkeys(layers))
-    for kind, other in permutations(kinds) if len(kinds) == 2 < len(runs) else ():
-        places = [number for number, held in enumerate(layers) if held == kind]
-        period = places[1] - places[0] if len(places) > 1 else len(layers)
-        offset = period - 1 - places[0]
-        if offset >= 0 and places == [n for n in range(len(layers)) if (n + 1 + offset) % period == 0]:
-            return Recurring(kind, other, period, offset)
-    return None
+    period = next((p for p in range(1, len(layers)) if layers[p:] == layers[:-p]), len(layers))
+    places = {kind: [place for place in range(period) if layers[place] == kind] for kind in kinds}
+    del places[max(kinds, key=lambda kind: len(places[kind]))]
+    if len(runs) == len(kinds) or sum(map(len, places.values())) > MAX_PLACES:
+        return None
+    return Recurring(period, places)
 
 
 class Rows:
@@ -119,8 +119,8 @@ class HeldLayers(Rows):
             for rank, row in enumerate(rows)
         ]
 
-    def _add_recurring(self, special: Recurring) -> None:
-        """`ends[j]` layers lie up to virtual stage j, `found[j]` of them of the kind that recurs."""
+    def _add_recurring(self, pattern: Recurring) -> None:
+        """`ends[j]` layers lie up to virtual stage j, `found[j]` of them of a kind; the commonest is what is left."""
         num_stages = self.pp * self.vpp
         ends: list[Expression] = [
             (stage + 1) * self.chunk - self.missing[0]
@@ -130,21 +130,28 @@ class HeldLayers(Rows):
         ]
         if self.vpp > 1:
             self.problem += num_stages * self.chunk - pulp.lpSum(self.missing) == self.num_layers, "layers"
-        found: list[Expression] = []
-        for stage, end in enumerate(ends):
-            count = self._variable(f"recurring_{stage}", self.num_layers, integer=True)
-            self.problem += special.period * count <= end + special.offset, f"recurring_{stage}_most"
-            self.problem += special.period * (count + 1) >= end + special.offset + 1, f"recurring_{stage}_least"
-            found.append(count)
         layers = [_difference([*ends, self.num_layers], stage) for stage in range(num_stages)]
-        whole = sum(length for kind, length in self.runs if kind == special.kind)
-        counts = [_difference([*found, whole], stage) for stage in range(num_stages)]
         self.first_row = layers[: self.pp]
         on_rank = [[j for j, rank in enumerate(self.placement) if rank == r] for r in range(self.pp)]
         self.totals = [pulp.lpSum(layers[stage] for stage in stages) for stages in on_rank]
-        recur = [pulp.lpSum(counts[stage] for stage in stages) for stages in on_rank]
-        rows = [{special.kind: one, special.other: total - one} for one, total in zip(recur, self.totals, strict=True)]
-        self.by_kind = self._name_kinds([{kind: row[kind] for kind in self.kinds} for row in rows])
+        rows: list[dict[LayerKind, Expression]] = [{} for _ in on_rank]
+        for kind, places in pattern.places.items():
+            whole = sum(length for held, length in self.runs if held == kind)
+            found = [*(self._found(pattern.period, places, stage, end) for stage, end in enumerate(ends)), whole]
+            for row, stages in zip(rows, on_rank, strict=True):
+                row[kind] = pulp.lpSum(_difference(found, stage) for stage in stages)
+        left = [total - pulp.lpSum(row.values()) for row, total in zip(rows, self.totals, strict=True)]
+        self.by_kind = self._name_kinds(
+            [{kind: row.get(kind, rest) for kind in self.kinds} for row, rest in zip(rows, left, strict=True)]
+        )
+
+    def _found(self, period: int, places: Sequence[int], stage: int, end: Expression) -> Expression:
+        """Layers at `places` of the pattern among the first `end`."""
+        counts = [self._variable(f"recurring_{stage}_{place}", self.num_layers, integer=True) for place in places]
+        for place, count in zip(places, counts, strict=True):
+            self.problem += period * count <= end + period - 1 - place, f"{count.name}_most"
+            self.problem += period * count >= end - place, f"{count.name}_least"
+        return pulp.lpSum(counts)
 
     def _add_runs(self) -> None:
         """`first[r][i]` layers of run i on rank r's first chunk, `rest[r]` of the last run on its others."""

@@ -21,7 +21,7 @@ from planner.specs.training import Recompute
 
 MAX_RUNS_INTERLEAVED = 4
 """Beyond this many runs, or where all but the last outgrow the ranks' first chunks, interleaved chunks are balanced
-with layers of the mean kind; a kind that recurs every so many layers is known exactly."""
+with layers of the mean kind; layers that repeat in a pattern are known exactly."""
 
 
 Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]

@@ -19,7 +19,7 @@ from planner.search.ilp_node import Node
 from planner.specs.model import LayerKind
 from planner.specs.units import GIB
 
-DENSE, MOE = LayerKind("full", "dense"), LayerKind("full", "moe")
+DENSE, MOE, SLIDING = LayerKind("full", "dense"), LayerKind("full", "moe"), LayerKind("sliding", "dense")
 TIME_LIMIT_S = 20.0
 
 
@@ -77,11 +77,12 @@ def random_node(seed: int, **changes: Any) -> Node:
 
 
 def recurring_node(seed: int) -> Node:
-    """Up to 9 layers, every second or third of another kind, on two or three stages."""
+    """Up to 9 layers, two or three kinds in a pattern that repeats, on up to three stages."""
     rng = random.Random(2000 + seed)
-    period, first, num_layers = rng.choice([2, 3]), rng.randint(0, 2), rng.randint(5, 9)
-    pattern = [MOE if number % period == first % period else DENSE for number in range(num_layers)]
-    plain = {kind: random_part(rng) for kind in (DENSE, MOE)}
+    repeated = rng.choice([[DENSE, MOE], [DENSE, DENSE, MOE], [DENSE, MOE, DENSE, SLIDING], [DENSE, MOE, MOE, DENSE]])
+    first, num_layers = rng.randint(0, 2), rng.randint(5, 9)
+    pattern = [repeated[(number + first) % len(repeated)] for number in range(num_layers)]
+    plain = {kind: random_part(rng) for kind in dict.fromkeys(pattern)}
     layers = {(kind, "none"): part for kind, part in plain.items()}
     layers |= {(kind, "full"): recomputed_whole(part, rng) for kind, part in plain.items()}
     return random_node(
@@ -164,18 +165,22 @@ def test_a_kind_that_recurs_is_split_as_any_other(first: int) -> None:
     assert sum(recurring(node.runs) is not None for node in nodes) > 10
 
 
-PATTERNS = {"FSFSFS": 2, "SFSFS": 2, "SSSSSFSSSSSF": 6, "SSSSSFSSS": 9, "SSFSSFS": 3, "FSSFSSF": 3, "SFFS": 3}
-NONE = ["SSSS", "FFFSSS", "SFFSS", "SSFSF", "FSSSFSF"]
+PATTERNS = {"FSFSFS": 2, "SFSFS": 2, "SSSSSFSSSSSF": 6, "SSSSSFSSS": 6, "SSFSSFS": 3, "FSSFSSF": 3, "SFFS": 3}
+PATTERNS |= {"FFFSSSFFF": 6, "SSFSF": 5, "FSSSFSF": 6, "FSFMFSFMF": 4, "SFSMSFSM": 4, "FSMFSM": 3}
+NONE = ["SSSS", "FFFSSS", "FSM", "SFSSFFSFSFF"]
 
 
 @pytest.mark.parametrize("pattern", [*PATTERNS, *NONE])
 def test_what_recurs_is_counted_by_a_floor(pattern: str) -> None:
-    kinds = {"F": LayerKind("full", "dense"), "S": LayerKind("sliding", "dense")}
+    kinds = {"F": LayerKind("full", "dense"), "S": LayerKind("sliding", "dense"), "M": LayerKind("full", "moe")}
     found = recurring([(kinds[kind], len(list(same))) for kind, same in groupby(pattern)])
     assert (None if found is None else found.period) == PATTERNS.get(pattern)
-    for number in range(len(pattern) + 1 if found is not None else 0):
-        held = [kinds[kind] for kind in pattern[:number]].count(found.kind)
-        assert held == (number + found.offset) // found.period
+    if found is None:
+        return
+    assert len(found.places) == len(set(pattern)) - 1
+    for number, (kind, places) in product(range(len(pattern) + 1), found.places.items()):
+        held = [kinds[kind] for kind in pattern[:number]].count(kind)
+        assert held == sum((number + found.period - 1 - place) // found.period for place in places)
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
