@@ -298,9 +298,10 @@ def chunked_bound_s(screen: Screen, base: Recompute, whole: Whole, orders: Order
         saved = np.maximum((saved - screen.layer_s(FULL, "live_bytes")).max(axis=0), 1.0)
         forced = np.ceil(np.maximum(needed_bytes(base) - free, 0.0) / (held * saved[:, None]) - 1e-9)
         if whole == "one_count":
-            share = np.divide(forced, num_layers, out=np.zeros_like(forced), where=num_layers > 0).max(axis=1)
-            of_each = np.minimum(np.ceil(share * screen.chunk_layers - 1e-9), screen.chunk_layers)
-            forced = (of_each / screen.chunk_layers)[:, None] * num_layers
+            # in every chunk, the ends' shorter ones among them
+            of_each = np.ceil(forced.max(axis=1, initial=0.0) / np.asarray(screen.shape.vpp) - 1e-9)
+            of_each = np.minimum(of_each, screen.chunk_layers)
+            forced = np.maximum(forced, (of_each / screen.chunk_layers)[:, None] * num_layers)
         each_s = each_s + steps * forced * np.maximum(again.min(axis=0), 0.0)[:, None]
     each_s = np.where(needed_bytes(modes[-1]) > free * (1 + 1e-9), np.inf, each_s)
     num_full = np.maximum(full.sum(axis=1), 1)[:, None]
