@@ -57,14 +57,14 @@ class Tables:
             frequencies = ROTARY_BASE ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
             angles = torch.outer(positions, frequencies)[:, None, None, :]
             cos, sin = (shard(table, around.cp).to(like) for table in (angles.cos(), angles.sin()))
-        distance = positions[:, None] - positions
+        distance, near = positions[:, None] - positions, None
         if model.sliding_window is not None and not takes_flash(like):
-            seen = (distance >= 0) & (distance < model.sliding_window)
-            window_mask = torch.where(seen, 0.0, -math.inf).to(like)
+            near = distance < model.sliding_window
         if model.attention_chunk_size is not None and model.attention_chunk_size < seq_length:
             chunks = positions // model.attention_chunk_size
-            seen = (distance >= 0) & (chunks[:, None] == chunks)
-            window_mask = torch.where(seen, 0.0, -math.inf).to(like)
+            near = chunks[:, None] == chunks
+        if near is not None:
+            window_mask = torch.where((distance >= 0) & near, 0.0, -math.inf).to(like)
         if model.position_embedding == "alibi":
             heads = model.num_attention_heads
             slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)

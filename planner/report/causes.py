@@ -137,7 +137,7 @@ def now(constraint: str, best: Plan) -> str:
         return f"stage {stage.stage} fills {percent(filled, 0)} of {gibibytes(best.cluster.hardware.memory_bytes)} GiB"
     if constraint == "batch":
         return f"{layout.num_microbatches} micro-batches of {layout.micro_batch_size} over {layout.pp} stages"
-    return f"tp {layout.tp} of an NVLink domain of {_domain(best.cluster)}"
+    return f"tp {layout.tp} of an NVLink domain of {best.cluster.nvlink_domain_size}"
 
 
 def _compute(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
@@ -185,7 +185,8 @@ def _unevenness(layout: PricedLayout) -> float:
 def _tensor(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
     a, b = best.parallelism, other.parallelism
     if b.tp > cluster.hardware.nvlink_domain_size:
-        return f"tp {b.tp} leaves the NVLink domain of {_domain(cluster)} GPUs, so every layer waits for the network"
+        domain = f"the NVLink domain of {cluster.nvlink_domain_size} GPUs"
+        return f"tp {b.tp} leaves {domain}, so every layer waits for the network"
     if _full_layers(other) > _full_layers(best):
         return f"recomputing repeats the exchanges of a layer: it recomputes {_recomputed(other)}"
     if b.tp != a.tp:
@@ -197,13 +198,9 @@ def _between(size: int) -> str:
     return f"between {size}" if size > 1 else "not at all"
 
 
-def _domain(cluster: ClusterSpec) -> int:
-    return cluster.nvlink_domain_size
-
-
 def _context(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
     a, b = best.parallelism, other.parallelism
-    crosses = ", across nodes" if b.tp * b.cp > _domain(cluster) else ""
+    crosses = ", across nodes" if b.tp * b.cp > cluster.nvlink_domain_size else ""
     return f"keys and values go round {b.cp} ranks{crosses}; in the best {_ranks(a.cp)}"
 
 
@@ -212,8 +209,8 @@ def _ranks(size: int) -> str:
 
 
 def _expert(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
-    a, b = best.parallelism, other.parallelism
-    crosses = f", more than the {_domain(cluster)} of an NVLink domain" if b.ep * b.etp > _domain(cluster) else ""
+    a, b, domain = best.parallelism, other.parallelism, cluster.nvlink_domain_size
+    crosses = f", more than the {domain} of an NVLink domain" if b.ep * b.etp > domain else ""
     return f"tokens travel to experts on {b.ep * b.etp} ranks{crosses}; in the best on {a.ep * a.etp}"
 
 

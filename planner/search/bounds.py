@@ -17,8 +17,9 @@ import numpy.typing as npt
 from planner.physics.cost import PartCost
 from planner.physics.shape import FloatArray, Number
 from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, placement
+from planner.schedule.zero_bubble import v_placement
 from planner.search.chunks import fewest_of_kinds
-from planner.search.ilp_node import Whole
+from planner.search.ilp_node import FULL, Whole
 from planner.search.screen import FRUGAL, Screen, least_sum
 from planner.specs.training import Recompute
 
@@ -132,27 +133,32 @@ def busiest_rank_s(screen: Screen, base: Recompute, whole: bool, orders: Orders,
     return np.asarray(busiest)
 
 
-FULL: Recompute = "full"
-
-
 def _exceeds_all_ranks(screen: Screen, modes: Sequence[Recompute], orders: Orders) -> npt.NDArray[np.bool_]:
     """Whether layers of several kinds need more memory than all ranks together have.
 
     A layer of kind κ takes needed[κ,r] = static + in flight · live bytes on rank r, the mean one mean[r]. For all the
     ranks' memory rows, each over mean[r], together: Σ_κ count_κ · min_r needed[κ,r] / mean[r] ≤ Σ_r free[r] / mean[r].
     """
-    layers, held = screen.table.layers, orders.in_flight
-    counts = np.array(list(screen.pricing.kind_counts.values()))[:, None, None]
-    parts = [[layers[kind, mode] for mode in modes] for kind in screen.pricing.model.kinds]
-    live = [np.min([screen.part(part, "live_bytes") for part in of_kind], axis=0) for of_kind in parts]
-    static = [screen.static_bytes(of_kind[0]) for of_kind in parts]
-    needed = np.array([of_one[:, None] + held * each[:, None] for of_one, each in zip(static, live, strict=True)])
+    held, counts = orders.in_flight, np.array(list(screen.pricing.kind_counts.values()))[:, None, None]
+    needed = np.min([_layer_bytes(screen, mode, held) for mode in modes], axis=0)
     mean = (counts * needed).sum(axis=0) / counts.sum()
     exists = np.arange(held.shape[1])[None, :] < np.asarray(screen.shape.pp)[:, None]
-    free = screen.free_bytes(_least([part for of_kind in parts for part in of_kind]), held.shape[1])
+    free = _free_bytes(screen, modes, held.shape[1])
     layers_of_room = np.where(exists, free / mean, 0.0).sum(axis=1)
     taken = counts[:, :, 0] * np.where(exists, needed / mean, np.inf).min(axis=2)
     return np.asarray(taken.sum(axis=0) > layers_of_room * (1 + 1e-9))
+
+
+def _layer_bytes(screen: Screen, mode: Recompute, held: FloatArray) -> FloatArray:
+    """What a layer of each kind (first axis) takes on ranks (last axis) that hold `held` micro-batches."""
+    parts = [screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds]
+    return np.array([screen.static_bytes(p)[:, None] + held * screen.part(p, "live_bytes")[:, None] for p in parts])
+
+
+def _free_bytes(screen: Screen, modes: Sequence[Recompute], num_ranks: int) -> FloatArray:
+    """What each rank (columns) has for layers of any kind in any of `modes`, at most."""
+    layers, kinds = screen.table.layers, screen.pricing.model.kinds
+    return screen.free_bytes(_least([layers[kind, mode] for kind in kinds for mode in modes]), num_ranks)
 
 
 def _least(parts: Sequence[PartCost]) -> PartCost:
@@ -284,26 +290,21 @@ def chunked_bound_s(screen: Screen, base: Recompute, whole: Whole, orders: Order
         together: FloatArray = (fewest * of_layer).sum(axis=0)
         return np.maximum(least_sum(of_layer, counts, num_layers), together)
 
-    def needed_bytes(mode: Recompute) -> FloatArray:
-        parts = [screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds]
-        each = [screen.static_bytes(p)[:, None] + held * screen.part(p, "live_bytes")[:, None] for p in parts]
-        return at_least(np.array(each))
-
     modes: tuple[Recompute, ...] = (base,) if whole == "none" else (base, FULL)
-    least = _least([screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds for mode in modes])
-    free = screen.free_bytes(least, held.shape[1])
+    free = _free_bytes(screen, modes, held.shape[1])
     each_s = steps * (at_least(layer_s) + screen.rank_ends_s(held.shape[1])) + trips_s
     if whole != "none":
         saved, again = screen.layer_s(base, "live_bytes"), screen.layer_s(FULL) - screen.layer_s(base)
         saved = np.maximum((saved - screen.layer_s(FULL, "live_bytes")).max(axis=0), 1.0)
-        forced = np.ceil(np.maximum(needed_bytes(base) - free, 0.0) / (held * saved[:, None]) - 1e-9)
+        lacking = np.maximum(at_least(_layer_bytes(screen, base, held)) - free, 0.0)
+        forced = np.ceil(lacking / (held * saved[:, None]) - 1e-9)
         if whole == "one_count":
             # in every chunk, the ends' shorter ones among them
             of_each = np.ceil(forced.max(axis=1, initial=0.0) / np.asarray(screen.shape.vpp) - 1e-9)
             of_each = np.minimum(of_each, screen.chunk_layers)
             forced = np.maximum(forced, (of_each / screen.chunk_layers)[:, None] * num_layers)
         each_s = each_s + steps * forced * np.maximum(again.min(axis=0), 0.0)[:, None]
-    each_s = np.where(needed_bytes(modes[-1]) > free * (1 + 1e-9), np.inf, each_s)
+    each_s = np.where(at_least(_layer_bytes(screen, modes[-1], held)) > free * (1 + 1e-9), np.inf, each_s)
     num_full = np.maximum(full.sum(axis=1), 1)[:, None]
     together_s = least_sum(layer_s, counts, np.where(full, num_layers, 0.0).sum(axis=1)[:, None]) / num_full
     mean_s = (steps * together_s)[:, 0] + (trips_s * full).sum(axis=1) / num_full[:, 0]
@@ -327,6 +328,6 @@ def _fewest_of_kinds(screen: Screen, num_ranks: int) -> FloatArray:
     distinct, which = np.unique(np.stack(columns), axis=1, return_inverse=True)
     for number, (pp, vpp, folded) in enumerate(distinct.T.tolist() if len(model.kinds) > 1 else ()):
         if vpp > 1:
-            of_ranks = fewest_of_kinds(model.layers, pp, vpp, bool(folded), empty_ends)
+            of_ranks = fewest_of_kinds(model.layers, v_placement(pp) if folded else tuple(range(pp)) * vpp, empty_ends)
             fewest[:, which == number, :pp] = of_ranks[:, None, :]
     return fewest

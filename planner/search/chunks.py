@@ -1,8 +1,10 @@
-"""What the order of a model's layers makes of equal chunks: which kinds a rank cannot help holding."""
+"""Equal chunks, of which the first and the last may be shorter: how long they may be, and what a rank then holds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import count, takewhile
 
 import numpy as np
 
@@ -10,25 +12,30 @@ from planner.physics.shape import FloatArray
 from planner.specs.model import LayerKind
 
 
+def chunk_lengths(num_layers: int, num_stages: int, empty_ends: bool) -> Iterator[int]:
+    """Lengths, shortest first, of equal stages that hold the layers when the first and the last may hold fewer.
+
+    Those hold a layer at least, or none where `empty_ends`.
+    """
+    least = 0 if empty_ends else 1
+    lengths = count(-(-num_layers // num_stages))
+    return takewhile(lambda chunk: num_stages * chunk - num_layers <= 2 * (chunk - least), lengths)
+
+
 @cache
-def fewest_of_kinds(layers: tuple[LayerKind, ...], pp: int, vpp: int, folded: bool, empty_ends: bool) -> FloatArray:
+def fewest_of_kinds(layers: Sequence[LayerKind], ranks: Sequence[int], empty_ends: bool) -> FloatArray:
     """The fewest layers of each kind (rows, as they first come) on each rank (columns) over all legal splits.
 
-    Legal as in the integer program's row 3: chunks are equal, but for the first and the last, which may be shorter
-    (empty, where `empty_ends`). Chunk c of rank r is stage c·pp + r, or, where the pipeline is `folded`, every second
-    time it comes back from the last rank to the first. Zeros where no split is legal.
+    Legal as in the integer program's row 3 (`chunk_lengths`); stage j is on rank ranks[j]. Zeros where no split is.
     """
-    stages, least = pp * vpp, 0 if empty_ends else 1
-    stage = np.arange(stages)
-    rank = np.where(folded & (stage // pp % 2 == 1), pp - 1 - stage % pp, stage % pp)
+    stages, least = len(ranks), 0 if empty_ends else 1
     among_first = np.array([np.cumsum([False, *(held == kind for held in layers)]) for kind in dict.fromkeys(layers)])
-    fewest = np.full((len(among_first), pp), len(layers))
-    chunk = -(-len(layers) // stages)
-    while (missing := stages * chunk - len(layers)) <= 2 * (chunk - least):
+    fewest = []
+    for chunk in chunk_lengths(len(layers), stages, empty_ends):
+        missing = stages * chunk - len(layers)
         at_first = np.arange(max(0, missing - chunk + least), min(missing, chunk - least) + 1)
-        ends = np.minimum((stage + 1) * chunk - at_first[:, None], len(layers))
+        ends = np.minimum(np.arange(1, stages + 1) * chunk - at_first[:, None], len(layers))
         held = np.diff(among_first[:, ends], axis=-1, prepend=0)
-        of_splits = np.stack([held[:, :, rank == r].sum(axis=-1) for r in range(pp)], axis=-1)
-        fewest = np.minimum(fewest, of_splits.min(axis=1))
-        chunk += 1
-    return np.where(chunk > -(-len(layers) // stages), fewest, 0)
+        on_ranks = [held[:, :, np.equal(ranks, rank)].sum(axis=-1) for rank in range(max(ranks) + 1)]
+        fewest.append(np.min(on_ranks, axis=-1).T)
+    return np.min(fewest, axis=0) if fewest else np.zeros((len(among_first), max(ranks) + 1))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from planner.errors import SpecError
 from planner.physics.shape import Shape
 from planner.schedule.orders import SCHEDULES, violation
+from planner.search.chunks import chunk_lengths
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.runtime import RuntimeSpec
@@ -81,5 +82,4 @@ def check_schedules(limits: SearchLimits, runtime: RuntimeSpec) -> None:
 
 def cuts_evenly(num_layers: int, num_stages: int, empty_ends: bool) -> bool:
     """Whether equal stages hold the layers when the first and the last may hold fewer (none, where `empty_ends`)."""
-    chunk = -(-num_layers // num_stages)
-    return num_stages * chunk - num_layers <= 2 * (chunk - (0 if empty_ends else 1))
+    return next(chunk_lengths(num_layers, num_stages, empty_ends), None) is not None

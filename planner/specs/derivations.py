@@ -60,8 +60,8 @@ def window(is_full: Callable[[Config, int], bool], key: str = "sliding_window") 
     """Which layers slide (or attend in chunks: `key` holds how far), by `layer_types` or the architecture's rule."""
 
     def derive(config: Config) -> Derived:
-        window, types = config.get(key), config.get("layer_types")
-        if not window:
+        span, types = config.get(key), config.get("layer_types")
+        if not span:
             return {}
         if isinstance(types, list):
             if len(types) != config.get("num_hidden_layers"):
@@ -73,10 +73,10 @@ def window(is_full: Callable[[Config, int], bool], key: str = "sliding_window") 
             full = [is_full(config, layer) for layer in range(_num_layers(config))]
         if full and all(full):
             return {}
-        every = full.index(True) + 1 if True in full else None
-        if every is not None and full != [(layer + 1) % every == 0 for layer in range(len(full))]:
+        pattern = full.index(True) + 1 if True in full else None
+        if pattern is not None and full != [(layer + 1) % pattern == 0 for layer in range(len(full))]:
             raise InexpressibleError("layer_types: full attention on layers that are not every n-th")
-        return {key: window, "sliding_window_pattern": every}
+        return {key: span, "sliding_window_pattern": pattern}
 
     return derive
 
@@ -87,13 +87,13 @@ def never(config: Config, layer: int) -> bool:
 
 
 def every(key: str, default: int) -> Callable[[Config, int], bool]:
-    """Every n-th layer attends to everything, n given under `key`."""
+    """Every n-th layer attends to everything, or has experts: n given under `key`."""
 
-    def is_full(config: Config, layer: int) -> bool:
-        every = config.get(key, config.get(f"_{key}", default))
-        return isinstance(every, int) and every > 0 and (layer + 1) % every == 0
+    def is_nth(config: Config, layer: int) -> bool:
+        period = config.get(key, config.get(f"_{key}", default))
+        return isinstance(period, int) and period > 0 and (layer + 1) % period == 0
 
-    return is_full
+    return is_nth
 
 
 def unrotated(config: Config, layer: int) -> bool:
@@ -105,10 +105,8 @@ def unrotated(config: Config, layer: int) -> bool:
 
 
 def llama4_moe(config: Config, layer: int) -> bool:
-    listed, step = config.get("moe_layers"), config.get("interleave_moe_layer_step")
-    if isinstance(listed, list):
-        return layer in listed
-    return isinstance(step, int) and step > 0 and (layer + 1) % step == 0
+    listed = config.get("moe_layers")
+    return layer in listed if isinstance(listed, list) else every("interleave_moe_layer_step", 0)(config, layer)
 
 
 def llama4_shared(config: Config) -> Derived:
@@ -139,9 +137,8 @@ def moe_layers(is_moe: Callable[[Config, int], bool]) -> Callable[[Config], Deri
 
 
 def qwen_moe(config: Config, layer: int) -> bool:
-    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
-    is_dense = isinstance(dense, list) and layer in dense
-    return isinstance(step, int) and step > 0 and (layer + 1) % step == 0 and not is_dense
+    dense = config.get("mlp_only_layers")
+    return every("decoder_sparse_step", 0)(config, layer) and not (isinstance(dense, list) and layer in dense)
 
 
 def deepseek_moe(config: Config, layer: int) -> bool:

@@ -33,7 +33,7 @@ def test_a_rank_never_holds_fewer_of_a_kind(name: str, schedule: str) -> None:
             ends = np.cumsum([0, *counts])
             held = [[layers[a:b].count(kind) for a, b in pairwise(ends)] for kind in kinds]
             found.append([[sum(np.array(row)[np.array(ranks) == rank]) for rank in range(pp)] for row in held])
-        fewest = fewest_of_kinds(layers, pp, vpp, schedule == "zb-v", empty_ends)
+        fewest = fewest_of_kinds(layers, ranks, empty_ends)
         assert fewest.shape == (len(kinds), pp)
         if found:
             np.testing.assert_array_equal(fewest, np.min(found, axis=0))
