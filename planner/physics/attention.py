@@ -55,7 +55,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     width = (heads + 2 * kv_heads) * model.head_dim
     # beyond one key-value head a rank Megatron cuts the projection further, and gathers what it gives
     cut = (heads + 2 * model.num_key_value_heads / np.asarray(shape.tp, dtype=float)) * model.head_dim
-    yield from enter_tp("qkv", BF16 * shape.tokens * model.hidden_size, shape)
+    yield from enter_tp("qkv", BF16 * shape.tokens * model.hidden_size, shape, runtime)
     rotates = model.position_embedding == "rope"
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
     keeps_buffer = rotates and not runtime.fused_rotary
@@ -100,7 +100,7 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
     up = ("mla_up_proj",)
     q_width = heads * qk_dim
     if mla.q_lora_rank is None:
-        yield from enter_tp("q", BF16 * tokens * model.hidden_size, shape)
+        yield from enter_tp("q", BF16 * tokens * model.hidden_size, shape, runtime)
         yield Operator(
             name="q", kind="gemm", m=tokens, n=q_width, k=model.hidden_size, parameters=q_width * model.hidden_size
         )
@@ -111,7 +111,7 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
         )
         yield cast_copy("kv down", BF16 * shard * model.hidden_size, ("layernorm",))
         yield norm("q latent norm", rank, shard, model, runtime, module="mla_up_proj")
-        yield from enter_tp("q up", BF16 * tokens * rank, shape)
+        yield from enter_tp("q up", BF16 * tokens * rank, shape, runtime)
         yield Operator(name="q up", kind="gemm", modules=up, m=tokens, n=q_width, k=rank, parameters=q_width * rank)
     rank = mla.kv_lora_rank
     down = rank + mla.qk_rope_head_dim
@@ -123,7 +123,7 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
         # its input is a view of the down-projection's output, whose rotary part is kept along
         latent_norm = _with_saved(latent_norm, Saved("rotary part", BF16 * shard * mla.qk_rope_head_dim))
     yield latent_norm
-    yield from enter_tp("kv up", BF16 * tokens * down, shape)
+    yield from enter_tp("kv up", BF16 * tokens * down, shape, runtime)
     kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     yield Operator(name="kv up", kind="gemm", modules=up, m=tokens, n=kv_width, k=rank, parameters=kv_width * rank)
     # eager: v is a view that keeps the up-projection's output, nope keys included

@@ -6,39 +6,41 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.physics.operators import BF16, FP32, Collective, Operator, Saved
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.physics.shape import Number, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.runtime import RuntimeSpec
 
 
 def enter_tp(
-    name: str, num_bytes: Number, shape: Shape, modules: tuple[str, ...] = (), cast: bool = True
-) -> Iterator[Collective]:
+    name: str, num_bytes: Number, shape: Shape, runtime: RuntimeSpec, modules: tuple[str, ...] = (), cast: bool = True
+) -> Iterator[Item]:
     """Exchanges of a column-parallel GEMM's input of `num_bytes`, sent as the product takes it where it is `cast`.
 
-    Sequence parallel: gathered in forward; in backward gathered again for the wgrad, and the dgrad reduce-scattered.
-    Else: the dgrad is all-reduced.
+    Sequence parallel: gathered in forward; in backward gathered again for the wgrad, unless the whole was kept, and the
+    dgrad reduce-scattered. Else: the dgrad is all-reduced.
     """
     sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - np.asarray(shape.sequence_parallel))
+    keeps = runtime.keeps_gathered_inputs
+    again = (*modules, "op") if keeps else modules
     yield Collective(
-        name=f"{name} gather",
-        kind="all_gather",
-        group="tp",
-        num_bytes=sharded,
-        overlap="tp",
-        modules=modules,
-        cast=cast,
+        name=f"{name} gather", kind="all_gather", group="tp", num_bytes=sharded, overlap="tp", modules=again, cast=cast
     )
-    yield Collective(
-        name=f"{name} gather again",
-        kind="all_gather",
-        group="tp",
-        num_bytes=sharded,
-        overlap="tp_async",
-        backward=True,
-        cast=cast,
-    )
+    if keeps:
+        # beside the shard, which whatever made it keeps
+        others = sharded * (1 - 1 / np.asarray(shape.tp, dtype=float))
+        kept = Saved("gathered input", others, again, gemm_input=cast)
+        yield Operator(name=f"{name} gathered", kind="elementwise", modules=again, saved=(kept,))
+    else:
+        yield Collective(
+            name=f"{name} gather again",
+            kind="all_gather",
+            group="tp",
+            num_bytes=sharded,
+            overlap="tp_async",
+            backward=True,
+            cast=cast,
+        )
     yield Collective(
         name=f"{name} dgrad scatter",
         kind="reduce_scatter",

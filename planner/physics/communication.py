@@ -29,32 +29,51 @@ def members_by_tier(size: Number, stride: Number, tiers: tuple[LinkTier, ...]) -
 
 
 def collective_s(
-    kind: Kind, num_bytes: Number, size: Number, stride: Number, cluster: ClusterSpec, inner_factor: float = 1.0
+    kind: Kind,
+    num_bytes: Number,
+    size: Number,
+    stride: Number,
+    cluster: ClusterSpec,
+    inner_factor: float = 1.0,
+    exchanges: Number = 1.0,
 ) -> Number:
-    """Seconds of one collective of `num_bytes` over `size` ranks a `stride` apart; 0 for one rank or no bytes.
+    """Seconds of `exchanges` that move `num_bytes` in all over `size` ranks a `stride` apart; 0 for one rank, or none.
 
     all_gather, reduce_scatter and ring: at each tier the (g−1)/g of the tensor that a unit lacks arrives through the
-    `inner` members already gathered below: (g−1)/g · S / inner / bandwidth + steps · latency, g = members / inner.
-    all_reduce is twice that; all_to_all sends each tier its peers' share of S. Innermost tiers are rings (g−1 steps),
-    outer ones trees (log₂ g).
+    `inner` members already gathered below: (g−1)/g · S / inner / bandwidth, g = members / inner. all_reduce is twice
+    that; all_to_all sends each tier its peers' share of S. Beside, each exchange takes hops · latency (`num_hops`).
     """
-    num_bytes = np.asarray(num_bytes, dtype=float)
+    num_bytes, size = np.asarray(num_bytes, dtype=float), np.asarray(size, dtype=float)
+    passes = 2 if kind == "all_reduce" else 1
     seconds: Number = 0.0
     inner: Number = np.asarray(1.0)
     for level, (tier, members) in enumerate(
         zip(cluster.tiers, members_by_tier(size, stride, cluster.tiers), strict=True)
     ):
-        ratio = members / inner
         if kind == "all_to_all":
-            moved, steps = num_bytes * (members - inner) / size, ratio > 1
+            moved = num_bytes * (members - inner) / size
         else:
-            moved = num_bytes * (1 - 1 / ratio) / inner
-            steps = ratio - 1 if level == 0 else np.ceil(np.log2(ratio))
+            moved = passes * num_bytes * (1 - inner / members) / inner
         slow = inner_factor if level == 0 else 1.0
-        seconds = seconds + slow * moved / tier.bytes_per_s + steps * tier.latency_s
+        waited_s = exchanges * num_hops(kind, size, inner, members, level == 0) * tier.latency_s
+        seconds = seconds + slow * moved / tier.bytes_per_s + waited_s
         inner = members
-    factor = 2 if kind == "all_reduce" else 1
-    return factor * seconds * (num_bytes > 0) * (np.asarray(size) > 1)
+    return seconds * (num_bytes > 0) * (size > 1)
+
+
+def num_hops(kind: Kind, size: Number, inner: Number, members: Number, innermost: bool) -> Number:
+    """Hops of one exchange over `size` ranks on a tier that joins units of `inner` ranks to units of `members`.
+
+    One in an all_to_all. An all_reduce goes up and down a chain of members / inner on the innermost tier, a tree of
+    them on others. The rest pass all ranks in one ring, of which this tier has so many links: NCCL has no trees for
+    them.
+    """
+    if kind == "all_to_all":
+        return members > inner
+    if kind == "all_reduce":
+        units = np.asarray(members / inner, dtype=float)
+        return 2 * (units - 1 if innermost else np.ceil(np.log2(units)))
+    return size / inner - size / members
 
 
 def dispatch_s(

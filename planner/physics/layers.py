@@ -66,7 +66,7 @@ def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding:
     final = norm("final norm", model.hidden_size, shape.shard_tokens, model, runtime)
     return (
         final,
-        *enter_tp("head", BF16 * shape.tokens * model.hidden_size, shape, cast=False),
+        *enter_tp("head", BF16 * shape.tokens * model.hidden_size, shape, runtime, cast=False),
         *_loss(model, shape, runtime, shares_embedding),
     )
 
@@ -117,7 +117,7 @@ def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalanc
         parameters=hidden / tp * 2 * hidden, saved=(Saved("input", BF16 * shape.shard_tokens * 2 * hidden),),
     )  # fmt: skip
     exchanges = (
-        enter_tp("mtp projection", BF16 * tokens * 2 * hidden, shape),
+        enter_tp("mtp projection", BF16 * tokens * 2 * hidden, shape, runtime),
         leave_tp("mtp projection", BF16 * tokens * hidden, shape),
     )
     enter, leave = exchanges if runtime.splits_mtp_projection else ((), ())
@@ -129,7 +129,7 @@ def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalanc
         *leave,
         *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance),
         norm("mtp final norm", hidden, shape.shard_tokens, model, runtime),
-        *enter_tp("mtp head", BF16 * tokens * hidden, shape, cast=False),
+        *enter_tp("mtp head", BF16 * tokens * hidden, shape, runtime, cast=False),
         *_loss(model, shape, runtime, shares_weight=True),
     )
 

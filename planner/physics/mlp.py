@@ -41,7 +41,7 @@ def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSp
     tokens, hidden, width = shape.tokens, model.hidden_size, intermediate / shape.tp
     factor = 2 if model.gated_mlp else 1
     modules = (module,)
-    yield from enter_tp(f"{module} up", BF16 * tokens * hidden, shape, modules)
+    yield from enter_tp(f"{module} up", BF16 * tokens * hidden, shape, runtime, modules)
     apart = model.gated_mlp and not runtime.fused_projections
     for name in ("gate", "up") if apart else ("up",):
         columns = width if apart else factor * width

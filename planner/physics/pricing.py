@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from planner.physics.operators import (
     FP32,
     Collective,
     Item,
+    Operator,
     collectives_of,
     num_parameters,
     operators_of,
@@ -34,6 +36,9 @@ COMM_GROUPS = ("tp", "cp", "ep")
 """Groups whose exchanges run inside a layer; expert-tp counts with ep."""
 REPLAYED = 0.5
 """Of what an exchange waits for its last rank, where a CUDA graph replays it: the hosts' half is gone."""
+
+CHUNK_PARAMETERS = 2**18
+"""Of each rank in a bucket of parameters, at least: 512 KiB in bf16, what NCCL's rings hand on at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +99,8 @@ class Pricing:
                 parts[mode] = plain
                 continue
             chosen = everything if mode == "full" else frozenset(self.selective_modules)
-            again = [item for item in items if mode == "full" or not chosen.isdisjoint(item.modules)]
+            replayed = run_again(items, self.runtime) if mode == "full" else items
+            again = [item for item in replayed if mode == "full" or not chosen.isdisjoint(item.modules)]
             repeat = self._seconds(again, shape)
             whole = saved_bytes(items, frozenset(), self.training.dtype)
             live = (
@@ -266,18 +272,24 @@ class Pricing:
         self, dense: Number, expert: Number, shape: Shape, num_bytes: int, reduces: Literal[True, False]
     ) -> Number:
         seconds: Number = 0.0
+        # one parameter at a time, ZeRO-3's exchanges are small
+        rate = np.where(np.asarray(shape.zero_stage) == 3, self.runtime.fsdp_rate_fraction, 1.0)
         groups = ((dense, shape.dp * shape.cp, shape.tp), (expert, shape.expert_dp, shape.ep * shape.etp))
         for parameters, size, stride in groups:
             shard = np.minimum(shape.shard_size, size)
-            payload = num_bytes * parameters
-            scatter = collective_s("reduce_scatter", payload, shard, stride, self.cluster)
+            payload = num_bytes * parameters / rate
+            bucket = self.runtime.bucket_parameters
+            exchanges = 1.0 if bucket is None else parameters / np.maximum(bucket, CHUNK_PARAMETERS * shard)
+            seconds_of = partial(collective_s, cluster=self.cluster, exchanges=exchanges)
+            scatter = seconds_of("reduce_scatter", payload, shard, stride)
             if not reduces:
                 seconds = seconds + scatter
                 continue
-            replicas = collective_s("all_reduce", payload / shard, size / shard, stride * shard, self.cluster)
-            whole = collective_s("all_reduce", payload, size, stride, self.cluster)
-            seconds = seconds + np.where(np.asarray(shape.zero_stage) >= 1, scatter + replicas, whole)
-        return seconds / np.where(np.asarray(shape.zero_stage) == 3, self.runtime.fsdp_rate_fraction, 1.0)
+            replicas = seconds_of("all_reduce", payload / shard, size / shard, stride * shard)
+            whole = seconds_of("all_reduce", payload, size, stride)
+            scatters = (np.asarray(shape.zero_stage) >= 1) & (not self.runtime.all_reduces_gradients)
+            seconds = seconds + np.where(scatters, scatter + replicas, whole)
+        return seconds
 
     def _p2p_s(self, shape: Shape) -> Number:
         """One micro-batch's activation to the rank tp·cp·dp away; in slices, its gathering on arrival included."""
@@ -298,3 +310,11 @@ class Pricing:
             distance = shape.tp * shape.cp * shape.dp * np.maximum(np.asarray(shape.pp) - 1, 1)
             tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (np.asarray(shape.pp) > 1)
         return norm_s + tied_s + self.runtime.step_overhead_s
+
+
+def run_again(items: Sequence[Item], runtime: RuntimeSpec) -> Sequence[Item]:
+    """What recomputing a whole layer runs once more: all of it, or up to the last that keeps a tensor."""
+    if not runtime.stops_recompute_early:
+        return items
+    last = max(index for index, item in enumerate(items) if isinstance(item, Operator) and item.saved)
+    return items[: last + 1]

@@ -18,6 +18,8 @@ ULTRA = (B200[1], *GB300)
 DEEPSPEED = ("megatron-deepspeed",)
 MEGATRON = ("megatron",)
 TORCHTITAN = ("torchtitan", "torchtitan-2024", "torchtitan-2025")
+NANOTRON = ("nanotron",)
+NCCL_TRAINERS = (*MEGATRON, *TORCHTITAN, *NANOTRON, "torch-eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ COEFFICIENTS = (
     Coefficient("DeepSpeed waits per exchange", "runtime", DEEPSPEED, "collective_sync_us", 200, 1, 2000, 1.0, "µs"),
     Coefficient("DeepSpeed late ranks", "runtime", DEEPSPEED, "tp_jitter_fraction", 0.02, 0.0005, 0.2, 1.0),
     Coefficient("DeepSpeed host per kernel", "runtime", DEEPSPEED, "host_factor", 0.5, 0.1, 2, 0.5),
+    Coefficient("nanotron host per kernel", "runtime", NANOTRON, "host_factor", 1.3, 0.5, 4, 0.5),
     Coefficient("B200 products", "hardware", B200, "efficiency.gemm_factor", 1.03, 0.8, 1.3, 0.03),
     Coefficient("GB200 products", "hardware", GB200, "efficiency.gemm_factor", 0.95, 0.8, 1.3, 0.1),
     # 1.4 kW against 1.2
@@ -63,15 +66,13 @@ COEFFICIENTS = (
     # SimuMax's timings on B200, keys of 192
     Coefficient("Blackwell wide attention", "hardware", BLACKWELL, "efficiency.cudnn.wide_factor", 0.8, 0.6, 1.1, 0.1),
     Coefficient("Blackwell Ultra attention", "hardware", ULTRA, "efficiency.attention_factor", 0.85, 0.5, 1.1, 0.1),
-    Coefficient("Megatron waits per exchange", "runtime", MEGATRON, "collective_sync_us", 40, 1, 2000, 0.5, "µs"),
+    Coefficient("waits per exchange", "runtime", NCCL_TRAINERS, "collective_sync_us", 40, 1, 2000, 0.5, "µs"),
     # Qwen3 30B on B200, a sequence at a time; SimuMax's timings of GroupedLinear
     Coefficient("Megatron host per MoE layer", "runtime", MEGATRON, "moe_host_us", 4000, 50, 20000, 0.3, "µs"),
     Coefficient("Megatron host per expert", "runtime", MEGATRON, "expert_host_us", 50, 10, 1000, 0.3, "µs"),
     Coefficient("Megatron TP overlap", "runtime", MEGATRON, "tp_overlap_fraction", 0.5, 0.05, 0.95, 0.3),
     # kernels of NCCL take a sixth of the SMs, and memory bandwidth, from what runs beside them
-    Coefficient(
-        "contention of exchanges", "runtime", (*MEGATRON, *TORCHTITAN), "contention_fraction", 0.2, 0.01, 0.7, 0.5
-    ),
+    Coefficient("contention of exchanges", "runtime", NCCL_TRAINERS, "contention_fraction", 0.2, 0.01, 0.7, 0.5),
     Coefficient("Megatron EP rows", "runtime", MEGATRON, "ep_row_bytes", 8192, 100, 30000, 0.5, "B"),
     # clocks go with the power's cube root to its square root: 500 W against 700
     Coefficient("H100 500 W products", "hardware", H100_500W, "efficiency.gemm_factor", 1.15, 0.8, 1.4, 0.05),

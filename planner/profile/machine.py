@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from planner.physics.communication import num_hops
 from planner.physics.shape import FloatArray
 from planner.probe.run import Device
 from planner.profile import kernels
@@ -216,17 +217,16 @@ def _tiers(record: Record, known: HardwareSpec | None) -> tuple[tuple[LinkTier, 
 
 
 def fitted_tier(tier: LinkTier, table: Table, innermost: bool, rated: bool) -> tuple[LinkTier, FloatArray]:
-    """The rate and latency that explain exchanges best: moved / rate + steps · latency, relative least squares.
+    """The rate and latency that explain exchanges best: moved / rate + hops · latency, relative least squares.
 
     With `rated` the rate becomes a share of the tier's own, as far as it is below it.
     """
     size, num_bytes, seconds = table.number("size"), table.number("num_bytes"), table.seconds("microseconds")
-    passes = np.where(table.text("kind") == "all_reduce", 2.0, 1.0)
-    moved = passes * num_bytes * (1 - 1 / size)
-    steps = passes * (size - 1 if innermost else np.ceil(np.log2(size)))
-    slowness, latency_s = np.linalg.lstsq(np.stack([moved / seconds, steps / seconds], axis=1), np.ones(len(seconds)))[
-        0
-    ]
+    reduces = table.text("kind") == "all_reduce"
+    moved = np.where(reduces, 2.0, 1.0) * num_bytes * (1 - 1 / size)
+    tree, ring = (num_hops(kind, size, 1, size, innermost) for kind in ("all_reduce", "all_gather"))
+    hops = np.where(reduces, tree, ring)
+    slowness, latency_s = np.linalg.lstsq(np.stack([moved / seconds, hops / seconds], axis=1), np.ones(len(seconds)))[0]
     if latency_s < 0 or slowness <= 0:  # all of it bandwidth
         slowness, latency_s = float(np.median(seconds / moved)), 0.0
     gb_per_s = 1 / slowness / GB
@@ -238,7 +238,7 @@ def fitted_tier(tier: LinkTier, table: Table, innermost: bool, rated: bool) -> t
         "latency_us": 1e6 * float(latency_s),
         "source": f"Measured: {told}",
     }
-    return tier.model_copy(update=changes), np.asarray(np.log((moved * slowness + steps * latency_s) / seconds))
+    return tier.model_copy(update=changes), np.asarray(np.log((moved * slowness + hops * latency_s) / seconds))
 
 
 def _reserved(machine: Machine, usual: ReservedMemory) -> ReservedMemory:

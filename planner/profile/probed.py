@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.physics.communication import members_by_tier
+from planner.physics.communication import Kind, members_by_tier, num_hops
 from planner.physics.cost import PartCost, sum_parts
 from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
@@ -176,9 +176,9 @@ def _tier_alone(size: int, stride: int, cluster: ClusterSpec) -> int | None:
 
 def _share(exchange: Exchange, level: int, cluster: ClusterSpec) -> float | None:
     """Share of the tier's rate, latency aside; None where latency is most of it."""
-    tier, passes = cluster.tiers[level], 2 if exchange.name.endswith("all-reduce") else 1
-    steps = exchange.size - 1 if level == 0 else int(np.ceil(np.log2(exchange.size)))
-    latency_s = passes * steps * tier.latency_s
+    tier = cluster.tiers[level]
+    kind: Kind = "all_reduce" if exchange.name.endswith("all-reduce") else "all_gather"
+    latency_s = float(num_hops(kind, exchange.size, 1, exchange.size, level == 0)) * tier.latency_s
     if latency_s > MOST_LATENCY_FRACTION * exchange.seconds:
         return None
     moved = exchange.bus_gb_per_s * GB * exchange.seconds

@@ -111,6 +111,9 @@ class RuntimeSpec(Spec):
     off for all layers where it meets one."""
     tp_async_overlap_fraction: Fraction = 0.0
     """Of the backward's second all-gather behind dgrad and of its reduce-scatter behind wgrad."""
+    keeps_gathered_inputs: bool = False
+    """What tensor-parallel ranks gather for a column-parallel product is kept for its weight gradient; else each keeps
+    its shard, and they gather it again."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """How context parallelism exchanges keys and values: ring, all-gather, or heads for tokens."""
     repeats_keys: bool = False
@@ -130,7 +133,12 @@ class RuntimeSpec(Spec):
     """Of the window behind the last micro-batch's backward."""
     parameter_overlap_fraction: Fraction = 0.9
     """Of the window behind the first micro-batch's forward."""
-    contention_fraction: Fraction = 0.2147
+    bucket_parameters: PositiveInt | None = None
+    """Gradients and weights are exchanged so many parameters at a time, or more among many ranks; else a layer's are
+    (FSDP)."""
+    all_reduces_gradients: bool = False
+    """A sharded optimizer's gradients are all-reduced too, not reduce-scattered (hooks of DistributedDataParallel)."""
+    contention_fraction: Fraction = 0.2179
     """Of an exchange of gradients or weights, what a step takes longer though compute hides it: its kernels take SMs
     and memory bandwidth from those that they run beside."""
     fsdp_overlap_fraction: Fraction = 0.9
@@ -157,6 +165,9 @@ class RuntimeSpec(Spec):
     """Sequence parallelism and selective recompute exist (Korthikanti et al. 2022)."""
     has_context_parallel: bool = True
     """Sequences can be split over ranks in attention too (Megatron-LM since 2023)."""
+    stops_recompute_early: bool = False
+    """Recomputing a layer ends with the last tensor that its backward needs: no down projection, no exchange after it
+    (torch.utils.checkpoint, and graphs that torch.compile partitions); else all of it runs again."""
     selective_recompute_modules: tuple[str, ...] = ("core_attn",)
     selective_default: tuple[str, ...] = ("core_attn",)
     """What `selective` means where no modules are named."""

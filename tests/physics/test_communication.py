@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.physics.communication import collective_s, dispatch_s, exchange_s
+from planner.physics.communication import Kind, collective_s, dispatch_s, exchange_s
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Collective, collectives_of
 from planner.physics.shape import Shape
@@ -48,6 +48,25 @@ def test_one_choice_crosses_the_network_as_often_as_any_exchange() -> None:
     assert each > outer
     # what differs is what came over the network and is handed on inside
     assert once - each == pytest.approx(1e12 * (7 / 8 - 7 / 64) / H100.tiers[0].bytes_per_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_ring_passes_every_rank_and_a_tree_does_not(kind: Kind) -> None:
+    """64 ranks in 8 nodes: 56 hops within nodes and 7 between them; an all-reduce climbs and descends log₂ 8."""
+    nvlink, network = H100.tiers
+    one_byte = float(collective_s(kind, 1e-9, 64, 1, H100))
+    assert one_byte == pytest.approx(56 * nvlink.latency_s + 7 * network.latency_s)
+    assert float(collective_s("all_reduce", 1e-9, 64, 1, H100)) == pytest.approx(
+        2 * (7 * nvlink.latency_s + 3 * network.latency_s)
+    )
+    # ranks a node apart meet on the network alone
+    assert float(collective_s(kind, 1e-9, 8, 8, H100)) == pytest.approx(7 * network.latency_s)
+
+
+def test_exchanges_one_after_another_wait_as_often_and_move_as_much() -> None:
+    once, thrice = (float(collective_s("all_gather", 1e9, 64, 1, H100, exchanges=n)) for n in (1, 3))
+    wait_s = float(collective_s("all_gather", 1e-9, 64, 1, H100))
+    assert thrice - once == pytest.approx(2 * wait_s)
 
 
 def test_nothing_to_send_takes_no_time() -> None:

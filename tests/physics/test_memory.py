@@ -47,6 +47,24 @@ def test_keys_that_were_gathered_may_be_kept() -> None:
     assert sent[1] == 1.5 * sent[0], "K and V once more in backward, beside their gradients"
 
 
+def test_gathered_inputs_may_be_kept() -> None:
+    """torchtitan keeps what tensor-parallel ranks gather, and gathers nothing again; `op` drops it and repeats that."""
+    model = load_model("llama-3.1-8b")
+    shape = Shape(tp=8, dp=8, seq_length=8192, shard_size=8, zero_stage=3, sequence_parallel=1)
+    titan = load_runtime("torchtitan")
+    kept, again = (
+        decoder_layer(model, model.layers[0], shape, titan.model_copy(update={"keeps_gathered_inputs": keeps}))
+        for keeps in (True, False)
+    )
+    hidden_bytes = 2 * 8192 * 4096
+    # the seven shards of others, before attention and before the MLP
+    assert saved_bytes(kept) - saved_bytes(again) == 2 * hidden_bytes * 7 / 8
+    assert saved_bytes(kept, frozenset({"op"})) == saved_bytes(again, frozenset({"op"}))
+    gathers = [[c for c in collectives_of(items) if c.kind == "all_gather" and c.num_bytes] for items in (kept, again)]
+    assert len(gathers[1]) - len(gathers[0]) == 2
+    assert all(gather.backward for gather in set(gathers[1]) - set(gathers[0]) if "again" in gather.name)
+
+
 def test_keys_repeated_for_every_head_are_sent_for_every_head() -> None:
     """torchtitan until 2026: Llama's 8 heads of keys travel as 32, and are written before attention."""
     model, shape = load_model("llama-3.1-8b"), Shape(cp=4, dp=2, seq_length=131072, shard_size=8, zero_stage=3)

@@ -297,3 +297,30 @@ def test_full_recompute_keeps_the_layer_input(name: str) -> None:
     forward, backward = cpu_flops(items, model)
     assert measured.saved_bytes == BF16 * SEQ * 2 * model.hidden_size
     assert (measured.forward_flops, measured.backward_flops) == (forward, forward + backward)
+
+
+def test_torch_recomputes_no_further_than_its_backward_needs() -> None:
+    """What `stops_recompute_early` says of plain linear layers: the last product of a layer is not run again."""
+    width = 96
+
+    class GatedMLP(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = (torch.nn.Linear(64, width, bias=False) for _ in range(2))
+            self.down = torch.nn.Linear(width, 64, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+    class Recomputed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = GatedMLP()
+
+        def forward(self, x: Any) -> Any:
+            return checkpoint(self.mlp, x, use_reentrant=False)
+
+    measured = Measured(Recomputed(), lambda: (hidden(SEQ, 2, 64),))
+    product = 2 * SEQ * 2 * 64 * width
+    assert measured.forward_flops == 3 * product
+    assert measured.backward_flops == 2 * 3 * product + 2 * product

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.physics.compute import attention_s
+from planner.physics.communication import exchange_s
+from planner.physics.compute import attention_s, operator_seconds
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer
-from planner.physics.operators import Operator, operators_of
-from planner.physics.pricing import Pricing
+from planner.physics.operators import Operator, collectives_of, operators_of
+from planner.physics.pricing import CHUNK_PARAMETERS, Pricing, run_again
 from planner.physics.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -129,6 +130,31 @@ def test_full_recomputation_keeps_the_layer_input_and_repeats_its_forward() -> N
     assert full.tp_backward_s - none.tp_backward_s == pytest.approx(none.tp_forward_s)
 
 
+def test_torch_repeats_a_layer_up_to_the_last_tensor_its_backward_needs() -> None:
+    """No down projection and no exchange behind it, where the trainer leaves recomputing to torch."""
+    shape = Shape(tp=8, pp=4, dp=4, seq_length=4096, micro_batch_size=2, sequence_parallel=1, zero_stage=3)
+    early = pricing_of("llama-3.1-70b", "torchtitan")
+    late = replace(early, runtime=early.runtime.model_copy(update={"stops_recompute_early": False}))
+    (kind,) = early.model.kinds
+    stopped, whole = (pricing.table(shape).layers[kind, "full"] for pricing in (early, late))
+    items = decoder_layer(early.model, kind, shape, early.runtime)
+    behind = items[len(run_again(items, early.runtime)) :]
+    assert [op.name for op in operators_of(behind)] == ["mlp down", "mlp residual"]
+    gpu_s = [operator_seconds(op, early.cluster.hardware, "bf16", early.runtime)[0] for op in operators_of(behind)]
+    assert whole.input_grad_s - stopped.input_grad_s == pytest.approx(sum(gpu_s))
+    (scatter,) = (c for c in collectives_of(behind) if c.name == "mlp down scatter")
+    wait_s = early.runtime.collective_sync_us * 1e-6 * 3
+    scattered_s = float(exchange_s(scatter, shape, early.cluster)) + wait_s
+    assert whole.tp_backward_s - stopped.tp_backward_s == pytest.approx(scattered_s)
+
+
+def test_a_mixture_that_keeps_what_experts_give_is_repeated_as_far() -> None:
+    model, runtime = load_model("deepseek-v3"), load_runtime("torchtitan")
+    items = decoder_layer(model, model.layers[-1], Shape(ep=8, dp=8, seq_length=4096), runtime)
+    again = {item.name for item in run_again(items, runtime)}
+    assert {item.name for item in items if "combine" in item.name and not getattr(item, "backward", False)} <= again
+
+
 def freed_by(name: str, shape: Shape, *modules: str) -> list[float]:
     """Bytes that a layer of each kind keeps less where these modules are recomputed."""
     pricing = pricing_of(name, selective_modules=modules)
@@ -180,8 +206,27 @@ def test_zero_stages_shard_more_and_more() -> None:
             assert getattr(layer, name) == pytest.approx(whole * layer.parameters / ranks), (stage, name)
     assert layers[0].gather_s == 0
     assert layers[1].gather_s > 0
-    # an all-reduce is a reduce-scatter and an all-gather
-    assert layers[0].reduce_s == pytest.approx(2 * layers[1].reduce_s)
+    # an all-reduce moves what a reduce-scatter and an all-gather do; its trees pass fewer ranks than their rings
+    assert 1.8 * layers[1].reduce_s < layers[0].reduce_s < 2 * layers[1].reduce_s
+
+
+def test_data_parallel_exchanges_wait_for_each_rank_of_their_ring_a_bucket_at_a_time() -> None:
+    """Hops times latency for each bucket beside the bytes; a rank's part of a bucket is a chunk of NCCL's at least."""
+    pricing = pricing_of("llama-3.1-8b", "megatron")
+    nvlink, network = pricing.cluster.tiers
+    parameters, bucket = 2.0**33, 2.0**27
+    assert pricing.runtime.bucket_parameters == bucket
+
+    def gather_s(dp: int, num_parameters: float = parameters) -> float:
+        shape = Shape(tp=1, dp=dp, seq_length=4096, shard_size=dp)
+        return float(pricing.gather_s(num_parameters, 0.0, shape))
+
+    for dp, size in ((64, bucket), (512, bucket), (4096, 4096 * CHUNK_PARAMETERS)):
+        ring_s = (dp - dp / 8) * nvlink.latency_s + (dp / 8 - 1) * network.latency_s
+        bytes_s = 2 * parameters * (7 / 8 / nvlink.bytes_per_s + (1 - 8 / dp) / 8 / network.bytes_per_s)
+        assert gather_s(dp) == pytest.approx(bytes_s + parameters / size * ring_s)
+    # in proportion, so that a stage's exchange is the sum of its layers'
+    assert gather_s(512, parameters / 4) == pytest.approx(gather_s(512) / 4)
 
 
 def test_fp8_is_faster_and_keeps_less() -> None:
