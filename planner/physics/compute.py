@@ -201,8 +201,9 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     """Forward and backward seconds of a fused attention kernel, timed alone.
 
     FLOPs · (1 + ramp_keys / width) / rate + tail · (one tile row's FLOPs) / (rate / num_sms) + launches, where rate =
-    fraction · peak · d / (d + half_head_dim), normalised to d = 128, and width is the keys a query meets at most.
-    The backward redoes QKᵀ: 2·(3·d_qk + 2·d_v) FLOPs a score instead of 2·(d_qk + d_v).
+    fraction · peak · d / (d + half_head_dim), normalised to d = 128, and width is the keys a query meets at most. Where
+    ranks share a sequence, both ramp and tile row are those of the block on the diagonal: the others are rectangles,
+    whose tile rows all take as long. The backward redoes QKᵀ: 2·(3·d_qk + 2·d_v) FLOPs a score, not 2·(d_qk + d_v).
     """
     attention = hardware.efficiency.flash if kernel == "flash" else hardware.efficiency.attention
     peak = hardware.peak_flops("bf16")
@@ -212,14 +213,15 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     v_dim: Number = np.ceil(op.v_dim / multiple) * multiple
     rate = peak * _head_dim_factor(attention, qk_dim, v_dim) * (attention.sink_factor if op.has_sinks else 1.0)
     width: Number = np.where(np.asarray(op.window) > 0, np.minimum(op.window, op.kv_len), op.kv_len)
+    diagonal = np.minimum(width, op.q_len)
     scores = op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction * op.imbalance
     seconds: list[Number] = []
     for fraction, ramp, dims, kernels in (
         (attention.forward_fraction, attention.forward_ramp_keys, qk_dim + v_dim, 1),
         (attention.backward_fraction, attention.backward_ramp_keys, 3 * qk_dim + 2 * v_dim, ATTENTION_BACKWARD_KERNELS),
     ):
-        tail = attention.tail_fraction * QUERY_ROWS * width * hardware.num_sms
-        rows = scores * (1 + ramp / np.minimum(width, op.q_len)) + tail
+        tail = attention.tail_fraction * QUERY_ROWS * diagonal * hardware.num_sms
+        rows = scores * (1 + ramp / diagonal) + tail
         seconds.append(2 * dims * rows / (fraction * rate) + kernels * launch_s(hardware))
     return seconds[0], seconds[1]
 

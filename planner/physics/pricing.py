@@ -136,7 +136,10 @@ class Pricing:
             waits = (REPLAYED if self.runtime.cuda_graphs else 1.0) * (np.asarray(exchange.num_bytes) > 0)
             sync_s = waits * sync_us * MICRO * np.log2(size)
             exchanged_s = exchange_s(exchange, shape, self.cluster, self.training.dtype) + sync_s
-            seconds[key] = seconds[key] + (1 - hidden) * exchanged_s
+            hidden_s = hidden * exchanged_s
+            if exchange.overlap == "cp":
+                hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
+            seconds[key] = seconds[key] + exchanged_s - hidden_s
         return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
 
     def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:
@@ -149,6 +152,13 @@ class Pricing:
         where = "mla_" if exchange.overlap == "tp" and self.model.mla is not None else ""
         fraction = float(getattr(self.runtime, f"{where}{exchange.overlap}_overlap_fraction"))
         return fraction * (1 - 1 / np.asarray(size, dtype=float)) if exchange.overlap == "tp" else fraction
+
+    def _other_blocks_s(self, items: Sequence[Item], exchange: Collective, size: Number) -> Number:
+        """Seconds of attention to all blocks of keys in a ring but one: what hides the exchange of the others."""
+        attention = [op for op in operators_of(items) if op.kind == "attention"]
+        passes = compute.part_seconds(attention, self.cluster.hardware, self.training.dtype, self.runtime)
+        seconds = sum(passes[1:]) if exchange.backward else passes[0]
+        return seconds * (1 - 1 / np.asarray(size, dtype=float))
 
     def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """`seconds` with what tensor-parallel ranks wait for the slowest of them, in proportion to its compute."""

@@ -36,6 +36,7 @@ FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "activation_fusion": _switch("fused_activation"),
     "async_tp": _fraction(("tp_overlap_fraction", "mla_tp_overlap_fraction"), 0.7026),
     "compile": lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
+    "attention_kernel": lambda value: {"attention_kernel": value} if value in ("fastest", "flash") else {},
     "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
     "cross_entropy_fusion": _switch("fused_cross_entropy"),
     "cuda_graph": lambda value: (

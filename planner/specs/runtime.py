@@ -123,8 +123,8 @@ class RuntimeSpec(Spec):
     without, the last of them to 2 - 1 / cp times the mean."""
     keeps_gathered_keys: bool = False
     """All-gathered keys and values are kept for the backward; else they are gathered again."""
-    cp_overlap_fraction: Fraction = 0.8
-    """Of the ring exchange, behind the attention of the block before."""
+    cp_overlap_fraction: Fraction = 0.95
+    """Of the ring exchange, behind the attention to the block before, as far as that takes as long."""
     ep_overlap_fraction: Fraction = 0.0
     ep_row_bytes: NonNegativeFloat = 0.0
     """A token's activation that is shorter than this takes as long on the innermost links: rows are handed to the

@@ -161,6 +161,20 @@ def test_attention_is_less_efficient_for_short_sequences_and_few_heads() -> None
     assert rate[8192, 4] < 0.85 * rate[8192, 32]
 
 
+@pytest.mark.parametrize("kernel", ["fastest", "flash"])
+def test_only_the_block_on_the_diagonal_ends_in_a_long_tile_row(kernel: str) -> None:
+    """A rank's 4,096 of 8 times as many tokens: beyond one block of keys, the seconds of scores alone."""
+    one, ring = (
+        Operator(name="", kind="attention", batch=1, heads=4, q_len=4096, kv_len=4096 * n, qk_dim=128, v_dim=128)
+        for n in (1, 8)
+    )
+    flops = np.array([[op.forward_flops, op.backward_flops] for op in (one, ring)])
+    long = replace(one, batch=4096)  # so many that its last tile rows count for nothing
+    rates = np.array([long.forward_flops, long.backward_flops]) / np.array(attention_s(long, H200, kernel))
+    seconds = np.array([attention_s(op, H200, kernel) for op in (one, ring)])
+    assert seconds[1] - seconds[0] == pytest.approx((flops[1] - flops[0]) / rates, rel=0.01)
+
+
 def test_attention_pads_head_dimensions_and_amortises_softmax_over_them() -> None:
     narrow, odd, usual, wide = (
         forward_s(attention(qk_dim=d, v_dim=v)) for d, v in ((64, 64), (96, 96), (128, 128), (192, 128))

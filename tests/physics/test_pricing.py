@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from planner.physics.communication import exchange_s
-from planner.physics.compute import attention_s, operator_seconds
+from planner.physics.compute import attention_s, operator_seconds, part_seconds
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Operator, collectives_of, operators_of
@@ -293,6 +293,28 @@ def test_late_ranks_cost_in_proportion_to_compute_and_doublings() -> None:
         # recomputing the forward is in the backward's compute, and waits again
         computed_s = still.input_grad_s + still.weight_grad_s
         assert late.tp_backward_s - still.tp_backward_s == pytest.approx(0.1 * doublings * computed_s)
+
+
+@pytest.mark.parametrize(("seq_length", "hides"), [(2**13, False), (2**20, True)])
+def test_a_ring_hides_no_longer_than_the_attention_to_its_other_blocks(seq_length: int, hides: bool) -> None:
+    """16 ranks, each on a node of its own: keys of 512 tokens take longer than their scores, those of 65,536 do not."""
+    pricing = pricing_of("llama-2-7b")
+    shape = Shape(tp=8, cp=16, dp=2, seq_length=seq_length, sequence_parallel=1)
+    (kind,) = pricing.model.kinds
+    layer = pricing.table(shape).layers[kind, "none"]
+    items = decoder_layer(pricing.model, kind, shape, pricing.runtime)
+    attention = [op for op in operators_of(items) if op.kind == "attention"]
+    passes = part_seconds(attention, pricing.cluster.hardware, "bf16", pricing.runtime)
+    for backward, shown, others in (
+        (False, layer.cp_forward_s, passes[0]),
+        (True, layer.cp_backward_s, sum(passes[1:])),
+    ):
+        (ring,) = (c for c in collectives_of(items) if c.group == "cp" and c.backward == backward)
+        wait_s = pricing.runtime.collective_sync_us * 1e-6 * 4
+        exchanged_s = float(exchange_s(ring, shape, pricing.cluster)) + wait_s
+        hidden_s = exchanged_s - float(shown)
+        assert (hidden_s == pytest.approx(0.95 * exchanged_s)) == hides
+        assert hidden_s <= float(others) * 15 / 16 * (1 + 1e-9)
 
 
 def test_the_last_rank_of_a_sequence_dealt_in_order_attends_to_nearly_all_of_it() -> None:

@@ -45,3 +45,11 @@ def test_rank_correlation_sees_order_alone() -> None:
         for one, m in zip(ordered, measured, strict=True)
     ]
     assert spearman(again) == pytest.approx(1.0)
+
+
+def test_sequences_of_4_thousand_to_a_million_tokens_take_what_was_measured() -> None:
+    """Llama 2 7B on 4 to 1,024 H100, Llama 3 8B on 8 to 256 B200 (NeMo), TP 1 to 8 and CP 1 to 32."""
+    rows = [row for row in load_rows() if row.family == "nemo-docs" and "-seq" in row.id]
+    assert {row.run["parallelism"]["cp"] for row in rows} == {1, 2, 4, 8, 16, 32}
+    errors = {one.row.id: one.step_error for one in evaluate_rows(rows)}
+    assert errors == {name: pytest.approx(0, abs=0.06) for name in errors}
