@@ -184,7 +184,7 @@ def _unevenness(layout: PricedLayout) -> float:
 
 def _tensor(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
     a, b = best.parallelism, other.parallelism
-    if b.tp > cluster.hardware.nvlink_domain_size:
+    if b.tp > cluster.nvlink_domain_size:
         domain = f"the NVLink domain of {cluster.nvlink_domain_size} GPUs"
         return f"tp {b.tp} leaves {domain}, so every layer waits for the network"
     if _full_layers(other) > _full_layers(best):

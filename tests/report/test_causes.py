@@ -55,6 +55,14 @@ def test_the_item_that_loses_most_is_the_cause(
     assert f"mostly by {cause.label} (+2.00 s)" in says_slower(best, other, cause, 0.005)
 
 
+def test_a_smaller_node_has_a_smaller_domain(make_plan: MakePlan) -> None:
+    """Nodes of 4 H100, as the user says: their links join 4, whatever the profile's join."""
+    best = make_plan()
+    cluster = best.cluster.model_copy(update={"gpus_per_node": 4})
+    cause = largest_cause(best.best, _slower(best, "tp_comm_s", 2.0).best, cluster)
+    assert "tp 8 leaves the NVLink domain of 4 GPUs" in cause.because
+
+
 def test_a_difference_below_what_searches_are_exact_to_is_no_difference(make_plan: MakePlan) -> None:
     best = make_plan()
     other = _slower(best, "bubble_s", 0.05)
