@@ -77,7 +77,7 @@ def read_job(options: Mapping[str, Any]) -> Job:
 def read_limits(options: Mapping[str, Any]) -> SearchLimits:
     """Axes pinned by comma lists, and how to search."""
     values = _given(options, SearchLimits)
-    for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage"):
+    for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage", "shard_size"):
         if name in values:
             values[name] = _list(name, values[name], int)
     for name in ("recompute", "schedule"):

@@ -94,6 +94,7 @@ Etps = Annotated[str | None, text(LAYOUT, "--etp", "N,N…", "Tensor parallel in
 Vpps = Annotated[str | None, text(LAYOUT, "--vpp", "N,N…", "Chunks of a stage (interleaving).")]
 MicroBatchSizes = Annotated[str | None, text(LAYOUT, "--micro-batch-size", "N,N…", "Sequences of a micro-batch.")]
 ZeroStages = Annotated[str | None, text(LAYOUT, "--zero-stage", "N,N…", "ZeRO, 0 to 3.")]
+ShardSizes = Annotated[str | None, text(LAYOUT, "--shard-size", "N,N…", "Ranks that ZeRO shards over (HSDP).")]
 Schedules = Annotated[str | None, text(LAYOUT, "--schedule", "NAME,…", "Pipeline schedules, such as 1f1b.")]
 Recomputes = Annotated[str | None, text(LAYOUT, "--recompute", "MODE,…", "Of none, selective and full.")]
 

@@ -30,6 +30,7 @@ def plan_command(
     micro_batch_size: o.MicroBatchSizes = None,
     schedule: o.Schedules = None,
     zero_stage: o.ZeroStages = None,
+    shard_size: o.ShardSizes = None,
     recompute: o.Recomputes = None,
     top: o.Top = None,
     time_limit: o.TimeLimit = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -78,7 +78,7 @@ def _pinned(pins: Sequence[int] | None, free: Sequence[int]) -> list[int]:
 def enumerate_shapes(
     model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits, runtime: RuntimeSpec
 ) -> tuple[Shape, Rejections]:
-    """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage) with the most data parallelism that the batch allows.
+    """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage, shard group), with as much dp as the batch allows.
 
     Interleaving and recompute are chosen later, shape by shape. dp is the largest divisor of
     global_batch_size / micro_batch_size that needs no more ranks than GPUs; what is left over stays spare.
@@ -88,7 +88,10 @@ def enumerate_shapes(
     dp = _data_parallel(grid, cluster, training, limits)
     legal = dp > 0
     _reject(grid, ~legal, rejections, cluster, training)
-    shape = _shape(grid, np.maximum(dp, 1), training, runtime)
+    rows, shard_size = _shard_groups(grid, np.maximum(dp, 1), cluster, limits)
+    legal = legal[rows]
+    shape = _shape({name: column[rows] for name, column in grid.items()}, np.maximum(dp, 1)[rows], training, runtime)
+    shape = replace(shape, shard_size=shard_size)
     own = _own_rules(cluster, limits)
     for rule in (*own, *rules_for(runtime)):
         holds = np.broadcast_to(np.asarray(rule.holds(model, training, shape)), legal.shape)
@@ -182,6 +185,27 @@ def _data_parallel(grid: Grid, cluster: ClusterSpec, training: TrainingSpec, lim
     return dp
 
 
+def _shard_groups(grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: SearchLimits) -> tuple[IntArray, IntArray]:
+    """Rows of the grid, each as often as there are groups to shard over, and the ranks of the group.
+
+    All of dp·cp; where weights or gradients are sharded also those of one NVLink domain and its doublings, among which
+    only reductions leave the group (HSDP). Pinned sizes are kept to be refused with a reason.
+    """
+    every, whole, zero = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
+    if limits.shard_size is not None:
+        pinned = zero >= 1
+        groups = [(every[~pinned], whole[~pinned])]
+        groups += [(every[pinned], np.full(int(pinned.sum()), size)) for size in sorted(set(limits.shard_size))]
+    else:
+        groups = [(every, whole)]
+        size = 2 ** np.floor(np.log2(np.maximum(cluster.nvlink_domain_size // grid["tp"], 1))).astype(np.int64)
+        while (smaller := (zero >= 2) & (size < whole)).any():
+            usable = smaller & (whole % size == 0) & (size % grid["cp"] == 0)
+            groups.append((every[usable], size[usable]))
+            size = 2 * size
+    return np.concatenate([rows for rows, _ in groups]), np.concatenate([sizes for _, sizes in groups])
+
+
 def _reject(
     grid: Grid, rows: npt.NDArray[np.bool_], rejections: Rejections, cluster: ClusterSpec, training: TrainingSpec
 ) -> None:
@@ -211,14 +235,13 @@ def _reject(
 
 
 def _shape(grid: Grid, dp: IntArray, training: TrainingSpec, runtime: RuntimeSpec) -> Shape:
-    """The grid as a `Shape` of arrays, not interleaved."""
+    """The grid as a `Shape` of arrays, not interleaved, without its shard groups."""
     return Shape(
         **grid,
         dp=dp,
         num_microbatches=training.global_batch_size // (dp * grid["micro_batch_size"]),
         seq_length=training.seq_length,
         sequence_parallel=((grid["tp"] > 1) & runtime.has_sequence_parallel).astype(np.int64),
-        shard_size=dp * grid["cp"],
     )
 
 

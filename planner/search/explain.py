@@ -81,7 +81,7 @@ def _remedy(pricing: Pricing, limits: SearchLimits, missing_bytes: float) -> str
         return "add GPUs, or free a pinned axis"
     pins = [
         name
-        for name in ("recompute", "micro_batch_size", "pp", "tp", "cp", "ep", "dp", "vpp", "zero_stage")
+        for name in ("recompute", "micro_batch_size", "pp", "tp", "cp", "ep", "dp", "vpp", "zero_stage", "shard_size")
         if getattr(limits, name)
     ]
     for name in pins:

@@ -23,7 +23,8 @@ from planner.specs.training import SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 
 PINS = (
-    "tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage", "recompute", "schedule",
+    "tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage", "shard_size", "recompute",
+    "schedule",
 )  # fmt: skip
 """Axes that a user may pin."""
 TIME_LIMIT_S = 10.0

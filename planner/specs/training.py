@@ -121,6 +121,8 @@ class SearchLimits(Spec):
     micro_batch_size: tuple[PositiveInt, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
     zero_stage: tuple[Literal[0, 1, 2, 3], ...] | None = None
+    shard_size: tuple[PositiveInt, ...] | None = None
+    """Ranks that share what ZeRO shards: dp·cp, or a divisor of it (HSDP)."""
     schedule: tuple[ScheduleName, ...] | None = None
     tp_across_nodes: bool = False
     """Let a tensor-parallel group leave its NVLink domain."""

@@ -45,7 +45,8 @@ def test_every_shape_is_a_legal_one(num_gpus: int, model: Any, runtime: str) -> 
         assert shape.pp <= model.num_hidden_layers
         assert shape.zero_stage in problem.runtime.zero_stages
         assert shape.tp * shape.cp * shape.dp % (shape.ep * shape.etp) == 0
-        assert shape.shard_size == shape.dp * shape.cp
+        assert shape.dp * shape.cp % shape.shard_size == 0
+        assert shape.shard_size == shape.dp * shape.cp or shape.zero_stage >= 2
         assert shape.sequence_parallel == (shape.tp > 1 and problem.runtime.has_sequence_parallel)
         for rule in rules_for(problem.runtime):
             assert rule.holds(model, problem.training, shape), rule.reason
@@ -58,6 +59,24 @@ def test_data_parallelism_takes_as_many_ranks_as_the_batch_lets_it(num_gpus: int
         room = num_gpus // (shape.tp * shape.cp * shape.pp)
         legal = [d for d in range(1, room + 1) if batch % (d * shape.micro_batch_size) == 0]
         assert shape.dp == max(legal)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "expected"), [(1, 1, {8, 16, 32}), (4, 1, {2, 4, 8}), (1, 4, {8, 16, 32}), (2, 8, {8, 16})]
+)
+def test_weights_may_be_sharded_over_part_of_the_ranks(tp: int, cp: int, expected: set[int]) -> None:
+    """Over those of a node of 8, doublings of it, or all; no group holds part of a sequence's ranks."""
+    limits = SearchLimits(tp=(tp,), cp=(cp,), pp=(1,), micro_batch_size=(1,))
+    arguments = (load_model("llama-3.2-1b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=32))
+    training = TrainingSpec(seq_length=4096, global_batch_size=32)
+    shapes, _ = enumerate_shapes(*arguments, training, limits, load_runtime("torchtitan"))
+    assert axis(shapes, "shard_size") == expected
+    shapes, _ = enumerate_shapes(*arguments, training, limits, load_runtime("megatron"))
+    assert axis(shapes, "shard_size") == {32 // tp}
+    pinned = limits.model_copy(update={"shard_size": (8, 12)})
+    shapes, rejections = enumerate_shapes(*arguments, training, pinned, load_runtime("torchtitan"))
+    assert axis(shapes, "shard_size") <= {8}
+    assert rejections.counts["shard_size_not_dividing_dp_cp"] == 1
 
 
 def test_stages_are_any_number_and_no_shape_comes_twice() -> None:

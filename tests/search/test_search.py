@@ -239,6 +239,7 @@ def test_pinned_axes_are_honoured(pins: dict[str, Any]) -> None:
         ({"pp": (1,), "vpp": (2,), "schedule": ("interleaved-1f1b",)}, "vpp"),
         ({"schedule": ("no-such-order",)}, "no-such-order"),
         ({"zero_stage": (3,)}, "zero"),
+        ({"shard_size": (3,)}, "shard"),
     ],
     ids=str,
 )
@@ -286,6 +287,23 @@ def test_the_best_plan_evaluates_to_itself() -> None:
         again = evaluate(problem.model, problem.cluster, problem.training, wanted, runtime=problem.runtime)
         assert again.step.step_s == pytest.approx(layout.step.step_s, rel=2e-3)
         assert [s.memory for s in again.stages] == [s.memory for s in layout.stages]
+
+
+def test_weights_are_sharded_over_as_many_ranks_as_pays() -> None:
+    """1B on 64 H100: 8 nodes wait less for reductions in one ring of each than for gathers in one ring of all."""
+    arguments = (
+        load_model("llama-3.2-1b"),
+        ClusterSpec(hardware=load_hardware("h100"), num_gpus=64),
+        TrainingSpec(seq_length=4096, global_batch_size=512),
+    )
+    pins = {"tp": (1,), "cp": (1,), "pp": (1,), "micro_batch_size": (4,), "recompute": ("none",)}
+    best = plan(*arguments, limits=SearchLimits(**pins), runtime="torchtitan").best
+    assert best.parallelism.shard_size < best.parallelism.dp == 64
+    for size in (8, 16, 32, 64):
+        layout = Parallelism(micro_batch_size=4, zero_stage=3, fsdp=size)
+        other = evaluate(*arguments, layout, runtime="torchtitan").best
+        assert not other.fits or other.step.step_s >= best.step.step_s
+        assert (other.step.step_s == best.step.step_s) == (size == best.parallelism.shard_size)
 
 
 def test_counts_of_rejections_name_their_reasons() -> None:
