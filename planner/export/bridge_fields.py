@@ -73,7 +73,7 @@ DERIVED = frozenset(
     {
         "--group-query-attention", "--vocab-size", "--untie-embeddings-and-output-weights", "--qk-layernorm",
         "--swiglu", "--squared-relu", "--disable-bias-linear", "--moe-layer-freq", "--window-size",
-        "--max-position-embeddings",
+        "--max-position-embeddings", "--ddp-bucket-size",
         "--sequence-parallel", "--num-virtual-stages-per-pipeline-rank", "--seq-length", "--use-distributed-optimizer",
         "--overlap-grad-reduce", "--overlap-param-gather", "--recompute-modules", "--bf16", "--fp16", "--fp8-format",
         "--fp8-recipe", "--fp4-format", "--fp4-recipe", "--grad-reduce-in-bf16", "--mock-data", "--fp8-param-gather",

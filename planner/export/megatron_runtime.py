@@ -27,6 +27,8 @@ def data_parallel(plan: Plan) -> Arguments:
             arguments["--num-distributed-optimizer-instances"] = layout.dp * layout.cp // layout.shard_size
     if runtime.gradient_overlap_fraction > 0:
         arguments["--overlap-grad-reduce"] = True
+        if not is_fsdp(plan) and runtime.bucket_parameters is not None:
+            arguments["--ddp-bucket-size"] = runtime.bucket_among(layout.shard_size)
         if runtime.parameter_overlap_fraction > 0 and layout.zero_stage >= 1:
             arguments["--overlap-param-gather"] = True
     return arguments

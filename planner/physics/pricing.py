@@ -37,9 +37,6 @@ COMM_GROUPS = ("tp", "cp", "ep")
 REPLAYED = 0.5
 """Of what an exchange waits for its last rank, where a CUDA graph replays it: the hosts' half is gone."""
 
-CHUNK_PARAMETERS = 2**18
-"""Of each rank in a bucket of parameters, at least: 512 KiB in bf16, what NCCL's rings hand on at a time."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
@@ -288,8 +285,8 @@ class Pricing:
         for parameters, size, stride in groups:
             shard = np.minimum(shape.shard_size, size)
             payload = num_bytes * parameters / rate
-            bucket = self.runtime.bucket_parameters
-            exchanges = 1.0 if bucket is None else parameters / np.maximum(bucket, CHUNK_PARAMETERS * shard)
+            bucket = self.runtime.bucket_among(shard)
+            exchanges = 1.0 if bucket is None else parameters / bucket
             seconds_of = partial(collective_s, cluster=self.cluster, exchanges=exchanges)
             scatter = seconds_of("reduce_scatter", payload, shard, stride)
             if not reduces:

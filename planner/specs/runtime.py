@@ -12,6 +12,9 @@ from planner.errors import Unsupported
 from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from planner.specs.features import FEATURES, NOT_MODELLED
 
+CHUNK_PARAMETERS = 2**18
+"""Of each rank in a bucket of parameters, at least: 512 KiB in bf16, what NCCL's rings hand on at a time."""
+
 
 class RuntimeSpec(Spec):
     """One trainer's kernels, overlaps and limits. `*_overlap_fraction`: share of a transfer hidden where it can be."""
@@ -203,6 +206,13 @@ class RuntimeSpec(Spec):
     """Host time per micro-batch and stage that no kernel hides."""
     step_overhead_s: NonNegativeFloat = 0.0
     """Host time per optimizer step: data, logging, gradient norm on the host."""
+
+    def bucket_among(self, ranks: Any) -> Any:
+        """Parameters that `ranks`, a number or an array, exchange at a time: `bucket_parameters`, or a chunk each."""
+        if self.bucket_parameters is None:
+            return None
+        chunks = CHUNK_PARAMETERS * ranks
+        return chunks + (self.bucket_parameters - chunks) * (chunks < self.bucket_parameters)
 
     @property
     def family(self) -> str:

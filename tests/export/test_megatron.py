@@ -183,13 +183,19 @@ def test_environment(
     [
         (0, {"--overlap-grad-reduce"}, {"--use-distributed-optimizer", "--overlap-param-gather"}),
         (1, {"--use-distributed-optimizer", "--overlap-param-gather"}, {"--use-megatron-fsdp"}),
-        (3, {"--use-megatron-fsdp", "--ckpt-format", "--data-parallel-sharding-strategy"}, set()),
+        (3, {"--use-megatron-fsdp", "--ckpt-format", "--data-parallel-sharding-strategy"}, {"--ddp-bucket-size"}),
     ],
 )
 def test_data_parallel(planned: Planned, zero_stage: int, present: set[str], absent: set[str]) -> None:
     arguments = megatron_arguments(planned("llama-3.1-8b", 16, zero_stage=zero_stage))
     assert present <= arguments.keys()
     assert not absent & arguments.keys()
+
+
+def test_buckets_are_those_that_were_priced(planned: Planned) -> None:
+    """128 Mi parameters; beyond 512 ranks, 512 KiB of bf16 a rank."""
+    assert megatron_arguments(planned("llama-3.1-8b", 64))["--ddp-bucket-size"] == 2**27
+    assert megatron_arguments(planned("llama-3.1-8b", 2048))["--ddp-bucket-size"] == 2**18 * 2048
 
 
 def test_a_smaller_shard_group_is_several_optimizer_instances(planned: Planned) -> None:

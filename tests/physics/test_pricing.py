@@ -15,11 +15,12 @@ from planner.physics.compute import attention_s, operator_seconds, part_seconds
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Operator, collectives_of, operators_of
-from planner.physics.pricing import CHUNK_PARAMETERS, Pricing, run_again
+from planner.physics.pricing import Pricing, run_again
 from planner.physics.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
+from planner.specs.runtime import CHUNK_PARAMETERS
 from planner.specs.trainers import RUNTIMES, load_runtime
 from planner.specs.training import Dtype, TrainingSpec
 
