@@ -15,6 +15,9 @@ TORCH_SCHEDULES = (
 )  # fmt: skip
 """What torch.distributed.pipelining runs: its own classes; any order through its CSV runtime (`auto`)."""
 
+NCCL_WAIT_US = 61.87
+"""What ranks of today's trainers wait for the last one in an exchange, per doubling of the group."""
+
 _TORCHTITAN: dict[str, Any] = {
     "compiled": True,
     "attention_kernel": "flash",
@@ -22,7 +25,7 @@ _TORCHTITAN: dict[str, Any] = {
     "keeps_gathered_keys": True,
     "keeps_gathered_inputs": True,
     "stops_recompute_early": True,
-    "collective_sync_us": 61.87,
+    "collective_sync_us": NCCL_WAIT_US,
     "weights_expert_outputs": True,
     "has_torch_stages": True,
     "narrow_factor": ROWWISE,
@@ -91,7 +94,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             tp_async_overlap_fraction=0.9,
             ep_row_bytes=9257.0,
             moe_host_us=4196.0,
-            collective_sync_us=61.87,
+            collective_sync_us=NCCL_WAIT_US,
             expert_host_us=53.23,
             sends_tokens_once=True,
             groups_products=False,
@@ -117,7 +120,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(name="torchtitan-2025", trainer="torchtitan", **_TORCHTITAN_BEFORE_2026),
         RuntimeSpec(
             name="torch-eager",
-            collective_sync_us=61.87,
+            collective_sync_us=NCCL_WAIT_US,
             keeps_tables=True,
             clips_gradients=False,
             schedules=TORCH_SCHEDULES,
@@ -150,7 +153,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             keeps_gathered_inputs=True,
             parameter_overlap_fraction=0.0,
             tp_async_overlap_fraction=0.9,
-            collective_sync_us=61.87,
+            collective_sync_us=NCCL_WAIT_US,
             host_factor=1.795,
             zero_stages=(0, 1),
             vocab_divisible_by=1,
