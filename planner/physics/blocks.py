@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,24 +24,17 @@ def enter_tp(
     sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - np.asarray(shape.sequence_parallel))
     keeps = runtime.keeps_gathered_inputs
     again = (*modules, "op") if keeps else modules
-    yield Collective(
+    gather = Collective(
         name=f"{name} gather", kind="all_gather", group="tp", num_bytes=sharded, overlap="tp", modules=again, cast=cast
     )
+    yield gather
     if keeps:
         # beside the shard, which whatever made it keeps
         others = sharded * (1 - 1 / np.asarray(shape.tp, dtype=float))
         kept = Saved("gathered input", others, again, gemm_input=cast)
         yield Operator(name=f"{name} gathered", kind="elementwise", modules=again, saved=(kept,))
     else:
-        yield Collective(
-            name=f"{name} gather again",
-            kind="all_gather",
-            group="tp",
-            num_bytes=sharded,
-            overlap="tp_async",
-            backward=True,
-            cast=cast,
-        )
+        yield replace(gather, name=f"{name} gather again", overlap="tp_async", backward=True, modules=())
     yield Collective(
         name=f"{name} dgrad scatter",
         kind="reduce_scatter",
