@@ -7,20 +7,15 @@ and only together must they hold the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import reduce
-
 import numpy as np
-import numpy.typing as npt
 
 from planner.physics.cost import PartCost
-from planner.physics.shape import FloatArray, Number
-from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, placement
-from planner.schedule.zero_bubble import v_placement
-from planner.search.chunks import fewest_of_kinds
+from planner.physics.shape import FloatArray
+from planner.search.bounds_chunks import chunked_bound_s
+from planner.search.bounds_memory import cheapest, exceeds_all_ranks
+from planner.search.bounds_orders import Orders
 from planner.search.ilp_node import FULL, Whole
-from planner.search.screen import FRUGAL, Screen, least_sum
+from planner.search.screen import Screen
 from planner.specs.training import Recompute
 
 NEVER_S = 1e30
@@ -45,57 +40,6 @@ def coarse_bound_s(screen: Screen, splits_backward: bool = False) -> FloatArray:
     busiest = np.maximum(work / shape.pp, np.ceil(model.num_hidden_layers / shape.pp) * quickest)
     busiest = np.maximum(busiest, np.sum([screen.part(part, "total_s") for part in screen.last_parts], axis=0))
     return np.asarray(np.maximum(shape.num_microbatches * busiest, screen.trip_s("none", splits_backward)))
-
-
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """What the schedules of nodes (rows) mean for their ranks (columns)."""
-
-    plain: npt.NDArray[np.bool_]
-    """1F1B without interleaving, or no pipeline."""
-    splits: npt.NDArray[np.bool_]
-    """Weight gradients may follow the last input gradient, so that the way back need not be over when a rank is."""
-    in_flight: FloatArray
-    """Micro-batches that each rank holds at least; 1 beyond a node's ranks."""
-    full: npt.NDArray[np.bool_]
-    """Ranks of chunks that are all equal: where stages interleave, those without the first and the last stage."""
-
-    def take(self, index: npt.NDArray[np.int64]) -> Orders:
-        """The rows at `index`."""
-        return Orders(self.plain[index], self.splits[index], self.in_flight[index], self.full[index])
-
-
-def orders_of(nodes: Sequence[tuple[str, int, int, int]]) -> Orders:
-    """Of nodes given as (schedule, pp, vpp, num_microbatches)."""
-    width = max((pp for _, pp, _, _ in nodes), default=1)
-    in_flight, full = np.ones((len(nodes), width)), np.zeros((len(nodes), width), dtype=bool)
-    for row, (name, pp, vpp, microbatches) in enumerate(nodes):
-        in_flight[row, :pp] = _least_in_flight(name, pp, vpp, microbatches)
-        if vpp > 1:
-            ranks = placement(name, pp, vpp)
-            full[row, :pp] = True
-            full[row, [ranks[0], ranks[-1]]] = False
-    return Orders(
-        plain=np.array([name in ("none", "1f1b") for name, *_ in nodes], dtype=bool),
-        splits=np.array([SCHEDULES[name].splits_backward for name, *_ in nodes], dtype=bool),
-        in_flight=in_flight,
-        full=full,
-    )
-
-
-def _least_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> Sequence[float]:
-    """As the schedule has it where that is a formula; else what all of them hold: min(M, pp − r), or 1 if frugal.
-
-    Where stages interleave the first rank's first chunk, of which it holds most, may be missing.
-    """
-    if SCHEDULES[name].splits_backward:
-        held = [1 if name in FRUGAL else min(num_microbatches, pp - rank) for rank in range(pp)]
-        return [1, *held[1:]] if vpp > 1 else held
-    in_flight = in_flight_microbatches(name, pp, vpp, num_microbatches)
-    if vpp == 1:
-        return in_flight
-    first = first_chunk_in_flight(name, pp, vpp, num_microbatches)
-    return [(vpp * in_flight[0] - first) / (vpp - 1), *in_flight[1:]]
 
 
 def pipeline_bound_s(screen: Screen, base: Recompute, whole: Whole, orders: Orders) -> FloatArray:
@@ -125,50 +69,12 @@ def busiest_rank_s(screen: Screen, base: Recompute, whole: bool, orders: Orders,
             plain, full = screen.table.layers[kind, base], screen.table.layers[kind, FULL]
             busiest = _holding_bound_s(screen, (plain, full), count, whole, orders.in_flight, beside_s, busiest)
     if len(counts) > 1:
-        plain, full = (_least([screen.table.layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
+        plain, full = (cheapest([screen.table.layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
         busiest = _holding_bound_s(
             screen, (plain, full), model.num_hidden_layers, whole, orders.in_flight, beside_s, busiest
         )
-        busiest = np.where(_exceeds_all_ranks(screen, (base, FULL) if whole else (base,), orders), np.inf, busiest)
+        busiest = np.where(exceeds_all_ranks(screen, (base, FULL) if whole else (base,), orders), np.inf, busiest)
     return np.asarray(busiest)
-
-
-def _exceeds_all_ranks(screen: Screen, modes: Sequence[Recompute], orders: Orders) -> npt.NDArray[np.bool_]:
-    """Whether layers of several kinds need more memory than all ranks together have.
-
-    A layer of kind κ takes needed[κ,r] = static + in flight · live bytes on rank r, the mean one mean[r]. For all the
-    ranks' memory rows, each over mean[r], together: Σ_κ count_κ · min_r needed[κ,r] / mean[r] ≤ Σ_r free[r] / mean[r].
-    """
-    held, counts = orders.in_flight, np.array(list(screen.pricing.kind_counts.values()))[:, None, None]
-    needed = np.min([_layer_bytes(screen, mode, held) for mode in modes], axis=0)
-    mean = (counts * needed).sum(axis=0) / counts.sum()
-    exists = np.arange(held.shape[1])[None, :] < np.asarray(screen.shape.pp)[:, None]
-    free = _free_bytes(screen, modes, held.shape[1])
-    layers_of_room = np.where(exists, free / mean, 0.0).sum(axis=1)
-    taken = counts[:, :, 0] * np.where(exists, needed / mean, np.inf).min(axis=2)
-    return np.asarray(taken.sum(axis=0) > layers_of_room * (1 + 1e-9))
-
-
-def _layer_bytes(screen: Screen, mode: Recompute, held: FloatArray) -> FloatArray:
-    """What a layer of each kind (first axis) takes on ranks (last axis) that hold `held` micro-batches."""
-    parts = [screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds]
-    return np.array([screen.static_bytes(p)[:, None] + held * screen.part(p, "live_bytes")[:, None] for p in parts])
-
-
-def _free_bytes(screen: Screen, modes: Sequence[Recompute], num_ranks: int) -> FloatArray:
-    """What each rank (columns) has for layers of any kind in any of `modes`, at most."""
-    layers, kinds = screen.table.layers, screen.pricing.model.kinds
-    return screen.free_bytes(_least([layers[kind, mode] for kind in kinds for mode in modes]), num_ranks)
-
-
-def _least(parts: Sequence[PartCost]) -> PartCost:
-    """A layer that costs no more than any of `parts`, in any respect that the bounds look at."""
-
-    def least(quantity: str) -> Number:
-        return reduce(np.minimum, [np.asarray(getattr(part, quantity)) for part in parts])
-
-    names = ("live_bytes", "transient_bytes", "parameters", "expert_parameters")
-    return PartCost(forward_s=least("total_s"), **{name: least(name) for name in names})
 
 
 def _trip_s(screen: Screen, base: Recompute, orders: Orders) -> FloatArray:
@@ -270,64 +176,3 @@ def _backward_share(screen: Screen, base: Recompute) -> FloatArray:
     parts = [table.layers[kind, base] for kind in screen.pricing.model.kinds] + [table.embedding, table.head]
     shares = [screen.part(part, "backward_total_s") / screen.part(part, "total_s") for part in parts]
     return np.asarray(np.min(shares, axis=0))
-
-
-def chunked_bound_s(screen: Screen, base: Recompute, whole: Whole, orders: Orders, trips_s: FloatArray) -> FloatArray:
-    """Where stages interleave: what each rank takes with its equal chunks, and those without an end on average.
-
-    A rank of n layers (vpp · chunk, without those chunks that may be shorter) takes no less than the n quickest of the
-    model, nor than the fewest of each kind that the order of layers leaves it; it recomputes what its memory forces it
-    to (one_count: what that of any rank does), and has T ≥ M · its seconds + the trip of one micro-batch through the
-    ranks before it. Zero for other nodes, infinite where the layers do not fit.
-    """
-    held, full = orders.in_flight, orders.full
-    steps = np.asarray(screen.shape.num_microbatches)[:, None]
-    counts = np.array(list(screen.pricing.kind_counts.values()))
-    num_layers = _fewest_layers(screen, full)
-    layer_s, fewest = screen.layer_s(base)[:, :, None], _fewest_of_kinds(screen, full.shape[1])
-
-    def at_least(of_layer: FloatArray) -> FloatArray:
-        together: FloatArray = (fewest * of_layer).sum(axis=0)
-        return np.maximum(least_sum(of_layer, counts, num_layers), together)
-
-    modes: tuple[Recompute, ...] = (base,) if whole == "none" else (base, FULL)
-    free = _free_bytes(screen, modes, held.shape[1])
-    each_s = steps * (at_least(layer_s) + screen.rank_ends_s(held.shape[1])) + trips_s
-    if whole != "none":
-        saved, again = screen.layer_s(base, "live_bytes"), screen.layer_s(FULL) - screen.layer_s(base)
-        saved = np.maximum((saved - screen.layer_s(FULL, "live_bytes")).max(axis=0), 1.0)
-        lacking = np.maximum(at_least(_layer_bytes(screen, base, held)) - free, 0.0)
-        forced = np.ceil(lacking / (held * saved[:, None]) - 1e-9)
-        if whole == "one_count":
-            # in every chunk, the ends' shorter ones among them
-            of_each = np.ceil(forced.max(axis=1, initial=0.0) / np.asarray(screen.shape.vpp) - 1e-9)
-            of_each = np.minimum(of_each, screen.chunk_layers)
-            forced = np.maximum(forced, (of_each / screen.chunk_layers)[:, None] * num_layers)
-        each_s = each_s + steps * forced * np.maximum(again.min(axis=0), 0.0)[:, None]
-    each_s = np.where(at_least(_layer_bytes(screen, modes[-1], held)) > free * (1 + 1e-9), np.inf, each_s)
-    num_full = np.maximum(full.sum(axis=1), 1)[:, None]
-    together_s = least_sum(layer_s, counts, np.where(full, num_layers, 0.0).sum(axis=1)[:, None]) / num_full
-    mean_s = (steps * together_s)[:, 0] + (trips_s * full).sum(axis=1) / num_full[:, 0]
-    busiest_s = np.where(num_layers > 0, each_s, 0.0).max(axis=1, initial=0.0)
-    return np.where(np.asarray(screen.shape.vpp) > 1, np.maximum(busiest_s, mean_s), 0.0)
-
-
-def _fewest_layers(screen: Screen, full: npt.NDArray[np.bool_]) -> FloatArray:
-    """Layers of each rank (columns) in chunks that are all equal; none beyond a node's ranks."""
-    vpp, rank = np.asarray(screen.shape.vpp)[:, None], np.arange(full.shape[1])[None, :]
-    shorter = np.where(full, 0, np.where(screen.folded, 2, 1)[:, None])
-    exists = rank < np.asarray(screen.shape.pp)[:, None]
-    return np.where(exists, np.maximum(vpp - shorter, 0) * screen.chunk_layers[:, None], 0.0)
-
-
-def _fewest_of_kinds(screen: Screen, num_ranks: int) -> FloatArray:
-    """Layers of each kind (rows) that the ranks (last axis) of each node hold at least, where stages interleave."""
-    model, shape, empty_ends = screen.pricing.model, screen.shape, screen.pricing.runtime.head_only_stage
-    fewest = np.zeros((len(model.kinds), len(screen.kernel), num_ranks))
-    columns = [np.broadcast_to(each, len(screen.kernel)) for each in (shape.pp, shape.vpp, screen.folded)]
-    distinct, which = np.unique(np.stack(columns), axis=1, return_inverse=True)
-    for number, (pp, vpp, folded) in enumerate(distinct.T.tolist() if len(model.kinds) > 1 else ()):
-        if vpp > 1:
-            of_ranks = fewest_of_kinds(model.layers, v_placement(pp) if folded else tuple(range(pp)) * vpp, empty_ends)
-            fewest[:, which == number, :pp] = of_ranks[:, None, :]
-    return fewest

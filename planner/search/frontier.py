@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from planner.physics.shape import FloatArray, Shape
 from planner.schedule.orders import placement
-from planner.search import bounds
+from planner.search.bounds import pipeline_bound_s
+from planner.search.bounds_orders import Orders, orders_of
 from planner.search.candidates import IntArray, scalar
 from planner.search.ends import with_ends_s
 from planner.search.ilp_node import Whole
@@ -49,7 +50,7 @@ class Nodes:
     screen: Screen
     """The shape of each row, vpp included."""
     schedules: Sequence[str]
-    orders: bounds.Orders
+    orders: Orders
 
     def bound_s(self, choice: RecomputeChoice) -> FloatArray:
         """A lower bound of each row's step, recomputing as `choice` says; infinite where it cannot fit.
@@ -67,7 +68,7 @@ class Nodes:
         return bound_s
 
     def _step_s(self, screen: Screen, base: Recompute, exchanging: Recompute, whole: Whole = "none") -> FloatArray:
-        pipeline_s = bounds.pipeline_bound_s(screen, base, whole, self.orders)
+        pipeline_s = pipeline_bound_s(screen, base, whole, self.orders)
         return np.where(np.isfinite(pipeline_s), with_ends_s(screen, pipeline_s, base, exchanging), np.inf)
 
     def guess_s(self, choice: RecomputeChoice) -> FloatArray:
@@ -102,7 +103,7 @@ def nodes_of(screen: Screen, limits: SearchLimits) -> Iterator[tuple[IntArray, N
         vpps = np.array([vpp for _, _, vpp, _ in kinds])
         folded = np.array([placement(name, pp, vpp)[-1] == 0 for name, pp, vpp, _ in kinds])
         chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind])
-        yield index, Nodes(chosen, [kinds[k][0] for k in kind], bounds.orders_of(kinds).take(kind))
+        yield index, Nodes(chosen, [kinds[k][0] for k in kind], orders_of(kinds).take(kind))
 
 
 @dataclass(slots=True)

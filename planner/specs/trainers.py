@@ -80,6 +80,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="megatron",
             host_factor=1.3,
+            step_overhead_s=0.008,
             loss_in_place=True,
             balances_in_buffers=True,
             narrow_parameters=True,
