@@ -229,9 +229,16 @@ def _data(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
     one, two = (max(stage.num_parameters for stage in layout.stages) for layout in (best, other))
     a, b = best.parallelism, other.parallelism
     return (
-        f"{large(two)} parameters a rank are exchanged over {b.dp * b.cp} ranks and one micro-batch hides too little "
-        f"of it; in the best {large(one)} over {a.dp * a.cp}"
+        f"{large(two)} parameters a rank are exchanged over {_group(b)} and one micro-batch hides too little of it; "
+        f"in the best {large(one)} over {_group(a)}"
     )
+
+
+def _group(layout: Layout) -> str:
+    """The ranks that exchange, and those that weights are sharded over where they are fewer."""
+    ranks = layout.dp * layout.cp
+    sharded = layout.zero_stage > 0 and layout.shard_size < ranks
+    return f"{ranks} ranks" + (f" ({layout.shard_size} a shard group)" if sharded else "")
 
 
 def _bubble(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
