@@ -18,7 +18,7 @@ from planner.specs.problems import nearest
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.runtime import RuntimeSpec
 from planner.specs.trainers import load_runtime
-from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import PINS, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import parse_count
 
 _log = logging.getLogger(__name__)
@@ -77,12 +77,9 @@ def read_job(options: Mapping[str, Any]) -> Job:
 def read_limits(options: Mapping[str, Any]) -> SearchLimits:
     """Axes pinned by comma lists, and how to search."""
     values = _given(options, SearchLimits)
-    for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage", "shard_size"):
+    for name in PINS:
         if name in values:
-            values[name] = _list(name, values[name], int)
-    for name in ("recompute", "schedule"):
-        if name in values:
-            values[name] = _list(name, values[name], str)
+            values[name] = _list(name, values[name], str if name in ("recompute", "schedule") else int)
     return _checked(SearchLimits, values)
 
 

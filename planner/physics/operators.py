@@ -8,7 +8,7 @@ f = intermediate_size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -182,3 +182,9 @@ def wide_parameters(items: Iterable[Item]) -> Number:
 def saved_bytes(items: Iterable[Item], recomputed: frozenset[str] = frozenset(), dtype: str = "bf16") -> Number:
     """Bytes kept from forward to backward of one micro-batch."""
     return sum(op.saved_bytes(recomputed, dtype) for op in operators_of(items))
+
+
+def up_to_last_saved(items: Sequence[Item]) -> Sequence[Item]:
+    """What recomputing a layer has to run again: all up to the last operator that keeps a tensor."""
+    last = max(index for index, item in enumerate(items) if isinstance(item, Operator) and item.saved)
+    return items[: last + 1]

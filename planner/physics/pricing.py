@@ -18,11 +18,11 @@ from planner.physics.operators import (
     FP32,
     Collective,
     Item,
-    Operator,
     collectives_of,
     num_parameters,
     operators_of,
     saved_bytes,
+    up_to_last_saved,
     wide_parameters,
 )
 from planner.physics.shape import Number, Shape
@@ -88,23 +88,19 @@ class Pricing:
 
     def _modes(self, items: Sequence[Item], shape: Shape, modes: Sequence[Recompute]) -> dict[Recompute, PartCost]:
         """One layer under each recompute mode: what is run again moves into the backward, what it saved is not kept."""
-        plain = self._plain(items, shape)
-        everything = frozenset(m for item in items for m in item.modules) | {""}
+        plain, chosen, dtype = self._plain(items, shape), frozenset(self.selective_modules), self.training.dtype
         parts: dict[Recompute, PartCost] = {}
         for mode in modes:
             if mode == "none":
                 parts[mode] = plain
                 continue
-            chosen = everything if mode == "full" else frozenset(self.selective_modules)
-            replayed = run_again(items, self.runtime) if mode == "full" else items
-            again = [item for item in replayed if mode == "full" or not chosen.isdisjoint(item.modules)]
-            repeat = self._seconds(again, shape)
-            whole = saved_bytes(items, frozenset(), self.training.dtype)
-            live = (
-                BF16 * shape.shard_tokens * self.model.hidden_size
-                if mode == "full"
-                else saved_bytes(items, chosen, self.training.dtype)
-            )
+            if mode == "full":
+                again = up_to_last_saved(items) if self.runtime.stops_recompute_early else items
+                live = BF16 * shape.shard_tokens * self.model.hidden_size
+            else:
+                again = [item for item in items if not chosen.isdisjoint(item.modules)]
+                live = saved_bytes(items, chosen, dtype)
+            repeat, whole = self._seconds(again, shape), saved_bytes(items, frozenset(), dtype)
             changed = {
                 "input_grad_s": plain.input_grad_s + repeat["forward_s"],
                 **{
@@ -317,11 +313,3 @@ class Pricing:
             distance = shape.tp * shape.cp * shape.dp * np.maximum(np.asarray(shape.pp) - 1, 1)
             tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (np.asarray(shape.pp) > 1)
         return norm_s + tied_s + self.runtime.step_overhead_s
-
-
-def run_again(items: Sequence[Item], runtime: RuntimeSpec) -> Sequence[Item]:
-    """What recomputing a whole layer runs once more: all of it, or up to the last that keeps a tensor."""
-    if not runtime.stops_recompute_early:
-        return items
-    last = max(index for index, item in enumerate(items) if isinstance(item, Operator) and item.saved)
-    return items[: last + 1]

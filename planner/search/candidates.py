@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -88,10 +88,10 @@ def enumerate_shapes(
     dp = _data_parallel(grid, cluster, training, limits)
     legal = dp > 0
     _reject(grid, ~legal, rejections, cluster, training)
-    rows, shard_size = _shard_groups(grid, np.maximum(dp, 1), cluster, limits)
-    legal = legal[rows]
-    shape = _shape({name: column[rows] for name, column in grid.items()}, np.maximum(dp, 1)[rows], training, runtime)
-    shape = replace(shape, shard_size=shard_size)
+    dp = np.maximum(dp, 1)
+    rows, shard_size = _shard_groups(grid, dp, cluster, limits)
+    legal, dp = legal[rows], dp[rows]
+    shape = _shape({name: column[rows] for name, column in grid.items()}, dp, shard_size, training, runtime)
     own = _own_rules(cluster, limits)
     for rule in (*own, *rules_for(runtime)):
         holds = np.broadcast_to(np.asarray(rule.holds(model, training, shape)), legal.shape)
@@ -234,14 +234,15 @@ def _reject(
             rejections.add(reason, int(mask.sum()), text.format(**{k: int(v[first]) for k, v in grid.items()}))
 
 
-def _shape(grid: Grid, dp: IntArray, training: TrainingSpec, runtime: RuntimeSpec) -> Shape:
-    """The grid as a `Shape` of arrays, not interleaved, without its shard groups."""
+def _shape(grid: Grid, dp: IntArray, shard_size: IntArray, training: TrainingSpec, runtime: RuntimeSpec) -> Shape:
+    """The grid as a `Shape` of arrays, not interleaved."""
     return Shape(
         **grid,
         dp=dp,
         num_microbatches=training.global_batch_size // (dp * grid["micro_batch_size"]),
         seq_length=training.seq_length,
         sequence_parallel=((grid["tp"] > 1) & runtime.has_sequence_parallel).astype(np.int64),
+        shard_size=shard_size,
     )
 
 

@@ -112,9 +112,12 @@ def nearest_miss(case: Case) -> PricedLayout | None:
         shape = scalar(screen.shape, int(index))
         for cut, schedule in schedule_options(shape, case.model, case.limits, case.runtime)[:NEAREST]:
             sizes: dict[str, Any] = {axis: int(getattr(cut, axis)) for axis in _SIZES}
-            shard_size = int(cut.shard_size) if sizes["zero_stage"] >= 2 else None
             wanted = Parallelism(
-                **sizes, fsdp=shard_size, schedule=schedule, recompute=recompute, recompute_modules=modules
+                **sizes,
+                fsdp=int(cut.shard_size),
+                schedule=schedule,
+                recompute=recompute,
+                recompute_modules=modules,
             )
             try:
                 missed.append(price_given(case.model, case.cluster, case.training, wanted, case.runtime))

@@ -19,14 +19,9 @@ from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.runtime import RuntimeSpec
-from planner.specs.training import SearchLimits, TrainingSpec
+from planner.specs.training import PINS, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 
-PINS = (
-    "tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage", "shard_size", "recompute",
-    "schedule",
-)  # fmt: skip
-"""Axes that a user may pin."""
 TIME_LIMIT_S = 10.0
 """Of each search beside the two that were asked for."""
 MEMORY, ROOM = 0.05, 0.1

@@ -108,6 +108,13 @@ class Parallelism(Spec):
         return next((int(a or b) for a, b in digits), None)
 
 
+PINS = (
+    "tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage", "shard_size", "recompute",
+    "schedule",
+)  # fmt: skip
+"""Fields of `SearchLimits` that pin an axis."""
+
+
 class SearchLimits(Spec):
     """What the search may choose from: each axis pinned to a list of values, or free (null)."""
 

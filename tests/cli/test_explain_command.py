@@ -55,6 +55,16 @@ def test_a_refused_pin_names_its_rule_and_changes_that_work(
         assert again == pytest.approx(lift["step_s"], rel=0.01)
 
 
+@pytest.mark.parametrize(("runtime", "zero_stage"), [("megatron", 1), ("torchtitan", 3)])
+def test_the_nearest_miss_shards_over_the_pinned_group(
+    runtime: str, zero_stage: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pins = ["--runtime", runtime, "--zero-stage", str(zero_stage), "--shard-size", "8", "--tp", "1", "--pp", "1"]
+    told = explained([*TIGHT, *pins], capsys)
+    assert told["verdict"] == "does_not_fit"
+    assert told["pinned"]["parallelism"]["shard_size"] == 8
+
+
 def test_a_pin_that_does_not_fit_names_stage_gib_and_a_change_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     pins = ["--pp", "1", "--tp", "1", "--recompute", "none"]
     told = explained([*TIGHT, *pins], capsys)

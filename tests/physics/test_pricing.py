@@ -14,8 +14,8 @@ from planner.physics.communication import exchange_s
 from planner.physics.compute import attention_s, operator_seconds, part_seconds
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer
-from planner.physics.operators import Operator, collectives_of, operators_of
-from planner.physics.pricing import Pricing, run_again
+from planner.physics.operators import Operator, collectives_of, operators_of, up_to_last_saved
+from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -139,7 +139,7 @@ def test_torch_repeats_a_layer_up_to_the_last_tensor_its_backward_needs() -> Non
     (kind,) = early.model.kinds
     stopped, whole = (pricing.table(shape).layers[kind, "full"] for pricing in (early, late))
     items = decoder_layer(early.model, kind, shape, early.runtime)
-    behind = items[len(run_again(items, early.runtime)) :]
+    behind = items[len(up_to_last_saved(items)) :]
     assert [op.name for op in operators_of(behind)] == ["mlp down", "mlp residual"]
     gpu_s = [operator_seconds(op, early.cluster.hardware, "bf16", early.runtime)[0] for op in operators_of(behind)]
     assert whole.input_grad_s - stopped.input_grad_s == pytest.approx(sum(gpu_s))
@@ -152,7 +152,7 @@ def test_torch_repeats_a_layer_up_to_the_last_tensor_its_backward_needs() -> Non
 def test_a_mixture_that_keeps_what_experts_give_is_repeated_as_far() -> None:
     model, runtime = load_model("deepseek-v3"), load_runtime("torchtitan")
     items = decoder_layer(model, model.layers[-1], Shape(ep=8, dp=8, seq_length=4096), runtime)
-    again = {item.name for item in run_again(items, runtime)}
+    again = {item.name for item in up_to_last_saved(items)}
     assert {item.name for item in items if "combine" in item.name and not getattr(item, "backward", False)} <= again
 
 
