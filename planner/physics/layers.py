@@ -85,6 +85,7 @@ def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: b
             name="head",
             kind="gemm",
             wide=not runtime.narrow_head,
+            backward_factor=runtime.head_backward_factor,
             m=shape.tokens,
             n=columns,
             k=model.hidden_size,

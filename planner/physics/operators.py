@@ -66,6 +66,8 @@ class Operator:
     """Whether the GEMM multiplies by a weight: only those have a weight gradient and can be narrow."""
     wide: bool = False
     """Stays in 16 bits under an 8- or 4-bit recipe: the head, routers."""
+    backward_factor: float = 1.0
+    """Of the seconds of a product's two gradients."""
     batch: Number = 0
     heads: Number = 0
     kv_heads: Number = 0

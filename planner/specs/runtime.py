@@ -105,6 +105,10 @@ class RuntimeSpec(Spec):
     Megatron-DeepSpeed: flat buckets to reduce and to gather (5·10⁸ elements each), the gradients laid out anew for the
     step, communicators for pairs of stages, blocks kept by an allocator that could not yet grow them. nvidia-smi showed
     11 GiB of it in the BLOOM trials (chronicles-prequel, 384 A100), with 15 as with 60 GiB of tensors beside it."""
+    head_backward_factor: PositiveFloat = 1.0
+    """Of the seconds of the head's two gradient products: measured in all stages with a head on one H200 (TP 1 and 2,
+    4,096 and 8,192 tokens), where weights were untrained and data made up. Presumably the loss's gradient is then so
+    nearly one value that its products take less power, and clocks stay up."""
     # overlap
     tp_overlap_fraction: Fraction = 0.0
     """Of tensor-parallel gathers and scatters, behind the GEMM they feed (user buffers, async TP): of all pieces, one a

@@ -121,6 +121,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(name="torchtitan-2025", trainer="torchtitan", **_TORCHTITAN_BEFORE_2026),
         RuntimeSpec(
             name="torch-eager",
+            head_backward_factor=0.6741,
             collective_sync_us=NCCL_WAIT_US,
             keeps_tables=True,
             clips_gradients=False,

@@ -124,6 +124,15 @@ def test_fp8_pays_for_its_casts() -> None:
     assert forward_s(op, dtype="fp8") == pytest.approx(product / H200.efficiency.sustained_fraction + cast, rel=1e-3)
 
 
+def test_a_backward_factor_is_of_both_gradients_alone() -> None:
+    hardware, runtime = load_hardware("h200"), load_runtime("torch-eager")
+    product = Operator(name="", kind="gemm", m=4096, n=32000, k=4096)
+    plain, quick = (
+        operator_seconds(op, hardware, "bf16", runtime) for op in (product, replace(product, backward_factor=0.5))
+    )
+    assert quick == pytest.approx((plain.forward_s, plain.dgrad_s / 2, plain.wgrad_s / 2))
+
+
 def test_products_without_a_weight_have_two_input_gradients() -> None:
     scores, weight = gemm(2048, 2048, 128, weight=False), gemm(2048, 2048, 128)
     both = operator_seconds(weight, H200, "bf16", MEGATRON)
