@@ -120,6 +120,7 @@ class Pricing:
         passes = compute.part_seconds(operators_of(items), self.cluster.hardware, self.training.dtype, self.runtime)
         for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
             seconds[key] = slow * value
+        behind = dict.fromkeys(("ep_forward_s", "ep_backward_s"), np.zeros(()))
         for exchange in collectives_of(items):
             group = "ep" if exchange.group == "etp" else exchange.group
             key = f"{group}_{'backward' if exchange.backward else 'forward'}_s"
@@ -132,7 +133,13 @@ class Pricing:
             hidden_s = hidden * exchanged_s
             if exchange.overlap == "cp":
                 hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
+            if exchange.overlap == "ep":
+                behind[key] = behind[key] + hidden_s
             seconds[key] = seconds[key] + exchanged_s - hidden_s
+        # another micro-batch's pass through the same part hides no more than it takes
+        fits = np.minimum(1.0, sum(passes) / np.maximum(sum(behind.values()), np.finfo(float).tiny))
+        for key, hidden_s in behind.items():
+            seconds[key] = seconds[key] + (1 - fits) * hidden_s
         return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
 
     def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:
@@ -172,7 +179,8 @@ class Pricing:
         runtime, moe = self.runtime, self.model.moe
         if moe is None or runtime.cuda_graphs or not any(op.expert for op in operators_of(items)):
             return seconds
-        host_us = runtime.moe_host_us * runtime.moe_host_factor + runtime.expert_host_us * moe.num_experts / shape.ep
+        factor = runtime.moe_host_factor * (runtime.ep_overlap_host_factor if runtime.ep_overlap_fraction else 1.0)
+        host_us = factor * runtime.moe_host_us + runtime.expert_host_us * moe.num_experts / shape.ep
         part = PartCost(**seconds)
         gpu_s = {"forward_s": part.forward_total_s, "input_grad_s": part.backward_total_s}
         return seconds | {key: seconds[key] + np.maximum(host_us * MICRO - gpu, 0.0) for key, gpu in gpu_s.items()}

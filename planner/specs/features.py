@@ -43,7 +43,7 @@ FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
         # recipes that capture whole iterations of mixtures also overlap their exchanges (Megatron-Bridge since 26.06)
         {"cuda_graphs": True} | ({} if value is True else {"ep_overlap_fraction": EP_OVERLAP})
         if value in (True, "full_iteration", "full")
-        else {"moe_host_factor": 0.7}
+        else {"moe_host_factor": 0.7, "ep_overlap_host_factor": 1.0}
         if value
         else {}
     ),

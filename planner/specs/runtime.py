@@ -203,6 +203,9 @@ class RuntimeSpec(Spec):
     µs a product (SimuMax's timings of GroupedLinear on B200), two forward and four backward."""
     moe_host_factor: NonNegativeFloat = 1.0
     """Of moe_host_us: less where a CUDA graph replays the routing."""
+    ep_overlap_host_factor: NonNegativeFloat = 1.0
+    """Of moe_host_us where exchanges hide behind another micro-batch's products: the layer runs in pieces, each with an
+    autograd of its own. CUDA graphs of some of them take that back (Megatron-LM, pull request 2168)."""
     sends_tokens_once: bool = False
     """The dispatcher sends a token to a node once and there to a rank once, however many of its experts they hold
     (DeepEP, HybridEP)."""

@@ -97,6 +97,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             moe_host_us=4195.0,
             collective_sync_us=NCCL_WAIT_US,
             expert_host_us=53.26,
+            ep_overlap_host_factor=1.5,
             sends_tokens_once=True,
             groups_products=False,
             selective_recompute_modules=(

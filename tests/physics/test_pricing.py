@@ -339,11 +339,19 @@ def test_the_last_rank_of_a_sequence_dealt_in_order_attends_to_nearly_all_of_it(
         assert found == {"sliding": 1.0, "full": full}
 
 
-def mixture(name: str = "qwen3-30b-a3b", seq_length: int = 4096, **changes: Any) -> PartCost:
-    """A mixture-of-experts layer on one of eight GPUs, four experts of each eight on each."""
+def mixture(
+    name: str = "qwen3-30b-a3b",
+    seq_length: int = 4096,
+    ranks: int = 8,
+    network_gb_per_s: float | None = None,
+    **changes: Any,
+) -> PartCost:
+    """A mixture-of-experts layer on one of a few GPUs that share its experts."""
     pricing = pricing_of(name)
-    pricing = replace(pricing, runtime=pricing.runtime.model_copy(update=changes))
-    table = pricing.table(Shape(dp=8, ep=8, etp=1, shard_size=8, seq_length=seq_length), ("none",))
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=1024, network_gb_per_s=network_gb_per_s)
+    pricing = replace(pricing, runtime=pricing.runtime.model_copy(update=changes), cluster=cluster)
+    shape = Shape(dp=ranks, ep=ranks, etp=1, shard_size=ranks, seq_length=seq_length)
+    table = pricing.table(shape, ("none",))
     return next(part for (kind, _), part in table.layers.items() if kind.mlp == "moe")
 
 
@@ -361,6 +369,26 @@ def test_a_mixture_takes_as_long_as_the_host_or_as_the_gpu() -> None:
     assert mixture(moe_host_us=0.9 * quick, expert_host_us=0.0) == free
     replayed = mixture(moe_host_us=20_000.0, cuda_graphs=True)
     assert replayed == mixture(**never, cuda_graphs=True)
+
+
+def test_overlapped_exchanges_take_the_host_longer() -> None:
+    host = {"moe_host_us": 20_000.0, "expert_host_us": 0.0, "ep_overlap_host_factor": 1.5}
+    assert mixture(**host).forward_total_s == pytest.approx(0.02)
+    overlapped = mixture(**host, ep_overlap_fraction=0.8)
+    assert (overlapped.forward_total_s, overlapped.backward_total_s) == pytest.approx((0.03, 0.03))
+
+
+@pytest.mark.parametrize(("network_gb_per_s", "hides"), [(400, True), (2, False)])
+def test_exchanges_hide_no_longer_than_the_passes_beside_them(network_gb_per_s: float, hides: bool) -> None:
+    never = {"moe_host_us": 0.0, "expert_host_us": 0.0, "ep_row_bytes": 0.0}
+    alone, beside = (
+        mixture(**never, ranks=64, network_gb_per_s=network_gb_per_s, ep_overlap_fraction=fraction)
+        for fraction in (0.0, 1.0)
+    )
+    exchanged_s, shown_s = (float(part.ep_forward_s + part.ep_backward_s) for part in (alone, beside))
+    passes_s = float(alone.forward_s + alone.input_grad_s + alone.weight_grad_s)
+    assert (exchanged_s < passes_s) == hides
+    assert shown_s == pytest.approx(max(exchanged_s - passes_s, 0.0), abs=1e-12)
 
 
 def test_dense_layers_wait_for_no_expert() -> None:

@@ -33,6 +33,14 @@ def test_what_is_not_modelled_is_refused_unless_it_is_off() -> None:
         runtime.with_features({"cpu_offloading_num_layers": 20})
 
 
+def test_graphs_of_the_routing_take_back_what_overlap_costs_the_host() -> None:
+    runtime = load_runtime("megatron")
+    eager, _ = runtime.with_features({"ep_overlap": True})
+    replayed, _ = runtime.with_features({"ep_overlap": True, "cuda_graph": "transformer_engine[moe_router]"})
+    assert eager.ep_overlap_fraction == replayed.ep_overlap_fraction > 0
+    assert eager.ep_overlap_host_factor > replayed.ep_overlap_host_factor == 1.0
+
+
 @pytest.mark.parametrize("order", [("cuda_graph", "ep_overlap"), ("ep_overlap", "cuda_graph")])
 def test_what_is_said_of_a_thing_itself_counts(order: tuple[str, str]) -> None:
     said = {"cuda_graph": "full_iteration", "ep_overlap": False}
