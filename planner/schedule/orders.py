@@ -218,6 +218,15 @@ def passes_behind(schedule: str, pp: int, vpp: int) -> float:
     return (pp * (vpp - 1) + 1) / vpp if schedule in ("interleaved-1f1b", "breadth-first") else 1.0
 
 
+def lead_passes(schedule: str, vpp: int) -> float:
+    """Micro-batches whose backward the rank before has left when a rank has done its last one: a chunk's, 1 / vpp.
+
+    None where weight gradients may come last on any rank.
+    """
+    splits = schedule not in SCHEDULES or SCHEDULES[schedule].splits_backward
+    return 0.0 if splits else 1 / vpp
+
+
 @lru_cache(maxsize=32)
 def build_schedule(
     name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None

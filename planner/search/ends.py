@@ -10,7 +10,7 @@ import numpy as np
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray, Number, Shape
-from planner.schedule.orders import passes_behind
+from planner.schedule.orders import lead_passes, passes_behind
 from planner.search.screen import Screen, least_sum
 from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import Recompute
@@ -27,28 +27,35 @@ class Ends(NamedTuple):
 def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], schedule: str) -> Ends:
     """Gradients are reduced behind the last micro-batch's backward, parameters gathered behind the first one's forward.
 
-    The first stage decides: it starts first and ends last. Of what its chunks exchange, each an equal part, the last
-    one's hides behind its own pass, and all of it behind those that follow the first one's (`passes_behind`). Without a
-    pipeline ZeRO-2 reduces gradients in every micro-batch, ZeRO-3 gathers the weights twice as well. What is hidden
-    slows down what hides it: a share of every exchange shows (`contention_fraction`).
+    A rank has as long for its own as a micro-batch takes through a chunk of each rank before it, there or back
+    (`lead_passes`). Of what its chunks exchange, each an equal part, the last one's hides behind its own pass, and all of it behind those that
+    follow the first one's (`passes_behind`). Without a pipeline ZeRO-2 reduces gradients in every micro-batch, ZeRO-3
+    gathers the weights twice as well. What is hidden slows down what hides it: a share of every exchange shows
+    (`contention_fraction`).
     """
     runtime, shape = pricing.runtime, table.shape
     sharded = sharded_each_time(int(shape.zero_stage), int(shape.pp))
-    first, exposed = ranks[0], 0.0
+    exposed = 0.0
     if sharded:
+        (first,) = ranks
         exchanged = float(first.reduce_s) + (2 * float(first.gather_s) if sharded == 3 else 0.0)
         behind_s = first.total_s if sharded == 3 else first.backward_total_s
         hidden = runtime.fsdp_overlap_fraction * float(behind_s)
         exposed = float(shape.num_microbatches) * max(runtime.contention_fraction * exchanged, exchanged - hidden)
     vpp, passes = int(shape.vpp), passes_behind(schedule, int(shape.pp), int(shape.vpp))
-    for once, exchanged_s, fraction, passing_s in (
-        (sharded < 2, first.reduce_s, reduce_overlap_fraction(runtime, shape), first.backward_total_s),
-        (sharded < 3, first.gather_s, runtime.parameter_overlap_fraction, first.forward_total_s),
+    reduced, led = reduce_overlap_fraction(runtime, shape), lead_passes(schedule, vpp)
+    for once, exchange, fraction, way, lead in (
+        (sharded < 2, "reduce_s", reduced, "backward_total_s", led),
+        (sharded < 3, "gather_s", runtime.parameter_overlap_fraction, "forward_total_s", 1 / vpp),
     ):
-        if once:
-            exchanged, hidden = float(exchanged_s), float(fraction * passing_s)
+        shown = before_s = 0.0
+        for rank in ranks if once else ():
+            exchanged, passing_s = float(getattr(rank, exchange)), float(getattr(rank, way))
+            hidden = float(fraction) * passing_s
             showing = runtime.contention_fraction * exchanged
-            exposed += max(showing, (exchanged - hidden) / vpp, exchanged - passes * hidden)
+            shown = max(shown, max(showing, (exchanged - hidden) / vpp, exchanged - passes * hidden) - before_s)
+            before_s += lead * passing_s
+        exposed += shown
     return Ends(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
 
 
@@ -66,8 +73,8 @@ def sharded_each_time(zero_stage: int, pp: int) -> int:
 def with_ends_s(screen: Screen, pipeline_s: FloatArray, base: Recompute, exchanging: Recompute) -> FloatArray:
     """A lower bound of the step from one of the pipeline; layers in mode `exchanging` hide the exchange.
 
-    Of an exchange shows what nothing hides, and at least a share of all of it: the greater of a bound by the one and a
-    bound by the other. The optimizer takes the mean over ranks at least; the tail is the same on all.
+    Of the first rank's exchange shows what nothing hides, and at least a share of all of it: the greater of a bound by
+    the one and a bound by the other. The optimizer takes the mean over ranks at least; the tail is the same on all.
     """
     pps = np.asarray(screen.shape.pp, dtype=float)
     bounds = [_with_exchange_s(screen, pipeline_s, base, exchanging, of_part) for of_part in (beyond_s, showing_s)]

@@ -17,7 +17,8 @@ exchanges included), M micro-batches, c seconds of a transfer.
     4. recompute  recomputed[r,κ] ≤ layers of κ on r; one number for all where the trainer has one setting
     5. time       T ≥ every lower bound of the schedule on every rank (any order; at most k in flight)
     6. memory     static + in flight · live + transient ≤ usable on every rank
-    7. ends       gradients, parameters: exchange of the first rank less what hides it; optimizer: any rank's
+    7. ends       gradients, parameters: any rank's exchange less what hides it, and less a chunk's pass of each rank
+                  before it; optimizer: any rank's
 
 Rows 1 to 3 are `HeldLayers`, row 4 is in `Quantities`, row 5 in `Times`, the others are the method of their name.
 
@@ -28,6 +29,7 @@ differ little, so the optimum is a certificate; the gap to the replay is reporte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pulp
 
@@ -131,19 +133,28 @@ class _Program(Times):
             self.problem += self.gradients >= node.num_microbatches * exposed_s, "exposed_each_time"
             showing_s = node.num_microbatches * node.contention_fraction * exchanged_s
             self.problem += self.gradients >= showing_s, "showing_each_time"
-        for once, exposed, exchanged, fraction, passing in (
-            (sharded < 2, self.gradients, "reduce_s", node.gradient_overlap_fraction, "backward_total_s"),
-            (sharded < 3, self.parameters, "gather_s", node.parameter_overlap_fraction, "forward_total_s"),
-        ):
-            if not once:
-                continue
-            exchanged_s, hidden_s = self._rank(0, exchanged), fraction * self._rank(0, passing)
-            self.problem += exposed >= node.contention_fraction * exchanged_s, f"showing_{exchanged}"
-            self.problem += node.vpp * exposed >= exchanged_s - hidden_s, f"exposed_{exchanged}_of_the_last_chunk"
-            if node.vpp > 1:
-                self.problem += exposed >= exchanged_s - node.passes_behind * hidden_s, f"exposed_{exchanged}"
+        if sharded < 2:
+            hidden, lead = node.gradient_overlap_fraction, node.lead_passes
+            self._add_exchange(self.gradients, "reduce_s", hidden, "backward_total_s", lead)
+        if sharded < 3:
+            hidden = node.parameter_overlap_fraction
+            self._add_exchange(self.parameters, "gather_s", hidden, "forward_total_s", 1 / node.vpp)
         for rank in range(node.pp):
             self.problem += self.optimizer >= self._rank(rank, "optimizer_s"), f"optimizer_{rank}"
+
+    def _add_exchange(self, exposed: Any, exchange: str, fraction: float, way: str, lead: float) -> None:
+        """What is exposed of it on each rank, less `lead` passes of each rank before."""
+        node = self.node
+        before: Expression = 0
+        for rank in range(node.pp):
+            exchanged_s, passing_s = self._rank(rank, exchange), self._rank(rank, way)
+            late_s, hidden_s = exposed + before, fraction * passing_s
+            name = f"{exchange}_{rank}"
+            self.problem += late_s >= node.contention_fraction * exchanged_s, f"showing_{name}"
+            self.problem += node.vpp * late_s >= exchanged_s - hidden_s, f"exposed_{name}_of_the_last_chunk"
+            if node.vpp > 1:
+                self.problem += late_s >= exchanged_s - node.passes_behind * hidden_s, f"exposed_{name}"
+            before = self._named(f"before_{name}", before + lead * passing_s)
 
     def solution(self, proven: bool) -> Solution:
         info = self.problem.solverModel.getInfo()

@@ -59,7 +59,9 @@ class Node:
     sharded_each_time: int = 0
     """2: gradients are reduced for every micro-batch; 3: and weights gathered twice (`ends.sharded_each_time`)."""
     passes_behind: float = 1.0
-    """Micro-batches of the first rank that hide what it exchanges (`orders.passes_behind`)."""
+    """Micro-batches of a rank that hide what it exchanges (`orders.passes_behind`)."""
+    lead_passes: float = 1.0
+    """Micro-batches whose backward a rank has left when the one behind it is done (`orders.lead_passes`)."""
     contention_fraction: float = 0.0
     fsdp_overlap_fraction: float = 0.0
     gradient_overlap_fraction: float = 0.0

@@ -9,7 +9,14 @@ from typing import Literal
 
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.pricing import Pricing
-from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, passes_behind, placement
+from planner.schedule.orders import (
+    SCHEDULES,
+    first_chunk_in_flight,
+    in_flight_microbatches,
+    lead_passes,
+    passes_behind,
+    placement,
+)
 from planner.search.ends import reduce_overlap_fraction, sharded_each_time
 from planner.search.ilp import Solution
 from planner.search.ilp_layers import recurring
@@ -90,6 +97,7 @@ def node_of(
         contention_fraction=runtime.contention_fraction,
         fsdp_overlap_fraction=runtime.fsdp_overlap_fraction,
         passes_behind=passes_behind(schedule, pp, vpp),
+        lead_passes=lead_passes(schedule, vpp),
         gradient_overlap_fraction=float(reduce_overlap_fraction(runtime, shape)),
         parameter_overlap_fraction=runtime.parameter_overlap_fraction,
         of_mean_layers=of_mean_layers,

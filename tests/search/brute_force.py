@@ -161,13 +161,18 @@ def pipeline_s(node: Node, candidate: Candidate) -> float:
 
 
 def step_s(node: Node, candidate: Candidate) -> float:
-    """Pipeline, exposed exchanges of the first rank, and the slowest optimizer."""
-    gradients = total(node, candidate, 0, "reduce_s")
-    gradients -= node.gradient_overlap_fraction * total(node, candidate, 0, "backward_total_s")
-    parameters = total(node, candidate, 0, "gather_s")
-    parameters -= node.parameter_overlap_fraction * total(node, candidate, 0, "forward_total_s")
+    """Pipeline, exchanges as far as they keep the step waiting, and the slowest optimizer."""
     optimizer = max(total(node, candidate, rank, "optimizer_s") for rank in range(node.pp))
-    return pipeline_s(node, candidate) + max(0.0, gradients) + max(0.0, parameters) + optimizer
+    gradients = exposed_s(node, candidate, "reduce_s", "backward_total_s", node.gradient_overlap_fraction)
+    parameters = exposed_s(node, candidate, "gather_s", "forward_total_s", node.parameter_overlap_fraction)
+    return pipeline_s(node, candidate) + gradients + parameters + optimizer
+
+
+def exposed_s(node: Node, candidate: Candidate, exchange: str, way: str, hides: float) -> float:
+    """What a rank's exchange takes beyond its own pass and, in the same chunk, those of the ranks before it."""
+    passes = [total(node, candidate, rank, way) for rank in range(node.pp)]
+    shown = [total(node, candidate, rank, exchange) - hides * passes[rank] for rank in range(node.pp)]
+    return max(0.0, *(shown[rank] - sum(passes[:rank]) / node.vpp for rank in range(node.pp)))
 
 
 def brute_force_s(node: Node) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,12 @@ from planner.physics.shape import Shape
 from planner.search.ends import ends_of
 
 FIRST = {"reduce_s": 5.0, "gather_s": 3.0, "forward_s": 1.0, "input_grad_s": 2.0, "weight_grad_s": 0.0}
-"""Seconds of the first rank, one micro-batch: exchanges, and nothing else than compute that hides them."""
+"""Seconds of a rank, one micro-batch: exchanges, and nothing else than compute that hides them."""
 
 
-def exposed(pp: int, vpp: int, zero_stage: int, schedule: str, **switches: float) -> float:
+def exposed(
+    pp: int, vpp: int, zero_stage: int, schedule: str, ranks: Sequence[dict[str, float]] = (), **switches: float
+) -> float:
     """Seconds of exchange that nothing hides, where all that passes could."""
     problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(8))
     hides = dict.fromkeys(("gradient_overlap_fraction", "parameter_overlap_fraction", "fsdp_overlap_fraction"), 1.0)
@@ -22,8 +25,8 @@ def exposed(pp: int, vpp: int, zero_stage: int, schedule: str, **switches: float
     shape = Shape(pp=pp, vpp=vpp, dp=2, num_microbatches=4, seq_length=2048, zero_stage=zero_stage, shard_size=2)
     table = pricing.table(shape)
     nothing = dict.fromkeys((name for name in table.head.__slots__ if name.endswith("_s")), 0.0)
-    first = replace(table.head, **{**nothing, **FIRST})
-    return ends_of(pricing, table, [first] * pp, schedule).exposed_dp_s
+    costs = [replace(table.head, **{**nothing, **seconds}) for seconds in ranks or [FIRST] * pp]
+    return ends_of(pricing, table, costs, schedule).exposed_dp_s
 
 
 @pytest.mark.parametrize(
@@ -54,3 +57,18 @@ def test_what_is_hidden_slows_down_what_hides_it(pp: int, zero_stage: int, expos
 @pytest.mark.parametrize(("pp", "zero_stage", "exposed_s"), [(2, 3, 5 + (3 - 1)), (2, 1, (5 - 2) + (3 - 1))])
 def test_torch_s_stages_wait_for_sharded_reductions(pp: int, zero_stage: int, exposed_s: float) -> None:
     assert exposed(pp, 1, zero_stage, "1f1b", has_torch_stages=True) == pytest.approx(exposed_s)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "exposed_s"),
+    [
+        ("1f1b", 1, (9 - 2 - 2) + (7 - 1 - 1)),  # what the second rank lacks, less a pass of the first
+        ("interleaved-1f1b", 2, (9 - 1.5 * 2 - 2 / 2) + (7 - 1.5 * 1 - 1 / 2)),  # less a chunk's pass
+        ("zb-h1", 1, (9 - 2) + (7 - 1 - 1)),  # whose weight gradients may come last on any rank
+    ],
+)
+def test_the_rank_that_keeps_the_step_waiting_is_not_always_the_first(
+    schedule: str, vpp: int, exposed_s: float
+) -> None:
+    ranks = [FIRST, FIRST | {"reduce_s": 9.0, "gather_s": 7.0}]
+    assert exposed(2, vpp, 1, schedule, ranks) == pytest.approx(exposed_s)

@@ -108,12 +108,14 @@ def add_rows(program: pulp.LpProblem, node: Node, seconds: dict[str, Any], y: An
         needed = of(r, "static_bytes") + live + float(held + moment) * y
         program += needed * (1 / GIB) <= node.usable_bytes / GIB * y
         program += seconds["optimizer"] >= of(r, "optimizer_s")
-    for name, exchanged, hidden in (
-        ("gradients", of(0, "reduce_s"), node.gradient_overlap_fraction * b[0]),
-        ("parameters", of(0, "gather_s"), node.parameter_overlap_fraction * f[0]),
+    for name, exchange, hides, passes in (
+        ("gradients", "reduce_s", node.gradient_overlap_fraction, b),
+        ("parameters", "gather_s", node.parameter_overlap_fraction, f),
     ):
-        program += seconds[name] >= exchanged - hidden
-        program += seconds[name] >= node.contention_fraction * exchanged
+        for r in range(pp):
+            late = seconds[name] + pulp.lpSum(passes[:r])
+            program += late >= of(r, exchange) - hides * passes[r]
+            program += late >= node.contention_fraction * of(r, exchange)
 
 
 PROBLEMS = {
