@@ -28,10 +28,10 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], sched
     """Gradients are reduced behind the last micro-batch's backward, parameters gathered behind the first one's forward.
 
     A rank has as long for its own as a micro-batch takes through a chunk of each rank before it, there or back
-    (`lead_passes`). Of what its chunks exchange, each an equal part, the last one's hides behind its own pass, and all of it behind those that
-    follow the first one's (`passes_behind`). Without a pipeline ZeRO-2 reduces gradients in every micro-batch, ZeRO-3
-    gathers the weights twice as well. What is hidden slows down what hides it: a share of every exchange shows
-    (`contention_fraction`).
+    (`lead_passes`). Of what its chunks exchange, each an equal part, the last one's hides behind its own pass, and all
+    of it behind those that follow the first one's (`passes_behind`). Without a pipeline ZeRO-2 reduces gradients in
+    every micro-batch, ZeRO-3 gathers the weights twice as well. What is hidden slows down what hides it: a share of
+    every exchange shows (`contention_fraction`).
     """
     runtime, shape = pricing.runtime, table.shape
     sharded = sharded_each_time(int(shape.zero_stage), int(shape.pp))
