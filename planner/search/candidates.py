@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.physics.shape import Shape
+from planner.schedule.orders import SCHEDULES
 from planner.search.rules import HEADS, Rule
 from planner.search.rules_megatron import MEGATRON_CP_RULES, MEGATRON_RULES
 from planner.search.rules_torch import TORCH_EAGER_RULES
@@ -78,14 +79,16 @@ def _pinned(pins: Sequence[int] | None, free: Sequence[int]) -> list[int]:
 def enumerate_shapes(
     model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits, runtime: RuntimeSpec
 ) -> tuple[Shape, Rejections]:
-    """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage, shard group), with as much dp as the batch allows.
+    """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage, dp, shard group), with as much dp as the batch allows.
 
     Interleaving and recompute are chosen later, shape by shape. dp is the largest divisor of
-    global_batch_size / micro_batch_size that needs no more ranks than GPUs; what is left over stays spare.
+    global_batch_size / micro_batch_size that needs no more ranks than GPUs, or that leaves as many micro-batches as
+    orders ask for (`_data_parallel`); other GPUs stay spare.
     """
     rejections = Rejections()
     grid = _grid(model, cluster, training, limits, runtime, rejections)
-    dp = _data_parallel(grid, cluster, training, limits)
+    rows, dp = _data_parallel(grid, cluster, training, limits)
+    grid = {name: column[rows] for name, column in grid.items()}
     legal = dp > 0
     _reject(grid, ~legal, rejections, cluster, training)
     dp = np.maximum(dp, 1)
@@ -165,8 +168,26 @@ def _useful_zero_stages(runtime: RuntimeSpec) -> list[int]:
     return [stage for stage in runtime.zero_stages if stage > 0 or 1 not in runtime.zero_stages]
 
 
-def _data_parallel(grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits) -> IntArray:
-    """Largest usable dp for each row, 0 where there is none."""
+def _data_parallel(
+    grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits
+) -> tuple[IntArray, IntArray]:
+    """Rows of the grid, each as often as there are data-parallel sizes to try, and the sizes; 0 where there is none.
+
+    The largest, since fewer ranks compute longer. Where that leaves fewer micro-batches than some order asks for, or no
+    multiple of pp, also the largest that leaves enough of them.
+    """
+    leasts = {SCHEDULES[name].min_microbatches_per_rank for name in limits.schedule or () if name in SCHEDULES}
+    asked = [(0, False), (1, False), *((least, True) for least in sorted(leasts | {1}) if least)]
+    sizes = np.stack([_largest(grid, cluster, training, limits, least, even) for least, even in asked])
+    new = [np.all(sizes[:k] != sizes[k], axis=0) & ((sizes[k] > 0) | (k == 0)) for k in range(len(asked))]
+    which, rows = np.nonzero(new)
+    return rows, sizes[which, rows]
+
+
+def _largest(
+    grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits, least: int, even: bool
+) -> IntArray:
+    """Largest dp of each row that leaves `least`·pp micro-batches, and if `even` a multiple of pp; 0 without any."""
     room = cluster.num_gpus // (grid["tp"] * grid["cp"] * grid["pp"])
     dp = np.zeros_like(room)
     slots = grid["tp"] * grid["cp"]
@@ -174,12 +195,20 @@ def _data_parallel(grid: Grid, cluster: ClusterSpec, training: TrainingSpec, lim
     for batch in np.unique(grid["micro_batch_size"]):
         if training.global_batch_size % batch:
             continue
-        choices = divisors(training.global_batch_size // int(batch), cluster.num_gpus)
+        microbatches = training.global_batch_size // int(batch)
+        choices = divisors(microbatches, cluster.num_gpus)
         sizes = np.array([0] + [d for d in choices if limits.dp is None or d in limits.dp])
+        steps = microbatches // np.maximum(sizes, 1)
         rows = np.flatnonzero(grid["micro_batch_size"] == batch)
+        pp = grid["pp"][rows]
         index = np.searchsorted(sizes, room[rows], side="right") - 1
-        # step down where the expert grid does not fit into tp·cp·dp; 0 is a multiple of everything and ends the walk
-        while (bad := slots[rows] * sizes[index] % experts[rows] != 0).any():
+        # step down to what suits the order and fits the expert grid; 0 is a size of no order and ends the walk
+        while True:
+            few = (steps[index] < least * pp) | (even & (steps[index] % pp != 0))
+            crowded = slots[rows] * sizes[index] % experts[rows] != 0
+            bad = (few | crowded) & (sizes[index] > 0)
+            if not bad.any():
+                break
             index[bad] -= 1
         dp[rows] = sizes[index]
     return dp

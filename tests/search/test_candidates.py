@@ -58,7 +58,22 @@ def test_data_parallelism_takes_as_many_ranks_as_the_batch_lets_it(num_gpus: int
     for shape in problem.shapes():
         room = num_gpus // (shape.tp * shape.cp * shape.pp)
         legal = [d for d in range(1, room + 1) if batch % (d * shape.micro_batch_size) == 0]
-        assert shape.dp == max(legal)
+        steps = {d: batch // (d * shape.micro_batch_size) for d in legal}
+        enough = [d for d in legal if steps[d] >= shape.pp]
+        even = [d for d in enough if steps[d] % shape.pp == 0]
+        assert shape.dp in {max(sizes) for sizes in (legal, enough, even) if sizes}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes"), [(None, {4, 3}), (("dualpipe-v",), {4, 3, 1})], ids=["any", "twice as many micro-batches"]
+)
+def test_fewer_ranks_are_tried_where_more_leave_no_multiple_of_the_stages(
+    schedule: tuple[str, ...] | None, sizes: set[int]
+) -> None:
+    """24 sequences on 8 stages: 4 ranks would have 6 of them each, 3 have 8, and 1 has the 16 or more of DualPipeV."""
+    pins = {"tp": (1,), "cp": (1,), "pp": (8,), "micro_batch_size": (1,), "schedule": schedule}
+    problem = toy_problem(toy_model(16), toy_cluster(32), toy_training(24), "torch-eager", **pins)
+    assert axis(enumerated(problem)[0], "dp") == sizes
 
 
 @pytest.mark.parametrize(
@@ -83,7 +98,8 @@ def test_stages_are_any_number_and_no_shape_comes_twice() -> None:
     problem = toy_problem(toy_model(7), toy_cluster(16), toy_training(16))
     shapes, _ = enumerated(problem)
     assert axis(shapes, "pp") == set(range(1, 8))
-    keys = [tuple(getattr(s, a) for a in ("tp", "cp", "ep", "etp", "pp", "micro_batch_size")) for s in problem.shapes()]
+    axes = ("tp", "cp", "ep", "etp", "pp", "dp", "micro_batch_size")
+    keys = [tuple(getattr(s, a) for a in axes) for s in problem.shapes()]
     assert len(set(keys)) == len(keys)
 
 
@@ -182,7 +198,7 @@ def test_shapes_and_rejections_add_up_to_the_grid() -> None:
     pins = {"tp": (1, 2, 3, 4), "cp": (1, 2), "pp": (1, 2, 7), "micro_batch_size": (1, 3), "zero_stage": (1,)}
     # 3 x 2 x 7 x ... exceeds 8 GPUs now and then: those are no shapes of this cluster, and not counted
     cluster = toy_cluster(64)
-    shapes, rejections = enumerated(toy_problem(cluster=cluster, training=toy_training(32), **pins))
+    shapes, rejections = enumerated(toy_problem(cluster=cluster, training=toy_training(512), **pins))
     assert len(shapes.tp) + sum(rejections.counts.values()) == 4 * 2 * 3 * 2
 
 
