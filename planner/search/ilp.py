@@ -59,6 +59,8 @@ _NO_HEURISTICS = {
     f"mip_heuristic_run_{name}": False for name in ("rins", "rens", "root_reduced_cost", "feasibility_jump")
 }
 """Heuristics that solve programs of their own, which takes longer than a program this small."""
+_SOUND = {"presolve_rule_off": 1 << 9}
+"""Substituting equations of two variables, HiGHS 1.15.1 finds programs infeasible that are not."""
 
 
 def solve(node: Node, time_limit_s: float) -> Solution | None:
@@ -69,7 +71,7 @@ def solve(node: Node, time_limit_s: float) -> Solution | None:
     program = _Program(node)
     time_s = max(time_limit_s, 0.05)
     program.problem.solve(
-        pulp.HiGHS(msg=False, timeLimit=time_s, gapRel=node.gap_fraction, threads=1, **_NO_HEURISTICS)
+        pulp.HiGHS(msg=False, timeLimit=time_s, gapRel=node.gap_fraction, threads=1, **_NO_HEURISTICS, **_SOUND)
     )
     status = program.problem.sol_status
     if status == pulp.LpSolutionInfeasible:
