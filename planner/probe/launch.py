@@ -25,6 +25,7 @@ POLL_S = 0.02
 GRACE_S = 1.0
 """How long the other ranks may still say what they know after one has failed."""
 STOPPED_S = 10.0
+"""How long a process may take to end."""
 
 Child = Callable[[Path, int, int], None]
 """What a process runs: (folder, global rank, number on this machine)."""
@@ -81,7 +82,7 @@ class _Launch:
         try:
             for started in self.processes:
                 started.start()
-            while any(started.exitcode is None for started in self.processes):
+            while any(started.exitcode is None for started in self.processes) and not self._is_over():
                 if any(started.exitcode for started in self.processes):
                     break
                 self._check_progress()
@@ -92,6 +93,11 @@ class _Launch:
         finally:
             self._stop()
 
+    def _is_over(self) -> bool:
+        """All ranks have left their results, and whoever still runs does not end."""
+        places = map(self._where, self.ranks)
+        return all(where.phase == "done" and where.still_s > STOPPED_S for where in places)
+
     def _collect(self) -> Measured:
         ranks = []
         for rank in self.ranks:
@@ -100,9 +106,9 @@ class _Launch:
         return Measured(run=self.run, ranks=tuple(ranks))
 
     def _check_progress(self) -> None:
-        places = {rank: self._where(rank) for rank in self.ranks}
+        places = {rank: where for rank in self.ranks if (where := self._where(rank)).phase != "done"}
         stuck = {rank: where for rank, where in places.items() if where.stands_still(self.run.timeout_s)}
-        if not stuck or any(where.phase == "done" for where in places.values()):
+        if not stuck:
             return
         # the rank that computes keeps the others waiting, also where they stood still a moment before it
         if any("computing" in where.detail for rank, where in places.items() if rank not in stuck):

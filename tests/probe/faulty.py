@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from planner import files
 from planner.probe import process, stage
@@ -71,6 +72,12 @@ def aborted(folder: Path, rank: int, local_rank: int) -> None:
 def hanging(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         _at("1F1", lambda: time.sleep(1000))
+    process.child(folder, rank, local_rank)
+
+
+def hanging_at_its_end(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        dist.destroy_process_group = lambda: time.sleep(60)
     process.child(folder, rank, local_rank)
 
 

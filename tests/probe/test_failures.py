@@ -70,6 +70,14 @@ def test_a_hang_ends_in_its_time_with_all_stacks(make_run: Any, own_tmp: Path) -
     assert "wires.py" in stacks[0].read_text()
 
 
+def test_results_are_not_lost_on_a_rank_that_does_not_end(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.probe.launch.STOPPED_S", 1.0)
+    began = time.monotonic()
+    measured = launch(small(make_run), faulty.hanging_at_its_end)
+    assert [rank.rank for rank in measured.ranks] == [0, 1]
+    assert time.monotonic() - began < 40
+
+
 def test_an_order_that_deadlocks(make_run: Any) -> None:
     run = small(make_run, timeout_s=6.0)
     crossed = (("0F0", "0B0", "0F1", "0B1", "0F2", "0B2"), ("1F0", "1F1", "1F2", "1B0", "1B1", "1B2"))
