@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from planner import files
 from planner.probe import process, stage
 from planner.probe.pipeline import Pipeline
+from planner.probe.training import Trainer
 
 SICK_RANK = 1
 
@@ -78,6 +80,11 @@ def hanging(folder: Path, rank: int, local_rank: int) -> None:
 def hanging_at_its_end(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         dist.destroy_process_group = lambda: time.sleep(60)
+    process.child(folder, rank, local_rank)
+
+
+def diverged(folder: Path, rank: int, local_rank: int) -> None:
+    Trainer._over_all_ranks = lambda self, value: math.nan  # type: ignore[method-assign,assignment]
     process.child(folder, rank, local_rank)
 
 

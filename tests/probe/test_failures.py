@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import faulty
 import torch
 
+from planner.probe.compare import run_checks
 from planner.probe.joined import first_host, joins_others
 from planner.probe.launch import launch
 from planner.probe.meeting import Identity, compare, disagreement
@@ -92,6 +94,16 @@ def test_out_of_memory_is_a_result(make_run: Any, own_tmp: Path) -> None:
     assert (found.rank, found.stage, found.phase) == (1, 1, "step 0, at 1F0 (computing)")
     assert found.asked_bytes == 5 * 2**29
     assert list(own_tmp.iterdir()) == []
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_loss_that_is_no_number_is_a_failed_check(check: bool, make_run: Any) -> None:
+    measured = launch(small(make_run).model_copy(update={"check": check}), faulty.diverged)
+    assert [step.loss for rank in measured.ranks for step in rank.steps] == [None, None]
+    failed = [found for found in run_checks(measured.run, measured.ranks) if not found.passed]
+    assert [found.name for found in failed] == ["loss" if check else "finite"]
+    assert "not finite" in failed[0].detail
+    json.dumps(measured.model_dump(mode="json"), allow_nan=False)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from planner.probe.compare import compare_exchanges
 from planner.probe.gpus import distinct_stages, ranks_result, ranks_run
 from planner.probe.gradients import FlatParameters, Sharding
 from planner.probe.probe import Options, probe
-from planner.probe.result import Exchange, Measured, OutOfMemory, ProbeResult, RankMemory
+from planner.probe.result import Exchange, Measured, OutOfMemory, ProbeResult, RankMemory, StepSeconds
 from planner.probe.trace import trace_events
 
 ROOT = Path(__file__).parent.parent.parent
@@ -324,9 +324,8 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
     plan = small_plan()
     memory = RankMemory(static_bytes=1, peak_allocated_bytes=2, peak_reserved_bytes=3, device_used_bytes=4)
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1), memory=memory)
-    ranks = [
-        rank.model_copy(update={"steps": (rank.steps[0].model_copy(update={"loss": loss}),)}) for rank in ran.ranks
-    ]
+    step = StepSeconds(**{**ran.ranks[0].steps[0].model_dump(), "loss": loss})
+    ranks = [rank.model_copy(update={"steps": (step,)}) for rank in ran.ranks]
     measured = Measured(run=ran.run, ranks=tuple(ranks))
     result = ranks_result(plan, Options(device="cuda"), measured, slices.Grid(pp=2, dp=1, cp=1, tp=1, ep=1), [0, 1])
     found = {(row.name, row.stage): row for row in result.comparisons}
@@ -340,7 +339,7 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
     assert finite.passed == (loss == 2.5)
     show(render(result))
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"(median of 1); loss {loss:.4f}" in printed
+    assert ("(median of 1); loss 2.5000" if loss == 2.5 else "FAILED finite loss not finite") in printed
 
 
 def test_stages_that_differ_only_in_place_are_run_once() -> None:
