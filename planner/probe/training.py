@@ -167,7 +167,10 @@ class Trainer:
     def step(
         self, step: int, on_action: Callable[[str], None], on_gradients: Callable[[], None] | None = None
     ) -> tuple[StepRecord, StepSeconds]:
-        """Pipeline, reduction, clipping, optimizer. `on_gradients` is called between reduction and optimizer."""
+        """Pipeline, reduction, clipping, optimizer. `on_gradients` is called between reduction and optimizer.
+
+        A GPU is not waited for before all of it is under way.
+        """
         run = self.run
         batches = [
             synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, seed, self.device)
@@ -176,15 +179,22 @@ class Trainer:
         self.clock.start()
         record = self.pipeline.step(batches, 1 / (run.num_microbatches * run.dp * run.cp), on_action)
         marks = [self.clock.mark()]
-        norm = self.reduce()
+        on_action("gradients (computing)")
+        norm = self.reduce(on_action)
         marks.append(self.clock.mark())
         if on_gradients is not None:
             on_gradients()
         marks.append(self.clock.mark())
+        on_action("optimizer (computing)")
         for flat in self.flat:
             flat.step(clip_scale(norm, run.max_norm)[1])
         marks.append(self.clock.mark())
-        pipeline_s, reduced_s, resumed_s, end_s = map(self.clock.seconds, marks)
+        record.read(self.clock, on_action)
+        on_action("gradients (waiting)")
+        pipeline_s, reduced_s, resumed_s = map(self.clock.seconds, marks[:3])
+        on_action("optimizer (waiting)")
+        end_s = self.clock.seconds(marks[3])
+        on_action("loss (waiting)")
         seconds = StepSeconds(
             pipeline_s=pipeline_s,
             reduce_s=reduced_s - pipeline_s,
@@ -195,8 +205,9 @@ class Trainer:
         )
         return record, seconds
 
-    def reduce(self) -> Tensor:
+    def reduce(self, on_action: Callable[[str], None]) -> Tensor:
         """Sum gradients over every rank that has a part or a replica of them; the square of their global norm."""
+        on_action("gradients (waiting)")
         if not self.flat:
             return torch.zeros((), device=self.device)
         if isinstance(self.around.tp, GroupPeers):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from planner import files
 from planner.probe import process, stage
+from planner.probe.gradients import FlatParameters
 from planner.probe.pipeline import Pipeline
 from planner.probe.training import Trainer
 
@@ -74,6 +75,18 @@ def aborted(folder: Path, rank: int, local_rank: int) -> None:
 def hanging(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         _at("1F1", lambda: time.sleep(1000))
+    process.child(folder, rank, local_rank)
+
+
+def hanging_in_reduction(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        Trainer.reduce = lambda *_: time.sleep(1000)  # type: ignore[method-assign,assignment,return-value]
+    process.child(folder, rank, local_rank)
+
+
+def hanging_in_optimizer(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        FlatParameters.step = lambda *_: time.sleep(1000)  # type: ignore[method-assign,assignment]
     process.child(folder, rank, local_rank)
 
 

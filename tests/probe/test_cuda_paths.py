@@ -14,9 +14,9 @@ from planner.probe import exchanges, peers, training  # noqa: E402
 from planner.probe.gpus import default_device  # noqa: E402
 from planner.probe.gradients import FlatParameters, Sharding  # noqa: E402
 from planner.probe.linear import _takes_groups  # noqa: E402
-from planner.probe.pipeline import Clock  # noqa: E402
+from planner.probe.pipeline import Clock, StepRecord  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
-from planner.probe.stage import StageWorker  # noqa: E402
+from planner.probe.stage import StageWorker, trainer_alone  # noqa: E402
 from planner.probe.worker import RESULT_FILE, RUN_FILE, Worker  # noqa: E402
 from planner.profile import measure, measure_links  # noqa: E402
 from planner.profile.grid import QUICK  # noqa: E402
@@ -105,6 +105,35 @@ def test_a_stage_alone_on_a_gpu(
     assert order.index("set_device") < order.index("empty_cache") < order.index("memory_allocated")
     assert order.index("memory_allocated") < order.index("reset_peak_memory_stats") < order.index("mem_get_info")
     assert order.count("reset_peak_memory_stats") == 3
+
+
+def test_a_gpu_is_waited_for_behind_the_whole_step(
+    make_run: Any, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "synchronize", lambda event: called.append("synchronize event"))
+    monkeypatch.setattr(FlatParameters, "step", lambda flat, scale: called.append("optimizer"))
+    monkeypatch.setattr(training, "Clock", lambda device: Clock("cuda:0"))
+    trainer = trainer_alone(make_run(("1f1b", 2, 1, 3), check=False), 1, "cpu")
+    trainer.step(0, lambda at: None)
+    assert called.index("optimizer") < called.index("synchronize event")
+
+
+def test_where_a_gpu_hangs_is_the_first_mark_that_it_does_not_get_to(
+    called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def synchronize(event: Event) -> None:
+        if event is hung:
+            raise TimeoutError
+
+    monkeypatch.setattr(Event, "synchronize", synchronize)
+    clock, told = Clock("cuda:0"), list[str]()
+    clock.start()
+    marks = [(action, *(clock.mark() for _ in range(3))) for action in ("0F0", "0F1", "0F2")]
+    for mark, words in ((2, "0F1 (waiting)"), (3, "0F1 (computing)")):
+        hung = marks[1][mark]
+        with pytest.raises(TimeoutError):
+            StepRecord(marks).read(clock, told.append)  # type: ignore[arg-type]
+        assert told[-1] == words
 
 
 @pytest.mark.parametrize(("visible", "device"), [(4, "cuda:3"), (1, "cuda:0"), (2, None)])

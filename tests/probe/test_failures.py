@@ -72,6 +72,14 @@ def test_a_hang_ends_in_its_time_with_all_stacks(make_run: Any, own_tmp: Path) -
     assert "wires.py" in stacks[0].read_text()
 
 
+@pytest.mark.parametrize(
+    ("fault", "phase"), [(faulty.hanging_in_reduction, "gradients"), (faulty.hanging_in_optimizer, "optimizer")]
+)
+def test_a_hang_behind_the_pipeline(fault: Any, phase: str, make_run: Any) -> None:
+    with pytest.raises(ProbeError, match=rf"rank 1 .* hangs in step 0, at {phase} \(computing\)"):
+        launch(small(make_run, timeout_s=4.0), fault)
+
+
 def test_results_are_not_lost_on_a_rank_that_does_not_end(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.probe.launch.STOPPED_S", 1.0)
     began = time.monotonic()
