@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=3, help="steps to measure, after one to warm up")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without progress before a rank gives up")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     given = parser.parse_args(arguments)
     try:
         run = read_run(given.config, given.device).model_copy(
@@ -43,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         results = _joined(run)
     except PlannerError as error:
+        if given.debug:
+            traceback.print_exc()
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
     if results:

@@ -92,9 +92,11 @@ def _error(failure: Failure, run: ProbeRun) -> ProbeError:
     if failure.phase.startswith("rendezvous"):
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         hint = f"the ranks meet at {address}; where that port is taken, set MASTER_PORT (torchrun --master-port)"
-    return ProbeError(
+    error = ProbeError(
         f"rank {failure.rank} ({run.place(failure.rank)}) failed in {failure.phase}: {failure.message}", hint
     )
+    error.add_note(failure.traceback)  # which --debug prints
+    return error
 
 
 def _watch(run: ProbeRun, folder: Path, rank: int, done: threading.Event) -> None:

@@ -48,7 +48,6 @@ def attempt(make: Callable[[], Worker], folder: Path, rank: int) -> Failure | No
             worker.status.at(failure.message)  # the status file has its space already
         with suppress(PlannerError):  # a full disk: the launcher still has the log
             write_text(folder / FAILURE_FILE.format(rank), failure.model_dump_json(), force=True)
-        traceback.print_exc()
         return failure
     return None
 
@@ -74,7 +73,8 @@ def in_its_own_process(make: Callable[[], Worker], folder: Path, rank: int) -> N
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     failure = attempt(make, folder, rank)
-    sys.stdout.flush()
+    with suppress(OSError):  # a full disk
+        print("" if failure is None else failure.traceback, flush=True)
     os._exit(0 if failure is None else EXIT_FAILED)  # threads of a lost process group must not hold the process back
 
 

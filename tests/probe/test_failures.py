@@ -24,7 +24,6 @@ import faulty
 import torch
 
 from planner.probe.compare import run_checks
-from planner.probe.joined import first_host, joins_others
 from planner.probe.launch import launch
 from planner.probe.meeting import Identity, compare, disagreement
 from planner.probe.process import asked_bytes, failure_of
@@ -233,32 +232,3 @@ def alive(pid: int) -> bool:
         if Path("/proc").exists()
         else True
     )
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"), [("gpu[07-12,20],login", "gpu07"), ("a1,a2", "a1"), ("single", "single"), ("n-[1,3]", "n-1")]
-)
-def test_first_host_of_slurm(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
-
-
-@pytest.mark.parametrize(
-    ("set_by_slurm", "joins"),
-    [
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, False),  # a batch script
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}, True),
-    ],
-)
-def test_only_what_srun_starts_is_one_of_several(
-    set_by_slurm: dict[str, str], joins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # put back afterwards
-        monkeypatch.delenv(name)
-    for name, value in {**set_by_slurm, "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_JOB_ID": "5"}.items():
-        monkeypatch.setenv(name, value)
-    assert joins_others() == joins
-    found = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
-    assert found == (["3", "4", "1", "n3", "29505"] if joins else [None] * 5)

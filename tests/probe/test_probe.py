@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -422,53 +418,6 @@ def test_no_gpu(plan_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["probe", plan_file, "--device", "cuda"]) == 5
     assert "torch sees no GPU" in capsys.readouterr().err
-
-
-def joined(plan_file: str, rank: int, world_size: int, port: int) -> subprocess.Popen[str]:
-    environment = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": 1,
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "planner.cli", "probe", plan_file, "--device", "cpu", "--steps", "1", "--json"],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "MASTER_ADDR": "127.0.0.1",
-            **{k: str(v) for k, v in environment.items()},
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_ranks_that_torchrun_starts(plan_file: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [joined(plan_file, rank, 2, port) for rank in range(2)]
-    outputs = [rank.communicate(timeout=100) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert ProbeResult.model_validate_json(outputs[0][0]).agrees
-    assert outputs[1][0] == ""
-
-
-def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        ranks = [joined(plan_file, 0, 2, port), joined(plan_file, 2, 3, port)]
-        (_, in_use), (_, too_many) = [rank.communicate(timeout=100) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [5, 5]
-    assert "error: rank 0 (stage 0, dp 0, cp 0, tp 0) failed in rendezvous" in in_use
-    assert "set MASTER_PORT" in in_use
-    assert str(port) in in_use
-    assert "3 ranks were started, the largest slice of the plan that fits has 2" in too_many
 
 
 def test_exchanges_are_shown_beside_what_the_links_say() -> None:
