@@ -21,7 +21,7 @@ import torch
 
 from planner.errors import PlannerError, SpecError
 from planner.probe import joined
-from planner.probe.result import RankResult
+from planner.probe.result import Failure, RankResult
 from planner.probe.run import Device, ProbeRun
 from planner.specs.checking import checked
 from planner.specs.reading import label, load_yaml
@@ -102,9 +102,12 @@ def _joined(run: ProbeRun) -> tuple[RankResult, ...]:
         )
     folder = Path(tempfile.mkdtemp(prefix="plan-run-"))
     try:
-        return joined._run(run, folder, int(os.environ["RANK"]))
+        found = joined.run_rank(run, folder, int(os.environ["RANK"]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    if isinstance(found, Failure):
+        raise joined.error_of(found, run)
+    return found
 
 
 def summary(run: ProbeRun, results: tuple[RankResult, ...]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from planner.errors import ProbeError
 from planner.files import write_text
 from planner.probe import process, worker
-from planner.probe.result import Failure, Measured, OutOfMemory, RankResult
+from planner.probe.result import Failure, Measured, RankResult
 from planner.probe.run import ProbeRun
 from planner.probe.status import Where, read_status
 
@@ -139,16 +139,12 @@ class _Launch:
         failures = self._failures()
         memory = next((failure for failure in failures if failure.kind == "out_of_memory"), None)
         if memory is not None:
-            return Measured(
-                run=self.run,
-                ranks=(),
-                out_of_memory=OutOfMemory(**memory.model_dump(include=set(OutOfMemory.model_fields))),
-            )
+            return process.ran_out(self.run, memory)
         hint = f"stacks and logs of all ranks are in {self.folder}"
         killed = [(rank, signal.Signals(-code)) for rank, code in self._exit_codes() if code < 0]
         killed.sort(key=lambda item: item[1] == signal.SIGABRT)
         # NCCL's watchdog aborts a rank whose peer is gone
-        is_consequence = any(failure.kind == "error" for failure in failures)
+        is_consequence = any(failure.kind != "lost_peer" for failure in failures)
         if killed and not (is_consequence and killed[0][1] == signal.SIGABRT):
             rank, sign = killed[0]
             raise ProbeError(f"{self._name(rank)} was killed by {sign.name} in {self._where(rank)}", hint)
@@ -158,6 +154,7 @@ class _Launch:
             rank, code = silent[0]
             raise ProbeError(f"{self._name(rank)} ended with code {code} in {self._where(rank)}", hint)
         first = failures[0]
+        hint = f"{process.HINTS[first.kind]}; {hint}" if first.kind == "host_memory" else hint
         raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)
 
     def _exit_codes(self) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ __all__ = ["Options", "probe"]
 
 
 def probe(plan: Plan, options: Options) -> ProbeResult | None:
-    """Run what can be run of the plan's best layout, and compare; None on all ranks but the first of several.
+    """Run what can be run of the plan's best layout, and compare; None where another rank has the result.
 
     Raises ProbeError naming rank, stage and phase when it cannot run; a disagreement is in the result.
     """

@@ -213,6 +213,10 @@ class ProbeResult(Spec):
         )
 
 
+Kind = Literal["error", "out_of_memory", "host_memory", "lost_peer"]
+"""Out of memory is a GPU; the host's is another matter."""
+
+
 class Failure(Spec):
     """What a rank that failed leaves behind."""
 
@@ -220,7 +224,7 @@ class Failure(Spec):
     stage: int
     phase: str
     """And the action, where it was at one."""
-    kind: Literal["error", "out_of_memory", "lost_peer"]
+    kind: Kind
     message: str
     traceback: str
     time_s: float

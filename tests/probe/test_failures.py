@@ -100,7 +100,14 @@ def test_out_of_memory_is_a_result(make_run: Any, own_tmp: Path) -> None:
     assert found is not None
     assert (found.rank, found.stage, found.phase) == (1, 1, "step 0, at 1F0 (computing)")
     assert found.asked_bytes == 5 * 2**29
-    assert list(own_tmp.iterdir()) == []
+    assert list(own_tmp.glob("plan-probe-*")) == []
+
+
+def test_a_host_without_memory_says_nothing_of_the_plan(make_run: Any) -> None:
+    wide = {"hidden_size": 10**6, "intermediate_size": 10**7}
+    with pytest.raises(ProbeError, match=r"rank . .* failed in build: .* you tried to allocate \d+ bytes") as error:
+        launch(small(make_run, model=wide))
+    assert "a smaller --scale" in error.value.hint
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -132,6 +139,7 @@ def test_how_much_was_asked_for(text: str, num_bytes: int | None) -> None:
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out_of_memory"),
         ("CUDA error: out of memory\nCUDA kernel errors might be", "out_of_memory"),
         ("NCCL error: remote process exited or there was a network error, NCCL version 2.28", "lost_peer"),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes", "host_memory"),
         ("CUDA error: an illegal memory access was encountered", "error"),
     ],
 )

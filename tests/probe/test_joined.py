@@ -92,6 +92,20 @@ def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str) -> None:
     assert "3 ranks were started, the largest slice of the plan that fits has 2" in too_many
 
 
+def test_out_of_memory_is_a_result(plan_file: str) -> None:
+    port, fault = free_port(), "faulty._at('1F0', faulty._out_of_memory)"
+    ranks = [joined(plan_file, rank, 2, port, fault=fault) for rank in range(2)]
+    outputs = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [5, 6]
+    result = ProbeResult.model_validate_json(outputs[1][0])
+    assert result.out_of_memory is not None
+    assert (result.out_of_memory.stage, result.out_of_memory.asked_bytes) == (1, 5 * 2**29)
+    assert result.predicted_bytes
+    assert result.slice.verified == ()
+    assert outputs[0][0] == ""
+    assert "the other ranks say more" in outputs[0][1]
+
+
 @pytest.mark.parametrize("options", [(), ("--debug",)])
 def test_a_traceback_is_shown_where_it_is_asked_for(options: tuple[str, ...], plan_file: str) -> None:
     port, fault = free_port(), "faulty._at('1B0', faulty._raise)"
