@@ -138,6 +138,10 @@ class FlatParameters:
         if self.sharding.group is not None and self.sharding.zero:
             part = self.weights[self.part].clone()
             dist.all_gather_into_tensor(self.weights, part, group=self.sharding.group)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again with gradients of zero."""
         self.grads.zero_()
 
     def held(self) -> Iterator[Held]:

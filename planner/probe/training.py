@@ -19,7 +19,8 @@ from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun
 from planner.probe.sharded import ShardedParameters, shard_chunk
 from planner.probe.weights import copy_shard, initialise, local, whole_name
-from planner.probe.wires import Wires
+from planner.probe.wires import Wires, needed_by
+from planner.schedule.actions import Action
 
 
 def dtypes(run: ProbeRun) -> tuple[torch.dtype, torch.dtype]:
@@ -163,6 +164,22 @@ class Trainer:
     def empty(self) -> Tensor:
         """A buffer for one message."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def rehearse(self) -> None:
+        """Take a micro-batch, made up, through every chunk alone, and forget its gradients.
+
+        A kernel is loaded when first launched, a group connected when first used. Either may wait for all that the GPU
+        has under way: in a step that is a receive, whose sender may wait in the same way.
+        """
+        run = self.run
+        batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
+        for stage in self.chunks:
+            for kind in "FIW" if run.order.splits_backward else "FB":
+                action = Action(kind, stage, 0)
+                received = None if needed_by(run.order, action) is None else torch.ones_like(self.empty())
+                self.pipeline.run(action, received, [batch], 1.0)
+        for flat in self.flat:
+            flat.forget()
 
     def step(
         self, step: int, on_action: Callable[[str], None], on_gradients: Callable[[], None] | None = None

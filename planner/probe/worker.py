@@ -51,6 +51,8 @@ class Worker:
         grid = Grid(run, self.rank)
         trainer = self.build(grid)
         static_bytes = self.static_memory()
+        self.status.enter("rehearsal")
+        trainer.rehearse()
         num_steps = run.warm_up_steps + run.num_steps
         reference = self.reference(num_steps) if run.check else None
         steps: list[StepSeconds] = []

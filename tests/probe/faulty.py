@@ -16,11 +16,14 @@ import torch.distributed as dist
 
 from planner import files
 from planner.probe import process, stage
+from planner.probe.chunk import Chunk
 from planner.probe.gradients import FlatParameters
 from planner.probe.pipeline import Pipeline
 from planner.probe.training import Trainer
+from planner.probe.wires import GroupWires
 
 SICK_RANK = 1
+NUM_CHUNKS = 2
 
 
 def _at(action_text: str, fault: Callable[[], None]) -> None:
@@ -98,6 +101,29 @@ def hanging_at_its_end(folder: Path, rank: int, local_rank: int) -> None:
 
 def diverged(folder: Path, rank: int, local_rank: int) -> None:
     Trainer._over_all_ranks = lambda self, value: math.nan  # type: ignore[method-assign,assignment]
+    process.child(folder, rank, local_rank)
+
+
+def refusing_the_unrehearsed(folder: Path, rank: int, local_rank: int) -> None:
+    """No receive may be under way when a chunk runs for the first time."""
+    done = {"forward": 0, "backward": 0}
+    forward, backward, begin = Chunk.forward, torch.autograd.backward, GroupWires.begin
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            done[name] += 1
+            return call(*args, **kwargs)
+
+        return counting
+
+    def begun(self: GroupWires) -> None:
+        if min(done.values()) < NUM_CHUNKS:
+            raise RuntimeError(f"not rehearsed: {done}")
+        begin(self)
+
+    Chunk.forward = counted("forward", forward)  # type: ignore[method-assign]
+    torch.autograd.backward = counted("backward", backward)
+    GroupWires.begin = begun  # type: ignore[method-assign]
     process.child(folder, rank, local_rank)
 
 
