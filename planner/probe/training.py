@@ -182,9 +182,14 @@ class Trainer:
             flat.forget()
 
     def step(
-        self, step: int, on_action: Callable[[str], None], on_gradients: Callable[[], None] | None = None
+        self,
+        step: int,
+        on_action: Callable[[str], None],
+        on_gradients: Callable[[], None] | None = None,
+        start: Callable[[], None] | None = None,
     ) -> tuple[StepRecord, StepSeconds]:
-        """Pipeline, reduction, clipping, optimizer. `on_gradients` is called between reduction and optimizer.
+        """Pipeline, reduction, clipping, optimizer. `on_gradients` is called between reduction and optimizer, `start`
+        starts the clock, once there are batches.
 
         A GPU is not waited for before all of it is under way.
         """
@@ -193,7 +198,7 @@ class Trainer:
             synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, seed, self.device)
             for seed in (batch_seed(run, step, self.dp_rank, mb) for mb in range(run.num_microbatches))
         ]
-        self.clock.start()
+        (start or self.clock.start)()
         record = self.pipeline.step(batches, 1 / (run.num_microbatches * run.dp * run.cp), on_action)
         marks = [self.clock.mark()]
         on_action("gradients (computing)")

@@ -16,7 +16,7 @@ from planner.files import write_text
 from planner.probe.exchanges import barrier, measure_exchanges
 from planner.probe.grid import Grid
 from planner.probe.meeting import Identity, compare
-from planner.probe.pipeline import StepRecord
+from planner.probe.pipeline import Clock, StepRecord
 from planner.probe.reference import Reference, check_gradients, check_steps, compute_reference
 from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
@@ -59,11 +59,10 @@ class Worker:
         checks: list[Check] = []
         for step in range(num_steps):
             self.status.enter("warm-up" if step < run.warm_up_steps else f"step {step - run.warm_up_steps}")
-            self.barrier()
             if trainer.clock.is_cuda and step == num_steps - 1:
                 torch.cuda.reset_peak_memory_stats()
             on_gradients = partial(self.check, trainer, reference, checks) if step == 0 else None
-            record, seconds = trainer.step(step, self.status.at, on_gradients)
+            record, seconds = trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock))
             steps.append(seconds)
         memory = self.memory(static_bytes)
         self.status.enter("exchanges")
@@ -122,6 +121,15 @@ class Worker:
 
     def barrier(self) -> None:
         barrier(self.device)
+
+    def start(self, clock: Clock) -> None:
+        """Begin all ranks' clocks together: on one machine's CPU they are one, which begins with the last."""
+        self.barrier()
+        clock.start()
+        if self.local and not clock.is_cuda:
+            last = torch.tensor(clock.zero, dtype=torch.float64)
+            dist.all_reduce(last, dist.ReduceOp.MAX)
+            clock.zero = float(last)
 
     def build(self, grid: Grid) -> Trainer:
         """Stages, optimizer state and wires of this rank."""

@@ -18,7 +18,7 @@ from planner import files
 from planner.probe import process, stage
 from planner.probe.chunk import Chunk
 from planner.probe.gradients import FlatParameters
-from planner.probe.pipeline import Pipeline
+from planner.probe.pipeline import Clock, Pipeline
 from planner.probe.training import Trainer
 from planner.probe.wires import GroupWires
 
@@ -101,6 +101,19 @@ def hanging_at_its_end(folder: Path, rank: int, local_rank: int) -> None:
 
 def diverged(folder: Path, rank: int, local_rank: int) -> None:
     Trainer._over_all_ranks = lambda self, value: math.nan  # type: ignore[method-assign,assignment]
+    process.child(folder, rank, local_rank)
+
+
+def late(folder: Path, rank: int, local_rank: int) -> None:
+    """One rank starts its clock half a second after the others."""
+    healthy = Clock.start
+
+    def start(self: Clock) -> None:
+        time.sleep(0.5)
+        healthy(self)
+
+    if rank == SICK_RANK:
+        Clock.start = start  # type: ignore[method-assign]
     process.child(folder, rank, local_rank)
 
 
