@@ -9,7 +9,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -46,12 +47,29 @@ def launch(run: ProbeRun, child: Child = process.child, ranks: Sequence[int] = (
             f"the probe's folder cannot be made: {error.strerror}", "set TMPDIR to a folder with space"
         ) from None
     try:
-        measured = _Launch(run, folder, child, ranks or range(run.world_size)).watch()
+        with _ends_like_ctrl_c():
+            measured = _Launch(run, folder, child, ranks or range(run.world_size)).watch()
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
     return measured
+
+
+@contextmanager
+def _ends_like_ctrl_c() -> Iterator[None]:
+    """Take a request to end, or a terminal that is closed, for Ctrl-C: nothing would be cleared up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    taken = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) == signal.SIG_DFL]
+    for sign in taken:
+        signal.signal(sign, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for sign in taken:
+            signal.signal(sign, signal.SIG_DFL)
 
 
 def _start_server() -> None:

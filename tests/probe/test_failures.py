@@ -182,7 +182,7 @@ def test_no_space_for_the_folder(make_run: Any, monkeypatch: pytest.MonkeyPatch)
         launch(small(make_run))
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(sent: signal.Signals, make_run: Any, own_tmp: Path) -> None:
     run_file = own_tmp / "run.json"
     run_file.write_text(small(make_run).model_dump_json())
@@ -196,10 +196,10 @@ def test_no_rank_outlives_its_launcher(sent: signal.Signals, make_run: Any, own_
     until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
     until(lambda: all("step 0" in status.read_text() for status in own_tmp.glob("plan-probe-*/*.status")))
     launcher.send_signal(sent)
-    assert launcher.wait(20) == (130 if sent == signal.SIGINT else -signal.SIGKILL)
+    assert launcher.wait(20) == (-signal.SIGKILL if sent == signal.SIGKILL else 130)
     until(lambda: not any(alive(int(pid.read_text())) for pid in pids))
-    if sent == signal.SIGINT:
-        assert list(own_tmp.glob("plan-probe-*")) == []
+    if sent != signal.SIGKILL:
+        assert [*own_tmp.glob("plan-probe-*"), *own_tmp.glob("pymp-*")] == []
 
 
 @pytest.mark.parametrize("after_s", [0.3, 1.0])
