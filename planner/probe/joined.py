@@ -41,9 +41,9 @@ def joins_others() -> bool:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's nodes: `gpu[07-12,20],login` begins with gpu07."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?", nodes)
-    return "localhost" if match is None else match[1] + (match[2] or "")
+    """The first of Slurm's nodes: `gpu[07-12,20]-ib,login` begins with gpu07-ib."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at commas outside of brackets
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first) or "localhost"
 
 
 def probe_joined(plan: Plan, options: Options) -> ProbeResult | None:

@@ -118,7 +118,16 @@ def test_a_traceback_is_shown_where_it_is_asked_for(options: tuple[str, ...], pl
 
 
 @pytest.mark.parametrize(
-    ("nodes", "host"), [("gpu[07-12,20],login", "gpu07"), ("a1,a2", "a1"), ("single", "single"), ("n-[1,3]", "n-1")]
+    ("nodes", "host"),
+    [
+        ("gpu[07-12,20],login", "gpu07"),
+        ("a1,a2", "a1"),
+        ("single", "single"),
+        ("n-[1,3]", "n-1"),
+        ("node[1-2]-ib,login", "node1-ib"),
+        ("r[1-2]n[3,5]", "r1n3"),
+        ("", "localhost"),
+    ],
 )
 def test_first_host_of_slurm(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
