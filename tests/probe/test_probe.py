@@ -302,6 +302,7 @@ def test_seconds_of_gathered_keys_are_not_held_against_a_ring(cp: int, exchange:
     [
         ("cpu", {}, 30, "sequences of 30 tokens do not split into two equal chunks for each of cp 2 ranks"),
         ("cuda", {"position_embedding": "alibi"}, 32, r"split sequences \(cp 2\) takes no ALiBi"),
+        ("cuda", {"attention_chunk_size": 8}, 32, r"split sequences \(cp 2\) takes no chunks of 8 tokens"),
     ],
 )
 def test_what_cannot_be_split(device: Any, changes: dict[str, Any], seq_length: int, message: str) -> None:
