@@ -170,7 +170,10 @@ class _Launch:
         silent = [(rank, code) for rank, code in self._exit_codes() if code and rank not in told]
         if silent and all(failure.kind == "lost_peer" for failure in failures):
             rank, code = silent[0]
-            raise ProbeError(f"{self._name(rank)} ended with code {code} in {self._where(rank)}", hint)
+            where = self._where(rank)
+            if code == process.EXIT_FAILED:  # and had no space to say why, but in its status
+                raise ProbeError(f"{self._name(rank)} failed in {where.phase}: {where.detail}", hint)
+            raise ProbeError(f"{self._name(rank)} ended with code {code} in {where}", hint)
         first = failures[0]
         hint = f"{process.HINTS[first.kind]}; {hint}" if first.kind == "host_memory" else hint
         raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)

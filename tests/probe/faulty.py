@@ -27,7 +27,7 @@ NUM_CHUNKS = 2
 
 
 def _at(action_text: str, fault: Callable[[], None]) -> None:
-    """Have `fault` happen when the rank comes to an action."""
+    """Have `fault` happen when the rank comes to an action; to one of the first micro-batch, when it rehearses."""
     healthy = Pipeline.run
 
     def run(self: Pipeline, action: Any, *args: Any) -> Any:
@@ -54,13 +54,13 @@ def killed(folder: Path, rank: int, local_rank: int) -> None:
 
 def raising(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
-        _at("1B0", _raise)
+        _at("1B1", _raise)
     process.child(folder, rank, local_rank)
 
 
 def out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
-        _at("1F0", _out_of_memory)
+        _at("1F1", _out_of_memory)
     process.child(folder, rank, local_rank)
 
 
@@ -71,7 +71,7 @@ def stage_out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
 
 def aborted(folder: Path, rank: int, local_rank: int) -> None:
     """One rank raises; the other is aborted, as NCCL's watchdog does where a peer is gone."""
-    _at("1B0", _raise) if rank == SICK_RANK else _at("0B0", os.abort)
+    _at("1B1", _raise) if rank == SICK_RANK else _at("0B1", os.abort)
     process.child(folder, rank, local_rank)
 
 

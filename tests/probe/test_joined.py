@@ -93,7 +93,7 @@ def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str) -> None:
 
 
 def test_out_of_memory_is_a_result(plan_file: str) -> None:
-    port, fault = free_port(), "faulty._at('1F0', faulty._out_of_memory)"
+    port, fault = free_port(), "faulty._at('1F1', faulty._out_of_memory)"
     ranks = [joined(plan_file, rank, 2, port, fault=fault) for rank in range(2)]
     outputs = [rank.communicate(timeout=100) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [5, 6]
@@ -108,11 +108,11 @@ def test_out_of_memory_is_a_result(plan_file: str) -> None:
 
 @pytest.mark.parametrize("options", [(), ("--debug",)])
 def test_a_traceback_is_shown_where_it_is_asked_for(options: tuple[str, ...], plan_file: str) -> None:
-    port, fault = free_port(), "faulty._at('1B0', faulty._raise)"
+    port, fault = free_port(), "faulty._at('1B1', faulty._raise)"
     ranks = [joined(plan_file, rank, 2, port, *options, fault=fault) for rank in range(2)]
     outputs = [rank.communicate(timeout=100) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [5, 5]
-    assert "error: rank 1 (stage 1, dp 0, cp 0, tp 0) failed in step 0, at 1B0" in outputs[1][1]
+    assert "error: rank 1 (stage 1, dp 0, cp 0, tp 0) failed in step 0, at 1B1" in outputs[1][1]
     for _, told in outputs:
         assert ("Traceback" in told) == ("pipeline.py" in told) == bool(options)
 
