@@ -17,10 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from planner.errors import PlannerError, SpecError
 from planner.probe import joined
+from planner.probe.gpus import default_device
 from planner.probe.result import Failure, RankResult
 from planner.probe.run import Device, ProbeRun
 from planner.specs.checking import checked
@@ -34,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run this process's rank; rank 0 prints the steps' seconds as one JSON object. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="planner.probe.worker", description="Runs one rank of an exported plan.")
     parser.add_argument("--config", required=True, help="plan.torch.yaml, beside its schedule.csv")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--steps", type=int, default=3, help="steps to measure, after one to warm up")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without progress before a rank gives up")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -25,9 +25,6 @@ from planner.probe.training import Trainer, dtypes
 from planner.probe.wires import GroupWires
 
 RUN_FILE, RESULT_FILE, STATUS_FILE = "run.json", "rank{}.json", "rank{}.status"
-MAX_CONNECTIONS = "32"
-"""Of the host to a GPU: each channel between ranks has a stream of its own, and of streams that share one of the usual
-eight connections one that waits for a peer holds back the other."""
 
 
 class Worker:
@@ -87,7 +84,6 @@ class Worker:
 
     def join(self, store: Any) -> None:
         """Make sure that all ranks run the same software on devices of their own, and connect them."""
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", MAX_CONNECTIONS)
         self.use_device()
         store.set_timeout(self.timeout)
         mine = Identity(torch.__version__, os.uname().nodename, self.device_id())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe import exchanges, peers, training  # noqa: E402
-from planner.probe.gpus import default_device  # noqa: E402
+from planner.probe import exchanges, exported, peers, training  # noqa: E402
+from planner.probe.gpus import default_device, require_gpu  # noqa: E402
 from planner.probe.gradients import FlatParameters, Sharding  # noqa: E402
 from planner.probe.linear import _takes_groups  # noqa: E402
+from planner.probe.outcome import Options  # noqa: E402
 from planner.probe.pipeline import Clock, StepRecord  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.stage import StageWorker, trainer_alone  # noqa: E402
@@ -134,6 +136,23 @@ def test_where_a_gpu_hangs_is_the_first_mark_that_it_does_not_get_to(
         with pytest.raises(TimeoutError):
             StepRecord(marks).read(clock, told.append)  # type: ignore[arg-type]
         assert told[-1] == words
+
+
+@pytest.mark.parametrize(
+    "start", [default_device, lambda: require_gpu(Options(device="cuda")), lambda: exported.main(["--config", "none"])]
+)
+def test_connections_are_set_before_cuda_is_asked_for_anything(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    connections: list[str | None] = []
+
+    def is_available() -> bool:
+        connections.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        return True
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # put back afterwards
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    start()
+    assert connections == ["32"]
 
 
 @pytest.mark.parametrize(("visible", "device"), [(4, "cuda:3"), (1, "cuda:0"), (2, None)])
