@@ -219,7 +219,11 @@ def test_grouped_products_are_torchs_on_hopper_in_bf16(called: list[str]) -> Non
 def test_kernels_are_timed_between_events(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = measure.Bench("cuda", 0.5)
     assert bench.microseconds(lambda: None) == pytest.approx(1e5)
+    ones = torch.ones(2, 2)
+    monkeypatch.setattr(measure.Bench, "normal", lambda *_: called.append("operand") or ones)
+    called.clear()
     machine = measure.machine_of("cuda")
+    assert called.index("operand") < called.index("mem_get_info 0"), "a product is run before memory is read"
     assert (machine.name, machine.architecture, machine.num_sms) == ("NVIDIA H200", "hopper", 132)
     assert (machine.memory_bytes, machine.context_bytes, machine.num_devices) == (140 * GIB, 23 * GIB, 2)
     backends = {task.key["backend"] for task in measure.tasks("cuda", QUICK) if task.table == "attention"}
