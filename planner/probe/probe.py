@@ -49,9 +49,10 @@ def require_split(plan: Plan, options: Options) -> None:
             + (f" and tp {layout.tp} shards" if unit > 2 * layout.cp else ""),
             f"plan with a --seq-length that is a multiple of {unit}",
         )
-    chunk = model.attention_chunk_size
-    unsplit = "ALiBi" if model.position_embedding == "alibi" else f"chunks of {chunk} tokens" if chunk else None
-    if unsplit is not None and options.device == "cuda":
+    chunk = model.attention_chunk_size or seq_length
+    unsplit = f"chunks of {chunk} tokens" if chunk < seq_length else ""
+    unsplit = "ALiBi" if model.position_embedding == "alibi" else unsplit
+    if unsplit and options.device == "cuda":
         raise ProbeError(
             f"flash attention over split sequences (cp {layout.cp}) takes no {unsplit}",
             "plan with --cp 1, or prove the order and the gradients with --device cpu",

@@ -29,7 +29,7 @@ from planner.probe import slices
 from planner.probe.compare import compare_exchanges
 from planner.probe.gpus import distinct_stages, ranks_result, ranks_run
 from planner.probe.gradients import FlatParameters, Sharding
-from planner.probe.probe import Options, probe
+from planner.probe.probe import Options, probe, require_split
 from planner.probe.result import Exchange, Measured, OutOfMemory, ProbeResult, RankMemory, StepSeconds
 from planner.probe.trace import trace_events
 
@@ -311,6 +311,12 @@ def test_what_cannot_be_split(device: Any, changes: dict[str, Any], seq_length: 
     training = plan.training.model_copy(update={"seq_length": seq_length})
     with pytest.raises(ProbeError, match=message):
         probe(plan.model_copy(update={"model": model, "training": training}), Options(device=device))
+
+
+def test_chunks_as_long_as_the_sequence_are_no_reason_not_to_split_it() -> None:
+    plan = small_plan(cp=2)
+    model = plan.model.model_copy(update={"spec": ModelSpec(**SMALL, attention_chunk_size=32)})
+    require_split(plan.model_copy(update={"model": model}), Options(device="cuda"))
 
 
 @pytest.mark.parametrize("loss", [2.5, float("nan")])
