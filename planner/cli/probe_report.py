@@ -125,7 +125,7 @@ def _memory_lines(result: ProbeResult) -> list[str]:
 
 
 def _claims(result: ProbeResult) -> list[str]:
-    lines = [f"verified: {', '.join(result.slice.verified)}"]
+    lines = [f"verified: {', '.join(result.slice.verified) or 'nothing'}"]
     if result.slice.extrapolated:
         lines.append(f"not measured: {', '.join(result.slice.extrapolated)}")
     if result.device == "cpu":

@@ -50,27 +50,36 @@ class Tables:
     @classmethod
     def of(cls, model: ModelSpec, seq_length: int, around: Surroundings, like: Tensor) -> Tables:
         """The tables of one sequence length, in the dtype and on the device of `like`."""
-        cos = sin = window_mask = alibi = None
+        cos = sin = alibi = None
         positions = torch.arange(seq_length, dtype=torch.float32)
         if model.position_embedding == "rope":
             dim = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
             frequencies = ROTARY_BASE ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
             angles = torch.outer(positions, frequencies)[:, None, None, :]
             cos, sin = (shard(table, around.cp).to(like) for table in (angles.cos(), angles.sin()))
-        distance, near = positions[:, None] - positions, None
-        if model.sliding_window is not None and not takes_flash(like):
-            near = distance < model.sliding_window
-        if model.attention_chunk_size is not None and model.attention_chunk_size < seq_length:
-            chunks = positions // model.attention_chunk_size
-            near = chunks[:, None] == chunks
-        if near is not None:
-            window_mask = torch.where((distance >= 0) & near, 0.0, -math.inf).to(like)
         if model.position_embedding == "alibi":
-            heads = model.num_attention_heads
-            slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
-            slopes = slopes.chunk(around.tp.size)[around.tp.rank]
-            alibi = torch.where(distance >= 0, -distance * slopes[:, None, None], -math.inf).to(like)[None]
-        return cls(cos, sin, window_mask, alibi)
+            alibi = _alibi(model, positions, around.tp).to(like)[None]
+        return cls(cos, sin, _window_mask(model, positions, like), alibi)
+
+
+def _window_mask(model: ModelSpec, positions: Tensor, like: Tensor) -> Tensor | None:
+    """[seq, seq], for windows that no kernel takes and for chunks shorter than the sequence."""
+    if model.attention_chunk_size is not None and model.attention_chunk_size < len(positions):
+        chunks = positions // model.attention_chunk_size
+        near = chunks[:, None] == chunks
+    elif model.sliding_window is not None and not takes_flash(like):
+        near = positions[:, None] - positions < model.sliding_window
+    else:
+        return None
+    return torch.where((positions[:, None] >= positions) & near, 0.0, -math.inf).to(like)
+
+
+def _alibi(model: ModelSpec, positions: Tensor, tp: TensorPeers) -> Tensor:
+    """[heads, seq, seq]"""
+    heads, distance = model.num_attention_heads, positions[:, None] - positions
+    slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
+    slopes = slopes.chunk(tp.size)[tp.rank]
+    return torch.where(distance >= 0, -distance * slopes[:, None, None], -math.inf)
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:

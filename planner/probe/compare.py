@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
 from statistics import median
 from typing import Literal
 
 from planner.physics.communication import Kind, collective_s
 from planner.plan import Plan
-from planner.probe.result import Check, Comparison, RankMemory, RankResult, StageActivity, slowest_exchanges, stride_of
+from planner.probe.result import (
+    Check,
+    Comparison,
+    RankMemory,
+    RankResult,
+    StageActivity,
+    shown,
+    slowest_exchanges,
+    stride_of,
+)
 from planner.probe.run import ProbeRun, SleepSeconds
 from planner.probe.wires import message_of, needed_by
 from planner.schedule.actions import Action, Schedule
@@ -97,9 +105,10 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
 
 def _finite(ranks: Sequence[RankResult]) -> Check:
     """Losses and gradient norms are numbers, where nothing else is known of them."""
-    passed = all(isfinite(step.loss) and isfinite(step.gradient_norm) for rank in ranks for step in rank.steps)
+    passed = all(None not in (step.loss, step.gradient_norm) for rank in ranks for step in rank.steps)
     last = ranks[0].steps[-1]
-    return Check(name="finite", passed=passed, detail=f"loss {last.loss:.4f}, gradient norm {last.gradient_norm:.4f}")
+    detail = f"loss {shown(last.loss, 4)}, gradient norm {shown(last.gradient_norm, 4)}"
+    return Check(name="finite", passed=passed, detail=detail)
 
 
 def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:

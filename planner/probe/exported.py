@@ -12,15 +12,15 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from planner.errors import PlannerError, SpecError
 from planner.probe import joined
-from planner.probe.result import RankResult
+from planner.probe.gpus import default_device
+from planner.probe.result import Failure, RankResult
 from planner.probe.run import Device, ProbeRun
 from planner.specs.checking import checked
 from planner.specs.reading import label, load_yaml
@@ -33,9 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run this process's rank; rank 0 prints the steps' seconds as one JSON object. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="planner.probe.worker", description="Runs one rank of an exported plan.")
     parser.add_argument("--config", required=True, help="plan.torch.yaml, beside its schedule.csv")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--steps", type=int, default=3, help="steps to measure, after one to warm up")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without progress before a rank gives up")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     given = parser.parse_args(arguments)
     try:
         run = read_run(given.config, given.device).model_copy(
@@ -43,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         results = _joined(run)
     except PlannerError as error:
+        if given.debug:
+            traceback.print_exc()
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
     if results:
@@ -98,9 +101,12 @@ def _joined(run: ProbeRun) -> tuple[RankResult, ...]:
         )
     folder = Path(tempfile.mkdtemp(prefix="plan-run-"))
     try:
-        return joined._run(run, folder, int(os.environ["RANK"]))
+        found = joined.run_rank(run, folder, int(os.environ["RANK"]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    if isinstance(found, Failure):
+        raise joined.error_of(found, run)
+    return found
 
 
 def summary(run: ProbeRun, results: tuple[RankResult, ...]) -> dict[str, Any]:

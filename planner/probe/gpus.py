@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -28,16 +29,25 @@ from planner.schedule.replay import replay
 
 MICROBATCHES_PER_STAGE = 3
 """Of a stage alone: enough for a steady state beyond its warm-up."""
+MAX_CONNECTIONS = "32"
+"""Of the host to a GPU: each channel between ranks has a stream of its own, and of streams that share one of the usual
+eight connections one that waits for a peer holds back the other. CUDA reads it once, and started ranks inherit it."""
+
+
+def sees_gpu() -> bool:
+    """Whether torch does; nothing asks CUDA for anything before."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", MAX_CONNECTIONS)
+    return torch.cuda.is_available()
 
 
 def default_device() -> Device:
     """cuda where torch sees a GPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if sees_gpu() else "cpu"
 
 
 def require_gpu(options: Options) -> None:
     """Raise ProbeError where the device asked for is not there."""
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not sees_gpu():
         raise ProbeError("--device cuda: torch sees no GPU", "run where there is one, or with --device cpu")
 
 

@@ -49,16 +49,13 @@ class Exchanged(NamedTuple):
 
 
 def allocate_moments(optimizer: torch.optim.AdamW) -> None:
-    """Let the optimizer make its moments now, with a step that changes nothing."""
-    (group,) = optimizer.param_groups
-    rate, group["lr"] = group["lr"], 0.0
-    for parameter in group["params"]:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    group["lr"] = rate
-    for state in optimizer.state.values():
-        state["step"].zero_()
+    """Make what the optimizer would at its first step, now and without a gradient."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
 
 
 def collect_gradients(parameter: nn.Parameter) -> None:
@@ -138,6 +135,10 @@ class FlatParameters:
         if self.sharding.group is not None and self.sharding.zero:
             part = self.weights[self.part].clone()
             dist.all_gather_into_tensor(self.weights, part, group=self.sharding.group)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again with gradients of zero."""
         self.grads.zero_()
 
     def held(self) -> Iterator[Held]:

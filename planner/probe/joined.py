@@ -17,7 +17,7 @@ from planner.plan import Plan
 from planner.probe.gpus import ranks_result, ranks_run
 from planner.probe.laptop import laptop_result, laptop_run
 from planner.probe.outcome import Options
-from planner.probe.process import EXIT_FAILED, attempt
+from planner.probe.process import EXIT_FAILED, HINTS, attempt, ran_out
 from planner.probe.result import Failure, Measured, ProbeResult, RankResult
 from planner.probe.run import ProbeRun
 from planner.probe.status import read_status
@@ -41,13 +41,16 @@ def joins_others() -> bool:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's nodes: `gpu[07-12,20],login` begins with gpu07."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?", nodes)
-    return "localhost" if match is None else match[1] + (match[2] or "")
+    """The first of Slurm's nodes: `gpu[07-12,20]-ib,login` begins with gpu07-ib."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at commas outside of brackets
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first) or "localhost"
 
 
 def probe_joined(plan: Plan, options: Options) -> ProbeResult | None:
-    """Run this process's rank; the result on rank 0, None on the others. Raises ProbeError where it fails."""
+    """Run this process's rank; the result on rank 0 and where a GPU has no memory, None on the others.
+
+    Raises ProbeError where the rank fails.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if options.device == "cuda":
         run, grid, stages = ranks_run(plan, options, world_size)
@@ -61,18 +64,24 @@ def probe_joined(plan: Plan, options: Options) -> ProbeResult | None:
         )
     folder = Path(tempfile.mkdtemp(prefix=f"plan-probe-{rank}-"))
     try:
-        ranks = _run(run, folder, rank)
+        found = run_rank(run, folder, rank)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if rank:
+    if isinstance(found, Failure):
+        if found.kind != "out_of_memory":
+            raise error_of(found, run)
+        measured = ran_out(run, found)
+    elif rank:
         return None
-    measured = Measured(run=run, ranks=ranks)
+    else:
+        measured = Measured(run=run, ranks=found)
     if options.device == "cuda":
         return ranks_result(plan, options, measured, grid, stages)
     return laptop_result(plan, options, measured, grid)
 
 
-def _run(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...]:
+def run_rank(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...] | Failure:
+    """All ranks' results on rank 0, none on the others; or why this one has none."""
     write_text(folder / RUN_FILE, run.model_dump_json())
     done = threading.Event()
     threading.Thread(target=_watch, args=(run, folder, rank, done), daemon=True).start()
@@ -80,21 +89,24 @@ def _run(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...]:
     failure = attempt(lambda: Worker(folder, rank, local_rank, local=False), folder, rank)
     done.set()
     if failure is not None:
-        raise _error(failure, run)
+        return failure
     if rank:
         return ()
     paths = [folder / RESULT_FILE.format(other) for other in range(run.world_size)]
     return tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
 
 
-def _error(failure: Failure, run: ProbeRun) -> ProbeError:
-    hint = "the other ranks say more" if failure.kind == "lost_peer" else "--debug shows where"
+def error_of(failure: Failure, run: ProbeRun) -> ProbeError:
+    """What the rank's user is told."""
+    hint = HINTS.get(failure.kind, "--debug shows where")
     if failure.phase.startswith("rendezvous"):
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         hint = f"the ranks meet at {address}; where that port is taken, set MASTER_PORT (torchrun --master-port)"
-    return ProbeError(
+    error = ProbeError(
         f"rank {failure.rank} ({run.place(failure.rank)}) failed in {failure.phase}: {failure.message}", hint
     )
+    error.add_note(failure.traceback)  # which --debug prints
+    return error
 
 
 def _watch(run: ProbeRun, folder: Path, rank: int, done: threading.Event) -> None:

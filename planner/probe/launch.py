@@ -9,7 +9,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 from planner.errors import ProbeError
 from planner.files import write_text
 from planner.probe import process, worker
-from planner.probe.result import Failure, Measured, OutOfMemory, RankResult
+from planner.probe.result import Failure, Measured, RankResult
 from planner.probe.run import ProbeRun
 from planner.probe.status import Where, read_status
 
@@ -25,6 +26,7 @@ POLL_S = 0.02
 GRACE_S = 1.0
 """How long the other ranks may still say what they know after one has failed."""
 STOPPED_S = 10.0
+"""How long a process may take to end."""
 
 Child = Callable[[Path, int, int], None]
 """What a process runs: (folder, global rank, number on this machine)."""
@@ -45,12 +47,29 @@ def launch(run: ProbeRun, child: Child = process.child, ranks: Sequence[int] = (
             f"the probe's folder cannot be made: {error.strerror}", "set TMPDIR to a folder with space"
         ) from None
     try:
-        measured = _Launch(run, folder, child, ranks or range(run.world_size)).watch()
+        with _ends_like_ctrl_c():
+            measured = _Launch(run, folder, child, ranks or range(run.world_size)).watch()
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
     return measured
+
+
+@contextmanager
+def _ends_like_ctrl_c() -> Iterator[None]:
+    """Take a request to end, or a terminal that is closed, for Ctrl-C: nothing would be cleared up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    taken = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) == signal.SIG_DFL]
+    for sign in taken:
+        signal.signal(sign, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for sign in taken:
+            signal.signal(sign, signal.SIG_DFL)
 
 
 def _start_server() -> None:
@@ -81,7 +100,7 @@ class _Launch:
         try:
             for started in self.processes:
                 started.start()
-            while any(started.exitcode is None for started in self.processes):
+            while any(started.exitcode is None for started in self.processes) and not self._is_over():
                 if any(started.exitcode for started in self.processes):
                     break
                 self._check_progress()
@@ -92,6 +111,11 @@ class _Launch:
         finally:
             self._stop()
 
+    def _is_over(self) -> bool:
+        """All ranks have left their results, and whoever still runs does not end."""
+        places = map(self._where, self.ranks)
+        return all(where.phase == "done" and where.still_s > STOPPED_S for where in places)
+
     def _collect(self) -> Measured:
         ranks = []
         for rank in self.ranks:
@@ -100,9 +124,9 @@ class _Launch:
         return Measured(run=self.run, ranks=tuple(ranks))
 
     def _check_progress(self) -> None:
-        places = {rank: self._where(rank) for rank in self.ranks}
+        places = {rank: where for rank in self.ranks if (where := self._where(rank)).phase != "done"}
         stuck = {rank: where for rank, where in places.items() if where.stands_still(self.run.timeout_s)}
-        if not stuck or any(where.phase == "done" for where in places.values()):
+        if not stuck:
             return
         # the rank that computes keeps the others waiting, also where they stood still a moment before it
         if any("computing" in where.detail for rank, where in places.items() if rank not in stuck):
@@ -133,16 +157,12 @@ class _Launch:
         failures = self._failures()
         memory = next((failure for failure in failures if failure.kind == "out_of_memory"), None)
         if memory is not None:
-            return Measured(
-                run=self.run,
-                ranks=(),
-                out_of_memory=OutOfMemory(**memory.model_dump(include=set(OutOfMemory.model_fields))),
-            )
+            return process.ran_out(self.run, memory)
         hint = f"stacks and logs of all ranks are in {self.folder}"
         killed = [(rank, signal.Signals(-code)) for rank, code in self._exit_codes() if code < 0]
         killed.sort(key=lambda item: item[1] == signal.SIGABRT)
         # NCCL's watchdog aborts a rank whose peer is gone
-        is_consequence = any(failure.kind == "error" for failure in failures)
+        is_consequence = any(failure.kind != "lost_peer" for failure in failures)
         if killed and not (is_consequence and killed[0][1] == signal.SIGABRT):
             rank, sign = killed[0]
             raise ProbeError(f"{self._name(rank)} was killed by {sign.name} in {self._where(rank)}", hint)
@@ -150,8 +170,12 @@ class _Launch:
         silent = [(rank, code) for rank, code in self._exit_codes() if code and rank not in told]
         if silent and all(failure.kind == "lost_peer" for failure in failures):
             rank, code = silent[0]
-            raise ProbeError(f"{self._name(rank)} ended with code {code} in {self._where(rank)}", hint)
+            where = self._where(rank)
+            if code == process.EXIT_FAILED:  # and had no space to say why, but in its status
+                raise ProbeError(f"{self._name(rank)} failed in {where.phase}: {where.detail}", hint)
+            raise ProbeError(f"{self._name(rank)} ended with code {code} in {where}", hint)
         first = failures[0]
+        hint = f"{process.HINTS[first.kind]}; {hint}" if first.kind == "host_memory" else hint
         raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)
 
     def _exit_codes(self) -> list[tuple[int, int]]:

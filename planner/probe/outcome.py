@@ -109,6 +109,7 @@ def result(
     steps = [max(rank.steps[i].step_s for rank in ranks) for i in range(run.num_steps)] if complete else []
     memory, pp = measured.out_of_memory, plan.parallelism.pp
     stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
+    part = part if ranks else part.model_copy(update={"verified": ()})
     return ProbeResult(
         mode="stages" if alone else "ranks",
         device=ranks[0].device_name if ranks else options.device,

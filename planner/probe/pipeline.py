@@ -60,11 +60,26 @@ class Timed(NamedTuple):
 class StepRecord:
     """What a rank did in one step."""
 
+    marks: list[tuple[Action, Any, Any, Any]] = field(default_factory=list)
+    """When each action was ready, started and ended, as the clock marked it."""
     actions: list[Timed] = field(default_factory=list)
+    """The same in seconds, once they are read."""
+    losses: list[Tensor] = field(default_factory=list)
+    """What the rank's head returned of each micro-batch, weighted."""
     peak_in_flight: int = 0
     """Most (virtual stage, micro-batch) activations held at once."""
-    loss: float = 0.0
-    """Sum over micro-batches of what the rank's head returned, each weighted."""
+
+    @property
+    def loss(self) -> float:
+        return float(torch.stack(self.losses).sum()) if self.losses else 0.0
+
+    def read(self, clock: Clock, on_action: Callable[[str], None]) -> None:
+        """Wait for the marks; where a GPU does not get to one, `on_action` was last told of its action."""
+        for action, ready, start, end in self.marks:
+            on_action(f"{action} (waiting)")
+            ready_s, start_s = clock.seconds(ready), clock.seconds(start)
+            on_action(f"{action} (computing)")
+            self.actions.append(Timed(action, ready_s, start_s, clock.seconds(end)))
 
 
 class Held(NamedTuple):
@@ -96,7 +111,7 @@ class Pipeline:
         self, batches: Sequence[tuple[Tensor, Tensor]], loss_weight: float, on_action: Callable[[str], None]
     ) -> StepRecord:
         """All actions of the list once; `batches`: tokens and labels per micro-batch; losses times `loss_weight`."""
-        record, marks, losses = StepRecord(), [], []
+        record = StepRecord()
         self.wires.begin()
         for action in self.actions:
             on_action(f"{action} (waiting)")
@@ -107,16 +122,14 @@ class Pipeline:
             start = self.clock.mark()
             sent = self.run(action, received, batches, loss_weight)
             record.peak_in_flight = max(record.peak_in_flight, len(self.held) + len(self.owed))
-            marks.append((action, ready, start, self.clock.mark()))
+            record.marks.append((action, ready, start, self.clock.mark()))
             message = message_of(self.schedule, action)
             if message is not None:
                 assert sent is not None
                 self.wires.send(message, sent)
             elif action.kind == "F" and sent is not None:
-                losses.append(sent)
+                record.losses.append(sent)
         self.wires.finish()
-        record.actions = [Timed(action, *map(self.clock.seconds, times)) for action, *times in marks]
-        record.loss = float(torch.stack(losses).sum()) if losses else 0.0
         return record
 
     def run(

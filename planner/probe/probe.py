@@ -17,7 +17,7 @@ __all__ = ["Options", "probe"]
 
 
 def probe(plan: Plan, options: Options) -> ProbeResult | None:
-    """Run what can be run of the plan's best layout, and compare; None on all ranks but the first of several.
+    """Run what can be run of the plan's best layout, and compare; None where another rank has the result.
 
     Raises ProbeError naming rank, stage and phase when it cannot run; a disagreement is in the result.
     """
@@ -49,8 +49,11 @@ def require_split(plan: Plan, options: Options) -> None:
             + (f" and tp {layout.tp} shards" if unit > 2 * layout.cp else ""),
             f"plan with a --seq-length that is a multiple of {unit}",
         )
-    if model.position_embedding == "alibi" and options.device == "cuda":
+    chunk = model.attention_chunk_size or seq_length
+    unsplit = f"chunks of {chunk} tokens" if chunk < seq_length else ""
+    unsplit = "ALiBi" if model.position_embedding == "alibi" else unsplit
+    if unsplit and options.device == "cuda":
         raise ProbeError(
-            f"flash attention over split sequences (cp {layout.cp}) takes no ALiBi",
+            f"flash attention over split sequences (cp {layout.cp}) takes no {unsplit}",
             "plan with --cp 1, or prove the order and the gradients with --device cpu",
         )

@@ -20,14 +20,21 @@ import torch
 
 from planner.errors import PlannerError
 from planner.files import write_text
-from planner.probe.result import Failure
+from planner.probe.result import Failure, Kind, Measured, OutOfMemory
 from planner.probe.run import ProbeRun
 from planner.probe.worker import Worker
 
 FAILURE_FILE, STACK_FILE, LOG_FILE = "rank{}.failure.json", "rank{}.stack", "rank{}.log"
 EXIT_FAILED = 5
-NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""What else than torch's own error says so: the CPU's allocator, the driver, cuBLAS and cuDNN."""
+HINTS = {
+    "host_memory": "this machine's memory is too small; on the CPU a smaller --scale or fewer --processes take less",
+    "lost_peer": "the other ranks say more",
+}
+"""By the kind of a failure."""
+NO_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+"""What else than torch's own error says so of a GPU: the driver, cuBLAS and cuDNN."""
+NO_HOST_MEMORY = "can't allocate memory"
+"""What torch's allocator says of the host's, about which a plan says nothing."""
 LOST_PEER = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "remote process exited",
     "ommunicator was aborted",
@@ -48,7 +55,6 @@ def attempt(make: Callable[[], Worker], folder: Path, rank: int) -> Failure | No
             worker.status.at(failure.message)  # the status file has its space already
         with suppress(PlannerError):  # a full disk: the launcher still has the log
             write_text(folder / FAILURE_FILE.format(rank), failure.model_dump_json(), force=True)
-        traceback.print_exc()
         return failure
     return None
 
@@ -74,7 +80,8 @@ def in_its_own_process(make: Callable[[], Worker], folder: Path, rank: int) -> N
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     failure = attempt(make, folder, rank)
-    sys.stdout.flush()
+    with suppress(OSError):  # a full disk
+        print("" if failure is None else failure.traceback, flush=True)
     os._exit(0 if failure is None else EXIT_FAILED)  # threads of a lost process group must not hold the process back
 
 
@@ -88,18 +95,32 @@ def _die_with_launcher() -> None:
 def failure_of(error: BaseException, rank: int, run: ProbeRun | None, where: str) -> Failure:
     """An exception as the file that the launcher reads."""
     text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in NO_MEMORY)
-    lost = any(sign in str(error) for sign in LOST_PEER)
     return Failure(
         rank=rank,
         stage=0 if run is None else run.place(rank).pp,
         phase=where,
-        kind="out_of_memory" if memory else "lost_peer" if lost else "error",
+        kind=kind_of(error),
         message=text,
         traceback="".join(traceback.format_exception(error)),
         time_s=time.monotonic(),
-        asked_bytes=asked_bytes(str(error)) if memory else None,
+        asked_bytes=asked_bytes(str(error)),
     )
+
+
+def kind_of(error: BaseException) -> Kind:
+    """What an exception says is missing."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in NO_MEMORY):
+        return "out_of_memory"
+    if isinstance(error, MemoryError) or NO_HOST_MEMORY in text:
+        return "host_memory"
+    return "lost_peer" if any(sign in text for sign in LOST_PEER) else "error"
+
+
+def ran_out(run: ProbeRun, failure: Failure) -> Measured:
+    """The result of a run that a GPU had no memory for."""
+    fields = failure.model_dump(include=set(OutOfMemory.model_fields))
+    return Measured(run=run, ranks=(), out_of_memory=OutOfMemory(**fields))
 
 
 def asked_bytes(message: str) -> int | None:

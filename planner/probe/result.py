@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from math import isfinite
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from planner.probe.run import ProbeRun
 from planner.probe.slices import Slice
 from planner.specs.base import Spec
+
+Finite = Annotated[float | None, AfterValidator(lambda value: value if value is None or isfinite(value) else None)]
+"""None where training has diverged: JSON has no word for what is not finite."""
+
+
+def shown(value: float | None, num_digits: int) -> str:
+    return "not finite" if value is None else f"{value:.{num_digits}f}"
 
 
 class TimedAction(Spec):
@@ -64,8 +74,8 @@ class StepSeconds(Spec):
     """Gradients and their norm over ranks."""
     optimizer_s: float
     step_s: float
-    loss: float
-    gradient_norm: float
+    loss: Finite
+    gradient_norm: Finite
 
 
 class Check(Spec):
@@ -203,6 +213,10 @@ class ProbeResult(Spec):
         )
 
 
+Kind = Literal["error", "out_of_memory", "host_memory", "lost_peer"]
+"""Out of memory is a GPU; the host's is another matter."""
+
+
 class Failure(Spec):
     """What a rank that failed leaves behind."""
 
@@ -210,7 +224,7 @@ class Failure(Spec):
     stage: int
     phase: str
     """And the action, where it was at one."""
-    kind: Literal["error", "out_of_memory", "lost_peer"]
+    kind: Kind
     message: str
     traceback: str
     time_s: float

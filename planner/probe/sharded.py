@@ -99,6 +99,10 @@ class ShardedParameters:
             if parameter.grad is not None:
                 local(parameter.grad).mul_(scale)
         self.optimizer.step()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again without gradients."""
         self.optimizer.zero_grad()
 
     def held(self) -> Iterator[Held]:

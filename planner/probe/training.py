@@ -19,7 +19,8 @@ from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun
 from planner.probe.sharded import ShardedParameters, shard_chunk
 from planner.probe.weights import copy_shard, initialise, local, whole_name
-from planner.probe.wires import Wires
+from planner.probe.wires import Wires, needed_by
+from planner.schedule.actions import Action
 
 
 def dtypes(run: ProbeRun) -> tuple[torch.dtype, torch.dtype]:
@@ -164,27 +165,58 @@ class Trainer:
         """A buffer for one message."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
+    def rehearse(self) -> None:
+        """Take a micro-batch, made up, through every chunk alone, and forget its gradients.
+
+        A kernel is loaded when first launched, a group connected when first used. Either may wait for all that the GPU
+        has under way: in a step that is a receive, whose sender may wait in the same way.
+        """
+        run = self.run
+        batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
+        for stage in self.chunks:
+            for kind in "FIW" if run.order.splits_backward else "FB":
+                action = Action(kind, stage, 0)
+                received = None if needed_by(run.order, action) is None else torch.ones_like(self.empty())
+                self.pipeline.run(action, received, [batch], 1.0)
+        for flat in self.flat:
+            flat.forget()
+
     def step(
-        self, step: int, on_action: Callable[[str], None], on_gradients: Callable[[], None] | None = None
+        self,
+        step: int,
+        on_action: Callable[[str], None],
+        on_gradients: Callable[[], None] | None = None,
+        start: Callable[[], None] | None = None,
     ) -> tuple[StepRecord, StepSeconds]:
-        """Pipeline, reduction, clipping, optimizer. `on_gradients` is called between reduction and optimizer."""
+        """Pipeline, reduction, clipping, optimizer. `on_gradients` is called between reduction and optimizer, `start`
+        starts the clock, once there are batches.
+
+        A GPU is not waited for before all of it is under way.
+        """
         run = self.run
         batches = [
             synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, seed, self.device)
             for seed in (batch_seed(run, step, self.dp_rank, mb) for mb in range(run.num_microbatches))
         ]
-        self.clock.start()
+        (start or self.clock.start)()
         record = self.pipeline.step(batches, 1 / (run.num_microbatches * run.dp * run.cp), on_action)
         marks = [self.clock.mark()]
-        norm = self.reduce()
+        on_action("gradients (computing)")
+        norm = self.reduce(on_action)
         marks.append(self.clock.mark())
         if on_gradients is not None:
             on_gradients()
         marks.append(self.clock.mark())
+        on_action("optimizer (computing)")
         for flat in self.flat:
             flat.step(clip_scale(norm, run.max_norm)[1])
         marks.append(self.clock.mark())
-        pipeline_s, reduced_s, resumed_s, end_s = map(self.clock.seconds, marks)
+        record.read(self.clock, on_action)
+        on_action("gradients (waiting)")
+        pipeline_s, reduced_s, resumed_s = map(self.clock.seconds, marks[:3])
+        on_action("optimizer (waiting)")
+        end_s = self.clock.seconds(marks[3])
+        on_action("loss (waiting)")
         seconds = StepSeconds(
             pipeline_s=pipeline_s,
             reduce_s=reduced_s - pipeline_s,
@@ -195,8 +227,9 @@ class Trainer:
         )
         return record, seconds
 
-    def reduce(self) -> Tensor:
+    def reduce(self, on_action: Callable[[str], None]) -> Tensor:
         """Sum gradients over every rank that has a part or a replica of them; the square of their global norm."""
+        on_action("gradients (waiting)")
         if not self.flat:
             return torch.zeros((), device=self.device)
         if isinstance(self.around.tp, GroupPeers):

@@ -16,7 +16,7 @@ from planner.files import write_text
 from planner.probe.exchanges import barrier, measure_exchanges
 from planner.probe.grid import Grid
 from planner.probe.meeting import Identity, compare
-from planner.probe.pipeline import StepRecord
+from planner.probe.pipeline import Clock, StepRecord
 from planner.probe.reference import Reference, check_gradients, check_steps, compute_reference
 from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
@@ -25,9 +25,6 @@ from planner.probe.training import Trainer, dtypes
 from planner.probe.wires import GroupWires
 
 RUN_FILE, RESULT_FILE, STATUS_FILE = "run.json", "rank{}.json", "rank{}.status"
-MAX_CONNECTIONS = "32"
-"""Of the host to a GPU: each channel between ranks has a stream of its own, and of streams that share one of the usual
-eight connections one that waits for a peer holds back the other."""
 
 
 class Worker:
@@ -51,17 +48,18 @@ class Worker:
         grid = Grid(run, self.rank)
         trainer = self.build(grid)
         static_bytes = self.static_memory()
+        self.status.enter("rehearsal")
+        trainer.rehearse()
         num_steps = run.warm_up_steps + run.num_steps
         reference = self.reference(num_steps) if run.check else None
         steps: list[StepSeconds] = []
         checks: list[Check] = []
         for step in range(num_steps):
             self.status.enter("warm-up" if step < run.warm_up_steps else f"step {step - run.warm_up_steps}")
-            self.barrier()
             if trainer.clock.is_cuda and step == num_steps - 1:
                 torch.cuda.reset_peak_memory_stats()
             on_gradients = partial(self.check, trainer, reference, checks) if step == 0 else None
-            record, seconds = trainer.step(step, self.status.at, on_gradients)
+            record, seconds = trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock))
             steps.append(seconds)
         memory = self.memory(static_bytes)
         self.status.enter("exchanges")
@@ -86,7 +84,6 @@ class Worker:
 
     def join(self, store: Any) -> None:
         """Make sure that all ranks run the same software on devices of their own, and connect them."""
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", MAX_CONNECTIONS)
         self.use_device()
         store.set_timeout(self.timeout)
         mine = Identity(torch.__version__, os.uname().nodename, self.device_id())
@@ -120,6 +117,15 @@ class Worker:
 
     def barrier(self) -> None:
         barrier(self.device)
+
+    def start(self, clock: Clock) -> None:
+        """Begin all ranks' clocks together: on one machine's CPU they are one, which begins with the last."""
+        self.barrier()
+        clock.start()
+        if self.local and not clock.is_cuda:
+            last = torch.tensor(clock.zero, dtype=torch.float64)
+            dist.all_reduce(last, dist.ReduceOp.MAX)
+            clock.zero = float(last)
 
     def build(self, grid: Grid) -> Trainer:
         """Stages, optimizer state and wires of this rank."""

@@ -100,6 +100,7 @@ def machine_of(device: Device) -> Machine:
     if not torch.cuda.is_available():
         raise ProbeError("--device cuda: torch sees no GPU", "run where there is one, or with --device cpu")
     properties = torch.cuda.get_device_properties(0)
+    product_row(Bench(device, 0.0), 256, 256, 256)  # a context without cuBLAS and loaded kernels is smaller
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info(0)
     hip = getattr(torch.version, "hip", None)

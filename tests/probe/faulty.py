@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import time
@@ -11,16 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from planner import files
 from planner.probe import process, stage
-from planner.probe.pipeline import Pipeline
+from planner.probe.chunk import Chunk
+from planner.probe.gradients import FlatParameters
+from planner.probe.pipeline import Clock, Pipeline
+from planner.probe.training import Trainer
+from planner.probe.wires import GroupWires
 
 SICK_RANK = 1
+NUM_CHUNKS = 2
 
 
 def _at(action_text: str, fault: Callable[[], None]) -> None:
-    """Have `fault` happen when the rank comes to an action."""
+    """Have `fault` happen when the rank comes to an action; to one of the first micro-batch, when it rehearses."""
     healthy = Pipeline.run
 
     def run(self: Pipeline, action: Any, *args: Any) -> Any:
@@ -47,13 +54,13 @@ def killed(folder: Path, rank: int, local_rank: int) -> None:
 
 def raising(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
-        _at("1B0", _raise)
+        _at("1B1", _raise)
     process.child(folder, rank, local_rank)
 
 
 def out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
-        _at("1F0", _out_of_memory)
+        _at("1F1", _out_of_memory)
     process.child(folder, rank, local_rank)
 
 
@@ -64,13 +71,72 @@ def stage_out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
 
 def aborted(folder: Path, rank: int, local_rank: int) -> None:
     """One rank raises; the other is aborted, as NCCL's watchdog does where a peer is gone."""
-    _at("1B0", _raise) if rank == SICK_RANK else _at("0B0", os.abort)
+    _at("1B1", _raise) if rank == SICK_RANK else _at("0B1", os.abort)
     process.child(folder, rank, local_rank)
 
 
 def hanging(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         _at("1F1", lambda: time.sleep(1000))
+    process.child(folder, rank, local_rank)
+
+
+def hanging_in_reduction(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        Trainer.reduce = lambda *_: time.sleep(1000)  # type: ignore[method-assign,assignment,return-value]
+    process.child(folder, rank, local_rank)
+
+
+def hanging_in_optimizer(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        FlatParameters.step = lambda *_: time.sleep(1000)  # type: ignore[method-assign,assignment]
+    process.child(folder, rank, local_rank)
+
+
+def hanging_at_its_end(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        dist.destroy_process_group = lambda: time.sleep(60)
+    process.child(folder, rank, local_rank)
+
+
+def diverged(folder: Path, rank: int, local_rank: int) -> None:
+    Trainer._over_all_ranks = lambda self, value: math.nan  # type: ignore[method-assign,assignment]
+    process.child(folder, rank, local_rank)
+
+
+def late(folder: Path, rank: int, local_rank: int) -> None:
+    """One rank starts its clock half a second after the others."""
+    healthy = Clock.start
+
+    def start(self: Clock) -> None:
+        time.sleep(0.5)
+        healthy(self)
+
+    if rank == SICK_RANK:
+        Clock.start = start  # type: ignore[method-assign]
+    process.child(folder, rank, local_rank)
+
+
+def refusing_the_unrehearsed(folder: Path, rank: int, local_rank: int) -> None:
+    """No receive may be under way when a chunk runs for the first time."""
+    done = {"forward": 0, "backward": 0}
+    forward, backward, begin = Chunk.forward, torch.autograd.backward, GroupWires.begin
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            done[name] += 1
+            return call(*args, **kwargs)
+
+        return counting
+
+    def begun(self: GroupWires) -> None:
+        if min(done.values()) < NUM_CHUNKS:
+            raise RuntimeError(f"not rehearsed: {done}")
+        begin(self)
+
+    Chunk.forward = counted("forward", forward)  # type: ignore[method-assign]
+    torch.autograd.backward = counted("backward", backward)
+    GroupWires.begin = begun  # type: ignore[method-assign]
     process.child(folder, rank, local_rank)
 
 

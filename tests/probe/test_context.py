@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from tiny import TINY  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from planner.probe import context  # noqa: E402
 from planner.probe.attention import (  # noqa: E402
@@ -130,3 +131,23 @@ def test_chunks_attend_as_sequences_of_their_own(seq_length: int) -> None:
 def test_a_chunk_as_long_as_the_sequence_needs_no_mask() -> None:
     model = ModelSpec(num_hidden_layers=1, **TINY, attention_chunk_size=8)
     assert Tables.of(model, 8, Surroundings(), torch.empty(0)).window_mask is None
+
+
+@pytest.mark.parametrize(("window", "flash"), [(None, False), (4, True)])
+def test_nothing_as_large_as_the_sequence_squared_is_made_where_no_mask_is_needed(
+    window: int | None, flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planner.probe.attention.takes_flash", lambda x: flash)
+    model = ModelSpec(num_hidden_layers=1, **TINY, sliding_window=window)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            made = function(*args, **(kwargs or {}))
+            largest = max(largest, made.numel() if isinstance(made, torch.Tensor) else 0)
+            return made
+
+    with Sizes():
+        Tables.of(model, 1024, Surroundings(), torch.empty(0))
+    assert 0 < largest < 1024**2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe import exchanges, peers, training  # noqa: E402
-from planner.probe.gpus import default_device  # noqa: E402
+from planner.probe import exchanges, exported, peers, training  # noqa: E402
+from planner.probe.gpus import default_device, require_gpu  # noqa: E402
 from planner.probe.gradients import FlatParameters, Sharding  # noqa: E402
 from planner.probe.linear import _takes_groups  # noqa: E402
-from planner.probe.pipeline import Clock  # noqa: E402
+from planner.probe.outcome import Options  # noqa: E402
+from planner.probe.pipeline import Clock, StepRecord  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
-from planner.probe.stage import StageWorker  # noqa: E402
+from planner.probe.stage import StageWorker, trainer_alone  # noqa: E402
 from planner.probe.worker import RESULT_FILE, RUN_FILE, Worker  # noqa: E402
 from planner.profile import measure, measure_links  # noqa: E402
 from planner.profile.grid import QUICK  # noqa: E402
@@ -107,6 +109,52 @@ def test_a_stage_alone_on_a_gpu(
     assert order.count("reset_peak_memory_stats") == 3
 
 
+def test_a_gpu_is_waited_for_behind_the_whole_step(
+    make_run: Any, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "synchronize", lambda event: called.append("synchronize event"))
+    monkeypatch.setattr(FlatParameters, "step", lambda flat, scale: called.append("optimizer"))
+    monkeypatch.setattr(training, "Clock", lambda device: Clock("cuda:0"))
+    trainer = trainer_alone(make_run(("1f1b", 2, 1, 3), check=False), 1, "cpu")
+    trainer.step(0, lambda at: None)
+    assert called.index("optimizer") < called.index("synchronize event")
+
+
+def test_where_a_gpu_hangs_is_the_first_mark_that_it_does_not_get_to(
+    called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def synchronize(event: Event) -> None:
+        if event is hung:
+            raise TimeoutError
+
+    monkeypatch.setattr(Event, "synchronize", synchronize)
+    clock, told = Clock("cuda:0"), list[str]()
+    clock.start()
+    marks = [(action, *(clock.mark() for _ in range(3))) for action in ("0F0", "0F1", "0F2")]
+    for mark, words in ((2, "0F1 (waiting)"), (3, "0F1 (computing)")):
+        hung = marks[1][mark]
+        with pytest.raises(TimeoutError):
+            StepRecord(marks).read(clock, told.append)  # type: ignore[arg-type]
+        assert told[-1] == words
+
+
+@pytest.mark.parametrize(
+    "start", [default_device, lambda: require_gpu(Options(device="cuda")), lambda: exported.main(["--config", "none"])]
+)
+def test_connections_are_set_before_cuda_is_asked_for_anything(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    connections: list[str | None] = []
+
+    def is_available() -> bool:
+        connections.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        return True
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # put back afterwards
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    start()
+    assert connections == ["32"]
+
+
 @pytest.mark.parametrize(("visible", "device"), [(4, "cuda:3"), (1, "cuda:0"), (2, None)])
 def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_it_is_shown(
     visible: int, device: str | None, make_run: Any, tmp_path: Path, called: list[str], monkeypatch: pytest.MonkeyPatch
@@ -171,7 +219,11 @@ def test_grouped_products_are_torchs_on_hopper_in_bf16(called: list[str]) -> Non
 def test_kernels_are_timed_between_events(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = measure.Bench("cuda", 0.5)
     assert bench.microseconds(lambda: None) == pytest.approx(1e5)
+    ones = torch.ones(2, 2)
+    monkeypatch.setattr(measure.Bench, "normal", lambda *_: called.append("operand") or ones)
+    called.clear()
     machine = measure.machine_of("cuda")
+    assert called.index("operand") < called.index("mem_get_info 0"), "a product is run before memory is read"
     assert (machine.name, machine.architecture, machine.num_sms) == ("NVIDIA H200", "hopper", 132)
     assert (machine.memory_bytes, machine.context_bytes, machine.num_devices) == (140 * GIB, 23 * GIB, 2)
     backends = {task.key["backend"] for task in measure.tasks("cuda", QUICK) if task.table == "attention"}

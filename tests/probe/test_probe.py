@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,8 +29,8 @@ from planner.probe import slices
 from planner.probe.compare import compare_exchanges
 from planner.probe.gpus import distinct_stages, ranks_result, ranks_run
 from planner.probe.gradients import FlatParameters, Sharding
-from planner.probe.probe import Options, probe
-from planner.probe.result import Exchange, Measured, OutOfMemory, ProbeResult, RankMemory
+from planner.probe.probe import Options, probe, require_split
+from planner.probe.result import Exchange, Measured, OutOfMemory, ProbeResult, RankMemory, StepSeconds
 from planner.probe.trace import trace_events
 
 ROOT = Path(__file__).parent.parent.parent
@@ -306,6 +302,7 @@ def test_seconds_of_gathered_keys_are_not_held_against_a_ring(cp: int, exchange:
     [
         ("cpu", {}, 30, "sequences of 30 tokens do not split into two equal chunks for each of cp 2 ranks"),
         ("cuda", {"position_embedding": "alibi"}, 32, r"split sequences \(cp 2\) takes no ALiBi"),
+        ("cuda", {"attention_chunk_size": 8}, 32, r"split sequences \(cp 2\) takes no chunks of 8 tokens"),
     ],
 )
 def test_what_cannot_be_split(device: Any, changes: dict[str, Any], seq_length: int, message: str) -> None:
@@ -316,6 +313,12 @@ def test_what_cannot_be_split(device: Any, changes: dict[str, Any], seq_length: 
         probe(plan.model_copy(update={"model": model, "training": training}), Options(device=device))
 
 
+def test_chunks_as_long_as_the_sequence_are_no_reason_not_to_split_it() -> None:
+    plan = small_plan(cp=2)
+    model = plan.model.model_copy(update={"spec": ModelSpec(**SMALL, attention_chunk_size=32)})
+    require_split(plan.model_copy(update={"model": model}), Options(device="cuda"))
+
+
 @pytest.mark.parametrize("loss", [2.5, float("nan")])
 def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys: pytest.CaptureFixture[str]) -> None:
     from planner.cli.output import show
@@ -324,9 +327,8 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
     plan = small_plan()
     memory = RankMemory(static_bytes=1, peak_allocated_bytes=2, peak_reserved_bytes=3, device_used_bytes=4)
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1), memory=memory)
-    ranks = [
-        rank.model_copy(update={"steps": (rank.steps[0].model_copy(update={"loss": loss}),)}) for rank in ran.ranks
-    ]
+    step = StepSeconds(**{**ran.ranks[0].steps[0].model_dump(), "loss": loss})
+    ranks = [rank.model_copy(update={"steps": (step,)}) for rank in ran.ranks]
     measured = Measured(run=ran.run, ranks=tuple(ranks))
     result = ranks_result(plan, Options(device="cuda"), measured, slices.Grid(pp=2, dp=1, cp=1, tp=1, ep=1), [0, 1])
     found = {(row.name, row.stage): row for row in result.comparisons}
@@ -340,7 +342,7 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
     assert finite.passed == (loss == 2.5)
     show(render(result))
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"(median of 1); loss {loss:.4f}" in printed
+    assert ("(median of 1); loss 2.5000" if loss == 2.5 else "FAILED finite loss not finite") in printed
 
 
 def test_stages_that_differ_only_in_place_are_run_once() -> None:
@@ -423,53 +425,6 @@ def test_no_gpu(plan_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["probe", plan_file, "--device", "cuda"]) == 5
     assert "torch sees no GPU" in capsys.readouterr().err
-
-
-def joined(plan_file: str, rank: int, world_size: int, port: int) -> subprocess.Popen[str]:
-    environment = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": 1,
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "planner.cli", "probe", plan_file, "--device", "cpu", "--steps", "1", "--json"],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "MASTER_ADDR": "127.0.0.1",
-            **{k: str(v) for k, v in environment.items()},
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_ranks_that_torchrun_starts(plan_file: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [joined(plan_file, rank, 2, port) for rank in range(2)]
-    outputs = [rank.communicate(timeout=100) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert ProbeResult.model_validate_json(outputs[0][0]).agrees
-    assert outputs[1][0] == ""
-
-
-def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        ranks = [joined(plan_file, 0, 2, port), joined(plan_file, 2, 3, port)]
-        (_, in_use), (_, too_many) = [rank.communicate(timeout=100) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [5, 5]
-    assert "error: rank 0 (stage 0, dp 0, cp 0, tp 0) failed in rendezvous" in in_use
-    assert "set MASTER_PORT" in in_use
-    assert str(port) in in_use
-    assert "3 ranks were started, the largest slice of the plan that fits has 2" in too_many
 
 
 def test_exchanges_are_shown_beside_what_the_links_say() -> None:
