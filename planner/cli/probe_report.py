@@ -38,6 +38,8 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
         yield Text(f"less  {', '.join(result.slice.reduced)}")
     if result.step_s is not None:
         yield Text(f"step  {_step(result)}")
+    if result.plan_step_s is not None:
+        yield Text(_judged_by(result.plan_runtime, result.plan_step_s))
     if result.out_of_memory is not None:
         yield section("Out of memory", bullets(_memory_lines(result)))
     if result.checks:
@@ -61,6 +63,11 @@ def _step(result: ProbeResult) -> str:
     spread = f", {seconds(result.step_spread_s)} apart" if result.run.num_steps > 1 else ""
     loss = "" if result.loss is None else f"; loss {result.loss:.4f}"
     return f"{seconds(result.step_s)} (median of {result.run.num_steps}{spread}){loss}"
+
+
+def _judged_by(runtime: str, step_s: float) -> str:
+    own = f"the plan's own trainer ({runtime}): {seconds(step_s)} a step"
+    return f"      held against the planner's price of eager torch, which runs here; {own}"
 
 
 def _checks(result: ProbeResult) -> Table:

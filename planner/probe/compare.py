@@ -253,7 +253,7 @@ def _compare_memory(
 ) -> list[Comparison]:
     """Bytes of the fullest rank of a stage. Beyond ZeRO-1 gathered weights and gradients come and go, and under ZeRO-2
     the run keeps all of them: there bytes are shown and not judged."""
-    planned, runtime = plan.best.stages[plan_stage].memory, plan.runtime_spec
+    planned, runtime = plan.stages[plan_stage].memory, plan.runtime_spec
     static: float = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
     if plan.parallelism.zero_stage == 3:  # before a step there are neither gathered weights nor gradients
         static = planned.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)

@@ -1,4 +1,7 @@
-"""What a probe's seconds say for planning: whether they are evidence of speed at all, and how slow each rank was."""
+"""What a probe's seconds say for planning: whether they are evidence of speed at all, and how slow each rank was.
+
+Seconds are held against the price of eager torch, which the ranks are, so that what is slow is the rank.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from statistics import median
 
 from planner.errors import SpecError
 from planner.plan import Plan, PricedLayout, StagePlan
+from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult, RankResult
 from planner.probe.slices import sampled_stages
 from planner.specs.cluster import HardwareSpec
@@ -41,7 +45,7 @@ def rank_factors(plan: Plan, result: ProbeResult, where: str = "the probe") -> t
     nearest one that ran with the same parts beside layers, where all stages ran on one device; else like the median.
     Raises SpecError where the probe measured no speed, or another plan's.
     """
-    layout = plan.best
+    layout = in_eager_torch(plan).best
     require_speed(result, plan.cluster.hardware, where)
     if result.inputs_sha256 != plan.inputs_sha256:
         raise SpecError(

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from planner.plan import Plan, PricedLayout
+from planner.plan import Plan
 from planner.probe.compare import activity, run_checks
+from planner.probe.eager import EAGER
 from planner.probe.result import Comparison, Measured, ProbeResult
 from planner.probe.run import Device
 from planner.probe.slices import RECOMPUTABLE, Grid, Slice, fully_shards, sampled_stages
@@ -34,11 +35,6 @@ class Options(NamedTuple):
     """Longest that a rank may show no progress."""
     order: Schedule | None = None
     """Another order than the plan's, such as one read from a CSV file."""
-
-
-def recompute_modules(layout: PricedLayout) -> tuple[str, ...]:
-    """Selectively recomputed modules that the probe's model can recompute."""
-    return tuple(name for name in layout.parallelism.recompute_modules if name in RECOMPUTABLE)
 
 
 def gathers_keys(plan: Plan) -> bool:
@@ -69,8 +65,11 @@ def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced:
     left_out = [name for name in layout.recompute_modules if name not in RECOMPUTABLE]
     if left_out:
         extrapolated.append(f"recomputation of {', '.join(left_out)}")
-    if plan.training.dtype != "bf16" and options.device == "cuda":
+    own_stages = options.device == "cuda" or options.stages is not None
+    if plan.training.dtype != "bf16" and own_stages:
         extrapolated.append(f"{plan.training.dtype} (the probe computes in bf16)")
+    if plan.runtime != EAGER.name and own_stages:
+        extrapolated.append(f"{plan.runtime}'s own kernels and overlaps (the probe runs eager torch)")
     context = f"CP {grid.cp} × " if layout.cp > 1 else ""
     ranks = f"TP {grid.tp} × {context}PP {grid.pp} × DP {grid.dp}"
     return Slice(
@@ -102,8 +101,9 @@ def result(
     measured: Measured,
     comparisons: Sequence[Comparison],
     step_s: float | None = None,
+    eager: Plan | None = None,
 ) -> ProbeResult:
-    """Everything together; `step_s` where no rank ran a whole step."""
+    """Everything together; `step_s` where no rank ran a whole step, `eager` where the plan's own stages ran."""
     ranks, run, alone = measured.ranks, measured.run, options.stages is not None
     complete = bool(ranks) and not alone
     steps = [max(rank.steps[i].step_s for rank in ranks) for i in range(run.num_steps)] if complete else []
@@ -126,5 +126,7 @@ def result(
         run=run,
         ranks=ranks,
         out_of_memory=memory,
-        predicted_bytes=None if memory is None else plan.best.stages[stage_of[memory.stage]].memory.total_bytes,
+        predicted_bytes=None if memory is None else (eager or plan).stages[stage_of[memory.stage]].memory.total_bytes,
+        plan_runtime=plan.runtime,
+        plan_step_s=None if eager is None else plan.step.step_s,
     )

@@ -186,6 +186,11 @@ class ProbeResult(Spec):
     """Median of the measured steps; of single stages, the replay of the whole pipeline with measured durations."""
     step_spread_s: float = 0.0
     """Longest less shortest measured step."""
+    plan_runtime: str = ""
+    """The trainer that the plan is for."""
+    plan_step_s: float | None = None
+    """Of the plan under that trainer; what ran is eager torch, and is held against the price of that. Null where the
+    plan's own stages did not run."""
     loss: float | None = None
     run: ProbeRun
     ranks: tuple[RankResult, ...] = ()
