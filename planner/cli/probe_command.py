@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from planner.probe.result import ProbeResult
     from planner.schedule.actions import Schedule
 
+_log = logging.getLogger(__name__)
 _WHERE, _SMALL, _OUTPUT = "Where it runs", "On the CPU", "Output"
 
 
@@ -67,28 +69,51 @@ def probe_command(
     from planner.cli.plan_file import read_plan
     from planner.cli.probe_report import render
     from planner.errors import ProbeMismatch
-    from planner.files import STDOUT, refuse_to_overwrite, write_text
+    from planner.files import STDOUT, write_text
 
-    for path in (output, trace):
-        if path is not None:
-            refuse_to_overwrite(path, force)
+    _refuse_files(output, trace, stage, force)
     read = read_plan(plan)
     result = _probe(read, device, stage, steps, timeout, _read_order(order), scale, processes, sleep, tolerance)
     if result is None:  # another rank reports
         return
-    if trace is not None:
-        from planner.probe.trace import trace_events
-
-        write_text(trace, dumps(trace_events(read, result), indent=None), force)
-    if output is not None:
-        write_text(output, dumps(result.model_dump(mode="json")), force)
-    if output != STDOUT:
+    if output != STDOUT:  # first of all: a file that cannot be written loses nothing
         if json:
             sys.stdout.write(dumps(result.model_dump(mode="json")))
         else:
             show(render(result))
+    if output is not None:
+        write_text(output, dumps(result.model_dump(mode="json")), force)
+    if trace is not None:
+        _write_trace(trace, read, result, force)
     if not result.agrees:
         raise ProbeMismatch("the run contradicts the plan", "the report names what is off, and by how much")
+
+
+def _refuse_files(output: str | None, trace: str | None, stage: str | None, force: bool) -> None:
+    from os.path import realpath
+
+    from planner.errors import SpecError
+    from planner.files import refuse_to_overwrite
+
+    if trace is not None and stage not in (None, "all"):
+        raise SpecError(f"--trace: of stage {stage} alone there is no pipeline to draw", "--stage all, or no --trace")
+    if None not in (output, trace) and realpath(str(output)) == realpath(str(trace)):
+        raise SpecError(f"-o, --trace: both name {output}", "name two files")
+    for path in (output, trace):
+        if path is not None:
+            refuse_to_overwrite(path, force)
+
+
+def _write_trace(path: str, plan: Plan, result: ProbeResult, force: bool) -> None:
+    from planner.cli.output import dumps
+    from planner.files import write_text
+    from planner.probe.trace import trace_events
+
+    traced = trace_events(plan, result)
+    if traced["traceEvents"]:
+        write_text(path, dumps(traced, indent=None), force)
+    else:
+        _log.warning("%s is not written: no step ran to its end", path)
 
 
 def _probe(

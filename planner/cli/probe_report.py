@@ -38,6 +38,8 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
         yield Text(f"less  {', '.join(result.slice.reduced)}")
     if result.step_s is not None:
         yield Text(f"step  {_step(result)}")
+    if result.mode == "stages" and result.ranks:
+        yield Text(f"      each stage: {_repeated(result)}")
     if result.plan_step_s is not None:
         yield Text(_judged_by(result.plan_runtime, result.plan_step_s))
     if result.out_of_memory is not None:
@@ -60,9 +62,13 @@ def _step(result: ProbeResult) -> str:
     assert result.step_s is not None
     if result.mode == "stages":
         return f"{seconds(result.step_s)}, replayed with what the stages took"
-    spread = f", {seconds(result.step_spread_s)} apart" if result.run.num_steps > 1 else ""
     loss = "" if result.loss is None else f"; loss {result.loss:.4f}"
-    return f"{seconds(result.step_s)} (median of {result.run.num_steps}{spread}){loss}"
+    return f"{seconds(result.step_s)} ({_repeated(result)}){loss}"
+
+
+def _repeated(result: ProbeResult) -> str:
+    spread = f", {seconds(result.step_spread_s)} apart" if result.run.num_steps > 1 else ""
+    return f"median of {result.run.num_steps}{spread}"
 
 
 def _judged_by(runtime: str, step_s: float) -> str:

@@ -87,7 +87,7 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
         Check(name="in flight", passed=found == planned, detail=f"{found} chunks at most, planned {planned}"),
     ]
     if run.sleep is None and not run.check:
-        checks.append(_finite(ranks))
+        checks.append(finite(ranks))
     for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
         same = [check for rank in ranks for check in rank.checks if check.name == name]
         worst = next((check for check in same if not check.passed), same[0])
@@ -95,10 +95,10 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
     return checks
 
 
-def _finite(ranks: Sequence[RankResult]) -> Check:
+def finite(ranks: Sequence[RankResult]) -> Check:
     """Losses and gradient norms are numbers, where nothing else is known of them."""
     passed = all(isfinite(step.loss) and isfinite(step.gradient_norm) for rank in ranks for step in rank.steps)
-    last = ranks[0].steps[-1]
+    last = ranks[-1].steps[-1]
     return Check(name="finite", passed=passed, detail=f"loss {last.loss:.4f}, gradient norm {last.gradient_norm:.4f}")
 
 

@@ -105,7 +105,7 @@ def probe_stages(plan: Plan, options: Options) -> ProbeResult:
     order = slices.slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
     grid = slices.Grid(asked.pp, slices.sharing_dp(layout), asked.cp, asked.tp, asked.ep)
     run = real_run(plan, options, order, slices.real_chunks(layout, order, range(asked.pp)), grid)
-    run = run.model_copy(update={"warm_up_steps": 2, "num_steps": 1})
+    run = run.model_copy(update={"warm_up_steps": 2})
     stands_for = distinct_stages(layout)
     tolerance = options.tolerance_fraction if judges_seconds(plan, options) else None
     ranks: list[RankResult] = []

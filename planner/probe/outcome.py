@@ -7,7 +7,7 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from planner.plan import Plan
-from planner.probe.compare import activity, run_checks
+from planner.probe.compare import activity, finite, run_checks
 from planner.probe.eager import EAGER
 from planner.probe.result import Comparison, Measured, ProbeResult
 from planner.probe.run import Device
@@ -107,6 +107,7 @@ def result(
     ranks, run, alone = measured.ranks, measured.run, options.stages is not None
     complete = bool(ranks) and not alone
     steps = [max(rank.steps[i].step_s for rank in ranks) for i in range(run.num_steps)] if complete else []
+    repeated = [steps] if complete else [[step.step_s for step in rank.steps] for rank in ranks]
     memory, pp = measured.out_of_memory, plan.parallelism.pp
     stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
     return ProbeResult(
@@ -118,10 +119,10 @@ def result(
         sleeps=run.sleep is not None,
         tolerance_fraction=options.tolerance_fraction,
         comparisons=tuple(comparisons),
-        checks=tuple(run_checks(run, ranks)) if complete else (),
+        checks=tuple(run_checks(run, ranks) if complete else [finite(ranks)] if ranks else []),
         activity=activity(run, ranks) if complete else (),
         step_s=median(steps) if steps else step_s,
-        step_spread_s=max(steps) - min(steps) if steps else 0.0,
+        step_spread_s=max((max(seconds) - min(seconds) for seconds in repeated), default=0.0),
         loss=ranks[0].steps[-1].loss if complete and run.sleep is None else None,
         run=run,
         ranks=ranks,

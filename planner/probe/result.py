@@ -185,7 +185,7 @@ class ProbeResult(Spec):
     step_s: float | None = None
     """Median of the measured steps; of single stages, the replay of the whole pipeline with measured durations."""
     step_spread_s: float = 0.0
-    """Longest less shortest measured step."""
+    """Longest less shortest measured step; of single stages, that of the stage where it is most."""
     plan_runtime: str = ""
     """The trainer that the plan is for."""
     plan_step_s: float | None = None

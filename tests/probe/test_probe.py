@@ -150,6 +150,19 @@ def test_stages_alone() -> None:
     assert trace_events(plan, one)["traceEvents"] == []
 
 
+def test_a_stage_alone_repeats_its_step_and_has_finite_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(small_plan(), stages=1, num_steps=3)
+    (rank,) = result.ranks
+    took_s = [step.step_s for step in rank.steps]
+    assert len(took_s) == 3
+    assert result.step_spread_s == max(took_s) - min(took_s) > 0
+    assert [(check.name, check.passed) for check in result.checks] == [("finite", True)]
+    lost = rank.steps[0].model_copy(update={"gradient_norm": float("nan")})
+    measured = Measured(run=result.run, ranks=(rank.model_copy(update={"steps": (lost, *rank.steps[1:])}),))
+    monkeypatch.setattr("planner.probe.gpus.launch", lambda *_, **__: measured)
+    assert [check.passed for check in run(small_plan(), stages=1, num_steps=3).checks] == [False]
+
+
 def test_stages_alone_of_split_sequences() -> None:
     result = run(small_plan(tp=2, cp=2, pp=2), stages=1)
     assert (result.run.seq_length, result.run.world_size) == (16, 8)
@@ -398,6 +411,8 @@ def test_a_mismatch_is_exit_code_6(
         (["--timeout", "-1"], "must be positive"),
         (["--order", "ORDER", "--stage", "all"], "--order: a stage alone follows the plan's own schedule"),
         (["--sleep", "--stage", "all"], "--sleep: ranks sleep on the CPU only"),
+        (["--stage", "0", "--trace", "t.json"], "--trace: of stage 0 alone there is no pipeline to draw"),
+        (["-o", "same.json", "--trace", "./same.json"], "-o, --trace: both name same.json"),
     ],
 )
 def test_wrong_options(
@@ -408,6 +423,36 @@ def test_wrong_options(
     options = [str(order) if option == "ORDER" else option for option in options]
     assert main(["probe", plan_file, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_report_is_printed_before_a_file_that_cannot_be_written(
+    plan_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probed = run(small_plan(), stages="all")
+    monkeypatch.setattr("planner.probe.probe.probe", lambda plan, options: probed)
+    folder = tmp_path / "gone"
+    folder.mkdir()
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("planner.files._replace", full)
+    assert main(["probe", plan_file, "--stage", "all", "-o", str(folder / "probe.json")]) == 1
+    captured = capsys.readouterr()
+    assert "the run agrees with the plan" in captured.out
+    assert "each stage: median of 1" in captured.out
+    assert "probe.json: cannot be written: No space left on device" in captured.err
+
+
+def test_a_trace_without_a_step_is_not_written(
+    plan_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probed = run(small_plan(), stages=0)
+    monkeypatch.setattr("planner.probe.probe.probe", lambda plan, options: probed)
+    trace = tmp_path / "trace.json"
+    assert main(["probe", plan_file, "--stage", "all", "--trace", str(trace)]) == 0
+    assert "trace.json is not written: no step ran to its end" in capsys.readouterr().err
+    assert not trace.exists()
 
 
 def test_a_file_that_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
