@@ -10,12 +10,13 @@ import torch
 from planner.errors import ProbeError, SpecError
 from planner.plan import Plan, PricedLayout, StagePlan
 from planner.probe import slices
+from planner.probe.activity import durations
 from planner.probe.compare import (
+    compare_data_parallel,
     compare_exchanges,
     compare_pipeline,
     compare_stage,
     compared,
-    durations,
     in_flight,
 )
 from planner.probe.eager import in_eager_torch, repriced
@@ -75,18 +76,28 @@ def ranks_result(
 ) -> ProbeResult:
     """What the layout costs in eager torch beside measured, stage by stage and for the pipeline.
 
-    Not judged where ranks hold other experts than planned; peaks of memory neither where a rank of the slice holds
-    other micro-batches.
+    Not judged where ranks hold other experts than planned, or passes gather weights (ZeRO-3), which the planner prices
+    beside them; peaks of memory neither where a rank of the slice holds other micro-batches.
     """
     eager, order, comparisons = in_eager_torch(plan), measured.run.order, list[Comparison]()
     asked = plan.parallelism
-    tolerance = options.tolerance_fraction if grid.ep == asked.ep else None
+    is_faithful = grid.ep == asked.ep and not measured.run.fully_sharded
+    tolerance = options.tolerance_fraction if is_faithful else None
     planned_in_flight = in_flight_chunks(asked.schedule, asked.pp, asked.vpp, asked.num_microbatches)
     holds = [planned_in_flight[stage] == held for stage, held in zip(stages, in_flight(measured.run), strict=True)]
     if measured.ranks:
         for rank, stage in enumerate(stages):
             ranks = [found for found in measured.ranks if found.stage == rank]
-            comparisons += compare_stage(eager, stage, ranks, tolerance, alone=False, holds_as_planned=holds[rank])
+            comparisons += compare_stage(
+                eager,
+                stage,
+                ranks,
+                tolerance,
+                alone=False,
+                holds_as_planned=holds[rank],
+                steps_as_planned=measured.run.dp_stands_for == 1,
+            )
+            comparisons += compare_data_parallel(plan.cluster, measured.run, ranks, stage)
         planned = slices.planned_seconds(eager.best, order, stages)
         comparisons += compare_pipeline(measured.run, measured.ranks, planned, stages, tolerance)
         comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
@@ -107,7 +118,8 @@ def probe_stages(plan: Plan, options: Options) -> ProbeResult:
     run = real_run(plan, options, order, slices.real_chunks(layout, order, range(asked.pp)), grid)
     run = run.model_copy(update={"warm_up_steps": 2})
     stands_for = distinct_stages(layout)
-    tolerance = options.tolerance_fraction if judges_seconds(plan, options) else None
+    is_judged = judges_seconds(plan, options) and not run.fully_sharded
+    tolerance = options.tolerance_fraction if is_judged else None
     ranks: list[RankResult] = []
     comparisons: list[Comparison] = []
     measured = Measured(run=run, ranks=())

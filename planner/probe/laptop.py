@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from planner.plan import Plan
 from planner.probe import slices
-from planner.probe.compare import compare_bubble, durations
+from planner.probe.activity import durations
+from planner.probe.compare import compare_bubble
 from planner.probe.launch import launch
 from planner.probe.outcome import Options, result, slice_of
 from planner.probe.result import Measured, ProbeResult

@@ -7,7 +7,8 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from planner.plan import Plan
-from planner.probe.compare import activity, finite, run_checks
+from planner.probe.activity import activity
+from planner.probe.compare import finite, run_checks
 from planner.probe.eager import EAGER
 from planner.probe.result import Comparison, Measured, ProbeResult
 from planner.probe.run import Device

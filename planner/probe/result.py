@@ -61,8 +61,11 @@ class StepSeconds(Spec):
     pipeline_s: float
     """From the first action's wait to the last action's end."""
     reduce_s: float
-    """Gradients and their norm over ranks."""
+    """Gradients summed over ranks; the waits for others among it."""
     optimizer_s: float
+    """Of this rank alone: its part of the norm, clipping, update, zeroed gradients."""
+    gather_s: float = 0.0
+    """Weights from the ranks that updated them."""
     step_s: float
     loss: float
     gradient_norm: float

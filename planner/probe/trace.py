@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from planner.plan import Plan
-from planner.probe.compare import by_stage, durations
+from planner.probe.activity import by_stage, durations
 from planner.probe.eager import in_eager_torch, repriced
 from planner.probe.gpus import distinct_stages, durations_alone
 from planner.probe.result import ProbeResult

@@ -40,12 +40,17 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def make_plan(
-    model: str = "8b", runtime: str = "megatron", dtype: Any = "bf16", moe_imbalance: float = 1.0, **layout: Any
+    model: str = "8b",
+    runtime: str = "megatron",
+    dtype: Any = "bf16",
+    moe_imbalance: float = 1.0,
+    num_gpus: int = 8,
+    **layout: Any,
 ) -> Plan:
     layout = {"tp": 2, "pp": 4, "dp": 1} | layout
     return evaluate(
         load_model(model),
-        ClusterSpec(hardware=load_hardware("h200"), num_gpus=8),
+        ClusterSpec(hardware=load_hardware("h200"), num_gpus=num_gpus),
         TrainingSpec(seq_length=4096, global_batch_size=32, dtype=dtype, moe_imbalance=moe_imbalance),
         Parallelism(**layout),
         runtime=runtime,
@@ -124,12 +129,30 @@ def test_gpus_as_fast_as_eager_torch_is_priced_agree_and_slower_ones_do_not(
     assert [(found.name, found.stage) for found in result.comparisons if found.agrees is False] == []
     assert code == 0
     judged = {found.name for found in result.comparisons if found.agrees}
-    assert judged >= {"forward", "backward", "static memory", "step" if options else "pipeline"}
+    assert judged >= {"forward", "backward", "optimizer", "static memory", "step" if options else "pipeline"}
     assert (result.plan_runtime, result.plan_step_s) == (plan.runtime, plan.step.step_s)
     assert any(f"{plan.runtime}'s own kernels" in what for what in result.slice.extrapolated)
     code, result = probe_it(plan, 1.2, *options)
     assert code == 6
-    assert {found.name for found in result.comparisons if found.agrees is False} >= {"forward", "backward"}
+    assert {found.name for found in result.comparisons if found.agrees is False} >= {"forward", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("options", [(), ("--stage", "all")], ids=["ranks", "stages"])
+def test_seconds_with_gathered_weights_in_them_are_shown(options: tuple[str, ...], probe_it: Any) -> None:
+    plan = make_plan(runtime="torchtitan", tp=1, pp=2, dp=4, zero_stage=3)
+    code, result = probe_it(plan, 1.2, *options)
+    assert result.run.fully_sharded
+    assert code == 0
+    assert {found.agrees for found in result.comparisons} == {None}
+
+
+def test_a_tables_update_and_that_for_several_ranks_are_shown(probe_it: Any) -> None:
+    def judged(plan: Plan) -> list[bool]:
+        _, result = probe_it(plan, 1.0)
+        return [found.agrees is not None for found in result.comparisons if found.name == "optimizer"]
+
+    assert judged(make_plan()) == [False, True, True, True]
+    assert judged(make_plan(num_gpus=16, dp=2)) == [False] * 4
 
 
 def test_eager_torch_is_slower_and_fuller_than_what_the_plan_is_for() -> None:
