@@ -54,7 +54,10 @@ def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced:
         ("EP", layout.ep, grid.ep),
         ("micro-batches", layout.num_microbatches, order.num_microbatches),
     )
-    verified, extrapolated = _claims(options)
+    verified, extrapolated = _claims(options, grid)
+    axes = ("tensor", "context", "pipeline", "data", "expert")
+    unshared = [axis for axis, (_, asked, run) in zip(axes, sizes, strict=False) if asked > run == 1]
+    extrapolated += [f"{axis}-parallel exchanges" for axis in unshared]
     if layout.num_gpus_used > grid.num_ranks:
         extrapolated.append(f"{layout.num_gpus_used - grid.num_ranks:,} more ranks")
     is_sharded = fully_shards(plan.best, order) and grid.dp * grid.cp > 1
@@ -82,7 +85,7 @@ def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced:
     )
 
 
-def _claims(options: Options) -> tuple[list[str], list[str]]:
+def _claims(options: Options, grid: Grid) -> tuple[list[str], list[str]]:
     """What a run of this kind verifies, and what it cannot."""
     if options.stages is not None:
         others = ["network", "ranks waiting for each other"]
@@ -92,7 +95,8 @@ def _claims(options: Options) -> tuple[list[str], list[str]]:
     if options.device == "cuda":
         return ["seconds and memory of each stage that ran", "exchanges among the ranks that ran"], []
     proved = ["bubble"] if options.sleep else ["loss", "gradients", "gradient norm"]
-    return ["order", "exchanges", "in flight", *proved], ["GPU seconds", "GPU memory", "network"]
+    exchanges = ["exchanges"] if grid.pp > 1 else []
+    return ["order", *exchanges, "in flight", *proved], ["GPU seconds", "GPU memory", "network"]
 
 
 def result(

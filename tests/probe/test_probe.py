@@ -87,6 +87,17 @@ def test_a_slice_of_a_large_plan_runs_and_agrees() -> None:
     assert [stage.stage for stage in result.activity] == [0, 1, 2]
 
 
+def test_what_a_small_slice_does_not_exchange_is_named() -> None:
+    plan = plan_of(load_model("deepseek-v2-lite"), 64, 4096, 64, tp=2, pp=3, dp=8, cp=1, ep=16, etp=1)
+    result = run(plan, num_processes=3)
+    unshared = {f"{axis}-parallel exchanges" for axis in ("tensor", "data", "expert")}
+    assert {what for what in result.slice.extrapolated if what.endswith("-parallel exchanges")} == unshared
+    assert "exchanges" in result.slice.verified
+    alone = run(plan, num_processes=1)
+    assert "pipeline-parallel exchanges" in alone.slice.extrapolated
+    assert "exchanges" not in {*alone.slice.verified, *(check.name for check in alone.checks)}
+
+
 def test_zero_3_is_run_where_no_backward_is_split() -> None:
     plan = small_plan(pp=1, dp=2, zero_stage=3)
     result = run(plan)
