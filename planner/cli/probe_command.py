@@ -35,7 +35,9 @@ OrderFile = Annotated[str | None, _option(_WHERE, "--order", "FILE.csv", "Run th
 Scale = Annotated[int, _option(_SMALL, "--scale", "N", "Hidden size of the model in small. [64]")]
 Processes = Annotated[int, _option(_SMALL, "--processes", "N", "Ranks to start at most. [8]")]
 Sleep = Annotated[bool, _option(_SMALL, "--sleep", None, "Sleep for the planned seconds: measures the bubble.")]
-Tolerance = Annotated[float, _option(_OUTPUT, "--tolerance", "X", "Of a prediction: off by more is a mismatch. [0.1]")]
+Tolerance = Annotated[
+    float | None, _option(_OUTPUT, "--tolerance", "X", "Of a prediction: off by more is a mismatch. [0.1]")
+]
 Trace = Annotated[str | None, _option(_OUTPUT, "--trace", "FILE", "Measured beside predicted, for ui.perfetto.dev.")]
 
 
@@ -49,7 +51,7 @@ def probe_command(
     scale: Scale = 64,
     processes: Processes = 8,
     sleep: Sleep = False,
-    tolerance: Tolerance = 0.1,
+    tolerance: Tolerance = None,
     trace: Trace = None,
     json: o.Json = False,
     output: o.Output = None,
@@ -76,6 +78,8 @@ def probe_command(
     result = _probe(read, device, stage, steps, timeout, _read_order(order), scale, processes, sleep, tolerance)
     if result is None:  # another rank reports
         return
+    if tolerance is not None and not result.uses_tolerance:
+        _log.warning("--tolerance %g: nothing that this run measured is judged by it", tolerance)
     if output != STDOUT:  # first of all: a file that cannot be written loses nothing
         if json:
             sys.stdout.write(dumps(result.model_dump(mode="json")))
@@ -126,17 +130,19 @@ def _probe(
     scale: int,
     processes: int,
     sleep: bool,
-    tolerance: float,
+    tolerance: float | None,
 ) -> ProbeResult | None:
     from planner.errors import ProbeError, SpecError
 
     if device not in (None, "cpu", "cuda"):
         raise SpecError(f"--device: {device!r} is unknown", "cpu or cuda")
     _at_least({"--steps": (steps, 1), "--scale": (scale, 8), "--processes": (processes, 1)})
-    if timeout_s <= 0 or tolerance <= 0:
-        raise SpecError(f"--timeout {timeout_s:g}, --tolerance {tolerance:g}: must be positive")
+    for name, value in (("--timeout", timeout_s), ("--tolerance", tolerance)):
+        if value is not None and not value > 0:
+            raise SpecError(f"{name} {value:g}: must be positive")
     try:
         from planner.probe.gpus import default_device
+        from planner.probe.outcome import DEFAULT_TOLERANCE
         from planner.probe.probe import Options, probe
     except ModuleNotFoundError as error:
         raise ProbeError(f"the probe needs {error.name}", "pip install 'planner[probe]'") from None
@@ -148,7 +154,7 @@ def _probe(
         num_processes=processes,
         sleep=sleep,
         num_steps=steps,
-        tolerance_fraction=tolerance,
+        tolerance_fraction=DEFAULT_TOLERANCE if tolerance is None else tolerance,
         timeout_s=timeout_s,
         order=order,
     )

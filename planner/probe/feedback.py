@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isclose
 from statistics import median
+from typing import NamedTuple
 
 from planner.errors import SpecError
 from planner.plan import Plan, PricedLayout, StagePlan
@@ -38,8 +39,16 @@ def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the
         raise SpecError(f"{where}: ran the model in small to prove its order, not its speed", "plan probe --stage all")
 
 
-def rank_factors(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple[float, ...]:
-    """How many times as long each pipeline rank takes as the profile says, exchanges included.
+class Slowness(NamedTuple):
+    """How many times as long a pipeline rank takes as the profile says."""
+
+    factor: float
+    guessed: str = ""
+    """What it is taken from where the rank's stage did not run."""
+
+
+def slowness(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple[Slowness, ...]:
+    """How slow each pipeline rank is, exchanges included.
 
     The slowest data-parallel rank of a stage counts: all others wait for it. A stage that did not run is like the
     nearest one that ran with the same parts beside layers, where all stages ran on one device; else like the median.
@@ -58,7 +67,13 @@ def rank_factors(plan: Plan, result: ProbeResult, where: str = "the probe") -> t
         stage_of[stage]: _factor(layout, stage_of[stage], [rank for rank in result.ranks if rank.stage == stage], alone)
         for stage in sorted({rank.stage for rank in result.ranks})
     }
-    return tuple(found[stage] if stage in found else _guess(layout, found, stage, alone) for stage in range(pp))
+    ran = {stage: Slowness(factor) for stage, factor in found.items()}
+    return tuple(ran.get(stage) or _guess(layout, found, stage, alone) for stage in range(pp))
+
+
+def rank_factors(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple[float, ...]:
+    """The factors of `slowness` alone."""
+    return tuple(rank.factor for rank in slowness(plan, result, where))
 
 
 def _require_same_stages(layout: PricedLayout, result: ProbeResult, where: str) -> None:
@@ -89,9 +104,10 @@ def _factor(layout: PricedLayout, stage: int, ranks: Sequence[RankResult], alone
     return known * (measured_s + (exchanged_s if alone else 0.0)) / total_s
 
 
-def _guess(layout: PricedLayout, found: dict[int, float], stage: int, alone: bool) -> float:
+def _guess(layout: PricedLayout, found: dict[int, float], stage: int, alone: bool) -> Slowness:
     holds = layout.stages[stage].holds
     alike = [other for other in found if layout.stages[other].holds == holds] if alone else []
     if alike:
-        return found[min(alike, key=lambda other: (abs(other - stage), other))]
-    return median(found.values())
+        nearest = min(alike, key=lambda other: (abs(other - stage), other))
+        return Slowness(found[nearest], f"like stage {nearest}")
+    return Slowness(median(found.values()), "median" if len(found) > 1 else f"like stage {min(found)}")

@@ -15,6 +15,9 @@ from planner.probe.run import Device
 from planner.probe.slices import RECOMPUTABLE, Grid, Slice, fully_shards, sampled_stages
 from planner.schedule.actions import Schedule
 
+DEFAULT_TOLERANCE = 0.1
+"""Of a prediction."""
+
 
 class Options(NamedTuple):
     """How to probe."""
@@ -31,7 +34,7 @@ class Options(NamedTuple):
     sleep: bool = False
     """On the CPU: sleep for the plan's seconds, scaled, in place of computing."""
     num_steps: int = 3
-    tolerance_fraction: float = 0.1
+    tolerance_fraction: float = DEFAULT_TOLERANCE
     timeout_s: float = 120.0
     """Longest that a rank may show no progress."""
     order: Schedule | None = None

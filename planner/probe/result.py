@@ -210,6 +210,11 @@ class ProbeResult(Spec):
             and all(comparison.agrees is not False for comparison in self.comparisons)
         )
 
+    @property
+    def uses_tolerance(self) -> bool:
+        """Whether any quantity is judged by the tolerance, which equal results and the bubble of sleeps are not."""
+        return not self.sleeps and any(comparison.agrees is not None for comparison in self.comparisons)
+
 
 class Failure(Spec):
     """What a rank that failed leaves behind."""

@@ -132,6 +132,7 @@ def test_gpus_as_fast_as_eager_torch_is_priced_agree_and_slower_ones_do_not(
     assert judged >= {"forward", "backward", "optimizer", "static memory", "step" if options else "pipeline"}
     assert (result.plan_runtime, result.plan_step_s) == (plan.runtime, plan.step.step_s)
     assert any(f"{plan.runtime}'s own kernels" in what for what in result.slice.extrapolated)
+    assert result.uses_tolerance
     code, result = probe_it(plan, 1.2, *options)
     assert code == 6
     assert {found.name for found in result.comparisons if found.agrees is False} >= {"forward", "backward", "optimizer"}

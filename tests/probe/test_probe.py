@@ -390,6 +390,15 @@ def test_command_prints_json_and_traces(plan_file: str, tmp_path: Path, capsys: 
     assert {(0, "0F0"), (1, "0F0"), (0, "1B3"), (1, "1B3")} <= spans
 
 
+@pytest.mark.parametrize("options", [[], ["--stage", "1"], ["--sleep"]])
+def test_a_tolerance_that_judges_nothing_is_told(
+    options: list[str], plan_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["probe", plan_file, "--device", "cpu", "--steps", "1", "--tolerance", "1e-9", *options])
+    assert code == 0 or options == ["--sleep"]
+    assert "--tolerance 1e-09: nothing that this run measured is judged by it" in capsys.readouterr().err
+
+
 def test_command_splits_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(small_plan(tp=2, cp=2, pp=2).to_json()))
