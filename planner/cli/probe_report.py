@@ -102,14 +102,15 @@ def _comparisons(comparisons: tuple[Comparison, ...]) -> Table:
 
 
 def _activity(result: ProbeResult) -> Table:
-    table = columns("r", "r", "r", "r", None)
+    """Which rank of a stage is shown where it has several."""
+    table, has_peers = columns("r", "r", "r", "r", None), result.run.world_size > result.run.pp
     table.show_header = True
     for column, head in zip(table.columns, ("stage", "busy", "waits", "queue", "idle by cause"), strict=True):
         column.header = head
     for stage in result.activity:
         causes = sorted(stage.idle_s.items(), key=lambda item: -item[1])
         table.add_row(
-            str(stage.stage),
+            f"{stage.stage} (rank {stage.rank})" if has_peers else str(stage.stage),
             percent(stage.utilisation_fraction),
             seconds(stage.wait_s),
             str(stage.max_queue),

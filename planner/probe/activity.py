@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from planner.probe.result import RankResult, StageActivity
 from planner.probe.run import ProbeRun, SleepSeconds
-from planner.probe.wires import message_of, needed_by
+from planner.probe.wires import Message, message_of, needed_by
 from planner.schedule.actions import Action, Schedule
-from planner.schedule.replay import Durations, replay
+from planner.schedule.replay import Durations
 
 
 def durations(seconds: Sequence[SleepSeconds]) -> Durations:
@@ -23,18 +23,6 @@ def durations(seconds: Sequence[SleepSeconds]) -> Durations:
 def by_stage(run: ProbeRun, ranks: Sequence[RankResult]) -> list[RankResult]:
     """One rank of each pipeline stage."""
     return [next(r for r in ranks if r.stage == stage) for stage in range(run.pp)]
-
-
-def measured_seconds(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[SleepSeconds, ...]:
-    """Measured medians of every virtual stage; a backward that was not split is all input gradient."""
-    found: dict[int, SleepSeconds] = {}
-    for rank in ranks:
-        for chunk in rank.chunks:
-            whole = SleepSeconds(chunk.forward_s, chunk.backward_s, 0.0)
-            if chunk.input_grad_s is not None and chunk.weight_grad_s is not None and run.order.splits_backward:
-                whole = SleepSeconds(chunk.forward_s, chunk.input_grad_s, chunk.weight_grad_s)
-            found.setdefault(chunk.stage % len(run.chunks), whole)
-    return tuple(found[stage] for stage in range(len(run.chunks)))
 
 
 def span_s(ranks: Sequence[RankResult]) -> float:
@@ -57,19 +45,19 @@ def bubble_fraction(ranks: Sequence[RankResult]) -> float:
 
 
 def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
-    """Utilisation, waits, idle time by cause and queue of every pipeline rank."""
-    stages = by_stage(run, ranks)
-    timeline = replay(run.order, durations(measured_seconds(run, stages)))
-    total_s = span_s(stages)
-    found = []
-    for rank in stages:
-        queue = queue_of(run.order, stages, rank)
+    """Utilisation, waits, idle time by cause and queue of each stage's busiest rank, for which its peers wait."""
+    total_s, found = span_s(ranks), []
+    for stage in range(run.pp):
+        rank = max((rank for rank in ranks if rank.stage == stage), key=busy_s)
+        sent = sent_to(run.order, [other for other in ranks if other.replica == rank.replica])
+        queue = queue_of(run.order, sent, rank)
         found.append(
             StageActivity(
-                stage=rank.stage,
+                stage=stage,
+                rank=rank.rank,
                 utilisation_fraction=busy_s(rank) / total_s,
                 wait_s=waited_s(rank),
-                idle_s={cause: float(seconds[rank.stage]) for cause, seconds in timeline.idle_s.items()},
+                idle_s=idle_of(run.order, sent, rank, total_s),
                 queue=tuple(queue),
                 max_queue=max((depth for _, depth in queue), default=0),
             )
@@ -77,14 +65,36 @@ def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity,
     return tuple(found)
 
 
-def queue_of(order: Schedule, stages: Sequence[RankResult], rank: RankResult) -> list[tuple[float, int]]:
+def sent_to(order: Schedule, pipeline: Sequence[RankResult]) -> dict[Message, float]:
+    """When each message of one pipeline's ranks was ready."""
+    timed = [timed for rank in pipeline for timed in rank.actions]
+    messages = [message_of(order, Action.parse(one.action)) for one in timed]
+    return {message: one.end_s for message, one in zip(messages, timed, strict=True) if message is not None}
+
+
+def idle_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult, total_s: float) -> dict[str, float]:
+    """A rank's idle seconds by cause, under the names of the replay; with its busy seconds they add up to `total_s`.
+
+    A wait is for an activation or a gradient until its sender has computed it, and then for the transfer; what passes
+    between two actions without a wait is the host's. What waits have to do with unequal stages is among the waits.
+    """
+    idle = dict.fromkeys(("fill", "activation", "gradient", "transfer", "host", "drain"), 0.0)
+    idle["fill"], free_s = rank.actions[0].start_s, rank.actions[0].end_s
+    for timed in rank.actions[1:]:
+        needed = needed_by(order, Action.parse(timed.action))
+        ready_s = timed.start_s if needed is None else timed.ready_s
+        idle["host"] += ready_s - free_s
+        if needed is not None:
+            sent_s = min(max(sent[needed], ready_s), timed.start_s)
+            idle["activation" if needed.kind == "F" else "gradient"] += sent_s - ready_s
+            idle["transfer"] += timed.start_s - sent_s
+        free_s = timed.end_s
+    idle["drain"] = total_s - free_s
+    return idle
+
+
+def queue_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult) -> list[tuple[float, int]]:
     """Micro-batches that have arrived at a rank and wait to be taken up, over time."""
-    sent = {}
-    for other in stages:
-        for timed in other.actions:
-            message = message_of(order, Action.parse(timed.action))
-            if message is not None:
-                sent[message] = timed.end_s
     changes: list[tuple[float, int]] = []
     for timed in rank.actions:
         needed = needed_by(order, Action.parse(timed.action))

@@ -99,6 +99,11 @@ class RankResult(Spec):
     memory: RankMemory | None = None
     checks: tuple[Check, ...] = ()
 
+    @property
+    def replica(self) -> tuple[int, int, int]:
+        """Which of the pipelines the rank is in."""
+        return self.dp, self.cp, self.tp
+
 
 class OutOfMemory(Spec):
     """A rank that the device had no memory for: a result, not a failure."""
@@ -137,15 +142,16 @@ class Comparison(Spec):
 
 
 class StageActivity(Spec):
-    """What a pipeline rank did with the last step, and what waited for it."""
+    """What the busiest rank of a stage did with the last step, and what waited for it."""
 
     stage: int
+    rank: int | None = None
     utilisation_fraction: float
     """Computing, of the time from the first rank's start to the last rank's end."""
     wait_s: float
     """Waiting for messages of other ranks."""
     idle_s: dict[str, float]
-    """The replay's account of idle time by cause, with the measured durations."""
+    """Idle time by cause, as the replay names them, and the host's between actions."""
     queue: tuple[tuple[float, int], ...]
     """(seconds, micro-batches that have arrived and not been taken up from then on)."""
     max_queue: int

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from planner.plan import Plan
-from planner.probe.activity import by_stage, durations
+from planner.probe.activity import by_stage, durations, span_s
 from planner.probe.eager import in_eager_torch, repriced
 from planner.probe.gpus import distinct_stages, durations_alone
 from planner.probe.result import ProbeResult
@@ -54,14 +54,20 @@ def _predicted(plan: Plan, result: ProbeResult) -> Iterator[Event]:
     if seconds is None:
         stages = sampled_stages(plan.parallelism.pp, run.pp)
         seconds = planned_seconds(in_eager_torch(plan).best, run.order, stages)
-    yield from _replayed(PREDICTED, "predicted", result, durations(seconds))
+    predicted = durations(seconds)
+    if run.dtype == "bfloat16" or run.sleep is not None:
+        yield from _replayed(PREDICTED, "predicted", result, predicted)
+        return
+    times = span_s(result.ranks) / replay(run.order, predicted).makespan_s
+    name = f"predicted of the plan's own stages, × {times:.3g} to be as long as measured"
+    yield from _replayed(PREDICTED, name, result, predicted, times)
 
 
-def _replayed(pid: int, name: str, result: ProbeResult, seconds: Durations) -> Iterator[Event]:
+def _replayed(pid: int, name: str, result: ProbeResult, seconds: Durations, times: float = 1.0) -> Iterator[Event]:
     timeline = replay(result.run.order, seconds)
     yield _process(pid, name)
     for rank, actions in enumerate(result.run.ranks):
-        starts, ends = timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist()
+        starts, ends = (times * timeline.start_s[rank]).tolist(), (times * timeline.end_s[rank]).tolist()
         for action, start_s, end_s in zip(actions, starts, ends, strict=True):
             yield _span(pid, rank, action, start_s, end_s)
 

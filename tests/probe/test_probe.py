@@ -388,6 +388,12 @@ def test_command_prints_json_and_traces(plan_file: str, tmp_path: Path, capsys: 
     events = json.loads(trace.read_text())["traceEvents"]
     spans = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
     assert {(0, "0F0"), (1, "0F0"), (0, "1B3"), (1, "1B3")} <= spans
+    ends = [
+        max(event["ts"] + event["dur"] for event in events if event.get("pid") == pid and "dur" in event)
+        for pid in (0, 1)
+    ]
+    assert ends[0] == pytest.approx(ends[1]), "of the model in small as long as of the plan"
+    assert any("to be as long as measured" in event["args"]["name"] for event in events if event["ph"] == "M")
 
 
 @pytest.mark.parametrize("options", [[], ["--stage", "1"], ["--sleep"]])
