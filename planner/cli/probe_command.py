@@ -78,8 +78,7 @@ def probe_command(
     result = _probe(read, device, stage, steps, timeout, _read_order(order), scale, processes, sleep, tolerance)
     if result is None:  # another rank reports
         return
-    if tolerance is not None and not result.uses_tolerance:
-        _log.warning("--tolerance %g: nothing that this run measured is judged by it", tolerance)
+    _warn(read, result, tolerance)
     if output != STDOUT:  # first of all: a file that cannot be written loses nothing
         if json:
             sys.stdout.write(dumps(result.model_dump(mode="json")))
@@ -106,6 +105,16 @@ def _refuse_files(output: str | None, trace: str | None, stage: str | None, forc
     for path in (output, trace):
         if path is not None:
             refuse_to_overwrite(path, force)
+
+
+def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
+    """Of another GPU than the plan's, and of a tolerance that judges nothing."""
+    from planner.cli.probe_file import doubt_device
+
+    if result.run.device == "cuda":
+        doubt_device(result, plan.cluster.hardware, "the probe")
+    if tolerance is not None and not result.uses_tolerance:
+        _log.warning("--tolerance %g: nothing that this run measured is judged by it", tolerance)
 
 
 def _write_trace(path: str, plan: Plan, result: ProbeResult, force: bool) -> None:

@@ -45,12 +45,13 @@ def make_plan(
     dtype: Any = "bf16",
     moe_imbalance: float = 1.0,
     num_gpus: int = 8,
+    hardware: str = "h200",
     **layout: Any,
 ) -> Plan:
     layout = {"tp": 2, "pp": 4, "dp": 1} | layout
     return evaluate(
         load_model(model),
-        ClusterSpec(hardware=load_hardware("h200"), num_gpus=num_gpus),
+        ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus),
         TrainingSpec(seq_length=4096, global_batch_size=32, dtype=dtype, moe_imbalance=moe_imbalance),
         Parallelism(**layout),
         runtime=runtime,
@@ -173,6 +174,16 @@ def test_no_stage_is_slow_that_takes_what_eager_torch_takes(
         assert main(["rebalance", str(tmp_path / "plan.json"), str(tmp_path / "probe.json"), "--json"]) == 0
         stages = json.loads(capsys.readouterr().out)["stages"]
         assert [stage["rank_factor"] for stage in stages] == pytest.approx([factor] * 4)
+
+
+@pytest.mark.parametrize(("hardware", "is_doubted"), [("h200", False), ("h100", True)])
+def test_another_gpu_than_the_plans_is_doubted(
+    hardware: str, is_doubted: bool, probe_it: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(hardware=hardware)
+    probe_it(plan, 1.0)
+    doubt = f"the probe: ran on NVIDIA H200; is that {plan.cluster.hardware.name}?"
+    assert (doubt in capsys.readouterr().err) == is_doubted
 
 
 def test_the_layout_stays_and_its_price_again_is_the_same() -> None:
