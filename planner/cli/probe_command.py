@@ -38,6 +38,7 @@ Sleep = Annotated[bool, _option(_SMALL, "--sleep", None, "Sleep for the planned 
 Tolerance = Annotated[
     float | None, _option(_OUTPUT, "--tolerance", "X", "Of a prediction: off by more is a mismatch. [0.1]")
 ]
+Output = Annotated[str | None, _option(_OUTPUT, "--output -o", "FILE", "Save what was measured; - is stdout.")]
 Trace = Annotated[str | None, _option(_OUTPUT, "--trace", "FILE", "Measured beside predicted, for ui.perfetto.dev.")]
 
 
@@ -54,7 +55,7 @@ def probe_command(
     tolerance: Tolerance = None,
     trace: Trace = None,
     json: o.Json = False,
-    output: o.Output = None,
+    output: Output = None,
     force: o.Force = False,
 ) -> None:
     """Run the plan's pipeline for a few steps, and put measured beside predicted.

@@ -125,9 +125,15 @@ def _exchanges(result: ProbeResult) -> Iterator[str]:
 
     for found in slowest_exchanges(result.ranks):
         yield (
-            f"{found.name} of {found.num_bytes / 2**20:,.2f} MiB over {found.size} ranks: {seconds(found.seconds)}, "
+            f"{found.name} of {_size(found.num_bytes)} over {found.size} ranks: {seconds(found.seconds)}, "
             f"{digits(found.bus_gb_per_s)} GB/s on the bus"
         )
+
+
+def _size(num_bytes: int) -> str:
+    """In the largest unit of which it is at least one."""
+    unit = min(2, max(0, num_bytes.bit_length() - 1) // 10)
+    return f"{digits(num_bytes / 1024**unit)} {('B', 'KiB', 'MiB')[unit]}"
 
 
 def _memory_lines(result: ProbeResult) -> list[str]:

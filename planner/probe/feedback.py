@@ -37,6 +37,8 @@ def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the
         )
     if result.run.dtype != "bfloat16":
         raise SpecError(f"{where}: ran the model in small to prove its order, not its speed", "plan probe --stage all")
+    if result.run.fully_sharded and result.mode == "ranks":
+        raise SpecError(f"{where}: its passes waited for gathered weights (ZeRO-3)", "plan probe --stage all")
 
 
 class Slowness(NamedTuple):

@@ -64,6 +64,9 @@ def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced:
     if layout.num_gpus_used > grid.num_ranks:
         extrapolated.append(f"{layout.num_gpus_used - grid.num_ranks:,} more ranks")
     is_sharded = fully_shards(plan.best, order) and grid.dp * grid.cp > 1
+    own_stages = options.device == "cuda" or options.stages is not None
+    if is_sharded and own_stages:
+        extrapolated.append("seconds of passes that gather weights (shown, not judged)")
     if layout.zero_stage > 1 and not is_sharded:
         extrapolated.append(f"ZeRO-{layout.zero_stage} (this run shards optimizer states only)")
     if grid.cp > 1 and not (options.sleep or gathers_keys(plan)):
@@ -72,7 +75,6 @@ def slice_of(plan: Plan, grid: Grid, order: Schedule, options: Options, reduced:
     left_out = [name for name in layout.recompute_modules if name not in RECOMPUTABLE]
     if left_out:
         extrapolated.append(f"recomputation of {', '.join(left_out)}")
-    own_stages = options.device == "cuda" or options.stages is not None
     if plan.training.dtype != "bf16" and own_stages:
         extrapolated.append(f"{plan.training.dtype} (the probe computes in bf16)")
     if plan.runtime != EAGER.name and own_stages:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from planner.errors import SpecError
 from planner.plan import Plan
 from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
@@ -18,6 +19,7 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.cli import main  # noqa: E402
 from planner.probe.eager import EAGER, in_eager_torch  # noqa: E402
+from planner.probe.feedback import rank_factors  # noqa: E402
 from planner.probe.result import (  # noqa: E402
     ChunkSeconds,
     Measured,
@@ -146,6 +148,10 @@ def test_seconds_with_gathered_weights_in_them_are_shown(options: tuple[str, ...
     assert result.run.fully_sharded
     assert code == 0
     assert {found.agrees for found in result.comparisons} == {None}
+    assert any("passes that gather weights" in what for what in result.slice.extrapolated)
+    if not options:
+        with pytest.raises(SpecError, match="its passes waited for gathered weights"):
+            rank_factors(plan, result)
 
 
 def test_a_tables_update_and_that_for_several_ranks_are_shown(probe_it: Any) -> None:

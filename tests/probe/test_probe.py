@@ -412,7 +412,9 @@ def test_command_splits_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[
     printed = " ".join(capsys.readouterr().out.split())
     assert "run TP 2 × CP 2 × PP 2 × DP 1" in printed
     assert "ok loss" in printed
-    assert "cp all-gather" in printed
+    assert "cp all-gather of " in printed
+    assert " KiB over 2 ranks" in printed
+    assert "0.00 MiB" not in printed
     assert "not measured: GPU seconds" in printed
 
 
@@ -479,6 +481,11 @@ def test_a_trace_without_a_step_is_not_written(
     assert main(["probe", plan_file, "--stage", "all", "--trace", str(trace)]) == 0
     assert "trace.json is not written: no step ran to its end" in capsys.readouterr().err
     assert not trace.exists()
+
+
+def test_help_says_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--help"]) == 0
+    assert "Save what was measured" in capsys.readouterr().out
 
 
 def test_a_file_that_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
