@@ -41,7 +41,8 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
     if result.mode == "stages" and result.ranks:
         yield Text(f"      each stage: {_repeated(result)}")
     if result.plan_step_s is not None:
-        yield Text(_judged_by(result.plan_runtime, result.plan_step_s))
+        yield Text("held  against the planner's price of eager torch, which is what runs")
+        yield Text(f"      the plan's own trainer, {result.plan_runtime}: {seconds(result.plan_step_s)} a step")
     if result.out_of_memory is not None:
         yield section("Out of memory", bullets(_memory_lines(result)))
     if result.checks:
@@ -69,11 +70,6 @@ def _step(result: ProbeResult) -> str:
 def _repeated(result: ProbeResult) -> str:
     spread = f", {seconds(result.step_spread_s)} apart" if result.run.num_steps > 1 else ""
     return f"median of {result.run.num_steps}{spread}"
-
-
-def _judged_by(runtime: str, step_s: float) -> str:
-    own = f"the plan's own trainer ({runtime}): {seconds(step_s)} a step"
-    return f"      held against the planner's price of eager torch, which runs here; {own}"
 
 
 def _checks(result: ProbeResult) -> Table:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from planner.plan import Plan
+from planner.errors import ProbeError
+from planner.plan import Plan, StagePlan
 from planner.probe.activity import activity
 from planner.probe.compare import finite, run_checks
 from planner.probe.eager import EAGER
@@ -14,6 +15,7 @@ from planner.probe.result import Comparison, Measured, ProbeResult
 from planner.probe.run import Device
 from planner.probe.slices import RECOMPUTABLE, Grid, Slice, fully_shards, sampled_stages
 from planner.schedule.actions import Schedule
+from planner.specs.units import GIB
 
 DEFAULT_TOLERANCE = 0.1
 """Of a prediction."""
@@ -120,6 +122,9 @@ def result(
     repeated = [steps] if complete else [[step.step_s for step in rank.steps] for rank in ranks]
     memory, pp = measured.out_of_memory, plan.parallelism.pp
     stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
+    predicted = None if memory is None else (eager or plan).stages[stage_of[memory.stage]]
+    if predicted is not None and eager is not None:
+        _refuse_expected(predicted, plan)
     return ProbeResult(
         mode="stages" if alone else "ranks",
         device=ranks[0].device_name if ranks else options.device,
@@ -137,7 +142,19 @@ def result(
         run=run,
         ranks=ranks,
         out_of_memory=memory,
-        predicted_bytes=None if memory is None else (eager or plan).stages[stage_of[memory.stage]].memory.total_bytes,
+        predicted_bytes=None if predicted is None else predicted.memory.total_bytes,
         plan_runtime=plan.runtime,
         plan_step_s=None if eager is None else plan.step.step_s,
     )
+
+
+def _refuse_expected(stage: StagePlan, plan: Plan) -> None:
+    """Raise ProbeError where a stage that ran out of memory was to do so in eager torch, which contradicts no plan."""
+    needed_bytes, capacity_bytes = stage.memory.total_bytes, plan.cluster.hardware.memory_bytes
+    if needed_bytes > capacity_bytes:
+        raise ProbeError(
+            f"stage {stage.stage} ran out of memory as predicted: eager torch, which the probe runs, needs "
+            f"{needed_bytes / GIB:.1f} GiB there of {capacity_bytes / GIB:.1f}",
+            f"this says nothing of the plan under {plan.runtime}; what fits in eager torch can be probed: "
+            "plan with --runtime torch-eager",
+        )

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from planner.errors import SpecError
+from planner.errors import ProbeError, SpecError
 from planner.plan import Plan
+from planner.report.format import seconds
 from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
@@ -20,9 +21,12 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from planner.cli import main  # noqa: E402
 from planner.probe.eager import EAGER, in_eager_torch  # noqa: E402
 from planner.probe.feedback import rank_factors  # noqa: E402
+from planner.probe.gpus import ranks_result, ranks_run  # noqa: E402
+from planner.probe.outcome import Options  # noqa: E402
 from planner.probe.result import (  # noqa: E402
     ChunkSeconds,
     Measured,
+    OutOfMemory,
     ProbeResult,
     RankMemory,
     RankResult,
@@ -170,6 +174,17 @@ def test_eager_torch_is_slower_and_fuller_than_what_the_plan_is_for() -> None:
         assert eager.memory.peak_allocated_bytes > stage.memory.peak_allocated_bytes
 
 
+def test_the_report_names_what_runs_and_the_plans_own_trainer(
+    probe_it: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan()
+    probe_it(plan, 1.0)
+    out = capsys.readouterr().out
+    assert "held  against the planner's price of eager torch" in out
+    assert f"the plan's own trainer, megatron: {seconds(plan.step.step_s)} a step" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_no_stage_is_slow_that_takes_what_eager_torch_takes(
     probe_it: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +195,20 @@ def test_no_stage_is_slow_that_takes_what_eager_torch_takes(
         assert main(["rebalance", str(tmp_path / "plan.json"), str(tmp_path / "probe.json"), "--json"]) == 0
         stages = json.loads(capsys.readouterr().out)["stages"]
         assert [stage["rank_factor"] for stage in stages] == pytest.approx([factor] * 4)
+
+
+def test_memory_that_eager_torch_was_to_lack_contradicts_no_plan() -> None:
+    plan, out_of_memory = make_plan(), OutOfMemory(rank=0, stage=0, phase="warm-up", message="")
+    run, grid, stages = ranks_run(plan, Options(device="cuda"), num_gpus=8)
+    measured = Measured(run=run, ranks=(), out_of_memory=out_of_memory)
+    result = ranks_result(plan, Options(device="cuda"), measured, grid, stages)
+    needed_bytes = in_eager_torch(plan).stages[0].memory.total_bytes
+    assert result.predicted_bytes == needed_bytes > plan.stages[0].memory.total_bytes
+    assert not result.agrees
+    small = plan.cluster.hardware.model_copy(update={"memory_gib": needed_bytes / 2**30 - 0.1})
+    tight = plan.model_copy(update={"cluster": ClusterSpec(hardware=small, num_gpus=8)})
+    with pytest.raises(ProbeError, match="stage 0 ran out of memory as predicted: eager torch"):
+        ranks_result(tight, Options(device="cuda"), measured, grid, stages)
 
 
 @pytest.mark.parametrize(("hardware", "is_doubted"), [("h200", False), ("h100", True)])
