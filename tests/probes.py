@@ -7,9 +7,10 @@ from typing import Any
 
 from planner.plan import Plan
 from planner.probe.compare import compared
+from planner.probe.eager import in_eager_torch
 from planner.probe.result import ChunkSeconds, Exchange, ProbeResult, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
-from planner.probe.slices import Slice, real_chunks, slice_schedule
+from planner.probe.slices import Slice, real_chunks, recompute_modules, slice_schedule
 
 Seconds = Callable[[int], tuple[float, float]]
 """Forward and backward of a micro-batch through a virtual stage."""
@@ -33,7 +34,7 @@ def probe_run(plan: Plan, **changes: Any) -> ProbeRun:
         "micro_batch_size": asked.micro_batch_size,
         "seq_length": plan.training.seq_length // asked.cp,
         "chunks": real_chunks(layout, order, range(asked.pp)),
-        "recompute_modules": asked.recompute_modules,
+        "recompute_modules": recompute_modules(layout),
     }
     return ProbeRun.of(order, **(fields | changes))
 
@@ -55,7 +56,7 @@ def probe_result(
     ranks = tuple(_rank(run, stage, virtual, seconds, exchanges, memory) for stage, virtual in held.items())
     comparisons = [
         compared("forward", "s", planned.forward_s + (0 if alone else planned.forward_comm_s), 1.0, None, planned.stage)
-        for planned in plan.best.stages
+        for planned in in_eager_torch(plan).stages
         if planned.stage in held
     ]
     fields = {

@@ -25,8 +25,9 @@ ALLOWED = {
     # a target's constraints are written once, and the search holds candidates against them too
     "export": {"errors", "files", "specs", "plan", "schedule", "physics.shape", "search.rules*"},
     "report": {"errors", "files", "specs", "plan", "schedule"},
-    # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes
-    "probe": {"errors", "files", "specs", "plan", "schedule", "physics.communication"},
+    # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
+    # ranks ran beside what the plan's layout costs in the program that they are
+    "probe": {"errors", "files", "specs", "plan", "schedule", "physics.communication", "search.replan"},
     # a fit evaluates what it fits, on the runs that validate ships and on stages that a probe ran
     "profile": {"errors", "files", "specs", "plan", "schedule", "physics", "search.runs", "validate", "probe"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from planner.probe.result import ProbeResult
     from planner.schedule.actions import Schedule
 
+_log = logging.getLogger(__name__)
 _WHERE, _SMALL, _OUTPUT = "Where it runs", "On the CPU", "Output"
 
 
@@ -33,7 +35,10 @@ OrderFile = Annotated[str | None, _option(_WHERE, "--order", "FILE.csv", "Run th
 Scale = Annotated[int, _option(_SMALL, "--scale", "N", "Hidden size of the model in small. [64]")]
 Processes = Annotated[int, _option(_SMALL, "--processes", "N", "Ranks to start at most. [8]")]
 Sleep = Annotated[bool, _option(_SMALL, "--sleep", None, "Sleep for the planned seconds: measures the bubble.")]
-Tolerance = Annotated[float, _option(_OUTPUT, "--tolerance", "X", "Of a prediction: off by more is a mismatch. [0.1]")]
+Tolerance = Annotated[
+    float | None, _option(_OUTPUT, "--tolerance", "X", "Of a prediction: off by more is a mismatch. [0.1]")
+]
+Output = Annotated[str | None, _option(_OUTPUT, "--output -o", "FILE", "Save what was measured; - is stdout.")]
 Trace = Annotated[str | None, _option(_OUTPUT, "--trace", "FILE", "Measured beside predicted, for ui.perfetto.dev.")]
 
 
@@ -47,10 +52,10 @@ def probe_command(
     scale: Scale = 64,
     processes: Processes = 8,
     sleep: Sleep = False,
-    tolerance: Tolerance = 0.1,
+    tolerance: Tolerance = None,
     trace: Trace = None,
     json: o.Json = False,
-    output: o.Output = None,
+    output: Output = None,
     force: o.Force = False,
 ) -> None:
     """Run the plan's pipeline for a few steps, and put measured beside predicted.
@@ -67,28 +72,62 @@ def probe_command(
     from planner.cli.plan_file import read_plan
     from planner.cli.probe_report import render
     from planner.errors import ProbeMismatch
-    from planner.files import STDOUT, refuse_to_overwrite, write_text
+    from planner.files import STDOUT, write_text
 
-    for path in (output, trace):
-        if path is not None:
-            refuse_to_overwrite(path, force)
+    _refuse_files(output, trace, stage, force)
     read = read_plan(plan)
     result = _probe(read, device, stage, steps, timeout, _read_order(order), scale, processes, sleep, tolerance)
     if result is None:  # another rank reports
         return
-    if trace is not None:
-        from planner.probe.trace import trace_events
-
-        write_text(trace, dumps(trace_events(read, result), indent=None), force)
-    if output is not None:
-        write_text(output, dumps(result.model_dump(mode="json")), force)
-    if output != STDOUT:
+    _warn(read, result, tolerance)
+    if output != STDOUT:  # first of all: a file that cannot be written loses nothing
         if json:
             sys.stdout.write(dumps(result.model_dump(mode="json")))
         else:
             show(render(result))
+    if output is not None:
+        write_text(output, dumps(result.model_dump(mode="json")), force)
+    if trace is not None:
+        _write_trace(trace, read, result, force)
     if not result.agrees:
         raise ProbeMismatch("the run contradicts the plan", "the report names what is off, and by how much")
+
+
+def _refuse_files(output: str | None, trace: str | None, stage: str | None, force: bool) -> None:
+    from os.path import realpath
+
+    from planner.errors import SpecError
+    from planner.files import refuse_to_overwrite
+
+    if trace is not None and stage not in (None, "all"):
+        raise SpecError(f"--trace: of stage {stage} alone there is no pipeline to draw", "--stage all, or no --trace")
+    if None not in (output, trace) and realpath(str(output)) == realpath(str(trace)):
+        raise SpecError(f"-o, --trace: both name {output}", "name two files")
+    for path in (output, trace):
+        if path is not None:
+            refuse_to_overwrite(path, force)
+
+
+def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
+    """Of another GPU than the plan's, and of a tolerance that judges nothing."""
+    from planner.cli.probe_file import doubt_device
+
+    if result.run.device == "cuda":
+        doubt_device(result, plan.cluster.hardware, "the probe")
+    if tolerance is not None and not result.uses_tolerance:
+        _log.warning("--tolerance %g: nothing that this run measured is judged by it", tolerance)
+
+
+def _write_trace(path: str, plan: Plan, result: ProbeResult, force: bool) -> None:
+    from planner.cli.output import dumps
+    from planner.files import write_text
+    from planner.probe.trace import trace_events
+
+    traced = trace_events(plan, result)
+    if traced["traceEvents"]:
+        write_text(path, dumps(traced, indent=None), force)
+    else:
+        _log.warning("%s is not written: no step ran to its end", path)
 
 
 def _probe(
@@ -101,17 +140,19 @@ def _probe(
     scale: int,
     processes: int,
     sleep: bool,
-    tolerance: float,
+    tolerance: float | None,
 ) -> ProbeResult | None:
     from planner.errors import ProbeError, SpecError
 
     if device not in (None, "cpu", "cuda"):
         raise SpecError(f"--device: {device!r} is unknown", "cpu or cuda")
     _at_least({"--steps": (steps, 1), "--scale": (scale, 8), "--processes": (processes, 1)})
-    if timeout_s <= 0 or tolerance <= 0:
-        raise SpecError(f"--timeout {timeout_s:g}, --tolerance {tolerance:g}: must be positive")
+    for name, value in (("--timeout", timeout_s), ("--tolerance", tolerance)):
+        if value is not None and not value > 0:
+            raise SpecError(f"{name} {value:g}: must be positive")
     try:
         from planner.probe.gpus import default_device
+        from planner.probe.outcome import DEFAULT_TOLERANCE
         from planner.probe.probe import Options, probe
     except ModuleNotFoundError as error:
         raise ProbeError(f"the probe needs {error.name}", "pip install 'planner[probe]'") from None
@@ -123,7 +164,7 @@ def _probe(
         num_processes=processes,
         sleep=sleep,
         num_steps=steps,
-        tolerance_fraction=tolerance,
+        tolerance_fraction=DEFAULT_TOLERANCE if tolerance is None else tolerance,
         timeout_s=timeout_s,
         order=order,
     )

@@ -36,11 +36,16 @@ def read_calibration(path: str, cluster: ClusterSpec) -> Calibration:
 
     result = read_probe(path)
     calibration = from_probe(result, cluster, label(path))
-    if not _is_named(cluster.hardware, result.device):
-        _log.warning("%s: ran on %s; is that %s?", label(path), result.device, cluster.hardware.name)
+    doubt_device(result, cluster.hardware, label(path))
     for line in calibration.in_words():
         _log.info("%s: %s", label(path), line)
     return calibration
+
+
+def doubt_device(result: ProbeResult, hardware: HardwareSpec, where: str) -> None:
+    """Warn where GPUs that ran are not named as the hardware is."""
+    if result.ranks and not _is_named(hardware, result.device):
+        _log.warning("%s: ran on %s; is that %s?", where, result.device, hardware.name)
 
 
 def _is_named(hardware: HardwareSpec, device: str) -> bool:

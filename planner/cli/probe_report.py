@@ -38,6 +38,11 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
         yield Text(f"less  {', '.join(result.slice.reduced)}")
     if result.step_s is not None:
         yield Text(f"step  {_step(result)}")
+    if result.mode == "stages" and result.ranks:
+        yield Text(f"      each stage: {_repeated(result)}")
+    if result.plan_step_s is not None:
+        yield Text("held  against the planner's price of eager torch, which is what runs")
+        yield Text(f"      the plan's own trainer, {result.plan_runtime}: {seconds(result.plan_step_s)} a step")
     if result.out_of_memory is not None:
         yield section("Out of memory", bullets(_memory_lines(result)))
     if result.checks:
@@ -58,9 +63,13 @@ def _step(result: ProbeResult) -> str:
     assert result.step_s is not None
     if result.mode == "stages":
         return f"{seconds(result.step_s)}, replayed with what the stages took"
-    spread = f", {seconds(result.step_spread_s)} apart" if result.run.num_steps > 1 else ""
     loss = "" if result.loss is None else f"; loss {result.loss:.4f}"
-    return f"{seconds(result.step_s)} (median of {result.run.num_steps}{spread}){loss}"
+    return f"{seconds(result.step_s)} ({_repeated(result)}){loss}"
+
+
+def _repeated(result: ProbeResult) -> str:
+    spread = f", {seconds(result.step_spread_s)} apart" if result.run.num_steps > 1 else ""
+    return f"median of {result.run.num_steps}{spread}"
 
 
 def _checks(result: ProbeResult) -> Table:
@@ -89,14 +98,15 @@ def _comparisons(comparisons: tuple[Comparison, ...]) -> Table:
 
 
 def _activity(result: ProbeResult) -> Table:
-    table = columns("r", "r", "r", "r", None)
+    """Which rank of a stage is shown where it has several."""
+    table, has_peers = columns("r", "r", "r", "r", None), result.run.world_size > result.run.pp
     table.show_header = True
     for column, head in zip(table.columns, ("stage", "busy", "waits", "queue", "idle by cause"), strict=True):
         column.header = head
     for stage in result.activity:
         causes = sorted(stage.idle_s.items(), key=lambda item: -item[1])
         table.add_row(
-            str(stage.stage),
+            f"{stage.stage} (rank {stage.rank})" if has_peers else str(stage.stage),
             percent(stage.utilisation_fraction),
             seconds(stage.wait_s),
             str(stage.max_queue),
@@ -111,9 +121,15 @@ def _exchanges(result: ProbeResult) -> Iterator[str]:
 
     for found in slowest_exchanges(result.ranks):
         yield (
-            f"{found.name} of {found.num_bytes / 2**20:,.2f} MiB over {found.size} ranks: {seconds(found.seconds)}, "
+            f"{found.name} of {_size(found.num_bytes)} over {found.size} ranks: {seconds(found.seconds)}, "
             f"{digits(found.bus_gb_per_s)} GB/s on the bus"
         )
+
+
+def _size(num_bytes: int) -> str:
+    """In the largest unit of which it is at least one."""
+    unit = min(2, max(0, num_bytes.bit_length() - 1) // 10)
+    return f"{digits(num_bytes / 1024**unit)} {('B', 'KiB', 'MiB')[unit]}"
 
 
 def _memory_lines(result: ProbeResult) -> list[str]:

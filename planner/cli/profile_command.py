@@ -87,7 +87,7 @@ def _measured(kind: Device, quick: bool, output: str, ranks: object) -> Record:
     from planner.profile.measure import machine_of, measure, tasks
     from planner.profile.record import Record, sidecar
 
-    path: Path | None = None if output == STDOUT else sidecar(output)
+    path: Path | None = None if output == STDOUT else sidecar(output, quick)
     record = Record(machine_of(kind), quick, datetime.date.today().isoformat(), path)
     if record.num_kept:
         _log.info("%s: %d measurements of an earlier run are kept", path, record.num_kept)

@@ -55,18 +55,18 @@ def rebalance_command(
     if output is not None:
         refuse_to_overwrite(output, force)
     saved = read_plan(plan)
-    found = rebalance(
-        saved, _factors(saved, probe, slow_stage), *([] if time_limit is None else [_positive(time_limit)])
-    )
+    factors, guessed = _factors(saved, probe, slow_stage)
+    found = rebalance(saved, factors, *([] if time_limit is None else [_positive(time_limit)]))
     if save(found.plan, output, force):
         return
     if json:
-        sys.stdout.write(dumps(_to_json(found)))
+        sys.stdout.write(dumps(_to_json(found, guessed)))
     else:
-        show(*_render(found))
+        show(*_render(found, guessed))
 
 
-def _factors(plan: Plan, probe: str | None, slow_stage: str | None) -> tuple[float, ...]:
+def _factors(plan: Plan, probe: str | None, slow_stage: str | None) -> tuple[tuple[float, ...], list[str]]:
+    """Each stage's factor, and what it was guessed from where nothing measured it."""
     from planner.errors import SpecError
 
     if (probe is None) == (slow_stage is None):
@@ -74,15 +74,16 @@ def _factors(plan: Plan, probe: str | None, slow_stage: str | None) -> tuple[flo
         raise SpecError(f"PROBE.json, --slow-stage: {given}", "give one: plan rebalance plan.json --slow-stage 3:1.2")
     if probe is not None:
         from planner.cli.probe_file import read_probe
-        from planner.probe.feedback import rank_factors
+        from planner.probe.feedback import slowness
         from planner.specs.reading import label
 
-        return rank_factors(plan, read_probe(probe), label(probe))
+        ranks = slowness(plan, read_probe(probe), label(probe))
+        return tuple(rank.factor for rank in ranks), [rank.guessed for rank in ranks]
     factors = list(plan.best.rank_factors or [1.0] * plan.parallelism.pp)
     for part in (slow_stage or "").split(","):
         stage, factor = _stage_and_factor(part, len(factors))
         factors[stage] *= factor
-    return tuple(factors)
+    return tuple(factors), [""] * len(factors)
 
 
 def _stage_and_factor(text: str, pp: int) -> tuple[int, float]:
@@ -108,11 +109,12 @@ def _positive(time_limit: float) -> float:
     return time_limit
 
 
-def _to_json(found: Rebalanced) -> dict[str, Any]:
+def _to_json(found: Rebalanced, guessed: list[str]) -> dict[str, Any]:
     stages = [
         {
             "stage": before.stage,
             "rank_factor": factor,
+            "rank_factor_guessed": guessed[before.stage] or None,
             "num_layers_before": before.num_layers,
             "num_layers_after": after.num_layers,
             "microbatch_before_s": _microbatch_s(before),
@@ -133,7 +135,7 @@ def _microbatch_s(stage: StagePlan) -> float:
     return stage.forward_s + stage.backward_s + stage.forward_comm_s + stage.backward_comm_s
 
 
-def _render(found: Rebalanced) -> list[RenderableType]:
+def _render(found: Rebalanced, guessed: list[str]) -> list[RenderableType]:
     from rich.text import Text
 
     from planner.report.format import percent, seconds
@@ -148,7 +150,7 @@ def _render(found: Rebalanced) -> list[RenderableType]:
         changed = after.num_layers - before.num_layers
         table.add_row(
             str(before.stage),
-            f"× {factor:.3f}",
+            f"× {factor:.3f}" + (f" ({guess})" if (guess := guessed[before.stage]) else ""),
             str(before.num_layers),
             f"{after.num_layers} ({changed:+d})" if changed else str(after.num_layers),
             f"{1e3 * _microbatch_s(before):.1f}",

@@ -1,13 +1,18 @@
-"""What a probe's seconds say for planning: whether they are evidence of speed at all, and how slow each rank was."""
+"""What a probe's seconds say for planning: whether they are evidence of speed at all, and how slow each rank was.
+
+Seconds are held against the price of eager torch, which the ranks are, so that what is slow is the rank.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isclose
 from statistics import median
+from typing import NamedTuple
 
 from planner.errors import SpecError
 from planner.plan import Plan, PricedLayout, StagePlan
+from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult, RankResult
 from planner.probe.slices import sampled_stages
 from planner.specs.cluster import HardwareSpec
@@ -32,16 +37,26 @@ def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the
         )
     if result.run.dtype != "bfloat16":
         raise SpecError(f"{where}: ran the model in small to prove its order, not its speed", "plan probe --stage all")
+    if result.run.fully_sharded and result.mode == "ranks":
+        raise SpecError(f"{where}: its passes waited for gathered weights (ZeRO-3)", "plan probe --stage all")
 
 
-def rank_factors(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple[float, ...]:
-    """How many times as long each pipeline rank takes as the profile says, exchanges included.
+class Slowness(NamedTuple):
+    """How many times as long a pipeline rank takes as the profile says."""
+
+    factor: float
+    guessed: str = ""
+    """What it is taken from where the rank's stage did not run."""
+
+
+def slowness(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple[Slowness, ...]:
+    """How slow each pipeline rank is, exchanges included.
 
     The slowest data-parallel rank of a stage counts: all others wait for it. A stage that did not run is like the
     nearest one that ran with the same parts beside layers, where all stages ran on one device; else like the median.
     Raises SpecError where the probe measured no speed, or another plan's.
     """
-    layout = plan.best
+    layout = in_eager_torch(plan).best
     require_speed(result, plan.cluster.hardware, where)
     if result.inputs_sha256 != plan.inputs_sha256:
         raise SpecError(
@@ -54,7 +69,13 @@ def rank_factors(plan: Plan, result: ProbeResult, where: str = "the probe") -> t
         stage_of[stage]: _factor(layout, stage_of[stage], [rank for rank in result.ranks if rank.stage == stage], alone)
         for stage in sorted({rank.stage for rank in result.ranks})
     }
-    return tuple(found[stage] if stage in found else _guess(layout, found, stage, alone) for stage in range(pp))
+    ran = {stage: Slowness(factor) for stage, factor in found.items()}
+    return tuple(ran.get(stage) or _guess(layout, found, stage, alone) for stage in range(pp))
+
+
+def rank_factors(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple[float, ...]:
+    """The factors of `slowness` alone."""
+    return tuple(rank.factor for rank in slowness(plan, result, where))
 
 
 def _require_same_stages(layout: PricedLayout, result: ProbeResult, where: str) -> None:
@@ -85,9 +106,10 @@ def _factor(layout: PricedLayout, stage: int, ranks: Sequence[RankResult], alone
     return known * (measured_s + (exchanged_s if alone else 0.0)) / total_s
 
 
-def _guess(layout: PricedLayout, found: dict[int, float], stage: int, alone: bool) -> float:
+def _guess(layout: PricedLayout, found: dict[int, float], stage: int, alone: bool) -> Slowness:
     holds = layout.stages[stage].holds
     alike = [other for other in found if layout.stages[other].holds == holds] if alone else []
     if alike:
-        return found[min(alike, key=lambda other: (abs(other - stage), other))]
-    return median(found.values())
+        nearest = min(alike, key=lambda other: (abs(other - stage), other))
+        return Slowness(found[nearest], f"like stage {nearest}")
+    return Slowness(median(found.values()), "median" if len(found) > 1 else f"like stage {min(found)}")

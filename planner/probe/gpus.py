@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from planner.errors import ProbeError, SpecError
 from planner.plan import Plan, PricedLayout, StagePlan
 from planner.probe import slices
+from planner.probe.activity import durations
 from planner.probe.compare import (
+    compare_data_parallel,
     compare_exchanges,
     compare_pipeline,
     compare_stage,
     compared,
-    durations,
     in_flight,
 )
+from planner.probe.eager import in_eager_torch, repriced
 from planner.probe.launch import launch
-from planner.probe.outcome import Options, gathers_keys, recompute_modules, result, slice_of
+from planner.probe.outcome import Options, result, slice_of
 from planner.probe.result import Comparison, Measured, ProbeResult, RankResult
 from planner.probe.run import ChunkSpec, Device, Place, ProbeRun, SleepSeconds
 from planner.probe.stage import stage_child
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import in_flight_chunks
-from planner.schedule.replay import replay
+from planner.schedule.replay import Durations, makespan_s
+from planner.search.replan import Repriced
 
 MICROBATCHES_PER_STAGE = 3
 """Of a stage alone: enough for a steady state beyond its warm-up."""
@@ -80,41 +84,52 @@ def ranks_run(plan: Plan, options: Options, num_gpus: int) -> tuple[ProbeRun, sl
 def ranks_result(
     plan: Plan, options: Options, measured: Measured, grid: slices.Grid, stages: Sequence[int]
 ) -> ProbeResult:
-    """Predicted beside measured, stage by stage and for the pipeline.
+    """What the layout costs in eager torch beside measured, stage by stage and for the pipeline.
 
-    Not judged where keys are exchanged otherwise than planned, or ranks hold other experts; peaks of memory neither
-    where a rank of the slice holds other micro-batches.
+    Not judged where ranks hold other experts than planned, or passes gather weights (ZeRO-3), which the planner prices
+    beside them; peaks of memory neither where a rank of the slice holds other micro-batches.
     """
-    layout, order, comparisons = plan.best, measured.run.order, list[Comparison]()
-    asked = layout.parallelism
-    is_faithful = gathers_keys(plan) and grid.ep == asked.ep
+    eager, order, comparisons = in_eager_torch(plan), measured.run.order, list[Comparison]()
+    asked = plan.parallelism
+    is_faithful = grid.ep == asked.ep and not measured.run.fully_sharded
     tolerance = options.tolerance_fraction if is_faithful else None
     planned_in_flight = in_flight_chunks(asked.schedule, asked.pp, asked.vpp, asked.num_microbatches)
     holds = [planned_in_flight[stage] == held for stage, held in zip(stages, in_flight(measured.run), strict=True)]
     if measured.ranks:
         for rank, stage in enumerate(stages):
             ranks = [found for found in measured.ranks if found.stage == rank]
-            comparisons += compare_stage(plan, stage, ranks, tolerance, alone=False, holds_as_planned=holds[rank])
-        planned = slices.planned_seconds(layout, order, stages)
+            comparisons += compare_stage(
+                eager,
+                stage,
+                ranks,
+                tolerance,
+                alone=False,
+                holds_as_planned=holds[rank],
+                steps_as_planned=measured.run.dp_stands_for == 1,
+            )
+            comparisons += compare_data_parallel(plan.cluster, measured.run, ranks, stage)
+        planned = slices.planned_seconds(eager.best, order, stages)
         comparisons += compare_pipeline(measured.run, measured.ranks, planned, stages, tolerance)
         comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
     part = slice_of(plan, grid, order, options)
     beyond = [] if grid.ep == asked.ep else [f"seconds and memory at EP {asked.ep}"]
     beyond += [] if all(holds) else ["peak memory with as many micro-batches in flight as planned"]
     part = part.model_copy(update={"extrapolated": (*part.extrapolated, *beyond)})
-    return result(plan, options, part, measured, comparisons)
+    return result(plan, options, part, measured, comparisons, eager=eager)
 
 
 def probe_stages(plan: Plan, options: Options) -> ProbeResult:
     """Each distinct stage alone, then the replay of the whole pipeline with measured seconds."""
-    layout = plan.best
+    eager = in_eager_torch(plan)
+    layout = eager.best
     asked = layout.parallelism
     order = slices.slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
     grid = slices.Grid(asked.pp, slices.sharing_dp(layout), asked.cp, asked.tp, asked.ep)
     run = real_run(plan, options, order, slices.real_chunks(layout, order, range(asked.pp)), grid)
-    run = run.model_copy(update={"warm_up_steps": 2, "num_steps": 1})
+    run = run.model_copy(update={"warm_up_steps": 2})
     stands_for = distinct_stages(layout)
-    tolerance = options.tolerance_fraction if judges_seconds(plan, options) else None
+    is_judged = judges_seconds(plan, options) and not run.fully_sharded
+    tolerance = options.tolerance_fraction if is_judged else None
     ranks: list[RankResult] = []
     comparisons: list[Comparison] = []
     measured = Measured(run=run, ranks=())
@@ -123,15 +138,15 @@ def probe_stages(plan: Plan, options: Options) -> ProbeResult:
         if measured.out_of_memory is not None:
             break
         ranks += measured.ranks
-        comparisons += compare_stage(plan, stage, measured.ranks, tolerance, alone=True)
+        comparisons += compare_stage(eager, stage, measured.ranks, tolerance, alone=True)
     step_s = None
     if options.stages == "all" and measured.out_of_memory is None:
         found = {rank.stage: rank for rank in ranks}
-        step_s = replayed_step_s(layout, [found[stage] for stage in stands_for])
+        step_s = replayed_step_s(eager, [found[stage] for stage in stands_for])
         comparisons.append(compared("step", "s", layout.step.step_s, step_s, tolerance))
     measured = measured.model_copy(update={"ranks": tuple(ranks)})
     part = slice_of(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
-    return result(plan, options, part, measured, comparisons, step_s)
+    return result(plan, options, part, measured, comparisons, step_s, eager)
 
 
 def judges_seconds(plan: Plan, options: Options) -> bool:
@@ -156,29 +171,24 @@ def distinct_stages(layout: PricedLayout) -> list[int]:
     return [first.setdefault(key(stage), stage.stage) for stage in layout.stages]
 
 
-def replayed_step_s(layout: PricedLayout, stages: Sequence[RankResult]) -> float:
-    """The plan's whole step with measured compute; exchanges and what comes beside the pipeline are the plan's."""
-    order = slices.slice_schedule(layout, layout.parallelism.pp, layout.parallelism.num_microbatches)
-    beside = layout.step.breakdown
-    pipeline_s = float(replay(order, durations(seconds_alone(layout, order, stages))).makespan_s)
-    return pipeline_s + beside.exposed_dp_s + beside.optimizer_s + beside.overhead_s
+def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:
+    """The plan's whole step, by as much longer as measured compute makes its pipeline."""
+    priced = repriced(eager)
+    measured_s = makespan_s(priced.order, durations_alone(priced, stages))
+    return eager.step.step_s + measured_s - makespan_s(priced.order, priced.durations)
 
 
-def seconds_alone(layout: PricedLayout, order: Schedule, stages: Sequence[RankResult]) -> tuple[SleepSeconds, ...]:
-    """Seconds of every virtual stage: compute as the stages measured it alone, exchanges as planned."""
-    taken, seconds = [0] * order.pp, []
-    for rank in order.stage_to_rank[: order.num_model_stages]:
-        stage, chunk = layout.stages[rank], stages[rank].chunks[taken[rank]]
+def durations_alone(priced: Repriced, stages: Sequence[RankResult]) -> Durations:
+    """Of every virtual stage: compute as the stages measured it alone; exchanges and the host as planned."""
+    planned, seconds, taken = priced.durations, [], [0] * len(stages)
+    for stage, (rank, cost) in enumerate(zip(priced.order.stage_to_rank, priced.costs, strict=True)):
+        chunk = stages[rank].chunks[taken[rank]]
         taken[rank] += 1
         weight_grad_s = min(chunk.weight_grad_s or 0.0, chunk.backward_s)
-        seconds.append(
-            SleepSeconds(
-                chunk.forward_s + stage.forward_comm_s / order.vpp,
-                chunk.backward_s - weight_grad_s + stage.backward_comm_s / order.vpp,
-                weight_grad_s,
-            )
-        )
-    return tuple(seconds)
+        forward_s = chunk.forward_s + planned.forward_s[stage] - float(cost.forward_s)
+        beside_s = planned.input_grad_s[stage] - float(cost.input_grad_s)
+        seconds.append(SleepSeconds(forward_s, chunk.backward_s - weight_grad_s + beside_s, weight_grad_s))
+    return replace(durations(seconds), p2p_s=planned.p2p_s, blocking_p2p=planned.blocking_p2p)
 
 
 def real_run(plan: Plan, options: Options, order: Schedule, chunks: Sequence[ChunkSpec], grid: slices.Grid) -> ProbeRun:
@@ -200,7 +210,7 @@ def real_run(plan: Plan, options: Options, order: Schedule, chunks: Sequence[Chu
         micro_batch_size=layout.micro_batch_size,
         seq_length=plan.training.seq_length // layout.cp,
         chunks=tuple(chunks),
-        recompute_modules=recompute_modules(plan.best),
+        recompute_modules=slices.recompute_modules(plan.best),
         balanced_routing=True,
         num_steps=options.num_steps,
         timeout_s=options.timeout_s,

@@ -127,15 +127,18 @@ class FlatParameters:
         return norm.square()
 
     def step(self, scale: Tensor) -> None:
-        """One AdamW step on the shard with gradients times `scale`, then everybody's weights; gradients are zeroed."""
+        """One AdamW step on the shard with gradients times `scale`; gradients are zeroed."""
         self.master.grad = self.grads[self.shard].mul_(scale)
         self.optimizer.step()
         self.master.grad = None
         self.weights[self.shard].copy_(self.master.detach())
+        self.forget()
+
+    def gather(self) -> None:
+        """Everybody's weights."""
         if self.sharding.group is not None and self.sharding.zero:
             part = self.weights[self.part].clone()
             dist.all_gather_into_tensor(self.weights, part, group=self.sharding.group)
-        self.forget()
 
     def forget(self) -> None:
         """Begin again with gradients of zero."""
@@ -152,11 +155,13 @@ class FlatParameters:
             start = end
 
     def exchanges(self) -> Iterator[Exchanged]:
-        """The reduction of all gradients."""
+        """The reduction of all gradients, and the gathering of all weights where each rank steps a part of them."""
         is_sum = not self.grads.is_cuda or not self.sharding.zero  # gloo sums where NCCL scatters too
         name = f"gradient {'all-reduce' if is_sum else 'reduce-scatter'}"
         yield Exchanged(name, self.grads.nbytes, 2 if is_sum else 1, self.reduce)
         self.grads.zero_()
+        if self.sharding.zero:
+            yield Exchanged("weight all-gather", self.weights.nbytes, 1, self.gather)
 
 
 def all_reduce_flat(tensors: Iterable[Tensor], group: Any) -> None:

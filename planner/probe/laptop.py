@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from planner.plan import Plan
 from planner.probe import slices
-from planner.probe.compare import compare_bubble, durations
+from planner.probe.activity import durations
+from planner.probe.compare import compare_bubble
 from planner.probe.launch import launch
-from planner.probe.outcome import Options, recompute_modules, result, slice_of
+from planner.probe.outcome import Options, result, slice_of
 from planner.probe.result import Measured, ProbeResult
 from planner.probe.run import ProbeRun, SleepSeconds
 from planner.schedule.actions import Schedule
@@ -49,7 +50,7 @@ def laptop_run(plan: Plan, options: Options) -> tuple[ProbeRun, slices.Grid]:
         micro_batch_size=min(2, layout.parallelism.micro_batch_size),
         seq_length=SEQ_LENGTH // grid.cp,
         chunks=chunks,
-        recompute_modules=recompute_modules(layout),
+        recompute_modules=slices.recompute_modules(layout),
         sleep=slices.scaled_seconds(planned, mean_sleep_s(order, planned)) if options.sleep else None,
         check=not options.sleep,
         warm_up_steps=1 if options.sleep else 0,

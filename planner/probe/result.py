@@ -71,8 +71,11 @@ class StepSeconds(Spec):
     pipeline_s: float
     """From the first action's wait to the last action's end."""
     reduce_s: float
-    """Gradients and their norm over ranks."""
+    """Gradients summed over ranks; the waits for others among it."""
     optimizer_s: float
+    """Of this rank alone: its part of the norm, clipping, update, zeroed gradients."""
+    gather_s: float = 0.0
+    """Weights from the ranks that updated them."""
     step_s: float
     loss: Finite
     gradient_norm: Finite
@@ -105,6 +108,11 @@ class RankResult(Spec):
     peak_in_flight_chunks: int
     memory: RankMemory | None = None
     checks: tuple[Check, ...] = ()
+
+    @property
+    def replica(self) -> tuple[int, int, int]:
+        """Which of the pipelines the rank is in."""
+        return self.dp, self.cp, self.tp
 
 
 class OutOfMemory(Spec):
@@ -144,15 +152,16 @@ class Comparison(Spec):
 
 
 class StageActivity(Spec):
-    """What a pipeline rank did with the last step, and what waited for it."""
+    """What the busiest rank of a stage did with the last step, and what waited for it."""
 
     stage: int
+    rank: int | None = None
     utilisation_fraction: float
     """Computing, of the time from the first rank's start to the last rank's end."""
     wait_s: float
     """Waiting for messages of other ranks."""
     idle_s: dict[str, float]
-    """The replay's account of idle time by cause, with the measured durations."""
+    """Idle time by cause, as the replay names them, and the host's between actions."""
     queue: tuple[tuple[float, int], ...]
     """(seconds, micro-batches that have arrived and not been taken up from then on)."""
     max_queue: int
@@ -195,7 +204,12 @@ class ProbeResult(Spec):
     step_s: float | None = None
     """Median of the measured steps; of single stages, the replay of the whole pipeline with measured durations."""
     step_spread_s: float = 0.0
-    """Longest less shortest measured step."""
+    """Longest less shortest measured step; of single stages, that of the stage where it is most."""
+    plan_runtime: str = ""
+    """The trainer that the plan is for."""
+    plan_step_s: float | None = None
+    """Of the plan under that trainer; what ran is eager torch, and is held against the price of that. Null where the
+    plan's own stages did not run."""
     loss: float | None = None
     run: ProbeRun
     ranks: tuple[RankResult, ...] = ()
@@ -211,6 +225,11 @@ class ProbeResult(Spec):
             and all(check.passed for check in self.checks)
             and all(comparison.agrees is not False for comparison in self.comparisons)
         )
+
+    @property
+    def uses_tolerance(self) -> bool:
+        """Whether any quantity is judged by the tolerance, which equal results and the bubble of sleeps are not."""
+        return not self.sleeps and any(comparison.agrees is not None for comparison in self.comparisons)
 
 
 Kind = Literal["error", "out_of_memory", "host_memory", "lost_peer"]

@@ -105,6 +105,9 @@ class ShardedParameters:
         """Begin again without gradients."""
         self.optimizer.zero_grad()
 
+    def gather(self) -> None:
+        """Nothing: each pass gathers what it needs."""
+
     def held(self) -> Iterator[Held]:
         """This rank's part of each parameter's gradient."""
         for parameter in self.parameters:

@@ -220,6 +220,11 @@ def _plain(value: object) -> object:
     return value.model_dump() if isinstance(value, Spec) else value
 
 
+def recompute_modules(layout: PricedLayout) -> tuple[str, ...]:
+    """Selectively recomputed modules that the probe's model can recompute."""
+    return tuple(name for name in layout.parallelism.recompute_modules if name in RECOMPUTABLE)
+
+
 def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[SleepSeconds, ...]:
     """Planned seconds of every virtual stage, exchanges included: a stage's are shared among its chunks by layers."""
     seen = [0] * order.pp

@@ -16,6 +16,7 @@ from torch import Tensor
 from planner.probe.chunk import synthetic_batch
 from planner.probe.gradients import Sharding
 from planner.probe.peers import EmulatedPeers, ExpertPeers, Surroundings
+from planner.probe.pipeline import Timed
 from planner.probe.process import in_its_own_process
 from planner.probe.result import ChunkSeconds
 from planner.probe.run import ProbeRun
@@ -43,16 +44,17 @@ class StageWorker(Worker):
         self.use_device()
         trainer = trainer_alone(run, self.rank, self.device)
         static_bytes = self.static_memory()
-        steps = []
+        steps, actions = [], list[Timed]()
         for step in range(run.warm_up_steps + run.num_steps):
             self.status.enter("warm-up" if step < run.warm_up_steps else f"step {step - run.warm_up_steps}")
             if trainer.clock.is_cuda:
                 torch.cuda.reset_peak_memory_stats()
             record, seconds = trainer.step(step, self.status.at)
             steps.append(seconds)
+            actions += record.actions if step >= run.warm_up_steps else ()
         result = self.report(trainer, steps[run.warm_up_steps :], record, self.memory(static_bytes))
         self.status.enter("input and weight gradients")
-        chunks = tuple(self.split(trainer, seconds) for seconds in chunk_seconds(record))
+        chunks = tuple(self.split(trainer, seconds) for seconds in chunk_seconds(actions))
         self.status.enter("report")
         self.write(result.model_copy(update={"chunks": chunks}))
         self.status.enter("done")

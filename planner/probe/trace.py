@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from planner.plan import Plan
-from planner.probe.compare import by_stage, durations
-from planner.probe.gpus import distinct_stages, seconds_alone
+from planner.probe.activity import by_stage, durations, span_s
+from planner.probe.eager import in_eager_torch, repriced
+from planner.probe.gpus import distinct_stages, durations_alone
 from planner.probe.result import ProbeResult
-from planner.probe.run import SleepSeconds
 from planner.probe.slices import planned_seconds, sampled_stages
-from planner.schedule.replay import replay
+from planner.schedule.replay import Durations, replay
 
 MEASURED, PREDICTED = 0, 1
 _MICROSECONDS = 1e6
@@ -29,13 +29,13 @@ def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
         events = [*_measured(result), *_predicted(plan, result)]
     elif result.mode == "stages":
         found = {rank.stage: rank for rank in result.ranks}
-        stands_for = distinct_stages(plan.best)
+        eager = in_eager_torch(plan)
+        stands_for, priced = distinct_stages(eager.best), repriced(eager)
         if found.keys() >= set(stands_for):
-            alone = seconds_alone(plan.best, result.run.order, [found[stage] for stage in stands_for])
-            planned = planned_seconds(plan.best, result.run.order, range(plan.parallelism.pp))
+            alone = durations_alone(priced, [found[stage] for stage in stands_for])
             events = [
                 *_replayed(MEASURED, f"replayed from stages measured alone on {result.device}", result, alone),
-                *_replayed(PREDICTED, "predicted", result, planned),
+                *_replayed(PREDICTED, "predicted", result, priced.durations),
             ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -50,20 +50,24 @@ def _measured(result: ProbeResult) -> Iterator[Event]:
 
 
 def _predicted(plan: Plan, result: ProbeResult) -> Iterator[Event]:
-    run = result.run
-    if run.sleep is not None:
-        seconds = run.sleep
-    else:
+    run, seconds = result.run, result.run.sleep
+    if seconds is None:
         stages = sampled_stages(plan.parallelism.pp, run.pp)
-        seconds = planned_seconds(plan.best, run.order, stages)
-    yield from _replayed(PREDICTED, "predicted", result, seconds)
+        seconds = planned_seconds(in_eager_torch(plan).best, run.order, stages)
+    predicted = durations(seconds)
+    if run.dtype == "bfloat16" or run.sleep is not None:
+        yield from _replayed(PREDICTED, "predicted", result, predicted)
+        return
+    times = span_s(result.ranks) / replay(run.order, predicted).makespan_s
+    name = f"predicted of the plan's own stages, × {times:.3g} to be as long as measured"
+    yield from _replayed(PREDICTED, name, result, predicted, times)
 
 
-def _replayed(pid: int, name: str, result: ProbeResult, seconds: Sequence[SleepSeconds]) -> Iterator[Event]:
-    timeline = replay(result.run.order, durations(seconds))
+def _replayed(pid: int, name: str, result: ProbeResult, seconds: Durations, times: float = 1.0) -> Iterator[Event]:
+    timeline = replay(result.run.order, seconds)
     yield _process(pid, name)
     for rank, actions in enumerate(result.run.ranks):
-        starts, ends = timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist()
+        starts, ends = (times * timeline.start_s[rank]).tolist(), (times * timeline.end_s[rank]).tolist()
         for action, start_s, end_s in zip(actions, starts, ends, strict=True):
             yield _span(pid, rank, action, start_s, end_s)
 

@@ -188,7 +188,7 @@ class Trainer:
         on_gradients: Callable[[], None] | None = None,
         start: Callable[[], None] | None = None,
     ) -> tuple[StepRecord, StepSeconds]:
-        """Pipeline, reduction, clipping, optimizer. `on_gradients` is called between reduction and optimizer, `start`
+        """Pipeline, reduction, clipping, optimizer, gathering. `on_gradients` is called after the reduction, `start`
         starts the clock, once there are batches.
 
         A GPU is not waited for before all of it is under way.
@@ -202,7 +202,12 @@ class Trainer:
         record = self.pipeline.step(batches, 1 / (run.num_microbatches * run.dp * run.cp), on_action)
         marks = [self.clock.mark()]
         on_action("gradients (computing)")
-        norm = self.reduce(on_action)
+        self.reduce(on_action)
+        marks.append(self.clock.mark())
+        norm = self.squared_norm()
+        marks.append(self.clock.mark())
+        if dist.is_initialized():
+            dist.all_reduce(norm)
         marks.append(self.clock.mark())
         if on_gradients is not None:
             on_gradients()
@@ -211,37 +216,42 @@ class Trainer:
         for flat in self.flat:
             flat.step(clip_scale(norm, run.max_norm)[1])
         marks.append(self.clock.mark())
+        for flat in self.flat:
+            flat.gather()
+        marks.append(self.clock.mark())
         record.read(self.clock, on_action)
         on_action("gradients (waiting)")
-        pipeline_s, reduced_s, resumed_s = map(self.clock.seconds, marks[:3])
+        pipeline_s, reduced_s, measured_s, summed_s, resumed_s = map(self.clock.seconds, marks[:5])
         on_action("optimizer (waiting)")
-        end_s = self.clock.seconds(marks[3])
+        stepped_s, end_s = map(self.clock.seconds, marks[5:])
         on_action("loss (waiting)")
         seconds = StepSeconds(
             pipeline_s=pipeline_s,
             reduce_s=reduced_s - pipeline_s,
-            optimizer_s=end_s - resumed_s,
-            step_s=end_s - (resumed_s - reduced_s),
+            optimizer_s=(measured_s - reduced_s) + (stepped_s - resumed_s),
+            gather_s=end_s - stepped_s,
+            step_s=end_s - (resumed_s - summed_s),
             loss=self._over_all_ranks(record.loss if self.around.tp.rank == 0 else 0.0),
             gradient_norm=float(norm.sqrt()),
         )
         return record, seconds
 
-    def reduce(self, on_action: Callable[[str], None]) -> Tensor:
-        """Sum gradients over every rank that has a part or a replica of them; the square of their global norm."""
+    def reduce(self, on_action: Callable[[str], None]) -> None:
+        """Sum gradients over every rank that has a part or a replica of them."""
         on_action("gradients (waiting)")
         if not self.flat:
-            return torch.zeros((), device=self.device)
+            return
         if isinstance(self.around.tp, GroupPeers):
             all_reduce_flat(self.parameters.partial_over_tp(), self.around.tp.group)
         for holders, names in sorted(self.parameters.replicas().items()):
             self._sum_replicas(names, self.replica_groups.get(holders))
         for flat in self.flat:
             flat.reduce()
-        squared = torch.stack([flat.squared_norm() for flat in self.flat]).sum()
-        if dist.is_initialized():
-            dist.all_reduce(squared)
-        return squared
+
+    def squared_norm(self) -> Tensor:
+        """This rank's part of the square of the gradients' global norm."""
+        parts = [flat.squared_norm() for flat in self.flat]
+        return torch.stack(parts).sum() if parts else torch.zeros((), device=self.device)
 
     @staticmethod
     def _sum_replicas(names: dict[str, list[Tensor]], group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from planner.files import write_text
 from planner.probe.exchanges import barrier, measure_exchanges
 from planner.probe.grid import Grid
 from planner.probe.meeting import Identity, compare
-from planner.probe.pipeline import Clock, StepRecord
+from planner.probe.pipeline import Clock, StepRecord, Timed
 from planner.probe.reference import Reference, check_gradients, check_steps, compute_reference
 from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
@@ -197,7 +198,7 @@ class Worker:
                 TimedAction(action=str(timed.action), ready_s=timed.ready_s, start_s=timed.start_s, end_s=timed.end_s)
                 for timed in record.actions
             ),
-            chunks=chunk_seconds(record),
+            chunks=chunk_seconds(record.actions),
             peak_in_flight_chunks=record.peak_in_flight,
             memory=memory,
         )
@@ -215,10 +216,10 @@ class Worker:
         write_text(self.folder / RESULT_FILE.format(result.rank), result.model_dump_json(), force=True)
 
 
-def chunk_seconds(record: StepRecord) -> tuple[ChunkSeconds, ...]:
-    """Medians of a step's actions by virtual stage."""
+def chunk_seconds(actions: Iterable[Timed]) -> tuple[ChunkSeconds, ...]:
+    """Medians of actions by virtual stage."""
     seconds: dict[tuple[int, str], list[float]] = {}
-    for timed in record.actions:
+    for timed in actions:
         seconds.setdefault((timed.action.stage, timed.action.kind), []).append(timed.end_s - timed.start_s)
     medians = {key: median(values) for key, values in seconds.items()}
     found = []

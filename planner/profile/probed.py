@@ -14,6 +14,7 @@ from planner.physics.cost import PartCost, sum_parts
 from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray, Shape
+from planner.probe.eager import EAGER, training_of
 from planner.probe.feedback import require_speed
 from planner.probe.result import Exchange, ProbeResult, RankResult, stride_of
 from planner.probe.run import ProbeRun
@@ -21,12 +22,9 @@ from planner.profile.fit_kernels import Residuals, fit, log_errors
 from planner.profile.kernels import Bench, Problem
 from planner.specs.calibration import Calibration, Factor, Quantity, Share
 from planner.specs.cluster import ClusterSpec, HardwareSpec
-from planner.specs.trainers import load_runtime
-from planner.specs.training import Recompute, TrainingSpec
+from planner.specs.training import Recompute
 from planner.specs.units import GB, GIB
 
-EAGER = load_runtime("torch-eager")
-"""What a probe's ranks are, whatever trainer the plan is for."""
 KERNELS = ("gemm_factor", "attention_factor", "stream_factor")
 RANGE = 20.0
 """Factors between 1/RANGE and RANGE."""
@@ -121,7 +119,7 @@ def chunk_costs(run: ProbeRun, cluster: ClusterSpec) -> list[PartCost]:
     sequences = run.dp * run.micro_batch_size * run.num_microbatches
     pricing = Pricing(
         model=run.model,
-        training=TrainingSpec(seq_length=int(shape.seq_length), global_batch_size=sequences),
+        training=training_of(int(shape.seq_length), sequences),
         cluster=cluster,
         runtime=EAGER,
         selective_modules=run.recompute_modules,

@@ -94,9 +94,9 @@ def _same(one: Machine, other: Machine) -> bool:
     return one.model_copy(update={"context_bytes": other.context_bytes}) == other
 
 
-def sidecar(output: str) -> Path:
-    """Where measurements are kept until the profile `output` is written."""
-    return Path(f"{output}.partial.json")
+def sidecar(output: str, quick: bool) -> Path:
+    """Where measurements are kept until the profile `output` is written; a quick try leaves a full one's alone."""
+    return Path(f"{output}{'.quick' if quick else ''}.partial.json")
 
 
 def _read(path: Path | None) -> Measurements | None:

@@ -17,8 +17,7 @@ from planner.search.ilp import solve
 from planner.search.ilp_node import Whole
 from planner.search.nodes import RecomputeChoice, node_of, split_of
 from planner.search.pipeline import cost_by_rank, step_s
-from planner.search.price import price_layout
-from planner.search.replan import Repriced, reprice
+from planner.search.replan import Repriced, layout_again, named_schedule, reprice
 from planner.search.room import excess_bytes, shorter, split_fits
 from planner.search.search import run_cost
 from planner.search.split import Split, stage_costs
@@ -73,27 +72,11 @@ class _Case:
 
     @property
     def schedule(self) -> str:
-        """Of an order made to measure: any schedule that places its stages alike."""
-        if not self.plan.best.actions:
-            return self.plan.parallelism.schedule
-        ranks = self.priced.order.stage_to_rank
-        return "zb-v" if len(ranks) > 1 and ranks[0] == ranks[-1] else "1f1b"
+        return named_schedule(self.plan.best, self.priced.order)
 
     def price(self, split: Split, exact: bool = True) -> PricedLayout:
         """The layout with `split`, its ranks as slow as they are."""
-        old, priced = self.plan.best, self.priced
-        order = priced.order if old.actions else None
-        layout = price_layout(
-            priced.pricing,
-            priced.table,
-            split,
-            self.schedule,
-            self.plan.cluster.num_gpus,
-            exact=exact,
-            order=order,
-            rank_factors=self.factors,
-        )
-        return layout.model_copy(update={"warnings": old.warnings, "id": old.id})
+        return layout_again(self.plan, self.priced, split, self.factors, exact)
 
     def seconds(self, split: Split) -> float | None:
         """Of a step; None where the split does not fit."""

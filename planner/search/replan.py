@@ -14,6 +14,7 @@ from planner.schedule.actions import Action, Schedule
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations
 from planner.search.pipeline import durations_of
+from planner.search.price import price_layout
 from planner.search.split import Split, stage_costs
 from planner.specs.training import Recompute
 
@@ -31,15 +32,16 @@ class Repriced:
     durations: Durations
 
 
-def reprice(plan: Plan, layout: PricedLayout) -> Repriced:
-    """Price `layout` again from the plan's own specs; the same numbers come out."""
+def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = None) -> Repriced:
+    """Price `layout` again from the plan's own specs; the same numbers come out, but where other `modules` than its own
+    are recomputed selectively."""
     chosen = layout.parallelism
     pricing = Pricing(
         model=plan.model.spec,
         training=plan.training,
         cluster=plan.cluster,
         runtime=plan.runtime_spec,
-        selective_modules=chosen.recompute_modules or ("core_attn",),
+        selective_modules=chosen.recompute_modules or ("core_attn",) if modules is None else modules,
     )
     shape = Shape(
         **{axis: getattr(chosen, axis) for axis in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size")},
@@ -54,6 +56,32 @@ def reprice(plan: Plan, layout: PricedLayout) -> Repriced:
     table = pricing.table(shape)
     costs = stage_costs(table, plan.model.spec, split, order.stage_to_rank, layout.rank_factors)
     return Repriced(pricing, table, split, order, tuple(costs), durations_of(table, costs, pricing))
+
+
+def layout_again(
+    plan: Plan, priced: Repriced, split: Split, rank_factors: Sequence[float] = (), exact: bool = True
+) -> PricedLayout:
+    """The plan's best layout with the prices of `priced`, its layers split as `split`, its ranks as slow as given."""
+    old = plan.best
+    layout = price_layout(
+        priced.pricing,
+        priced.table,
+        split,
+        named_schedule(old, priced.order),
+        plan.cluster.num_gpus,
+        exact=exact,
+        order=priced.order if old.actions else None,
+        rank_factors=rank_factors,
+    )
+    return layout.model_copy(update={"warnings": old.warnings, "id": old.id})
+
+
+def named_schedule(layout: PricedLayout, order: Schedule) -> str:
+    """The layout's schedule; of an order made to measure any that places its stages alike."""
+    if not layout.actions:
+        return layout.parallelism.schedule
+    ranks = order.stage_to_rank
+    return "zb-v" if len(ranks) > 1 and ranks[0] == ranks[-1] else "1f1b"
 
 
 def with_microbatches(layout: PricedLayout, num_microbatches: int | None) -> PricedLayout:

@@ -53,6 +53,22 @@ def test_a_probe_says_which_stage_is_slow(plan_file: Path, capsys: pytest.Captur
     assert data["gain_fraction"] == pytest.approx(1 - data["step_after_s"] / data["step_before_s"])
 
 
+def test_a_stage_that_did_not_run_is_said_to_be_like_another(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = read_plan(str(plan_file))
+    probe = plan_file.with_name("some.json")
+    probe.write_text(probe_result(plan, lambda j: (1e-2, 2e-2), stages=(0, 1)).model_dump_json())
+    assert run(str(plan_file), str(probe)) == 0
+    out = capsys.readouterr().out
+    assert out.count("(like stage 1)") == 1
+    assert out.count("(median)") == 1
+    assert max(map(len, out.splitlines())) <= 80
+    assert run(str(plan_file), str(probe), "--json") == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [stage["rank_factor_guessed"] for stage in stages] == [None, None, "like stage 1", "median"]
+
+
 def test_nothing_to_gain_is_said(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     balanced = tmp_path / "balanced.json"
     assert run(str(plan_file), "--slow-stage", "2:1.01", "-q", "-o", str(balanced)) == 0

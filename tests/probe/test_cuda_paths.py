@@ -205,7 +205,7 @@ def test_nccl_scatters_sums(monkeypatch: pytest.MonkeyPatch) -> None:
         sharding = Sharding("dp", 4, 1, stands_for=stands_for)
         flat = FlatParameters([torch.nn.Parameter(torch.ones(10))], [], sharding, torch.float32, 1e-3)
         flat.grads = OnGPU(flat.grads)  # type: ignore[assignment]
-        (exchanged,) = flat.exchanges()
+        exchanged = next(flat.exchanges())
         exchanged.call()
         assert (exchanged.name, exchanged.passes) == ("gradient reduce-scatter", 1)
     assert scattered == [(6, 24), (3, 12), (4, 16)]

@@ -9,7 +9,9 @@ from probes import probe_result, probe_run
 
 from planner.errors import SpecError
 from planner.plan import Plan
+from planner.probe.eager import in_eager_torch
 from planner.probe.feedback import rank_factors
+from planner.search.rebalance import rebalance
 from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
@@ -26,11 +28,11 @@ def plan() -> Plan:
 
 
 def measured(plan: Plan, factors: tuple[float, ...] = SLOW, **changes: Any) -> Any:
-    """Each stage's planned seconds times its factor, exchanges included."""
-    alone = changes.get("mode", "stages") == "stages"
+    """The seconds of each stage in eager torch times its factor, exchanges included."""
+    alone, stages = changes.get("mode", "stages") == "stages", in_eager_torch(plan).stages
 
     def seconds(stage: int) -> tuple[float, float]:
-        planned, factor = plan.best.stages[stage], factors[stage]
+        planned, factor = stages[stage], factors[stage]
         forward_s = factor * (planned.forward_s + planned.forward_comm_s)
         backward_s = factor * (planned.backward_s + planned.backward_comm_s)
         if alone:  # its exchanges were not run
@@ -79,8 +81,7 @@ def test_a_probe_of_other_inputs_or_other_layers_is_refused(plan: Plan) -> None:
     result = measured(plan)
     with pytest.raises(SpecError, match="is of a plan with other inputs"):
         rank_factors(plan, result.model_copy(update={"inputs_sha256": "0"}))
-    stages = (plan.best.stages[0].model_copy(update={"forward_s": 9.0}), *plan.best.stages[1:])
-    other = plan.model_copy(update={"best": plan.best.model_copy(update={"stages": stages})})
+    other = rebalance(plan, SLOW).plan
     with pytest.raises(SpecError, match="stage 0 was predicted"):
         rank_factors(other, result)
 

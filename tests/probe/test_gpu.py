@@ -42,7 +42,6 @@ def test_a_stage_alone(config: tuple[Any, ...]) -> None:
         ClusterSpec(hardware=load_hardware("h200"), num_gpus=tp * pp * dp),
         TrainingSpec(seq_length=8192 if "3.1" in name else 4096, global_batch_size=dp * micro_batch_size * 8),
         Parallelism(tp=tp, pp=pp, dp=dp, micro_batch_size=micro_batch_size),
-        runtime="torch-eager",
     )
     result = probe(plan, Options(device="cuda", stages=stage))
     assert result is not None

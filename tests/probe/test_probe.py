@@ -26,7 +26,7 @@ import torch
 
 from planner.cli import main
 from planner.probe import slices
-from planner.probe.compare import compare_exchanges
+from planner.probe.compare import compare_data_parallel, compare_exchanges
 from planner.probe.gpus import distinct_stages, ranks_result, ranks_run
 from planner.probe.gradients import FlatParameters, Sharding
 from planner.probe.probe import Options, probe, require_split
@@ -81,6 +81,17 @@ def test_a_slice_of_a_large_plan_runs_and_agrees() -> None:
     assert result.run.model.mla is not None
     assert {kind.mlp for kind in result.run.model.layers} == {"dense", "moe"}
     assert [stage.stage for stage in result.activity] == [0, 1, 2]
+
+
+def test_what_a_small_slice_does_not_exchange_is_named() -> None:
+    plan = plan_of(load_model("deepseek-v2-lite"), 64, 4096, 64, tp=2, pp=3, dp=8, cp=1, ep=16, etp=1)
+    result = run(plan, num_processes=3)
+    unshared = {f"{axis}-parallel exchanges" for axis in ("tensor", "data", "expert")}
+    assert {what for what in result.slice.extrapolated if what.endswith("-parallel exchanges")} == unshared
+    assert "exchanges" in result.slice.verified
+    alone = run(plan, num_processes=1)
+    assert "pipeline-parallel exchanges" in alone.slice.extrapolated
+    assert "exchanges" not in {*alone.slice.verified, *(check.name for check in alone.checks)}
 
 
 def test_zero_3_is_run_where_no_backward_is_split() -> None:
@@ -144,6 +155,19 @@ def test_stages_alone() -> None:
     # of one stage there is no pipeline to draw
     one = result.model_copy(update={"ranks": result.ranks[:1]})
     assert trace_events(plan, one)["traceEvents"] == []
+
+
+def test_a_stage_alone_repeats_its_step_and_has_finite_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(small_plan(), stages=1, num_steps=3)
+    (rank,) = result.ranks
+    took_s = [step.step_s for step in rank.steps]
+    assert len(took_s) == 3
+    assert result.step_spread_s == max(took_s) - min(took_s) > 0
+    assert [(check.name, check.passed) for check in result.checks] == [("finite", True)]
+    lost = rank.steps[0].model_copy(update={"gradient_norm": None})
+    measured = Measured(run=result.run, ranks=(rank.model_copy(update={"steps": (lost, *rank.steps[1:])}),))
+    monkeypatch.setattr("planner.probe.gpus.launch", lambda *_, **__: measured)
+    assert [check.passed for check in run(small_plan(), stages=1, num_steps=3).checks] == [False]
 
 
 def test_stages_alone_of_split_sequences() -> None:
@@ -283,18 +307,16 @@ def test_sequences_are_split_over_as_many_ranks_as_planned_or_in_small_over_two(
     assert [run.rank(run.place(rank)) for rank in range(16)] == list(range(16))
 
 
-@pytest.mark.parametrize(("cp", "exchange"), [(1, "p2p"), (2, "p2p"), (2, "all_gather")])
-def test_seconds_of_gathered_keys_are_not_held_against_a_ring(cp: int, exchange: str) -> None:
-    plan = small_plan(cp=cp)
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather"])
+def test_a_plans_ring_is_named_among_what_was_not_measured(exchange: str) -> None:
+    plan = small_plan(cp=2)
     assert plan.runtime_spec.cp_comm_type == "all_gather", "as the probe's ranks do"
     runtime = plan.runtime_spec.model_copy(update={"cp_comm_type": exchange})
     plan = plan.model_copy(update={"runtime_spec": runtime})
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
-    grid, measured = slices.Grid(pp=2, dp=1, cp=cp, tp=1, ep=1), Measured(run=ran.run, ranks=ran.ranks)
+    grid, measured = slices.Grid(pp=2, dp=1, cp=2, tp=1, ep=1), Measured(run=ran.run, ranks=ran.ranks)
     result = ranks_result(plan, Options(device="cuda"), measured, grid, [0, 1])
-    is_ring = cp > 1 and exchange == "p2p"
-    assert any(found.agrees is False for found in result.comparisons) != is_ring
-    assert any("by p2p" in what for what in result.slice.extrapolated) == is_ring
+    assert any("by p2p" in what for what in result.slice.extrapolated) == (exchange == "p2p")
 
 
 @pytest.mark.parametrize(
@@ -368,6 +390,21 @@ def test_command_prints_json_and_traces(plan_file: str, tmp_path: Path, capsys: 
     events = json.loads(trace.read_text())["traceEvents"]
     spans = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
     assert {(0, "0F0"), (1, "0F0"), (0, "1B3"), (1, "1B3")} <= spans
+    ends = [
+        max(event["ts"] + event["dur"] for event in events if event.get("pid") == pid and "dur" in event)
+        for pid in (0, 1)
+    ]
+    assert ends[0] == pytest.approx(ends[1]), "of the model in small as long as of the plan"
+    assert any("to be as long as measured" in event["args"]["name"] for event in events if event["ph"] == "M")
+
+
+@pytest.mark.parametrize("options", [[], ["--stage", "1"], ["--sleep"]])
+def test_a_tolerance_that_judges_nothing_is_told(
+    options: list[str], plan_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["probe", plan_file, "--device", "cpu", "--steps", "1", "--tolerance", "1e-9", *options])
+    assert code == 0 or options == ["--sleep"]
+    assert "--tolerance 1e-09: nothing that this run measured is judged by it" in capsys.readouterr().err
 
 
 def test_command_splits_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,7 +414,9 @@ def test_command_splits_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[
     printed = " ".join(capsys.readouterr().out.split())
     assert "run TP 2 × CP 2 × PP 2 × DP 1" in printed
     assert "ok loss" in printed
-    assert "cp all-gather" in printed
+    assert "cp all-gather of " in printed
+    assert " KiB over 2 ranks" in printed
+    assert "0.00 MiB" not in printed
     assert "not measured: GPU seconds" in printed
 
 
@@ -402,6 +441,8 @@ def test_a_mismatch_is_exit_code_6(
         (["--timeout", "-1"], "must be positive"),
         (["--order", "ORDER", "--stage", "all"], "--order: a stage alone follows the plan's own schedule"),
         (["--sleep", "--stage", "all"], "--sleep: ranks sleep on the CPU only"),
+        (["--stage", "0", "--trace", "t.json"], "--trace: of stage 0 alone there is no pipeline to draw"),
+        (["-o", "same.json", "--trace", "./same.json"], "-o, --trace: both name same.json"),
     ],
 )
 def test_wrong_options(
@@ -412,6 +453,41 @@ def test_wrong_options(
     options = [str(order) if option == "ORDER" else option for option in options]
     assert main(["probe", plan_file, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_report_is_printed_before_a_file_that_cannot_be_written(
+    plan_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probed = run(small_plan(), stages="all")
+    monkeypatch.setattr("planner.probe.probe.probe", lambda plan, options: probed)
+    folder = tmp_path / "gone"
+    folder.mkdir()
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("planner.files._replace", full)
+    assert main(["probe", plan_file, "--stage", "all", "-o", str(folder / "probe.json")]) == 1
+    captured = capsys.readouterr()
+    assert "the run agrees with the plan" in captured.out
+    assert "each stage: median of 1" in captured.out
+    assert "probe.json: cannot be written: No space left on device" in captured.err
+
+
+def test_a_trace_without_a_step_is_not_written(
+    plan_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probed = run(small_plan(), stages=0)
+    monkeypatch.setattr("planner.probe.probe.probe", lambda plan, options: probed)
+    trace = tmp_path / "trace.json"
+    assert main(["probe", plan_file, "--stage", "all", "--trace", str(trace)]) == 0
+    assert "trace.json is not written: no step ran to its end" in capsys.readouterr().err
+    assert not trace.exists()
+
+
+def test_help_says_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--help"]) == 0
+    assert "Save what was measured" in capsys.readouterr().out
 
 
 def test_a_file_that_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,3 +524,23 @@ def test_exchanges_are_shown_beside_what_the_links_say() -> None:
     scatter_s = size / 2 / inner.bytes_per_s + inner.latency_s
     assert found["gradient reduce-scatter"].predicted == pytest.approx(scatter_s)
     assert all(one.agrees is None for one in found.values())
+
+
+def test_a_steps_sums_and_gathers_are_shown_beside_what_the_links_say() -> None:
+    plan = small_plan(tp=2, pp=2, dp=2)
+    ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
+    timed = tuple(
+        Exchange(name=name, size=2, num_bytes=2**30, seconds=1e-3, bus_gb_per_s=1.0)
+        for name in ("tp all-reduce", "gradient reduce-scatter", "weight all-gather")
+    )
+    step = ran.ranks[0].steps[0].model_copy(update={"reduce_s": 3e-3, "gather_s": 4e-3})
+    rank = ran.ranks[0].model_copy(update={"exchanges": timed, "steps": (step,)})
+    found = compare_data_parallel(plan.cluster, ran.run, [rank], 0)
+    assert [(one.name, one.measured, one.agrees) for one in found] == [
+        ("gradients summed", 3e-3, None),
+        ("weights gathered", 4e-3, None),
+    ]
+    alone = compare_exchanges(plan.cluster, ran.run, [rank])
+    assert [one.predicted for one in found] == [one.predicted for one in alone[1:]]
+    of_experts = rank.model_copy(update={"exchanges": (timed[1].model_copy(update={"size": 4}),)})
+    assert compare_data_parallel(plan.cluster, ran.run, [of_experts], 0) == []

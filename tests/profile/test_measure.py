@@ -200,7 +200,7 @@ def test_grids_name_operators_that_the_fit_knows() -> None:
 
 
 def test_what_was_interrupted_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    path = sidecar(str(tmp_path / "profile.yaml"))
+    path = sidecar(str(tmp_path / "profile.yaml"), quick=True)
     todo, calls = quick_tasks()[:6], list[Row]()
 
     def counted(task: Task, stop: bool) -> Task:

@@ -13,6 +13,7 @@ from probes import GAP_S, probe_result, probe_run
 from planner.errors import SpecError
 from planner.physics.communication import collective_s
 from planner.plan import Plan
+from planner.probe.eager import in_eager_torch
 from planner.probe.result import Exchange, OutOfMemory, ProbeResult, RankMemory
 from planner.profile.probed import KERNELS, chunk_costs, from_probe
 from planner.profile.stages import measured_model
@@ -25,12 +26,20 @@ from planner.specs.training import Parallelism, TrainingSpec
 from planner.specs.units import GB, GIB
 
 
-def make_plan(model: str = "8b", tp: int = 2, pp: int = 4, seq_length: int = 4096, **layout: Any) -> Plan:
+def make_plan(
+    model: str = "8b",
+    tp: int = 2,
+    pp: int = 4,
+    seq_length: int = 4096,
+    runtime: str = "torch-eager",
+    dtype: Any = "bf16",
+    **layout: Any,
+) -> Plan:
     num_gpus = tp * pp * layout.get("cp", 1) * layout.get("dp", 1)
     cluster = ClusterSpec(hardware=load_hardware("h200"), num_gpus=num_gpus)
     parallelism = Parallelism(tp=tp, pp=pp, **layout)
-    training = TrainingSpec(seq_length=seq_length, global_batch_size=32)
-    return evaluate(load_model(model), cluster, training, parallelism, runtime="torch-eager")
+    training = TrainingSpec(seq_length=seq_length, global_batch_size=32, dtype=dtype)
+    return evaluate(load_model(model), cluster, training, parallelism, runtime=runtime)
 
 
 def slower(cluster: ClusterSpec, **factors: float) -> ClusterSpec:
@@ -55,12 +64,15 @@ def measured_on(plan: Plan, machine: ClusterSpec, **changes: Any) -> ProbeResult
         ("8b", {"recompute": "selective"}),
         ("8b", {"cp": 4, "dp": 2}),
         ("deepseek-v2-lite", {"tp": 1, "pp": 2, "dp": 4, "ep": 4}),
+        ("8b", {"runtime": "megatron", "dtype": "fp8", "recompute": "selective"}),
+        ("8b", {"runtime": "megatron", "cp": 4, "dp": 2}),
+        ("8b", {"runtime": "torchtitan", "tp": 1, "dp": 4, "recompute": "selective", "zero_stage": 3}),
     ],
 )
-def test_a_run_is_predicted_as_the_plan_predicts_it(model: str, layout: dict[str, Any]) -> None:
+def test_a_run_is_predicted_as_what_it_is_held_against(model: str, layout: dict[str, Any]) -> None:
     plan = make_plan(model, **layout)
     costs = chunk_costs(probe_run(plan), plan.cluster)
-    for stage in plan.best.stages:
+    for stage in in_eager_torch(plan).stages:
         held = [costs[j] for j in probe_run(plan).stages_of(stage.stage)]
         assert sum(cost.forward_s for cost in held) == pytest.approx(stage.forward_s, rel=1e-9)
         assert sum(cost.input_grad_s + cost.weight_grad_s for cost in held) == pytest.approx(stage.backward_s, rel=1e-9)

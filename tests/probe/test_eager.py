@@ -1,0 +1,233 @@
+"""Ranks are held against the price of eager torch, which they run, whatever trainer and dtype the plan is for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.errors import ProbeError, SpecError
+from planner.plan import Plan
+from planner.report.format import seconds
+from planner.search.search import evaluate
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import Parallelism, TrainingSpec
+
+torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from planner.cli import main  # noqa: E402
+from planner.probe.eager import EAGER, in_eager_torch  # noqa: E402
+from planner.probe.feedback import rank_factors  # noqa: E402
+from planner.probe.gpus import ranks_result, ranks_run  # noqa: E402
+from planner.probe.outcome import Options  # noqa: E402
+from planner.probe.result import (  # noqa: E402
+    ChunkSeconds,
+    Measured,
+    OutOfMemory,
+    ProbeResult,
+    RankMemory,
+    RankResult,
+    StepSeconds,
+    TimedAction,
+)
+from planner.probe.run import ProbeRun  # noqa: E402
+from planner.probe.slices import planned_seconds  # noqa: E402
+from planner.schedule.replay import Durations, replay  # noqa: E402
+
+PLANS: dict[str, dict[str, Any]] = {
+    "megatron": {},
+    "fp8": {"dtype": "fp8"},
+    "unbalanced experts": {"model": "deepseek-v2-lite", "tp": 1, "pp": 2, "dp": 4, "ep": 4, "moe_imbalance": 1.5},
+    "torchtitan": {"runtime": "torchtitan", "recompute": "selective", "zero_stage": 1},
+}
+
+
+def make_plan(
+    model: str = "8b",
+    runtime: str = "megatron",
+    dtype: Any = "bf16",
+    moe_imbalance: float = 1.0,
+    num_gpus: int = 8,
+    hardware: str = "h200",
+    **layout: Any,
+) -> Plan:
+    layout = {"tp": 2, "pp": 4, "dp": 1} | layout
+    return evaluate(
+        load_model(model),
+        ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus),
+        TrainingSpec(seq_length=4096, global_batch_size=32, dtype=dtype, moe_imbalance=moe_imbalance),
+        Parallelism(**layout),
+        runtime=runtime,
+    )
+
+
+def rank_as_priced(plan: Plan, run: ProbeRun, rank: int, factor: float, alone: bool) -> RankResult:
+    """A rank that takes `factor` times as long as eager torch is priced, and needs the bytes that it is priced at."""
+    eager, place = in_eager_torch(plan), run.place(rank)
+    stage, seconds = eager.stages[place.pp], planned_seconds(eager.best, run.order, range(run.pp))
+    timeline = replay(run.order, Durations(*zip(*seconds, strict=True)))
+    spans = zip(run.ranks[place.pp], timeline.start_s[place.pp], timeline.end_s[place.pp], strict=True)
+    beside = (stage.forward_comm_s, stage.backward_comm_s) if alone else (0.0, 0.0)
+    memory = stage.memory
+    step = StepSeconds(
+        pipeline_s=1.0, reduce_s=0.0, optimizer_s=factor * stage.optimizer_s, step_s=1.0, loss=1.0, gradient_norm=1.0
+    )
+    return RankResult(
+        rank=rank,
+        stage=place.pp,
+        dp=place.dp,
+        tp=place.tp,
+        torch_version="2.13",
+        device_name="NVIDIA H200",
+        num_parameters=1,
+        steps=(step,) * run.num_steps,
+        actions=tuple(
+            TimedAction(action=action, ready_s=factor * start, start_s=factor * start, end_s=factor * end)
+            for action, start, end in spans
+        ),
+        chunks=tuple(
+            ChunkSeconds(
+                stage=virtual,
+                forward_s=factor * (seconds[virtual].forward_s - beside[0]),
+                backward_s=factor * (seconds[virtual].input_grad_s + seconds[virtual].weight_grad_s - beside[1]),
+            )
+            for virtual in run.stages_of(place.pp)
+        ),
+        peak_in_flight_chunks=int(timeline.peak_in_flight_chunks[place.pp]),
+        memory=RankMemory(
+            static_bytes=memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes,
+            peak_allocated_bytes=memory.peak_allocated_bytes,
+            peak_reserved_bytes=memory.peak_allocated_bytes,
+            device_used_bytes=memory.total_bytes,
+        ),
+    )
+
+
+@pytest.fixture
+def probe_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`plan probe` on eight GPUs that take `factor` times as long as eager torch is priced: exit code and result."""
+
+    def probe(plan: Plan, factor: float, *options: str) -> tuple[int, ProbeResult]:
+        def launch(run: ProbeRun, child: Any = None, ranks: Any = ()) -> Measured:
+            found = (rank_as_priced(plan, run, rank, factor, bool(ranks)) for rank in ranks or range(run.world_size))
+            return Measured(run=run, ranks=tuple(found))
+
+        monkeypatch.setattr("planner.probe.gpus.launch", launch)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
+        saved = tmp_path / "probe.json"
+        code = main(["probe", str(tmp_path / "plan.json"), "--device", "cuda", "--force", "-o", str(saved), *options])
+        return code, ProbeResult.model_validate_json(saved.read_text())
+
+    return probe
+
+
+@pytest.mark.parametrize("options", [(), ("--stage", "all")], ids=["ranks", "stages"])
+@pytest.mark.parametrize("name", PLANS)
+def test_gpus_as_fast_as_eager_torch_is_priced_agree_and_slower_ones_do_not(
+    name: str, options: tuple[str, ...], probe_it: Any
+) -> None:
+    plan = make_plan(**PLANS[name])
+    code, result = probe_it(plan, 1.0, *options)
+    assert [(found.name, found.stage) for found in result.comparisons if found.agrees is False] == []
+    assert code == 0
+    judged = {found.name for found in result.comparisons if found.agrees}
+    assert judged >= {"forward", "backward", "optimizer", "static memory", "step" if options else "pipeline"}
+    assert (result.plan_runtime, result.plan_step_s) == (plan.runtime, plan.step.step_s)
+    assert any(f"{plan.runtime}'s own kernels" in what for what in result.slice.extrapolated)
+    assert result.uses_tolerance
+    code, result = probe_it(plan, 1.2, *options)
+    assert code == 6
+    assert {found.name for found in result.comparisons if found.agrees is False} >= {"forward", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("options", [(), ("--stage", "all")], ids=["ranks", "stages"])
+def test_seconds_with_gathered_weights_in_them_are_shown(options: tuple[str, ...], probe_it: Any) -> None:
+    plan = make_plan(runtime="torchtitan", tp=1, pp=2, dp=4, zero_stage=3)
+    code, result = probe_it(plan, 1.2, *options)
+    assert result.run.fully_sharded
+    assert code == 0
+    assert {found.agrees for found in result.comparisons} == {None}
+    assert any("passes that gather weights" in what for what in result.slice.extrapolated)
+    if not options:
+        with pytest.raises(SpecError, match="its passes waited for gathered weights"):
+            rank_factors(plan, result)
+
+
+def test_a_tables_update_and_that_for_several_ranks_are_shown(probe_it: Any) -> None:
+    def judged(plan: Plan) -> list[bool]:
+        _, result = probe_it(plan, 1.0)
+        return [found.agrees is not None for found in result.comparisons if found.name == "optimizer"]
+
+    assert judged(make_plan()) == [False, True, True, True]
+    assert judged(make_plan(num_gpus=16, dp=2)) == [False] * 4
+
+
+def test_eager_torch_is_slower_and_fuller_than_what_the_plan_is_for() -> None:
+    plan = make_plan()
+    for stage, eager in zip(plan.stages, in_eager_torch(plan).stages, strict=True):
+        assert eager.forward_s > 1.1 * stage.forward_s
+        assert eager.memory.peak_allocated_bytes > stage.memory.peak_allocated_bytes
+
+
+def test_the_report_names_what_runs_and_the_plans_own_trainer(
+    probe_it: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan()
+    probe_it(plan, 1.0)
+    out = capsys.readouterr().out
+    assert "held  against the planner's price of eager torch" in out
+    assert f"the plan's own trainer, megatron: {seconds(plan.step.step_s)} a step" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_no_stage_is_slow_that_takes_what_eager_torch_takes(
+    probe_it: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan()
+    for factor in (1.0, 1.2):
+        probe_it(plan, factor)
+        capsys.readouterr()
+        assert main(["rebalance", str(tmp_path / "plan.json"), str(tmp_path / "probe.json"), "--json"]) == 0
+        stages = json.loads(capsys.readouterr().out)["stages"]
+        assert [stage["rank_factor"] for stage in stages] == pytest.approx([factor] * 4)
+
+
+def test_memory_that_eager_torch_was_to_lack_contradicts_no_plan() -> None:
+    plan, out_of_memory = make_plan(), OutOfMemory(rank=0, stage=0, phase="warm-up", message="")
+    run, grid, stages = ranks_run(plan, Options(device="cuda"), num_gpus=8)
+    measured = Measured(run=run, ranks=(), out_of_memory=out_of_memory)
+    result = ranks_result(plan, Options(device="cuda"), measured, grid, stages)
+    needed_bytes = in_eager_torch(plan).stages[0].memory.total_bytes
+    assert result.predicted_bytes == needed_bytes > plan.stages[0].memory.total_bytes
+    assert not result.agrees
+    small = plan.cluster.hardware.model_copy(update={"memory_gib": needed_bytes / 2**30 - 0.1})
+    tight = plan.model_copy(update={"cluster": ClusterSpec(hardware=small, num_gpus=8)})
+    with pytest.raises(ProbeError, match="stage 0 ran out of memory as predicted: eager torch"):
+        ranks_result(tight, Options(device="cuda"), measured, grid, stages)
+
+
+@pytest.mark.parametrize(("hardware", "is_doubted"), [("h200", False), ("h100", True)])
+def test_another_gpu_than_the_plans_is_doubted(
+    hardware: str, is_doubted: bool, probe_it: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(hardware=hardware)
+    probe_it(plan, 1.0)
+    doubt = f"the probe: ran on NVIDIA H200; is that {plan.cluster.hardware.name}?"
+    assert (doubt in capsys.readouterr().err) == is_doubted
+
+
+def test_the_layout_stays_and_its_price_again_is_the_same() -> None:
+    plan = make_plan(dtype="fp8", recompute="full", recompute_num_layers=2)
+    once = in_eager_torch(plan)
+    assert once.parallelism == plan.parallelism
+    assert [stage.recompute for stage in once.stages] == [stage.recompute for stage in plan.stages]
+    assert in_eager_torch(once) == once
+    assert once.runtime_spec == EAGER
+    host = plan.runtime_spec.model_copy(update={"microbatch_overhead_s": 1e-3})
+    probed = in_eager_torch(plan.model_copy(update={"runtime_spec": host}))
+    assert probed.step.step_s > once.step.step_s, "what an earlier probe measured of the host stays"
