@@ -15,7 +15,7 @@ TORCH_SCHEDULES = (
 )  # fmt: skip
 """What torch.distributed.pipelining runs: its own classes; any order through its CSV runtime (`auto`)."""
 
-NCCL_WAIT_US = 58.71
+NCCL_WAIT_US = 57.25
 """What ranks of today's trainers wait for the last one in an exchange, per doubling of the group."""
 
 _TORCHTITAN: dict[str, Any] = {
@@ -80,7 +80,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="megatron",
             host_factor=1.3,
-            step_overhead_s=0.01097,
+            step_overhead_s=0.01095,
             loss_in_place=True,
             balances_in_buffers=True,
             narrow_parameters=True,
@@ -91,13 +91,13 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             widens_gradients=True,
             # what NeMo and Megatron-Bridge set; Megatron-LM by itself, 10⁶ a rank and 4·10⁷ at least
             bucket_parameters=128 * 2**20,
-            tp_overlap_fraction=0.5367,
+            tp_overlap_fraction=0.5414,
             tp_async_overlap_fraction=0.9,
-            ep_row_bytes=9252.0,
-            moe_host_us=4195.0,
+            ep_row_bytes=9230.0,
+            moe_host_us=4152.0,
             collective_sync_us=NCCL_WAIT_US,
-            expert_host_us=53.26,
-            ep_overlap_host_factor=1.5,
+            expert_host_us=53.24,
+            ep_overlap_host_factor=1.513,
             sends_tokens_once=True,
             groups_products=False,
             selective_recompute_modules=(
@@ -157,7 +157,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             parameter_overlap_fraction=0.0,
             tp_async_overlap_fraction=0.9,
             collective_sync_us=NCCL_WAIT_US,
-            host_factor=1.821,
+            host_factor=1.833,
             zero_stages=(0, 1),
             vocab_divisible_by=1,
         ),
@@ -181,7 +181,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         ),
         RuntimeSpec(
             name="megatron-deepspeed",
-            collective_sync_us=409.1,
+            collective_sync_us=408.9,
             tp_jitter_fraction=0.04107,
             zero_stages=(0, 1, 3),
             blocking_launches=True,
