@@ -129,10 +129,12 @@ def _grid(
         limits.cp, divisors(max(training.seq_length // 2, 1), min(gpus, MAX_CP)) if training.seq_length > 1 else [1]
     )
     eps = _pinned(limits.ep, [1] if moe is None else divisors(moe.num_experts, gpus))
+    pairs = list(product(tps, cps))
+    # shapes with more ranks than GPUs are no shapes of this cluster; pinned ones are kept to be refused with a reason
+    pairs = [(tp, cp) for tp, cp in pairs if tp * cp <= gpus] or pairs
     layers = [
         (tp, cp, ep, etp)
-        for tp, cp, ep in product(tps, cps, eps)
-        if tp * cp <= gpus
+        for (tp, cp), ep in product(pairs, eps)
         # without experts there is nothing that etp could shard otherwise
         for etp in ([tp] if moe is None else _pinned(limits.etp, sorted({1, tp})))
     ]
@@ -154,8 +156,7 @@ def _grid(
     tp, cp, ep, etp = rows[kernel].T
     fits = tp * cp * pp <= gpus
     columns = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "pp": pp, "micro_batch_size": batch, "zero_stage": zero}
-    # shapes with more ranks than GPUs are no shapes of this cluster; pinned ones are kept to be refused with a reason
-    if fits.any():
+    if fits.any():  # else kept, too
         columns = {name: np.asarray(column[fits], dtype=np.int64) for name, column in columns.items()}
     return {name: np.asarray(column, dtype=np.int64) for name, column in columns.items()}
 
