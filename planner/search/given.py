@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.errors import SpecError
@@ -60,12 +60,35 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
             f"one of {', '.join(name for name, kind in SCHEDULES.items() if kind.trains_one_copy)}",
         )
     split = _split(pricing.model, wanted, shape, placement(schedule, int(shape.pp), int(shape.vpp)))
-    warnings = [
-        f"{pricing.runtime.name} refuses this layout: {rule.message(pricing.model, pricing.training, shape)}"
-        for rule in rules_for(pricing.runtime)
-        if not rule.holds(pricing.model, pricing.training, shape)
-    ]
-    return GivenLayout(shape, split, schedule, tuple(warnings))
+    refused = _refused_by_trainer(pricing, shape, split, schedule)
+    warnings = tuple(f"{pricing.runtime.name} refuses this layout: {reason}" for reason in refused)
+    return GivenLayout(shape, split, schedule, warnings)
+
+
+def _refused_by_trainer(pricing: Pricing, shape: Shape, split: Split, schedule: str) -> Iterator[str]:
+    """What the trainer has against a layout that arithmetic allows."""
+    model, training, runtime = pricing.model, pricing.training, pricing.runtime
+    for rule in rules_for(runtime):
+        if not rule.holds(model, training, shape):
+            yield rule.message(model, training, shape)
+    if schedule not in runtime.schedules:
+        yield f"it cannot run the schedule {schedule}, only {', '.join(runtime.schedules)}"
+    if shape.sequence_parallel and not runtime.has_sequence_parallel:
+        yield "it has no sequence parallelism"
+    modules = pricing.selective_modules
+    if split.base == "selective" and not runtime.has_sequence_parallel:
+        yield "it has no selective recompute"
+    elif split.base == "selective" and ("op" in modules) != ("op" in runtime.selective_default):
+        yield f"it recomputes {', '.join(runtime.selective_recompute_modules)}, not {', '.join(modules)}"
+    # Megatron-LM's layouts may leave any stage empty
+    if runtime.family != "megatron" and (empty := _empty_stages(split)):
+        yield f"stage {empty[0]} of {len(split.counts)} holds nothing to run"
+
+
+def _empty_stages(split: Split) -> list[int]:
+    """Virtual stages between the first and the last that hold no layer of any kind."""
+    stages = range(1, len(split.counts) - 1)
+    return [stage for stage in stages if split.counts[stage] == 0 and stage != split.mtp_stage]
 
 
 def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:

@@ -88,6 +88,37 @@ def test_what_only_the_trainer_refuses_is_a_warning() -> None:
     assert given(pp=2, dp=2).warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("runtime", "layout", "says"),
+    [
+        ("megatron", {"pp": 2, "vpp": 2, "schedule": "zb-v"}, "cannot run the schedule zb-v, only 1f1b"),
+        ("megatron-2021", {"tp": 2, "sequence_parallel": True}, "no sequence parallelism"),
+        ("megatron-2021", {"recompute": "selective"}, "no selective recompute"),
+        ("torchtitan", {"recompute": "selective", "recompute_modules": ("mlp",)}, "recomputes op, not mlp"),
+        ("megatron", {"recompute": "selective", "recompute_modules": ("op",)}, "not op"),
+        ("torchtitan", {"pp": 4, "layers_per_stage": (3, 0, 2, 3)}, "stage 1 of 4 holds nothing to run"),
+    ],
+)
+def test_what_the_trainer_has_no_option_for_is_a_warning(runtime: str, layout: dict[str, Any], says: str) -> None:
+    (warning,) = given(runtime, **layout).warnings
+    assert warning.startswith(f"{runtime} refuses this layout: ")
+    assert says in warning
+
+
+@pytest.mark.parametrize(
+    ("runtime", "layout"),
+    [
+        ("megatron", {"tp": 2, "pp": 4, "vpp": 2, "recompute": "selective", "recompute_modules": ("mlp",)}),
+        ("megatron", {"pp": 4, "layers_per_stage": (3, 0, 2, 3)}),
+        ("megatron-2021", {"tp": 2, "pp": 2, "recompute": "full"}),
+        ("torchtitan", {"pp": 4, "recompute": "selective", "layers_per_stage": (0, 4, 4, 0)}),
+        ("torch-eager", {"pp": 2, "vpp": 2, "schedule": "zb-v", "recompute_modules": ("mlp",)}),
+    ],
+)
+def test_what_the_trainer_has_options_for_is_none(runtime: str, layout: dict[str, Any]) -> None:
+    assert given(runtime, **layout).warnings == ()
+
+
 def test_a_layout_that_does_not_fit_is_priced_all_the_same() -> None:
     model, cluster = toy_model(8), toy_cluster(1, memory_gib=0.5)
     answer = evaluate(model, cluster, toy_training(4), Parallelism())
