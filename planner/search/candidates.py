@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.physics.shape import Shape
-from planner.search.rules import HEADS, Rule
+from planner.search.rules import ETP, HEADS, Rule
 from planner.search.rules_megatron import MEGATRON_CP_RULES, MEGATRON_RULES
 from planner.search.rules_torch import TORCH_EAGER_RULES
 from planner.search.rules_torchtitan import TORCHTITAN_RULES
@@ -135,8 +135,7 @@ def _grid(
     layers = [
         (tp, cp, ep, etp)
         for (tp, cp), ep in product(pairs, eps)
-        # without experts there is nothing that etp could shard otherwise
-        for etp in ([tp] if moe is None else _pinned(limits.etp, sorted({1, tp})))
+        for etp in _pinned(limits.etp, [tp] if moe is None else sorted({1, tp}))
     ]
     pps = _pinned(limits.pp, range(1, min(model.num_hidden_layers, gpus) + 1))
     batches = _pinned(
@@ -251,6 +250,7 @@ def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
     """Rules that hold for every trainer."""
     domain = cluster.nvlink_domain_size
     return (
+        ETP,
         Rule(
             "more_stages_than_layers",
             lambda m, t, s: s.pp * s.vpp <= m.num_hidden_layers,

@@ -10,6 +10,7 @@ from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
 from planner.schedule.orders import SCHEDULES, placement, violation
 from planner.search.candidates import rules_for
+from planner.search.rules import ETP
 from planner.search.split import Split, even_counts, parse_layout, splits_from_counts
 from planner.specs.model import ModelSpec
 from planner.specs.training import Parallelism
@@ -120,8 +121,7 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
                 "use a divisor of dp·cp",
             )
         shard = min(shard, wanted.fsdp_shard_size)
-    # without experts there is nothing that etp could shard otherwise
-    etp = wanted.tp if pricing.model.moe is None else wanted.etp or 1
+    etp = wanted.etp or (wanted.tp if pricing.model.moe is None else 1)
     stated = wanted.sequence_parallel
     sequence_parallel = pricing.runtime.sequence_parallel if stated is None else stated
     return Shape(
@@ -153,6 +153,8 @@ def _check_arithmetic(pricing: Pricing, shape: Shape) -> None:
         pairs.append(("tp·cp·dp", shape.tp * shape.cp * shape.dp, "ep·etp", shape.ep * shape.etp))
     elif shape.ep > 1:
         raise SpecError(f"parallelism.ep: {shape.ep}, but {model.name} has no experts", "set ep to 1")
+    elif not ETP.holds(model, pricing.training, shape):
+        raise SpecError(f"parallelism.etp: {shape.etp}, but {model.name} has no experts", "leave etp out")
     for name, value, axis, size in pairs:
         if value % size:
             raise SpecError(

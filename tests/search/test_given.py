@@ -27,6 +27,7 @@ def given(runtime: str = "megatron", model: Any = None, num_gpus: int = 16, batc
     [
         ("megatron", {"dp": 4}, {"schedule": "none", "sequence_parallel": False, "zero_stage": 1, "etp": 1}),
         ("megatron", {"tp": 4}, {"sequence_parallel": True, "etp": 4}),
+        ("megatron", {"tp": 4, "etp": 1}, {"etp": 1}),
         ("megatron", {"tp": 4, "sequence_parallel": False}, {"sequence_parallel": False}),
         ("megatron", {"pp": 4}, {"schedule": "1f1b", "dp": 4, "num_microbatches": 8}),
         ("megatron", {"pp": 4, "vpp": 2}, {"schedule": "interleaved-1f1b"}),
@@ -45,6 +46,10 @@ def test_what_is_left_out_is_filled_in(runtime: str, layout: dict[str, Any], fil
     }
 
 
+def test_etp_costs_nothing_without_experts() -> None:
+    assert given(tp=4, etp=1).step == given(tp=4).step
+
+
 def test_spare_ranks_are_counted() -> None:
     chosen = given(num_gpus=16, dp=4, tp=2).parallelism
     assert (chosen.num_gpus_used, chosen.num_gpus_spare) == (8, 8)
@@ -60,6 +65,7 @@ def test_spare_ranks_are_counted() -> None:
         ({"batch": 36}, {"cp": 3, "dp": 1}, ["seq_length 2048", "cp 3"]),
         ({}, {"tp": 3}, ["dp is missing", "tp·cp·pp (3)", "16 GPUs"]),
         ({}, {"ep": 2}, ["ep", "2", "no experts"]),
+        ({}, {"tp": 4, "etp": 2}, ["etp", "2", "no experts"]),
         ({"model": toy_model(8, moe=MOE)}, {"ep": 3, "dp": 1}, ["num_experts 4", "ep 3"]),
         ({"model": toy_model(8, moe=MOE)}, {"ep": 4, "dp": 2}, ["tp·cp·dp 2", "4"]),
         ({"model": toy_model(3)}, {"pp": 8}, ["pp", "8", "3 layers"]),
