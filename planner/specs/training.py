@@ -60,7 +60,7 @@ class Parallelism(Spec):
     """Given none: on where tp > 1."""
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ()
-    """Megatron's module names; given none, `selective` means core attention."""
+    """Megatron's module names; given none, `selective` means core attention, and some under `none` mean `selective`."""
     recompute_num_layers: PositiveInt | None = None
     """Under full recompute: how many layers of each stage (the first ones); given none, all."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
@@ -105,6 +105,18 @@ class Parallelism(Spec):
             )
         if self.layers_per_stage is not None and min(self.layers_per_stage) < 0:
             raise ValueError(f"layers_per_stage has a negative count ({min(self.layers_per_stage)})")
+        return self
+
+    @model_validator(mode="after")
+    def _one_recompute(self) -> Parallelism:
+        if self.recompute_num_layers is not None and self.recompute != "full":
+            raise ValueError(
+                f"recompute_num_layers {self.recompute_num_layers} goes with recompute full, not {self.recompute}"
+            )
+        if self.recompute_modules and self.recompute == "full":
+            raise ValueError(
+                f"recompute_modules {','.join(self.recompute_modules)} go with recompute selective, not full"
+            )
         return self
 
     @property

@@ -53,3 +53,16 @@ def test_words_that_say_no_group_are_refused(stated: str) -> None:
     for hint in ("8", "all", "none"):
         Parallelism.model_validate({"fsdp": hint})
     assert caught.value.hint == "give a number of ranks, all or none"
+
+
+@pytest.mark.parametrize(
+    ("stated", "says"),
+    [
+        ({"recompute_num_layers": 2}, "recompute_num_layers 2 goes with recompute full, not none"),
+        ({"recompute": "selective", "recompute_num_layers": 2}, "full, not selective"),
+        ({"recompute": "full", "recompute_modules": ("mlp", "moe")}, "mlp,moe go with recompute selective, not full"),
+    ],
+)
+def test_ways_to_recompute_that_exclude_each_other_are_refused(stated: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        checked(Parallelism, stated)
