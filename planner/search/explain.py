@@ -20,9 +20,29 @@ def nothing_legal(rejections: Rejections) -> Infeasible:
     example = rejections.examples.get(reason, "no shape exists")
     return Infeasible(
         f"no legal layout: {example} ({_listed(rejections)})",
-        "free a pinned axis, or change the number of GPUs or the global batch size",
+        hint_for(reason),
         rejections.counts,
     )
+
+
+_MORE_MICROBATCHES = "pin a smaller pp, dp or micro-batch-size, or raise the global batch size"
+_NO_CP = "use cp 1, or another --runtime (torchtitan takes any attention)"
+_HINTS = {
+    "attention_sinks_with_cp": _NO_CP,
+    "cp_not_expressible": _NO_CP,
+    "interleaving_too_few_microbatches": _MORE_MICROBATCHES,
+    "more_ranks_than_gpus": "lower what is pinned, or give more GPUs",
+    "seq_length_beyond_positions": "shorten the sequence to the positions that the model has",
+    "sliding_window_with_ring_cp": _NO_CP,
+    "too_few_microbatches": _MORE_MICROBATCHES,
+    "tp_across_nvlink_domains": "add --tp-across-nodes, or lower tp",
+    "zero_stage_not_expressible": "free zero-stage, or use another --runtime",
+}
+
+
+def hint_for(reason: str) -> str:
+    """What lifts the rule that left no shape over."""
+    return _HINTS.get(reason, "free a pinned axis, or change the number of GPUs or the global batch size")
 
 
 def count_misfits(screen: Screen, num_fitting: int, rejections: Rejections) -> None:

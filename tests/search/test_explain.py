@@ -90,6 +90,29 @@ def test_nothing_legal_names_the_rule_that_left_nothing_over() -> None:
     assert "free a pinned axis" in (error.hint or "")
 
 
+_LEARNED = toy_model(6, gated_mlp=False, max_position_embeddings=1024)
+_SINKS = toy_model(6, attention_sinks=True, sliding_window=512)
+_FEW = {"runtime": "torchtitan", "pp": (4,), "training": toy_training(4), "micro_batch_size": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint", "then"),
+    [
+        ({"model": _LEARNED}, "shorten the sequence", {"training": toy_training(8, 1024)}),
+        ({"model": _SINKS, "cp": (2,)}, "cp 1, or another --runtime (torchtitan", {"runtime": "torchtitan"}),
+        ({"model": _SINKS, "cp": (2,)}, "cp 1, or another --runtime (torchtitan", {"cp": (1,)}),
+        ({"cp": (2,), "runtime": "megatron-2022"}, "use cp 1", {"cp": (1,)}),
+        ({**_FEW, "dp": (2,)}, "pin a smaller pp, dp", {"dp": (1,)}),
+        ({"tp": (8,)}, "add --tp-across-nodes", {"tp_across_nodes": True}),
+        ({"tp": (8,), "cp": (2,)}, "more GPUs", {"cluster": toy_cluster(16), "tp_across_nodes": True}),
+        ({"zero_stage": (3,)}, "free zero-stage", {"zero_stage": None}),
+    ],
+)
+def test_the_hint_is_of_the_rule_and_following_it_helps(changes: Any, hint: str, then: dict[str, Any]) -> None:
+    assert hint in (refusal(**changes).hint or "")
+    assert solved(toy_problem(**changes | then, top=1)).fits
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
