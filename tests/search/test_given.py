@@ -9,6 +9,7 @@ from toys import MOE, toy_cluster, toy_model, toy_training
 
 from planner.errors import SpecError
 from planner.plan import Plan
+from planner.schedule.orders import SCHEDULES
 from planner.search.given import default_counts
 from planner.search.search import evaluate
 from planner.search.split import even_counts
@@ -248,6 +249,22 @@ def test_what_trains_no_single_copy_is_refused(schedule: str) -> None:
     training = TrainingSpec(seq_length=8192, global_batch_size=64)
     with pytest.raises(SpecError, match=f"{schedule} trains no single copy"):
         evaluate(load_model("8b"), cluster, training, Parallelism(pp=4, dp=4, schedule=schedule))
+
+
+def test_schedules_that_are_offered_are_priced() -> None:
+    with pytest.raises(SpecError, match="unknown 'bogus'") as caught:
+        given(pp=4, schedule="bogus")
+    for schedule in caught.value.hint.removeprefix("one of ").split(", "):
+        kind = SCHEDULES[schedule]
+        answer = given(pp=min(4, kind.max_pp), vpp=kind.min_vpp, schedule=schedule)
+        assert answer.parallelism.schedule == schedule
+
+
+def test_the_dp_to_lower_to_suits_the_batch() -> None:
+    with pytest.raises(SpecError, match="60 ranks") as caught:
+        given(batch=32, pp=3, dp=20)
+    assert caught.value.hint == "lower dp to 4, or give 60 GPUs"
+    assert given(batch=32, pp=3, dp=4).parallelism.dp == 4
 
 
 def test_layers_of_ranks_are_those_of_both_chunks_of_a_v() -> None:
