@@ -123,7 +123,7 @@ SequenceParallel = Annotated[
     bool | None, text(LAYOUT, "--sequence-parallel/--no-sequence-parallel", None, "[on where tp > 1]")
 ]
 LayersPerStage = Annotated[
-    str | None, text(LAYOUT, "--layers-per-stage", "N,N…", "Layers of each stage, or of each chunk. [the best split]")
+    str | None, text(LAYOUT, "--layers-per-stage", "N,N…", "Layers of each stage, or of each chunk. [as trainers cut]")
 ]
 LayoutString = Annotated[str | None, text(LAYOUT, "--layout", "TEXT", "Megatron's --pipeline-model-parallel-layout.")]
 
