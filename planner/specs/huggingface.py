@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from planner.errors import SpecError
 from planner.specs.architectures import ARCHITECTURES, SAME_AS, WRAPPERS, Architecture
-from planner.specs.derivations import Config, Derived, InexpressibleError
+from planner.specs.derivations import Config, Derived, InexpressibleError, check_switches
 from planner.specs.model import MLASpec, ModelSpec, MoESpec
 from planner.specs.problems import nearest, spec_error
 from planner.specs.reading import kind_of
@@ -28,6 +28,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
     }
     fields: Derived = {ours: given[key] for ours, key in keys.items() if key in given} | row.fixed
     try:
+        check_switches(config)
         for derive in row.derive:
             fields |= derive(given)
         return ModelSpec.model_validate({"name": _name(config, where), "source": f"config.json ({where})", **fields})

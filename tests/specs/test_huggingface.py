@@ -157,6 +157,15 @@ def test_every_switch_of_an_architecture_is_read(name: str) -> None:
         ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm: a norm of its own"),
         ({"model_type": "glm4_moe", "num_attention_heads": 0}, "num_attention_heads: 0 must be greater"),
         ({"model_type": "ernie4_5_moe", "moe_k": 65}, "moe"),
+        ({"model_type": "ernie4_5_moe", "moe_layer_interval": "2"}, "moe_layer_interval: '2' is text"),
+        ({"model_type": "deepseek_v3", "moe_layer_freq": [0, 1]}, "moe_layer_freq: [0, 1] is a list"),
+        ({"model_type": "deepseek_v3", "moe_layer_freq": "1"}, "moe_layer_freq: '1' is text, expected an integer"),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": None}, "first_k_dense_replace: None is nothing"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": "1"}, "decoder_sparse_step: '1' is text"),
+        ({"model_type": "mistral", "layer_types": "full_attention"}, "layer_types: 'full_attention' is text"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types: 'linear_attention' is none"),
+        ({"model_type": "llama", "tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes' is text, expected true"),
+        ({"model_type": "llama", "attention_bias": "no"}, "attention_bias: 'no' is text, expected true or false"),
     ],
 )
 def test_what_an_architecture_may_say_and_the_planner_may_not(data: dict[str, Any], message: str) -> None:
@@ -285,6 +294,7 @@ def test_a_model_under_its_own_name_is_read_as_the_architecture_it_is() -> None:
         ("gemma-2-2b", {}, 4096, 2),
         ("gemma-3-1b", {}, 512, 6),
         ("gemma-3-1b", {"sliding_window_pattern": 4}, 512, 4),
+        ("gemma-3-1b", {"sliding_window_pattern": None}, 512, 6),
         ("gemma-3-1b", {"sliding_window_pattern": ..., "_sliding_window_pattern": 3}, 512, 3),
     ],
 )
@@ -303,6 +313,7 @@ def test_which_layers_slide(name: str, changes: dict[str, Any], window: int | No
         ("deepseek-v3", {}, [0, 1, 2]),
         ("deepseek-v3", {"first_k_dense_replace": 0}, []),
         ("deepseek-v3", {"first_k_dense_replace": 1, "moe_layer_freq": 2}, [0, *range(1, 61, 2)]),
+        ("deepseek-v3", {"first_k_dense_replace": 0, "moe_layer_freq": [0] * 5 + [1] * 56}, list(range(5))),
     ],
 )
 def test_which_layers_are_moe(name: str, changes: dict[str, Any], dense_layers: list[int]) -> None:
