@@ -57,6 +57,18 @@ def test_the_number_of_gpus_that_would_do_is_the_least_to_a_node(model: Any) -> 
     assert num_gpus - 4 < 4 or refusal(model=model, cluster=toy_cluster(num_gpus - 4, memory_gib=0.9))
 
 
+def test_looking_for_a_remedy_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = {"model": toy_model(12), "cluster": toy_cluster(5, memory_gib=0.9)}
+    least = re.search(r"it fits on (\d+) GPUs", refusal(**problem).hint)
+    assert refusal(**problem, time_limit_s=1e-9).hint == "add GPUs, or free a pinned axis"
+    monkeypatch.setattr(explain, "NARROWING_S", 0.0)
+    doubled = re.search(r"it fits on (\d+) GPUs", refusal(**problem).hint)
+    assert least is not None
+    assert doubled is not None
+    assert int(least[1]) < int(doubled[1]) < 2 * int(least[1])
+    assert solved(toy_problem(toy_model(12), toy_cluster(int(doubled[1]), memory_gib=0.9), top=1)).fits
+
+
 @pytest.mark.parametrize(
     ("pin", "freed", "memory_gib"),
     [
