@@ -184,6 +184,18 @@ def deepseek_moe(config: Config, layer: int) -> bool:
     return listed and layer >= _whole(config, "first_k_dense_replace")
 
 
+def sparse_mlp(config: Config, layer: int) -> bool:
+    """Those that mlp_layer_types calls sparse, else all after the first few (GLM-4.7-Flash)."""
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return layer >= _whole(config, "first_k_dense_replace")
+    if not isinstance(types, list) or len(types) != config.get("num_hidden_layers"):
+        raise InexpressibleError(f"mlp_layer_types: {types!r:.60} is no list of dense or sparse for each layer")
+    if types[layer] not in ("dense", "sparse"):
+        raise InexpressibleError(f"mlp_layer_types: {types[layer]!r:.60} is neither dense nor sparse")
+    return bool(types[layer] == "sparse")
+
+
 def ernie_moe(config: Config, layer: int) -> bool:
     first, last, step = (_whole(config, f"moe_layer_{key}") for key in ("start_index", "end_index", "interval"))
     return first <= layer and (last < 0 or layer <= last) and step > 0 and (layer + 1) % step == 0
