@@ -105,6 +105,8 @@ def _why_not(case: Case) -> Explanation:
 
 
 def _why_refused(case: Case, best: Plan, refused: Refusal) -> Explanation:
+    from planner.search.explain import hint_for
+
     return _told(
         case,
         best,
@@ -114,7 +116,7 @@ def _why_refused(case: Case, best: Plan, refused: Refusal) -> Explanation:
         rejections=refused.rejections.counts,
         rejection_examples=refused.rejections.examples,
         lifts=_lifts(case, best, refused.reason),
-        hint="free a pinned axis, or change the number of GPUs or the global batch size",
+        hint=hint_for(refused.reason),
     )
 
 

@@ -116,13 +116,14 @@ RecomputeLayers = Annotated[
     int | None, number(LAYOUT, "--recompute-num-layers", "Layers of each stage that `full` recomputes. [all]")
 ]
 Fsdp = Annotated[
-    str | None, text(LAYOUT, "--fsdp", "N|all", "Shard weights too, over groups of N ranks or over all of them.")
+    str | None,
+    text(LAYOUT, "--fsdp", "N|all", "Shard weights (or as --zero-stage says) over groups of N ranks, or all."),
 ]
 SequenceParallel = Annotated[
     bool | None, text(LAYOUT, "--sequence-parallel/--no-sequence-parallel", None, "[on where tp > 1]")
 ]
 LayersPerStage = Annotated[
-    str | None, text(LAYOUT, "--layers-per-stage", "N,N…", "Layers of each stage, or of each chunk. [the best split]")
+    str | None, text(LAYOUT, "--layers-per-stage", "N,N…", "Layers of each stage, or of each chunk. [as trainers cut]")
 ]
 LayoutString = Annotated[str | None, text(LAYOUT, "--layout", "TEXT", "Megatron's --pipeline-model-parallel-layout.")]
 

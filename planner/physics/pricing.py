@@ -137,9 +137,10 @@ class Pricing:
                 behind[key] = behind[key] + hidden_s
             seconds[key] = seconds[key] + exchanged_s - hidden_s
         # another micro-batch's pass through the same part hides no more than it takes
-        fits = np.minimum(1.0, sum(passes) / np.maximum(sum(behind.values()), np.finfo(float).tiny))
+        all_s = sum(behind.values())
+        shown_fraction = np.maximum(all_s - sum(passes), 0.0) / np.where(all_s > 0, all_s, 1.0)
         for key, hidden_s in behind.items():
-            seconds[key] = seconds[key] + (1 - fits) * hidden_s
+            seconds[key] = seconds[key] + shown_fraction * hidden_s
         return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
 
     def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:

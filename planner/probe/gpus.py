@@ -30,6 +30,7 @@ from planner.schedule.actions import Schedule
 from planner.schedule.orders import in_flight_chunks
 from planner.schedule.replay import Durations, makespan_s
 from planner.search.replan import Repriced
+from planner.specs.units import gib
 
 MICROBATCHES_PER_STAGE = 3
 """Of a stage alone: enough for a steady state beyond its warm-up."""
@@ -133,7 +134,10 @@ def probe_stages(plan: Plan, options: Options) -> ProbeResult:
     ranks: list[RankResult] = []
     comparisons: list[Comparison] = []
     measured = Measured(run=run, ranks=())
-    for stage in sorted(set(stands_for)) if options.stages == "all" else [_wanted(options.stages, asked.pp)]:
+    stages = sorted(set(stands_for)) if options.stages == "all" else [_wanted(options.stages, asked.pp)]
+    if options.device == "cpu":
+        require_memory([layout.stages[stage] for stage in stages])
+    for stage in stages:
         measured = launch(run, stage_child, ranks=(run.rank(Place(stage, 0, 0, 0)),))
         if measured.out_of_memory is not None:
             break
@@ -147,6 +151,17 @@ def probe_stages(plan: Plan, options: Options) -> ProbeResult:
     measured = measured.model_copy(update={"ranks": tuple(ranks)})
     part = slice_of(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
     return result(plan, options, part, measured, comparisons, step_s, eager)
+
+
+def require_memory(stages: Sequence[StagePlan]) -> None:
+    """Raise ProbeError where a stage is larger than this machine: the kernel would kill it, and no allocator say so."""
+    largest = max(stages, key=lambda stage: stage.memory.peak_allocated_bytes)
+    needed, there = largest.memory.peak_allocated_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ProbeError(
+            f"--stage {largest.stage}: its tensors are {gib(needed):.1f} GiB, this machine has {gib(there):.1f}",
+            "leave out --stage to run the plan in small, or run the stage on a GPU",
+        )
 
 
 def judges_seconds(plan: Plan, options: Options) -> bool:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from planner.physics.shape import Shape
 from planner.schedule.orders import SCHEDULES
-from planner.search.rules import HEADS, Rule
+from planner.search.rules import ETP, HEADS, Rule
 from planner.search.rules_megatron import MEGATRON_CP_RULES, MEGATRON_RULES
 from planner.search.rules_torch import TORCH_EAGER_RULES
 from planner.search.rules_torchtitan import TORCHTITAN_RULES
@@ -132,12 +132,13 @@ def _grid(
         limits.cp, divisors(max(training.seq_length // 2, 1), min(gpus, MAX_CP)) if training.seq_length > 1 else [1]
     )
     eps = _pinned(limits.ep, [1] if moe is None else divisors(moe.num_experts, gpus))
+    pairs = list(product(tps, cps))
+    # shapes with more ranks than GPUs are no shapes of this cluster; pinned ones are kept to be refused with a reason
+    pairs = [(tp, cp) for tp, cp in pairs if tp * cp <= gpus] or pairs
     layers = [
         (tp, cp, ep, etp)
-        for tp, cp, ep in product(tps, cps, eps)
-        if tp * cp <= gpus
-        # without experts there is nothing that etp could shard otherwise
-        for etp in ([tp] if moe is None else _pinned(limits.etp, sorted({1, tp})))
+        for (tp, cp), ep in product(pairs, eps)
+        for etp in _pinned(limits.etp, [tp] if moe is None else sorted({1, tp}))
     ]
     pps = _pinned(limits.pp, range(1, min(model.num_hidden_layers, gpus) + 1))
     batches = _pinned(
@@ -157,8 +158,7 @@ def _grid(
     tp, cp, ep, etp = rows[kernel].T
     fits = tp * cp * pp <= gpus
     columns = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "pp": pp, "micro_batch_size": batch, "zero_stage": zero}
-    # shapes with more ranks than GPUs are no shapes of this cluster; pinned ones are kept to be refused with a reason
-    if fits.any():
+    if fits.any():  # else kept, too
         columns = {name: np.asarray(column[fits], dtype=np.int64) for name, column in columns.items()}
     return {name: np.asarray(column, dtype=np.int64) for name, column in columns.items()}
 
@@ -279,6 +279,7 @@ def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
     """Rules that hold for every trainer."""
     domain = cluster.nvlink_domain_size
     return (
+        ETP,
         Rule(
             "more_stages_than_layers",
             lambda m, t, s: s.pp * s.vpp <= m.num_hidden_layers,

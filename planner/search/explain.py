@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 
 from planner.errors import Infeasible, SolverError
@@ -12,6 +15,12 @@ from planner.search.screen import Screen
 from planner.specs.training import SearchLimits
 from planner.specs.units import gib
 
+QUICK_S = 2.0
+"""Of each search for a remedy."""
+NARROWING_S = 5.0
+"""Of looking for fewer GPUs than some that are enough."""
+_UNTRIED = "add GPUs, or free a pinned axis"
+
 
 def nothing_legal(rejections: Rejections) -> Infeasible:
     """No shape obeys the arithmetic of model, batch and trainer."""
@@ -20,9 +29,29 @@ def nothing_legal(rejections: Rejections) -> Infeasible:
     example = rejections.examples.get(reason, "no shape exists")
     return Infeasible(
         f"no legal layout: {example} ({_listed(rejections)})",
-        "free a pinned axis, or change the number of GPUs or the global batch size",
+        hint_for(reason),
         rejections.counts,
     )
+
+
+_MORE_MICROBATCHES = "pin a smaller pp, dp or micro-batch-size, or raise the global batch size"
+_NO_CP = "use cp 1, or another --runtime (torchtitan takes any attention)"
+_HINTS = {
+    "attention_sinks_with_cp": _NO_CP,
+    "cp_not_expressible": _NO_CP,
+    "interleaving_too_few_microbatches": _MORE_MICROBATCHES,
+    "more_ranks_than_gpus": "lower what is pinned, or give more GPUs",
+    "seq_length_beyond_positions": "shorten the sequence to the positions that the model has",
+    "sliding_window_with_ring_cp": _NO_CP,
+    "too_few_microbatches": _MORE_MICROBATCHES,
+    "tp_across_nvlink_domains": "add --tp-across-nodes, or lower tp",
+    "zero_stage_not_expressible": "free zero-stage, or use another --runtime",
+}
+
+
+def hint_for(reason: str) -> str:
+    """What lifts the rule that left no shape over."""
+    return _HINTS.get(reason, "free a pinned axis, or change the number of GPUs or the global batch size")
 
 
 def count_misfits(screen: Screen, num_fitting: int, rejections: Rejections) -> None:
@@ -58,27 +87,34 @@ def nothing_fits(pricing: Pricing, limits: SearchLimits, screen: Screen, rejecti
     return Infeasible(
         f"nothing fits in {hardware.memory_gib:g} GiB of {pricing.cluster.num_gpus} × {hardware.name}: the nearest "
         f"miss, {_named(screen, nearest)}, lacks {gib(missing):.1f} GiB on a rank ({_listed(rejections)})",
-        _remedy(pricing, limits, missing),
+        _remedy(pricing, limits),
         rejections.counts,
     )
 
 
-def _remedy(pricing: Pricing, limits: SearchLimits, missing_bytes: float) -> str:
-    """The smallest change that makes room: unpin an axis, shorten the reserve, add GPUs; each is planned with first."""
+def _remedy(pricing: Pricing, limits: SearchLimits) -> str:
+    """The smallest change that makes room: unpin an axis, shorten the reserve, add GPUs; each is planned with first.
+
+    Takes no longer than the search may, and ends there with what was not tried.
+    """
     from planner.search.search import plan
 
+    if limits.gap_fraction == 1.0:
+        return _UNTRIED
     model, cluster, training, runtime = pricing.model, pricing.cluster, pricing.training, pricing.runtime
+    until = time.monotonic() + limits.time_limit_s
 
     def works(limits: SearchLimits, num_gpus: int = cluster.num_gpus) -> bool:
-        quick = limits.model_copy(update={"top": 1, "time_limit_s": 2.0, "gap_fraction": 1.0})
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            return False
+        quick = limits.model_copy(update={"top": 1, "time_limit_s": min(QUICK_S, left_s), "gap_fraction": 1.0})
         try:
             plan(model, cluster.model_copy(update={"num_gpus": num_gpus}), training, limits=quick, runtime=runtime)
         except (Infeasible, SolverError):
             return False
         return True
 
-    if limits.gap_fraction == 1.0:
-        return "add GPUs, or free a pinned axis"
     pins = [
         name
         for name in ("recompute", "micro_batch_size", "pp", "tp", "cp", "ep", "dp", "vpp", "zero_stage", "shard_size")
@@ -89,19 +125,24 @@ def _remedy(pricing: Pricing, limits: SearchLimits, missing_bytes: float) -> str
             return f"do not pin {name.replace('_', '-')}: with it free a layout fits"
     if limits.memory_headroom_gib and works(limits.model_copy(update={"memory_headroom_gib": 0.0})):
         return f"lower --memory-headroom from {limits.memory_headroom_gib:g} GiB to 0"
-    node = cluster.node_size
-    num_gpus = cluster.num_gpus
-    for _ in range(8):
-        num_gpus *= 2
-        if works(limits, num_gpus):
-            low, high = num_gpus // 2, num_gpus
-            while high - low > node and high > low + 1:
-                middle = (low + high) // 2 // node * node or (low + high) // 2
-                if middle in (low, high):
-                    break
-                low, high = (low, middle) if works(limits, middle) else (middle, high)
-            return f"it fits on {high} GPUs"
+    for doubled in range(1, 9):
+        enough = cluster.num_gpus << doubled
+        if works(limits, enough):
+            return f"it fits on {_fewest(lambda num_gpus: works(limits, num_gpus), enough, cluster.node_size)} GPUs"
+    if time.monotonic() >= until:
+        return _UNTRIED
     return "use GPUs with more memory, a shorter sequence or a smaller model"
+
+
+def _fewest(works: Callable[[int], bool], enough: int, node: int) -> int:
+    """The least number of GPUs that works, to a node, between half of `enough` and that, as far as NARROWING_S go."""
+    low, high, until = enough // 2, enough, time.monotonic() + NARROWING_S
+    while high - low > node and high > low + 1 and time.monotonic() < until:
+        middle = (low + high) // 2 // node * node or (low + high) // 2
+        if middle in (low, high):
+            break
+        low, high = (low, middle) if works(middle) else (middle, high)
+    return high
 
 
 def _listed(rejections: Rejections) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.errors import SpecError
 from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
 from planner.schedule.orders import SCHEDULES, placement, violation
-from planner.search.candidates import rules_for
+from planner.search.candidates import divisors, rules_for
+from planner.search.rules import ETP
 from planner.search.split import Split, even_counts, parse_layout, splits_from_counts
 from planner.specs.model import ModelSpec
+from planner.specs.problems import nearest
 from planner.specs.training import Parallelism
+
+_TRAINABLE = tuple(name for name, kind in SCHEDULES.items() if kind.trains_one_copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +29,27 @@ class GivenLayout:
     warnings: tuple[str, ...]
 
 
-def fill_dp(layout: Parallelism, num_gpus: int) -> Parallelism:
+def fill_dp(layout: Parallelism, num_gpus: int, global_batch_size: int) -> Parallelism:
     """`layout` with dp = num_gpus / (tp·cp·pp) where it states none; SpecError where that is no whole number."""
     if "dp" in layout.model_fields_set:
         return layout
     ranks = layout.tp * layout.cp * layout.pp
     if num_gpus % ranks:
+        dp = _largest_dp(layout, num_gpus, global_batch_size)
         raise SpecError(
             f"dp is missing and tp·cp·pp ({ranks:,}) does not divide {num_gpus:,} GPUs",
-            f"give dp {num_gpus // ranks:,} to leave {num_gpus % ranks:,} GPUs spare"
+            f"give dp {dp:,} to leave {num_gpus - dp * ranks:,} GPUs spare"
             if num_gpus > ranks
             else f"use at most {num_gpus:,} ranks",
         )
     return layout.model_copy(update={"dp": num_gpus // ranks})
+
+
+def _largest_dp(layout: Parallelism, num_gpus: int, global_batch_size: int) -> int:
+    """The largest dp that GPUs, batch and experts allow; 1 where none is."""
+    most, steps = num_gpus // (layout.tp * layout.cp * layout.pp), global_batch_size // layout.micro_batch_size
+    slots, experts = layout.tp * layout.cp, layout.ep * (layout.etp or 1)
+    return max((dp for dp in divisors(steps, most) if slots * dp % experts == 0), default=1)
 
 
 def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
@@ -45,27 +57,51 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
 
     Raises SpecError where it contradicts model, batch or cluster; what only the trainer refuses is a warning.
     """
-    wanted = fill_dp(wanted, pricing.cluster.num_gpus)
+    wanted = fill_dp(wanted, pricing.cluster.num_gpus, pricing.training.global_batch_size)
     shape = _shape(pricing, wanted)
     _check_arithmetic(pricing, shape)
     schedule = wanted.schedule or ("none" if shape.pp == 1 else "interleaved-1f1b" if shape.vpp > 1 else "1f1b")
     if shape.pp == 1 and schedule in ("1f1b", "interleaved-1f1b"):
         schedule = "none"
+    if schedule not in _TRAINABLE:
+        trains_none = f"{schedule} trains no single copy of the model with a flush after each step"
+        raise SpecError(
+            f"parallelism.schedule: {trains_none if schedule in SCHEDULES else f'unknown {schedule!r:.60}'}",
+            f"one of {', '.join(_TRAINABLE)}{nearest(schedule, _TRAINABLE)}",
+        )
     error = violation(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
     if error is not None:
         raise error
-    if not SCHEDULES[schedule].trains_one_copy:
-        raise SpecError(
-            f"parallelism.schedule: {schedule} trains no single copy of the model with a flush after each step",
-            f"one of {', '.join(name for name, kind in SCHEDULES.items() if kind.trains_one_copy)}",
-        )
     split = _split(pricing.model, wanted, shape, placement(schedule, int(shape.pp), int(shape.vpp)))
-    warnings = [
-        f"{pricing.runtime.name} refuses this layout: {rule.message(pricing.model, pricing.training, shape)}"
-        for rule in rules_for(pricing.runtime)
-        if not rule.holds(pricing.model, pricing.training, shape)
-    ]
-    return GivenLayout(shape, split, schedule, tuple(warnings))
+    refused = _refused_by_trainer(pricing, shape, split, schedule)
+    warnings = tuple(f"{pricing.runtime.name} refuses this layout: {reason}" for reason in refused)
+    return GivenLayout(shape, split, schedule, warnings)
+
+
+def _refused_by_trainer(pricing: Pricing, shape: Shape, split: Split, schedule: str) -> Iterator[str]:
+    """What the trainer has against a layout that arithmetic allows."""
+    model, training, runtime = pricing.model, pricing.training, pricing.runtime
+    for rule in rules_for(runtime):
+        if not rule.holds(model, training, shape):
+            yield rule.message(model, training, shape)
+    if schedule not in runtime.schedules:
+        yield f"it cannot run the schedule {schedule}, only {', '.join(runtime.schedules)}"
+    if shape.sequence_parallel and not runtime.has_sequence_parallel:
+        yield "it has no sequence parallelism"
+    modules = pricing.selective_modules
+    if split.base == "selective" and not runtime.has_sequence_parallel:
+        yield "it has no selective recompute"
+    elif split.base == "selective" and ("op" in modules) != ("op" in runtime.selective_default):
+        yield f"it recomputes {', '.join(runtime.selective_recompute_modules)}, not {', '.join(modules)}"
+    # Megatron-LM's layouts may leave any stage empty
+    if runtime.family != "megatron" and (empty := _empty_stages(split)):
+        yield f"stage {empty[0]} of {len(split.counts)} holds nothing to run"
+
+
+def _empty_stages(split: Split) -> list[int]:
+    """Virtual stages between the first and the last that hold no layer of any kind."""
+    stages = range(1, len(split.counts) - 1)
+    return [stage for stage in stages if split.counts[stage] == 0 and stage != split.mtp_stage]
 
 
 def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
@@ -75,7 +111,9 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
         raise SpecError(
             f"parallelism: tp {wanted.tp} · cp {wanted.cp} · pp {wanted.pp} · dp {wanted.dp} = {ranks} ranks, "
             f"the cluster has {cluster.num_gpus} GPUs",
-            f"lower dp to {max(1, cluster.num_gpus // max(1, ranks // wanted.dp))}, or give {ranks} GPUs",
+            f"lower dp to {_largest_dp(wanted, cluster.num_gpus, training.global_batch_size)}, or give {ranks} GPUs"
+            if ranks <= wanted.dp * cluster.num_gpus
+            else f"lower tp, cp or pp, or give {ranks} GPUs",
         )
     per_step = wanted.dp * wanted.micro_batch_size
     if training.global_batch_size % per_step:
@@ -97,8 +135,7 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
                 "use a divisor of dp·cp",
             )
         shard = min(shard, wanted.fsdp_shard_size)
-    # without experts there is nothing that etp could shard otherwise
-    etp = wanted.tp if pricing.model.moe is None else wanted.etp or 1
+    etp = wanted.etp or (wanted.tp if pricing.model.moe is None else 1)
     stated = wanted.sequence_parallel
     sequence_parallel = pricing.runtime.sequence_parallel if stated is None else stated
     return Shape(
@@ -130,6 +167,8 @@ def _check_arithmetic(pricing: Pricing, shape: Shape) -> None:
         pairs.append(("tp·cp·dp", shape.tp * shape.cp * shape.dp, "ep·etp", shape.ep * shape.etp))
     elif shape.ep > 1:
         raise SpecError(f"parallelism.ep: {shape.ep}, but {model.name} has no experts", "set ep to 1")
+    elif not ETP.holds(model, pricing.training, shape):
+        raise SpecError(f"parallelism.etp: {shape.etp}, but {model.name} has no experts", "leave etp out")
     for name, value, axis, size in pairs:
         if value % size:
             raise SpecError(

@@ -95,4 +95,9 @@ EXPERTS = Rule(
         else no_multiple("num_experts", model.moe.num_experts, "ep", shape.ep)
     ),
 )
+ETP = Rule(
+    "etp_without_experts",
+    lambda model, training, shape: (model.moe is not None) | (shape.etp == 1) | (shape.etp == shape.tp),
+    lambda model, training, shape: f"etp {shape.etp} needs experts, the model has none",
+)
 """Rules that trainers share."""

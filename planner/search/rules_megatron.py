@@ -130,9 +130,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
 _FULL_ATTENTION = Rule(
     "sliding_window_with_ring_cp",
     lambda model, training, shape: (shape.cp == 1) | (model.sliding_window is None),
-    lambda model, training, shape: (
-        f"cp {shape.cp} as a ring (p2p) has no sliding window ({model.sliding_window}): use all_gather or a2a"
-    ),
+    lambda model, training, shape: f"cp {shape.cp} as a ring (p2p) has no sliding window ({model.sliding_window})",
 )
 _NO_SINKS = Rule(
     "attention_sinks_with_cp",

@@ -208,6 +208,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         derive=(d.activation, d.no_output_bias, d.whole_heads, _SHARED),
         fixed={"router_bias": True, **_ROTARY},
     ),
+    "glm4_moe_lite": Architecture(
+        keys=_DEEPSEEK,
+        defaults=_sizes(47, 2048, 20, 20, 154880, intermediate_size=10240, moe_intermediate_size=1536,
+                        n_routed_experts=64, n_shared_experts=1, num_experts_per_tok=4, first_k_dense_replace=1,
+                        q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256),
+        derive=(d.activation, d.attention_bias, _SHARED, d.latent_heads, d.moe_layers(d.sparse_mlp)),
+        fixed={"router_bias": True, **_ROTARY},
+    ),
     "seed_oss": Architecture(
         keys=_DENSE | _keys("mlp_bias"),
         defaults=_sizes(64, 4096, 80, 8, 155136, intermediate_size=27648, head_dim=128, attention_bias=True),
@@ -282,6 +290,6 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Models that call a known architecture by their own name."""
 WRAPPERS = {
     "gemma3": "gemma3_text", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe", "kimi_k25": "deepseek_v3",
-    "mistral3": "mistral", "llama4": "llama4_text",
+    "mistral3": "mistral", "llama4": "llama4_text", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2",
 }  # fmt: skip
-"""Multimodal configs whose language model stands under text_config."""
+"""Multimodal configs whose language model stands under text_config, or (Qwen2-VL's checkpoints) at the top."""

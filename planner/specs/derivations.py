@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from planner.specs.reading import kind_of
+
 Config = Mapping[str, Any]
 Derived = dict[str, Any]
 
@@ -15,6 +17,11 @@ _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "gelu": "gelu", "gelu_new": "gelu",
     "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu",
 }  # fmt: skip
+_ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
+_SWITCHES = (
+    "attention_bias", "attention_out_bias", "do_layer_norm_before", "enable_bias", "mlp_bias", "qk_layernorm",
+    "qkv_bias", "tie_word_embeddings", "use_bias", "use_qk_norm", "use_qkv_bias", "use_sliding_window",
+)  # fmt: skip
 _MAX_LAYERS = 10_000
 """What ModelSpec allows; keeps a nonsense layer count from becoming a list of that length here."""
 
@@ -26,6 +33,21 @@ class InexpressibleError(Exception):
 def _num_layers(config: Config) -> int:
     layers = config.get("num_hidden_layers")
     return min(layers, _MAX_LAYERS) if isinstance(layers, int) else 0
+
+
+def check_switches(config: Config) -> None:
+    """Raise InexpressibleError where a switch is neither on nor off: any text would read as on."""
+    for key in _SWITCHES:
+        if not isinstance(value := config.get(key), bool | None):
+            raise InexpressibleError(f"{key}: {value!r:.60} is {kind_of(value)}, expected true or false")
+
+
+def _whole(config: Config, key: str, default: int | None = None) -> int:
+    """The integer under `key`; InexpressibleError for anything else, which would read as no layers."""
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InexpressibleError(f"{key}: {value!r:.60} is {kind_of(value)}, expected an integer")
+    return value
 
 
 def activation(config: Config) -> Derived:
@@ -61,9 +83,11 @@ def window(is_full: Callable[[Config, int], bool], key: str = "sliding_window") 
 
     def derive(config: Config) -> Derived:
         span, types = config.get(key), config.get("layer_types")
+        if types is not None:
+            _check_types(types)
         if not span:
             return {}
-        if isinstance(types, list):
+        if types is not None:
             if len(types) != config.get("num_hidden_layers"):
                 raise InexpressibleError(
                     f"layer_types: {len(types)} entries for {config.get('num_hidden_layers')} layers"
@@ -81,6 +105,14 @@ def window(is_full: Callable[[Config, int], bool], key: str = "sliding_window") 
     return derive
 
 
+def _check_types(types: Any) -> None:
+    if not isinstance(types, list):
+        raise InexpressibleError(f"layer_types: {types!r:.60} is {kind_of(types)}, expected a list")
+    for kind in types:
+        if kind not in _ATTENTIONS:
+            raise InexpressibleError(f"layer_types: {kind!r:.60} is none of {', '.join(_ATTENTIONS)}")
+
+
 def never(config: Config, layer: int) -> bool:
     """Every layer slides."""
     return False
@@ -90,8 +122,8 @@ def every(key: str, default: int) -> Callable[[Config, int], bool]:
     """Every n-th layer attends to everything, or has experts: n given under `key`."""
 
     def is_nth(config: Config, layer: int) -> bool:
-        period = config.get(key, config.get(f"_{key}", default))
-        return isinstance(period, int) and period > 0 and (layer + 1) % period == 0
+        period = _whole(config, key, config.get(f"_{key}", default))
+        return period > 0 and (layer + 1) % period == 0
 
     return is_nth
 
@@ -142,15 +174,31 @@ def qwen_moe(config: Config, layer: int) -> bool:
 
 
 def deepseek_moe(config: Config, layer: int) -> bool:
-    first, freq = config.get("first_k_dense_replace"), config.get("moe_layer_freq", 1)
-    return isinstance(first, int) and isinstance(freq, int) and freq > 0 and layer >= first and layer % freq == 0
+    """From first_k_dense_replace on every n-th layer, or those that moe_layer_freq lists a 1 for."""
+    freq = config.get("moe_layer_freq")
+    if isinstance(freq, list) and len(freq) == config.get("num_hidden_layers"):
+        listed = bool(freq[layer])
+    else:
+        step = _whole(config, "moe_layer_freq", 1)
+        listed = step > 0 and layer % step == 0
+    return listed and layer >= _whole(config, "first_k_dense_replace")
+
+
+def sparse_mlp(config: Config, layer: int) -> bool:
+    """Those that mlp_layer_types calls sparse, else all after the first few (GLM-4.7-Flash)."""
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return layer >= _whole(config, "first_k_dense_replace")
+    if not isinstance(types, list) or len(types) != config.get("num_hidden_layers"):
+        raise InexpressibleError(f"mlp_layer_types: {types!r:.60} is no list of dense or sparse for each layer")
+    if types[layer] not in ("dense", "sparse"):
+        raise InexpressibleError(f"mlp_layer_types: {types[layer]!r:.60} is neither dense nor sparse")
+    return bool(types[layer] == "sparse")
 
 
 def ernie_moe(config: Config, layer: int) -> bool:
-    first, last, step = (config.get(f"moe_layer_{key}") for key in ("start_index", "end_index", "interval"))
-    if not (isinstance(first, int) and isinstance(last, int) and isinstance(step, int) and step > 0):
-        return False
-    return first <= layer and (last < 0 or layer <= last) and (layer + 1) % step == 0
+    first, last, step = (_whole(config, f"moe_layer_{key}") for key in ("start_index", "end_index", "interval"))
+    return first <= layer and (last < 0 or layer <= last) and step > 0 and (layer + 1) % step == 0
 
 
 def _times(count: Any, size: Any) -> Any:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from planner.errors import SpecError
 from planner.specs.architectures import ARCHITECTURES, SAME_AS, WRAPPERS, Architecture
-from planner.specs.derivations import Config, Derived, InexpressibleError
+from planner.specs.derivations import Config, Derived, InexpressibleError, check_switches
 from planner.specs.model import MLASpec, ModelSpec, MoESpec
 from planner.specs.problems import nearest, spec_error
 from planner.specs.reading import kind_of
@@ -28,6 +28,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
     }
     fields: Derived = {ours: given[key] for ours, key in keys.items() if key in given} | row.fixed
     try:
+        check_switches(config)
         for derive in row.derive:
             fields |= derive(given)
         return ModelSpec.model_validate({"name": _name(config, where), "source": f"config.json ({where})", **fields})
@@ -41,18 +42,24 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
     """The language model's own config and its row of the table."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in WRAPPERS:
-        inner = config.get("text_config")
+        inner = config.get("text_config", config if "hidden_size" in config else None)
         if not isinstance(inner, dict):
             raise SpecError(
                 f"{where}: text_config: {kind_of(inner)}, not a mapping", "give the language model's own config"
             )
-        config, kind = {**inner, "_name_or_path": config.get("_name_or_path")}, WRAPPERS[kind]
+        # transformers 5 writes at the top whether the language model's embeddings are tied
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config, kind = {**tied, **inner, "_name_or_path": config.get("_name_or_path")}, WRAPPERS[kind]
     name = SAME_AS.get(kind, kind) if isinstance(kind, str) else str(kind)
     if name in ARCHITECTURES:
         return config, ARCHITECTURES[name]
     problem = "is missing" if kind is None else f"unknown architecture {name[:60]!r}"
-    known = f"known are {', '.join(sorted(ARCHITECTURES))}{nearest(name, ARCHITECTURES)}"
-    raise SpecError(f"{where}: model_type: {problem}", known)
+    known = {*ARCHITECTURES, *SAME_AS, *WRAPPERS}
+    raise SpecError(
+        f"{where}: model_type: {problem}",
+        f"write the model as YAML (`plan models llama-3.1-8b` shows one); known are {', '.join(sorted(known))}"
+        + nearest(name, known),
+    )
 
 
 def _rotary_base(config: Config) -> Config:

@@ -100,6 +100,7 @@ _WANTED = {
     "string_too_short": "some text",
     "string_too_long": "shorter text",
     "invalid_key": "a key that is text",
+    "shard_group": "a number of ranks, all or none",
 }
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60

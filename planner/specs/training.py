@@ -6,6 +6,7 @@ import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from planner.specs.base import NonNegativeFloat, PositiveFloat, PositiveInt, Spec
 
@@ -14,6 +15,8 @@ Dtype = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = str
+
+_FULLY_SHARDED = re.compile(r"\s*(all|yes|true|on)\s*|.*([fh]sdp|zero\D?3|shard|group).*", re.IGNORECASE)
 
 
 class TrainingSpec(Spec):
@@ -57,13 +60,14 @@ class Parallelism(Spec):
     """Given none: on where tp > 1."""
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ()
-    """Megatron's module names; given none, `selective` means core attention."""
+    """Megatron's module names; given none, `selective` means core attention, and some under `none` mean `selective`."""
     recompute_num_layers: PositiveInt | None = None
     """Under full recompute: how many layers of each stage (the first ones); given none, all."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """What is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 gradients, 3 weights; given none, 1."""
     fsdp: int | str | None = None
-    """Fully sharded data parallel (implies zero_stage 3); a number in it is the shard-group size (HSDP)."""
+    """Fully sharded data parallel (zero_stage 3 where none is given); a number in it is the size of the group that
+    shards whatever zero_stage says (HSDP)."""
     layers_per_stage: tuple[int, ...] | None = None
     """Decoder layers of each stage (length pp), or of each chunk (length pp·vpp, in model order)."""
     layout: str | None = None
@@ -80,6 +84,8 @@ class Parallelism(Spec):
         number = re.fullmatch(r"\s*(-?\d+)\s*", str(value))
         if number is not None and int(number[1]) < 1:
             raise ValueError(f"fsdp shards over {number[1]} ranks: give at least 1, or null")
+        if isinstance(value, str) and number is None and not _FULLY_SHARDED.fullmatch(value):
+            raise PydanticCustomError("shard_group", "no group of ranks")
         return value
 
     @field_validator("recompute_modules", mode="after")
@@ -99,6 +105,18 @@ class Parallelism(Spec):
             )
         if self.layers_per_stage is not None and min(self.layers_per_stage) < 0:
             raise ValueError(f"layers_per_stage has a negative count ({min(self.layers_per_stage)})")
+        return self
+
+    @model_validator(mode="after")
+    def _one_recompute(self) -> Parallelism:
+        if self.recompute_num_layers is not None and self.recompute != "full":
+            raise ValueError(
+                f"recompute_num_layers {self.recompute_num_layers} goes with recompute full, not {self.recompute}"
+            )
+        if self.recompute_modules and self.recompute == "full":
+            raise ValueError(
+                f"recompute_modules {','.join(self.recompute_modules)} go with recompute selective, not full"
+            )
         return self
 
     @property

@@ -170,6 +170,18 @@ def test_a_stage_alone_repeats_its_step_and_has_finite_gradients(monkeypatch: py
     assert [check.passed for check in run(small_plan(), stages=1, num_steps=3).checks] == [False]
 
 
+@pytest.mark.parametrize("stages", [0, "all"])
+def test_a_stage_larger_than_the_machine_is_not_begun(stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small_plan(pp=2)
+    largest = max(stage.memory.peak_allocated_bytes for stage in plan.stages)
+    assert plan.stages[0].memory.peak_allocated_bytes == largest
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": largest - 1}[name])
+    with pytest.raises(ProbeError, match=r"--stage 0: its tensors are .* GiB, this machine has") as caught:
+        run(plan, stages=stages)
+    assert "leave out --stage" in caught.value.hint
+    assert run(plan).agrees
+
+
 def test_stages_alone_of_split_sequences() -> None:
     result = run(small_plan(tp=2, cp=2, pp=2), stages=1)
     assert (result.run.seq_length, result.run.world_size) == (16, 8)

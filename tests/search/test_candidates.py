@@ -103,14 +103,15 @@ def test_stages_are_any_number_and_no_shape_comes_twice() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_etp_says_nothing_of_a_model_without_experts() -> None:
+def test_experts_that_are_not_there_are_split_as_the_rest_or_not_at_all() -> None:
     problem = toy_problem(toy_model(4), toy_cluster(8), toy_training(16))
-    pinned, free = (
-        enumerate_shapes(problem.model, problem.cluster, problem.training, limits, problem.runtime)[0]
-        for limits in (SearchLimits(etp=(2,)), SearchLimits())
+    free, whole = (
+        enumerated(problem)[0],
+        enumerated(toy_problem(toy_model(4), toy_cluster(8), toy_training(16), etp=(1,)))[0],
     )
-    assert np.array_equal(pinned.tp, free.tp)
-    assert np.array_equal(pinned.etp, pinned.tp)
+    assert np.array_equal(free.etp, free.tp)
+    assert np.array_equal(whole.tp, free.tp)
+    assert axis(whole, "etp") == {1}
 
 
 def test_axes_of_a_large_cluster() -> None:
@@ -149,6 +150,7 @@ REASONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "experts_not_divisible_by_ep": (
         {"model": toy_model(6, moe=MOE), "ep": (3,), "training": toy_training(24)}, ["4", "ep 3"],
     ),
+    "etp_without_experts": ({"tp": (4,), "etp": (2,)}, ["etp 2"]),
     "more_ranks_than_gpus": ({"pp": (4,), "tp": (4,)}, ["tp 4", "pp 4", "8 GPUs"]),
     "global_batch_not_divisible": ({"micro_batch_size": (5,)}, ["32", "5"]),
     "no_data_parallel_size": ({"dp": (3,)}, ["8 GPUs", "32"]),

@@ -57,6 +57,18 @@ def test_the_number_of_gpus_that_would_do_is_the_least_to_a_node(model: Any) -> 
     assert num_gpus - 4 < 4 or refusal(model=model, cluster=toy_cluster(num_gpus - 4, memory_gib=0.9))
 
 
+def test_looking_for_a_remedy_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = {"model": toy_model(12), "cluster": toy_cluster(5, memory_gib=0.9)}
+    least = re.search(r"it fits on (\d+) GPUs", refusal(**problem).hint)
+    assert refusal(**problem, time_limit_s=1e-9).hint == "add GPUs, or free a pinned axis"
+    monkeypatch.setattr(explain, "NARROWING_S", 0.0)
+    doubled = re.search(r"it fits on (\d+) GPUs", refusal(**problem).hint)
+    assert least is not None
+    assert doubled is not None
+    assert int(least[1]) < int(doubled[1]) < 2 * int(least[1])
+    assert solved(toy_problem(toy_model(12), toy_cluster(int(doubled[1]), memory_gib=0.9), top=1)).fits
+
+
 @pytest.mark.parametrize(
     ("pin", "freed", "memory_gib"),
     [
@@ -88,6 +100,29 @@ def test_nothing_legal_names_the_rule_that_left_nothing_over() -> None:
     assert "6 layers" in error.message
     assert error.rejections == {"more_stages_than_layers": sum(error.rejections.values())}
     assert "free a pinned axis" in (error.hint or "")
+
+
+_LEARNED = toy_model(6, gated_mlp=False, max_position_embeddings=1024)
+_SINKS = toy_model(6, attention_sinks=True, sliding_window=512)
+_FEW = {"runtime": "torchtitan", "pp": (4,), "training": toy_training(4), "micro_batch_size": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint", "then"),
+    [
+        ({"model": _LEARNED}, "shorten the sequence", {"training": toy_training(8, 1024)}),
+        ({"model": _SINKS, "cp": (2,)}, "cp 1, or another --runtime (torchtitan", {"runtime": "torchtitan"}),
+        ({"model": _SINKS, "cp": (2,)}, "cp 1, or another --runtime (torchtitan", {"cp": (1,)}),
+        ({"cp": (2,), "runtime": "megatron-2022"}, "use cp 1", {"cp": (1,)}),
+        ({**_FEW, "dp": (2,)}, "pin a smaller pp, dp", {"dp": (1,)}),
+        ({"tp": (8,)}, "add --tp-across-nodes", {"tp_across_nodes": True}),
+        ({"tp": (8,), "cp": (2,)}, "more GPUs", {"cluster": toy_cluster(16), "tp_across_nodes": True}),
+        ({"zero_stage": (3,)}, "free zero-stage", {"zero_stage": None}),
+    ],
+)
+def test_the_hint_is_of_the_rule_and_following_it_helps(changes: Any, hint: str, then: dict[str, Any]) -> None:
+    assert hint in (refusal(**changes).hint or "")
+    assert solved(toy_problem(**changes | then, top=1)).fits
 
 
 @pytest.mark.parametrize(

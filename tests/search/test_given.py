@@ -9,6 +9,7 @@ from toys import MOE, toy_cluster, toy_model, toy_training
 
 from planner.errors import SpecError
 from planner.plan import Plan
+from planner.schedule.orders import SCHEDULES
 from planner.search.given import default_counts
 from planner.search.search import evaluate
 from planner.search.split import even_counts
@@ -27,6 +28,7 @@ def given(runtime: str = "megatron", model: Any = None, num_gpus: int = 16, batc
     [
         ("megatron", {"dp": 4}, {"schedule": "none", "sequence_parallel": False, "zero_stage": 1, "etp": 1}),
         ("megatron", {"tp": 4}, {"sequence_parallel": True, "etp": 4}),
+        ("megatron", {"tp": 4, "etp": 1}, {"etp": 1}),
         ("megatron", {"tp": 4, "sequence_parallel": False}, {"sequence_parallel": False}),
         ("megatron", {"pp": 4}, {"schedule": "1f1b", "dp": 4, "num_microbatches": 8}),
         ("megatron", {"pp": 4, "vpp": 2}, {"schedule": "interleaved-1f1b"}),
@@ -45,6 +47,10 @@ def test_what_is_left_out_is_filled_in(runtime: str, layout: dict[str, Any], fil
     }
 
 
+def test_etp_costs_nothing_without_experts() -> None:
+    assert given(tp=4, etp=1).step == given(tp=4).step
+
+
 def test_spare_ranks_are_counted() -> None:
     chosen = given(num_gpus=16, dp=4, tp=2).parallelism
     assert (chosen.num_gpus_used, chosen.num_gpus_spare) == (8, 8)
@@ -60,6 +66,7 @@ def test_spare_ranks_are_counted() -> None:
         ({"batch": 36}, {"cp": 3, "dp": 1}, ["seq_length 2048", "cp 3"]),
         ({}, {"tp": 3}, ["dp is missing", "tp·cp·pp (3)", "16 GPUs"]),
         ({}, {"ep": 2}, ["ep", "2", "no experts"]),
+        ({}, {"tp": 4, "etp": 2}, ["etp", "2", "no experts"]),
         ({"model": toy_model(8, moe=MOE)}, {"ep": 3, "dp": 1}, ["num_experts 4", "ep 3"]),
         ({"model": toy_model(8, moe=MOE)}, {"ep": 4, "dp": 2}, ["tp·cp·dp 2", "4"]),
         ({"model": toy_model(3)}, {"pp": 8}, ["pp", "8", "3 layers"]),
@@ -86,6 +93,37 @@ def test_what_only_the_trainer_refuses_is_a_warning() -> None:
     tied = given("torchtitan", model=toy_model(8, tie_word_embeddings=True), pp=2, dp=2)
     assert any("tied embeddings" in line for line in tied.warnings)
     assert given(pp=2, dp=2).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "layout", "says"),
+    [
+        ("megatron", {"pp": 2, "vpp": 2, "schedule": "zb-v"}, "cannot run the schedule zb-v, only 1f1b"),
+        ("megatron-2021", {"tp": 2, "sequence_parallel": True}, "no sequence parallelism"),
+        ("megatron-2021", {"recompute": "selective"}, "no selective recompute"),
+        ("torchtitan", {"recompute": "selective", "recompute_modules": ("mlp",)}, "recomputes op, not mlp"),
+        ("megatron", {"recompute": "selective", "recompute_modules": ("op",)}, "not op"),
+        ("torchtitan", {"pp": 4, "layers_per_stage": (3, 0, 2, 3)}, "stage 1 of 4 holds nothing to run"),
+    ],
+)
+def test_what_the_trainer_has_no_option_for_is_a_warning(runtime: str, layout: dict[str, Any], says: str) -> None:
+    (warning,) = given(runtime, **layout).warnings
+    assert warning.startswith(f"{runtime} refuses this layout: ")
+    assert says in warning
+
+
+@pytest.mark.parametrize(
+    ("runtime", "layout"),
+    [
+        ("megatron", {"tp": 2, "pp": 4, "vpp": 2, "recompute": "selective", "recompute_modules": ("mlp",)}),
+        ("megatron", {"pp": 4, "layers_per_stage": (3, 0, 2, 3)}),
+        ("megatron-2021", {"tp": 2, "pp": 2, "recompute": "full"}),
+        ("torchtitan", {"pp": 4, "recompute": "selective", "layers_per_stage": (0, 4, 4, 0)}),
+        ("torch-eager", {"pp": 2, "vpp": 2, "schedule": "zb-v", "recompute_modules": ("mlp",)}),
+    ],
+)
+def test_what_the_trainer_has_options_for_is_none(runtime: str, layout: dict[str, Any]) -> None:
+    assert given(runtime, **layout).warnings == ()
 
 
 def test_a_layout_that_does_not_fit_is_priced_all_the_same() -> None:
@@ -211,6 +249,22 @@ def test_what_trains_no_single_copy_is_refused(schedule: str) -> None:
     training = TrainingSpec(seq_length=8192, global_batch_size=64)
     with pytest.raises(SpecError, match=f"{schedule} trains no single copy"):
         evaluate(load_model("8b"), cluster, training, Parallelism(pp=4, dp=4, schedule=schedule))
+
+
+def test_schedules_that_are_offered_are_priced() -> None:
+    with pytest.raises(SpecError, match="unknown 'bogus'") as caught:
+        given(pp=4, schedule="bogus")
+    for schedule in caught.value.hint.removeprefix("one of ").split(", "):
+        kind = SCHEDULES[schedule]
+        answer = given(pp=min(4, kind.max_pp), vpp=kind.min_vpp, schedule=schedule)
+        assert answer.parallelism.schedule == schedule
+
+
+def test_the_dp_to_lower_to_suits_the_batch() -> None:
+    with pytest.raises(SpecError, match="60 ranks") as caught:
+        given(batch=32, pp=3, dp=20)
+    assert caught.value.hint == "lower dp to 4, or give 60 GPUs"
+    assert given(batch=32, pp=3, dp=4).parallelism.dp == 4
 
 
 def test_layers_of_ranks_are_those_of_both_chunks_of_a_v() -> None:

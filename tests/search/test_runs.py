@@ -66,13 +66,30 @@ def test_features_change_the_runtime_and_unknown_ones_are_named() -> None:
 
 
 def test_dp_fills_the_cluster_where_none_is_given() -> None:
-    assert fill_dp(Parallelism(tp=8, pp=16), 2048).dp == 16
-    assert fill_dp(Parallelism(tp=8, pp=16, dp=3), 2048).dp == 3
-    with pytest.raises(SpecError, match=r"tp·cp·pp \(24\) does not divide 2,048") as caught:
-        fill_dp(Parallelism(tp=8, pp=3), 2048)
-    assert "dp 85 to leave 8 GPUs spare" in caught.value.hint
+    assert fill_dp(Parallelism(tp=8, pp=16), 2048, 2048).dp == 16
+    assert fill_dp(Parallelism(tp=8, pp=16, dp=3), 2048, 2048).dp == 3
     with pytest.raises(SpecError):
-        fill_dp(Parallelism(tp=8), 4)
+        fill_dp(Parallelism(tp=8), 4, 2048)
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "dp", "spare"),
+    [
+        ({"tp": 8, "pp": 3}, 85, 85, 8),
+        ({"tp": 8, "pp": 3}, 2048, 64, 512),
+        ({"tp": 8, "pp": 3, "micro_batch_size": 64}, 2048, 32, 1280),
+        ({"tp": 4, "pp": 3, "ep": 8}, 170, 170, 8),
+        ({"pp": 3, "ep": 4}, 12, 12, 2012),
+        ({"pp": 3, "ep": 4}, 34, 1, 2045),
+    ],
+)
+def test_the_dp_to_give_is_the_largest_that_batch_and_experts_allow(
+    layout: dict[str, int], batch: int, dp: int, spare: int
+) -> None:
+    ranks = layout.get("tp", 1) * layout["pp"]
+    with pytest.raises(SpecError, match=rf"tp·cp·pp \({ranks}\) does not divide 2,048") as caught:
+        fill_dp(Parallelism.model_validate(layout), 2048, batch)
+    assert caught.value.hint == f"give dp {dp} to leave {spare:,} GPUs spare"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,11 @@ VARIED: dict[str, tuple[dict[str, Any], int]] = {
          "use_qk_norm": True, "attention_bias": True},
         352_797_814_784 + 89 * 160,
     ),
+    "glm-4.7-flash": (
+        {"model_type": "glm4_moe_lite", "num_hidden_layers": 12, "tie_word_embeddings": True, "n_shared_experts": 2,
+         "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 10},
+        6_934_037_504 + 10 * 64,
+    ),
     "glm-4-32b": (
         {"model_type": "glm4", "hidden_size": 6144, "num_hidden_layers": 61, "intermediate_size": 23040,
          "num_attention_heads": 48, "attention_bias": False},
@@ -155,8 +160,19 @@ def test_every_switch_of_an_architecture_is_read(name: str) -> None:
         ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before: norms"),
         ({"model_type": "opt", "word_embed_proj_dim": 512}, "word_embed_proj_dim: a projection"),
         ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm: a norm of its own"),
+        ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]}, "mlp_layer_types: ['dense'] is no list"),
+        ({"model_type": "glm4_moe_lite", "mlp_layer_types": [[]] * 47}, "mlp_layer_types: [] is neither dense nor"),
         ({"model_type": "glm4_moe", "num_attention_heads": 0}, "num_attention_heads: 0 must be greater"),
         ({"model_type": "ernie4_5_moe", "moe_k": 65}, "moe"),
+        ({"model_type": "ernie4_5_moe", "moe_layer_interval": "2"}, "moe_layer_interval: '2' is text"),
+        ({"model_type": "deepseek_v3", "moe_layer_freq": [0, 1]}, "moe_layer_freq: [0, 1] is a list"),
+        ({"model_type": "deepseek_v3", "moe_layer_freq": "1"}, "moe_layer_freq: '1' is text, expected an integer"),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": None}, "first_k_dense_replace: None is nothing"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": "1"}, "decoder_sparse_step: '1' is text"),
+        ({"model_type": "mistral", "layer_types": "full_attention"}, "layer_types: 'full_attention' is text"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types: 'linear_attention' is none"),
+        ({"model_type": "llama", "tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes' is text, expected true"),
+        ({"model_type": "llama", "attention_bias": "no"}, "attention_bias: 'no' is text, expected true or false"),
     ],
 )
 def test_what_an_architecture_may_say_and_the_planner_may_not(data: dict[str, Any], message: str) -> None:
@@ -234,6 +250,7 @@ def test_the_base_is_also_read_where_transformers_5_writes_it() -> None:
         ("gemma", 8_537_680_896),
         ("glm4", 9_400_279_040),
         ("glm4_moe", 103_481_200_640 + 45 * 128),  # and the router's correction biases, which are buffers there
+        ("glm4_moe_lite", 29_943_390_976 + 46 * 64),
         ("seed_oss", 28_921_040_896),
         ("ernie4_5", 360_748_032),
         ("ernie4_5_moe", 21_825_437_888),
@@ -268,6 +285,23 @@ def test_a_model_under_its_own_name_is_read_as_the_architecture_it_is() -> None:
     assert from_config(config("deepseek-v3", model_type="kimi_k2"), "config.json").mla is not None
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_language_model_whose_config_is_all_at_the_top(model_type: str) -> None:
+    text = config("qwen2.5-7b")
+    flat = text | {"model_type": model_type, "vision_config": {"depth": 32, "hidden_size": 1280}}
+    assert count(from_config(flat, "config.json")) == COUNTS["qwen2.5-7b"]
+    nested = {"model_type": model_type, "text_config": text, "vision_config": {}}
+    assert from_config(nested, "x.json") == from_config(text, "x.json").model_copy(update={"name": "x"})
+
+
+def test_the_top_says_whether_a_language_model_within_is_tied() -> None:
+    """What transformers 5.23 saves of Qwen2.5-VL-3B, and builds beside its vision tower."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+             "num_key_value_heads": 2, "vocab_size": 151936}  # fmt: skip
+    saved = {"model_type": "qwen2_5_vl", "tie_word_embeddings": True, "text_config": sizes}
+    assert count(from_config(saved, "config.json")) == 3_085_938_688
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "window", "pattern"),
     [
@@ -285,6 +319,7 @@ def test_a_model_under_its_own_name_is_read_as_the_architecture_it_is() -> None:
         ("gemma-2-2b", {}, 4096, 2),
         ("gemma-3-1b", {}, 512, 6),
         ("gemma-3-1b", {"sliding_window_pattern": 4}, 512, 4),
+        ("gemma-3-1b", {"sliding_window_pattern": None}, 512, 6),
         ("gemma-3-1b", {"sliding_window_pattern": ..., "_sliding_window_pattern": 3}, 512, 3),
     ],
 )
@@ -303,6 +338,7 @@ def test_which_layers_slide(name: str, changes: dict[str, Any], window: int | No
         ("deepseek-v3", {}, [0, 1, 2]),
         ("deepseek-v3", {"first_k_dense_replace": 0}, []),
         ("deepseek-v3", {"first_k_dense_replace": 1, "moe_layer_freq": 2}, [0, *range(1, 61, 2)]),
+        ("deepseek-v3", {"first_k_dense_replace": 0, "moe_layer_freq": [0] * 5 + [1] * 56}, list(range(5))),
     ],
 )
 def test_which_layers_are_moe(name: str, changes: dict[str, Any], dense_layers: list[int]) -> None:
@@ -340,7 +376,8 @@ def test_a_key_reaches_its_field(name: str, changes: dict[str, Any], field: str,
 def test_an_unknown_architecture_lists_the_known_ones() -> None:
     error = failure({"model_type": "mamba2"})
     assert "unknown architecture 'mamba2'" in error.message
-    assert all(name in error.hint for name in ARCHITECTURES)
+    assert all(name in error.hint for name in (*ARCHITECTURES, "qwen3_vl", "kimi_k2"))
+    assert "write the model as YAML (`plan models llama-3.1-8b` shows one)" in error.hint
     assert "did you mean llama" in failure({"model_type": "lama"}).hint
 
 

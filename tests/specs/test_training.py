@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from planner.errors import SpecError
+from planner.specs.checking import checked
 from planner.specs.training import Parallelism, tokens_split
 
 
@@ -21,7 +23,16 @@ def test_two_chunks_for_each_rank_of_cp_of_whole_shards_for_tp() -> None:
 
 @pytest.mark.parametrize(
     ("stated", "kept", "ranks"),
-    [(False, None, None), ("no", None, None), (True, "all", None), (8, 8, 8), ("FSDP2 shard 32", "FSDP2 shard 32", 32)],
+    [
+        (False, None, None),
+        ("no", None, None),
+        (True, "all", None),
+        (8, 8, 8),
+        ("FSDP", "FSDP", None),
+        ("DeepSpeed ZeRO-3", "DeepSpeed ZeRO-3", None),
+        ("FSDP2 shard 32", "FSDP2 shard 32", 32),
+        ("megatron-fsdp(group=64)", "megatron-fsdp(group=64)", 64),
+    ],
 )
 def test_fully_sharded_or_not(stated: Any, kept: Any, ranks: int | None) -> None:
     layout = Parallelism.model_validate({"fsdp": stated})
@@ -32,3 +43,26 @@ def test_fully_sharded_or_not(stated: Any, kept: Any, ranks: int | None) -> None
 def test_no_ranks_to_shard_over(stated: Any) -> None:
     with pytest.raises(ValidationError, match="give at least 1"):
         Parallelism.model_validate({"fsdp": stated})
+
+
+@pytest.mark.parametrize("stated", ["bogus", "3.5", "ZeRO-1", "nothing at all"])
+def test_words_that_say_no_group_are_refused(stated: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        checked(Parallelism, {"fsdp": stated})
+    assert f"fsdp: {stated!r} is text" in caught.value.message
+    for hint in ("8", "all", "none"):
+        Parallelism.model_validate({"fsdp": hint})
+    assert caught.value.hint == "give a number of ranks, all or none"
+
+
+@pytest.mark.parametrize(
+    ("stated", "says"),
+    [
+        ({"recompute_num_layers": 2}, "recompute_num_layers 2 goes with recompute full, not none"),
+        ({"recompute": "selective", "recompute_num_layers": 2}, "full, not selective"),
+        ({"recompute": "full", "recompute_modules": ("mlp", "moe")}, "mlp,moe go with recompute selective, not full"),
+    ],
+)
+def test_ways_to_recompute_that_exclude_each_other_are_refused(stated: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        checked(Parallelism, stated)
