@@ -147,6 +147,8 @@ class PricedLayout(Spec):
     """Of a schedule made to measure (`auto`): each rank's actions in order, as torch spells them."""
     rank_factors: tuple[float, ...] = ()
     """Measured: how many times as long each pipeline rank takes as the profile says; empty: all take as long."""
+    runtime_spec: RuntimeSpec | None = None
+    """Of an alternative that another runtime priced than the best: one splits backwards, the other does not."""
     trade: str = ""
     """Of an alternative: what it trades against the best plan."""
 

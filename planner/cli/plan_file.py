@@ -55,4 +55,5 @@ def with_alternative(plan: Plan, number: int | None) -> Plan:
         raise SpecError(
             f"--alternative {number}: the plan has {len(plan.alternatives)}", "plan … --top N keeps more of them"
         )
-    return plan.model_copy(update={"best": plan.alternatives[number - 1]})
+    chosen = plan.alternatives[number - 1]
+    return plan.model_copy(update={"best": chosen, "runtime_spec": chosen.runtime_spec or plan.runtime_spec})

@@ -38,7 +38,7 @@ def reprice(plan: Plan, layout: PricedLayout) -> Repriced:
         model=plan.model.spec,
         training=plan.training,
         cluster=plan.cluster,
-        runtime=plan.runtime_spec,
+        runtime=layout.runtime_spec or plan.runtime_spec,
         selective_modules=chosen.recompute_modules or ("core_attn",),
     )
     shape = Shape(

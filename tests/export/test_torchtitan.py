@@ -213,7 +213,7 @@ def test_attention_whose_backward_comes_apart(planned: Planned) -> None:
 
 
 def test_an_order_that_was_priced_compiled_is_noted(planned: Planned) -> None:
-    """A search among several schedules has one trainer for all of them."""
+    """As plans were that had been searched among schedules of both kinds, and saved, before each was priced alone."""
     plan = titan(planned, gpus=16, pp=4, num_microbatches=8, schedule="1f1b")
     layout = plan.parallelism.model_copy(update={"schedule": "zb-h1"})
     plan = plan.model_copy(update={"best": plan.best.model_copy(update={"parallelism": layout})})

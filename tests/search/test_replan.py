@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from toys import toy_model, toy_problem, toy_training
 
+from planner.cli.plan_file import with_alternative
 from planner.errors import SpecError
 from planner.plan import Plan, PricedLayout
 from planner.schedule.replay import makespan_s
@@ -47,6 +49,23 @@ def test_a_saved_plan_is_priced_again_to_the_same_seconds(model: str, limits: di
     assert makespan_s(again.order, again.durations) == pytest.approx(expected, rel=1e-9)
     ranks = cost_by_rank(again.costs, again.order.stage_to_rank)
     assert [round(float(rank.parameters)) for rank in ranks] == [stage.num_parameters for stage in saved.stages]
+
+
+def test_alternatives_keep_what_priced_them() -> None:
+    """torchtitan compiles no layer whose backward is split, so that one plan may be priced for two runtimes."""
+    problem = toy_problem(
+        toy_model(8), training=toy_training(8, seq_length=4096), runtime="torchtitan", pp=(2, 4), cp=(1,),
+        micro_batch_size=(1,), schedule=("1f1b", "zb-v"),
+    )  # fmt: skip
+    found = plan(problem.model, problem.cluster, problem.training, limits=problem.limits, runtime=problem.runtime)
+    saved = Plan.from_json(json.loads(json.dumps(found.to_json())))
+    layouts = (saved.best, *saved.alternatives)
+    assert {layout.parallelism.schedule for layout in layouts} == {"1f1b", "zb-v"}
+    for number, layout in enumerate(layouts):
+        again = reprice(chosen := with_alternative(saved, number or None), chosen.best)
+        assert again.pricing.runtime.compiled == chosen.runtime_spec.compiled == (not again.order.splits_backward)
+        expected = _pipeline_s(layout, float(again.table.tail_s))
+        assert makespan_s(again.order, again.durations) == pytest.approx(expected, rel=2e-3)
 
 
 def test_an_order_made_to_measure_survives_the_file_and_is_no_slower() -> None:
