@@ -86,6 +86,9 @@ class StagePlan(Spec):
     """Of embedding, head, mtp."""
     recompute: dict[str, int]
     """Layers per recompute mode."""
+    num_recomputed: tuple[tuple[int, ...], ...] = ()
+    """Of each chunk and layer kind (in model order), how many layers, its first ones, are recomputed whole; empty where
+    none are on any stage, and in files that say no more than `recompute`."""
     in_flight_microbatches: float
     forward_s: float
     """Compute of one micro-batch's forward; exchanges are beside it."""
