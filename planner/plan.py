@@ -188,9 +188,13 @@ class SearchReport(Spec):
     """Wall seconds of the search; null in saved files, which are the same for the same inputs."""
     outcome: Literal["proven", "feasible"]
     lower_bound_s: float
-    """No legal shape that fits has a shorter step than this, in the stated model."""
+    """No legal shape that fits has a shorter step than this, in the stated model, under the schedules searched."""
     gap: float
-    """step_s / lower_bound_s − 1."""
+    """step_s / lower_bound_s − 1; a search may end by itself with a wider one than was asked for."""
+    asked_gap_fraction: float | None = None
+    """Of the step, how far above the bound it was to be at most; null in files that do not say."""
+    schedules: tuple[str, ...] = ()
+    """Those that pipelines were searched under; empty in files that do not say."""
 
 
 class RunCost(Spec):

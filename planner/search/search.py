@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from planner.search.given import GivenLayout, given_layout
 from planner.search.nodes import RecomputeChoice
 from planner.search.price import price_layout
 from planner.search.schedules import by_runtime, check_schedules, schedules_tried
-from planner.search.screen import fits, screen_of
+from planner.search.screen import Screen, fits, screen_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
@@ -74,7 +75,7 @@ def plan(
     layouts = [_priced(one, best, totals) for one in found]
     layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(best.pricing)})
     step_s, seconds = layouts[0].step.step_s, time.monotonic() - started
-    report = _report(branch, step_s, len(screen.kernel), len(fitting), seconds)
+    report = _report(branch, screens, step_s, len(fitting), seconds)
     told = told_assumptions(best.pricing, best.table, best.split, best.schedule)
     return _plan(best.pricing, totals, layouts, told, report, rejections)
 
@@ -192,17 +193,26 @@ def _priced(found: Found, best: Found, totals: ModelTotals) -> PricedLayout:
     return layout if runtime == best.pricing.runtime else layout.model_copy(update={"runtime_spec": runtime})
 
 
-def _report(branch: Branch, step_s: float, num_shapes: int, num_fitting: int, seconds: float) -> SearchReport:
+def _report(
+    branch: Branch,
+    screens: Sequence[tuple[Screen, SearchLimits]],
+    step_s: float,
+    num_fitting: int,
+    seconds: float,
+) -> SearchReport:
     """A search is proven when it ended by itself; its gap is how far the replayed best is from the least bound left."""
     bound = min(branch.lower_bound_s, step_s)
+    tried = [name for screen, limits in screens for name in schedules_tried(limits, screen.pricing.runtime)]
     return SearchReport(
-        num_shapes=num_shapes,
+        num_shapes=len(screens[0][0].kernel),
         num_fitting=num_fitting,
         num_ilps=branch.num_ilps,
         seconds=seconds,
         outcome="proven" if branch.complete else "feasible",
         lower_bound_s=bound,
         gap=step_s / bound - 1,
+        asked_gap_fraction=branch.limits.gap_fraction,
+        schedules=tuple(name for name in dict.fromkeys(tried) if name != "none"),
     )
 
 

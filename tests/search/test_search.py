@@ -52,6 +52,9 @@ def test_nothing_that_fits_is_faster(name: str) -> None:
     # the program's bounds are a little below the replay, so that a split next to the best may be taken for it
     assert answer.step.step_s <= best_s * 1.005
     assert answer.search.gap <= 0.1
+    assert answer.search.asked_gap_fraction == 0.0
+    named = problem.limits.schedule or ("1f1b", "interleaved-1f1b")
+    assert answer.search.schedules == named, "of which the bound is"
 
 
 def layers_of(layout: PricedLayout) -> list[int]:
