@@ -12,7 +12,8 @@ from planner.plan import Plan, PricedLayout, StagePlan
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations
-from planner.search.pipeline import durations_of
+from planner.search.ends import Ends, ends_of
+from planner.search.pipeline import cost_by_rank, durations_of
 from planner.search.split import Split, stage_costs
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
@@ -29,6 +30,7 @@ class Repriced:
     costs: tuple[PartCost, ...]
     """Of each virtual stage."""
     durations: Durations
+    ends: Ends
 
 
 def reprice(plan: Plan, layout: PricedLayout) -> Repriced:
@@ -53,7 +55,8 @@ def reprice(plan: Plan, layout: PricedLayout) -> Repriced:
     split = _split(plan, layout, order)
     table = pricing.table(shape)
     costs = stage_costs(table, plan.model.spec, split, order.stage_to_rank, layout.rank_factors)
-    return Repriced(pricing, table, split, order, tuple(costs), durations_of(table, costs, pricing))
+    ends = ends_of(pricing, table, cost_by_rank(costs, order.stage_to_rank), order.name)
+    return Repriced(pricing, table, split, order, tuple(costs), durations_of(table, costs, pricing), ends)
 
 
 def with_microbatches(layout: PricedLayout, num_microbatches: int | None) -> PricedLayout:

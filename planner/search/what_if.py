@@ -11,7 +11,6 @@ from planner.physics.pricing import Pricing
 from planner.plan import Plan, PricedLayout
 from planner.schedule.replay import makespan_s
 from planner.search import assumptions
-from planner.search.ends import ends_of
 from planner.search.pipeline import cost_by_rank
 from planner.search.replan import order_of, reprice, with_microbatches
 from planner.search.room import peak_activation_bytes, stage_memory
@@ -110,8 +109,7 @@ def _repriced(now: Plan, case: Case) -> tuple[float, float]:
         stage_memory(again.pricing, again.table, cost, peak).total_bytes
         for cost, peak in zip(ranks, peaks, strict=True)
     ]
-    ends = ends_of(again.pricing, again.table, ranks, again.order.name)
-    return makespan_s(again.order, again.durations) + sum(ends), max(memories)
+    return makespan_s(again.order, again.durations) + sum(again.ends), max(memories)
 
 
 def other_assumptions(case: Case) -> Iterator[WhatIf]:
