@@ -86,6 +86,9 @@ class StagePlan(Spec):
     """Of embedding, head, mtp."""
     recompute: dict[str, int]
     """Layers per recompute mode."""
+    num_recomputed: tuple[tuple[int, ...], ...] = ()
+    """Of each chunk and layer kind (in model order), how many layers, its first ones, are recomputed whole; empty where
+    none are on any stage, and in files that say no more than `recompute`."""
     in_flight_microbatches: float
     forward_s: float
     """Compute of one micro-batch's forward; exchanges are beside it."""
@@ -147,6 +150,8 @@ class PricedLayout(Spec):
     """Of a schedule made to measure (`auto`): each rank's actions in order, as torch spells them."""
     rank_factors: tuple[float, ...] = ()
     """Measured: how many times as long each pipeline rank takes as the profile says; empty: all take as long."""
+    runtime_spec: RuntimeSpec | None = None
+    """Of an alternative that another runtime priced than the best: one splits backwards, the other does not."""
     trade: str = ""
     """Of an alternative: what it trades against the best plan."""
 
@@ -183,9 +188,13 @@ class SearchReport(Spec):
     """Wall seconds of the search; null in saved files, which are the same for the same inputs."""
     outcome: Literal["proven", "feasible"]
     lower_bound_s: float
-    """No legal shape that fits has a shorter step than this, in the stated model."""
+    """No legal shape that fits has a shorter step than this, in the stated model, under the schedules searched."""
     gap: float
-    """step_s / lower_bound_s − 1."""
+    """step_s / lower_bound_s − 1; a search may end by itself with a wider one than was asked for."""
+    asked_gap_fraction: float | None = None
+    """Of the step, how far above the bound it was to be at most; null in files that do not say."""
+    schedules: tuple[str, ...] = ()
+    """Those that pipelines were searched under; empty in files that do not say."""
 
 
 class RunCost(Spec):

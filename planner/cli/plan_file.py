@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 from planner.errors import SpecError
-from planner.plan import SCHEMA_VERSION, Plan, PricedLayout
+from planner.plan import SCHEMA_VERSION, Plan, PricedLayout, StagePlan
 from planner.specs.checking import checked
+from planner.specs.model import ModelSpec
 from planner.specs.reading import label, load_yaml
 
 
@@ -44,7 +45,19 @@ def _contradiction(layout: PricedLayout, plan: Plan) -> str | None:
     held = [last - first for first, last in chunks]
     if min(held) < 0 or sum(held) != layers or any(a[1] != b[0] for a, b in pairwise(chunks)):
         return f"its chunks do not hold layers 0 to {layers} one after the other"
+    if not all(_holds_what_it_recomputes(stage, plan.model.spec) for stage in stages if stage.num_recomputed):
+        return "its stages recompute layers that they do not hold"
     return None
+
+
+def _holds_what_it_recomputes(stage: StagePlan, model: ModelSpec) -> bool:
+    held = [[model.layers[first:last].count(kind) for kind in model.kinds] for first, last in stage.chunks]
+    counts = stage.num_recomputed
+    if [len(row) for row in counts] != [len(row) for row in held]:
+        return False
+    return all(
+        0 <= n <= most for row, having in zip(counts, held, strict=True) for n, most in zip(row, having, strict=True)
+    )
 
 
 def with_alternative(plan: Plan, number: int | None) -> Plan:
@@ -55,4 +68,6 @@ def with_alternative(plan: Plan, number: int | None) -> Plan:
         raise SpecError(
             f"--alternative {number}: the plan has {len(plan.alternatives)}", "plan … --top N keeps more of them"
         )
-    return plan.model_copy(update={"best": plan.alternatives[number - 1]})
+    chosen = plan.alternatives[number - 1]
+    best = chosen.model_copy(update={"runtime_spec": None})
+    return plan.model_copy(update={"best": best, "runtime_spec": chosen.runtime_spec or plan.runtime_spec})

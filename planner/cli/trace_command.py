@@ -69,28 +69,51 @@ def trace_command(
 
 
 def _exchanges(priced: Repriced, timeline: Timeline) -> list[Slice]:
-    """Gradients of each chunk reduced behind its last backward, then the optimizer, then the parameters gathered."""
+    """What every rank does beside the pipeline and after it, to the end of the plan's step.
+
+    Of all exchanges shows what the plan says; gathers behind the next step's forward are not drawn otherwise.
+    """
     from planner.report.trace import Slice
     from planner.search.pipeline import cost_by_rank
 
     slices = []
-    thread = "data-parallel exchange"
+    exchanged_s = timeline.makespan_s + priced.ends.exposed_dp_s
+    updated_s = exchanged_s + priced.ends.optimizer_s
     for rank, cost in enumerate(cost_by_rank(priced.costs, priced.order.stage_to_rank)):
-        last = {action.stage: place for place, action in enumerate(priced.order.ranks[rank]) if action.kind != "F"}
-        spans = sorted((float(timeline.end_s[rank][i]), float(timeline.start_s[rank][i])) for i in last.values())
-        fraction = priced.pricing.runtime.gradient_overlap_fraction
-        exchanged = [
-            ("reduce gradients", end - fraction * (end - begin), float(cost.reduce_s) / len(spans))
-            for end, begin in spans
+        reductions = _reductions(priced, timeline, rank, float(cost.reduce_s), exchanged_s)
+        spans = [("reduce gradients", start, end) for start, end in reductions]
+        spans += [
+            ("exposed exchanges", max([timeline.makespan_s, *(end for _, end in reductions)]), exchanged_s),
+            ("optimizer", exchanged_s, exchanged_s + float(cost.optimizer_s)),
+            ("gradient norm and host", updated_s, updated_s + priced.ends.tail_s),
         ]
-        exchanged += [
-            ("optimizer", timeline.makespan_s, float(cost.optimizer_s)),
-            ("gather parameters", timeline.makespan_s, float(cost.gather_s)),
-        ]
-        start = 0.0
-        for name, ready, seconds in exchanged:
-            start = max(start, ready)
-            if seconds > 0:
-                slices.append(Slice(rank, thread, name, start, start + seconds))
-            start += seconds
+        slices += [Slice(rank, "data-parallel exchange", *span) for span in spans if span[1] < span[2]]
     return slices
+
+
+def _reductions(
+    priced: Repriced, timeline: Timeline, rank: int, reduce_s: float, exchanged_s: float
+) -> list[tuple[float, float]]:
+    """Gradients of each chunk reduced behind its last backward, or behind all of them where ZeRO has them so.
+
+    One after the other, as soon as they may be, and early enough for all to be done by `exchanged_s`.
+    """
+    from planner.search.ends import reduce_overlap_fraction, sharded_each_time
+
+    shape = priced.table.shape
+    each_time = sharded_each_time(int(shape.zero_stage), int(shape.pp))
+    fraction = float(reduce_overlap_fraction(priced.pricing.runtime, shape))
+    passes = zip(priced.order.ranks[rank], timeline.start_s[rank], timeline.end_s[rank], strict=True)
+    last = {
+        (action.stage, action.microbatch if each_time else 0): (float(end), float(start))
+        for action, start, end in passes
+        if action.kind != "F"
+    }
+    ready = [end - fraction * (end - start) for end, start in sorted(last.values())]
+    length_s = reduce_s / len({stage for stage, _ in last})
+    starts, free_s = [], 0.0
+    for index, at_s in enumerate(ready):
+        latest_s = exchanged_s - (len(ready) - index) * length_s
+        starts.append(min(max(free_s, at_s), latest_s))
+        free_s = starts[-1] + length_s
+    return [(start, start + length_s) for start in starts]

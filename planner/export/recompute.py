@@ -39,8 +39,10 @@ def block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> int | None
 def recomputed_layers(best: PricedLayout, stages: Sequence[VirtualStage]) -> list[int]:
     """Layers of each virtual stage, its first ones, that are recomputed whole.
 
-    The plan counts them by rank: the same number in every chunk where that adds up, else the first chunks' first.
+    Counted by rank only: the same number in every chunk where that adds up, else the first chunks' first.
     """
+    if all(stage.num_recomputed for stage in best.stages):
+        return [sum(best.stages[stage.rank].num_recomputed[stage.chunk]) for stage in stages]
     try:
         size = block_size(best, stages)
         return [stage.num_layers if size is None else min(size, stage.num_layers) for stage in stages]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.plan import Layout, Plan, PricedLayout
 from planner.report.format import digits, gibibytes, large, percent, seconds
+from planner.report.proof import says_bound
 from planner.report.terminal import _BREAKDOWN as BREAKDOWN
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
@@ -122,11 +123,8 @@ def says_best(best: Plan) -> str:
     """What was proven about the best layout."""
     report, step_s = best.search, best.step.step_s
     assert report is not None
-    if report.outcome == "proven":
-        proof = f"no layout that fits is faster than {seconds(report.lower_bound_s)} in this model"
-    else:
-        proof = f"time was up before it was proven: nothing that fits is faster than {seconds(report.lower_bound_s)}"
-    return f"{best.parallelism} takes {seconds(step_s)}, and {proof}."
+    late = "" if report.outcome == "proven" else "time was up before it was proven the fastest: "
+    return f"{best.parallelism} takes {seconds(step_s)}, and {late}{says_bound(report)}."
 
 
 def now(constraint: str, best: Plan) -> str:

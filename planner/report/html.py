@@ -25,6 +25,7 @@ from planner.report.html_pieces import (
     table,
     tag,
 )
+from planner.report.proof import says_bound, says_outcome
 from planner.report.terminal import _BREAKDOWN as BREAKDOWN
 from planner.report.terminal import _EVIDENCE as EVIDENCE
 from planner.report.terminal import _manner as manner
@@ -221,9 +222,8 @@ def _confidence(plan: Plan) -> Iterator[tuple[str, str]]:
     if search is not None:
         counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
         yield "search", f"{counts}, {search.num_ilps:,} solved as integer programs"
-        outcome = "proven optimal within the gap" if search.outcome == "proven" else "stopped by the time limit"
-        yield "solver", f"{outcome}; gap {percent(search.gap, 2)}"
-        yield "bound", f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model"
+        yield "solver", says_outcome(search)
+        yield "bound", says_bound(search)
 
 
 def _inputs(plan: Plan) -> Iterator[Html]:

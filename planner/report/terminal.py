@@ -18,6 +18,7 @@ from rich.text import Text
 from planner.plan import Layout, Plan, PricedLayout, StagePlan
 from planner.report.format import digits, gibibytes, large, percent, seconds, span
 from planner.report.pieces import Bar, bullets, columns, section
+from planner.report.proof import says_bound, says_outcome
 from planner.specs.units import GIB
 
 _MAX_ROWS = 16
@@ -280,9 +281,7 @@ def _confidence(plan: Plan) -> Table:
         took = "" if search.seconds is None else f" in {seconds(search.seconds)}"
         counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
         table.add_row("search", f"{counts}, {search.num_ilps:,} solved as ILP{took}")
-        outcome = "proven" if search.outcome == "proven" else "stopped by the time limit"
-        bound = f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model"
-        table.add_row("solver", f"{outcome}, gap {percent(search.gap, 2)}: {bound}")
+        table.add_row("solver", f"{says_outcome(search)}: {says_bound(search)}")
     high_bytes, capacity = _highest_bytes(plan), plan.cluster.hardware.memory_bytes
     if plan.fits and high_bytes > capacity:
         over = f"80% interval of the fullest rank ends at {gibibytes(high_bytes)} GiB"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.errors import Infeasible
-from planner.physics.pricing import Pricing
 from planner.schedule.orders import placement
 from planner.schedule.replay import makespan_s
 from planner.schedule.synthesis import synthesize
@@ -20,9 +19,9 @@ MAX_ACTIONS = 24_000
 """Orders of more actions than this are left as they are: looking for a better one would take longer than the plan."""
 
 
-def made_to_measure(pricing: Pricing, found: Found) -> Found:
+def made_to_measure(found: Found) -> Found:
     """`found` with the best order for its own stage times and memory, or as it was where no better one is found."""
-    shape = found.table.shape
+    pricing, shape = found.pricing, found.table.shape
     pp, vpp, steps = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     if pp == 1 or 3 * pp * vpp * steps > MAX_ACTIONS:
         return found

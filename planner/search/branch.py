@@ -30,6 +30,7 @@ from planner.search.room import excess_bytes, shorter
 from planner.search.schedules import schedules_tried
 from planner.search.screen import Screen
 from planner.search.split import Split
+from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import SearchLimits
 
 BLOCK = 1024
@@ -51,6 +52,7 @@ class Found:
     """One solved and replayed layout."""
 
     step_s: float
+    pricing: Pricing
     table: CostTable
     split: Split
     schedule: str
@@ -72,7 +74,6 @@ def key_of(shape: Shape) -> tuple[int, ...]:
 class Branch:
     """The state of one search."""
 
-    pricing: Pricing
     limits: SearchLimits
     choices: tuple[RecomputeChoice, ...]
     deadline_s: float
@@ -83,8 +84,8 @@ class Branch:
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
     complete: bool = True
-    tables: dict[Shape, CostTable] = field(default_factory=dict)
-    """Prices by shape, whatever its vpp."""
+    tables: dict[tuple[RuntimeSpec, Shape], CostTable] = field(default_factory=dict)
+    """Prices by runtime and shape, whatever its vpp."""
     slack: float | None = None
     """Once alternatives are wanted: how many times slower than the best they may be."""
 
@@ -108,24 +109,26 @@ class Branch:
         ranked = sorted(found.step_s for found in self.found.values())
         return ranked[self.limits.top] if len(ranked) > self.limits.top else best.step_s * self.slack
 
-    def run(self, screen: Screen) -> Frontier:
-        """Search all shapes of `screen` (those that can fit); what was cut is left in the frontier."""
-        tried = schedules_tried(self.limits, self.pricing.runtime)
-        coarse = bounds.coarse_bound_s(screen, any(SCHEDULES[name].splits_backward for name in tried))
+    def run(self, screens: Sequence[tuple[Screen, SearchLimits]]) -> Frontier:
+        """Search the shapes that can fit; what was cut is left in the frontier.
+
+        Screens are of the same shapes, each priced for one runtime with limits that name the schedules it is for.
+        """
+        coarse = np.min([_coarse_bound_s(screen, limits) for screen, limits in screens], axis=0)
         order = np.argsort(coarse, kind="stable")
         blocks = iter([order[start : start + BLOCK] for start in range(0, len(order), BLOCK)])
         block, frontier = next(blocks, None), Frontier(self.choices)
         while True:
             cutoff = self.cutoff_s(self.limits.gap_fraction)
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
-                self._open(screen.take(block), coarse[block], frontier)
+                self._open([(screen.take(block), limits) for screen, limits in screens], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
             node = frontier.take()
             if node is None or self._late():
                 break
-            if replace(node.shape, vpp=1) not in self.tables:
-                self._price([each.shape for each in (node, *frontier.most_promising(PRICED))])
+            if node.prices not in self.tables:
+                self._price([node, *frontier.most_promising(PRICED)])
             self._solve(node)
             if key_of(node.shape) not in self.found:
                 frontier.put_aside([node])
@@ -133,14 +136,15 @@ class Branch:
         self._leave(float(coarse[block[0]]) if block is not None else np.inf)
         return frontier
 
-    def _open(self, screen: Screen, coarse_s: FloatArray, frontier: Frontier) -> None:
+    def _open(self, screens: Sequence[tuple[Screen, SearchLimits]], coarse_s: FloatArray, frontier: Frontier) -> None:
         """Put all nodes of a block of shapes into the frontier."""
         opened = np.zeros(len(coarse_s), dtype=bool)
-        for rows, nodes in nodes_of(screen, self.limits):
-            opened[rows] = True
-            frontier.add(nodes, coarse_s[rows])
+        for screen, limits in screens:
+            for rows, nodes in nodes_of(screen, limits):
+                opened[rows] = True
+                frontier.add(nodes, coarse_s[rows])
         if not opened.all():
-            shape = scalar(screen.shape, int(np.argmin(opened)))
+            shape = scalar(screens[0][0].shape, int(np.argmin(opened)))
             chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
             where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
             self.rejections.add("no_schedule", int((~opened).sum()), f"no schedule runs {where}")
@@ -149,7 +153,7 @@ class Branch:
         """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""
         proof = self.lower_bound_s, self.complete
         self.slack = ALTERNATIVE_SLACK
-        self._price([node.shape for node in frontier.runners_up[:RUNNERS_UP]])
+        self._price(frontier.runners_up[:RUNNERS_UP])
         tried: dict[tuple[int, ...], int] = {}
         for node in frontier.runners_up:
             key = key_of(node.shape)
@@ -163,18 +167,19 @@ class Branch:
             self._solve_choice(node, choice)
         self.lower_bound_s, self.complete = proof
 
-    def _price(self, shapes: Sequence[Shape]) -> None:
-        """Price several shapes together, which takes little longer than one; chunks change no price."""
-        new = {replace(shape, vpp=1) for shape in shapes} - self.tables.keys()
-        if new:
-            columns = {f.name: np.array([getattr(shape, f.name) for shape in new]) for f in fields(Shape)}
-            together = self.pricing.table(Shape(**columns))
-            self.tables |= {shape: together.take(row) for row, shape in enumerate(new)}
+    def _price(self, nodes: Sequence[Open]) -> None:
+        """Price the shapes of several nodes together, which takes little longer than one."""
+        new = {node.prices: node.pricing for node in nodes if node.prices not in self.tables}
+        for runtime, pricing in {pricing.runtime: pricing for pricing in new.values()}.items():
+            shapes = [shape for of, shape in new if of == runtime]
+            columns = {f.name: np.array([getattr(shape, f.name) for shape in shapes]) for f in fields(Shape)}
+            together = pricing.table(Shape(**columns))
+            self.tables |= {(runtime, shape): together.take(row) for row, shape in enumerate(shapes)}
 
-    def _table(self, shape: Shape) -> CostTable:
-        """The prices of a shape."""
-        self._price([shape])
-        return replace(self.tables[replace(shape, vpp=1)], shape=shape)
+    def _table(self, node: Open) -> CostTable:
+        """The prices of a node's shape."""
+        self._price([node])
+        return replace(self.tables[node.prices], shape=node.shape)
 
     def _solve(self, node: Open) -> None:
         """Solve one node and remember its bound.
@@ -192,11 +197,11 @@ class Branch:
 
     def _solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
         """Solve, replay, keep the split where it is the fastest of its kind; the solver's bound (∞: nothing fits)."""
-        bound, table = np.inf, self._table(node.shape)
+        bound, pricing, table = np.inf, node.pricing, self._table(node)
         short_bytes: list[float] = []
         for _ in range(MAX_TRIES):
             cutoff = self.cutoff_s(self.limits.gap_fraction)
-            problem = node_of(self.pricing, table, choice, node.schedule, short_bytes, cutoff)
+            problem = node_of(pricing, table, choice, node.schedule, short_bytes, cutoff)
             if self.slack is not None:
                 problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
             self.num_ilps += 1
@@ -216,13 +221,12 @@ class Branch:
             bound = min(bound, solution.bound_s)
             if solution.bound_s >= self.cutoff_s(0.0):
                 break
-            splits = [
-                split_of(self.pricing, problem, each) for each in (solution, *with_shorter_chunks(problem, solution))
-            ]
-            excess = [excess_bytes(self.pricing, table, split, node.schedule) for split in splits]
+            splits = [split_of(pricing, problem, each) for each in (solution, *with_shorter_chunks(problem, solution))]
+            excess = [excess_bytes(pricing, table, split, node.schedule) for split in splits]
             for split, over in zip(splits, excess, strict=True):
                 if max(over) <= 0:
-                    self._keep(Found(step_s(self.pricing, table, split, node.schedule), table, split, node.schedule))
+                    seconds = step_s(pricing, table, split, node.schedule)
+                    self._keep(Found(seconds, pricing, table, split, node.schedule))
             if min(map(max, excess)) <= 0:
                 break
             short_bytes = shorter(short_bytes, excess[0], solution.free_bytes)
@@ -243,3 +247,9 @@ class Branch:
             return False
         self.complete = False
         return True
+
+
+def _coarse_bound_s(screen: Screen, limits: SearchLimits) -> FloatArray:
+    """A lower bound of each shape's step under any of the schedules tried."""
+    tried = schedules_tried(limits, screen.pricing.runtime)
+    return bounds.coarse_bound_s(screen, any(SCHEDULES[name].splits_backward for name in tried))

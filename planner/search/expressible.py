@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
-from planner.schedule.orders import SCHEDULES
 from planner.search.rules import BF16_ONLY, Rule
 from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
-from planner.search.rules_torch import UNCOMPILED
 from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
 
 EXPORTED: dict[str, tuple[Rule, ...]] = {
@@ -18,15 +16,13 @@ EXPORTED: dict[str, tuple[Rule, ...]] = {
 """By runtime: what its export refuses of models and dtypes."""
 
 
-def export_warnings(pricing: Pricing, schedule: str) -> tuple[str, ...]:
+def export_warnings(pricing: Pricing) -> tuple[str, ...]:
     """What `plan export`, the trainer or the GPU will say of a plan for this model in this dtype."""
     model, training, name = pricing.model, pricing.training, pricing.runtime.name
     hardware = pricing.cluster.hardware
     warnings: tuple[str, ...] = ()
     if training.dtype == "bf16" and "bf16" not in hardware.peak_tflops:
         warnings = (f"{hardware.name} has no bf16: priced at the rate of fp16, which --dtype fp16 asks for",)
-    if pricing.runtime.compiled and SCHEDULES[schedule].splits_backward:
-        warnings += (UNCOMPILED,)
     return warnings + tuple(
         f"plan export refuses this model for {name}: {rule.reason}: {rule.message(model, training, Shape())}"
         for rule in EXPORTED.get(name, ())

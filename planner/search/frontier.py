@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray, Shape
 from planner.schedule.orders import placement
 from planner.search.bounds import pipeline_bound_s
@@ -19,6 +20,7 @@ from planner.search.ilp_node import Whole
 from planner.search.nodes import RecomputeChoice
 from planner.search.schedules import schedules_of
 from planner.search.screen import Screen
+from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import Recompute, SearchLimits
 
 WIDTHS = (0, 2, 4, 8, 16, 32, 1 << 30)
@@ -38,9 +40,15 @@ class Open:
     bound_s: float
     guess_s: float
     """What it will probably take: where to look first, nothing more."""
+    pricing: Pricing
     shape: Shape
     schedule: str
     choice: RecomputeChoice
+
+    @property
+    def prices(self) -> tuple[RuntimeSpec, Shape]:
+        """What its prices are known by; chunks change none."""
+        return self.pricing.runtime, replace(self.shape, vpp=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,7 @@ class Frontier:
         nodes = self._nodes[block]
         shape = scalar(nodes.screen.shape, int(row))
         bound_s, guess_s = float(self._bound_s[index]), float(self._guess_s[index])
-        return Open(bound_s, guess_s, shape, nodes.schedules[row], self.choices[choice])
+        return Open(bound_s, guess_s, nodes.screen.pricing, shape, nodes.schedules[row], self.choices[choice])
 
     def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
         self._bound_s, self._guess_s, self._place = self._bound_s[kept], self._guess_s[kept], self._place[kept]

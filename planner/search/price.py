@@ -109,6 +109,7 @@ def _stage(
         num_layers=sum(modes.values()),
         holds=tuple(name for j in virtual for name, _ in held_parts(table, split, j, folded)),
         recompute=modes,
+        num_recomputed=tuple(split.recomputed[j] for j in virtual) if split.recomputed else (),
         in_flight_microbatches=in_flight,
         forward_s=float(total.forward_s),
         backward_s=float(total.input_grad_s + total.weight_grad_s),

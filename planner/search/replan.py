@@ -9,13 +9,15 @@ from planner.errors import SpecError
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.shape import Shape
-from planner.plan import Plan, PricedLayout
+from planner.plan import Plan, PricedLayout, StagePlan
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations
-from planner.search.pipeline import durations_of
+from planner.search.ends import Ends, ends_of
+from planner.search.pipeline import cost_by_rank, durations_of
 from planner.search.price import price_layout
 from planner.search.split import Split, stage_costs
+from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
 
 
@@ -30,6 +32,7 @@ class Repriced:
     costs: tuple[PartCost, ...]
     """Of each virtual stage."""
     durations: Durations
+    ends: Ends
 
 
 def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = None) -> Repriced:
@@ -40,7 +43,7 @@ def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = 
         model=plan.model.spec,
         training=plan.training,
         cluster=plan.cluster,
-        runtime=plan.runtime_spec,
+        runtime=layout.runtime_spec or plan.runtime_spec,
         selective_modules=chosen.recompute_modules or ("core_attn",) if modules is None else modules,
     )
     shape = Shape(
@@ -55,7 +58,8 @@ def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = 
     split = _split(plan, layout, order)
     table = pricing.table(shape)
     costs = stage_costs(table, plan.model.spec, split, order.stage_to_rank, layout.rank_factors)
-    return Repriced(pricing, table, split, order, tuple(costs), durations_of(table, costs, pricing))
+    ends = ends_of(pricing, table, cost_by_rank(costs, order.stage_to_rank), order.name)
+    return Repriced(pricing, table, split, order, tuple(costs), durations_of(table, costs, pricing), ends)
 
 
 def layout_again(
@@ -110,19 +114,16 @@ def order_of(layout: PricedLayout) -> Schedule:
 
 
 def _split(plan: Plan, layout: PricedLayout, order: Schedule) -> Split:
-    """Chunks by virtual stage; layers recomputed whole are shared out over a stage's chunks."""
+    """Chunks by virtual stage; layers recomputed whole are shared out over chunks where it only counts them."""
     model = plan.model.spec
     seen = [0] * order.pp
     counts, recomputed, mtp_stage = [], [], None
     for virtual, rank in enumerate(order.stage_to_rank):
         stage = layout.stages[rank]
         first, last = stage.chunks[seen[rank]]
-        sizes = [end - start for start, end in stage.chunks]
-        whole = _shared_out(stage.recompute.get("full", 0), sizes)[seen[rank]]
-        seen[rank] += 1
-        held = model.layers[first : min(first + whole, last)]
         counts.append(last - first)
-        recomputed.append(tuple(held.count(kind) for kind in model.kinds))
+        recomputed.append((stage.num_recomputed or _shared_out(stage, model))[seen[rank]])
+        seen[rank] += 1
         if "mtp" in stage.holds:
             mtp_stage = virtual
     modes = {mode for stage in layout.stages for mode in stage.recompute}
@@ -130,7 +131,9 @@ def _split(plan: Plan, layout: PricedLayout, order: Schedule) -> Split:
     return Split(tuple(counts), base, tuple(recomputed) if any(map(any, recomputed)) else (), mtp_stage)
 
 
-def _shared_out(count: int, sizes: Sequence[int]) -> list[int]:
-    """`count` layers over chunks of `sizes`, the same number on each as far as it holds so many."""
-    each = next(n for n in range(max(sizes, default=0) + 1) if sum(min(n, size) for size in sizes) >= count)
-    return [min(each, size) for size in sizes]
+def _shared_out(stage: StagePlan, model: ModelSpec) -> list[tuple[int, ...]]:
+    """A stage's recomputed layers over its chunks, the first so many of each, as far as it holds them, by kind."""
+    count, sizes = stage.recompute.get("full", 0), [last - first for first, last in stage.chunks]
+    each = next(n for n in range(max(sizes) + 1) if sum(min(n, size) for size in sizes) >= count)
+    whole = [model.layers[first : min(first + each, last)] for first, last in stage.chunks]
+    return [tuple(held.count(kind) for kind in model.kinds) for held in whole]

@@ -63,9 +63,22 @@ def schedules_tried(limits: SearchLimits, runtime: RuntimeSpec) -> tuple[str, ..
     """Schedules the search may use; without a pipeline there is always the one that is none."""
     wanted = limits.schedule or DEFAULT_SCHEDULES
     if "auto" in wanted:
-        # a compiled layer's backward does not come apart (rules_torch.UNCOMPILED)
+        # a compiled layer's backward does not come apart (RuntimeSpec.for_schedules)
         wanted = (*wanted, *(n for n in MEASURED_AGAINST if not (runtime.compiled and SCHEDULES[n].splits_backward)))
     return ("none", *(n for n in dict.fromkeys(wanted) if n in runtime.schedules and n in SCHEDULES and n != "none"))
+
+
+def by_runtime(limits: SearchLimits, runtime: RuntimeSpec) -> list[tuple[RuntimeSpec, SearchLimits]]:
+    """What prices the schedules that may be tried: split backwards have a runtime, and limits, of their own."""
+    named, uncompiled = limits.schedule or (), runtime.for_schedules(split_backward=True)
+    split = tuple(name for name in named if name in SCHEDULES and SCHEDULES[name].splits_backward)
+    if uncompiled is runtime or not split:
+        return [(runtime, limits)]
+    whole = tuple(name for name in named if name not in split)
+    parts = (
+        (of, limits.model_copy(update={"schedule": names})) for of, names in ((runtime, whole), (uncompiled, split))
+    )
+    return [(of, part) for of, part in parts if part.schedule]
 
 
 def check_schedules(limits: SearchLimits, runtime: RuntimeSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from planner.search.expressible import export_warnings
 from planner.search.given import GivenLayout, given_layout
 from planner.search.nodes import RecomputeChoice
 from planner.search.price import price_layout
-from planner.search.schedules import check_schedules, schedules_tried
-from planner.search.screen import fits, screen_of
+from planner.search.schedules import by_runtime, check_schedules, schedules_tried
+from planner.search.screen import Screen, fits, screen_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
@@ -47,36 +48,36 @@ def plan(
     started = time.monotonic()
     limits, runtime = limits or SearchLimits(), _runtime(runtime)
     check_schedules(limits, runtime)
-    pinned = [SCHEDULES[name] for name in limits.schedule or () if name in SCHEDULES]
-    runtime = runtime.for_schedules(bool(pinned) and all(kind.splits_backward for kind in pinned))
-    pricing = pricing_of(model, cluster, training, runtime, limits)
+    pricings = [
+        (pricing_of(model, cluster, training, priced_as, limits), tried)
+        for priced_as, tried in by_runtime(limits, runtime)
+    ]
     shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
     if not len(np.atleast_1d(shapes.tp)):
         raise explain.nothing_legal(rejections)
-    screen = screen_of(pricing, shapes)
-    fitting = screen.take(np.flatnonzero(fits(screen, schedules_tried(limits, runtime))))
-    explain.count_misfits(screen, len(fitting.kernel), rejections)
-    branch = Branch(
-        pricing, limits, recompute_choices(model, runtime, limits), started + limits.time_limit_s, rejections
-    )
-    frontier = branch.run(fitting)
+    screens = [(screen_of(pricing, shapes), tried) for pricing, tried in pricings]
+    may_fit = [fits(screen, schedules_tried(tried, screen.pricing.runtime)) for screen, tried in screens]
+    screen, fitting = screens[0][0], np.flatnonzero(np.any(may_fit, axis=0))
+    explain.count_misfits(screen, len(fitting), rejections)
+    branch = Branch(limits, recompute_choices(model, runtime, limits), started + limits.time_limit_s, rejections)
+    frontier = branch.run([(screen.take(fitting), tried) for screen, tried in screens])
     branch.run_alternatives(frontier)
     best = branch.best
-    if best is not None and AUTO in (limits.schedule or ()) and not runtime.compiled:
-        best = made_to_measure(pricing, best)
+    if best is not None and AUTO in (limits.schedule or ()) and not best.pricing.runtime.compiled:
+        best = made_to_measure(best)
     if best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
         raise explain.nothing_legal(rejections)
     if best is None:
-        raise explain.nothing_fits(pricing, limits, screen, rejections)
+        raise explain.nothing_fits(screen.pricing, limits, screen, rejections)
     others = (found for found in branch.found.values() if found.key != best.key)
     found = [best, *sorted(others, key=lambda one: one.step_s)[: limits.top]]
     totals = model_totals(model, runtime, training.seq_length)
-    layouts = [_priced(pricing, one, totals, exact=one is best) for one in found]
-    layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(pricing, best.schedule)})
+    layouts = [_priced(one, best, totals) for one in found]
+    layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(best.pricing)})
     step_s, seconds = layouts[0].step.step_s, time.monotonic() - started
-    report = _report(branch, step_s, len(screen.kernel), len(fitting.kernel), seconds)
-    told = told_assumptions(pricing, best.table, best.split, best.schedule)
-    return _plan(pricing, totals, layouts, told, report, rejections)
+    report = _report(branch, screens, step_s, len(fitting), seconds)
+    told = told_assumptions(best.pricing, best.table, best.split, best.schedule)
+    return _plan(best.pricing, totals, layouts, told, report, rejections)
 
 
 def evaluate(
@@ -112,7 +113,7 @@ def _priced_as_given(
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     given = given_layout(pricing, parallelism)
     priced = price_layout(pricing, pricing.table(given.shape), given.split, given.schedule, cluster.num_gpus)
-    warnings = given.warnings + export_warnings(pricing, given.schedule)
+    warnings = given.warnings + export_warnings(pricing)
     return pricing, given, priced.model_copy(update={"warnings": warnings})
 
 
@@ -185,22 +186,33 @@ def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimi
     return tuple(choices)
 
 
-def _priced(pricing: Pricing, found: Found, totals: ModelTotals, exact: bool) -> PricedLayout:
-    num_gpus = pricing.cluster.num_gpus
-    return price_layout(pricing, found.table, found.split, found.schedule, num_gpus, totals, exact, found.order)
+def _priced(found: Found, best: Found, totals: ModelTotals) -> PricedLayout:
+    pricing, exact = found.pricing, found is best
+    num_gpus, runtime = pricing.cluster.num_gpus, pricing.runtime
+    layout = price_layout(pricing, found.table, found.split, found.schedule, num_gpus, totals, exact, found.order)
+    return layout if runtime == best.pricing.runtime else layout.model_copy(update={"runtime_spec": runtime})
 
 
-def _report(branch: Branch, step_s: float, num_shapes: int, num_fitting: int, seconds: float) -> SearchReport:
+def _report(
+    branch: Branch,
+    screens: Sequence[tuple[Screen, SearchLimits]],
+    step_s: float,
+    num_fitting: int,
+    seconds: float,
+) -> SearchReport:
     """A search is proven when it ended by itself; its gap is how far the replayed best is from the least bound left."""
     bound = min(branch.lower_bound_s, step_s)
+    tried = [name for screen, limits in screens for name in schedules_tried(limits, screen.pricing.runtime)]
     return SearchReport(
-        num_shapes=num_shapes,
+        num_shapes=len(screens[0][0].kernel),
         num_fitting=num_fitting,
         num_ilps=branch.num_ilps,
         seconds=seconds,
         outcome="proven" if branch.complete else "feasible",
         lower_bound_s=bound,
         gap=step_s / bound - 1,
+        asked_gap_fraction=branch.limits.gap_fraction,
+        schedules=tuple(name for name in dict.fromkeys(tried) if name != "none"),
     )
 
 

@@ -11,9 +11,8 @@ from planner.physics.pricing import Pricing
 from planner.plan import Plan, PricedLayout
 from planner.schedule.replay import makespan_s
 from planner.search import assumptions
-from planner.search.ends import ends_of
 from planner.search.pipeline import cost_by_rank
-from planner.search.replan import reprice, with_microbatches
+from planner.search.replan import order_of, reprice, with_microbatches
 from planner.search.room import peak_activation_bytes, stage_memory
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
@@ -101,7 +100,8 @@ def _repriced(now: Plan, case: Case) -> tuple[float, float]:
     """Seconds of a step, and bytes of the fullest rank, of the best layout of `now` in another case."""
     steps = now.parallelism.num_microbatches * case.training.global_batch_size // now.training.global_batch_size
     layout = now.best if now.best.actions else with_microbatches(now.best, steps)
-    changed = {"cluster": case.cluster, "training": case.training, "runtime_spec": case.runtime}
+    runtime = case.runtime.for_schedules(order_of(now.best).splits_backward)
+    changed = {"cluster": case.cluster, "training": case.training, "runtime_spec": runtime}
     again = reprice(now.model_copy(update=changed), layout)
     ranks = cost_by_rank(again.costs, again.order.stage_to_rank)
     peaks = peak_activation_bytes(again.order, [float(cost.live_bytes) for cost in again.costs])
@@ -109,8 +109,7 @@ def _repriced(now: Plan, case: Case) -> tuple[float, float]:
         stage_memory(again.pricing, again.table, cost, peak).total_bytes
         for cost, peak in zip(ranks, peaks, strict=True)
     ]
-    ends = ends_of(again.pricing, again.table, ranks, again.order.name)
-    return makespan_s(again.order, again.durations) + sum(ends), max(memories)
+    return makespan_s(again.order, again.durations) + sum(again.ends), max(memories)
 
 
 def other_assumptions(case: Case) -> Iterator[WhatIf]:

@@ -41,6 +41,8 @@ def change(name: str, value: int) -> Callable[[dict[str, Any]], None]:
         (change("num_microbatches", 7), "= 14, global_batch_size 32"),
         (change("vpp", 4), "stages are not pp 4 of vpp 4 chunks"),
         (lambda plan: plan["best"]["stages"][1]["chunks"].__setitem__(0, [4, 9]), "do not hold layers 0 to 32"),
+        (lambda plan: plan["best"]["stages"][1].update(num_recomputed=[[4], [5]]), "layers that they do not hold"),
+        (lambda plan: plan["best"]["stages"][1].update(num_recomputed=[[4]]), "layers that they do not hold"),
     ],
 )
 def test_what_was_edited_by_hand_is_refused(

@@ -132,7 +132,7 @@ def test_some_layers_are_recomputed_by_name(planned: Planned) -> None:
     source = source_of(plan)
     assert assigned(source, "RECOMPUTED") == {8 * stage + layer for stage in range(4) for layer in range(3)}
     assert "config.activation_checkpoint = PlannedAC.Config()" in source
-    first = plan.stages[0].model_copy(update={"recompute": {"full": 6, "none": 2}})
+    first = plan.stages[0].model_copy(update={"recompute": {"full": 6, "none": 2}, "num_recomputed": ((6,),)})
     best = plan.best.model_copy(update={"stages": (first, *plan.stages[1:])})
     by_stage = plan.model_copy(update={"best": best})
     assert assigned(source_of(by_stage), "RECOMPUTED") == {*range(6), *range(8, 11), *range(16, 19), *range(24, 27)}
@@ -213,7 +213,7 @@ def test_attention_whose_backward_comes_apart(planned: Planned) -> None:
 
 
 def test_an_order_that_was_priced_compiled_is_noted(planned: Planned) -> None:
-    """A search among several schedules has one trainer for all of them."""
+    """As plans were that had been searched among schedules of both kinds, and saved, before each was priced alone."""
     plan = titan(planned, gpus=16, pp=4, num_microbatches=8, schedule="1f1b")
     layout = plan.parallelism.model_copy(update={"schedule": "zb-h1"})
     plan = plan.model_copy(update={"best": plan.best.model_copy(update={"parallelism": layout})})

@@ -87,7 +87,7 @@ def test_everything_a_plan_says_is_there(make_plan: MakePlan) -> None:
     for expected in (
         "llama-3.1-405b on 2,048 × h100-sxm-80gb", "TP 8 × PP 16 × DP 16 · micro-batch 1 × 128", "1f1b", "22.08 s",
         "20.98–23.40 s", "759,838", "371.0", "412", "41.7%", "229 days", "11.24M", "$35.97M", "19,108 MWh",
-        "proven optimal within the gap", "gap 0.04%", "calibrated on measurements", "1,516 legal shapes, 312 can fit",
+        "proven, gap 0.04%", "calibrated on measurements", "1,516 legal shapes, 312 can fit",
         "half the pipeline bubble for 4.9 GiB more", "1,204", "out of memory", "7,301.2 GiB of 79.1", "what is drawn",
         "90% of the gradient reduction hides", "arXiv:2407.21783", "gradient_overlap_fraction", plan.inputs_sha256,
     ):  # fmt: skip

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
+from planner.cli.plan_file import with_alternative
 from planner.errors import SpecError
 from planner.plan import Plan, PricedLayout
 from planner.schedule.replay import makespan_s
@@ -13,6 +16,7 @@ from planner.search.pipeline import cost_by_rank
 from planner.search.replan import order_of, reprice, with_microbatches
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import SearchLimits, TrainingSpec
 
@@ -47,6 +51,53 @@ def test_a_saved_plan_is_priced_again_to_the_same_seconds(model: str, limits: di
     assert makespan_s(again.order, again.durations) == pytest.approx(expected, rel=1e-9)
     ranks = cost_by_rank(again.costs, again.order.stage_to_rank)
     assert [round(float(rank.parameters)) for rank in ranks] == [stage.num_parameters for stage in saved.stages]
+
+
+def _searched(problem: Problem) -> Plan:
+    found = plan(problem.model, problem.cluster, problem.training, limits=problem.limits, runtime=problem.runtime)
+    return Plan.from_json(json.loads(json.dumps(found.to_json())))
+
+
+@pytest.mark.parametrize(
+    ("model", "limits"),
+    [
+        (toy_model(12), {"schedule": ("interleaved-1f1b",), "vpp": (3,)}),
+        (toy_model(12, moe=MOE), {"schedule": ("1f1b",)}),
+    ],
+    ids=["chunks", "kinds"],
+)
+def test_layers_are_recomputed_where_they_were_saved_to_be(model: ModelSpec, limits: dict[str, Any]) -> None:
+    """Chunks of a stage recompute unequal numbers of layers, or the later kind alone."""
+    saved = _searched(
+        toy_problem(
+            model, toy_cluster(4, memory_gib=5.0), toy_training(32), "torch-eager", pp=(2,), tp=(2,), cp=(1,),
+            micro_batch_size=(4,), zero_stage=(1,), top=1, **limits,
+        )
+    )  # fmt: skip
+    again = reprice(saved, saved.best)
+    expected = _pipeline_s(saved.best, float(again.table.tail_s))
+    assert makespan_s(again.order, again.durations) == pytest.approx(expected, rel=1e-9)
+    unsaid = [stage.model_copy(update={"num_recomputed": ()}) for stage in saved.stages]
+    older = reprice(saved, saved.best.model_copy(update={"stages": tuple(unsaid)}))
+    assert makespan_s(older.order, older.durations) != pytest.approx(expected, rel=1e-4), "stages only count them"
+    assert sum(map(sum, older.split.recomputed)) >= sum(stage.recompute["full"] for stage in saved.stages)
+
+
+def test_alternatives_keep_what_priced_them() -> None:
+    """torchtitan compiles no layer whose backward is split, so that one plan may be priced for two runtimes."""
+    saved = _searched(
+        toy_problem(
+            toy_model(8), training=toy_training(8, seq_length=4096), runtime="torchtitan", pp=(2, 4), cp=(1,),
+            micro_batch_size=(1,), schedule=("1f1b", "zb-v"),
+        )
+    )  # fmt: skip
+    layouts = (saved.best, *saved.alternatives)
+    assert {layout.parallelism.schedule for layout in layouts} == {"1f1b", "zb-v"}
+    for number, layout in enumerate(layouts):
+        again = reprice(chosen := with_alternative(saved, number or None), chosen.best)
+        assert again.pricing.runtime.compiled == chosen.runtime_spec.compiled == (not again.order.splits_backward)
+        expected = _pipeline_s(layout, float(again.table.tail_s))
+        assert makespan_s(again.order, again.durations) == pytest.approx(expected, rel=2e-3)
 
 
 def test_an_order_made_to_measure_survives_the_file_and_is_no_slower() -> None:

@@ -33,6 +33,13 @@ def test_nothing_changed_keeps_the_choice_and_its_price(now: Plan) -> None:
     assert not then.moves(now.best, 0.005)
 
 
+def test_a_choice_that_splits_backwards_keeps_its_price() -> None:
+    """It was priced without the compiled layers that the trainer has otherwise."""
+    case = _case(runtime="torchtitan").limited(schedule=("zb-v",), pp=(4,), tp=(1,), cp=(1,))
+    chosen = case.plan()
+    assert outcome(WhatIf("nothing", "nothing changes", case), chosen).kept_s == pytest.approx(chosen.step.step_s)
+
+
 def test_pins_can_be_dropped_and_are_named() -> None:
     pinned = _case().limited(tp=(8,), recompute=("full",))
     assert pinned.pins == {"tp": (8,), "recompute": ("full",)}
