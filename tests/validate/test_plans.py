@@ -91,7 +91,7 @@ def test_a_slower_choice_is_explained_or_a_finding(
     layout: dict[str, object],
     note: str,
 ) -> None:
-    changed = varied(bloom[0], **{"tp": 2, "pp": 24, "dp": 8, **layout})
+    changed = varied(bloom[0], **{"tp": 2, "etp": 2, "pp": 24, "dp": 8, **layout})
     assert changed.layout is not None
     against = replace(beside, published=changed.layout)
     monkeypatch.setattr(plans, "plan", lambda *args, **kwargs: slower(against, factor, outcome))
