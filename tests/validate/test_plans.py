@@ -49,7 +49,7 @@ def test_a_job_is_searched_once_however_often_it_was_published(
         return beside.chosen
 
     monkeypatch.setattr(plans, "plan", counting)
-    layouts = plans_beside([bloom[0], varied(bloom[0], tp=8, pp=12, dp=4)], lambda: calls.append(1))
+    layouts = plans_beside([bloom[0], varied(bloom[0], tp=8, etp=8, pp=12, dp=4)], lambda: calls.append(1))
     assert (len(layouts), len(searches), len(calls)) == (2, 1, 2)
 
 
