@@ -15,7 +15,7 @@ from planner.plan import PricedLayout
 from planner.schedule.orders import SCHEDULES, violation
 from planner.search.candidates import Rejections, enumerate_shapes, scalar
 from planner.search.explain import shortfall_bytes
-from planner.search.schedules import check_schedules, schedule_options, schedules_tried
+from planner.search.schedules import check_expressible, schedule_options, schedules_tried
 from planner.search.screen import screen_of
 from planner.search.search import price_given, pricing_of, selective_modules
 from planner.search.what_if import Case
@@ -54,7 +54,7 @@ def refusal(case: Case) -> Refusal | None:
     if known:
         says = f"{case.runtime.name} cannot run the schedule {known[0]}, only {', '.join(case.runtime.schedules)}"
         return Refusal("schedule_not_in_trainer", says, Rejections())
-    check_schedules(case.limits, case.runtime)
+    check_expressible(case.limits, case.runtime)
     shapes, rejections = _shapes(case)
     if not len(shapes.tp):
         # rules are applied one after the other: the last that refused any left nothing over

@@ -81,8 +81,10 @@ def by_runtime(limits: SearchLimits, runtime: RuntimeSpec) -> list[tuple[Runtime
     return [(of, part) for of, part in parts if part.schedule]
 
 
-def check_schedules(limits: SearchLimits, runtime: RuntimeSpec) -> None:
-    """Raise SpecError for a schedule that nobody knows, or that this trainer cannot run."""
+def check_expressible(limits: SearchLimits, runtime: RuntimeSpec) -> None:
+    """Raise SpecError for a schedule that nobody knows, or that this trainer cannot run; so for selective recompute."""
+    if "selective" in (limits.recompute or ()) and not runtime.has_sequence_parallel:
+        raise SpecError(f"recompute: {runtime.name} has no selective recompute", "one of none, full")
     for name in limits.schedule or ():
         if name in runtime.schedules:
             continue

@@ -22,7 +22,7 @@ from planner.search.expressible import export_warnings
 from planner.search.given import GivenLayout, given_layout
 from planner.search.nodes import RecomputeChoice
 from planner.search.price import price_layout
-from planner.search.schedules import by_runtime, check_schedules, schedules_tried
+from planner.search.schedules import by_runtime, check_expressible, schedules_tried
 from planner.search.screen import Screen, fits, screen_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -47,7 +47,7 @@ def plan(
     """
     started = time.monotonic()
     limits, runtime = limits or SearchLimits(), _runtime(runtime)
-    check_schedules(limits, runtime)
+    check_expressible(limits, runtime)
     pricings = [
         (pricing_of(model, cluster, training, priced_as, limits), tried)
         for priced_as, tried in by_runtime(limits, runtime)

@@ -12,7 +12,7 @@ from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 from planner.errors import SpecError
 from planner.physics.shape import Shape
 from planner.search.candidates import MAX_MICRO_BATCH_TOKENS, Rejections, divisors, enumerate_shapes, rules_for, scalar
-from planner.search.schedules import check_schedules, cuts_evenly, schedule_options
+from planner.search.schedules import check_expressible, cuts_evenly, schedule_options
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.trainers import RUNTIMES, load_runtime
@@ -258,6 +258,14 @@ def test_equal_stages_but_for_the_ends(num_layers: int, num_stages: int, empty_e
 )
 def test_schedules_that_a_trainer_cannot_run(runtime: str, schedule: str, says: str) -> None:
     with pytest.raises(SpecError) as caught:
-        check_schedules(SearchLimits(schedule=(schedule,)), load_runtime(runtime))
+        check_expressible(SearchLimits(schedule=(schedule,)), load_runtime(runtime))
     assert says in caught.value.message
     assert "1f1b" in (caught.value.hint or "")
+
+
+def test_a_trainer_without_selective_recompute_is_not_asked_for_it() -> None:
+    """It would be priced all the same, and beat what the search may choose from."""
+    limits, deepspeed = SearchLimits(recompute=("none", "selective")), load_runtime("megatron-deepspeed")
+    with pytest.raises(SpecError, match="recompute: megatron-deepspeed has no selective recompute"):
+        check_expressible(limits, deepspeed)
+    check_expressible(limits, load_runtime("megatron"))
