@@ -73,11 +73,6 @@ def slowness(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple
     return tuple(ran.get(stage) or _guess(layout, found, stage, alone) for stage in range(pp))
 
 
-def rank_factors(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple[float, ...]:
-    """The factors of `slowness` alone."""
-    return tuple(rank.factor for rank in slowness(plan, result, where))
-
-
 def _require_same_stages(layout: PricedLayout, result: ProbeResult, where: str) -> None:
     """What the probe was held against is what this layout predicts, or it ran other layers."""
     for found in result.comparisons:

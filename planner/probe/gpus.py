@@ -50,9 +50,9 @@ def default_device() -> Device:
     return "cuda" if sees_gpu() else "cpu"
 
 
-def require_gpu(options: Options) -> None:
+def require_gpu(device: Device) -> None:
     """Raise ProbeError where the device asked for is not there."""
-    if options.device == "cuda" and not sees_gpu():
+    if device == "cuda" and not sees_gpu():
         raise ProbeError("--device cuda: torch sees no GPU", "run where there is one, or with --device cpu")
 
 

@@ -15,7 +15,7 @@ from planner.probe.result import Comparison, Measured, ProbeResult
 from planner.probe.run import Device
 from planner.probe.slices import RECOMPUTABLE, Grid, Slice, fully_shards, sampled_stages
 from planner.schedule.actions import Schedule
-from planner.specs.units import GIB
+from planner.specs.units import gib
 
 DEFAULT_TOLERANCE = 0.1
 """Of a prediction."""
@@ -155,7 +155,7 @@ def _refuse_expected(stage: StagePlan, plan: Plan) -> None:
     if needed_bytes > capacity_bytes:
         raise ProbeError(
             f"stage {stage.stage} ran out of memory as predicted: eager torch, which the probe runs, needs "
-            f"{needed_bytes / GIB:.1f} GiB there of {capacity_bytes / GIB:.1f}",
+            f"{gib(needed_bytes):.1f} GiB there of {gib(capacity_bytes):.1f}",
             f"this says nothing of the plan under {plan.runtime}; what fits in eager torch can be probed: "
             "plan with --runtime torch-eager",
         )

@@ -27,7 +27,7 @@ def probe(plan: Plan, options: Options) -> ProbeResult | None:
     if model.moe is not None and layout.tp > 1 and not layout.sequence_parallel:
         raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
     require_split(plan, options)
-    require_gpu(options)
+    require_gpu(options.device)
     if options.stages is not None:
         return probe_stages(plan, options)
     if joins_others():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -219,13 +219,19 @@ class Trainer:
         for flat in self.flat:
             flat.gather()
         marks.append(self.clock.mark())
+        return record, self._read(record, norm, marks, on_action)
+
+    def _read(
+        self, record: StepRecord, norm: Tensor, marks: Sequence[Any], on_action: Callable[[str], None]
+    ) -> StepSeconds:
+        """Wait for a step that is under way; `marks` are those between its parts."""
         record.read(self.clock, on_action)
         on_action("gradients (waiting)")
         pipeline_s, reduced_s, measured_s, summed_s, resumed_s = map(self.clock.seconds, marks[:5])
         on_action("optimizer (waiting)")
         stepped_s, end_s = map(self.clock.seconds, marks[5:])
         on_action("loss (waiting)")
-        seconds = StepSeconds(
+        return StepSeconds(
             pipeline_s=pipeline_s,
             reduce_s=reduced_s - pipeline_s,
             optimizer_s=(measured_s - reduced_s) + (stepped_s - resumed_s),
@@ -234,7 +240,6 @@ class Trainer:
             loss=self._over_all_ranks(record.loss if self.around.tp.rank == 0 else 0.0),
             gradient_norm=float(norm.sqrt()),
         )
-        return record, seconds
 
     def reduce(self, on_action: Callable[[str], None]) -> None:
         """Sum gradients over every rank that has a part or a replica of them."""

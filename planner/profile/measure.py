@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from planner.errors import PlannerError, ProbeError
+from planner.errors import PlannerError
+from planner.probe.gpus import require_gpu
 from planner.probe.launch import launch
 from planner.probe.run import Device
 from planner.probe.stage import stage_child
@@ -97,8 +98,7 @@ def machine_of(device: Device) -> Machine:
             architecture="cpu", memory_bytes=pages // cores, num_sms=1, num_devices=cores,
             context_bytes=resident,
         )  # fmt: skip
-    if not torch.cuda.is_available():
-        raise ProbeError("--device cuda: torch sees no GPU", "run where there is one, or with --device cpu")
+    require_gpu(device)
     properties = torch.cuda.get_device_properties(0)
     product_row(Bench(device, 0.0), 256, 256, 256)  # a context without cuBLAS and loaded kernels is smaller
     torch.cuda.synchronize()

@@ -11,11 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from planner.errors import ProbeError  # noqa: E402
 from planner.probe import exchanges, exported, peers, training  # noqa: E402
 from planner.probe.gpus import default_device, require_gpu  # noqa: E402
 from planner.probe.gradients import FlatParameters, Sharding  # noqa: E402
 from planner.probe.linear import _takes_groups  # noqa: E402
-from planner.probe.outcome import Options  # noqa: E402
 from planner.probe.pipeline import Clock, StepRecord  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.stage import StageWorker, trainer_alone  # noqa: E402
@@ -139,7 +139,7 @@ def test_where_a_gpu_hangs_is_the_first_mark_that_it_does_not_get_to(
 
 
 @pytest.mark.parametrize(
-    "start", [default_device, lambda: require_gpu(Options(device="cuda")), lambda: exported.main(["--config", "none"])]
+    "start", [default_device, lambda: require_gpu("cuda"), lambda: exported.main(["--config", "none"])]
 )
 def test_connections_are_set_before_cuda_is_asked_for_anything(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     connections: list[str | None] = []
@@ -153,6 +153,16 @@ def test_connections_are_set_before_cuda_is_asked_for_anything(start: Any, monke
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     start()
     assert connections == ["32"]
+
+
+def test_connections_are_set_before_links_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the device is named, so that nothing looked for one."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # put back afterwards
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ProbeError, match="torch sees no GPU"):
+        measure.machine_of("cuda")
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
 @pytest.mark.parametrize(("visible", "device"), [(4, "cuda:3"), (1, "cuda:0"), (2, None)])

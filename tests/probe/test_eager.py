@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.cli import main  # noqa: E402
 from planner.probe.eager import EAGER, in_eager_torch  # noqa: E402
-from planner.probe.feedback import rank_factors  # noqa: E402
+from planner.probe.feedback import slowness  # noqa: E402
 from planner.probe.gpus import ranks_result, ranks_run  # noqa: E402
 from planner.probe.outcome import Options  # noqa: E402
 from planner.probe.result import (  # noqa: E402
@@ -155,7 +155,7 @@ def test_seconds_with_gathered_weights_in_them_are_shown(options: tuple[str, ...
     assert any("passes that gather weights" in what for what in result.slice.extrapolated)
     if not options:
         with pytest.raises(SpecError, match="its passes waited for gathered weights"):
-            rank_factors(plan, result)
+            slowness(plan, result)
 
 
 def test_a_tables_update_and_that_for_several_ranks_are_shown(probe_it: Any) -> None:

@@ -10,7 +10,8 @@ from probes import probe_result, probe_run
 from planner.errors import SpecError
 from planner.plan import Plan
 from planner.probe.eager import in_eager_torch
-from planner.probe.feedback import rank_factors
+from planner.probe.feedback import slowness
+from planner.probe.result import ProbeResult
 from planner.search.rebalance import rebalance
 from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
@@ -25,6 +26,10 @@ def plan() -> Plan:
     cluster = ClusterSpec(hardware=load_hardware("h200"), num_gpus=32)
     training, layout = TrainingSpec(seq_length=4096, global_batch_size=32), Parallelism(tp=2, pp=8, dp=2)
     return evaluate(load_model("8b"), cluster, training, layout)
+
+
+def rank_factors(plan: Plan, result: ProbeResult) -> tuple[float, ...]:
+    return tuple(rank.factor for rank in slowness(plan, result))
 
 
 def measured(plan: Plan, factors: tuple[float, ...] = SLOW, **changes: Any) -> Any:
