@@ -158,6 +158,7 @@ def product_s(
     max( FLOPs · (1 + ramp_k / k) / (power_fraction · peak),                           what the power limit sustains
          waves · tile FLOPs · (1 + ramp_k / k) / (wave_fraction · peak / num_sms),     whole waves at the boost clock
          bytes / (memory_fraction · HBM bandwidth) ) + launch
+    and to the first two, accumulate_fraction of what the results move beyond being written in bf16.
     with waves = ⌈count · ⌈m / a⌉ · ⌈n / b⌉ / num_sms⌉ for the best of a few tiles a × b. Idle SMs of a ragged last wave
     leave power to the others, so quantization shows only where it costs more than the power limit does.
     """
@@ -170,12 +171,14 @@ def product_s(
     steps = k + gemm.ramp_k * peak / wide_peak
     flops_per_step = 2 * count * m * n
     grouped = np.where(np.asarray(count) > 1, gemm.grouped_factor, 1.0)
-    power_s = flops_per_step * steps / (power_fraction * _narrow_factor(gemm, dtype, narrow) * peak)
-    wave_s = steps * _tile_waves(gemm.tile_overhead, num_sms, count, m, n) * (num_sms / (gemm.wave_fraction * peak))
+    rate = _narrow_factor(gemm, dtype, narrow) * peak
+    power_s = flops_per_step * steps / (power_fraction * rate)
+    wave_s = steps * _tile_waves(gemm.tile_overhead, num_sms, count, m, n) * (num_sms / (gemm.wave_fraction * rate))
     operand = FP8 if narrow else BF16
-    moved = count * (operand * (m * k + k * n) + result_bytes * m * n)
-    memory_s = moved / (gemm.memory_fraction * hardware.hbm_bytes_per_s)
-    seconds = np.maximum(np.maximum(power_s, wave_s) / grouped, memory_s)
+    bytes_per_s = gemm.memory_fraction * hardware.hbm_bytes_per_s
+    memory_s = count * (operand * (m * k + k * n) + result_bytes * m * n) / bytes_per_s
+    accumulate_s = gemm.accumulate_fraction * count * (result_bytes - BF16) * m * n / bytes_per_s
+    seconds = np.maximum(np.maximum(power_s, wave_s) / grouped + accumulate_s, memory_s)
     return seconds + launch_s(hardware)
 
 

@@ -33,6 +33,9 @@ class GemmEfficiency(Spec):
     """Loss of small tiles: a tile of a × b runs at a·b / (a·b + tile_overhead·(a + b)), relative to 128 × 256."""
     memory_fraction: Share = 0.9
     """Share of HBM bandwidth at which thin products stream their operands."""
+    accumulate_fraction: Fraction = 0.6
+    """Of what a product moves to add its result to a main gradient, the share that it does not hide behind its FLOPs:
+    0.50 on A100 and 0.63 on B200 (`scripts/calibrate kernels a100-pcie`, `b200`)."""
     fp8_factor: PositiveFloat = 1.0
     """Of the bf16 fractions, for 8-bit and narrower dtypes; below 1 where scaling costs more than it saves."""
     mx_factor: PositiveFloat = 1.0

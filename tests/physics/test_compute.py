@@ -309,12 +309,32 @@ def test_small_products_of_many_weights_are_bound_by_the_gradients_they_are_adde
     b200 = load_hardware("b200")
     in_bf16, in_fp32 = (float(gemm_s(op, b200, "bf16", False, 2 * size).wgrad_s) for size in (2, 4))
     assert in_fp32 == pytest.approx(5.3e-3, rel=0.2)
-    assert in_bf16 == pytest.approx(3.0e-3, rel=0.3)
+    assert in_bf16 == pytest.approx(3.0e-3, rel=0.35)
     runtime = load_runtime("megatron")
     fused = operator_seconds(op, b200, "bf16", runtime)
     apart = operator_seconds(op, b200, "bf16", runtime.model_copy(update={"fused_grad_accumulation": False}))
     assert fused.wgrad_s > apart.wgrad_s
     assert fused[:2] == apart[:2]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "count", "rows", "fp32_s", "bf16_s"),
+    [
+        (106496, 16384, 1, 4096, 13.925e-3, 13.249e-3),
+        (128256, 8192, 1, 4096, 8.412e-3, 8.011e-3),
+        (16384, 16384, 1, 4096, 2.161e-3, 2.021e-3),
+        (4096, 7168, 32, 1024, 2.961e-3, 2.465e-3),
+        (3072, 5120, 20, 1232, 1.052e-3, 0.895e-3),
+    ],
+)
+def test_a_product_does_not_hide_the_gradient_that_it_is_added_to(
+    n: int, k: int, count: int, rows: int, fp32_s: float, bf16_s: float
+) -> None:
+    """Weight gradients on B200 with fp32 and with bf16 sums, as SimuMax timed them (b200_bf16_ceperm.json, v1.2)."""
+    op = Operator(name="", kind="gemm", count=count, m=rows, n=n, k=k)
+    in_bf16, in_fp32 = (float(gemm_s(op, load_hardware("b200"), "bf16", False, 2 * size).wgrad_s) for size in (2, 4))
+    assert in_fp32 - in_bf16 == pytest.approx(fp32_s - bf16_s, rel=0.35)
+    assert in_fp32 == pytest.approx(fp32_s, rel=0.12)
 
 
 def test_clipping_passes_over_the_shard_and_zeroing_over_all() -> None:
