@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from planner.physics.compute import attention_s, gemm_s, product_s, stream_s
-from planner.physics.operators import Operator
+from planner.physics.operators import BF16, FP32, Operator
 from planner.physics.shape import FloatArray
-from planner.profile.tables import Tables, read_table
+from planner.profile.tables import Table, Tables, read_table
 from planner.specs.cluster import HardwareSpec
 from planner.specs.units import MICRO
 
@@ -22,7 +23,7 @@ Bench = Mapping[str, float]
 
 TIMER: dict[str, Bounds] = {"bench.floor_us": (18.0, 5.0, 200.0)}
 """A kernel timed alone takes at least the host's time to issue it between two events."""
-COLD: dict[str, Bounds] = {"bench.boost": (0.1, 0.001, 1.0), "bench.boost_us": (400.0, 50.0, 3000.0)}
+COLD: dict[str, Bounds] = {"bench.boost": (0.1, 0.001, 0.5), "bench.boost_us": (400.0, 50.0, 3000.0)}
 """Short kernels timed alone stay below the power limit on average: rates are higher by boost · exp(-t / boost_us)."""
 SHARE: Bounds = (0.7, 0.01, 1.1)
 
@@ -40,6 +41,8 @@ class Problem:
     weights: FloatArray | float = 1.0
     labels: npt.NDArray[np.str_] | None = None
     """Parts of the table that the report tells apart."""
+    alike: Mapping[str, str] = field(default_factory=dict)
+    """Numbers that the table cannot tell from others, and the free one that each is taken to equal."""
 
 
 def cold(seconds: FloatArray, bench: Bench) -> FloatArray:
@@ -52,27 +55,67 @@ def floored(seconds: FloatArray, bench: Bench) -> FloatArray:
     return np.maximum(seconds, bench["floor_us"] * MICRO)
 
 
+SUM_BYTES = {"bf16": 2 * BF16, "fp32": 2 * FP32}
+"""Moved per weight where dw is added to a main gradient."""
+PRODUCTS: dict[str, tuple[str, int]] = {
+    "forward_us": ("forward", BF16),
+    "dgrad_us": ("dgrad", BF16),
+    "wgrad_us": ("wgrad", BF16),
+    **{f"wgrad_{dtype}_sum_us": ("wgrad", num_bytes) for dtype, num_bytes in SUM_BYTES.items()},
+}
+"""Columns of a table of products: which pass, and the bytes moved per weight where it is dw."""
+
+
+class Timed:
+    """The cells of a table of products that hold a time, column after column."""
+
+    def __init__(self, table: Table, grouped: bool = True) -> None:
+        self.columns = [column for column in PRODUCTS if column in table]
+        seconds = np.concatenate([table.seconds(column) for column in self.columns])
+        self.cells = np.isfinite(seconds)
+        self.measured_s = seconds[self.cells]
+        self.passes = self.each(np.repeat([PRODUCTS[column][0] for column in self.columns], table.num_rows))
+        self.wgrads = {column for column in self.columns if PRODUCTS[column][0] == "wgrad"}
+        self.grouped = grouped
+
+    def each(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A value per cell, from one per cell or one per row."""
+        return np.asarray(np.resize(values, len(self.cells))[self.cells])
+
+    def seconds(self, op: Operator, hardware: HardwareSpec) -> FloatArray:
+        """What the cost model says of every cell."""
+        parts = [
+            getattr(gemm_s(op, hardware, "bf16", self.grouped, num_bytes), f"{name}_s")
+            for name, num_bytes in (PRODUCTS[column] for column in self.columns)
+        ]
+        return np.asarray(np.concatenate(parts)[self.cells])
+
+
 def gemm(tables: Tables) -> Problem:
     """Dense bf16 products, three passes."""
     table = read_table(tables, "gemm")
     m, n, k = (table.number(c) for c in "mnk")
-    op = Operator(name="gemm", kind="gemm", m=m, n=n, k=k)
+    op, timed = Operator(name="gemm", kind="gemm", m=m, n=n, k=k), Timed(table)
+    # one kind of sum does not tell what it costs from how fast its product is
+    alike = {"gemm.wgrad_fraction": "gemm.dgrad_fraction"} if timed.wgrads == {"wgrad_fp32_sum_us"} else {}
     return Problem(
         name="gemm",
         free={
             "gemm.forward_fraction": SHARE,
             "gemm.dgrad_fraction": SHARE,
-            "gemm.wgrad_fraction": SHARE,
+            **({} if alike else {"gemm.wgrad_fraction": SHARE}),
             "gemm.wave_fraction": (0.9, 0.5, 1.15),
             "gemm.ramp_k": (150.0, 10.0, 1000.0),
             "gemm.tile_overhead": (12.0, 1.0, 60.0),
+            **({"gemm.accumulate_fraction": (0.7, 0.01, 1.0)} if timed.wgrads - {"wgrad_us"} else {}),
             **TIMER,
             **COLD,
         },
-        predict=lambda hardware, bench: floored(cold(np.concatenate(gemm_s(op, hardware, "bf16")), bench), bench),
-        measured_s=np.concatenate([table.seconds(f"{p}_us") for p in ("forward", "dgrad", "wgrad")]),
-        groups=np.tile(np.char.add(n.astype(str), k.astype(str)), 3),
-        labels=np.repeat(["forward", "dgrad", "wgrad"], table.num_rows),
+        predict=lambda hardware, bench: floored(cold(timed.seconds(op, hardware), bench), bench),
+        measured_s=timed.measured_s,
+        groups=timed.each(np.char.add(n.astype(str), k.astype(str))),
+        labels=timed.passes,
+        alike=alike,
     )
 
 
@@ -96,17 +139,20 @@ def gemm_fp8(tables: Tables) -> Problem:
 
 
 def gemm_grouped(tables: Tables) -> Problem:
-    """Experts' grouped bf16 products, three passes."""
+    """Experts' bf16 products, three passes: in one launch, or a few at a time on streams."""
     table = read_table(tables, "grouped_gemm")
     count, m, n, k = (table.number(c) for c in ("count", "rows", "n", "k"))
     op = Operator(name="grouped", kind="gemm", count=count, m=m, n=n, k=k)
+    streams = "streams" in table
+    timed = Timed(table, grouped=not streams)
+    launches = timed.each(count) if streams else 1.0
     return Problem(
         name="gemm grouped",
         free={"gemm.grouped_factor": (0.93, 0.3, 1.2), **TIMER},
-        predict=lambda hardware, bench: floored(np.concatenate(gemm_s(op, hardware, "bf16")), bench),
-        measured_s=np.concatenate([table.seconds(f"{p}_us") for p in ("forward", "dgrad", "wgrad")]),
-        groups=np.tile(table.text("model"), 3),
-        labels=np.repeat(["forward", "dgrad", "wgrad"], table.num_rows),
+        predict=lambda hardware, bench: np.maximum(timed.seconds(op, hardware), launches * bench["floor_us"] * MICRO),
+        measured_s=timed.measured_s,
+        groups=timed.each(table.text("model")),
+        labels=timed.passes,
     )
 
 

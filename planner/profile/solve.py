@@ -33,25 +33,26 @@ def least_squares(
         weights = np.sqrt(counts) * (1 + (current / scale) ** 2) ** -0.25
         jacobian = _jacobian(residuals, x, current, high) * weights[:, None]
         gradient, hessian = jacobian.T @ (weights * current), jacobian.T @ jacobian
-        before = _loss(current, scale, counts)
+        before = soft_l1(current, scale, counts)
         for _ in range(8):
             trial = np.clip(
                 x - np.linalg.solve(hessian + damping * np.diag(np.diag(hessian) + 1e-9), gradient), low, high
             )
             moved = residuals(trial)
-            if _loss(moved, scale, counts) < before:
+            if soft_l1(moved, scale, counts) < before:
                 damping = max(damping / 3, 1e-9)
                 break
             damping *= 4
         else:
             break
         x, current = trial, moved
-        if before - _loss(current, scale, counts) < tolerance * before:
+        if before - soft_l1(current, scale, counts) < tolerance * before:
             break
     return x
 
 
-def _loss(residual: FloatArray, scale: float, counts: FloatArray | float) -> float:
+def soft_l1(residual: FloatArray, scale: float, counts: FloatArray | float = 1.0) -> float:
+    """Σ counts · soft-L1(residual / scale), but for a factor of 2."""
     return float(np.sum(counts * (np.sqrt(1 + (residual / scale) ** 2) - 1)))
 
 

@@ -20,6 +20,9 @@ class Table:
         self.num_rows = len(rows)
         self._cells = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
 
+    def __contains__(self, column: str) -> bool:
+        return column in self._cells
+
     def number(self, column: str) -> FloatArray:
         return np.array([float(cell) if cell else np.nan for cell in self._cells[column]])
 
@@ -40,6 +43,11 @@ class Table:
 
 Tables = str | Mapping[str, Table]
 """The tables of a GPU whose name is a folder of this package, or tables by name."""
+
+
+def has_table(gpu: str, name: str) -> bool:
+    """Whether this package has that table of a GPU."""
+    return (resources.files(__package__) / "data" / gpu / f"{name}.csv").is_file()
 
 
 def read_table(tables: Tables, name: str) -> Table:

@@ -92,6 +92,42 @@ def test_products_hold_on_shapes_left_out(unfitted: HardwareSpec) -> None:
     assert Residuals.of(unseen[long]).median < Residuals.of(seen[long]).median + 0.5, "few numbers do not overfit"
 
 
+@pytest.mark.parametrize(("gpu", "count", "median"), [("a100-pcie", 183, 2.0), ("b200", 514, 3.0)])
+def test_products_that_others_timed_hold_on_shapes_left_out(gpu: str, count: int, median: float) -> None:
+    problem = kernels.gemm(gpu)
+    unseen = left_out(problem, load_hardware(gpu))
+    assert len(unseen) == count
+    assert Residuals.of(unseen[problem.measured_s > 1e-3]).median < median
+
+
+@pytest.mark.parametrize("gpu", ["a100-pcie", "b200"])
+def test_products_of_shipped_profiles_are_what_the_fit_gives(gpu: str) -> None:
+    shipped = load_hardware(gpu)
+    fitted = fit_all(gpu, shipped, leave_out=False).efficiency.gemm
+    assert fitted.model_dump() == pytest.approx(shipped.efficiency.gemm.model_dump(), rel=0.01)
+
+
+def test_blackwell_s_products_follow_its_power() -> None:
+    """Per SM, siblings of B200 are quicker by (their limit / 1 kW)^0.9."""
+    b200 = load_hardware("b200")
+    for name, kilowatts in (("b300", 1.1), ("gb200", 1.2), ("gb300", 1.4)):
+        sibling = load_hardware(name)
+        for path in ("forward_fraction", "dgrad_fraction", "wgrad_fraction", "wave_fraction"):
+            ours, theirs = (
+                getattr(gpu.efficiency.gemm, path) * gpu.peak_tflops["bf16"] / gpu.num_sms for gpu in (b200, sibling)
+            )
+            assert theirs / ours == pytest.approx(kilowatts**0.9, rel=1e-3), (name, path)
+
+
+def test_one_kind_of_sum_leaves_the_product_s_rate_to_that_of_the_other_gradient() -> None:
+    both, one = kernels.gemm("b200"), kernels.gemm("a100-pcie")
+    assert not both.alike
+    assert "gemm.wgrad_fraction" not in one.free
+    found = fit(one, load_hardware("a100-pcie"))
+    assert found["gemm.wgrad_fraction"] == found["gemm.dgrad_fraction"]
+    assert "gemm.accumulate_fraction" not in kernels.gemm(GPU).free, "nothing was added to"
+
+
 def test_stages_on_h200_are_within_a_few_percent(steps: Problem, shipped: HardwareSpec) -> None:
     head_backward = load_runtime("torch-eager").head_backward_factor
     values = {"bench.boost": 0.0908, "bench.boost_us": 17_590.0, "bench.head_backward": head_backward}
