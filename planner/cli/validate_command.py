@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from planner.validate.plans import Beside, Gain
     from planner.validate.score import Score, Scored
 
+RANKED_RIGHT = 0.95
+"""A rank correlation that calls for no remark."""
 _log = logging.getLogger(__name__)
 EVIDENCE = "Evidence"
 Family = Annotated[
@@ -68,9 +70,14 @@ def validate_command(
         show(_gain_table(beside) if family is None else _beside_table(beside))
         _point_out(beside)
     else:
-        show(_family_table(by_family(scored)) if family is None else _row_table(scored))
+        scores = by_family(scored)
+        show(_family_table(scores) if family is None else _row_table(scored))
         if family is None:
-            for line in (*_unsupported(scored), f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}"):
+            for line in (
+                *_noisy(scores[:-1]),
+                *_unsupported(scored),
+                f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}",
+            ):
                 show(line)
 
 
@@ -161,6 +168,16 @@ def _family_table(scores: list[Score]) -> Table:
             "" if one.coverage is None else percent(one.coverage, 0), style="bold" if one.name == "all" else None,
         )  # fmt: skip
     return table
+
+
+def _noisy(scores: Sequence[Score]) -> list[str]:
+    """Families whose measurements differ from each other so much that no prediction could rank their layouts right."""
+    return [
+        f"{one.name}: a run measured again differs by {100 * one.repeat_spread:.1f}%, so that a perfect prediction "
+        f"would rank {one.rank_ceiling:.2f}"
+        for one in scores
+        if one.repeat_spread is not None and one.rank_ceiling is not None and one.rank_ceiling < RANKED_RIGHT
+    ]
 
 
 def _unsupported(scored: Sequence[Scored]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from planner.validate.rows import Row
 
 MIN_RANKED = 3
 """Layouts of one group whose order says something."""
+MIN_REPEATS = 5
+"""Runs measured again that say how far two measurements of the same run are apart."""
+NUM_DRAWS = 200
+"""Of noise, for the rank that a perfect prediction would be seen to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,10 @@ class Score:
     worst_id: str
     rank_correlation: float | None
     """Spearman's, in groups of the same model, GPUs and sequence length, averaged over rows; None without groups."""
+    repeat_spread: float | None
+    """Standard deviation of log seconds of the same run measured again; None where that is too rarely published."""
+    rank_ceiling: float | None
+    """The rank correlation that a perfect prediction would be seen to have beside measurements of that spread."""
     memory_mean: float | None
     """Mean |memory error| of the rows that report memory; likewise worst."""
     memory_worst: float | None
@@ -99,6 +108,7 @@ def score(name: str, scored: Iterable[Scored]) -> Score | None:
     size = np.abs(errors)
     worst = int(size.argmax())
     memory = [(abs(s.memory_error), s.row.weight) for s in priced if s.memory_error is not None]
+    spread = repeat_spread([s.row for s in priced])
     covered = [(float(s.in_interval), s.row.weight) for s in priced if s.in_interval is not None]
     return Score(
         name=name,
@@ -110,7 +120,9 @@ def score(name: str, scored: Iterable[Scored]) -> Score | None:
         bias=float(np.average(errors, weights=weights)),
         worst=float(errors[worst]),
         worst_id=priced[worst].row.id,
-        rank_correlation=_rank_correlation(priced),
+        rank_correlation=_mean([(spearman(*_per_sequence(group)), len(group)) for group in _ranked(priced)]),
+        repeat_spread=spread,
+        rank_ceiling=None if spread is None else _rank_ceiling(_ranked(priced), spread),
         memory_mean=_mean(memory),
         memory_worst=max((error for error, _ in memory), default=None),
         num_memory_rows=len(memory),
@@ -136,29 +148,51 @@ def weighted_quantile(values: FloatArray, weights: FloatArray, fraction: float) 
     return float(values[order][np.searchsorted(passed, fraction * passed[-1] * (1 - 1e-12))])
 
 
-def _mean(pairs: list[tuple[float, float]]) -> float | None:
+def _mean(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Weighted mean of (value, weight) pairs; None of none."""
     return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs) if pairs else None
 
 
-def _rank_correlation(priced: list[Scored]) -> float | None:
+def repeat_spread(rows: Sequence[Row]) -> float | None:
+    """√( Σ (log seconds − their mean)² / Σ (n − 1) ) over runs that were measured n > 1 times."""
+    again: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        again[json.dumps(row.run, sort_keys=True)].append(np.log(row.measured.step_s))
+    repeats = sum(len(logs) - 1 for logs in again.values())
+    if repeats < MIN_REPEATS:
+        return None
+    return float(np.sqrt(sum(len(logs) * np.var(logs) for logs in again.values()) / repeats))
+
+
+def _ranked(priced: list[Scored]) -> list[list[Scored]]:
+    """Groups of the same model, GPUs and sequence length, large enough to rank."""
     groups: dict[tuple[object, ...], list[Scored]] = defaultdict(list)
     for one in priced:
         run = one.row.run
         groups[run["model"]["name"], run["hardware"], run["num_gpus"], run["seq_length"]].append(one)
-    found = [(spearman(members), float(len(members))) for members in groups.values() if len(members) >= MIN_RANKED]
+    return [members for members in groups.values() if len(members) >= MIN_RANKED]
+
+
+def _per_sequence(scored: Sequence[Scored]) -> tuple[FloatArray, FloatArray]:
+    """Predicted and measured seconds per sequence."""
+    predicted = [s.layout.step.step_s / s.row.run["global_batch_size"] for s in scored if s.layout is not None]
+    return np.array(predicted), np.array([s.row.measured.step_s / s.row.run["global_batch_size"] for s in scored])
+
+
+def _rank_ceiling(groups: Sequence[Sequence[Scored]], spread: float) -> float | None:
+    """Were predictions the truth: their mean rank correlation with themselves times lognormal noise."""
+    rng = np.random.default_rng(0)
+    found = []
+    for group in groups:
+        truth, _ = _per_sequence(group)
+        noise = np.exp(rng.normal(0.0, spread, (NUM_DRAWS, len(truth))))
+        found.append((float(np.mean([spearman(truth, truth * draw) for draw in noise])), len(group)))
     return _mean(found)
 
 
-def spearman(scored: Sequence[Scored]) -> float:
-    """Rank correlation of predicted and measured seconds per sequence."""
-    predicted, measured = [], []
-    for one in scored:
-        assert one.layout is not None
-        batch = one.row.run["global_batch_size"]
-        predicted.append(one.layout.step.step_s / batch)
-        measured.append(one.row.measured.step_s / batch)
-    a, b = (_ranks(np.array(values)) for values in (predicted, measured))
+def spearman(a: FloatArray, b: FloatArray) -> float:
+    """Rank correlation; 0 where one of the two does not vary."""
+    a, b = _ranks(a), _ranks(b)
     if min(a.std(), b.std()) == 0.0:
         return 0.0
     return float(np.corrcoef(a, b)[0, 1])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from planner.validate.rows import load_rows
-from planner.validate.score import by_family, evaluate_rows, score, spearman, weighted_quantile
+from planner.validate.score import by_family, evaluate_rows, repeat_spread, score, spearman, weighted_quantile
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(0.1, 1.0), (0.5, 2.0), (0.8, 2.0), (0.9, 5.0)])
@@ -32,19 +32,36 @@ def test_a_run_that_cannot_be_priced_is_counted_and_not_hidden() -> None:
     assert (result.num_rows, result.num_unsupported) == (1, 1)
 
 
+def test_a_spread_is_that_of_the_same_run_measured_again() -> None:
+    """Eight runs, each measured forty times with 2% of noise."""
+    first, rng = load_rows()[0], np.random.default_rng(1)
+    rows = [
+        first.model_copy(update={
+            "run": {**first.run, "global_batch_size": i},
+            "measured": first.measured.model_copy(update={"step_s": i * noise}),
+        })
+        for i in range(1, 9) for noise in np.exp(rng.normal(0, 0.02, 40)).tolist()
+    ]  # fmt: skip
+    assert repeat_spread(rows) == pytest.approx(0.02, rel=0.15)
+    assert repeat_spread(rows[:3]) is None, "too few"
+    assert repeat_spread(rows[::40]) is None, "none again"
+
+
+def test_a_perfect_prediction_ranks_below_one_where_runs_differ_when_repeated() -> None:
+    rows = [row for row in load_rows() if row.family == "bloom-prequel"]
+    result = score("bloom-prequel", evaluate_rows(rows))
+    assert result is not None
+    assert result.repeat_spread == pytest.approx(0.028, abs=0.001), "a day and the next"
+    assert result.rank_ceiling is not None
+    assert result.rank_correlation is not None
+    assert result.rank_correlation - 0.05 < result.rank_ceiling < 0.9
+
+
 def test_rank_correlation_sees_order_alone() -> None:
-    rows = [row for row in load_rows() if row.family == "korthikanti"][:4]
-    scored = evaluate_rows(rows)
-    ordered = sorted(scored, key=lambda s: s.layout.step.step_s / s.row.run["global_batch_size"])  # type: ignore[union-attr]
-    measured = [
-        one.row.measured.model_copy(update={"step_s": (i + 1.0) * one.row.run["global_batch_size"]})
-        for i, one in enumerate(ordered)
-    ]
-    again = [
-        type(one)(one.row.model_copy(update={"measured": m}), one.layout)
-        for one, m in zip(ordered, measured, strict=True)
-    ]
-    assert spearman(again) == pytest.approx(1.0)
+    seconds = np.array([3.0, 1.0, 2.0, 2.0])
+    assert spearman(seconds, seconds**3) == pytest.approx(1.0)
+    assert spearman(seconds, -seconds) == pytest.approx(-1.0)
+    assert spearman(seconds, np.ones(4)) == 0.0
 
 
 def test_sequences_of_4_thousand_to_a_million_tokens_take_what_was_measured() -> None:
