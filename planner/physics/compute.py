@@ -32,6 +32,8 @@ FP8 = 1
 CAST_BYTES = {"fp8": 6, "mxfp8": 4, "nvfp4": 7}
 """Moved per element that is cast: 16 bits read, the narrow copy written as it is and transposed; read once more where
 one scale holds for a whole tensor or a Hadamard transform comes first."""
+EITHER_WAY = ("blackwell",)
+"""Architectures whose 8-bit products take operands as they are or transposed: one scale needs no second copy there."""
 ATTENTION_BACKWARD_KERNELS = 3
 """Row sums of gradient · output, the gradients, and the cast of dq."""
 ADAM_BYTES = 34
@@ -63,7 +65,10 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
         return PassSeconds(forward * forward_s + cast.forward_s, backward * dgrad_s + cast.dgrad_s, backward * wgrad_s)
     if op.kind == "attention":
         forward_s, backward_s = attention_s(op, hardware, runtime.attention_kernel)
-        forward, backward = forward * efficiency.attention_factor, backward * efficiency.attention_factor
+        slow = efficiency.attention_factor
+        if runtime.narrow_attention and _is_narrow(hardware, dtype):
+            slow *= efficiency.narrow_attention_factor
+        forward, backward = slow * forward, slow * backward
         return PassSeconds(forward * forward_s, backward * backward_s, 0.0)
     return PassSeconds(
         stream_s(hardware, op.forward_bytes, op.forward_kernels, op.family),
@@ -130,7 +135,8 @@ def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpe
     """
     if not (op.is_cast and _is_narrow(hardware, dtype)):
         return PassSeconds(0.0, 0.0, 0.0)
-    each = CAST_BYTES[dtype] * op.count
+    spared = FP8 if dtype == "fp8" and hardware.architecture in EITHER_WAY else 0
+    each = (CAST_BYTES[dtype] - spared) * op.count
     weight = op.n * op.k if runtime.casts_weights else 0
     return PassSeconds(
         stream_s(hardware, each * (op.m * op.k + weight), 1, "cast"),

@@ -11,6 +11,7 @@ from planner.physics.compute import (
     CAST_BYTES,
     accumulate_s,
     attention_s,
+    cast_s,
     clip_s,
     gemm_s,
     operator_seconds,
@@ -122,6 +123,26 @@ def test_fp8_pays_for_its_casts() -> None:
     product = float(product_s(H200, "fp8", H200.efficiency.gemm.forward_fraction, 1, 8192, 8192, 64))
     cast = float(stream_s(H200, CAST_BYTES["fp8"] * 8192 * 64, 1, "cast"))
     assert forward_s(op, dtype="fp8") == pytest.approx(product / H200.efficiency.sustained_fraction + cast, rel=1e-3)
+
+
+def test_blackwell_s_fp8_products_need_no_transposed_copy() -> None:
+    op, blackwell = gemm(8192, 8192, 8192), load_hardware("b200")
+    hopper = blackwell.model_copy(update={"architecture": "hopper"})
+    for dtype, spared in (("fp8", 1), ("mxfp8", 0)):
+        casts = [cast_s(op, hardware, dtype, MEGATRON) for hardware in (hopper, blackwell)]
+        copy_s = float(stream_s(blackwell, spared * 8192 * 8192, 0, "cast"))
+        assert [float(a - b) for a, b in zip(*casts, strict=True)] == pytest.approx([copy_s, copy_s, 0.0])
+
+
+def test_8_bit_attention_is_quicker_where_the_recipe_is_narrow() -> None:
+    op = Operator(name="", kind="attention", heads=32, kv_heads=8, q_len=8192, kv_len=8192, qk_dim=128, v_dim=128)
+    b200 = load_hardware("b200")
+    narrow = MEGATRON.model_copy(update={"narrow_attention": True})
+    usual, quick = (operator_seconds(op, b200, "mxfp8", runtime) for runtime in (MEGATRON, narrow))
+    factor = b200.efficiency.narrow_attention_factor
+    assert factor < 1
+    assert quick[:2] == pytest.approx((factor * usual.forward_s, factor * usual.dgrad_s))
+    assert operator_seconds(op, b200, "bf16", narrow) == usual
 
 
 def test_a_backward_factor_is_of_both_gradients_alone() -> None:
