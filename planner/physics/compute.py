@@ -65,10 +65,7 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
         return PassSeconds(forward * forward_s + cast.forward_s, backward * dgrad_s + cast.dgrad_s, backward * wgrad_s)
     if op.kind == "attention":
         forward_s, backward_s = attention_s(op, hardware, runtime.attention_kernel)
-        slow = efficiency.attention_factor
-        if runtime.narrow_attention and _is_narrow(hardware, dtype):
-            slow *= efficiency.narrow_attention_factor
-        forward, backward = slow * forward, slow * backward
+        forward, backward = forward * efficiency.attention_factor, backward * efficiency.attention_factor
         return PassSeconds(forward * forward_s, backward * backward_s, 0.0)
     return PassSeconds(
         stream_s(hardware, op.forward_bytes, op.forward_kernels, op.family),

@@ -64,8 +64,6 @@ COEFFICIENTS = (
     # SimuMax's timings on B200, keys of 192
     Coefficient("Blackwell wide attention", "hardware", BLACKWELL, "efficiency.cudnn.wide_factor", 0.8, 0.6, 1.1, 0.1),
     Coefficient("Blackwell Ultra attention", "hardware", ULTRA, "efficiency.attention_factor", 0.85, 0.5, 1.1, 0.1),
-    # nobody has timed it by itself
-    Coefficient("8-bit attention", "hardware", BLACKWELL, "efficiency.narrow_attention_factor", 0.8, 0.4, 1.1, 0.15),
     Coefficient("waits per exchange", "runtime", NCCL_TRAINERS, "collective_sync_us", 40, 1, 2000, 0.5, "µs"),
     # Qwen3 30B on B200, a sequence at a time; SimuMax's timings of GroupedLinear
     Coefficient("Megatron host per MoE layer", "runtime", MEGATRON, "moe_host_us", 4000, 50, 20000, 0.3, "µs"),

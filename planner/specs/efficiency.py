@@ -101,8 +101,6 @@ class Efficiency(Spec):
     gemm_factor: PositiveFloat = 1.0
     """Seconds of products are multiplied by this; 1 unless whole steps ask for more. Likewise below."""
     attention_factor: PositiveFloat = 1.0
-    narrow_attention_factor: PositiveFloat = 0.8
-    """Of attention whose queries, keys and values have 8 bits, which casts take their part of."""
     stream_factor: PositiveFloat = 1.0
     launch_factor: PositiveFloat = 1.0
 

@@ -50,7 +50,6 @@ FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "dropout": _switch("dropout"),
     "dispatcher": lambda value: {"sends_tokens_once": value in ("flex", "deepep", "hybridep")},
     "ep_overlap": _fraction(("ep_overlap_fraction",), EP_OVERLAP),
-    "fp8_dot_product_attention": _switch("narrow_attention"),
     "fp8_output_proj": _switch("narrow_head"),
     "fp32_grad_accum": lambda value: dict.fromkeys(
         ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes"), 4 if value else 2
@@ -67,7 +66,7 @@ FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 """What each known feature of a run changes; descriptive ones change nothing."""
 # features of the published rows that describe and change nothing
-for _name in ("match", "uneven_pp", "natural_routing", "flex_attention"):
+for _name in ("match", "uneven_pp", "natural_routing", "flex_attention", "fp8_dot_product_attention"):
     FEATURES[_name] = lambda value: {}
 NOT_MODELLED = {"cpu_offload": "tensors kept in host memory", "cpu_offloading_num_layers": "layers kept in host memory"}
 """What would change a run in a way that nothing here prices."""

@@ -41,8 +41,6 @@ class RuntimeSpec(Spec):
     """One kernel computes the products of all experts of a rank; without: a few experts' at a time."""
     narrow_head: bool = False
     """Under an 8- or 4-bit recipe the head is of its dtype too."""
-    narrow_attention: bool = False
-    """Under such a recipe queries, keys and values have 8 bits too."""
     fused_permute: bool = True
     """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
     weights_expert_outputs: bool = False

@@ -134,17 +134,6 @@ def test_blackwell_s_fp8_products_need_no_transposed_copy() -> None:
         assert [float(a - b) for a, b in zip(*casts, strict=True)] == pytest.approx([copy_s, copy_s, 0.0])
 
 
-def test_8_bit_attention_is_quicker_where_the_recipe_is_narrow() -> None:
-    op = Operator(name="", kind="attention", heads=32, kv_heads=8, q_len=8192, kv_len=8192, qk_dim=128, v_dim=128)
-    b200 = load_hardware("b200")
-    narrow = MEGATRON.model_copy(update={"narrow_attention": True})
-    usual, quick = (operator_seconds(op, b200, "mxfp8", runtime) for runtime in (MEGATRON, narrow))
-    factor = b200.efficiency.narrow_attention_factor
-    assert factor < 1
-    assert quick[:2] == pytest.approx((factor * usual.forward_s, factor * usual.dgrad_s))
-    assert operator_seconds(op, b200, "bf16", narrow) == usual
-
-
 def test_a_backward_factor_is_of_both_gradients_alone() -> None:
     hardware, runtime = load_hardware("h200"), load_runtime("torch-eager")
     product = Operator(name="", kind="gemm", m=4096, n=32000, k=4096)
