@@ -36,6 +36,7 @@ def attention_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
         m=shape.tokens,
         n=model.hidden_size,
         k=width,
+        gradient_shards=shape.sequence_shards,
         parameters=width * model.hidden_size + (model.hidden_size if model.output_bias else 0),
     )
     yield from leave_tp("attention output", hidden_bytes, shape)
@@ -70,6 +71,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
             m=shape.tokens,
             n=columns,
             k=model.hidden_size,
+            input_shards=shape.sequence_shards,
             parameters=columns * model.hidden_size + (columns if model.qkv_bias else 0),
             saved=(Saved(name, BF16 * shape.tokens * kept, modules),),
         )
@@ -102,8 +104,9 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
     if mla.q_lora_rank is None:
         yield from enter_tp("q", BF16 * tokens * model.hidden_size, shape, runtime)
         yield Operator(
-            name="q", kind="gemm", m=tokens, n=q_width, k=model.hidden_size, parameters=q_width * model.hidden_size
-        )
+            name="q", kind="gemm", m=tokens, n=q_width, k=model.hidden_size, input_shards=shape.sequence_shards,
+            parameters=q_width * model.hidden_size,
+        )  # fmt: skip
     else:
         rank = mla.q_lora_rank
         yield Operator(
@@ -112,7 +115,10 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
         yield cast_copy("kv down", BF16 * shard * model.hidden_size, ("layernorm",))
         yield norm("q latent norm", rank, shard, model, runtime, module="mla_up_proj")
         yield from enter_tp("q up", BF16 * tokens * rank, shape, runtime)
-        yield Operator(name="q up", kind="gemm", modules=up, m=tokens, n=q_width, k=rank, parameters=q_width * rank)
+        yield Operator(
+            name="q up", kind="gemm", modules=up, m=tokens, n=q_width, k=rank, input_shards=shape.sequence_shards,
+            parameters=q_width * rank,
+        )  # fmt: skip
     rank = mla.kv_lora_rank
     down = rank + mla.qk_rope_head_dim
     yield Operator(
@@ -125,7 +131,10 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
     yield latent_norm
     yield from enter_tp("kv up", BF16 * tokens * down, shape, runtime)
     kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    yield Operator(name="kv up", kind="gemm", modules=up, m=tokens, n=kv_width, k=rank, parameters=kv_width * rank)
+    yield Operator(
+        name="kv up", kind="gemm", modules=up, m=tokens, n=kv_width, k=rank, input_shards=shape.sequence_shards,
+        parameters=kv_width * rank,
+    )  # fmt: skip
     # eager: v is a view that keeps the up-projection's output, nope keys included
     kept = heads * (2 * qk_dim + mla.v_head_dim + (0 if runtime.fused_rotary else mla.qk_nope_head_dim))
     rope = rotary(heads * mla.qk_rope_head_dim + mla.qk_rope_head_dim, tokens, runtime, up)

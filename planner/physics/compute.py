@@ -29,11 +29,12 @@ QUERY_ROWS = 128
 TABLE_BYTES = 8
 """Per parameter of the embedding table beyond ADAM_BYTES: measured on all first stages alike, cause unknown."""
 FP8 = 1
-CAST_BYTES = {"fp8": 6, "mxfp8": 4, "nvfp4": 7}
-"""Moved per element that is cast: 16 bits read, the narrow copy written as it is and transposed; read once more where
-one scale holds for a whole tensor or a Hadamard transform comes first."""
+CAST_BYTES = {"fp8": 5, "mxfp8": 4, "nvfp4": 7}
+"""Moved per element that is cast: 16 bits read, the narrow copy written; read once more where one scale holds for a
+whole tensor or a Hadamard transform comes first. Formats with a scale for each block write a transposed copy as well,
+whose blocks run down the columns."""
 EITHER_WAY = ("blackwell",)
-"""Architectures whose 8-bit products take operands as they are or transposed: one scale needs no second copy there."""
+"""Architectures whose 8-bit products take operands as they are or transposed; others need a transposed copy."""
 ATTENTION_BACKWARD_KERNELS = 3
 """Row sums of gradient · output, the gradients, and the cast of dq."""
 ADAM_BYTES = 34
@@ -132,14 +133,27 @@ def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpe
     """
     if not (op.is_cast and _is_narrow(hardware, dtype)):
         return PassSeconds(0.0, 0.0, 0.0)
-    spared = FP8 if dtype == "fp8" and hardware.architecture in EITHER_WAY else 0
-    each = (CAST_BYTES[dtype] - spared) * op.count
     weight = op.n * op.k if runtime.casts_weights else 0
+
+    def moved(elements: Number, shards: Number) -> Number:
+        return elements * _cast_bytes(hardware, dtype, shards) + weight * _cast_bytes(hardware, dtype, 1)
+
     return PassSeconds(
-        stream_s(hardware, each * (op.m * op.k + weight), 1, "cast"),
-        stream_s(hardware, each * (op.m * op.n + weight), 1, "cast"),
+        stream_s(hardware, op.count * moved(op.m * op.k, op.input_shards), 1, "cast"),
+        stream_s(hardware, op.count * moved(op.m * op.n, op.gradient_shards), 1, "cast"),
         0.0,
     )
+
+
+def _cast_bytes(hardware: HardwareSpec, dtype: str, shards: Number) -> Number:
+    """Moved per element of an operand of which each of `shards` ranks casts its share before they gather the whole.
+
+    The cast of what was gathered is over; a transposed copy has to be made of the whole: written beside the cast, or of
+    the narrow whole, read and written.
+    """
+    if dtype != "fp8" or hardware.architecture in EITHER_WAY:
+        return CAST_BYTES[dtype] / np.asarray(shards, dtype=float)
+    return CAST_BYTES[dtype] / np.asarray(shards, dtype=float) + np.where(np.asarray(shards) > 1, 2 * FP8, FP8)
 
 
 def _is_narrow(hardware: HardwareSpec, dtype: str) -> bool:

@@ -54,6 +54,7 @@ def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSp
             m=tokens,
             n=columns,
             k=hidden,
+            input_shards=shape.sequence_shards,
             parameters=columns * (hidden + (1 if model.has_mlp_bias else 0)),
             saved=(Saved(name, BF16 * tokens * columns, again),),
         )
@@ -65,6 +66,7 @@ def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSp
         m=tokens,
         n=hidden,
         k=width,
+        gradient_shards=shape.sequence_shards,
         parameters=hidden * (width + (1 if model.has_mlp_bias else 0)),
     )
     yield from leave_tp(f"{module} down", BF16 * tokens * hidden, shape, modules)

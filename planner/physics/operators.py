@@ -66,6 +66,9 @@ class Operator:
     """Whether the GEMM multiplies by a weight: only those have a weight gradient and can be narrow."""
     wide: bool = False
     """Stays in 16 bits under an 8- or 4-bit recipe: the head, routers."""
+    input_shards: Number = 1
+    """Ranks that each hold, and cast, a share of the input before it is gathered; next, of the output's gradient."""
+    gradient_shards: Number = 1
     backward_factor: float = 1.0
     """Of the seconds of a product's two gradients."""
     batch: Number = 0

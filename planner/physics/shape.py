@@ -46,7 +46,12 @@ class Shape:
     @property
     def shard_tokens(self) -> Number:
         """Tokens outside the tensor-parallel GEMMs: m / tp under sequence parallelism, else m."""
-        return self.tokens / np.where(self.sequence_parallel, self.tp, 1)
+        return self.tokens / self.sequence_shards
+
+    @property
+    def sequence_shards(self) -> Number:
+        """Ranks that a sequence is cut over between tensor-parallel products: tp under sequence parallelism, else 1."""
+        return np.where(self.sequence_parallel, self.tp, 1)
 
     @property
     def num_ranks(self) -> Number:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from planner.physics.compute import (
-    CAST_BYTES,
     accumulate_s,
     attention_s,
     cast_s,
@@ -119,19 +118,40 @@ def test_fp8_speeds_up_products_by_weights_alone() -> None:
 
 
 def test_fp8_pays_for_its_casts() -> None:
+    """16 bits read twice, once for the scale; the narrow copy and its transpose written."""
     op = gemm(8192, 8192, 64)
     product = float(product_s(H200, "fp8", H200.efficiency.gemm.forward_fraction, 1, 8192, 8192, 64))
-    cast = float(stream_s(H200, CAST_BYTES["fp8"] * 8192 * 64, 1, "cast"))
+    cast = float(stream_s(H200, (2 + 2 + 1 + 1) * 8192 * 64, 1, "cast"))
     assert forward_s(op, dtype="fp8") == pytest.approx(product / H200.efficiency.sustained_fraction + cast, rel=1e-3)
 
 
-def test_blackwell_s_fp8_products_need_no_transposed_copy() -> None:
-    op, blackwell = gemm(8192, 8192, 8192), load_hardware("b200")
-    hopper = blackwell.model_copy(update={"architecture": "hopper"})
-    for dtype, spared in (("fp8", 1), ("mxfp8", 0)):
-        casts = [cast_s(op, hardware, dtype, MEGATRON) for hardware in (hopper, blackwell)]
-        copy_s = float(stream_s(blackwell, spared * 8192 * 8192, 0, "cast"))
-        assert [float(a - b) for a, b in zip(*casts, strict=True)] == pytest.approx([copy_s, copy_s, 0.0])
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "alone", "among_8"),
+    [
+        ("h200", "fp8", 6, 5 / 8 + 2),  # the transposed copy is made of what was gathered
+        ("b200", "fp8", 5, 5 / 8),  # products take operands either way
+        ("b200", "mxfp8", 4, 4 / 8),
+        ("b200", "nvfp4", 7, 7 / 8),
+    ],
+)
+def test_ranks_cast_their_shares_before_they_gather(gpu: str, dtype: str, alone: float, among_8: float) -> None:
+    """Bytes moved per element; the gradient of a column-parallel output is whole on each rank."""
+    hardware, whole = load_hardware(gpu), gemm(8192, 4096, 16384)
+    for shards, moved in ((1, alone), (8, among_8)):
+        cast = cast_s(replace(whole, input_shards=shards), hardware, dtype, MEGATRON)
+        assert float(cast.forward_s) == pytest.approx(float(stream_s(hardware, moved * 8192 * 16384, 1, "cast")))
+        assert float(cast.dgrad_s) == pytest.approx(float(stream_s(hardware, alone * 8192 * 4096, 1, "cast")))
+
+
+def test_what_enters_and_leaves_tensor_parallel_products_is_cast_in_shares() -> None:
+    model = load_model("llama-3.1-70b")
+    for parallel, shards in ((1, 4), (0, 1)):
+        shape = Shape(tp=4, seq_length=8192, sequence_parallel=parallel)
+        layer = operators_of(decoder_layer(model, model.layers[0], shape, MEGATRON))
+        found = {op.name: (int(op.input_shards), int(op.gradient_shards)) for op in layer if op.is_cast}
+        assert found == {
+            "qkv": (shards, 1), "attention output": (1, shards), "mlp up": (shards, 1), "mlp down": (1, shards),
+        }  # fmt: skip
 
 
 def test_a_backward_factor_is_of_both_gradients_alone() -> None:
