@@ -33,8 +33,6 @@ CAST_BYTES = {"fp8": 5, "mxfp8": 4, "nvfp4": 7}
 """Moved per element that is cast: 16 bits read, the narrow copy written; read once more where one scale holds for a
 whole tensor or a Hadamard transform comes first. Formats with a scale for each block write a transposed copy as well,
 whose blocks run down the columns."""
-EITHER_WAY = ("blackwell",)
-"""Architectures whose 8-bit products take operands as they are or transposed; others need a transposed copy."""
 ATTENTION_BACKWARD_KERNELS = 3
 """Row sums of gradient · output, the gradients, and the cast of dq."""
 ADAM_BYTES = 34
@@ -136,7 +134,8 @@ def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpe
     weight = op.n * op.k if runtime.casts_weights else 0
 
     def moved(elements: Number, shards: Number) -> Number:
-        return elements * _cast_bytes(hardware, dtype, shards) + weight * _cast_bytes(hardware, dtype, 1)
+        among = shards if runtime.narrow_exchanges else 1
+        return elements * _cast_bytes(dtype, among, runtime) + weight * _cast_bytes(dtype, 1, runtime)
 
     return PassSeconds(
         stream_s(hardware, op.count * moved(op.m * op.k, op.input_shards), 1, "cast"),
@@ -145,15 +144,17 @@ def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpe
     )
 
 
-def _cast_bytes(hardware: HardwareSpec, dtype: str, shards: Number) -> Number:
+def _cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:
     """Moved per element of an operand of which each of `shards` ranks casts its share before they gather the whole.
 
-    The cast of what was gathered is over; a transposed copy has to be made of the whole: written beside the cast, or of
-    the narrow whole, read and written.
+    A scale of delayed scaling is known beforehand. A transposed copy, where products need one, is written beside the
+    cast, or made of the whole that was gathered: read and written.
     """
-    if dtype != "fp8" or hardware.architecture in EITHER_WAY:
+    if dtype != "fp8":
         return CAST_BYTES[dtype] / np.asarray(shards, dtype=float)
-    return CAST_BYTES[dtype] / np.asarray(shards, dtype=float) + np.where(np.asarray(shards) > 1, 2 * FP8, FP8)
+    alone = CAST_BYTES[dtype] - (BF16 if runtime.delayed_scaling else 0)
+    transposed = np.where(np.asarray(shards) > 1, 2 * FP8, FP8)
+    return alone / np.asarray(shards, dtype=float) + transposed * (runtime.fp8_copies - 1)
 
 
 def _is_narrow(hardware: HardwareSpec, dtype: str) -> bool:

@@ -43,7 +43,7 @@ def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number
     """
     if runtime.casts_weights:
         return runtime.weight_bytes
-    copies = runtime.fp8_weight_copies if dtype == "fp8" else 2
+    copies = runtime.fp8_copies if dtype == "fp8" else 2
     beside = np.where(runtime.narrow_parameters & (np.asarray(shape.zero_stage) >= 1), 0, runtime.weight_bytes)
     return beside + copies * NARROW_BYTES[dtype]
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from planner.physics import compute, memory
-from planner.physics.communication import collective_s, exchange_s, group_of, p2p_s
+from planner.physics.communication import collective_s, exchange_s, group_of, p2p_s, scale_s
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer, embedding, head, mtp_block
 from planner.physics.operators import (
@@ -129,7 +129,10 @@ class Pricing:
             sync_us = 0.0 if exchange.choices else self.runtime.collective_sync_us
             waits = (REPLAYED if self.runtime.cuda_graphs else 1.0) * (np.asarray(exchange.num_bytes) > 0)
             sync_s = waits * sync_us * MICRO * np.log2(size)
-            exchanged_s = exchange_s(exchange, shape, self.cluster, self.training.dtype) + sync_s
+            sent = self.training.dtype if exchange.cast and self.runtime.narrow_exchanges else "bf16"
+            exchanged_s = exchange_s(exchange, shape, self.cluster, sent) + sync_s
+            if sent == "fp8" and not self.runtime.delayed_scaling:
+                exchanged_s = exchanged_s + scale_s(exchange, shape, self.cluster)
             hidden_s = hidden * exchanged_s
             if exchange.overlap == "cp":
                 hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))

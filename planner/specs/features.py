@@ -24,8 +24,9 @@ in torchtitan's report of June 2025 (70B, TP 8: by rows no faster than bf16), 1.
 _RECIPES: dict[str, dict[str, Any]] = {
     # gradients of bf16 training are summed in fp32; the mixed precision of older trainers was fp16
     "bf16": {"gradient_bytes": 4},
-    "fp8-tensorwise": {"narrow_factor": 1.0},
-    "fp8-rowwise": {"narrow_factor": ROWWISE},
+    "fp8-delayed": {"delayed_scaling": True},
+    "fp8-tensorwise": {"narrow_factor": 1.0, "narrow_exchanges": True},
+    "fp8-rowwise": {"narrow_factor": ROWWISE, "narrow_exchanges": False},
 }
 _COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
 """What a trainer that relies on torch.compile loses without it."""

@@ -68,6 +68,10 @@ class RuntimeSpec(Spec):
     """Launch gaps disappear."""
     dropout: bool = False
     """Dropout after attention and MLP keeps a one-byte mask."""
+    narrow_exchanges: bool = True
+    """Tensor-parallel ranks cast what they gather before they send it; else (torchao's scales of rows) after."""
+    delayed_scaling: bool = False
+    """8-bit tensors with one scale take it from earlier steps: nothing is read for it, and no rank asks the others."""
     casts_weights: bool = False
     """Weights are cast to 8 bits in every pass, since ZeRO-3 gathers them anew; else once a step."""
     narrow_factor: PositiveFloat = 1.0
@@ -90,8 +94,8 @@ class RuntimeSpec(Spec):
     narrow_parameters: bool = False
     """Under an 8- or 4-bit recipe the weights are of its dtype (Megatron's --fp8-param-gather, as in all recipes of
     Megatron-Bridge); else 16-bit weights are cast and stay beside."""
-    fp8_weight_copies: PositiveInt = 2
-    """Of a weight with one scale: as it is and transposed, since products by rows alone are what GPUs had before
+    fp8_copies: PositiveInt = 2
+    """Of a tensor with one scale: as it is and transposed, since products by rows alone are what GPUs had before
     Blackwell, where one is enough."""
     vocab_divisible_by: PositiveInt = 128
     """The vocabulary is padded to a multiple of this times tp."""
@@ -233,7 +237,7 @@ class RuntimeSpec(Spec):
         if gradient_bytes is not None:
             update |= {"gradient_bytes": gradient_bytes, "kept_gradient_bytes": 0}
         if architecture == "blackwell":
-            update["fp8_weight_copies"] = 1
+            update["fp8_copies"] = 1
         return self.model_copy(update=update) if update else self
 
     def for_schedules(self, split_backward: bool) -> RuntimeSpec:

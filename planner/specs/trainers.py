@@ -29,6 +29,7 @@ _TORCHTITAN: dict[str, Any] = {
     "weights_expert_outputs": True,
     "has_torch_stages": True,
     "narrow_factor": ROWWISE,
+    "narrow_exchanges": False,
     "fused_projections": False,
     "casts_weights": True,
     "selective_recompute_modules": ("op",),
@@ -52,6 +53,7 @@ _TORCHTITAN_BEFORE_2026: dict[str, Any] = {
     "keeps_gathered_keys": False,
     "balances_context": False,
     "narrow_factor": 1.0,
+    "narrow_exchanges": True,
 }
 """torch's own attention: keys repeated until January 2026 (pull request 2259), and taken block by block over ranks that
 share a sequence. Its report of 2024 slows down over cp 1, 2, 4, 8 as if parts were dealt in order (tables 2 and 6),

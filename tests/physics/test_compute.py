@@ -137,10 +137,22 @@ def test_fp8_pays_for_its_casts() -> None:
 def test_ranks_cast_their_shares_before_they_gather(gpu: str, dtype: str, alone: float, among_8: float) -> None:
     """Bytes moved per element; the gradient of a column-parallel output is whole on each rank."""
     hardware, whole = load_hardware(gpu), gemm(8192, 4096, 16384)
+    runtime = MEGATRON.in_dtype(dtype, hardware.architecture)
     for shards, moved in ((1, alone), (8, among_8)):
-        cast = cast_s(replace(whole, input_shards=shards), hardware, dtype, MEGATRON)
+        cast = cast_s(replace(whole, input_shards=shards), hardware, dtype, runtime)
         assert float(cast.forward_s) == pytest.approx(float(stream_s(hardware, moved * 8192 * 16384, 1, "cast")))
         assert float(cast.dgrad_s) == pytest.approx(float(stream_s(hardware, alone * 8192 * 4096, 1, "cast")))
+
+
+def test_delayed_scaling_reads_nothing_for_its_scale() -> None:
+    op = replace(gemm(8192, 4096, 16384), input_shards=4)
+    delayed = MEGATRON.with_features({"precision_recipe": "fp8-delayed"})[0]
+    for gpu, now, later in (("h100", 5 / 4 + 2, 3 / 4 + 2), ("b200", 5 / 4, 3 / 4)):
+        hardware = load_hardware(gpu)
+        for runtime, moved in ((MEGATRON, now), (delayed, later)):
+            cast = cast_s(op, hardware, "fp8", runtime.in_dtype("fp8", hardware.architecture))
+            assert float(cast.forward_s) == pytest.approx(float(stream_s(hardware, moved * 8192 * 16384, 1, "cast")))
+        assert cast_s(op, hardware, "mxfp8", MEGATRON) == cast_s(op, hardware, "mxfp8", delayed)
 
 
 def test_what_enters_and_leaves_tensor_parallel_products_is_cast_in_shares() -> None:

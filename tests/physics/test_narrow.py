@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.physics import compute, memory
-from planner.physics.communication import exchange_s
+from planner.physics.communication import collective_s, exchange_s
 from planner.physics.layers import decoder_layer, head
 from planner.physics.operators import (
     NARROW_BYTES,
@@ -129,6 +129,42 @@ def test_what_products_take_in_is_sent_as_they_take_it() -> None:
             elif exchange.kind != "all_gather" or exchange.name != "head grad gather":
                 assert narrow == wide, exchange.name
     assert kinds == {"gather", "again"}
+
+
+def test_ranks_agree_on_the_scale_of_what_they_gather_unless_it_is_known_beforehand() -> None:
+    """One all-reduce of a number for each of two gathers forward, of four backward; none where tp is 1."""
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+    for tp in (1, 4):
+        shape = Shape(tp=tp, dp=8 // tp, sequence_parallel=int(tp > 1), seq_length=4096)
+        asked, known = (
+            priced(
+                "fp8", "h100", tp_overlap_fraction=0.0, tp_async_overlap_fraction=0.0, delayed_scaling=delayed
+            ).table(shape, ("none",))
+            for delayed in (False, True)
+        )
+        (kind,) = asked.layers
+        scale_s = float(collective_s("all_reduce", 4, tp, 1, cluster))
+        forward, backward = (
+            float(getattr(asked.layers[kind], f"tp_{way}_s") - getattr(known.layers[kind], f"tp_{way}_s"))
+            for way in ("forward", "backward")
+        )
+        assert (forward, backward) == pytest.approx((2 * scale_s, 4 * scale_s), rel=1e-6)
+
+
+def test_scales_of_rows_are_sent_with_16_bits_and_cast_by_every_rank() -> None:
+    shape = Shape(tp=8, sequence_parallel=1, seq_length=8192)
+    sooner, later = (
+        priced("fp8", "h100", narrow_exchanges=narrow, tp_overlap_fraction=0.0, delayed_scaling=True).table(
+            shape, ("none",)
+        )
+        for narrow in (True, False)
+    )
+    (kind,) = sooner.layers
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+    wide_s, narrow_s = (float(collective_s("all_gather", size * 8192 * 4096, 8, 1, cluster)) for size in (2, 1))
+    more_s = later.layers[kind].tp_forward_s - sooner.layers[kind].tp_forward_s
+    assert float(more_s) == pytest.approx(2 * (wide_s - narrow_s))
+    assert later.layers[kind].forward_s > sooner.layers[kind].forward_s
 
 
 def test_a_head_in_eight_bits_is_faster_where_products_are_narrow() -> None:
