@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from planner.physics.operators import BF16, FP32, NARROW_BYTES, Collective, Group
+from planner.physics.operators import BF16, NARROW_BYTES, Collective, Group
 from planner.physics.shape import Number, Shape
 from planner.specs.cluster import ClusterSpec, LinkTier
 
@@ -120,12 +120,6 @@ def group_of(group: Group, shape: Shape) -> tuple[Number, Number]:
     if group == "etp":
         return shape.etp, 1
     return shape.ep, shape.etp
-
-
-def scale_s(collective: Collective, shape: Shape, cluster: ClusterSpec) -> Number:
-    """Seconds in which the ranks that cast shares of a tensor agree on its one scale: an all-reduce of one number."""
-    size, stride = group_of(collective.group, shape)
-    return collective_s("all_reduce", FP32 * (np.asarray(collective.num_bytes) > 0), size, stride, cluster)
 
 
 def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> Number:

@@ -147,14 +147,12 @@ def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpe
 def _cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:
     """Moved per element of an operand of which each of `shards` ranks casts its share before they gather the whole.
 
-    A scale of delayed scaling is known beforehand. A transposed copy, where products need one, is written beside the
-    cast, or made of the whole that was gathered: read and written.
+    A transposed copy, where products need one, is written beside the cast, or made of the whole that was gathered: read
+    and written.
     """
-    if dtype != "fp8":
-        return CAST_BYTES[dtype] / np.asarray(shards, dtype=float)
-    alone = CAST_BYTES[dtype] - (BF16 if runtime.delayed_scaling else 0)
+    share = CAST_BYTES[dtype] / np.asarray(shards, dtype=float)
     transposed = np.where(np.asarray(shards) > 1, 2 * FP8, FP8)
-    return alone / np.asarray(shards, dtype=float) + transposed * (runtime.fp8_copies - 1)
+    return share + transposed * (runtime.fp8_copies - 1) if dtype == "fp8" else share
 
 
 def _is_narrow(hardware: HardwareSpec, dtype: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from planner.physics import compute, memory
-from planner.physics.communication import collective_s, exchange_s, group_of, p2p_s, scale_s
+from planner.physics.communication import collective_s, exchange_s, group_of, p2p_s
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer, embedding, head, mtp_block
 from planner.physics.operators import (
@@ -131,8 +131,6 @@ class Pricing:
             sync_s = waits * sync_us * MICRO * np.log2(size)
             sent = self.training.dtype if exchange.cast and self.runtime.narrow_exchanges else "bf16"
             exchanged_s = exchange_s(exchange, shape, self.cluster, sent) + sync_s
-            if sent == "fp8" and not self.runtime.delayed_scaling:
-                exchanged_s = exchanged_s + scale_s(exchange, shape, self.cluster)
             hidden_s = hidden * exchanged_s
             if exchange.overlap == "cp":
                 hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))

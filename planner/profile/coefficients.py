@@ -12,7 +12,7 @@ B200 = ("b200-sxm-180gb", "b300-sxm-270gb")
 GB200 = ("gb200-nvl72",)
 GB300 = ("gb300-nvl72",)
 BLACKWELL = (*B200, *GB200, *GB300)
-CUDNN = (*H100, *H100_500W, "h200-sxm-141gb", "h800-sxm-80gb", *BLACKWELL)
+SINCE_HOPPER = (*H100, *H100_500W, "h200-sxm-141gb", "h800-sxm-80gb", *BLACKWELL)
 ULTRA = (B200[1], *GB300)
 """Half as many FLOP/s again in 4 bits, and twice as many exponentials."""
 DEEPSPEED = ("megatron-deepspeed",)
@@ -60,10 +60,12 @@ COEFFICIENTS = (
     Coefficient("Blackwell Ultra 4-bit", "hardware", ULTRA, "efficiency.gemm.fp4_factor", 0.93, 0.6, 1.4, 0.25),
     Coefficient("H100 8-bit products", "hardware", H100, "efficiency.gemm.fp8_factor", 0.894, 0.7, 1.1, 0.03),
     # gpt-oss in mxfp8 with whole iterations in graphs, where nothing but the GPU counts; nobody has timed it by itself
-    Coefficient("attention with sinks", "hardware", CUDNN, "efficiency.cudnn.sink_factor", 0.4, 0.2, 1.2, 0.2),
+    Coefficient("attention with sinks", "hardware", SINCE_HOPPER, "efficiency.cudnn.sink_factor", 0.4, 0.2, 1.2, 0.2),
     # SimuMax's timings on B200, keys of 192
     Coefficient("Blackwell wide attention", "hardware", BLACKWELL, "efficiency.cudnn.wide_factor", 0.8, 0.6, 1.1, 0.1),
     Coefficient("Blackwell Ultra attention", "hardware", ULTRA, "efficiency.attention_factor", 0.85, 0.5, 1.1, 0.1),
+    # as other kernels that turn tensors round (H200): nobody has timed these
+    Coefficient("8-bit casts", "hardware", SINCE_HOPPER, "efficiency.family_fraction.cast", 0.6, 0.2, 1, 0.3),
     Coefficient("waits per exchange", "runtime", NCCL_TRAINERS, "collective_sync_us", 40, 1, 2000, 0.5, "µs"),
     # Qwen3 30B on B200, a sequence at a time; SimuMax's timings of GroupedLinear
     Coefficient("Megatron host per MoE layer", "runtime", MEGATRON, "moe_host_us", 4000, 50, 20000, 0.3, "µs"),

@@ -24,7 +24,6 @@ in torchtitan's report of June 2025 (70B, TP 8: by rows no faster than bf16), 1.
 _RECIPES: dict[str, dict[str, Any]] = {
     # gradients of bf16 training are summed in fp32; the mixed precision of older trainers was fp16
     "bf16": {"gradient_bytes": 4},
-    "fp8-delayed": {"delayed_scaling": True},
     "fp8-tensorwise": {"narrow_factor": 1.0, "narrow_exchanges": True},
     "fp8-rowwise": {"narrow_factor": ROWWISE, "narrow_exchanges": False},
 }
@@ -35,7 +34,7 @@ _CAPACITY = {"sends_tokens_once": False, "moe_host_factor": 0.0}
 FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "flash_attention": _switch("flash_attention"),
     "activation_fusion": _switch("fused_activation"),
-    "async_tp": _fraction(("tp_overlap_fraction", "mla_tp_overlap_fraction"), 0.702),
+    "async_tp": _fraction(("tp_overlap_fraction", "mla_tp_overlap_fraction"), 0.6713),
     "compile": lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
     "attention_kernel": lambda value: {"attention_kernel": value} if value in ("fastest", "flash") else {},
     "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},

@@ -70,8 +70,6 @@ class RuntimeSpec(Spec):
     """Dropout after attention and MLP keeps a one-byte mask."""
     narrow_exchanges: bool = True
     """Tensor-parallel ranks cast what they gather before they send it; else (torchao's scales of rows) after."""
-    delayed_scaling: bool = False
-    """8-bit tensors with one scale take it from earlier steps: nothing is read for it, and no rank asks the others."""
     casts_weights: bool = False
     """Weights are cast to 8 bits in every pass, since ZeRO-3 gathers them anew; else once a step."""
     narrow_factor: PositiveFloat = 1.0
@@ -149,7 +147,7 @@ class RuntimeSpec(Spec):
     (FSDP)."""
     all_reduces_gradients: bool = False
     """A sharded optimizer's gradients are all-reduced too, not reduce-scattered (hooks of DistributedDataParallel)."""
-    contention_fraction: Fraction = 0.2109
+    contention_fraction: Fraction = 0.1959
     """Of an exchange of gradients or weights, what a step takes longer though compute hides it: its kernels take SMs
     and memory bandwidth from those that they run beside."""
     fsdp_overlap_fraction: Fraction = 0.9
