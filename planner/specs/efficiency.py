@@ -85,7 +85,7 @@ class Efficiency(Spec):
     stream_fraction: Fraction = 0.85
     """Share of HBM bandwidth of a plain copy of large tensors; families not named below run at it."""
     family_fraction: dict[str, Fraction] = Field(default_factory=dict)
-    """The same for families that reach less: norm, loss, optimizer, accumulate, permute, strided (on views)."""
+    """The same for families that reach less: norm, loss, optimizer, accumulate, permute, strided (on views), cast."""
     launch_us: NonNegativeFloat = 3.0
     """A kernel's own start and drain when kernels follow each other without gaps."""
     host_us: NonNegativeFloat = 12.0
