@@ -15,7 +15,7 @@ TORCH_SCHEDULES = (
 )  # fmt: skip
 """What torch.distributed.pipelining runs: its own classes; any order through its CSV runtime (`auto`)."""
 
-NCCL_WAIT_US = 55.07
+NCCL_WAIT_US = 55.67
 """What ranks of today's trainers wait for the last one in an exchange, per doubling of the group."""
 
 _TORCHTITAN: dict[str, Any] = {
@@ -82,7 +82,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="megatron",
             host_factor=1.3,
-            step_overhead_s=0.0103,
+            step_overhead_s=0.01027,
             loss_in_place=True,
             balances_in_buffers=True,
             narrow_parameters=True,
@@ -93,13 +93,13 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             widens_gradients=True,
             # what NeMo and Megatron-Bridge set; Megatron-LM by itself, 10⁶ a rank and 4·10⁷ at least
             bucket_parameters=128 * 2**20,
-            tp_overlap_fraction=0.5417,
+            tp_overlap_fraction=0.5433,
             tp_async_overlap_fraction=0.9,
-            ep_row_bytes=8474.0,
-            moe_host_us=4130.0,
+            ep_row_bytes=8481.0,
+            moe_host_us=4129.0,
             collective_sync_us=NCCL_WAIT_US,
-            expert_host_us=53.52,
-            ep_overlap_host_factor=1.523,
+            expert_host_us=53.46,
+            ep_overlap_host_factor=1.503,
             sends_tokens_once=True,
             groups_products=False,
             selective_recompute_modules=(
@@ -159,7 +159,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             parameter_overlap_fraction=0.0,
             tp_async_overlap_fraction=0.9,
             collective_sync_us=NCCL_WAIT_US,
-            host_factor=1.851,
+            host_factor=1.846,
             zero_stages=(0, 1),
             vocab_divisible_by=1,
         ),
@@ -183,8 +183,8 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         ),
         RuntimeSpec(
             name="megatron-deepspeed",
-            collective_sync_us=332.7,
-            tp_jitter_fraction=0.05127,
+            collective_sync_us=337.7,
+            tp_jitter_fraction=0.05147,
             zero_stages=(0, 1, 3),
             blocking_launches=True,
             fused_grad_accumulation=False,
@@ -192,7 +192,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             fp16_gradient_bytes=2,
             kept_gradient_bytes=2,
             reserved_gib=11.0,
-            **{**_BEFORE_FLASH, "gradient_bytes": 4, "host_factor": 0.5122},
+            **{**_BEFORE_FLASH, "gradient_bytes": 4, "host_factor": 0.5116},
         ),
     )
 }
