@@ -132,14 +132,12 @@ def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpe
     if not (op.is_cast and _is_narrow(hardware, dtype)):
         return PassSeconds(0.0, 0.0, 0.0)
     weight = op.n * op.k if runtime.casts_weights else 0
-
-    def moved(elements: Number, shards: Number) -> Number:
-        among = shards if runtime.narrow_exchanges else 1
-        return elements * _cast_bytes(dtype, among, runtime) + weight * _cast_bytes(dtype, 1, runtime)
-
+    weight_bytes = weight * _cast_bytes(dtype, 1, runtime)
+    input_bytes = op.m * op.k * _cast_bytes(dtype, op.input_shards, runtime)
+    gradient_bytes = op.m * op.n * _cast_bytes(dtype, op.gradient_shards, runtime)
     return PassSeconds(
-        stream_s(hardware, op.count * moved(op.m * op.k, op.input_shards), 1, "cast"),
-        stream_s(hardware, op.count * moved(op.m * op.n, op.gradient_shards), 1, "cast"),
+        stream_s(hardware, op.count * (input_bytes + weight_bytes), 1, "cast"),
+        stream_s(hardware, op.count * (gradient_bytes + weight_bytes), 1, "cast"),
         0.0,
     )
 
@@ -150,8 +148,9 @@ def _cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:
     A transposed copy, where products need one, is written beside the cast, or made of the whole that was gathered: read
     and written.
     """
-    share = CAST_BYTES[dtype] / np.asarray(shards, dtype=float)
-    transposed = np.where(np.asarray(shards) > 1, 2 * FP8, FP8)
+    ranks = np.asarray(shards if runtime.narrow_exchanges else 1, dtype=float)
+    share = CAST_BYTES[dtype] / ranks
+    transposed = np.where(ranks > 1, 2 * FP8, FP8)
     return share + transposed * (runtime.fp8_copies - 1) if dtype == "fp8" else share
 
 
@@ -171,10 +170,10 @@ def product_s(
 ) -> Number:
     """Seconds of `count` products of m × k by k × n in one launch, timed alone; `result_bytes` are moved per result.
 
-    max( FLOPs · (1 + ramp_k / k) / (power_fraction · peak),                           what the power limit sustains
-         waves · tile FLOPs · (1 + ramp_k / k) / (wave_fraction · peak / num_sms),     whole waves at the boost clock
-         bytes / (memory_fraction · HBM bandwidth) ) + launch
-    and to the first two, accumulate_fraction of what the results move beyond being written in bf16.
+    max( max( FLOPs · (1 + ramp_k / k) / (power_fraction · peak),                      what the power limit sustains
+              waves · tile FLOPs · (1 + ramp_k / k) / (wave_fraction · peak / num_sms) )  whole waves at the boost clock
+             + accumulate_fraction · bytes of results beyond bf16 / bandwidth,         what a sum does not hide
+         bytes / bandwidth ) + launch,  bandwidth = memory_fraction · HBM's
     with waves = ⌈count · ⌈m / a⌉ · ⌈n / b⌉ / num_sms⌉ for the best of a few tiles a × b. Idle SMs of a ragged last wave
     leave power to the others, so quantization shows only where it costs more than the power limit does.
     """

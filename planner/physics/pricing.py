@@ -129,7 +129,7 @@ class Pricing:
             sync_us = 0.0 if exchange.choices else self.runtime.collective_sync_us
             waits = (REPLAYED if self.runtime.cuda_graphs else 1.0) * (np.asarray(exchange.num_bytes) > 0)
             sync_s = waits * sync_us * MICRO * np.log2(size)
-            sent = self.training.dtype if exchange.cast and self.runtime.narrow_exchanges else "bf16"
+            sent = self.training.dtype if self.runtime.narrow_exchanges else "bf16"
             exchanged_s = exchange_s(exchange, shape, self.cluster, sent) + sync_s
             hidden_s = hidden * exchanged_s
             if exchange.overlap == "cp":

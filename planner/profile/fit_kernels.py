@@ -23,11 +23,8 @@ BENCH = "bench."
 NUM_FOLDS = 8
 SCALE = 0.03
 """Relative error above which a row counts less: libraries choose badly for some shapes."""
-
-NUM_GUESSES = 6
-"""Tiles, waves and a boost explain much the same, so that a fit may end beside the best: the first guess is varied."""
 GUESS_SPREAD = 0.2
-"""By how much, as a standard deviation of the logarithm."""
+"""By how much first guesses vary, as a standard deviation of the logarithm."""
 
 
 class Residuals(NamedTuple):
@@ -92,7 +89,7 @@ def fit(problem: Problem, hardware: HardwareSpec, keep: Any = slice(None)) -> di
     def residuals(x: FloatArray) -> FloatArray:
         return np.asarray((log_errors(problem, hardware, values(x)) * problem.weights)[keep])
 
-    moved = np.random.default_rng(0).normal(0.0, GUESS_SPREAD, (NUM_GUESSES, len(start)))
+    moved = np.random.default_rng(0).normal(0.0, GUESS_SPREAD, (problem.num_guesses, len(start)))
     moved[0] = 0.0
     found = [least_squares(residuals, start + move, low, high, SCALE) for move in moved]
     return values(min(found, key=lambda x: soft_l1(residuals(x), SCALE)))

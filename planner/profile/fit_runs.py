@@ -7,7 +7,6 @@ so is how many left-out rows their 80% intervals hold.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +62,7 @@ class Priced:
     def all_of(cls, rows: Sequence[Row]) -> list[Priced]:
         """One for each row; those that publish the same run again share it."""
         runs: dict[str, Priced] = {}
-        return [runs.setdefault(json.dumps(row.run, sort_keys=True), cls.of(row)) for row in rows]
+        return [runs.setdefault(row.run_key, cls.of(row)) for row in rows]
 
     def applies(self, coefficient: Coefficient) -> bool:
         """Whether the run has the hardware or the runtime that the coefficient belongs to."""

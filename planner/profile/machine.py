@@ -185,6 +185,7 @@ def stages(record: Record, table: Table) -> Problem:
     ways = ("forward", "backward", "optimizer")
     return Problem(
         name="stage",
+        num_guesses=1,
         free=IN_STAGES[device],
         predict=predict,
         measured_s=np.concatenate([table.seconds(f"{way}_us") for way in ways]),

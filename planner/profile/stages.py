@@ -126,6 +126,7 @@ def steps(gpu: str) -> Problem:
     names = np.concatenate([rows.names for rows in (*alone, *staged)])
     return Problem(
         name="steps",
+        num_guesses=1,
         free={
             "sustained_fraction": (0.98, 0.7, 1.05),
             "backward_sustained_fraction": (0.96, 0.7, 1.05),

@@ -21,11 +21,13 @@ ROWWISE = 1.45
 
 Llama 3 8B on eight H100: 6,150 tokens/s in bf16, 7,690 by tensors, 6,768 by rows (torchao's training benchmarks). 1.6
 in torchtitan's report of June 2025 (70B, TP 8: by rows no faster than bf16), 1.5 for its mxfp8 on GB200."""
+SCALES_BY_ROW: dict[str, Any] = {"narrow_factor": ROWWISE, "narrow_exchanges": False}
+ONE_SCALE: dict[str, Any] = {"narrow_factor": 1.0, "narrow_exchanges": True}
 _RECIPES: dict[str, dict[str, Any]] = {
     # gradients of bf16 training are summed in fp32; the mixed precision of older trainers was fp16
     "bf16": {"gradient_bytes": 4},
-    "fp8-tensorwise": {"narrow_factor": 1.0, "narrow_exchanges": True},
-    "fp8-rowwise": {"narrow_factor": ROWWISE, "narrow_exchanges": False},
+    "fp8-tensorwise": ONE_SCALE,
+    "fp8-rowwise": SCALES_BY_ROW,
 }
 _COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
 """What a trainer that relies on torch.compile loses without it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from planner.errors import SpecError
-from planner.specs.features import ROWWISE
+from planner.specs.features import ONE_SCALE, SCALES_BY_ROW
 from planner.specs.registry import nearest
 from planner.specs.runtime import RuntimeSpec
 
@@ -28,8 +28,7 @@ _TORCHTITAN: dict[str, Any] = {
     "collective_sync_us": NCCL_WAIT_US,
     "weights_expert_outputs": True,
     "has_torch_stages": True,
-    "narrow_factor": ROWWISE,
-    "narrow_exchanges": False,
+    **SCALES_BY_ROW,
     "fused_projections": False,
     "casts_weights": True,
     "selective_recompute_modules": ("op",),
@@ -52,8 +51,7 @@ _TORCHTITAN_BEFORE_2026: dict[str, Any] = {
     "cp_comm_type": "p2p",
     "keeps_gathered_keys": False,
     "balances_context": False,
-    "narrow_factor": 1.0,
-    "narrow_exchanges": True,
+    **ONE_SCALE,
 }
 """torch's own attention: keys repeated until January 2026 (pull request 2259), and taken block by block over ranks that
 share a sequence. Its report of 2024 slows down over cp 1, 2, 4, 8 as if parts were dealt in order (tables 2 and 6),

@@ -56,6 +56,11 @@ class Row(Spec):
         """Whether coefficients are fitted without it."""
         return self.family in HELD_OUT
 
+    @property
+    def run_key(self) -> str:
+        """The same for rows that publish the same run again."""
+        return json.dumps(self.run, sort_keys=True)
+
     def to_line(self) -> str:
         """The run as one line of `plan evaluate --runs`."""
         return json.dumps({"id": self.id, "run": self.run})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -108,7 +107,7 @@ def score(name: str, scored: Iterable[Scored]) -> Score | None:
     size = np.abs(errors)
     worst = int(size.argmax())
     memory = [(abs(s.memory_error), s.row.weight) for s in priced if s.memory_error is not None]
-    spread = repeat_spread([s.row for s in priced])
+    spread, groups = repeat_spread([s.row for s in priced]), _ranked(priced)
     covered = [(float(s.in_interval), s.row.weight) for s in priced if s.in_interval is not None]
     return Score(
         name=name,
@@ -120,9 +119,9 @@ def score(name: str, scored: Iterable[Scored]) -> Score | None:
         bias=float(np.average(errors, weights=weights)),
         worst=float(errors[worst]),
         worst_id=priced[worst].row.id,
-        rank_correlation=_mean([(spearman(*_per_sequence(group)), len(group)) for group in _ranked(priced)]),
+        rank_correlation=_mean([(spearman(*_per_sequence(group)), len(group)) for group in groups]),
         repeat_spread=spread,
-        rank_ceiling=None if spread is None else _rank_ceiling(_ranked(priced), spread),
+        rank_ceiling=None if spread is None else _rank_ceiling(groups, spread),
         memory_mean=_mean(memory),
         memory_worst=max((error for error, _ in memory), default=None),
         num_memory_rows=len(memory),
@@ -157,7 +156,7 @@ def repeat_spread(rows: Sequence[Row]) -> float | None:
     """√( Σ (log seconds − their mean)² / Σ (n − 1) ) over runs that were measured n > 1 times."""
     again: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        again[json.dumps(row.run, sort_keys=True)].append(np.log(row.measured.step_s))
+        again[row.run_key].append(np.log(row.measured.step_s))
     repeats = sum(len(logs) - 1 for logs in again.values())
     if repeats < MIN_REPEATS:
         return None
@@ -185,8 +184,10 @@ def _rank_ceiling(groups: Sequence[Sequence[Scored]], spread: float) -> float | 
     found = []
     for group in groups:
         truth, _ = _per_sequence(group)
-        noise = np.exp(rng.normal(0.0, spread, (NUM_DRAWS, len(truth))))
-        found.append((float(np.mean([spearman(truth, truth * draw) for draw in noise])), len(group)))
+        ranks, noise = _ranks(truth), np.exp(rng.normal(0.0, spread, (NUM_DRAWS, len(truth))))
+        # noise leaves no ties: positions in sorted order are the ranks
+        seen = np.corrcoef(ranks, (truth * noise).argsort(axis=1).argsort(axis=1))[0, 1:] if ranks.std() else 0.0
+        found.append((float(np.mean(seen)), len(group)))
     return _mean(found)
 
 
