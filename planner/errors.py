@@ -12,7 +12,9 @@ PlannerError                 1
 from __future__ import annotations
 
 import os
+import sys
 import traceback
+from collections.abc import Callable, Sequence
 
 
 class PlannerError(Exception):
@@ -24,6 +26,21 @@ class PlannerError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def lines(self) -> str:
+        """What stderr shows: `error:` and, where there is one, `hint:`, each on one line."""
+        labels = (("error", self.message), ("hint", self.hint))
+        return "".join(f"{label}: {' '.join(text.split())}\n" for label, text in labels if text)
+
+
+def exit_code_of(main: Callable[[Sequence[str]], None]) -> int:
+    """Run a script's `main` on the command line's arguments; what it cannot do is one `error:` and one `hint:`."""
+    try:
+        main(sys.argv[1:])
+    except PlannerError as error:
+        sys.stderr.write(error.lines())
+        return error.exit_code
+    return 0
 
 
 def defect(error: Exception) -> PlannerError:

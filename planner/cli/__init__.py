@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         if "--debug" in given:
             traceback.print_exc()
         known = error if isinstance(error, PlannerError) else _as_planner_error(error)
-        _complain(known.message, known.hint)
+        sys.stderr.write(known.lines())
         return known.exit_code
 
 
@@ -44,9 +44,3 @@ def _as_planner_error(error: Exception) -> PlannerError:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return PlannerError("standard output: no space left on device", "free some space")
     return defect(error)
-
-
-def _complain(message: str, hint: str) -> None:
-    for label, text in (("error", message), ("hint", hint)):
-        if text:
-            print(f"{label}: {' '.join(text.split())}", file=sys.stderr)

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from planner.errors import SpecError, exit_code_of
 from planner.physics.shape import FloatArray
 from planner.profile import kernels, stages
 from planner.profile.kernels import Problem
 from planner.profile.solve import least_squares, soft_l1
-from planner.profile.tables import has_table
+from planner.profile.tables import has_table, measured_gpus
 from planner.specs.base import Spec
 from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import AttentionEfficiency
@@ -156,6 +157,8 @@ def _rounded(value: Any) -> Any:
 def main(arguments: Sequence[str]) -> None:
     """`kernels [GPU]`: fit the tables under data/GPU (h200) and print residuals and the block for its profile."""
     gpu = arguments[0] if arguments else "h200"
+    if gpu not in measured_gpus():
+        raise SpecError(f"scripts/calibrate kernels: no tables of {gpu!r}", f"one of {', '.join(measured_gpus())}")
     hardware = load_hardware(gpu)
     start: dict[str, Any] = {"cudnn": AttentionEfficiency()} if has_table(gpu, "attention") else {}
     if has_table(gpu, "stages"):
@@ -166,4 +169,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(exit_code_of(main))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.errors import Unsupported
+from planner.errors import SpecError, Unsupported, exit_code_of
 from planner.physics.shape import FloatArray
 from planner.profile.coefficients import COEFFICIENTS, Coefficient
 from planner.profile.solve import least_squares
@@ -185,7 +185,12 @@ def report(fit: Fit, leave_out: bool = True) -> FloatArray:
 
 def main(arguments: Sequence[str]) -> None:
     """`runs [FAMILY …]`: fit the coefficients to the published runs (of some families) and print what is left over."""
-    rows = [row for row in load_rows() if row.counts and (not arguments or row.family in arguments)]
+    counted = [row for row in load_rows() if row.counts]
+    families = list(dict.fromkeys(row.family for row in counted))
+    unknown = [name for name in arguments if name not in families]
+    if unknown:
+        raise SpecError(f"scripts/calibrate runs: {unknown[0]!r} is unknown", f"one of {', '.join(families)}")
+    rows = [row for row in counted if not arguments or row.family in arguments]
     rows = [row for row in rows if is_supported(row)]
     priced = Priced.all_of(rows)
     free = [c for c in COEFFICIENTS if any(one.applies(c) for one in priced)]
@@ -193,4 +198,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(exit_code_of(main))

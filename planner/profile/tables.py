@@ -45,6 +45,11 @@ Tables = str | Mapping[str, Table]
 """The tables of a GPU whose name is a folder of this package, or tables by name."""
 
 
+def measured_gpus() -> list[str]:
+    """The GPUs that this package has tables of."""
+    return sorted(folder.name for folder in (resources.files(__package__) / "data").iterdir() if folder.is_dir())
+
+
 def has_table(gpu: str, name: str) -> bool:
     """Whether this package has that table of a GPU."""
     return (resources.files(__package__) / "data" / gpu / f"{name}.csv").is_file()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -89,3 +92,14 @@ def test_a_coefficient_applies_where_no_feature_of_the_run_says_what_it_is() -> 
     titan = {str(r.run.get("features", {}).get("async_tp")): r for r in load_rows() if r.family == "torchtitan"}
     assert Priced.of(titan["True"]).applies(asynchronous)
     assert not Priced.of(titan["False"]).applies(asynchronous)
+
+
+@pytest.mark.parametrize(("what", "name"), [("kernels", "v100-sxm-16gb"), ("kernels", "nope"), ("runs", "nope")])
+def test_calibrating_what_is_not_there_says_what_is(what: str, name: str) -> None:
+    command = [sys.executable, "-m", f"planner.profile.fit_{what}", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    error, hint = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert error.startswith("error: ")
+    assert name in error
+    assert hint.startswith("hint: one of ")
