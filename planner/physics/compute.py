@@ -57,7 +57,7 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
             op, hardware, dtype if op.is_cast else "bf16", runtime.groups_products, gradient_bytes
         )
         slow = efficiency.gemm_factor
-        if op.is_cast and _is_narrow(hardware, dtype):
+        if op.is_cast and is_narrow(hardware, dtype):
             slow *= runtime.narrow_factor
         forward, backward = slow * forward, slow * backward * op.backward_factor
         cast = cast_s(op, hardware, dtype, runtime)
@@ -90,14 +90,19 @@ def part_seconds(
     return PassSeconds(np.maximum(gpu[0], host[0]), gpu[1] + waits, gpu[2])
 
 
+def issue_s(hardware: HardwareSpec, runtime: RuntimeSpec) -> float:
+    """Host seconds to issue one kernel of an eager layer: none where CUDA graphs replay them."""
+    return 0.0 if runtime.cuda_graphs else hardware.efficiency.host_us * runtime.host_factor * MICRO
+
+
 def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> PassSeconds:
     """Host seconds to issue the kernels of `op`, which bound small operators unless a CUDA graph replays them."""
-    issue_s = 0.0 if runtime.cuda_graphs else hardware.efficiency.host_us * runtime.host_factor * MICRO
+    each_s = issue_s(hardware, runtime)
     if op.kind == "gemm":
-        return PassSeconds(issue_s, issue_s, issue_s)
+        return PassSeconds(each_s, each_s, each_s)
     if op.kind == "attention":
-        return PassSeconds(issue_s, ATTENTION_BACKWARD_KERNELS * issue_s, 0.0)
-    forward, backward = op.forward_kernels * issue_s, op.backward_kernels * issue_s
+        return PassSeconds(each_s, ATTENTION_BACKWARD_KERNELS * each_s, 0.0)
+    forward, backward = op.forward_kernels * each_s, op.backward_kernels * each_s
     return PassSeconds(
         forward * (np.asarray(op.forward_bytes) > 0), backward * (np.asarray(op.backward_bytes) > 0), 0.0
     )
@@ -129,7 +134,7 @@ def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpe
 
     Weights are cast once a step, unless ZeRO-3 gathers them anew for every pass.
     """
-    if not (op.is_cast and _is_narrow(hardware, dtype)):
+    if not (op.is_cast and is_narrow(hardware, dtype)):
         return PassSeconds(0.0, 0.0, 0.0)
     weight = op.n * op.k if runtime.casts_weights else 0
     weight_bytes = weight * _cast_bytes(dtype, 1, runtime)
@@ -154,7 +159,7 @@ def _cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:
     return share + transposed * (runtime.fp8_copies - 1) if dtype == "fp8" else share
 
 
-def _is_narrow(hardware: HardwareSpec, dtype: str) -> bool:
+def is_narrow(hardware: HardwareSpec, dtype: str) -> bool:
     return dtype not in ("bf16", "fp16") and hardware.peak_flops(dtype) is not None
 
 
@@ -178,7 +183,7 @@ def product_s(
     leave power to the others, so quantization shows only where it costs more than the power limit does.
     """
     gemm, num_sms = hardware.efficiency.gemm, hardware.num_sms
-    narrow = _is_narrow(hardware, dtype)
+    narrow = is_narrow(hardware, dtype)
     wide_peak = hardware.peak_flops("bf16")
     assert wide_peak is not None, "HardwareSpec has bf16 or fp16"
     peak = hardware.peak_flops(dtype) or wide_peak

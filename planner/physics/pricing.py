@@ -176,16 +176,27 @@ class Pricing:
     def _with_launches(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """`seconds` with what the GPU waits for the host in a mixture of experts: max(GPU and exchanges, host).
 
-        The host cannot run ahead by more than a layer: it needs the count of each expert's tokens.
+        A host that needs the count of each expert's tokens cannot run ahead by more than a layer's pass; one that does
+        not (experts of a fixed capacity) is late by what both passes need together.
         """
         runtime, moe = self.runtime, self.model.moe
-        if moe is None or runtime.cuda_graphs or not any(op.expert for op in operators_of(items)):
+        if moe is None or not any(op.expert for op in operators_of(items)):
             return seconds
-        factor = runtime.moe_host_factor * (runtime.ep_overlap_host_factor if runtime.ep_overlap_fraction else 1.0)
-        host_us = factor * runtime.moe_host_us + runtime.expert_host_us * moe.num_experts / shape.ep
+        kernels = runtime.moe_host_factor * runtime.moe_kernels + runtime.expert_kernels * moe.num_experts / shape.ep
+        if runtime.ep_overlap_fraction:
+            kernels = kernels * runtime.ep_overlap_host_factor
+        if compute.is_narrow(self.cluster.hardware, self.training.dtype):
+            kernels = kernels * runtime.narrow_host_factor
+        host_s = kernels * compute.issue_s(self.cluster.hardware, runtime)
         part = PartCost(**seconds)
-        gpu_s = {"forward_s": part.forward_total_s, "input_grad_s": part.backward_total_s}
-        return seconds | {key: seconds[key] + np.maximum(host_us * MICRO - gpu, 0.0) for key, gpu in gpu_s.items()}
+        forward_s, backward_s = part.forward_total_s, part.backward_total_s
+        if not runtime.awaits_token_counts:
+            late_s = np.maximum(2 * host_s - forward_s - backward_s, 0.0)
+            return seconds | {"input_grad_s": seconds["input_grad_s"] + late_s}
+        return seconds | {
+            "forward_s": seconds["forward_s"] + np.maximum(host_s - forward_s, 0.0),
+            "input_grad_s": seconds["input_grad_s"] + np.maximum(host_s - backward_s, 0.0),
+        }
 
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
         """A part without recompute."""

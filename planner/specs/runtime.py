@@ -197,16 +197,19 @@ class RuntimeSpec(Spec):
     host_factor: NonNegativeFloat = 1.0
     """Of host_us: what this trainer's Python adds around a kernel, Transformer Engine's modules a third (small GPTs of
     Megatron-LM's CI on DGX H100); below 1 where one call issues several."""
-    moe_host_us: NonNegativeFloat = 0.0
-    """Host time of a mixture-of-experts layer, forward and again backward, in which the GPU's must hide unless a CUDA
-    graph replays the whole iteration: token counts come to the host, which cannot run ahead of them."""
-    expert_host_us: NonNegativeFloat = 0.0
-    """The same for each expert of the rank: its products and casts are launched one by one. Transformer Engine takes 10
-    µs a product (SimuMax's timings of GroupedLinear on B200), two forward and four backward."""
+    moe_kernels: NonNegativeFloat = 0.0
+    """Host time of a mixture-of-experts layer, forward and again backward, in kernels of an eager layer: routing and
+    exchanges too. The GPU's must hide it, unless a CUDA graph replays the whole iteration."""
+    expert_kernels: NonNegativeFloat = 0.0
+    """The same for each expert of the rank, whose products and casts are launched one by one."""
+    awaits_token_counts: bool = True
+    """How many tokens each expert gets comes to the host, which cannot run ahead of it."""
     moe_host_factor: NonNegativeFloat = 1.0
-    """Of moe_host_us: less where a CUDA graph replays the routing."""
+    """Of moe_kernels: less where CUDA graphs replay a part of the layer, or no counts are awaited."""
+    narrow_host_factor: NonNegativeFloat = 1.0
+    """Of both in 8 or 4 bits: Transformer Engine's modules issue the casts as well."""
     ep_overlap_host_factor: NonNegativeFloat = 1.0
-    """Of moe_host_us where exchanges hide behind another micro-batch's products: the layer runs in pieces, each with an
+    """Of both where exchanges hide behind another micro-batch's products: the layer runs in pieces, each with an
     autograd of its own. CUDA graphs of some of them take that back (Megatron-LM, pull request 2168)."""
     sends_tokens_once: bool = False
     """The dispatcher sends a token to a node once and there to a rank once, however many of its experts they hold

@@ -344,43 +344,71 @@ def mixture(
     seq_length: int = 4096,
     ranks: int = 8,
     network_gb_per_s: float | None = None,
+    hardware: str = "h100",
+    dtype: Dtype = "bf16",
     **changes: Any,
 ) -> PartCost:
     """A mixture-of-experts layer on one of a few GPUs that share its experts."""
-    pricing = pricing_of(name)
-    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=1024, network_gb_per_s=network_gb_per_s)
+    pricing = pricing_of(name, dtype=dtype)
+    cluster = ClusterSpec(hardware=load_hardware(hardware), num_gpus=1024, network_gb_per_s=network_gb_per_s)
     pricing = replace(pricing, runtime=pricing.runtime.model_copy(update=changes), cluster=cluster)
     shape = Shape(dp=ranks, ep=ranks, etp=1, shard_size=ranks, seq_length=seq_length)
     table = pricing.table(shape, ("none",))
     return next(part for (kind, _), part in table.layers.items() if kind.mlp == "moe")
 
 
+KERNEL_S = load_hardware("h100").efficiency.host_us * load_runtime("megatron").host_factor * 1e-6
+"""What an H100's host needs to issue a kernel."""
+NO_HOST: dict[str, Any] = {"moe_kernels": 0.0, "expert_kernels": 0.0}
+
+
 def test_a_mixture_takes_as_long_as_the_host_or_as_the_gpu() -> None:
-    local_experts, us = 128 / 8, 1e-6
-    never = {"moe_host_us": 0.0, "expert_host_us": 0.0}
-    free = mixture(**never)
-    slow = mixture(moe_host_us=20_000.0, expert_host_us=1000.0, moe_host_factor=0.5)
-    host_s = (20_000 * 0.5 + 1000 * local_experts) * us
+    local_experts = 128 / 8
+    free = mixture(**NO_HOST)
+    slow = mixture(moe_kernels=400.0, expert_kernels=20.0, moe_host_factor=0.5)
+    host_s = (400 * 0.5 + 20 * local_experts) * KERNEL_S
     assert slow.forward_total_s == pytest.approx(host_s)
     assert slow.backward_total_s == pytest.approx(host_s)
     assert slow.weight_grad_s == free.weight_grad_s
     # a host that is done before the GPU costs nothing, and neither does one whose work a graph replays
-    quick = float(free.forward_total_s) / us
-    assert mixture(moe_host_us=0.9 * quick, expert_host_us=0.0) == free
-    replayed = mixture(moe_host_us=20_000.0, cuda_graphs=True)
-    assert replayed == mixture(**never, cuda_graphs=True)
+    quick = float(free.forward_total_s) / KERNEL_S
+    assert mixture(moe_kernels=0.9 * quick, expert_kernels=0.0) == free
+    replayed = mixture(moe_kernels=400.0, cuda_graphs=True)
+    assert replayed == mixture(**NO_HOST, cuda_graphs=True)
 
 
-def test_overlapped_exchanges_take_the_host_longer() -> None:
-    host = {"moe_host_us": 20_000.0, "expert_host_us": 0.0, "ep_overlap_host_factor": 1.5}
-    assert mixture(**host).forward_total_s == pytest.approx(0.02)
+def test_a_host_that_awaits_no_counts_is_late_by_what_both_passes_need() -> None:
+    free = mixture(**NO_HOST)
+    forward_s, backward_s = float(free.forward_total_s), float(free.backward_total_s)
+    between = (forward_s + backward_s) / 2  # longer than the forward, shorter than the backward
+    host = {"moe_kernels": between / KERNEL_S, "expert_kernels": 0.0}
+    assert mixture(**host).forward_total_s == pytest.approx(between)
+    ahead = mixture(**host, awaits_token_counts=False)
+    assert (ahead.forward_total_s, ahead.backward_total_s) == pytest.approx((forward_s, backward_s))
+    late = mixture(moe_kernels=2 * between / KERNEL_S, expert_kernels=0.0, awaits_token_counts=False)
+    assert late.forward_total_s + late.backward_total_s == pytest.approx(4 * between)
+
+
+def test_overlapped_exchanges_and_casts_take_the_host_longer() -> None:
+    host = {"moe_kernels": 400.0, "expert_kernels": 2.0, "ep_overlap_host_factor": 1.5, "narrow_host_factor": 1.2}
+    alone_s = (400 + 2 * 128 / 8) * KERNEL_S
+    assert mixture(**host).forward_total_s == pytest.approx(alone_s)
     overlapped = mixture(**host, ep_overlap_fraction=0.8)
-    assert (overlapped.forward_total_s, overlapped.backward_total_s) == pytest.approx((0.03, 0.03))
+    assert (overlapped.forward_total_s, overlapped.backward_total_s) == pytest.approx((1.5 * alone_s, 1.5 * alone_s))
+    assert mixture(**host, dtype="fp8").forward_total_s == pytest.approx(1.2 * alone_s)
+
+
+def test_a_slower_host_issues_mixtures_more_slowly() -> None:
+    """Grace takes a fifth longer than the x86 hosts of its day."""
+    grace, x86 = (mixture(hardware=name, moe_kernels=400.0, expert_kernels=0.0) for name in ("gb200", "b200"))
+    ratio = load_hardware("gb200").efficiency.host_us / load_hardware("b200").efficiency.host_us
+    assert ratio > 1.1
+    assert grace.forward_total_s == pytest.approx(ratio * x86.forward_total_s)
 
 
 @pytest.mark.parametrize(("network_gb_per_s", "hides"), [(400, True), (2, False)])
 def test_exchanges_hide_no_longer_than_the_passes_beside_them(network_gb_per_s: float, hides: bool) -> None:
-    never = {"moe_host_us": 0.0, "expert_host_us": 0.0, "ep_row_bytes": 0.0}
+    never = {**NO_HOST, "ep_row_bytes": 0.0}
     alone, beside = (
         mixture(**never, ranks=64, network_gb_per_s=network_gb_per_s, ep_overlap_fraction=fraction)
         for fraction in (0.0, 1.0)
@@ -393,7 +421,7 @@ def test_exchanges_hide_no_longer_than_the_passes_beside_them(network_gb_per_s: 
 
 def test_dense_layers_wait_for_no_expert() -> None:
     pricing = pricing_of("deepseek-v3")
-    pricing = replace(pricing, runtime=pricing.runtime.model_copy(update={"moe_host_us": 1e6}))
+    pricing = replace(pricing, runtime=pricing.runtime.model_copy(update={"moe_kernels": 1e5}))
     shape = Shape(dp=8, ep=8, etp=1, shard_size=8, seq_length=4096)
     for (kind, _), part in pricing.table(shape, ("none",)).layers.items():
         assert (part.forward_total_s > 1) == (kind.mlp == "moe")
@@ -401,7 +429,7 @@ def test_dense_layers_wait_for_no_expert() -> None:
 
 def test_tokens_shorter_than_a_row_take_as_long_as_one() -> None:
     """Of 2·2048 bytes: `ep_row_bytes` over them, but never less than their own time."""
-    plain, short, long = (mixture(ep_row_bytes=value, moe_host_us=0.0, expert_host_us=0.0) for value in (0, 4095, 6144))
+    plain, short, long = (mixture(ep_row_bytes=value, **NO_HOST) for value in (0, 4095, 6144))
     assert short.ep_forward_s == plain.ep_forward_s
     latency_s = 2 * load_hardware("h100").tiers[0].latency_s
     assert long.ep_forward_s - latency_s == pytest.approx(1.5 * (plain.ep_forward_s - latency_s))
@@ -409,7 +437,7 @@ def test_tokens_shorter_than_a_row_take_as_long_as_one() -> None:
 
 def test_only_an_all_to_all_waits_for_its_slowest_rank() -> None:
     """Kernels that send each token once wait for each rank by itself: no `collective_sync_us` per doubling."""
-    never = {"moe_host_us": 0.0, "expert_host_us": 0.0, "ep_row_bytes": 0.0}
+    never = {**NO_HOST, "ep_row_bytes": 0.0}
     for once, waited_s in ((False, 2 * 100e-6 * 3), (True, 0.0)):
         free, late = (mixture(**never, sends_tokens_once=once, collective_sync_us=us) for us in (0.0, 100.0))
         assert late.ep_forward_s == pytest.approx(free.ep_forward_s + waited_s)

@@ -41,6 +41,13 @@ def test_graphs_of_the_routing_take_back_what_overlap_costs_the_host() -> None:
     assert eager.ep_overlap_host_factor > replayed.ep_overlap_host_factor == 1.0
 
 
+def test_the_more_of_a_mixture_graphs_replay_the_less_is_left_to_the_host() -> None:
+    runtime = load_runtime("megatron")
+    scopes = ("transformer_engine[attn,moe_router,moe_preprocess]", "transformer_engine[moe_router]", False)
+    both, routing, none = (runtime.with_features({"cuda_graph": scope})[0].moe_host_factor for scope in scopes)
+    assert 0 < both < routing < none == 1
+
+
 @pytest.mark.parametrize("order", [("cuda_graph", "ep_overlap"), ("ep_overlap", "cuda_graph")])
 def test_what_is_said_of_a_thing_itself_counts(order: tuple[str, str]) -> None:
     said = {"cuda_graph": "full_iteration", "ep_overlap": False}
