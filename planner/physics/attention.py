@@ -29,17 +29,16 @@ def attention_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
     # attention keeps its output too, for the gradient
     yield cast_copy("attention output", BF16 * shape.tokens * width)
     hidden_bytes = BF16 * shape.tokens * model.hidden_size
-    yield Operator(
+    output = Operator(
         name="attention output",
         kind="gemm",
         modules=("op",),
         m=shape.tokens,
         n=model.hidden_size,
         k=width,
-        gradient_shards=shape.sequence_shards,
         parameters=width * model.hidden_size + (model.hidden_size if model.output_bias else 0),
     )
-    yield from leave_tp("attention output", hidden_bytes, shape)
+    yield from leave_tp(output, hidden_bytes, shape)
     yield from local_copies("attention copies", hidden_bytes, shape, runtime)
     if model.post_norms:
         yield norm("attention post norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False)
@@ -56,25 +55,26 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     width = (heads + 2 * kv_heads) * model.head_dim
     # beyond one key-value head a rank Megatron cuts the projection further, and gathers what it gives
     cut = (heads + 2 * model.num_key_value_heads / np.asarray(shape.tp, dtype=float)) * model.head_dim
-    yield from enter_tp("qkv", BF16 * shape.tokens * model.hidden_size, shape, runtime)
     rotates = model.position_embedding == "rope"
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
     keeps_buffer = rotates and not runtime.fused_rotary
     parts = [("qkv", width, False)] if runtime.fused_projections else _three(model, heads, kv_heads)
+    products = []
     for name, kept, again in parts:
         modules = ("op",) if again else ()
         columns = cut if name == "qkv" else kept
-        yield Operator(
+        product = Operator(
             name=name,
             kind="gemm",
             modules=modules,
             m=shape.tokens,
             n=columns,
             k=model.hidden_size,
-            input_shards=shape.sequence_shards,
             parameters=columns * model.hidden_size + (columns if model.qkv_bias else 0),
             saved=(Saved(name, BF16 * shape.tokens * kept, modules),),
         )
+        products.append(product)
+    yield from enter_tp("qkv", products, BF16 * shape.tokens * model.hidden_size, shape, runtime)
     if model.qk_norm:
         rows = shape.tokens * (heads + kv_heads)
         # eager: its input is a view of the buffer, and rotation, which reads its output, keeps nothing
@@ -102,11 +102,10 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
     up = ("mla_up_proj",)
     q_width = heads * qk_dim
     if mla.q_lora_rank is None:
-        yield from enter_tp("q", BF16 * tokens * model.hidden_size, shape, runtime)
-        yield Operator(
-            name="q", kind="gemm", m=tokens, n=q_width, k=model.hidden_size, input_shards=shape.sequence_shards,
-            parameters=q_width * model.hidden_size,
-        )  # fmt: skip
+        query = Operator(
+            name="q", kind="gemm", m=tokens, n=q_width, k=model.hidden_size, parameters=q_width * model.hidden_size
+        )
+        yield from enter_tp("q", [query], BF16 * tokens * model.hidden_size, shape, runtime)
     else:
         rank = mla.q_lora_rank
         yield Operator(
@@ -114,11 +113,8 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
         )
         yield cast_copy("kv down", BF16 * shard * model.hidden_size, ("layernorm",))
         yield norm("q latent norm", rank, shard, model, runtime, module="mla_up_proj")
-        yield from enter_tp("q up", BF16 * tokens * rank, shape, runtime)
-        yield Operator(
-            name="q up", kind="gemm", modules=up, m=tokens, n=q_width, k=rank, input_shards=shape.sequence_shards,
-            parameters=q_width * rank,
-        )  # fmt: skip
+        query = Operator(name="q up", kind="gemm", modules=up, m=tokens, n=q_width, k=rank, parameters=q_width * rank)
+        yield from enter_tp("q up", [query], BF16 * tokens * rank, shape, runtime)
     rank = mla.kv_lora_rank
     down = rank + mla.qk_rope_head_dim
     yield Operator(
@@ -129,12 +125,9 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
         # its input is a view of the down-projection's output, whose rotary part is kept along
         latent_norm = _with_saved(latent_norm, Saved("rotary part", BF16 * shard * mla.qk_rope_head_dim))
     yield latent_norm
-    yield from enter_tp("kv up", BF16 * tokens * down, shape, runtime)
     kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    yield Operator(
-        name="kv up", kind="gemm", modules=up, m=tokens, n=kv_width, k=rank, input_shards=shape.sequence_shards,
-        parameters=kv_width * rank,
-    )  # fmt: skip
+    keys = Operator(name="kv up", kind="gemm", modules=up, m=tokens, n=kv_width, k=rank, parameters=kv_width * rank)
+    yield from enter_tp("kv up", [keys], BF16 * tokens * down, shape, runtime)
     # eager: v is a view that keeps the up-projection's output, nope keys included
     kept = heads * (2 * qk_dim + mla.v_head_dim + (0 if runtime.fused_rotary else mla.qk_nope_head_dim))
     rope = rotary(heads * mla.qk_rope_head_dim + mla.qk_rope_head_dim, tokens, runtime, up)

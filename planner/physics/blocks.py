@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,19 +14,27 @@ from planner.specs.runtime import RuntimeSpec
 
 
 def enter_tp(
-    name: str, num_bytes: Number, shape: Shape, runtime: RuntimeSpec, modules: tuple[str, ...] = (), cast: bool = True
+    name: str,
+    products: Sequence[Operator],
+    num_bytes: Number,
+    shape: Shape,
+    runtime: RuntimeSpec,
+    modules: tuple[str, ...] = (),
 ) -> Iterator[Item]:
-    """Exchanges of a column-parallel GEMM's input of `num_bytes`, sent as the product takes it where it is `cast`.
+    """Column-parallel products of one input of `num_bytes`, and its exchanges, sent as the products take it.
 
-    Sequence parallel: gathered in forward; in backward gathered again for the wgrad, unless the whole was kept, and the
-    dgrad reduce-scattered. Else: the dgrad is all-reduced.
+    Sequence parallel: gathered in forward; in backward gathered again for the wgrad, beside the dgrad, unless the whole
+    was kept, and the dgrad reduce-scattered beside the wgrad. Else: the dgrad is all-reduced beside the wgrad.
     """
     sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - np.asarray(shape.sequence_parallel))
+    products = [replace(product, input_shards=shape.sequence_shards) for product in products]
+    beside, cast = tuple(products), products[0].is_cast
     keeps = runtime.keeps_gathered_inputs
     again = (*modules, "op") if keeps else modules
     gather = Collective(
-        name=f"{name} gather", kind="all_gather", group="tp", num_bytes=sharded, overlap="tp", modules=again, cast=cast
-    )
+        name=f"{name} gather", kind="all_gather", group="tp", num_bytes=sharded, modules=again, cast=cast,
+        overlap="tp", beside=beside,
+    )  # fmt: skip
     yield gather
     if keeps:
         # beside the shard, which whatever made it keeps
@@ -34,39 +42,37 @@ def enter_tp(
         kept = Saved("gathered input", others, again, gemm_input=cast)
         yield Operator(name=f"{name} gathered", kind="elementwise", modules=again, saved=(kept,))
     else:
-        yield replace(gather, name=f"{name} gather again", overlap="tp_async", backward=True, modules=())
-    yield Collective(
-        name=f"{name} dgrad scatter",
-        kind="reduce_scatter",
-        group="tp",
-        num_bytes=sharded,
-        overlap="tp_async",
-        backward=True,
-    )
-    yield Collective(
-        name=f"{name} dgrad reduce", kind="all_reduce", group="tp", num_bytes=whole, overlap="tp_async", backward=True
-    )
+        yield replace(
+            gather, name=f"{name} gather again", backward=True, modules=(), overlap="tp_async", beside_pass="dgrad_s"
+        )
+    scatter = Collective(
+        name=f"{name} dgrad scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, backward=True,
+        overlap="tp_async", beside=beside, beside_pass="wgrad_s",
+    )  # fmt: skip
+    yield scatter
+    yield replace(scatter, name=f"{name} dgrad reduce", kind="all_reduce", num_bytes=whole)
+    yield from products
 
 
-def leave_tp(name: str, num_bytes: Number, shape: Shape, modules: tuple[str, ...] = ()) -> Iterator[Collective]:
-    """Exchanges of a row-parallel GEMM's output: reduce-scatter and its all-gather in backward.
+def leave_tp(product: Operator, num_bytes: Number, shape: Shape, modules: tuple[str, ...] = ()) -> Iterator[Item]:
+    """A row-parallel product, or a lookup in rows, and the exchanges of its output of `num_bytes`.
 
-    Else one all-reduce, all of it waited for.
+    Sequence parallel: reduce-scattered in forward, its gradient gathered in backward. Else one all-reduce, all of it
+    waited for.
     """
     sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - np.asarray(shape.sequence_parallel))
-    yield Collective(
-        name=f"{name} scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, overlap="tp", modules=modules
-    )
-    yield Collective(name=f"{name} reduce", kind="all_reduce", group="tp", num_bytes=whole, modules=modules)
-    yield Collective(
-        name=f"{name} grad gather",
-        kind="all_gather",
-        group="tp",
-        num_bytes=sharded,
-        overlap="tp",
-        backward=True,
-        cast=name != "embedding",
-    )
+    product = replace(product, gradient_shards=shape.sequence_shards)
+    scatter = Collective(
+        name=f"{product.name} scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, modules=modules,
+        overlap="tp", beside=(product,),
+    )  # fmt: skip
+    yield product
+    yield scatter
+    yield Collective(name=f"{product.name} reduce", kind="all_reduce", group="tp", num_bytes=whole, modules=modules)
+    yield replace(
+        scatter, name=f"{product.name} grad gather", kind="all_gather", backward=True, modules=(),
+        beside_pass="dgrad_s", cast=product.is_cast,
+    )  # fmt: skip
 
 
 def local_copies(

@@ -58,7 +58,7 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
         )
         slow = efficiency.gemm_factor
         if op.is_cast and is_narrow(hardware, dtype):
-            slow *= runtime.narrow_factor
+            slow *= runtime.narrow_factor / efficiency.narrow_sustained_fraction
         forward, backward = slow * forward, slow * backward * op.backward_factor
         cast = cast_s(op, hardware, dtype, runtime)
         return PassSeconds(forward * forward_s + cast.forward_s, backward * dgrad_s + cast.dgrad_s, backward * wgrad_s)

@@ -55,7 +55,7 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
         if model.embedding_norm
         else ()
     )
-    return (lookup, *leave_tp("embedding", hidden_bytes, shape), *extra)
+    return (*leave_tp(lookup, hidden_bytes, shape), *extra)
 
 
 def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding: bool = False) -> tuple[Item, ...]:
@@ -64,14 +64,10 @@ def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding:
     `shares_embedding`: the matrix is the embedding of this very rank, so its parameters are counted there.
     """
     final = norm("final norm", model.hidden_size, shape.shard_tokens, model, runtime)
-    return (
-        final,
-        *enter_tp("head", BF16 * shape.tokens * model.hidden_size, shape, runtime, cast=False),
-        *_loss(model, shape, runtime, shares_embedding),
-    )
+    return (final, *_loss("head", model, shape, runtime, shares_embedding))
 
 
-def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: bool) -> tuple[Item, ...]:
+def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: bool) -> tuple[Item, ...]:
     columns = padded_vocab(model, shape, runtime) / shape.tp
     logits = shape.tokens * columns
     # fused: bf16 logits are read and written once; else cast to fp32, read for maximum, sum and result, written, and
@@ -80,17 +76,18 @@ def _loss(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: b
     if runtime.loss_in_place and not runtime.fused_cross_entropy:
         # cast, maximum, shifted, exponentials, their sum, divided by it; scaled and cast back
         passes = (BF16 + 9 * FP32, BF16 + 3 * FP32)
+    product = Operator(
+        name="head",
+        kind="gemm",
+        wide=not runtime.narrow_head,
+        backward_factor=runtime.head_backward_factor,
+        m=shape.tokens,
+        n=columns,
+        k=model.hidden_size,
+        parameters=0 if shares_weight else columns * model.hidden_size,
+    )
     return (
-        Operator(
-            name="head",
-            kind="gemm",
-            wide=not runtime.narrow_head,
-            backward_factor=runtime.head_backward_factor,
-            m=shape.tokens,
-            n=columns,
-            k=model.hidden_size,
-            parameters=0 if shares_weight else columns * model.hidden_size,
-        ),
+        *enter_tp(name, [product], BF16 * shape.tokens * model.hidden_size, shape, runtime),
         Operator(
             name="cross-entropy",
             kind="elementwise",
@@ -117,21 +114,18 @@ def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalanc
         name="mtp projection", kind="gemm", m=tokens / (shape.tp / tp), n=hidden / tp, k=2 * hidden,
         parameters=hidden / tp * 2 * hidden, saved=(Saved("input", BF16 * shape.shard_tokens * 2 * hidden),),
     )  # fmt: skip
-    exchanges = (
-        enter_tp("mtp projection", BF16 * tokens * 2 * hidden, shape, runtime),
-        leave_tp("mtp projection", BF16 * tokens * hidden, shape),
-    )
-    enter, leave = exchanges if runtime.splits_mtp_projection else ((), ())
+    entered: tuple[Item, ...] = (projection,)
+    if runtime.splits_mtp_projection:
+        *exchanges, product = enter_tp("mtp projection", [projection], BF16 * tokens * 2 * hidden, shape, runtime)
+        assert isinstance(product, Operator)
+        entered = (*exchanges, *leave_tp(product, BF16 * tokens * hidden, shape))
     return (
         norm("mtp embedding norm", hidden, shape.shard_tokens, model, runtime, saves_output=False),
         norm("mtp hidden norm", hidden, shape.shard_tokens, model, runtime, saves_output=False),
-        *enter,
-        projection,
-        *leave,
+        *entered,
         *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance),
         norm("mtp final norm", hidden, shape.shard_tokens, model, runtime),
-        *enter_tp("mtp head", BF16 * tokens * hidden, shape, runtime, cast=False),
-        *_loss(model, shape, runtime, shares_weight=True),
+        *_loss("mtp head", model, shape, runtime, shares_weight=True),
     )
 
 

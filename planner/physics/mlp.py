@@ -41,35 +41,35 @@ def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSp
     tokens, hidden, width = shape.tokens, model.hidden_size, intermediate / shape.tp
     factor = 2 if model.gated_mlp else 1
     modules = (module,)
-    yield from enter_tp(f"{module} up", BF16 * tokens * hidden, shape, runtime, modules)
     apart = model.gated_mlp and not runtime.fused_projections
+    products = []
     for name in ("gate", "up") if apart else ("up",):
         columns = width if apart else factor * width
         # recomputing every other product recomputes this one
         again = (*modules, "op") if apart and name == "up" else modules
-        yield Operator(
+        product = Operator(
             name=f"{module} {name}",
             kind="gemm",
             modules=again,
             m=tokens,
             n=columns,
             k=hidden,
-            input_shards=shape.sequence_shards,
             parameters=columns * (hidden + (1 if model.has_mlp_bias else 0)),
             saved=(Saved(name, BF16 * tokens * columns, again),),
         )
+        products.append(product)
+    yield from enter_tp(f"{module} up", products, BF16 * tokens * hidden, shape, runtime, modules)
     yield _activation(f"{module} activation", model, tokens * width, runtime, modules)
-    yield Operator(
+    down = Operator(
         name=f"{module} down",
         kind="gemm",
         modules=modules,
         m=tokens,
         n=hidden,
         k=width,
-        gradient_shards=shape.sequence_shards,
         parameters=hidden * (width + (1 if model.has_mlp_bias else 0)),
     )
-    yield from leave_tp(f"{module} down", BF16 * tokens * hidden, shape, modules)
+    yield from leave_tp(down, BF16 * tokens * hidden, shape, modules)
     yield from local_copies(f"{module} copies", BF16 * tokens * hidden, shape, runtime, modules)
 
 

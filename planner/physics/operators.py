@@ -151,6 +151,9 @@ class Collective:
     num_bytes: Number
     overlap: Literal["none", "tp", "tp_async", "cp", "ep"] = "none"
     """Which of the runtime's overlap coefficients hides it."""
+    beside: tuple[Operator, ...] = ()
+    """Products that hide an exchange of tensor parallelism, at most for as long as they take in `beside_pass`."""
+    beside_pass: Literal["forward_s", "dgrad_s", "wgrad_s"] = "forward_s"
     backward: bool = False
     modules: tuple[str, ...] = ()
     """Recompute modules that repeat the exchange; of forward exchanges only."""

@@ -134,6 +134,8 @@ class Pricing:
             hidden_s = hidden * exchanged_s
             if exchange.overlap == "cp":
                 hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
+            if exchange.beside:
+                hidden_s = np.minimum(hidden_s, self._products_s(exchange))
             if exchange.overlap == "ep":
                 behind[key] = behind[key] + hidden_s
             seconds[key] = seconds[key] + exchanged_s - hidden_s
@@ -161,6 +163,12 @@ class Pricing:
         passes = compute.part_seconds(attention, self.cluster.hardware, self.training.dtype, self.runtime)
         seconds = sum(passes[1:]) if exchange.backward else passes[0]
         return seconds * (1 - 1 / np.asarray(size, dtype=float))
+
+    def _products_s(self, exchange: Collective) -> Number:
+        """Seconds of the products beside an exchange of tensor parallelism, which hides no longer than they take."""
+        hardware, dtype = self.cluster.hardware, self.training.dtype
+        passes = [compute.operator_seconds(op, hardware, dtype, self.runtime) for op in exchange.beside]
+        return sum(getattr(each, exchange.beside_pass) for each in passes)
 
     def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """`seconds` with what tensor-parallel ranks wait for the slowest of them, in proportion to its compute."""

@@ -445,16 +445,42 @@ def test_only_an_all_to_all_waits_for_its_slowest_rank() -> None:
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_a_product_in_pieces_hides_the_exchange_of_all_but_the_first(tp: int) -> None:
-    pricing = pricing_of("llama-3.1-70b")
-    shape = Shape(tp=tp, dp=32, seq_length=4096, sequence_parallel=1)
+    # products that take longer than what they hide
+    pricing = pricing_of("llama-3.1-405b")
+    shape = Shape(tp=tp, dp=32, seq_length=32_768, sequence_parallel=1)
     tables = []
     for fraction in (0.0, 1.0):
-        hides = {"tp_overlap_fraction": fraction, "tp_async_overlap_fraction": 1.0}
+        hides = {"tp_overlap_fraction": fraction, "tp_async_overlap_fraction": 1.0, "collective_sync_us": 0.0}
         runtime = pricing.runtime.model_copy(update=hides)
         tables.append(replace(pricing, runtime=runtime).table(shape))
     (kind,) = pricing.model.kinds
     alone, hidden = (float(table.layers[kind, "none"].tp_forward_s) for table in tables)
     assert hidden == pytest.approx(alone / tp)
+
+
+def test_products_hide_exchanges_for_as_long_as_they_take() -> None:
+    """Over PCIe a layer's exchanges take longer than its products: what is over shows, exchange by exchange."""
+    pricing, shape = pricing_of("llama-3.1-70b"), Shape(tp=8, seq_length=4096, sequence_parallel=1)
+    changes = {"tp_overlap_fraction": 0.0, "tp_async_overlap_fraction": 1.0, "collective_sync_us": 0.0}
+    runtime = pricing.runtime.model_copy(update=changes)
+    (kind,) = pricing.model.kinds
+    shown_s = {}
+    for name in ("a100-pcie-only-80gb", "a100-sxm-80gb"):
+        cluster = ClusterSpec(hardware=load_hardware(name), num_gpus=8)
+        expected_s, behind_s = 0.0, 0.0
+        for exchange in collectives_of(decoder_layer(pricing.model, kind, shape, runtime)):
+            if not exchange.backward:
+                continue
+            exchanged_s = float(exchange_s(exchange, shape, cluster))
+            products = [operator_seconds(op, cluster.hardware, "bf16", runtime) for op in exchange.beside]
+            products_s = sum(float(getattr(each, exchange.beside_pass)) for each in products)
+            is_async = exchange.overlap == "tp_async"
+            expected_s += max(exchanged_s - products_s, 0.0) if is_async else exchanged_s
+            behind_s += exchanged_s if is_async else 0.0
+        part = replace(pricing, runtime=runtime, cluster=cluster).table(shape).layers[kind, "none"]
+        assert float(part.tp_backward_s) == pytest.approx(expected_s)
+        shown_s[name] = float(part.tp_backward_s) / behind_s
+    assert shown_s["a100-pcie-only-80gb"] > 1 > shown_s["a100-sxm-80gb"]
 
 
 def test_a_graph_halves_the_wait_for_the_last_rank() -> None:
