@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-A100 = ("a100-sxm-80gb", "a100-sxm-40gb", "a100-pcie-80gb")
+A100 = ("a100-sxm-80gb", "a100-sxm-40gb", "a800-sxm-80gb")
+A100_PCIE = ("a100-pcie-80gb", "a100-pcie-only-80gb")
 H100_500W = ("h100-sxm-96gb",)
-H100 = ("h100-sxm-80gb",)
+H100 = ("h100-sxm-80gb", "h200-sxm-141gb", "h800-sxm-80gb", "gh200-96gb")
+"""One silicon at one power limit."""
 B200 = ("b200-sxm-180gb", "b300-sxm-270gb")
 GB200 = ("gb200-nvl72",)
 GB300 = ("gb300-nvl72",)
 BLACKWELL = (*B200, *GB200, *GB300)
-SINCE_HOPPER = (*H100, *H100_500W, "h200-sxm-141gb", "h800-sxm-80gb", *BLACKWELL)
+SINCE_HOPPER = (*H100, *H100_500W, *BLACKWELL)
 ULTRA = (B200[1], *GB300)
 """Half as many FLOP/s again in 4 bits, and twice as many exponentials."""
 DEEPSPEED = ("megatron-deepspeed",)
@@ -44,6 +46,8 @@ class Coefficient:
 
 COEFFICIENTS = (
     Coefficient("A100 products", "hardware", A100, "efficiency.gemm_factor", 0.93, 0.7, 1.3, 0.03),
+    # timed alone (SimuMax), but at the limit of 300 W that it has in a step
+    Coefficient("A100 PCIe products", "hardware", A100_PCIE, "efficiency.gemm_factor", 1.0, 0.7, 1.3, 0.05),
     Coefficient("A100 NVLink", "hardware", A100, "tiers.0.efficiency_fraction", 0.78, 0.4, 0.95, 0.1),
     Coefficient("A100 network", "hardware", A100, "tiers.1.efficiency_fraction", 0.8, 0.3, 0.95, 0.15),
     Coefficient("DeepSpeed waits per exchange", "runtime", DEEPSPEED, "collective_sync_us", 200, 1, 2000, 1.0, "µs"),
@@ -59,7 +63,10 @@ COEFFICIENTS = (
     # nobody has timed products of 4 bits by themselves
     Coefficient("GB200 4-bit products", "hardware", GB200, "efficiency.gemm.fp4_factor", 0.93, 0.6, 1.4, 0.25),
     Coefficient("Blackwell Ultra 4-bit", "hardware", ULTRA, "efficiency.gemm.fp4_factor", 0.93, 0.6, 1.4, 0.25),
-    Coefficient("H100 8-bit products", "hardware", H100, "efficiency.gemm.fp8_factor", 0.894, 0.7, 1.1, 0.03),
+    # timed alone on H200, they are quicker than in a step
+    Coefficient(
+        "Hopper 8-bit in steps", "hardware", H100, "efficiency.narrow_sustained_fraction", 0.934, 0.73, 1, 0.03
+    ),
     # gpt-oss in mxfp8 with whole iterations in graphs, where nothing but the GPU counts; nobody has timed it by itself
     Coefficient("attention with sinks", "hardware", SINCE_HOPPER, "efficiency.cudnn.sink_factor", 0.4, 0.2, 1.2, 0.2),
     # SimuMax's timings on B200, keys of 192

@@ -64,7 +64,7 @@ class HardwareSpec(Spec):
     aliases: tuple[str, ...] = ()
     source: str
     architecture: str
-    """Silicon generation (volta, ampere, hopper, blackwell, cdna3)."""
+    """Silicon generation (volta, ampere, ada, hopper, blackwell, cdna3, cdna4)."""
     memory_gib: PositiveFloat
     """What the driver reports as total memory."""
     hbm_gb_per_s: PositiveFloat

@@ -98,6 +98,8 @@ class Efficiency(Spec):
     """Rate of products and attention inside a training step relative to the same kernels timed alone: power, clocks."""
     backward_sustained_fraction: Share = 0.96
     """The same in the backward, which draws more power: gradients of both operands, and accumulation beside them."""
+    narrow_sustained_fraction: Share = 1.0
+    """The same, beyond those two, of products in 8 and 4 bits."""
     gemm_factor: PositiveFloat = 1.0
     """Seconds of products are multiplied by this; 1 unless whole steps ask for more. Likewise below."""
     attention_factor: PositiveFloat = 1.0

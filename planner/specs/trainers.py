@@ -15,7 +15,7 @@ TORCH_SCHEDULES = (
 )  # fmt: skip
 """What torch.distributed.pipelining runs: its own classes; any order through its CSV runtime (`auto`)."""
 
-NCCL_WAIT_US = 55.67
+NCCL_WAIT_US = 46.83
 """What ranks of today's trainers wait for the last one in an exchange, per doubling of the group."""
 
 _TORCHTITAN: dict[str, Any] = {
@@ -80,7 +80,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="megatron",
             host_factor=1.3,
-            step_overhead_s=0.01027,
+            step_overhead_s=0.01045,
             loss_in_place=True,
             balances_in_buffers=True,
             narrow_parameters=True,
@@ -91,14 +91,14 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             widens_gradients=True,
             # what NeMo and Megatron-Bridge set; Megatron-LM by itself, 10⁶ a rank and 4·10⁷ at least
             bucket_parameters=128 * 2**20,
-            tp_overlap_fraction=0.5433,
+            tp_overlap_fraction=0.5458,
             tp_async_overlap_fraction=0.9,
-            ep_row_bytes=8481.0,
-            moe_kernels=55.0,
-            narrow_host_factor=1.25,
+            ep_row_bytes=8402.0,
+            moe_kernels=55.13,
+            narrow_host_factor=1.248,
             collective_sync_us=NCCL_WAIT_US,
-            expert_kernels=0.8,
-            ep_overlap_host_factor=1.503,
+            expert_kernels=0.8918,
+            ep_overlap_host_factor=1.471,
             sends_tokens_once=True,
             groups_products=False,
             selective_recompute_modules=(
@@ -158,7 +158,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             parameter_overlap_fraction=0.0,
             tp_async_overlap_fraction=0.9,
             collective_sync_us=NCCL_WAIT_US,
-            host_factor=1.846,
+            host_factor=1.853,
             zero_stages=(0, 1),
             vocab_divisible_by=1,
         ),
@@ -182,8 +182,8 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         ),
         RuntimeSpec(
             name="megatron-deepspeed",
-            collective_sync_us=337.7,
-            tp_jitter_fraction=0.05147,
+            collective_sync_us=330.1,
+            tp_jitter_fraction=0.05153,
             zero_stages=(0, 1, 3),
             blocking_launches=True,
             fused_grad_accumulation=False,
@@ -191,7 +191,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             fp16_gradient_bytes=2,
             kept_gradient_bytes=2,
             reserved_gib=11.0,
-            **{**_BEFORE_FLASH, "gradient_bytes": 4, "host_factor": 0.5116},
+            **{**_BEFORE_FLASH, "gradient_bytes": 4, "host_factor": 0.5123},
         ),
     )
 }

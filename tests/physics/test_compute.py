@@ -112,7 +112,7 @@ def test_tensor_parallel_shards_lose_efficiency() -> None:
 
 def test_fp8_speeds_up_products_by_weights_alone() -> None:
     weight, scores = gemm(8192, 8192, 8192), gemm(2048, 2048, 128, count=64, weight=False)
-    assert 0.5 < forward_s(weight, dtype="fp8") / forward_s(weight) < 0.65
+    assert 0.5 < forward_s(weight, dtype="fp8") / forward_s(weight) < 0.69
     assert forward_s(scores, dtype="fp8") == forward_s(scores)
     assert forward_s(weight, A100, "fp8") == forward_s(weight, A100), "A100 has no fp8"
 
@@ -122,7 +122,8 @@ def test_fp8_pays_for_its_casts() -> None:
     op = gemm(8192, 8192, 64)
     product = float(product_s(H200, "fp8", H200.efficiency.gemm.forward_fraction, 1, 8192, 8192, 64))
     cast = float(stream_s(H200, (2 + 2 + 1 + 1) * 8192 * 64, 1, "cast"))
-    assert forward_s(op, dtype="fp8") == pytest.approx(product / H200.efficiency.sustained_fraction + cast, rel=1e-3)
+    sustained = H200.efficiency.sustained_fraction * H200.efficiency.narrow_sustained_fraction
+    assert forward_s(op, dtype="fp8") == pytest.approx(product / sustained + cast, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,21 @@ from planner.specs.registry import hardware_names, load_hardware
 DENSE_BF16 = {
     # half of the data sheet's sparse figure where it has one
     "h100-sxm-80gb": 989.4, "h100-sxm-96gb": 989.4, "h200-sxm-141gb": 989.4, "h800-sxm-80gb": 989.4,
-    "a100-sxm-40gb": 312, "a100-sxm-80gb": 312, "a100-pcie-80gb": 312, "b200-sxm-180gb": 2250, "b300-sxm-270gb": 2250,
-    "gb200-nvl72": 2500, "gb300-nvl72": 2500, "mi300x": 1307.4, "v100-sxm-16gb": 125, "v100-sxm-32gb": 125,
+    "gh200-96gb": 989.4, "a100-sxm-40gb": 312, "a100-sxm-80gb": 312, "a100-pcie-80gb": 312,
+    "a100-pcie-only-80gb": 312, "a800-sxm-80gb": 312, "b200-sxm-180gb": 2250, "b300-sxm-270gb": 2250,
+    "gb200-nvl72": 2500, "gb300-nvl72": 2500, "l40s-48gb": 362, "mi300x": 1307.4, "mi325x": 1307.4,
+    "mi350x": 2306.9, "mi355x": 2516.6, "v100-sxm-16gb": 125, "v100-sxm-32gb": 125,
 }  # fmt: skip
-SOLD_GB = {"gb200-nvl72": 186, "gb300-nvl72": 288, "mi300x": 192}
-"""Where the name does not say it."""
+SOLD_GB = {
+    "gb200-nvl72": 186,
+    "gb300-nvl72": 288,
+    "l40s-48gb": 45,
+    "mi300x": 192,
+    "mi325x": 256,
+    "mi350x": 288,
+    "mi355x": 288,
+}
+"""Where the name does not say it, or memory that corrects errors takes a sixteenth of it."""
 
 
 @pytest.mark.parametrize("name", hardware_names())
@@ -34,9 +44,10 @@ def test_peaks_are_dense(name: str) -> None:
     peaks = load_hardware(name).peak_tflops
     assert peaks.get("bf16", peaks.get("fp16")) == DENSE_BF16[name]
     if "tf32" in peaks:
-        assert peaks["tf32"] == pytest.approx(peaks["bf16"] / 2, rel=1e-3)
+        assert peaks["tf32"] == pytest.approx(peaks["bf16"] / 2, rel=0.02)
     for eight_bits in {"fp8", "mxfp8"} & peaks.keys():
-        assert peaks[eight_bits] == pytest.approx(2 * peaks["bf16"], rel=1e-3)
+        # L40S's data sheet says 362 and 733
+        assert peaks[eight_bits] == pytest.approx(2 * peaks["bf16"], rel=0.02)
     if "nvfp4" in peaks:
         assert 4 * peaks["bf16"] <= peaks["nvfp4"] <= 6 * peaks["bf16"]
 
@@ -50,6 +61,7 @@ def test_peaks_are_dense(name: str) -> None:
         ("b200-sxm-180gb", {"bf16", "tf32", "fp8", "mxfp8", "nvfp4"}),
         ("gb300-nvl72", {"bf16", "tf32", "fp8", "mxfp8", "nvfp4"}),
         ("mi300x", {"bf16", "tf32", "fp8"}),
+        ("mi355x", {"bf16", "fp8", "mxfp8"}),
     ],
 )
 def test_a_gpu_has_the_dtypes_of_its_generation(name: str, dtypes: set[str]) -> None:
@@ -74,6 +86,8 @@ def test_the_driver_reports_less_than_the_name_says(name: str) -> None:
         ("gb300-nvl72", 72, 900, 100),
         ("v100-sxm-32gb", 8, 150, 6.25),
         ("mi300x", 8, 448, 50),
+        ("mi355x", 8, 537.6, 50),
+        ("a100-pcie-only-80gb", 4, 32, 3.125),
     ],
 )
 def test_links_are_per_gpu_and_direction(name: str, domain: int, nvlink: float, network: float) -> None:
