@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from planner.plan import Plan
     from planner.report.explain import Assumption, Change, Constraint, Explanation
     from planner.search.refused import Refusal
-    from planner.search.what_if import Case
+    from planner.search.what_if import Case, Outcome, WhatIf
 
 
 def explain_command(
@@ -168,8 +168,11 @@ def _why_this(case: Case) -> Explanation:
     """What decides against each alternative, and what would change the choice."""
     from planner.report.causes import largest_cause, says_best
     from planner.report.explain import Beaten
+    from planner.search.what_if import other_assumptions, other_limits, outcomes
 
     best = case.plan()
+    assumptions, limits = list(other_assumptions(case)), list(other_limits(case))
+    then = outcomes([*assumptions, *limits], best)
     beaten = [Beaten(layout=other, cause=largest_cause(best.best, other, case.cluster)) for other in best.alternatives]
     return _told(
         case,
@@ -177,43 +180,29 @@ def _why_this(case: Case) -> Explanation:
         verdict="chosen",
         says=says_best(best),
         beaten=tuple(beaten),
-        assumptions=_assumptions(case, best),
-        constraints=_constraints(case, best),
+        assumptions=tuple(_assumption(case, best, *one) for one in zip(assumptions, then, strict=False)),
+        constraints=tuple(_constraint(case, best, *one) for one in zip(limits, then[len(assumptions) :], strict=True)),
     )
 
 
-def _assumptions(case: Case, best: Plan) -> tuple[Assumption, ...]:
+def _assumption(case: Case, best: Plan, other: WhatIf, then: Outcome) -> Assumption:
     from planner.report.explain import Assumption
-    from planner.search.what_if import other_assumptions, outcome
 
-    told = []
-    for other in other_assumptions(case):
-        then = outcome(other, best)
-        told.append(
-            Assumption(
-                name=other.name,
-                says=other.says,
-                changes_the_choice=then.moves(best.best, case.limits.gap_fraction),
-                parallelism=None if then.chosen is None else then.chosen.parallelism,
-                step_s=None if then.chosen is None else then.chosen.step.step_s,
-                kept_step_s=then.kept_s,
-                kept_fits=then.kept_fits,
-            )
-        )
-    return tuple(told)
+    return Assumption(
+        name=other.name,
+        says=other.says,
+        changes_the_choice=then.moves(best.best, case.limits.gap_fraction),
+        parallelism=None if then.chosen is None else then.chosen.parallelism,
+        step_s=None if then.chosen is None else then.chosen.step.step_s,
+        kept_step_s=then.kept_s,
+        kept_fits=then.kept_fits,
+    )
 
 
-def _constraints(case: Case, best: Plan) -> tuple[Constraint, ...]:
+def _constraint(case: Case, best: Plan, other: WhatIf, then: Outcome) -> Constraint:
     from planner.report.causes import now
     from planner.report.explain import Constraint
-    from planner.search.what_if import other_limits, outcome
 
-    told = []
-    for other in other_limits(case):
-        chosen = outcome(other, best).chosen
-        gain = 0.0 if chosen is None else chosen.step.tokens_per_s / best.step.tokens_per_s - 1
-        binds = gain > case.limits.gap_fraction
-        told.append(
-            Constraint(name=other.name, now=now(other.name, best), moved=other.says, gain_fraction=gain, binds=binds)
-        )
-    return tuple(told)
+    gain = 0.0 if then.chosen is None else then.chosen.step.tokens_per_s / best.step.tokens_per_s - 1
+    binds = gain > case.limits.gap_fraction
+    return Constraint(name=other.name, now=now(other.name, best), moved=other.says, gain_fraction=gain, binds=binds)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from planner.errors import Infeasible, SolverError
@@ -23,6 +27,8 @@ from planner.specs.units import GIB
 
 TIME_LIMIT_S = 10.0
 """Of each search beside the two that were asked for."""
+WORTH_PROCESSES_S = 3.0
+"""Searches that take less, all together, are run one after another: a process needs half a second to start."""
 MEMORY, ROOM = 0.05, 0.1
 """How far memory is moved: an estimate that is short, a larger GPU."""
 
@@ -94,6 +100,23 @@ def outcome(what_if: WhatIf, now: Plan) -> Outcome:
     except (Infeasible, SolverError):
         chosen = None
     return Outcome(chosen, kept_s, kept_bytes <= room)
+
+
+def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
+    """The outcome of each change, in order; searched side by side where a search takes long and processors are free."""
+    ask = partial(outcome, now=now)
+    workers = min(len(what_ifs), _num_processors())
+    assert now.search is not None, "what is asked again was searched"
+    if workers <= 1 or (now.search.seconds or 0.0) * len(what_ifs) < WORTH_PROCESSES_S:
+        return [ask(one) for one in what_ifs]
+    # spawned, since whoever shows that this is waited for has threads; Ctrl-C is the parent's, which ends them all
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        return pool.map(ask, what_ifs, chunksize=1)
+
+
+def _num_processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _repriced(now: Plan, case: Case) -> tuple[float, float]:

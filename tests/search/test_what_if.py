@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from planner.plan import Plan
+from planner.search import what_if
 from planner.search.search import evaluate
-from planner.search.what_if import Case, WhatIf, other_assumptions, other_limits, outcome
+from planner.search.what_if import Case, WhatIf, other_assumptions, other_limits, outcome, outcomes
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.trainers import load_runtime
@@ -95,3 +96,15 @@ def test_waits_for_the_host_are_told_where_layers_are_small() -> None:
         told = [line for line in plan.assumptions if "cuda_graphs=true" in line]
         assert bool(told) == waits, name
         assert all(line.startswith("-") for line in told)
+
+
+def test_changes_asked_side_by_side_have_the_outcomes_they_have_alone(
+    now: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = list(other_limits(_case()))
+    alone = outcomes(changes, now)
+    assert len(alone) == len(changes) > 1
+    monkeypatch.setattr(what_if, "WORTH_PROCESSES_S", 0.0)
+    monkeypatch.setattr(what_if, "_num_processors", lambda: 2)
+    assert outcomes(changes, now) == alone
+    assert len({one.kept_s for one in alone}) > 1
