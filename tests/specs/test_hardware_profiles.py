@@ -9,7 +9,7 @@ from planner.specs.registry import hardware_names, load_hardware
 DENSE_BF16 = {
     # half of the data sheet's sparse figure where it has one
     "h100-sxm-80gb": 989.4, "h100-sxm-96gb": 989.4, "h200-sxm-141gb": 989.4, "h800-sxm-80gb": 989.4,
-    "gh200-96gb": 989.4, "a100-sxm-40gb": 312, "a100-sxm-80gb": 312, "a100-pcie-80gb": 312,
+    "gh200-96gb": 989.4, "h20-sxm-96gb": 148, "a100-sxm-40gb": 312, "a100-sxm-80gb": 312, "a100-pcie-80gb": 312,
     "a100-pcie-only-80gb": 312, "a800-sxm-80gb": 312, "b200-sxm-180gb": 2250, "b300-sxm-270gb": 2250,
     "gb200-nvl72": 2500, "gb300-nvl72": 2500, "l40s-48gb": 362, "mi300x": 1307.4, "mi325x": 1307.4,
     "mi350x": 2306.9, "mi355x": 2516.6, "v100-sxm-16gb": 125, "v100-sxm-32gb": 125,
