@@ -228,7 +228,9 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     ranks share a sequence, both ramp and tile row are those of the block on the diagonal: the others are rectangles,
     whose tile rows all take as long. The backward redoes QKᵀ: 2·(3·d_qk + 2·d_v) FLOPs a score, not 2·(d_qk + d_v).
     """
-    attention = hardware.efficiency.flash if kernel == "flash" else hardware.efficiency.attention
+    efficiency = hardware.efficiency
+    attention = efficiency.attention if kernel == "fastest" else efficiency.flash
+    slow = efficiency.flash1_factor if kernel == "flash1" else 1.0
     peak = hardware.peak_flops("bf16")
     assert peak is not None, "HardwareSpec has bf16 or fp16"
     multiple = attention.head_dim_multiple
@@ -245,7 +247,7 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     ):
         tail = attention.tail_fraction * QUERY_ROWS * diagonal * hardware.num_sms
         rows = scores * (1 + ramp / diagonal) + tail
-        seconds.append(2 * dims * rows / (fraction * rate) + kernels * launch_s(hardware))
+        seconds.append(slow * 2 * dims * rows / (fraction * rate) + kernels * launch_s(hardware))
     return seconds[0], seconds[1]
 
 

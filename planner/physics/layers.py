@@ -76,6 +76,8 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
     if runtime.loss_in_place and not runtime.fused_cross_entropy:
         # cast, maximum, shifted, exponentials, their sum, divided by it; scaled and cast back
         passes = (BF16 + 9 * FP32, BF16 + 3 * FP32)
+    # a metric casts, normalizes and looks up
+    metrics = runtime.loss_metrics * (BF16 + 3 * FP32)
     product = Operator(
         name="head",
         kind="gemm",
@@ -92,7 +94,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
             name="cross-entropy",
             kind="elementwise",
             family="loss",
-            forward_bytes=passes[0] * logits,
+            forward_bytes=(passes[0] + metrics) * logits,
             backward_bytes=passes[1] * logits,
             forward_kernels=3,
             backward_kernels=2,

@@ -21,7 +21,7 @@ DEEPSPEED = ("megatron-deepspeed",)
 MEGATRON = ("megatron",)
 TORCHTITAN = ("torchtitan", "torchtitan-2024", "torchtitan-2025")
 NANOTRON = ("nanotron",)
-NCCL_TRAINERS = (*MEGATRON, *TORCHTITAN, *NANOTRON, "torch-eager")
+NCCL_TRAINERS = (*MEGATRON, *TORCHTITAN, *NANOTRON, "torch-eager", "torch-fsdp")
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,12 +47,17 @@ def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
         return known + TORCHTITAN_RULES
     if trainer in ("megatron", "megatron-deepspeed", "nanotron"):
         return known + MEGATRON_RULES + MEGATRON_CP_RULES[runtime.cp_comm_type]
-    return known + TORCH_EAGER_RULES
+    return known + (TORCH_EAGER_RULES if trainer == "torch-eager" else ())
 
 
 def _known_to(runtime: RuntimeSpec) -> tuple[Rule, ...]:
     """What the trainer of a generation knows at all."""
     return (
+        Rule(
+            "model_parallel_not_expressible",
+            lambda m, t, s: (s.tp * s.cp * s.pp * s.ep == 1) | runtime.has_model_parallel,
+            lambda m, t, s: f"tp {s.tp}, cp {s.cp}, pp {s.pp}, ep {s.ep}: {runtime.name} shards weights, no more",
+        ),
         Rule(
             "cp_not_expressible",
             lambda m, t, s: (s.cp == 1) | runtime.has_context_parallel,

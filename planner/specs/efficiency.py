@@ -80,6 +80,9 @@ class Efficiency(Spec):
         forward_fraction=0.36, backward_fraction=0.34, half_head_dim=20.0, head_dim_multiple=32
     )
     """FlashAttention-2."""
+    flash1_factor: PositiveFloat = 1.5
+    """Seconds of the first FlashAttention (until July 2023) over those of the second: at 512 to 65,536 tokens on A100,
+    by MosaicML's tables of MPT. 1.85 on Hopper, whose instructions it does not know."""
     cudnn: AttentionEfficiency | None = None
     """cuDNN's fused attention (FlashAttention-3 is alike), where the GPU has it: it is then preferred."""
     stream_fraction: Fraction = 0.85

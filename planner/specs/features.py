@@ -54,7 +54,7 @@ FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "activation_fusion": _switch("fused_activation"),
     "async_tp": _fraction(("tp_overlap_fraction", "mla_tp_overlap_fraction"), 0.6886),
     "compile": lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
-    "attention_kernel": lambda value: {"attention_kernel": value} if value in ("fastest", "flash") else {},
+    "attention_kernel": lambda value: {"attention_kernel": value} if value in ("fastest", "flash", "flash1") else {},
     "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
     "cross_entropy_fusion": _switch("fused_cross_entropy"),
     "cuda_graph": _graphs,
@@ -66,6 +66,7 @@ FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
         ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes"), 4 if value else 2
     ),
     "gradient_accumulation_fusion": _switch("fused_grad_accumulation"),
+    "loss_metrics": lambda value: {"loss_metrics": value} if type(value) is int and value >= 0 else {},
     "moe_capacity_factor": lambda value: _CAPACITY if value else {},
     "moe_token_drop": lambda value: _CAPACITY if value else {},
     "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),

@@ -27,8 +27,8 @@ class RuntimeSpec(Spec):
     # kernels
     flash_attention: bool = True
     """Without: scores and probabilities (s² per head) are written to memory and kept."""
-    attention_kernel: Literal["fastest", "flash"] = "fastest"
-    """Which fused kernel: the GPU's fastest (cuDNN's, FlashAttention-3), or FlashAttention-2."""
+    attention_kernel: Literal["fastest", "flash", "flash1"] = "fastest"
+    """Which fused kernel: the GPU's fastest (cuDNN's, FlashAttention-3), FlashAttention-2, or the first."""
     fused_norm: bool = True
     """Without: a norm is several kernels in fp32, each of which passes over its input again."""
     fused_rotary: bool = True
@@ -54,6 +54,8 @@ class RuntimeSpec(Spec):
     loss_in_place: bool = False
     """Unfused, it makes one copy and overwrites it: shifted, exponentials, softmax, gradient (Megatron-LM,
     tensor_parallel/cross_entropy.py)."""
+    loss_metrics: NonNegativeInt = 0
+    """How many metrics compute the loss again from the logits of every micro-batch."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
     clips_gradients: bool = True
@@ -172,6 +174,8 @@ class RuntimeSpec(Spec):
     """Whether tensor parallelism comes with sequence parallelism where a run does not say."""
     has_sequence_parallel: bool = True
     """Sequence parallelism and selective recompute exist (Korthikanti et al. 2022)."""
+    has_model_parallel: bool = True
+    """Layers, tensors, sequences and experts can be split over ranks; else weights are sharded, and that is all."""
     has_context_parallel: bool = True
     """Sequences can be split over ranks in attention too (Megatron-LM since 2023)."""
     stops_recompute_early: bool = False

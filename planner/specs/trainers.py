@@ -145,6 +145,24 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             parameter_overlap_fraction=0.0,
         ),
         RuntimeSpec(
+            # FullyShardedDataParallel around each layer: Composer and LLM Foundry, Accelerate, Lightning
+            name="torch-fsdp",
+            has_model_parallel=False,
+            attention_kernel="flash",
+            fused_rotary=False,
+            fused_activation=False,
+            fused_permute=False,
+            fused_cross_entropy=False,
+            fused_grad_accumulation=False,
+            collective_sync_us=NCCL_WAIT_US,
+            weight_bytes=4,
+            optimizer_bytes=8,
+            casts_weights=True,
+            vocab_divisible_by=1,
+            schedules=("none",),
+            zero_stages=(2, 3),
+        ),
+        RuntimeSpec(
             # read from its sources of February 2025 and after; what its Python costs, from the runs of the playbook
             name="nanotron",
             attention_kernel="flash",

@@ -237,6 +237,14 @@ def test_the_faster_attention_kernel_is_taken_where_the_gpu_has_it() -> None:
     assert A100.efficiency.cudnn is None
 
 
+def test_the_first_flash_attention_is_slower_than_the_second_by_what_the_gpu_says() -> None:
+    op = attention()
+    for hardware in (H200, A100):
+        first, second = (sum(attention_s(op, hardware, kernel)) for kernel in ("flash1", "flash"))
+        assert first == pytest.approx(hardware.efficiency.flash1_factor * second, rel=1e-2)
+    assert H200.efficiency.flash1_factor > A100.efficiency.flash1_factor > 1
+
+
 def test_streams_take_their_bytes_and_their_launches() -> None:
     launch = H200.efficiency.launch_us * 1e-6
     assert float(stream_s(H200, 48e9, 1)) == pytest.approx(0.01 / H200.efficiency.stream_fraction + launch)

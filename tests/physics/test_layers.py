@@ -181,3 +181,14 @@ def test_learned_positions_and_a_norm_behind_the_embedding_are_parameters() -> N
     assert rows == opt.vocab_size + (opt.max_position_embeddings or 0)
     assert bloom.embedding_norm
     assert num_parameters(embedding(bloom, ONE, TORCH)) == (bloom.vocab_size + 2) * bloom.hidden_size
+
+
+def test_each_metric_reads_the_logits_again() -> None:
+    """Cast to fp32, normalized: 2 bytes read and 4 written, 4 and 4."""
+    model, shape = load_model("8b"), Shape(seq_length=1024)
+    none, two = (
+        next(op for op in operators_of(head(model, shape, spec)) if op.name == "cross-entropy")
+        for spec in (MEGATRON, MEGATRON.model_copy(update={"loss_metrics": 2}))
+    )
+    assert two.forward_bytes - none.forward_bytes == 2 * 14 * 1024 * 128_256
+    assert two.backward_bytes == none.backward_bytes

@@ -156,6 +156,7 @@ REASONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no_data_parallel_size": ({"dp": (3,)}, ["8 GPUs", "32"]),
     "more_stages_than_layers": ({"pp": (8,)}, ["pp 8", "6 layers"]),
     "tp_across_nvlink_domains": ({"tp": (8,)}, ["tp 8", "4 GPUs", "--tp-across-nodes"]),
+    "model_parallel_not_expressible": ({"tp": (2,), "runtime": "torch-fsdp"}, ["tp 2", "torch-fsdp"]),
     "cp_not_expressible": ({"cp": (2,), "runtime": "megatron-2022"}, ["cp 2", "megatron-2022"]),
     "zero_stage_not_expressible": ({"zero_stage": (3,)}, ["zero_stage 3", "megatron", "0, 1"]),
     "seq_length_not_divisible_by_2cp": ({"cp": (2,), "training": toy_training(32, 2050)}, ["2050", "4"]),

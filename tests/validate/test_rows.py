@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from planner.physics.layers import model_totals
+from planner.search.runs import parse_run
 from planner.validate.rows import load_rows
 
 
@@ -24,3 +28,19 @@ def test_a_row_is_a_line_of_runs() -> None:
     line = json.loads(load_rows()[0].to_line())
     assert set(line) == {"id", "run"}
     assert line["run"]["model"]["num_hidden_layers"] == 61
+
+
+@pytest.mark.parametrize(
+    ("model", "num_parameters"),
+    [
+        ("mpt-125m", 125_311_488), ("mpt-350m", 355_985_408), ("mpt-760m", 760_470_528),
+        ("mpt-1b", 1_315_950_592), ("mpt-3b", 2_651_837_440), ("mpt-7b", 6_658_859_008),
+        ("mpt-13b", 12_853_954_560), ("mpt-30b", 29_975_214_080), ("mpt-70b", 64_862_437_376),
+    ],
+)  # fmt: skip
+def test_models_have_the_parameters_that_their_tables_state(model: str, num_parameters: int) -> None:
+    """LLM Foundry's tables, of sequences of 2,048 tokens: positions are learned, one vector each."""
+    rows = [row for row in load_rows() if row.family == "llm-foundry" and row.run["seq_length"] == 2048]
+    row = next(row for row in rows if row.run["model"]["name"] == model)
+    run = parse_run({"id": row.id, "run": row.run})
+    assert model_totals(run.model, run.runtime, 2048).num_parameters == num_parameters

@@ -69,4 +69,4 @@ def test_sequences_of_4_thousand_to_a_million_tokens_take_what_was_measured() ->
     rows = [row for row in load_rows() if row.family == "nemo-docs" and "-seq" in row.id]
     assert {row.run["parallelism"]["cp"] for row in rows} == {1, 2, 4, 8, 16, 32}
     errors = {one.row.id: one.step_error for one in evaluate_rows(rows)}
-    assert errors == {name: pytest.approx(0, abs=0.07) for name in errors}
+    assert errors == {name: pytest.approx(0, abs=0.08) for name in errors}
