@@ -57,14 +57,14 @@ def enter_tp(
 def leave_tp(product: Operator, num_bytes: Number, shape: Shape, modules: tuple[str, ...] = ()) -> Iterator[Item]:
     """A row-parallel product, or a lookup in rows, and the exchanges of its output of `num_bytes`.
 
-    Sequence parallel: reduce-scattered in forward, its gradient gathered in backward. Else one all-reduce, all of it
-    waited for.
+    Sequence parallel: reduce-scattered in forward, its gradient gathered in backward. Else one all-reduce. That, and
+    those of a lookup, are waited for.
     """
     sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - np.asarray(shape.sequence_parallel))
     product = replace(product, gradient_shards=shape.sequence_shards)
     scatter = Collective(
         name=f"{product.name} scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, modules=modules,
-        overlap="tp", beside=(product,),
+        overlap="tp" if product.kind == "gemm" else "none", beside=(product,),
     )  # fmt: skip
     yield product
     yield scatter

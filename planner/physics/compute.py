@@ -160,6 +160,7 @@ def _cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:
 
 
 def is_narrow(hardware: HardwareSpec, dtype: str) -> bool:
+    """Whether products by weights are computed in 8 or 4 bits: the recipe asks for it, and the GPU can."""
     return dtype not in ("bf16", "fp16") and hardware.peak_flops(dtype) is not None
 
 

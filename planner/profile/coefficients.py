@@ -14,7 +14,7 @@ B200 = ("b200-sxm-180gb", "b300-sxm-270gb")
 GB200 = ("gb200-nvl72",)
 GB300 = ("gb300-nvl72",)
 BLACKWELL = (*B200, *GB200, *GB300)
-SINCE_HOPPER = (*H100, *H100_500W, *BLACKWELL)
+SINCE_HOPPER = (*H100, *H100_500W, "h20-sxm-96gb", *BLACKWELL)
 ULTRA = (B200[1], *GB300)
 """Half as many FLOP/s again in 4 bits, and twice as many exponentials."""
 DEEPSPEED = ("megatron-deepspeed",)

@@ -28,6 +28,7 @@ SCALE = 0.05
 """Relative error above which a row counts less: single iterations and nodes of a bad day."""
 TOLERANCE = 1e-4
 """Of the sum of errors: a fit that gains less in an iteration is done."""
+ALL = slice(None)
 FAMILY_WEIGHT = 12.0
 """The most that a family pulls: its rows share one cluster, so that more of them are no more evidence."""
 INFERRED = 0.5
@@ -125,20 +126,20 @@ class Fit:
             np.log([getattr(c, name) for c in self.coefficients]) for name in ("start", "low", "high")
         )
 
-    def log_errors(self, x: FloatArray) -> FloatArray:
-        """log(predicted / measured) of every row; `x` are logarithms of the coefficients."""
+    def log_errors(self, x: FloatArray, of: FloatArray | slice = ALL) -> FloatArray:
+        """log(predicted / measured) of every row, or of some; `x` are logarithms of the coefficients."""
         values = dict(zip(self.coefficients, np.exp(x).tolist(), strict=True))
-        return np.log([one.step_s(values) for one in self.priced]) - self.measured
+        return np.log([one.step_s(values) for one in np.array(self.priced)[of]]) - self.measured[of]
 
     def solve(self, left_out: str | None = None, near: FloatArray | None = None) -> FloatArray:
         """The coefficients that explain the rows best, one family perhaps left out."""
-        weights = np.where(self.families == left_out, 0.0, self.pulls)
+        pulling = (self.families != left_out) & (self.pulls > 0)
         spread = np.array([c.spread for c in self.coefficients])
 
         def residuals(x: FloatArray) -> FloatArray:
-            return np.concatenate((self.log_errors(x), SCALE * (x - self.start) / spread))
+            return np.concatenate((self.log_errors(x, pulling), SCALE * (x - self.start) / spread))
 
-        both = np.concatenate((weights, np.ones(len(self.start))))
+        both = np.concatenate((self.pulls[pulling], np.ones(len(self.start))))
         return least_squares(
             residuals, self.start if near is None else near, self.low, self.high, SCALE, both, TOLERANCE
         )
@@ -162,7 +163,7 @@ def left_out_errors(fit: Fit, best: FloatArray) -> FloatArray:
         if family in HELD_OUT:
             continue
         of = fit.families == family
-        errors[of] = fit.log_errors(fit.solve(family, best))[of]
+        errors[of] = fit.log_errors(fit.solve(family, best), of)
     return errors
 
 

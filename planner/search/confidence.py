@@ -13,7 +13,7 @@ import math
 from planner.physics.pricing import Pricing
 from planner.plan import Interval, PricedLayout, StagePlan
 
-STEP_WIDTH = {"probed": 0.05, "measured": 0.11, "family": 0.12, "spec_sheet": 0.28}
+STEP_WIDTH = {"probed": 0.05, "measured": 0.10, "family": 0.11, "spec_sheet": 0.28}
 """Of a dense model's step, by what is known of the GPU. Of MI300X, known by its data sheet alone, four published runs
 were predicted 27 to 36% too fast; they set its level since, and the width for others like it."""
 MEMORY_WIDTH = {"probed": 0.02, "measured": 0.04, "family": 0.06, "spec_sheet": 0.10}

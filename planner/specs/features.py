@@ -52,7 +52,7 @@ def _graphs(value: Any) -> dict[str, Any]:
 FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "flash_attention": _switch("flash_attention"),
     "activation_fusion": _switch("fused_activation"),
-    "async_tp": _fraction(("tp_overlap_fraction", "mla_tp_overlap_fraction"), 0.6886),
+    "async_tp": _fraction(("tp_overlap_fraction", "mla_tp_overlap_fraction"), 0.688),
     "compile": lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
     "attention_kernel": lambda value: {"attention_kernel": value} if value in ("fastest", "flash", "flash1") else {},
     "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},

@@ -149,7 +149,7 @@ class RuntimeSpec(Spec):
     (FSDP)."""
     all_reduces_gradients: bool = False
     """A sharded optimizer's gradients are all-reduced too, not reduce-scattered (hooks of DistributedDataParallel)."""
-    contention_fraction: Fraction = 0.1973
+    contention_fraction: Fraction = 0.1897
     """Of an exchange of gradients or weights, what a step takes longer though compute hides it: its kernels take SMs
     and memory bandwidth from those that they run beside."""
     fsdp_overlap_fraction: Fraction = 0.9
