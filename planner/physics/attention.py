@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.physics.blocks import cast_copy, enter_tp, leave_tp, local_copies, norm, residual, rotary
+from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, residual, rotary
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.physics.shape import Number, Shape
 from planner.specs.model import LayerKind, MLASpec, ModelSpec
@@ -39,6 +39,8 @@ def attention_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
         parameters=width * model.hidden_size + (model.hidden_size if model.output_bias else 0),
     )
     yield from leave_tp(output, hidden_bytes, shape)
+    biased = [(_qkv_width(model, shape), model.qkv_bias), (model.hidden_size, model.output_bias)]
+    yield from bias_gradients("attention", [width for width, has_bias in biased if has_bias], shape, runtime)
     yield from local_copies("attention copies", hidden_bytes, shape, runtime)
     if model.post_norms:
         yield norm("attention post norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False)
@@ -50,9 +52,13 @@ def kv_heads_per_rank(model: ModelSpec, shape: Shape) -> Number:
     return np.maximum(model.num_key_value_heads / np.asarray(shape.tp, dtype=float), 1.0)
 
 
+def _qkv_width(model: ModelSpec, shape: Shape) -> Number:
+    return (model.num_attention_heads / shape.tp + 2 * kv_heads_per_rank(model, shape)) * model.head_dim
+
+
 def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
     heads, kv_heads = model.num_attention_heads / shape.tp, kv_heads_per_rank(model, shape)
-    width = (heads + 2 * kv_heads) * model.head_dim
+    width = _qkv_width(model, shape)
     # beyond one key-value head a rank Megatron cuts the projection further, and gathers what it gives
     cut = (heads + 2 * model.num_key_value_heads / np.asarray(shape.tp, dtype=float)) * model.head_dim
     rotates = model.position_embedding == "rope"

@@ -75,6 +75,20 @@ def leave_tp(product: Operator, num_bytes: Number, shape: Shape, modules: tuple[
     )  # fmt: skip
 
 
+def bias_gradients(name: str, widths: Sequence[Number], shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
+    """Sums over tokens of output gradients, one for each product with a bias and so many columns."""
+    if runtime.fused_bias_gradients or not widths:
+        return
+    yield Operator(
+        name=f"{name} bias gradients",
+        kind="elementwise",
+        family="bias",
+        backward_bytes=BF16 * shape.tokens * sum(widths),
+        backward_kernels=len(widths),
+        working_bytes=0,
+    )
+
+
 def local_copies(
     name: str, num_bytes: Number, shape: Shape, runtime: RuntimeSpec, modules: tuple[str, ...] = ()
 ) -> Iterator[Operator]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from planner.physics.blocks import cast_copy, enter_tp, leave_tp, local_copies, norm, residual
+from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, residual
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved
 from planner.physics.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec, MoESpec
@@ -70,6 +70,8 @@ def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSp
         parameters=hidden * (width + (1 if model.has_mlp_bias else 0)),
     )
     yield from leave_tp(down, BF16 * tokens * hidden, shape, modules)
+    if model.has_mlp_bias:
+        yield from bias_gradients(module, [factor * width, hidden], shape, runtime)
     yield from local_copies(f"{module} copies", BF16 * tokens * hidden, shape, runtime, modules)
 
 

@@ -2,7 +2,7 @@
 
 An interval is [t·e⁻ʷ, t·eʷ]: errors of a model of speed multiply. The half-width w is the root of a sum of squares, one
 term per thing that was not measured. Each term is what the published runs of that kind (`plan validate`, each family
-predicted by a fit without it: `scripts/calibrate runs`) miss by in four of five cases; 88% of them lie inside.
+predicted by a fit without it: `scripts/calibrate runs`) miss by in four of five cases; 89% of them lie inside.
 Where no run tells, a term is set wide and says so.
 """
 

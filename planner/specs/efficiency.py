@@ -94,7 +94,7 @@ class Efficiency(Spec):
     host_us: NonNegativeFloat = 12.0
     """Host time to issue one kernel of a layer in eager torch, Python included: small layers are bound by it.
 
-    46 µs beside the H200 that was timed, taken for all x86 hosts of its day; 60 beside an A100 (vTrain's 1,440 runs of
+    46 µs beside the H200 that was timed, taken for all x86 hosts of its day; 57 beside an A100 (vTrain's 1,440 runs of
     small GPTs, half of them bound so); 55 on Grace (small GPTs of Megatron-LM's CI run 1.2 times slower there than on
     DGX H100)."""
     sustained_fraction: Share = 0.98

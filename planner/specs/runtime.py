@@ -58,6 +58,8 @@ class RuntimeSpec(Spec):
     """How many metrics compute the loss again from the logits of every micro-batch."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
+    fused_bias_gradients: bool = True
+    """Products give them along (Transformer Engine); else each is a sum that reads the output's gradient once more."""
     clips_gradients: bool = True
     """Gradients are measured and scaled between backward and optimizer, and zeroed after."""
     keeps_tables: bool = False
@@ -149,7 +151,7 @@ class RuntimeSpec(Spec):
     (FSDP)."""
     all_reduces_gradients: bool = False
     """A sharded optimizer's gradients are all-reduced too, not reduce-scattered (hooks of DistributedDataParallel)."""
-    contention_fraction: Fraction = 0.1897
+    contention_fraction: Fraction = 0.1896
     """Of an exchange of gradients or weights, what a step takes longer though compute hides it: its kernels take SMs
     and memory bandwidth from those that they run beside."""
     fsdp_overlap_fraction: Fraction = 0.9

@@ -15,7 +15,7 @@ TORCH_SCHEDULES = (
 )  # fmt: skip
 """What torch.distributed.pipelining runs: its own classes; any order through its CSV runtime (`auto`)."""
 
-NCCL_WAIT_US = 46.83
+NCCL_WAIT_US = 46.77
 """What ranks of today's trainers wait for the last one in an exchange, per doubling of the group."""
 
 _TORCHTITAN: dict[str, Any] = {
@@ -34,6 +34,7 @@ _TORCHTITAN: dict[str, Any] = {
     "selective_recompute_modules": ("op",),
     "selective_default": ("op",),
     "fused_grad_accumulation": False,
+    "fused_bias_gradients": False,
     "weight_bytes": 4,
     "optimizer_bytes": 8,
     "vocab_divisible_by": 1,
@@ -65,6 +66,7 @@ _BEFORE_FLASH: dict[str, Any] = {
     "dropout": True,
     "fused_cross_entropy": False,
     "loss_in_place": True,
+    "fused_bias_gradients": False,
     "gradient_bytes": 2,
     "sequence_parallel": False,
     "scatters_p2p": True,
@@ -80,7 +82,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="megatron",
             host_factor=1.3,
-            step_overhead_s=0.01045,
+            step_overhead_s=0.01046,
             loss_in_place=True,
             balances_in_buffers=True,
             narrow_parameters=True,
@@ -93,7 +95,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             bucket_parameters=128 * 2**20,
             tp_overlap_fraction=0.5457,
             tp_async_overlap_fraction=0.9,
-            ep_row_bytes=8430.0,
+            ep_row_bytes=8419.0,
             moe_kernels=55.13,
             narrow_host_factor=1.248,
             collective_sync_us=NCCL_WAIT_US,
@@ -134,6 +136,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             clones_embedding_shard=False,
             fused_cross_entropy=False,
             fused_grad_accumulation=False,
+            fused_bias_gradients=False,
             vocab_divisible_by=1,
             zero_stages=(0, 1),
             recompute_per_stage=True,
@@ -154,6 +157,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             fused_permute=False,
             fused_cross_entropy=False,
             fused_grad_accumulation=False,
+            fused_bias_gradients=False,
             collective_sync_us=NCCL_WAIT_US,
             weight_bytes=4,
             optimizer_bytes=8,
@@ -170,13 +174,14 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             fused_cross_entropy=False,
             loss_in_place=True,
             fused_grad_accumulation=False,
+            fused_bias_gradients=False,
             kept_gradient_bytes=2,
             all_reduces_gradients=True,
             keeps_gathered_inputs=True,
             parameter_overlap_fraction=0.0,
             tp_async_overlap_fraction=0.9,
             collective_sync_us=NCCL_WAIT_US,
-            host_factor=1.854,
+            host_factor=1.855,
             zero_stages=(0, 1),
             vocab_divisible_by=1,
         ),
@@ -200,8 +205,8 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         ),
         RuntimeSpec(
             name="megatron-deepspeed",
-            collective_sync_us=330.1,
-            tp_jitter_fraction=0.05153,
+            collective_sync_us=324.5,
+            tp_jitter_fraction=0.05201,
             zero_stages=(0, 1, 3),
             blocking_launches=True,
             fused_grad_accumulation=False,
@@ -209,7 +214,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             fp16_gradient_bytes=2,
             kept_gradient_bytes=2,
             reserved_gib=11.0,
-            **{**_BEFORE_FLASH, "gradient_bytes": 4, "host_factor": 0.5123},
+            **{**_BEFORE_FLASH, "gradient_bytes": 4, "host_factor": 0.5129},
         ),
     )
 }

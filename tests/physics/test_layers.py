@@ -192,3 +192,19 @@ def test_each_metric_reads_the_logits_again() -> None:
     )
     assert two.forward_bytes - none.forward_bytes == 2 * 14 * 1024 * 128_256
     assert two.backward_bytes == none.backward_bytes
+
+
+def test_gradients_of_biases_read_what_products_gave_once_more() -> None:
+    """Queries, keys and values, the output, up and down: nine times the width of GPT-3, 2 bytes each."""
+    model, shape = load_model("gpt3-175b"), Shape(tp=4, dp=8, seq_length=2048)
+    found = {}
+    for name in ("megatron", "megatron-2022"):
+        items = operators_of(decoder_layer(model, model.layers[0], shape, load_runtime(name)))
+        found[name] = [op for op in items if op.family == "bias"]
+    columns = (3 * 12_288 / 4 + 12_288) + (4 * 12_288 / 4 + 12_288)
+    assert not found["megatron"]
+    assert sum(op.backward_bytes for op in found["megatron-2022"]) == 2 * 2048 * columns
+    assert sum(op.backward_kernels for op in found["megatron-2022"]) == 4
+    llama = load_model("8b")
+    plain = operators_of(decoder_layer(llama, llama.layers[0], ONE, TORCH))
+    assert not [op for op in plain if op.family == "bias"]
