@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -107,12 +108,13 @@ def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
     ask = partial(outcome, now=now)
     workers = min(len(what_ifs), _num_processors())
     assert now.search is not None, "what is asked again was searched"
-    if workers <= 1 or (now.search.seconds or 0.0) * len(what_ifs) < WORTH_PROCESSES_S:
-        return [ask(one) for one in what_ifs]
-    # spawned, since whoever shows that this is waited for has threads; Ctrl-C is the parent's, which ends them all
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        return pool.map(ask, what_ifs, chunksize=1)
+    if workers > 1 and (now.search.seconds or 0.0) * len(what_ifs) >= WORTH_PROCESSES_S:
+        # spawned, since whoever shows that this is waited for has threads; Ctrl-C is the parent's, which ends them all
+        context = multiprocessing.get_context("spawn")
+        with suppress(OSError), context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+            return pool.map(ask, what_ifs, chunksize=1)
+    # also where a sandbox allows no semaphores
+    return [ask(one) for one in what_ifs]
 
 
 def _num_processors() -> int:
