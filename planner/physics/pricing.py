@@ -134,7 +134,7 @@ class Pricing:
             hidden_s = hidden * exchanged_s
             if exchange.overlap == "cp":
                 hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
-            if exchange.beside:
+            if exchange.beside and np.any(hidden_s):
                 hidden_s = np.minimum(hidden_s, self._products_s(exchange))
             if exchange.overlap == "ep":
                 behind[key] = behind[key] + hidden_s

@@ -18,6 +18,18 @@ TORCH_SCHEDULES = (
 NCCL_WAIT_US = 46.77
 """What ranks of today's trainers wait for the last one in an exchange, per doubling of the group."""
 
+_EAGER: dict[str, Any] = {
+    "fused_rotary": False,
+    "fused_activation": False,
+    "fused_permute": False,
+    "fused_cross_entropy": False,
+    "fused_grad_accumulation": False,
+    "fused_bias_gradients": False,
+    "collective_sync_us": NCCL_WAIT_US,
+    "vocab_divisible_by": 1,
+}
+"""torch as it comes: a kernel for each operation."""
+
 _TORCHTITAN: dict[str, Any] = {
     "compiled": True,
     "attention_kernel": "flash",
@@ -126,18 +138,10 @@ RUNTIMES: dict[str, RuntimeSpec] = {
         RuntimeSpec(
             name="torch-eager",
             head_backward_factor=0.6741,
-            collective_sync_us=NCCL_WAIT_US,
             keeps_tables=True,
             clips_gradients=False,
             schedules=TORCH_SCHEDULES,
-            fused_rotary=False,
-            fused_activation=False,
-            fused_permute=False,
             clones_embedding_shard=False,
-            fused_cross_entropy=False,
-            fused_grad_accumulation=False,
-            fused_bias_gradients=False,
-            vocab_divisible_by=1,
             zero_stages=(0, 1),
             recompute_per_stage=True,
             head_only_stage=True,
@@ -146,25 +150,19 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             cp_overlap_fraction=0.0,
             gradient_overlap_fraction=0.0,
             parameter_overlap_fraction=0.0,
+            **_EAGER,
         ),
         RuntimeSpec(
             # FullyShardedDataParallel around each layer: Composer and LLM Foundry, Accelerate, Lightning
             name="torch-fsdp",
             has_model_parallel=False,
             attention_kernel="flash",
-            fused_rotary=False,
-            fused_activation=False,
-            fused_permute=False,
-            fused_cross_entropy=False,
-            fused_grad_accumulation=False,
-            fused_bias_gradients=False,
-            collective_sync_us=NCCL_WAIT_US,
             weight_bytes=4,
             optimizer_bytes=8,
             casts_weights=True,
-            vocab_divisible_by=1,
             schedules=("none",),
             zero_stages=(2, 3),
+            **_EAGER,
         ),
         RuntimeSpec(
             # read from its sources of February 2025 and after; what its Python costs, from the runs of the playbook

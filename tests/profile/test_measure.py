@@ -119,7 +119,7 @@ def test_cudnn_is_planned_with_only_where_it_is_faster(h200: Record) -> None:
         ("NVIDIA A100-SXM4-80GB", 79.15, 108, "a100-sxm-80gb"),
         ("NVIDIA A100-SXM4-40GB", 39.4, 108, "a100-sxm-40gb"),
         ("NVIDIA A100 80GB PCIe", 79.15, 108, "a100-pcie-80gb"),
-        ("NVIDIA H20", 95.0, 78, "h20-sxm-96gb"),
+        ("NVIDIA H20", 95.6, 78, "h20-sxm-96gb"),
         ("NVIDIA L40S", 44.4, 142, "l40s-48gb"),
         ("NVIDIA GH200 480GB", 94.5, 132, "gh200-96gb"),
         ("NVIDIA GeForce RTX 4090", 23.6, 128, None),
