@@ -56,9 +56,16 @@ def collective_s(
             moved = passes * num_bytes * (1 - inner / members) / inner
         slow = inner_factor if level == 0 else 1.0
         waited_s = exchanges * num_hops(kind, size, inner, members, level == 0) * tier.latency_s
-        seconds = seconds + slow * moved / tier.bytes_per_s + waited_s
+        seconds = seconds + slow * moved / (tier.bytes_per_s * joined_fraction(tier, members)) + waited_s
         inner = members
     return seconds * (num_bytes > 0) * (size > 1)
+
+
+def joined_fraction(tier: LinkTier, members: Number) -> Number:
+    """Of the tier's rate, what `members` GPUs under it have: all of it through a switch, else n − 1 links at most."""
+    if tier.link_gb_per_s is None:
+        return 1.0
+    return np.minimum((np.maximum(members, 2) - 1) * tier.link_gb_per_s / tier.gb_per_s, 1.0)
 
 
 def num_hops(kind: Kind, size: Number, inner: Number, members: Number, innermost: bool) -> Number:
@@ -95,7 +102,8 @@ def dispatch_s(
         visited = 1 - (1 - inner / size) ** choices
         copies = size * visited * (1 - 1 / members) if level == 0 else (members / inner - 1) * visited
         slow = inner_factor if level == 0 else 1.0
-        seconds = seconds + slow * token_bytes * copies / tier.bytes_per_s + (members > inner) * tier.latency_s
+        handed_s = slow * token_bytes * copies / (tier.bytes_per_s * joined_fraction(tier, members))
+        seconds = seconds + handed_s + (members > inner) * tier.latency_s
         inner = members
     return seconds * (token_bytes > 0) * (size > 1)
 
@@ -107,7 +115,7 @@ def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec) -> Number:
     for tier in reversed(cluster.tiers[:-1]):
         assert tier.num_gpus is not None
         within = np.asarray(distance) < tier.num_gpus
-        seconds = np.where(within, num_bytes / tier.bytes_per_s + tier.latency_s, seconds)
+        seconds = np.where(within, num_bytes / (tier.bytes_per_s * joined_fraction(tier, 2)) + tier.latency_s, seconds)
     return seconds
 
 

@@ -56,7 +56,7 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
         forward_s, dgrad_s, wgrad_s = gemm_s(
             op, hardware, dtype if op.is_cast else "bf16", runtime.groups_products, gradient_bytes
         )
-        slow = efficiency.gemm_factor
+        slow = efficiency.gemm_factor * (1.0 if runtime.tuned_products else efficiency.untuned_factor)
         if op.is_cast and is_narrow(hardware, dtype):
             slow *= runtime.narrow_factor / efficiency.narrow_sustained_fraction
         forward, backward = slow * forward, slow * backward * op.backward_factor

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.physics.communication import num_hops
+from planner.physics.communication import joined_fraction, num_hops
 from planner.physics.shape import FloatArray
 from planner.probe.run import Device
 from planner.profile import kernels
@@ -224,7 +224,7 @@ def fitted_tier(tier: LinkTier, table: Table, innermost: bool, rated: bool) -> t
     """
     size, num_bytes, seconds = table.number("size"), table.number("num_bytes"), table.seconds("microseconds")
     reduces = table.text("kind") == "all_reduce"
-    moved = np.where(reduces, 2.0, 1.0) * num_bytes * (1 - 1 / size)
+    moved = np.where(reduces, 2.0, 1.0) * num_bytes * (1 - 1 / size) / joined_fraction(tier, size)
     tree, ring = (num_hops(kind, size, 1, size, innermost) for kind in ("all_reduce", "all_gather"))
     hops = np.where(reduces, tree, ring)
     slowness, latency_s = np.linalg.lstsq(np.stack([moved / seconds, hops / seconds], axis=1), np.ones(len(seconds)))[0]

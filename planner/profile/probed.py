@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.physics.communication import Kind, members_by_tier, num_hops
+from planner.physics.communication import Kind, joined_fraction, members_by_tier, num_hops
 from planner.physics.cost import PartCost, sum_parts
 from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
@@ -180,7 +180,8 @@ def _share(exchange: Exchange, level: int, cluster: ClusterSpec) -> float | None
     if latency_s > MOST_LATENCY_FRACTION * exchange.seconds:
         return None
     moved = exchange.bus_gb_per_s * GB * exchange.seconds
-    return moved / (exchange.seconds - latency_s) / (tier.gb_per_s * GB / tier.oversubscription)
+    rate = tier.gb_per_s * GB / tier.oversubscription * float(joined_fraction(tier, exchange.size))
+    return moved / (exchange.seconds - latency_s) / rate
 
 
 def _reserved(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share | Quantity]:

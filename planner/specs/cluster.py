@@ -26,6 +26,8 @@ class LinkTier(Spec):
     """Share of gb_per_s that large collectives reach."""
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Uplink contention: bandwidth per GPU is divided by this."""
+    link_gb_per_s: PositiveFloat | None = None
+    """Of what joins a GPU to one other, where no switch does: n of them have n − 1 such links each."""
     source: str = ""
 
     @property

@@ -105,6 +105,8 @@ class Efficiency(Spec):
     """The same, beyond those two, of products in 8 and 4 bits."""
     gemm_factor: PositiveFloat = 1.0
     """Seconds of products are multiplied by this; 1 unless whole steps ask for more. Likewise below."""
+    untuned_factor: PositiveFloat = 1.0
+    """The same where torch chooses their kernels, not a trainer whose vendor tuned them (`tuned_products`)."""
     attention_factor: PositiveFloat = 1.0
     stream_factor: PositiveFloat = 1.0
     launch_factor: PositiveFloat = 1.0

@@ -58,6 +58,8 @@ class RuntimeSpec(Spec):
     """How many metrics compute the loss again from the logits of every micro-batch."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
+    tuned_products: bool = True
+    """Kernels of products come from the vendor's tables, not from what torch chooses for itself: on AMD it matters."""
     fused_bias_gradients: bool = True
     """Products give them along (Transformer Engine); else each is a sum that reads the output's gradient once more."""
     clips_gradients: bool = True

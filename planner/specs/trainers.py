@@ -25,6 +25,7 @@ _EAGER: dict[str, Any] = {
     "fused_cross_entropy": False,
     "fused_grad_accumulation": False,
     "fused_bias_gradients": False,
+    "tuned_products": False,
     "collective_sync_us": NCCL_WAIT_US,
     "vocab_divisible_by": 1,
 }
@@ -47,6 +48,7 @@ _TORCHTITAN: dict[str, Any] = {
     "selective_default": ("op",),
     "fused_grad_accumulation": False,
     "fused_bias_gradients": False,
+    "tuned_products": False,
     "weight_bytes": 4,
     "optimizer_bytes": 8,
     "vocab_divisible_by": 1,
@@ -173,6 +175,7 @@ RUNTIMES: dict[str, RuntimeSpec] = {
             loss_in_place=True,
             fused_grad_accumulation=False,
             fused_bias_gradients=False,
+            tuned_products=False,
             kept_gradient_bytes=2,
             all_reduces_gradients=True,
             keeps_gathered_inputs=True,

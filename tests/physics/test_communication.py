@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.physics.communication import Kind, collective_s, dispatch_s, exchange_s
+from planner.physics.communication import Kind, collective_s, dispatch_s, exchange_s, joined_fraction, p2p_s
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Collective, collectives_of
 from planner.physics.shape import Shape
@@ -17,6 +17,7 @@ from planner.specs.trainers import load_runtime
 
 H100 = ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
 NVL72 = ClusterSpec(hardware=load_hardware("gb200"), num_gpus=64)
+MI300X = ClusterSpec(hardware=load_hardware("mi300x"), num_gpus=16)
 NUM_BYTES = 8.0 * 2**30
 
 
@@ -104,3 +105,21 @@ def test_scattered_rows_slow_the_innermost_links_alone(choices: int) -> None:
     extra = float(exchange_s(slow, across, H100)) - float(exchange_s(plain, across, H100))
     copies = 64 * (1 - (63 / 64) ** 8) * 7 / 8 / 8 if choices else 7 / 64
     assert extra == pytest.approx(2 * copies * NUM_BYTES / H100.tiers[0].bytes_per_s)
+
+
+@pytest.mark.parametrize(("members", "links"), [(2, 1), (4, 3), (8, 7)])
+def test_without_a_switch_ranks_have_the_links_among_themselves(members: int, links: int) -> None:
+    """Each of n ranks sends 1/n of the tensor to each of n − 1 peers, over a link of its own each."""
+    fabric = MI300X.tiers[0]
+    link_bytes_per_s = 64e9 * fabric.efficiency_fraction
+    moved_s = float(collective_s("all_gather", NUM_BYTES, members, 1, MI300X)) - (members - 1) * fabric.latency_s
+    assert moved_s == pytest.approx(NUM_BYTES / members / link_bytes_per_s)
+    assert float(joined_fraction(fabric, members)) == pytest.approx(links / 7)
+    assert joined_fraction(H100.tiers[0], members) == 1.0, "a switch gives any two ranks all of it"
+
+
+def test_without_a_switch_two_ranks_share_one_link() -> None:
+    fabric = MI300X.tiers[0]
+    inside = NUM_BYTES / (64e9 * fabric.efficiency_fraction) + fabric.latency_s
+    assert float(p2p_s(NUM_BYTES, 1, MI300X)) == pytest.approx(inside)
+    assert float(p2p_s(NUM_BYTES, 8, MI300X)) == pytest.approx(NUM_BYTES / MI300X.tiers[1].bytes_per_s, rel=1e-3)

@@ -117,6 +117,13 @@ def test_fp8_speeds_up_products_by_weights_alone() -> None:
     assert forward_s(weight, A100, "fp8") == forward_s(weight, A100), "A100 has no fp8"
 
 
+@pytest.mark.parametrize(("gpu", "factor"), [("mi300x", 1.4), ("mi355x", 1.4), ("h200", 1.0)])
+def test_products_that_nobody_tuned_are_slower_where_the_gpu_says_so(gpu: str, factor: float) -> None:
+    op, hardware = gemm(8192, 8192, 8192), load_hardware(gpu)
+    tuned, chosen = (operator_seconds(op, hardware, "bf16", load_runtime(name)) for name in ("megatron", "torchtitan"))
+    assert chosen.forward_s / tuned.forward_s == pytest.approx(factor)
+
+
 def test_fp8_pays_for_its_casts() -> None:
     """16 bits read twice, once for the scale; the narrow copy and its transpose written."""
     op = gemm(8192, 8192, 64)

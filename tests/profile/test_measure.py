@@ -161,6 +161,14 @@ def test_links_give_back_their_rate_and_latency(level: int) -> None:
     assert (unrated.gb_per_s, unrated.efficiency_fraction) == (pytest.approx(300.0), 1.0)
 
 
+def test_links_without_a_switch_give_back_their_share_of_what_joins_so_few() -> None:
+    true = LinkTier(name="mesh", gb_per_s=420.0, latency_us=3.0, efficiency_fraction=0.7, link_gb_per_s=60.0)
+    rows = exchanges(true, (2**20, 2**24, 2**28), 0, num_ranks=4)
+    table = Table([{key: str(value) for key, value in row.items()} for row in rows])
+    found, _ = fitted_tier(true.model_copy(update={"efficiency_fraction": 0.5}), table, innermost=True, rated=True)
+    assert (found.gb_per_s, found.efficiency_fraction) == (420.0, pytest.approx(0.7, rel=1e-6))
+
+
 def test_several_gpus_have_their_links_in_the_profile(h200: Record) -> None:
     both = no_record(num_devices=8)
     both.measured.tables.update(h200.measured.tables)
