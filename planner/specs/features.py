@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+Effect = Callable[[Any], dict[str, Any] | None]
+"""Fields that a feature's value changes; None where it is no value of the feature."""
 
-def _switch(name: str) -> Callable[[Any], dict[str, Any]]:
+
+def _switch(name: str) -> Effect:
     return lambda value: {name: bool(value)}
 
 
-def _fraction(names: tuple[str, ...], when_on: float) -> Callable[[Any], dict[str, Any]]:
+def _fraction(names: tuple[str, ...], when_on: float) -> Effect:
     return lambda value: dict.fromkeys(names, when_on if value else 0.0)
+
+
+def _one_of(name: str, values: tuple[str, ...]) -> Effect:
+    return lambda value: {name: value} if value in values else None
 
 
 EP_OVERLAP = 0.8
@@ -49,28 +56,32 @@ def _graphs(value: Any) -> dict[str, Any]:
     return {"moe_host_factor": 0.6 if "attn" in str(value) else 0.85, "ep_overlap_host_factor": 1.0}
 
 
-FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {
+_SEND_ONCE = ("flex", "deepep", "hybridep")
+FEATURES: dict[str, Effect] = {
     "flash_attention": _switch("flash_attention"),
     "activation_fusion": _switch("fused_activation"),
     "async_tp": _fraction(("tp_overlap_fraction", "mla_tp_overlap_fraction"), 0.688),
     "compile": lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
-    "attention_kernel": lambda value: {"attention_kernel": value} if value in ("fastest", "flash", "flash1") else {},
-    "cp_comm_type": lambda value: {"cp_comm_type": value} if value in ("p2p", "all_gather", "a2a") else {},
+    "attention_kernel": _one_of("attention_kernel", ("fastest", "flash", "flash1")),
+    "cp_comm_type": _one_of("cp_comm_type", ("p2p", "all_gather", "a2a")),
     "cross_entropy_fusion": _switch("fused_cross_entropy"),
     "cuda_graph": _graphs,
     "dropout": _switch("dropout"),
-    "dispatcher": lambda value: {"sends_tokens_once": value in ("flex", "deepep", "hybridep")},
+    "dispatcher": lambda value: (
+        {"sends_tokens_once": value in _SEND_ONCE} if value in (*_SEND_ONCE, "alltoall", "allgather") else None
+    ),
     "ep_overlap": _fraction(("ep_overlap_fraction",), EP_OVERLAP),
     "fp8_output_proj": _switch("narrow_head"),
     "fp32_grad_accum": lambda value: dict.fromkeys(
         ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes"), 4 if value else 2
     ),
     "gradient_accumulation_fusion": _switch("fused_grad_accumulation"),
-    "loss_metrics": lambda value: {"loss_metrics": value} if type(value) is int and value >= 0 else {},
+    "loss_metrics": lambda value: {"loss_metrics": value} if type(value) is int and value >= 0 else None,
     "moe_capacity_factor": lambda value: _CAPACITY if value else {},
     "moe_token_drop": lambda value: _CAPACITY if value else {},
     "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),
     "overlap_param_gather": _fraction(("parameter_overlap_fraction",), 0.9),
+    "reentrant_checkpoint": lambda value: {"stops_recompute_early": not value},
     "p2p_overlap": lambda value: {"p2p_overlap": bool(value), "interleaved_p2p_overlap": bool(value)},
     "precision_recipe": lambda value: _RECIPES.get(str(value), {}),
     # where it is on, as much hides as the trainer's own runs say

@@ -257,7 +257,7 @@ class RuntimeSpec(Spec):
         return self.model_copy(update={"compiled": False, "fused_norm": False, "fused_activation": False})
 
     def with_features(self, features: dict[str, Any]) -> tuple[RuntimeSpec, tuple[str, ...]]:
-        """This runtime with what a run's `features` switched on or off, and the feature names it does not know.
+        """This runtime with what a run's `features` switched on or off, and the names, or values, it does not know.
 
         Raises Unsupported where the run did what is not modelled.
         """
@@ -271,8 +271,9 @@ class RuntimeSpec(Spec):
                     f"features: {key}: {NOT_MODELLED[key]} are not modelled",
                     "leave it out to price the run as if the GPU kept them",
                 )
-            if effect is not None:
-                update.update(effect(value))
+            changed = effect(value) if effect is not None else None
+            if changed is not None:
+                update.update(changed)
             elif key not in NOT_MODELLED:
-                unknown.append(key)
+                unknown.append(key if effect is None else f"{key}: {value!r:.60}")
         return self.model_copy(update=update), tuple(unknown)

@@ -15,7 +15,7 @@ from planner.specs.trainers import load_runtime
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("value", [True, False, "full_iteration", "a2a", 1.25])
 def test_every_effect_is_on_fields_of_a_runtime(name: str, value: Any) -> None:
-    update = FEATURES[name](value)
+    update = FEATURES[name](value) or {}
     assert update.keys() <= RuntimeSpec.model_fields.keys()
     RuntimeSpec.model_validate(load_runtime("megatron").model_dump() | update)
 
@@ -24,6 +24,21 @@ def test_what_is_unknown_is_named_and_changes_nothing() -> None:
     runtime = load_runtime("megatron")
     changed, unknown = runtime.with_features({"warp_drive": True, "cuda_graph": False})
     assert (changed, unknown) == (runtime, ("warp_drive",))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("attention_kernel", "flash9"), ("cp_comm_type", True), ("dispatcher", "pigeon"), ("loss_metrics", -1)],
+)
+def test_a_value_that_a_feature_has_not_is_named_and_changes_nothing(name: str, value: Any) -> None:
+    runtime = load_runtime("megatron")
+    assert runtime.with_features({name: value}) == (runtime, (f"{name}: {value!r}",))
+
+
+def test_checkpoints_that_enter_autograd_again_run_all_of_a_layer_again() -> None:
+    runtime = load_runtime("torch-fsdp")
+    assert not runtime.stops_recompute_early
+    assert runtime.with_features({"reentrant_checkpoint": False})[0].stops_recompute_early
 
 
 def test_what_is_not_modelled_is_refused_unless_it_is_off() -> None:
