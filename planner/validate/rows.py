@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from planner.specs.base import PositiveFloat, Spec
 
-HELD_OUT = ("mlperf", "nemo-2022", "llm-foundry")
+HELD_OUT = ("mlperf", "nemo-2022", "llm-foundry", "torchtitan-docs", "fms-fsdp", "nemo-gb200")
 """Families that no coefficient is fitted to, neither with others nor alone."""
 MemoryKind = Literal["allocated", "allocated on rank 0", "reserved", "nvidia-smi", "unverified"]
 """What the source calls peak memory: of torch's allocator (on the worst rank unless it names one), or nvidia-smi's."""

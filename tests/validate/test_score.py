@@ -70,3 +70,14 @@ def test_sequences_of_4_thousand_to_a_million_tokens_take_what_was_measured() ->
     assert {row.run["parallelism"]["cp"] for row in rows} == {1, 2, 4, 8, 16, 32}
     errors = {one.row.id: one.step_error for one in evaluate_rows(rows)}
     assert errors == {name: pytest.approx(0, abs=0.08) for name in errors}
+
+
+@pytest.mark.parametrize(
+    ("family", "gpu", "num_rows", "worst"), [("torchtitan-docs", "a100", 8, 0.04), ("nemo-gb200", "gb200", 10, 0.11)]
+)
+def test_runs_that_nobody_fitted_to_take_what_was_measured(family: str, gpu: str, num_rows: int, worst: float) -> None:
+    rows = [row for row in load_rows() if row.family == family and row.run["hardware"].startswith(gpu)]
+    assert len(rows) == num_rows
+    assert all(row.held_out for row in rows)
+    errors = {one.row.id: one.step_error for one in evaluate_rows(rows)}
+    assert errors == {name: pytest.approx(0, abs=worst) for name in errors}
