@@ -187,24 +187,43 @@ class Pricing:
         A host that needs the count of each expert's tokens cannot run ahead by more than a layer's pass; one that does
         not (experts of a fixed capacity) is late by what both passes need together.
         """
-        runtime, moe = self.runtime, self.model.moe
-        if moe is None or not any(op.expert for op in operators_of(items)):
+        if not self._is_mixture(items):
             return seconds
-        kernels = runtime.moe_host_factor * runtime.moe_kernels + runtime.expert_kernels * moe.num_experts / shape.ep
-        if runtime.ep_overlap_fraction:
-            kernels = kernels * runtime.ep_overlap_host_factor
-        if compute.is_narrow(self.cluster.hardware, self.training.dtype):
-            kernels = kernels * runtime.narrow_host_factor
-        host_s = kernels * compute.issue_s(self.cluster.hardware, runtime)
+        host_s = self._mixture_host_s(shape)
         part = PartCost(**seconds)
         forward_s, backward_s = part.forward_total_s, part.backward_total_s
-        if not runtime.awaits_token_counts:
+        if not self.runtime.awaits_token_counts:
             late_s = np.maximum(2 * host_s - forward_s - backward_s, 0.0)
             return seconds | {"input_grad_s": seconds["input_grad_s"] + late_s}
         return seconds | {
             "forward_s": seconds["forward_s"] + np.maximum(host_s - forward_s, 0.0),
             "input_grad_s": seconds["input_grad_s"] + np.maximum(host_s - backward_s, 0.0),
         }
+
+    def _is_mixture(self, items: Sequence[Item]) -> bool:
+        return self.model.moe is not None and any(op.expert for op in operators_of(items))
+
+    def _mixture_host_s(self, shape: Shape) -> Number:
+        """Host seconds of a layer with experts, in either pass."""
+        runtime, moe = self.runtime, self.model.moe
+        assert moe is not None
+        kernels = runtime.moe_host_factor * runtime.moe_kernels + runtime.expert_kernels * moe.num_experts / shape.ep
+        if runtime.ep_overlap_fraction:
+            kernels = kernels * runtime.ep_overlap_host_factor
+        if compute.is_narrow(self.cluster.hardware, self.training.dtype):
+            kernels = kernels * runtime.narrow_host_factor
+        return kernels * compute.issue_s(self.cluster.hardware, runtime)
+
+    def host_fraction(self, shape: Shape) -> float:
+        """Host seconds over those that the layers take, forward and backward: 1 where they wait for the host alone."""
+        host_s = layers_s = 0.0
+        for kind, count in self.kind_counts.items():
+            items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
+            hosts = [compute.host_seconds(op, self.cluster.hardware, self.runtime) for op in operators_of(items)]
+            each_s = 2 * self._mixture_host_s(shape) if self._is_mixture(items) else sum(map(sum, hosts))
+            host_s += count * float(each_s)
+            layers_s += count * float(PartCost(**self._seconds(items, shape)).total_s)
+        return min(host_s / layers_s, 1.0)
 
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
         """A part without recompute."""

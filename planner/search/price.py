@@ -52,7 +52,7 @@ def price_layout(
         stages=stages,
         step=_step(pricing, pipeline, ranks, ends, totals, num_gpus, float(shape.num_ranks)),
     )
-    return with_intervals(pricing, layout)
+    return with_intervals(pricing, layout, shape)
 
 
 def evidence_of(pricing: Pricing) -> Evidence:

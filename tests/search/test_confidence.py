@@ -6,10 +6,15 @@ import math
 
 import pytest
 
+from planner.physics.pricing import Pricing
+from planner.physics.shape import Shape
 from planner.plan import Plan
+from planner.search.confidence import HOST_WIDTH, step_width
 from planner.search.search import evaluate, plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
+from planner.specs.runtime import RuntimeSpec
+from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.validate.rows import load_rows
 from planner.validate.score import evaluate_rows, score
@@ -52,6 +57,25 @@ def test_routing_and_scale_each_widen_the_step() -> None:
     assert _width(many) > _width(few)
 
 
+def test_the_more_of_a_step_is_the_hosts_the_wider_it_is() -> None:
+    megatron = load_runtime("megatron")
+    graphs = megatron.model_copy(update={"cuda_graphs": True})
+
+    def of(model: str, runtime: RuntimeSpec) -> Pricing:
+        training = TrainingSpec(seq_length=2048, global_batch_size=64)
+        cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+        return Pricing(model=load_model(model), training=training, cluster=cluster, runtime=runtime)
+
+    def fraction(model: str, runtime: RuntimeSpec = megatron) -> float:
+        return of(model, runtime).host_fraction(Shape(tp=8, seq_length=2048))
+
+    assert 0 == fraction("llama-3.2-1b", graphs) < fraction("70b") < 0.5 < fraction("llama-3.2-1b") <= 1
+    assert fraction("qwen3-30b-a3b") > 0.5, "its host launches routing and experts as well"
+    best = _evaluated().best
+    alone, shared = (step_width(of("8b", megatron), best, share) for share in (0.0, 0.5))
+    assert shared == pytest.approx(math.hypot(alone, 0.5 * HOST_WIDTH))
+
+
 def test_an_alternative_is_undecided_where_its_interval_reaches_below_the_best_ones() -> None:
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
     training = TrainingSpec(seq_length=4096, global_batch_size=64)
@@ -68,3 +92,12 @@ def test_four_of_five_published_steps_lie_in_their_interval() -> None:
     assert everything is not None
     assert everything.coverage is not None
     assert 0.7 <= everything.coverage <= 0.92
+
+
+def test_no_family_of_published_runs_lies_outside_much_more_often_than_others() -> None:
+    evaluated = [one for one in evaluate_rows(load_rows()) if one.row.counts]
+    families = {one.row.family for one in evaluated}
+    scores = {family: score(family, [one for one in evaluated if one.row.family == family]) for family in families}
+    inside = {name: found.coverage for name, found in scores.items() if found is not None and found.num_rows >= 10}
+    assert len(inside) > 12
+    assert inside == {name: pytest.approx(0.87, abs=0.14) for name in inside}
