@@ -56,7 +56,7 @@ def collective_s(
             moved = passes * num_bytes * (1 - inner / members) / inner
         slow = inner_factor if level == 0 else 1.0
         waited_s = exchanges * num_hops(kind, size, inner, members, level == 0) * tier.latency_s
-        seconds = seconds + slow * moved / (tier.bytes_per_s * joined_fraction(tier, members)) + waited_s
+        seconds = seconds + slow * moved / bytes_per_s_among(members, tier) + waited_s
         inner = members
     return seconds * (num_bytes > 0) * (size > 1)
 
@@ -66,6 +66,11 @@ def joined_fraction(tier: LinkTier, members: Number) -> Number:
     if tier.link_gb_per_s is None:
         return 1.0
     return np.minimum((np.maximum(members, 2) - 1) * tier.link_gb_per_s / tier.gb_per_s, 1.0)
+
+
+def bytes_per_s_among(members: Number, tier: LinkTier) -> Number:
+    """What each of `members` GPUs under one tier sends to the others in a second."""
+    return tier.bytes_per_s * joined_fraction(tier, members)
 
 
 def num_hops(kind: Kind, size: Number, inner: Number, members: Number, innermost: bool) -> Number:
@@ -102,7 +107,7 @@ def dispatch_s(
         visited = 1 - (1 - inner / size) ** choices
         copies = size * visited * (1 - 1 / members) if level == 0 else (members / inner - 1) * visited
         slow = inner_factor if level == 0 else 1.0
-        handed_s = slow * token_bytes * copies / (tier.bytes_per_s * joined_fraction(tier, members))
+        handed_s = slow * token_bytes * copies / bytes_per_s_among(members, tier)
         seconds = seconds + handed_s + (members > inner) * tier.latency_s
         inner = members
     return seconds * (token_bytes > 0) * (size > 1)
@@ -115,7 +120,7 @@ def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec) -> Number:
     for tier in reversed(cluster.tiers[:-1]):
         assert tier.num_gpus is not None
         within = np.asarray(distance) < tier.num_gpus
-        seconds = np.where(within, num_bytes / (tier.bytes_per_s * joined_fraction(tier, 2)) + tier.latency_s, seconds)
+        seconds = np.where(within, num_bytes / bytes_per_s_among(2, tier) + tier.latency_s, seconds)
     return seconds
 
 
