@@ -56,7 +56,7 @@ def collective_s(
             moved = passes * num_bytes * (1 - inner / members) / inner
         slow = inner_factor if level == 0 else 1.0
         waited_s = exchanges * num_hops(kind, size, inner, members, level == 0) * tier.latency_s
-        seconds = seconds + slow * moved / bytes_per_s_among(members, tier) + waited_s
+        seconds = seconds + slow * moved / bytes_per_s_among(tier, members) + waited_s
         inner = members
     return seconds * (num_bytes > 0) * (size > 1)
 
@@ -68,7 +68,7 @@ def joined_fraction(tier: LinkTier, members: Number) -> Number:
     return np.minimum((np.maximum(members, 2) - 1) * tier.link_gb_per_s / tier.gb_per_s, 1.0)
 
 
-def bytes_per_s_among(members: Number, tier: LinkTier) -> Number:
+def bytes_per_s_among(tier: LinkTier, members: Number) -> Number:
     """What each of `members` GPUs under one tier sends to the others in a second."""
     return tier.bytes_per_s * joined_fraction(tier, members)
 
@@ -107,7 +107,7 @@ def dispatch_s(
         visited = 1 - (1 - inner / size) ** choices
         copies = size * visited * (1 - 1 / members) if level == 0 else (members / inner - 1) * visited
         slow = inner_factor if level == 0 else 1.0
-        handed_s = slow * token_bytes * copies / bytes_per_s_among(members, tier)
+        handed_s = slow * token_bytes * copies / bytes_per_s_among(tier, members)
         seconds = seconds + handed_s + (members > inner) * tier.latency_s
         inner = members
     return seconds * (token_bytes > 0) * (size > 1)
@@ -116,11 +116,11 @@ def dispatch_s(
 def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec) -> Number:
     """Seconds to hand `num_bytes` to the rank `distance` away: the innermost tier wider than that, plus its latency."""
     outermost = cluster.tiers[-1]
-    seconds: Number = num_bytes / outermost.bytes_per_s + outermost.latency_s
+    seconds: Number = num_bytes / bytes_per_s_among(outermost, 2) + outermost.latency_s
     for tier in reversed(cluster.tiers[:-1]):
         assert tier.num_gpus is not None
         within = np.asarray(distance) < tier.num_gpus
-        seconds = np.where(within, num_bytes / bytes_per_s_among(2, tier) + tier.latency_s, seconds)
+        seconds = np.where(within, num_bytes / bytes_per_s_among(tier, 2) + tier.latency_s, seconds)
     return seconds
 
 

@@ -25,8 +25,8 @@ MOE_STEP_WIDTH = 0.09
 MOE_MEMORY_WIDTH = 0.06
 """The busiest expert rank's tokens are not known before the run."""
 HOST_WIDTH = 0.20
-"""Of the share of a layer's time that its host needs: hosts differ, and one from run to run. Small models on one node
-(vTrain) do among layouts that keep the host equally busy."""
+"""Of the share of a layer's time that its host needs: hosts differ, and the same one does among layouts that keep it
+equally busy (vTrain's small models)."""
 OVERLAP_WIDTH = 0.20
 """Of the share of the step that exchanges take: how much of them hides differs between versions of a trainer."""
 SCALE_WIDTH, SCALE_KNOWN_RANKS = 0.03, 4096

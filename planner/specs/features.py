@@ -38,6 +38,7 @@ _RECIPES: dict[str, dict[str, Any]] = {
 }
 _COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
 """What a trainer that relies on torch.compile loses without it."""
+_SEND_ONCE = ("flex", "deepep", "hybridep")
 _CAPACITY = {"sends_tokens_once": False, "awaits_token_counts": False, "moe_host_factor": 0.85}
 """Of Megatron's dispatchers the all-to-all alone gives experts a fixed number of tokens: the host awaits no count."""
 
@@ -56,7 +57,6 @@ def _graphs(value: Any) -> dict[str, Any]:
     return {"moe_host_factor": 0.6 if "attn" in str(value) else 0.85, "ep_overlap_host_factor": 1.0}
 
 
-_SEND_ONCE = ("flex", "deepep", "hybridep")
 FEATURES: dict[str, Effect] = {
     "flash_attention": _switch("flash_attention"),
     "activation_fusion": _switch("fused_activation"),
@@ -81,9 +81,9 @@ FEATURES: dict[str, Effect] = {
     "moe_token_drop": lambda value: _CAPACITY if value else {},
     "overlap_grad_reduce": _fraction(("gradient_overlap_fraction",), 0.9),
     "overlap_param_gather": _fraction(("parameter_overlap_fraction",), 0.9),
-    "reentrant_checkpoint": lambda value: {"stops_recompute_early": not value},
     "p2p_overlap": lambda value: {"p2p_overlap": bool(value), "interleaved_p2p_overlap": bool(value)},
     "precision_recipe": lambda value: _RECIPES.get(str(value), {}),
+    "reentrant_checkpoint": lambda value: {"stops_recompute_early": not value},
     # where it is on, as much hides as the trainer's own runs say
     "tp_comm_overlap": lambda value: {} if value else {"tp_overlap_fraction": 0.0},
 }
