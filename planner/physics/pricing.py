@@ -81,7 +81,7 @@ class Pricing:
             head_beside_embedding=self._head(shape, shares_embedding=shared),
             mtp=mtp.get("none"),
             mtp_recomputed={mode: part for mode, part in mtp.items() if mode != "none"},
-            p2p_s=self._p2p_s(shape) * (np.asarray(shape.pp) > 1),
+            p2p_s=self.p2p_s(shape),
             usable_bytes=self.usable_bytes(shape),
             tail_s=self.tail_s(shape),
         )
@@ -342,15 +342,18 @@ class Pricing:
             seconds = seconds + np.where(scatters, scatter + replicas, whole)
         return seconds
 
-    def _p2p_s(self, shape: Shape) -> Number:
-        """One micro-batch's activation to the rank tp·cp·dp away; in slices, its gathering on arrival included."""
+    def p2p_s(self, shape: Shape) -> Number:
+        """Seconds to hand one micro-batch's activation to the next stage, tp·cp·dp ranks away; 0 without a pipeline.
+
+        Where stages exchange slices, the gathering on arrival is included.
+        """
         num_bytes = BF16 * shape.shard_tokens * self.model.hidden_size
-        distance = shape.tp * shape.cp * shape.dp
+        distance, is_piped = shape.tp * shape.cp * shape.dp, np.asarray(shape.pp) > 1
         if not self.runtime.scatters_p2p:
-            return p2p_s(num_bytes, distance, self.cluster)
+            return p2p_s(num_bytes, distance, self.cluster) * is_piped
         slices = np.where(shape.sequence_parallel, 1, shape.tp)
         gather_s = collective_s("all_gather", num_bytes, slices, 1, self.cluster)
-        return p2p_s(num_bytes / slices, distance, self.cluster) + gather_s
+        return (p2p_s(num_bytes / slices, distance, self.cluster) + gather_s) * is_piped
 
     def tail_s(self, shape: Shape) -> Number:
         """Gradient norm over every rank, tied-embedding gradients between first and last stage, host overhead."""

@@ -13,9 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.physics import memory
-from planner.physics.communication import p2p_s
 from planner.physics.cost import CostTable, PartCost
-from planner.physics.operators import BF16
 from planner.physics.pricing import Pricing
 from planner.physics.shape import FloatArray, Number, Shape
 from planner.schedule.orders import SCHEDULES, placement
@@ -69,10 +67,7 @@ class Screen:
     @property
     def p2p_s(self) -> FloatArray:
         """Seconds of one transfer between stages."""
-        shape = self.shape
-        distance = np.asarray(shape.tp * shape.cp * shape.dp)
-        num_bytes = BF16 * shape.shard_tokens * self.pricing.model.hidden_size
-        return np.asarray(p2p_s(num_bytes, distance, self.pricing.cluster) * (np.asarray(shape.pp) > 1))
+        return np.asarray(self.pricing.p2p_s(self.shape))
 
     @property
     def last_parts(self) -> list[PartCost]:
@@ -142,9 +137,15 @@ class Screen:
 
 
 def screen_of(pricing: Pricing, shape: Shape) -> Screen:
-    """Price every distinct kernel of `shape` once."""
+    """Price every distinct kernel of `shape` once.
+
+    Without a pipeline a micro-batch's seconds also depend on how ZeRO-2 and ZeRO-3 shard (`Pricing._plain`).
+    """
     axes = ("tp", "cp", "ep", "etp", "micro_batch_size")
-    columns = np.stack([np.asarray(getattr(shape, axis)) for axis in axes])
+    zero = np.asarray(shape.zero_stage)
+    sharded = (np.asarray(shape.pp) == 1) & (zero >= 2)
+    sharding = [np.where(sharded, zero, 1), np.where(sharded, shape.shard_size, 1)]
+    columns = np.stack([*(np.asarray(getattr(shape, axis)) for axis in axes), *sharding])
     base = columns.max(axis=1, initial=0) + 1
     keys = np.ravel_multi_index(tuple(columns), tuple(base))
     _, first, kernel = np.unique(keys, return_index=True, return_inverse=True)
@@ -152,6 +153,7 @@ def screen_of(pricing: Pricing, shape: Shape) -> Screen:
     kernels = Shape(
         tp=few.tp, cp=few.cp, ep=few.ep, etp=few.etp, micro_batch_size=few.micro_batch_size,
         seq_length=few.seq_length, sequence_parallel=few.sequence_parallel, dp=few.ep * few.etp,
+        zero_stage=sharding[0][first], shard_size=sharding[1][first],
     )  # fmt: skip
     return Screen(pricing, shape, pricing.table(kernels), kernel.astype(np.int64), np.asarray(shape.pp) == 1)
 

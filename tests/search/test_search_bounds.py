@@ -28,6 +28,7 @@ from planner.search.schedules import schedules_tried
 from planner.search.screen import fits, room_layers, screen_of
 from planner.search.split import Split, stage_costs
 from planner.specs.model import ModelSpec
+from planner.specs.trainers import RUNTIMES
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -50,22 +51,29 @@ SPLITS_PER_NODE = 25
 RELATIVE = 1e-6
 
 
-def random_problem(seed: int, design: dict[str, Any] | None = None) -> Problem:
+def random_problem(seed: int, design: dict[str, Any] | None = None, trainer: str | None = None) -> Problem:
+    """A job of `trainer` (None: one of three), with any of its schedules, dtypes and link rates."""
     rng = random.Random(seed)
-    runtime = rng.choice(["megatron", "torchtitan", "torch-eager"])
-    limits: dict[str, Any] = {"recompute": rng.choice([None, ("none",), ("full",), ("none", "selective")])}
-    name = rng.choice(list(MODELS))
-    if runtime != "megatron" and rng.random() < 0.6:
-        limits["schedule"] = tuple(rng.sample(TORCH, rng.randint(1, 3)))
+    name = trainer or rng.choice(["megatron", "torchtitan", "torch-eager"])
+    runtime = RUNTIMES[name]
+    limits: dict[str, Any] = {}
+    if runtime.has_sequence_parallel:
+        limits["recompute"] = rng.choice([None, ("none",), ("full",), ("none", "selective")])
+    model_kind = rng.choice(list(MODELS))
+    schedules = [name for name in runtime.schedules if name in TORCH]
+    if len(schedules) > 2 and rng.random() < 0.6:
+        limits["schedule"] = tuple(rng.sample(schedules, rng.randint(1, 3)))
     if seed % 7 == 5:
-        limits["zero_stage"] = (1, 2, 3)
+        limits["zero_stage"] = runtime.zero_stages
     cluster = toy_cluster(
         rng.choice([4, 8, 12, 16]),
         memory_gib=rng.choice([80.0, rng.uniform(1.0, 8.0)]),
-        network_gb_per_s=rng.choice([5.0, 50.0]),
+        nvlink_gb_per_s=rng.choice([60.0, 450.0]),
+        network_gb_per_s=rng.choice([0.5, 5.0, 50.0]),
     )
-    model = toy_model(rng.randint(3, 9), **(MODELS[name] if design is None else design))
-    return toy_problem(model, cluster, toy_training(rng.choice([8, 16, 48])), runtime, **limits)
+    model = toy_model(rng.randint(3, 9), **(MODELS[model_kind] if design is None else design))
+    training = toy_training(rng.choice([8, 16, 48]), dtype=rng.choice(["bf16", "bf16", "fp8"]))
+    return toy_problem(model, cluster, training, runtime, **limits)
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,25 @@ def test_no_bound_is_above_any_replay(seeds: Sequence[int], design: dict[str, An
                 assert one.coarse_s <= step_s * (1 + RELATIVE), where
                 assert one.node_s <= step_s * (1 + RELATIVE), where
     assert replayed > 80
+
+
+@pytest.mark.parametrize("trainer", RUNTIMES)
+def test_no_bound_is_above_any_replay_whatever_the_trainer(trainer: str) -> None:
+    """Each trainer prices transfers, shards and kernels in its own way, and the bounds must follow."""
+    replayed = 0
+    for seed in range(300, 312):
+        rng = random.Random(30_000 + seed)
+        for one in bounded_nodes(random_problem(seed, trainer=trainer), rng):
+            for split in one.splits(rng):
+                step_s = one.step_s(split)
+                if math.isinf(step_s):
+                    continue
+                replayed += 1
+                where = seed, one.schedule, one.choice, one.table.shape, split
+                assert one.may_fit, where
+                assert one.coarse_s <= step_s * (1 + RELATIVE), where
+                assert one.node_s <= step_s * (1 + RELATIVE), where
+    assert replayed > 40
 
 
 @pytest.mark.parametrize("first", range(0, 60, 10))

@@ -49,7 +49,7 @@ def toy_hardware(
         architecture="hopper",
         memory_gib=memory_gib,
         hbm_gb_per_s=3000.0,
-        peak_tflops={"bf16": 1000.0},
+        peak_tflops={"bf16": 1000.0, "fp8": 2000.0},
         num_sms=132,
         gpus_per_node=4,
         tiers=(
@@ -64,8 +64,8 @@ def toy_cluster(num_gpus: int = 8, **changes: Any) -> ClusterSpec:
     return ClusterSpec(hardware=toy_hardware(**changes), num_gpus=num_gpus)
 
 
-def toy_training(global_batch_size: int = 8, seq_length: int = 2048) -> TrainingSpec:
-    return TrainingSpec(seq_length=seq_length, global_batch_size=global_batch_size)
+def toy_training(global_batch_size: int = 8, seq_length: int = 2048, **changes: Any) -> TrainingSpec:
+    return TrainingSpec(seq_length=seq_length, global_batch_size=global_batch_size, **changes)
 
 
 @cache
