@@ -17,13 +17,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
-    from planner.search.search import evaluate, plan
+    from planner.answer import Plan
+    from planner.layout.evaluate import evaluate
+    from planner.search.search import plan
     from planner.specs.cluster import ClusterSpec
     from planner.specs.model import ModelSpec
     from planner.specs.registry import load_hardware, load_model
-    from planner.specs.runtime import RuntimeSpec
     from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+    from planner.trainers.spec import RuntimeSpec
 
 __version__ = "0.1.0"
 
@@ -45,11 +46,11 @@ _HOMES = {
     "ClusterSpec": "planner.specs.cluster",
     "ModelSpec": "planner.specs.model",
     "Parallelism": "planner.specs.training",
-    "Plan": "planner.plan",
-    "RuntimeSpec": "planner.specs.runtime",
+    "Plan": "planner.answer",
+    "RuntimeSpec": "planner.trainers.spec",
     "SearchLimits": "planner.specs.training",
     "TrainingSpec": "planner.specs.training",
-    "evaluate": "planner.search.search",
+    "evaluate": "planner.layout.evaluate",
     "load_hardware": "planner.specs.registry",
     "load_model": "planner.specs.registry",
     "plan": "planner.search.search",

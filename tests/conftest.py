@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from planner.plan import (
+from planner.answer import (
     Layout,
     ModelSummary,
     Plan,
@@ -22,9 +22,9 @@ from planner.plan import (
 )
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.trainers import load_runtime
 from planner.specs.training import TrainingSpec
 from planner.specs.units import GIB
+from planner.trainers.load import load_runtime
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell ignores Ctrl-C in what it starts in the background, and so would every process that a test interrupts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from planner.plan import Plan
+from planner.answer import Plan
 from planner.probe.compare import compared
 from planner.probe.eager import in_eager_torch
 from planner.probe.result import ChunkSeconds, Exchange, ProbeResult, RankMemory, RankResult, StepSeconds, TimedAction

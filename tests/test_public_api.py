@@ -28,11 +28,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize(
     "statements",
     [
-        "from planner import plan; from planner.plan import Plan",
-        "from planner.plan import Plan; from planner import plan",
-        "import planner.plan; from planner.plan import Plan; from planner import plan",
-        "from planner.search.search import evaluate; from planner.plan import Plan; from planner import plan",
-        "import planner; planner.evaluate; from planner.plan import Plan; plan = planner.plan",
+        "from planner import plan; from planner.answer import Plan",
+        "from planner.answer import Plan; from planner import plan",
+        "import planner.answer; from planner.answer import Plan; from planner import plan",
+        "from planner.layout.evaluate import evaluate; from planner.answer import Plan; from planner import plan",
+        "import planner; planner.evaluate; from planner.answer import Plan; plan = planner.plan",
     ],
 )
 def test_plan_is_the_function_in_every_order(statements: str) -> None:

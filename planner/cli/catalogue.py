@@ -33,7 +33,7 @@ def models_command(name: ModelName = None, json: o.Json = False) -> None:
     from planner.report.format import large
     from planner.specs.model import ModelSpec
     from planner.specs.registry import load_model, model_names
-    from planner.specs.trainers import load_runtime
+    from planner.trainers.load import load_runtime
 
     def totals(model: ModelSpec) -> ModelTotals:
         return model_totals(model, load_runtime(o.DEFAULT_RUNTIME), model.training.seq_length if model.training else 1)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
+from planner.answer import PricedLayout
 from planner.cli import options as o
 from planner.errors import PlannerError, SpecError
 from planner.files import STDOUT as STDIN
 from planner.files import refuse_to_overwrite
-from planner.plan import PricedLayout
 from planner.specs.training import SearchLimits
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def evaluate_command(
         return
     from planner.cli.inputs import read_job, read_parallelism
     from planner.cli.output import dumps, save, show
+    from planner.layout.evaluate import evaluate
     from planner.report.terminal import render
-    from planner.search.search import evaluate
 
     job = read_job(ctx.params)
     parallelism = read_parallelism(ctx.params)
@@ -110,8 +110,8 @@ def _evaluate_runs(ctx: typer.Context, path: str, as_json: bool) -> None:
         if name not in ("runs", "json") and value is not None and value is not False:
             raise SpecError(f"--runs and --{name.replace('_', '-')}: both given", "each line of the file says it all")
     from planner.cli.output import dumps
+    from planner.layout.runs import evaluate_lines
     from planner.report.terminal import summary
-    from planner.search.runs import evaluate_lines
 
     with _opened(path) as file:
         for run in evaluate_lines(_lines(file, path)):

@@ -11,10 +11,10 @@ from planner.cli import options as o
 from planner.errors import Infeasible
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.answer import Plan
     from planner.report.explain import Assumption, Change, Constraint, Explanation
-    from planner.search.refused import Refusal
-    from planner.search.what_if import Case, Outcome, WhatIf
+    from planner.search.why.refused import Refusal
+    from planner.search.why.what_if import Case, Outcome, WhatIf
 
 
 def explain_command(
@@ -64,7 +64,7 @@ def explain_command(
     from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import dumps, show, waiting
     from planner.report.explain import render_explanation
-    from planner.search.what_if import Case
+    from planner.search.why.what_if import Case
 
     job = read_job(ctx.params)
     case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(ctx.params))
@@ -91,7 +91,7 @@ def _told(case: Case, best: Plan, **answer: Any) -> Explanation:
 
 def _why_not(case: Case) -> Explanation:
     """Search with the pins and without, and say what stands between the two."""
-    from planner.search.refused import refusal
+    from planner.search.why.refused import refusal
 
     refused = refusal(case)
     best = case.free().limited(top=1).plan()
@@ -105,7 +105,7 @@ def _why_not(case: Case) -> Explanation:
 
 
 def _why_refused(case: Case, best: Plan, refused: Refusal) -> Explanation:
-    from planner.search.explain import hint_for
+    from planner.search.why.explain import hint_for
 
     return _told(
         case,
@@ -122,7 +122,7 @@ def _why_refused(case: Case, best: Plan, refused: Refusal) -> Explanation:
 
 def _why_no_room(case: Case, best: Plan, error: Infeasible) -> Explanation:
     from planner.report.causes import says_misfit
-    from planner.search.refused import nearest_miss
+    from planner.search.why.refused import nearest_miss
 
     nearest = nearest_miss(case)
     return _told(
@@ -140,7 +140,7 @@ def _why_no_room(case: Case, best: Plan, error: Infeasible) -> Explanation:
 
 def _lifts(case: Case, best: Plan, reason: str) -> tuple[Change, ...]:
     from planner.report.explain import Change
-    from planner.search.refused import lifts
+    from planner.search.why.refused import lifts
 
     return tuple(
         Change(
@@ -168,7 +168,7 @@ def _why_this(case: Case) -> Explanation:
     """What decides against each alternative, and what would change the choice."""
     from planner.report.causes import largest_cause, says_best
     from planner.report.explain import Beaten
-    from planner.search.what_if import other_assumptions, other_limits, outcomes
+    from planner.search.why.what_if import other_assumptions, other_limits, outcomes
 
     best = case.plan()
     assumptions, limits = list(other_assumptions(case)), list(other_limits(case))

@@ -13,9 +13,9 @@ from planner.cli import options as o
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from planner.answer import Plan
     from planner.export.reading.imported import Imported
-    from planner.plan import Plan
-    from planner.search.runs import Run
+    from planner.layout.runs import Run
 
 _log = logging.getLogger(__name__)
 MAX_BYTES = 4_000_000
@@ -67,7 +67,7 @@ def import_command(
     from planner.cli.output import dumps, show, waiting
     from planner.export.reading.detect import read_configuration
     from planner.files import write_text
-    from planner.search.runs import parse_run
+    from planner.layout.runs import parse_run
 
     imported = read_configuration(_text(file), from_)
     run_data = _run(imported, ctx.params)
@@ -138,7 +138,7 @@ def _run(imported: Imported, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluated(run: Run) -> Plan:
-    from planner.search.search import evaluate
+    from planner.layout.evaluate import evaluate
 
     return evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
 

@@ -16,10 +16,10 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import RuntimeSpec
-from planner.specs.trainers import load_runtime
 from planner.specs.training import PINS, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import parse_count
+from planner.trainers.load import load_runtime
+from planner.trainers.spec import RuntimeSpec
 
 _log = logging.getLogger(__name__)
 _OPTION_OF = {

@@ -12,7 +12,7 @@ import typer
 
 from planner.errors import SpecError
 from planner.specs.registry import hardware_names, model_names
-from planner.specs.trainers import RUNTIMES
+from planner.trainers.load import RUNTIMES
 
 DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"
 JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Search", "Assumptions", "Output"

@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 import planner
+from planner.answer import Plan
 from planner.files import STDOUT, write_text
-from planner.plan import Plan
 from planner.report.terminal import render
 
 _log = logging.getLogger(__name__)

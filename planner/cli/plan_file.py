@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from planner.answer import SCHEMA_VERSION, Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
-from planner.plan import SCHEMA_VERSION, Plan, PricedLayout, StagePlan
 from planner.specs.checking import checked
 from planner.specs.model import ModelSpec
 from planner.specs.reading import label, load_yaml

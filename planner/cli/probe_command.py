@@ -11,7 +11,7 @@ import typer
 from planner.cli import options as o
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.answer import Plan
     from planner.probe.outcome import Options
     from planner.probe.result import ProbeResult
     from planner.schedule.actions import Schedule

@@ -13,7 +13,7 @@ from planner.specs.reading import label, load_yaml
 
 if TYPE_CHECKING:
     from planner.probe.result import ProbeResult
-    from planner.specs.calibration import Calibration
+    from planner.trainers.calibration import Calibration
 
 _log = logging.getLogger(__name__)
 MAX_BYTES = 2**28

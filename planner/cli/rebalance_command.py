@@ -12,7 +12,7 @@ from planner.cli import options as o
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.plan import Plan, StagePlan
+    from planner.answer import Plan, StagePlan
     from planner.search.rebalance import Rebalanced
 
 _MEASURED = "How slow the stages are"

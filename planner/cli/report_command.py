@@ -11,7 +11,7 @@ import typer
 from planner.cli import options as o
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.answer import Plan
     from planner.report.html import Drawing
 
 _log = logging.getLogger(__name__)
@@ -48,11 +48,11 @@ def report_command(plan: PlanFile, output: Output = "report.html", force: Force 
 
 def _drawing(plan: Plan) -> Drawing:
     """The best layout's step, or a shorter one of the same pipeline where the whole is too long to be seen."""
+    from planner.layout.replan import reprice, with_microbatches
     from planner.report.format import percent, seconds
     from planner.report.html import Drawing
     from planner.report.timeline import timeline_svg
     from planner.schedule.replay import replay
-    from planner.search.replan import reprice, with_microbatches
 
     whole, drawn = plan.parallelism.num_microbatches, _drawn_microbatches(plan)
     priced = reprice(plan, with_microbatches(plan.best, drawn))

@@ -11,9 +11,9 @@ import typer
 from planner.cli import options as o
 
 if TYPE_CHECKING:
+    from planner.layout.replan import Repriced
     from planner.report.trace import Slice
     from planner.schedule.timeline import Timeline
-    from planner.search.replan import Repriced
 
 _log = logging.getLogger(__name__)
 _STEP, _OUTPUT = "Step", "Output"
@@ -48,9 +48,9 @@ def trace_command(
     from planner.cli.plan_file import read_plan, with_alternative
     from planner.errors import SpecError
     from planner.files import STDOUT, write_text
+    from planner.layout.replan import reprice, with_microbatches
     from planner.report.trace import trace_events
     from planner.schedule.replay import replay
-    from planner.search.replan import reprice, with_microbatches
 
     chosen = with_alternative(read_plan(plan), alternative)
     priced = reprice(chosen, with_microbatches(chosen.best, micro_batches))
@@ -73,8 +73,8 @@ def _exchanges(priced: Repriced, timeline: Timeline) -> list[Slice]:
 
     Of all exchanges shows what the plan says; gathers behind the next step's forward are not drawn otherwise.
     """
+    from planner.layout.seconds import cost_by_rank
     from planner.report.trace import Slice
-    from planner.search.pipeline import cost_by_rank
 
     slices = []
     exchanged_s = timeline.makespan_s + priced.ends.exposed_dp_s
@@ -98,7 +98,7 @@ def _reductions(
 
     One after the other, as soon as they may be, and early enough for all to be done by `exchanged_s`.
     """
-    from planner.search.ends import reduce_overlap_fraction, sharded_each_time
+    from planner.layout.outside_pipeline import reduce_overlap_fraction, sharded_each_time
 
     shape = priced.table.shape
     each_time = sharded_each_time(int(shape.zero_stage), int(shape.pp))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from planner.answer import Plan
 from planner.export.arguments import Arguments, Value
 from planner.export.bridge_fields import DERIVED, SAME
 from planner.export.bundle import ExportFile, header
@@ -13,7 +14,6 @@ from planner.export.launch import Command
 from planner.export.megatron import environment, forbidden_environment, megatron_arguments
 from planner.export.megatron_target import notes_of
 from planner.export.refusal import Objections
-from planner.plan import Plan
 
 WRITTEN_FOR = "Megatron-Bridge 0.7.0"
 OVERRIDES_FILE = "bridge.json"

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
 from planner.export.arguments import comment
 from planner.files import write_text
-from planner.plan import Plan
 
 MANIFEST = "manifest.json"
 

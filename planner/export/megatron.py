@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from planner.answer import Plan
 from planner.export.arguments import Arguments
 from planner.export.layout_string import layout_string
 from planner.export.megatron_model import model_arguments
@@ -23,9 +24,8 @@ from planner.export.megatron_runtime import (
 from planner.export.recompute import block_size, object_to_recompute
 from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.stages import VirtualStage, is_even, is_looped, virtual_stages
-from planner.plan import Plan
-from planner.search.rules_megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
+from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
+from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 
 WRITTEN_FOR = "Megatron-LM core 0.20.0"
 SCHEDULES = ("1f1b", "interleaved-1f1b", "none")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from planner.answer import Plan
 from planner.export.arguments import Arguments
-from planner.plan import Plan
 
 
 def is_fsdp(plan: Plan) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.answer import PricedLayout
 from planner.export.refusal import Objections
 from planner.export.stages import VirtualStage
-from planner.plan import PricedLayout
 
 
 def full_layers(best: PricedLayout) -> dict[int, int]:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from planner.answer import Layout, Plan
 from planner.errors import SpecError
-from planner.physics.shape import Shape
-from planner.plan import Layout, Plan
-from planner.search.rules import Rule
+from planner.shape import Shape
+from planner.trainers.rules.common import Rule
 
 
 class Reason(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from planner.answer import PricedLayout, StagePlan
 from planner.errors import SpecError
-from planner.plan import PricedLayout, StagePlan
 
 
 @dataclass(frozen=True, slots=True)

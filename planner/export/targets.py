@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.bridge import export_bridge
 from planner.export.bundle import Bundle, ExportFile, plan_sha256
@@ -13,7 +14,6 @@ from planner.export.launch import IMAGE, Command, kubernetes_manifest, slurm_scr
 from planner.export.megatron_target import export_megatron
 from planner.export.torch_plan import export_torch
 from planner.export.torchtitan import export_torchtitan
-from planner.plan import Plan
 from planner.specs.problems import nearest
 
 TRAINERS: dict[str, Callable[[Plan], Exported]] = {

@@ -9,8 +9,8 @@ from __future__ import annotations
 import csv
 import io
 
+from planner.answer import PricedLayout
 from planner.errors import SpecError
-from planner.plan import PricedLayout
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.graph import compile_schedule
 from planner.schedule.orders import build_schedule

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.bundle import ExportFile, header
 from planner.export.exported import Exported
@@ -15,10 +16,9 @@ from planner.export.recompute import recomputed_layers
 from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.stages import VirtualStage, virtual_stages
 from planner.export.torch_csv import order_of, to_torch_csv
-from planner.plan import Plan
 from planner.schedule.actions import Schedule
-from planner.search.rules import BF16_ONLY
-from planner.search.rules_torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
+from planner.trainers.rules.common import BF16_ONLY
+from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
 
 WRITTEN_FOR = "torch 2.13"
 PLAN_FILE, ORDER_FILE, PIPELINING_FILE = "plan.torch.yaml", "schedule.csv", "pipelining.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.answer import Plan
 from planner.export.bundle import ExportFile, header
 from planner.export.exported import Exported
 from planner.export.launch import Command
@@ -11,11 +12,10 @@ from planner.export.stages import VirtualStage, is_looped, module_names, virtual
 from planner.export.torch_csv import order_of, to_torch_csv
 from planner.export.torch_plan import ORDER_FILE, object_to_order
 from planner.export.torchtitan_model import DEFAULT_ROTARY_BASE, model_source
-from planner.plan import Plan
-from planner.search.rules import BF16_ONLY
-from planner.search.rules_torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES, UNCOMPILED
-from planner.search.rules_torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
-from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
+from planner.trainers.rules.common import BF16_ONLY
+from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES, UNCOMPILED
+from planner.trainers.rules.torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
+from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
 
 WRITTEN_FOR = "torchtitan 0.3.0 and main of August 2026"
 RECIPE = "planned_recipe"

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
-from planner.physics.shape import Number, Shape
+from planner.shape import Number, Shape
 from planner.specs.model import ModelSpec
-from planner.specs.runtime import RuntimeSpec
+from planner.trainers.spec import RuntimeSpec
 
 
 def enter_tp(

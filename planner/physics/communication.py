@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from planner.physics.operators import BF16, NARROW_BYTES, Collective, Group
-from planner.physics.shape import Number, Shape
+from planner.shape import Number, Shape
 from planner.specs.cluster import ClusterSpec, LinkTier
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]

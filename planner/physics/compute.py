@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.physics.operators import BF16, FP32, Operator
-from planner.physics.shape import Number
+from planner.shape import Number
 from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import AttentionEfficiency, GemmEfficiency
-from planner.specs.runtime import RuntimeSpec
 from planner.specs.units import MICRO
+from planner.trainers.spec import RuntimeSpec
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 """Output tiles of one SM that the libraries choose from."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.physics.shape import Number, Shape
+from planner.shape import Number, Shape
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 

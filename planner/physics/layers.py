@@ -10,9 +10,9 @@ from planner.physics.attention import attention_block
 from planner.physics.blocks import enter_tp, leave_tp, norm
 from planner.physics.mlp import mlp_block
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved, num_parameters, operators_of
-from planner.physics.shape import Number, Shape
+from planner.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec
-from planner.specs.runtime import RuntimeSpec
+from planner.trainers.spec import RuntimeSpec
 
 
 def decoder_layer(

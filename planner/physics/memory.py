@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.physics.operators import BF16, FP32, INT64, NARROW_BYTES, Item, Operator, operators_of
-from planner.physics.shape import Number, Shape
+from planner.shape import Number, Shape
 from planner.specs.cluster import HardwareSpec
 from planner.specs.model import ModelSpec
-from planner.specs.runtime import RuntimeSpec
+from planner.trainers.spec import RuntimeSpec
 
 ALIGNMENT = 512
 """The least that torch's allocator gives a tensor, such as the loss."""

@@ -10,9 +10,9 @@ import numpy as np
 
 from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, residual
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved
-from planner.physics.shape import Number, Shape
+from planner.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec, MoESpec
-from planner.specs.runtime import RuntimeSpec
+from planner.trainers.spec import RuntimeSpec
 
 
 def mlp_block(

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from planner.physics.shape import Number
+from planner.shape import Number
 
 BF16 = 2
 FP32 = 4

@@ -25,12 +25,12 @@ from planner.physics.operators import (
     up_to_last_saved,
     wide_parameters,
 )
-from planner.physics.shape import Number, Shape
+from planner.shape import Number, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
-from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import Recompute, TrainingSpec
 from planner.specs.units import GIB, MICRO
+from planner.trainers.spec import RuntimeSpec
 
 COMM_GROUPS = ("tp", "cp", "ep")
 """Groups whose exchanges run inside a layer; expert-tp counts with ep."""

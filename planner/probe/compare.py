@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Literal
 
+from planner.answer import Plan
 from planner.physics.communication import Kind, collective_s
-from planner.plan import Plan
 from planner.probe.activity import bubble_fraction, by_stage, durations, span_s, waited_s
 from planner.probe.result import (
     Check,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.plan import Plan
+from planner.answer import Plan
+from planner.layout.replan import Repriced, layout_again, reprice
 from planner.probe.slices import recompute_modules
-from planner.search.replan import Repriced, layout_again, reprice
-from planner.specs.runtime import RuntimeSpec
-from planner.specs.trainers import load_runtime
 from planner.specs.training import TrainingSpec
+from planner.trainers.load import load_runtime
+from planner.trainers.spec import RuntimeSpec
 
 EAGER = load_runtime("torch-eager").model_copy(update={"clips_gradients": True})
 """What a probe's ranks are: eager torch that clips gradients."""

@@ -10,8 +10,8 @@ from math import isclose
 from statistics import median
 from typing import NamedTuple
 
+from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
-from planner.plan import Plan, PricedLayout, StagePlan
 from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult, RankResult
 from planner.probe.slices import sampled_stages

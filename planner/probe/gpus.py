@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import ProbeError, SpecError
-from planner.plan import Plan, PricedLayout, StagePlan
+from planner.layout.replan import Repriced
 from planner.probe import slices
 from planner.probe.activity import durations
 from planner.probe.compare import (
@@ -29,7 +30,6 @@ from planner.probe.stage import stage_child
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import in_flight_chunks
 from planner.schedule.replay import Durations, makespan_s
-from planner.search.replan import Repriced
 from planner.specs.units import gib
 
 MICROBATCHES_PER_STAGE = 3

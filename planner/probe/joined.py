@@ -11,9 +11,9 @@ import tempfile
 import threading
 from pathlib import Path
 
+from planner.answer import Plan
 from planner.errors import ProbeError
 from planner.files import write_text
-from planner.plan import Plan
 from planner.probe.gpus import ranks_result, ranks_run
 from planner.probe.laptop import laptop_result, laptop_run
 from planner.probe.outcome import Options

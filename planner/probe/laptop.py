@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.plan import Plan
+from planner.answer import Plan
 from planner.probe import slices
 from planner.probe.activity import durations
 from planner.probe.compare import compare_bubble

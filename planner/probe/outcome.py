@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
+from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
-from planner.plan import Plan, StagePlan
 from planner.probe.activity import activity
 from planner.probe.compare import finite, run_checks
 from planner.probe.eager import EAGER

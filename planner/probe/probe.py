@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from planner.answer import Plan
 from planner.errors import ProbeError
-from planner.plan import Plan
 from planner.probe.gpus import probe_ranks, probe_stages, require_gpu
 from planner.probe.joined import joins_others, probe_joined
 from planner.probe.laptop import probe_laptop

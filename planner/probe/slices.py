@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from planner.answer import PricedLayout, StagePlan
 from planner.errors import ProbeError
-from planner.plan import PricedLayout, StagePlan
 from planner.probe.run import ChunkSpec, SleepSeconds
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, violation

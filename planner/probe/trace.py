@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from planner.plan import Plan
+from planner.answer import Plan
 from planner.probe.activity import by_stage, durations, span_s
 from planner.probe.eager import in_eager_torch, repriced
 from planner.probe.gpus import distinct_stages, durations_alone

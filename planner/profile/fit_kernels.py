@@ -10,11 +10,11 @@ import numpy as np
 import yaml
 
 from planner.errors import SpecError, exit_code_of
-from planner.physics.shape import FloatArray
 from planner.profile import kernels, stages
 from planner.profile.kernels import Problem
 from planner.profile.solve import least_squares, soft_l1
 from planner.profile.tables import has_table, measured_gpus
+from planner.shape import FloatArray
 from planner.specs.base import Spec
 from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import AttentionEfficiency

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from planner.errors import SpecError, Unsupported, exit_code_of
-from planner.physics.shape import FloatArray
+from planner.layout.runs import Run, parse_run
 from planner.profile.coefficients import COEFFICIENTS, Coefficient
 from planner.profile.solve import least_squares
-from planner.search.runs import Run, parse_run
+from planner.shape import FloatArray
 from planner.specs.base import Spec
-from planner.specs.trainers import load_runtime
+from planner.trainers.load import load_runtime
 from planner.validate.rows import HELD_OUT, Row, load_rows
 from planner.validate.score import weighted_quantile
 

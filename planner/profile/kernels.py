@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from planner.physics.compute import attention_s, gemm_s, product_s, stream_s
 from planner.physics.operators import BF16, FP32, Operator
-from planner.physics.shape import FloatArray
 from planner.profile.tables import Table, Tables, read_table
+from planner.shape import FloatArray
 from planner.specs.cluster import HardwareSpec
 from planner.specs.units import MICRO
 

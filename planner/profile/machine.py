@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.physics.communication import joined_fraction, num_hops
-from planner.physics.shape import FloatArray
 from planner.probe.run import Device
 from planner.profile import kernels
 from planner.profile.fit_kernels import Residuals, fit, hardware_with, log_errors
@@ -18,6 +17,7 @@ from planner.profile.kernels import STREAMS, Bench, Bounds, Problem
 from planner.profile.probed import chunk_costs
 from planner.profile.record import Machine, Record
 from planner.profile.tables import Table
+from planner.shape import FloatArray
 from planner.specs.cluster import ClusterSpec, HardwareSpec, LinkTier, ReservedMemory
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
 from planner.specs.registry import hardware_names, load_hardware

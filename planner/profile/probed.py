@@ -13,17 +13,17 @@ from planner.physics.communication import Kind, joined_fraction, members_by_tier
 from planner.physics.cost import PartCost, sum_parts
 from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
-from planner.physics.shape import FloatArray, Shape
 from planner.probe.eager import EAGER, training_of
 from planner.probe.feedback import require_speed
 from planner.probe.result import Exchange, ProbeResult, RankResult, stride_of
 from planner.probe.run import ProbeRun
 from planner.profile.fit_kernels import Residuals, fit, log_errors
 from planner.profile.kernels import Bench, Problem
-from planner.specs.calibration import Calibration, Factor, Quantity, Share
+from planner.shape import FloatArray, Shape
 from planner.specs.cluster import ClusterSpec, HardwareSpec
 from planner.specs.training import Recompute
 from planner.specs.units import GB, GIB
+from planner.trainers.calibration import Calibration, Factor, Quantity, Share
 
 KERNELS = ("gemm_factor", "attention_factor", "stream_factor")
 RANGE = 20.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from planner.physics.shape import FloatArray
+from planner.shape import FloatArray
 
 STEP = 1e-4
 """Of the numerical derivative; the parameters are logarithms."""

@@ -10,13 +10,13 @@ import numpy as np
 from planner.physics.compute import PassSeconds, accumulate_s, optimizer_s, part_seconds
 from planner.physics.layers import decoder_layer, embedding, head
 from planner.physics.operators import Item, Operator, num_parameters, operators_of
-from planner.physics.shape import FloatArray, Shape
 from planner.profile.kernels import COLD, Bench, Problem, cold
 from planner.profile.tables import Table, read_table
+from planner.shape import FloatArray, Shape
 from planner.specs.cluster import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
-from planner.specs.trainers import load_runtime
+from planner.trainers.load import load_runtime
 
 MODELS = {"llama3-8b": "llama-3.1-8b", "llama2-13b": "llama-2-13b", "gpt3-175b": "gpt3-175b"}
 EAGER = load_runtime("torch-eager")

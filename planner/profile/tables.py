@@ -9,7 +9,7 @@ from importlib import resources
 import numpy as np
 import numpy.typing as npt
 
-from planner.physics.shape import FloatArray
+from planner.shape import FloatArray
 from planner.specs.units import MICRO
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.plan import Layout, Plan, PricedLayout
+from planner.answer import Layout, Plan, PricedLayout
 from planner.report.format import digits, gibibytes, large, percent, seconds
 from planner.report.proof import says_bound
 from planner.report.terminal import _BREAKDOWN as BREAKDOWN

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan import SCHEMA_VERSION, Layout, PricedLayout
+from planner.answer import SCHEMA_VERSION, Layout, PricedLayout
 from planner.report.causes import MEMORY, Cause, Difference, matters, memory_differences, step_differences
 from planner.report.format import gibibytes, percent, seconds
 from planner.report.pieces import bullets, columns, section

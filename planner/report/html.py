@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from planner.plan import Plan, PricedLayout, StagePlan
+from planner.answer import Plan, PricedLayout, StagePlan
 from planner.report.causes import MEMORY
 from planner.report.format import digits, gibibytes, large, percent, seconds
 from planner.report.html_pieces import (

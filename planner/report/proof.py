@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.plan import SearchReport
+from planner.answer import SearchReport
 from planner.report.format import percent, seconds
 
 

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan import Layout, Plan, PricedLayout, StagePlan
+from planner.answer import Layout, Plan, PricedLayout, StagePlan
 from planner.report.format import digits, gibibytes, large, percent, seconds, span
 from planner.report.pieces import Bar, bullets, columns, section
 from planner.report.proof import says_bound, says_outcome

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.errors import Infeasible
+from planner.layout.outside_pipeline import ends_of
+from planner.layout.room import room_bytes
+from planner.layout.seconds import build_order, cost_by_rank, durations_of
+from planner.layout.split import stage_costs
 from planner.schedule.orders import placement
 from planner.schedule.replay import makespan_s
 from planner.schedule.synthesis import synthesize
 from planner.search.branch import Found
-from planner.search.ends import ends_of
-from planner.search.pipeline import build_order, cost_by_rank, durations_of
-from planner.search.room import room_bytes
-from planner.search.split import stage_costs
 
 AUTO = "auto"
 MAX_ACTIONS = 24_000

@@ -15,23 +15,23 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from planner.errors import SolverError
+from planner.layout.room import excess_bytes, shorter
+from planner.layout.seconds import step_s
+from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
-from planner.physics.shape import FloatArray, Shape
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES
-from planner.search import bounds
-from planner.search.candidates import Rejections, scalar
+from planner.search.bounds import pipeline as bounds
+from planner.search.enumerate import Rejections, scalar
 from planner.search.frontier import Frontier, Open, nodes_of
-from planner.search.ilp import solve
-from planner.search.nodes import RecomputeChoice, node_of, split_of, with_shorter_chunks
-from planner.search.pipeline import step_s
-from planner.search.room import excess_bytes, shorter
+from planner.search.ilp.nodes import RecomputeChoice, node_of, split_of, with_shorter_chunks
+from planner.search.ilp.program import solve
+from planner.search.priced_shapes import Screen
 from planner.search.schedules import schedules_tried
-from planner.search.screen import Screen
-from planner.search.split import Split
-from planner.specs.runtime import RuntimeSpec
+from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
+from planner.trainers.spec import RuntimeSpec
 
 BLOCK = 1024
 """Shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""

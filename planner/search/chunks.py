@@ -8,7 +8,7 @@ from itertools import count, takewhile
 
 import numpy as np
 
-from planner.physics.shape import FloatArray
+from planner.shape import FloatArray
 from planner.specs.model import LayerKind
 
 

@@ -10,18 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.physics.pricing import Pricing
-from planner.physics.shape import FloatArray, Shape
 from planner.schedule.orders import placement
-from planner.search.bounds import pipeline_bound_s
-from planner.search.bounds_orders import Orders, orders_of
-from planner.search.candidates import IntArray, scalar
-from planner.search.ends import with_ends_s
-from planner.search.ilp_node import Whole
-from planner.search.nodes import RecomputeChoice
+from planner.search.bounds.orders import Orders, orders_of
+from planner.search.bounds.outside_pipeline import with_ends_s
+from planner.search.bounds.pipeline import pipeline_bound_s
+from planner.search.enumerate import IntArray, scalar
+from planner.search.ilp.node import Whole
+from planner.search.ilp.nodes import RecomputeChoice
+from planner.search.priced_shapes import Screen
 from planner.search.schedules import schedules_of
-from planner.search.screen import Screen
-from planner.specs.runtime import RuntimeSpec
+from planner.shape import FloatArray, Shape
 from planner.specs.training import Recompute, SearchLimits
+from planner.trainers.spec import RuntimeSpec
 
 WIDTHS = (0, 2, 4, 8, 16, 32, 1 << 30)
 """Nodes are bounded together with those of about as many ranks, so that few columns are idle."""

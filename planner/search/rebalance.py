@@ -11,16 +11,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from planner.answer import Plan, PricedLayout
 from planner.errors import SolverError, SpecError
-from planner.plan import Plan, PricedLayout
-from planner.search.ilp import solve
-from planner.search.ilp_node import Whole
-from planner.search.nodes import RecomputeChoice, node_of, split_of
-from planner.search.pipeline import cost_by_rank, step_s
-from planner.search.replan import Repriced, layout_again, named_schedule, reprice
-from planner.search.room import excess_bytes, shorter, split_fits
-from planner.search.search import run_cost
-from planner.search.split import Split, stage_costs
+from planner.layout.assemble import run_cost
+from planner.layout.replan import Repriced, layout_again, named_schedule, reprice
+from planner.layout.room import excess_bytes, shorter, split_fits
+from planner.layout.seconds import cost_by_rank, step_s
+from planner.layout.split import Split, stage_costs
+from planner.search.ilp.node import Whole
+from planner.search.ilp.nodes import RecomputeChoice, node_of, split_of
+from planner.search.ilp.program import solve
 from planner.specs.model import ModelSpec
 
 MAX_TRIES = 4

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.errors import SpecError
-from planner.physics.shape import Shape
 from planner.schedule.orders import SCHEDULES, violation
 from planner.search.chunks import chunk_lengths
+from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
-from planner.specs.runtime import RuntimeSpec
 from planner.specs.training import SearchLimits
+from planner.trainers.spec import RuntimeSpec
 
 MEASURED_AGAINST = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 """Schedules whose shapes an order made to measure starts from."""

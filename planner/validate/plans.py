@@ -14,12 +14,13 @@ from typing import Literal
 
 import numpy as np
 
+from planner.answer import Plan, PricedLayout
 from planner.errors import PlannerError
-from planner.plan import Plan, PricedLayout
-from planner.search.candidates import enumerate_shapes
-from planner.search.runs import Run, parse_run
+from planner.layout.evaluate import selective_modules
+from planner.layout.runs import Run, parse_run
+from planner.search.enumerate import enumerate_shapes
 from planner.search.schedules import schedule_options
-from planner.search.search import plan, selective_modules
+from planner.search.search import plan
 from planner.specs.training import SearchLimits
 from planner.validate.rows import Row
 from planner.validate.score import Scored, weighted_quantile

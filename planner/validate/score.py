@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.answer import PricedLayout
 from planner.errors import PlannerError
-from planner.physics.shape import FloatArray
-from planner.plan import PricedLayout
-from planner.search.runs import evaluate_lines
+from planner.layout.runs import evaluate_lines
+from planner.shape import FloatArray
 from planner.specs.units import GIB
 from planner.validate.rows import Row
 

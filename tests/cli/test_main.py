@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from planner.answer import Plan
 from planner.cli import main
-from planner.plan import Plan
 
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "60"]
 LAYOUT = ["evaluate", "--model", "405b", "--gpus", "2048", "--tp", "8", "--pp", "16"]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from planner.plan import Plan
-from planner.search.search import evaluate
+from planner.answer import Plan
+from planner.layout.evaluate import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism, TrainingSpec
+from planner.trainers.load import load_runtime
 
 HOSTILE = "evil\"; touch pwned; $(touch pwned) `touch pwned` 'x' |*()\n#SBATCH --nodes=99\ntouch pwned"
 

@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-from planner.search.rules import Rule
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
+from planner.trainers.rules.common import Rule
 
 SIZES = (8, 64, 512, 2048, 4096, 16384)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from planner.answer import Plan
 from planner.cli import main
-from planner.plan import Plan
 
 Planned = Callable[..., Plan]
 

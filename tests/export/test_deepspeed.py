@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from planner.answer import Plan
 from planner.export.deepspeed import CONFIG_FILE, PIPELINE_FILE, export_deepspeed
 from planner.export.refusal import Inexpressible
-from planner.plan import Plan
 
 Planned = Callable[..., Plan]
 

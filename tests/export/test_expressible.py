@@ -8,7 +8,7 @@ import pytest
 
 from planner.export.refusal import Inexpressible
 from planner.export.targets import export
-from planner.search.search import evaluate
+from planner.layout.evaluate import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Parallelism, TrainingSpec

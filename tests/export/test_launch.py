@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
+from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.arguments import argv, shell_array, slug
 from planner.export.bundle import ExportFile
 from planner.export.launch import Command, kubernetes_manifest, nodes_of
 from planner.export.megatron import megatron_arguments
 from planner.export.targets import export
-from planner.plan import Plan
 
 Planned = Callable[..., Plan]
 

@@ -10,7 +10,7 @@ import pytest
 
 from planner.export.layout_string import fold, layout_string
 from planner.export.stages import VirtualStage
-from planner.search.split import parse_layout
+from planner.layout.split import parse_layout
 from planner.specs.model import ModelSpec
 
 

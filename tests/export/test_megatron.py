@@ -9,17 +9,17 @@ import pytest
 import yaml
 from layouts import SIZES, expressible, some_layout
 
+from planner.answer import Plan
 from planner.export.arguments import argv
 from planner.export.bridge import bridge_overrides
 from planner.export.megatron import environment, forbidden_environment, megatron_arguments
 from planner.export.megatron_runtime import precision
 from planner.export.megatron_target import export_megatron
 from planner.export.refusal import Inexpressible
-from planner.plan import Plan
-from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
-from planner.search.split import parse_layout
+from planner.layout.split import parse_layout
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
+from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 
 Planned = Callable[..., Plan]
 
@@ -42,7 +42,7 @@ def layers_built(arguments: dict[str, Any], model: ModelSpec) -> list[list[tuple
 
 
 def parse_stages(layout: str) -> list[str]:
-    from planner.search.split import _expand
+    from planner.layout.split import _expand
 
     return _expand(layout).split("|")
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from layouts import SIZES, expressible, some_layout
 
+from planner.answer import Plan
 from planner.export.arguments import Arguments
 from planner.export.megatron import megatron_arguments
-from planner.plan import Plan
-from planner.search.rules_megatron_model import MEGATRON_MODEL_RULES
 from planner.specs.registry import load_model
+from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 
 Planned = Callable[..., Plan]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from planner.answer import Plan
 from planner.export.megatron import megatron_arguments
-from planner.plan import Plan
 
 Planned = Callable[..., Plan]
 

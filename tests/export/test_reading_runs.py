@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from planner.answer import Plan
 from planner.cli import main
 from planner.errors import SpecError
 from planner.export.reading.detect import read_configuration
@@ -16,9 +17,8 @@ from planner.export.reading.imported import Imported
 from planner.export.reading.megatron import options_of
 from planner.export.reading.shell import read_script
 from planner.export.targets import export
-from planner.plan import Plan
-from planner.search.runs import parse_run
-from planner.search.search import evaluate
+from planner.layout.evaluate import evaluate
+from planner.layout.runs import parse_run
 
 Planned = Callable[..., Plan]
 

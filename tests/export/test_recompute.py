@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from planner.answer import Plan
 from planner.export.recompute import recomputed_layers
 from planner.export.stages import virtual_stages
-from planner.plan import Plan
 
 Planned = Callable[..., Plan]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.stages import is_even, is_looped, module_names, virtual_stages
-from planner.plan import Plan
 
 Planned = Callable[..., Plan]
 

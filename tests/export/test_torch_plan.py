@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.bundle import write_bundle
 from planner.export.refusal import Inexpressible
 from planner.export.targets import export
 from planner.export.torch_plan import ORDER_FILE, PIPELINING_FILE, PLAN_FILE, export_torch
-from planner.plan import Plan
 from planner.schedule.orders import build_schedule
 from planner.search.search import plan as search
 from planner.specs.cluster import ClusterSpec

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from layouts import SIZES, expressible
 
+from planner.answer import Plan
 from planner.export.refusal import Inexpressible
 from planner.export.stages import virtual_stages
 from planner.export.torch_csv import to_torch_csv
 from planner.export.torchtitan import RECIPE, export_torchtitan, stage_modules
-from planner.plan import Plan
 from planner.schedule.orders import build_schedule
-from planner.search.rules_torchtitan_model import TORCHTITAN_MODEL_RULES
 from planner.specs.registry import load_model
+from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
 
 Planned = Callable[..., Plan]
 

@@ -6,10 +6,10 @@ import pytest
 
 from planner.physics.layers import decoder_layer, embedding, head, model_totals
 from planner.physics.operators import FP32, operators_of, saved_bytes
-from planner.physics.shape import Shape
+from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
-from planner.specs.trainers import load_runtime
+from planner.trainers.load import load_runtime
 
 GPT = {
     "gated_mlp": False,

@@ -10,10 +10,10 @@ import pytest
 from planner.physics.communication import Kind, collective_s, dispatch_s, exchange_s, joined_fraction, p2p_s
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Collective, collectives_of
-from planner.physics.shape import Shape
+from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.trainers import load_runtime
+from planner.trainers.load import load_runtime
 
 H100 = ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
 NVL72 = ClusterSpec(hardware=load_hardware("gb200"), num_gpus=64)

@@ -21,12 +21,12 @@ from planner.physics.compute import (
 )
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Operator, operators_of
-from planner.physics.shape import Shape
+from planner.shape import Shape
 from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import GemmEfficiency
 from planner.specs.model import LayerKind
 from planner.specs.registry import hardware_names, load_hardware, load_model
-from planner.specs.trainers import load_runtime
+from planner.trainers.load import load_runtime
 
 H200 = load_hardware("h200-sxm-141gb")
 A100 = load_hardware("a100-sxm-80gb")

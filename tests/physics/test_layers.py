@@ -9,11 +9,11 @@ import pytest
 
 from planner.physics.layers import decoder_layer, embedding, head, model_totals, mtp_block, padded_vocab
 from planner.physics.operators import Item, Operator, num_parameters, operators_of
-from planner.physics.shape import Shape
+from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
-from planner.specs.runtime import RuntimeSpec
-from planner.specs.trainers import RUNTIMES, load_runtime
+from planner.trainers.load import RUNTIMES, load_runtime
+from planner.trainers.spec import RuntimeSpec
 
 MEGATRON, TORCH = load_runtime("megatron"), load_runtime("torch-eager")
 ONE = Shape(seq_length=4096)

@@ -9,9 +9,9 @@ import pytest
 from planner.physics.layers import decoder_layer
 from planner.physics.memory import gradients_bytes, transient_bytes, weights_bytes
 from planner.physics.operators import collectives_of, operators_of, saved_bytes
-from planner.physics.shape import Shape
+from planner.shape import Shape
 from planner.specs.registry import load_model
-from planner.specs.trainers import load_runtime
+from planner.trainers.load import load_runtime
 
 
 @pytest.mark.parametrize(

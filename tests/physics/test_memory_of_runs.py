@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from planner.layout.evaluate import evaluate
+from planner.layout.runs import parse_run
 from planner.profile.stages import measured_model
 from planner.profile.tables import read_table
-from planner.search.runs import parse_run
-from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec

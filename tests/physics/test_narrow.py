@@ -17,12 +17,12 @@ from planner.physics.operators import (
     wide_parameters,
 )
 from planner.physics.pricing import Pricing
-from planner.physics.shape import Shape
+from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import RuntimeSpec
-from planner.specs.trainers import load_runtime
 from planner.specs.training import TrainingSpec
+from planner.trainers.load import load_runtime
+from planner.trainers.spec import RuntimeSpec
 
 MEGATRON = load_runtime("megatron")
 SHAPE = Shape(dp=8, shard_size=8, seq_length=4096)

@@ -16,13 +16,13 @@ from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Operator, collectives_of, operators_of, up_to_last_saved
 from planner.physics.pricing import Pricing
-from planner.physics.shape import Shape
+from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.runtime import CHUNK_PARAMETERS
-from planner.specs.trainers import RUNTIMES, load_runtime
 from planner.specs.training import Dtype, TrainingSpec
+from planner.trainers.load import RUNTIMES, load_runtime
+from planner.trainers.spec import CHUNK_PARAMETERS
 
 MODELS = ["llama-3.1-70b", "gpt3-175b", "deepseek-v3", "gpt-oss-120b", "gemma-3-27b", "llama-3.2-1b"]
 QUANTITIES = [field.name for field in fields(PartCost)]

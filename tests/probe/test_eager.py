@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from planner.answer import Plan
 from planner.errors import ProbeError, SpecError
-from planner.plan import Plan
+from planner.layout.evaluate import evaluate
 from planner.report.format import seconds
-from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec

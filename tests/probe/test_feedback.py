@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from probes import probe_result, probe_run
 
+from planner.answer import Plan
 from planner.errors import SpecError
-from planner.plan import Plan
+from planner.layout.evaluate import evaluate
 from planner.probe.eager import in_eager_torch
 from planner.probe.feedback import slowness
 from planner.probe.result import ProbeResult
 from planner.search.rebalance import rebalance
-from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec

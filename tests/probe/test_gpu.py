@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.search.search import evaluate
+from planner.layout.evaluate import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec

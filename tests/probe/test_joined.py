@@ -14,9 +14,9 @@ from tiny import TINY
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from planner.layout.evaluate import evaluate
 from planner.probe.joined import first_host, joins_others
 from planner.probe.result import ProbeResult
-from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from probes import probe_result, probe_run
 
+from planner.answer import Plan
 from planner.errors import ProbeError, SpecError
 from planner.export.torch_csv import to_torch_csv
-from planner.plan import Plan
+from planner.layout.evaluate import evaluate
 from planner.schedule.orders import build_schedule
-from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import yaml
 
-from planner.physics.shape import FloatArray
 from planner.profile import kernels, stages
 from planner.profile.fit_kernels import (
     Residuals,
@@ -22,10 +21,11 @@ from planner.profile.fit_kernels import (
 from planner.profile.kernels import Problem
 from planner.profile.solve import least_squares
 from planner.profile.tables import read_table
+from planner.shape import FloatArray
 from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
 from planner.specs.registry import load_hardware
-from planner.specs.trainers import load_runtime
+from planner.trainers.load import load_runtime
 
 GPU = "h200"
 

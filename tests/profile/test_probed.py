@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from probes import GAP_S, probe_result, probe_run
 
+from planner.answer import Plan
 from planner.errors import SpecError
+from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
-from planner.plan import Plan
 from planner.probe.eager import in_eager_torch
 from planner.probe.result import Exchange, OutOfMemory, ProbeResult, RankMemory
 from planner.profile.probed import KERNELS, chunk_costs, from_probe
 from planner.profile.stages import measured_model
 from planner.profile.tables import read_table
-from planner.search.search import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planner.plan import Plan, PricedLayout
+from planner.answer import Plan, PricedLayout
 from planner.report.causes import MEMORY, largest_cause, memory_differences, says_misfit, says_slower, step_differences
 
 MakePlan = Callable[..., Plan]

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from planner.plan import Plan
+from planner.answer import Plan
 from planner.report.html import Drawing, render_html
 from planner.specs.units import GIB
 

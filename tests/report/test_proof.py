@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.plan import SearchReport
+from planner.answer import SearchReport
 from planner.report.proof import says_bound, says_outcome
 
 

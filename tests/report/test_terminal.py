@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planner.plan import Plan
+from planner.answer import Plan
 from planner.report.format import bar, digits, large, percent, seconds
 from planner.report.terminal import render, summary
 

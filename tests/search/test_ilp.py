@@ -13,9 +13,9 @@ from brute_force import Candidate, brute_force_s, candidates, fits, pipeline_s, 
 
 from planner.physics.cost import PartCost
 from planner.schedule.orders import first_chunk_in_flight, in_flight_microbatches
-from planner.search.ilp import Solution, solve
-from planner.search.ilp_layers import recurring
-from planner.search.ilp_node import Node
+from planner.search.ilp.layers import recurring
+from planner.search.ilp.node import Node
+from planner.search.ilp.program import Solution, solve
 from planner.specs.model import LayerKind
 from planner.specs.units import GIB
 

@@ -9,13 +9,13 @@ import pulp
 import pytest
 from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
+from planner.layout.room import split_fits
+from planner.layout.seconds import step_s
+from planner.layout.split import Split
 from planner.physics.cost import CostTable
-from planner.search.ilp_node import Node
-from planner.search.nodes import RecomputeChoice, node_of
-from planner.search.pipeline import step_s
-from planner.search.room import split_fits
+from planner.search.ilp.node import Node
+from planner.search.ilp.nodes import RecomputeChoice, node_of
 from planner.search.search import plan
-from planner.search.split import Split
 from planner.specs.units import GIB
 
 

@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 from toys import legal_splits, toy_cluster, toy_model, toy_problem
 
+from planner.answer import Plan
 from planner.errors import SpecError
-from planner.plan import Plan
+from planner.layout.evaluate import evaluate
+from planner.layout.replan import reprice
+from planner.layout.room import split_fits
+from planner.layout.seconds import step_s
+from planner.layout.split import Split
 from planner.schedule.replay import makespan_s
-from planner.search.ilp import solve
-from planner.search.nodes import node_of
-from planner.search.pipeline import step_s
+from planner.search.ilp.nodes import node_of
+from planner.search.ilp.program import solve
 from planner.search.rebalance import Rebalanced, rebalance, recompute_of, recounted
-from planner.search.replan import reprice
-from planner.search.room import split_fits
-from planner.search.search import evaluate, plan
-from planner.search.split import Split
+from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.trainers.load import load_runtime
 
 
 def make_plan(runtime: str = "megatron", seq_length: int = 4096, **layout: Any) -> Plan:

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 from toys import MOE, Problem, toy_cluster, toy_hardware, toy_model, toy_problem, toy_training
 
+from planner.answer import Plan, PricedLayout
 from planner.errors import Infeasible, PlannerError
+from planner.layout.evaluate import evaluate
 from planner.physics.layers import model_totals
-from planner.plan import Plan, PricedLayout
-from planner.search.search import evaluate, plan
+from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model, model_names
-from planner.specs.trainers import load_runtime
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.trainers.load import load_runtime
 
 
 def solved(problem: Problem) -> Plan:

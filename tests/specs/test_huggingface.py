@@ -15,7 +15,7 @@ from planner.specs.architectures import ARCHITECTURES
 from planner.specs.huggingface import from_config
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
-from planner.specs.trainers import load_runtime
+from planner.trainers.load import load_runtime
 
 CONFIGS = Path(__file__).parent / "configs"
 COUNTS = {

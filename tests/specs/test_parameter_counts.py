@@ -7,7 +7,7 @@ import pytest
 from planner.physics.layers import model_totals
 from planner.specs.model import LayerKind, MLASpec, ModelSpec
 from planner.specs.registry import load_model, model_names
-from planner.specs.trainers import load_runtime
+from planner.trainers.load import load_runtime
 
 PUBLISHED = {
     # checkpoint indexes (total_size / 2) and model cards

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from planner.layout.runs import parse_run
 from planner.physics.layers import model_totals
-from planner.search.runs import parse_run
 from planner.validate.rows import load_rows
 
 

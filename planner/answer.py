@@ -1,0 +1,282 @@
+"""The product: one layout with its stages, its time and its memory; and the answer that holds the best of them.
+
+The JSON of these types is the interface contract: fields are added, never renamed. Seconds, bytes; intervals are 80%.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Final, Literal
+
+from pydantic import Field
+
+from planner.specs.base import Spec
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.training import TrainingSpec
+from planner.trainers.spec import RuntimeSpec
+
+SCHEMA_VERSION: Final = 1
+
+Interval = tuple[float, float]
+Evidence = Literal["spec_sheet", "calibrated", "probed"]
+"""Where the seconds come from: data sheets, measurements of this kind of GPU, or those corrected by a probe."""
+
+
+class Layout(Spec):
+    """The shape that was chosen."""
+
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+    pp: int
+    vpp: int
+    dp: int
+    micro_batch_size: int
+    num_microbatches: int
+    schedule: str
+    zero_stage: int
+    shard_size: int
+    """Ranks over which ZeRO or FSDP shards; dp·cp unless a smaller group was asked for (HSDP)."""
+    sequence_parallel: bool
+    recompute: Literal["none", "selective", "full"]
+    """`full` where any layer is recomputed whole: the stages say how many."""
+    recompute_modules: tuple[str, ...] = ()
+    num_gpus_used: int
+    num_gpus_spare: int = 0
+    """GPUs that no rank uses."""
+
+    def __str__(self) -> str:
+        axes = [("TP", self.tp), ("CP", self.cp), ("PP", self.pp), ("VPP", self.vpp), ("DP", self.dp), ("EP", self.ep)]
+        shown = [f"{name} {size}" for name, size in axes if size > 1 or name in ("TP", "PP", "DP")]
+        # dense layers have no etp of their own; experts are whole where they are spread, and cut as the rest if not
+        if self.etp != (1 if self.ep > 1 else self.tp):
+            shown.append(f"ETP {self.etp}")
+        return f"{' × '.join(shown)} · micro-batch {self.micro_batch_size} × {self.num_microbatches}"
+
+
+class StageMemory(Spec):
+    """Bytes on one rank of a stage at its worst moment; the items add up to peak_allocated_bytes."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+    workspace_bytes: int
+    """What a backward (or recomputed) layer needs for a moment, and fixed buffers."""
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    """What torch.cuda.max_memory_allocated would show."""
+    total_bytes: int
+    """peak_allocated_bytes + reserved_bytes."""
+    total_bytes_interval: Interval | None = None
+
+
+class StagePlan(Spec):
+    """One pipeline stage: what it holds, how long a micro-batch takes through all its chunks, what it needs."""
+
+    stage: int
+    chunks: tuple[tuple[int, int], ...]
+    """[first layer, last layer exclusive) of each virtual stage, in the order a micro-batch meets them."""
+    num_layers: int
+    holds: tuple[str, ...]
+    """Of embedding, head, mtp."""
+    recompute: dict[str, int]
+    """Layers per recompute mode."""
+    num_recomputed: tuple[tuple[int, ...], ...] = ()
+    """Of each chunk and layer kind (in model order), how many layers, its first ones, are recomputed whole; empty where
+    none are on any stage, and in files that say no more than `recompute`."""
+    in_flight_microbatches: float
+    forward_s: float
+    """Compute of one micro-batch's forward; exchanges are beside it."""
+    backward_s: float
+    """Compute of one micro-batch's backward, recomputation included."""
+    weight_grad_s: float
+    """Of backward_s, the weight gradients, which split-backward schedules move."""
+    forward_comm_s: float
+    """Exposed tensor-, context- and expert-parallel exchanges of one forward."""
+    backward_comm_s: float
+    optimizer_s: float
+    num_parameters: int
+    """Parameters one rank holds."""
+    memory: StageMemory
+
+
+class StepBreakdown(Spec):
+    """Where the seconds of a step go, on the rank that decides it; the items add up to step_s."""
+
+    compute_s: float
+    tp_comm_s: float
+    cp_comm_s: float
+    ep_comm_s: float
+    pp_comm_s: float
+    exposed_dp_s: float
+    bubble_s: float
+    optimizer_s: float
+    overhead_s: float
+
+
+class StepTime(Spec):
+    """One optimizer step."""
+
+    step_s: float
+    step_s_interval: Interval | None = None
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    """Over all GPUs given, spare ones included."""
+    model_tflops_per_gpu: float
+    """Model FLOPs (no recompute) per second and GPU used."""
+    mfu: float
+    """model_tflops_per_gpu over the dense bf16 peak."""
+    bubble_fraction: float
+    """Idle share of the pipeline's time, mean over stages."""
+    breakdown: StepBreakdown
+
+
+class PricedLayout(Spec):
+    """One layout priced: whether it fits, how its stages are cut, how long a step takes."""
+
+    id: str | None = None
+    evidence: Evidence
+    fits: bool
+    parallelism: Layout
+    stages: tuple[StagePlan, ...]
+    step: StepTime
+    warnings: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
+    """Of a schedule made to measure (`auto`): each rank's actions in order, as torch spells them."""
+    rank_factors: tuple[float, ...] = ()
+    """Measured: how many times as long each pipeline rank takes as the profile says; empty: all take as long."""
+    runtime_spec: RuntimeSpec | None = None
+    """Of an alternative that another runtime priced than the best: one splits backwards, the other does not."""
+    trade: str = ""
+    """Of an alternative: what it trades against the best plan."""
+
+    @property
+    def worst_stage(self) -> StagePlan:
+        """The stage that needs the most memory."""
+        return max(self.stages, key=lambda stage: stage.memory.total_bytes)
+
+    @property
+    def slowest_stage(self) -> StagePlan:
+        """The stage whose micro-batch takes longest, exchanges included."""
+        return max(self.stages, key=lambda s: s.forward_s + s.backward_s + s.forward_comm_s + s.backward_comm_s)
+
+
+class ModelSummary(Spec):
+    """The model's totals; `spec` holds all of it."""
+
+    name: str
+    num_parameters: int
+    num_active_parameters: int
+    model_flops_per_token: float
+    spec: ModelSpec
+
+
+class SearchReport(Spec):
+    """How the choice was made, and how sure the solver is."""
+
+    num_shapes: int
+    """Legal shapes."""
+    num_fitting: int
+    """Legal shapes that can fit in memory."""
+    num_ilps: int
+    seconds: float | None = None
+    """Wall seconds of the search; null in saved files, which are the same for the same inputs."""
+    outcome: Literal["proven", "feasible"]
+    lower_bound_s: float
+    """No legal shape that fits has a shorter step than this, in the stated model, under the schedules searched."""
+    gap: float
+    """step_s / lower_bound_s − 1; a search may end by itself with a wider one than was asked for."""
+    asked_gap_fraction: float | None = None
+    """Of the step, how far above the bound it was to be at most; null in files that do not say."""
+    schedules: tuple[str, ...] = ()
+    """Those that pipelines were searched under; empty in files that do not say."""
+
+
+class RunCost(Spec):
+    """What the whole training run takes, for the tokens asked for."""
+
+    tokens: float
+    days: float
+    gpu_hours: float
+    usd: float | None = None
+    mwh: float | None = None
+
+
+class Plan(Spec):
+    """What `plan()` and `evaluate()` return: the inputs, the best layout, alternatives, why the others were rejected.
+
+    `fits`, `parallelism`, `stages`, `step`, `evidence` and `warnings` are those of `best`.
+    """
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    planner_version: str
+    model: ModelSummary
+    cluster: ClusterSpec
+    training: TrainingSpec
+    runtime: str
+    runtime_spec: RuntimeSpec
+    best: PricedLayout
+    alternatives: tuple[PricedLayout, ...] = ()
+    rejections: dict[str, int] = Field(default_factory=dict)
+    rejection_examples: dict[str, str] = Field(default_factory=dict)
+    """One rejected shape per reason, in words with its numbers."""
+    search: SearchReport | None = None
+    run_cost: RunCost | None = None
+    assumptions: tuple[str, ...] = ()
+    """Defaults that move the result, and how to set them."""
+
+    @property
+    def fits(self) -> bool:
+        return self.best.fits
+
+    @property
+    def parallelism(self) -> Layout:
+        return self.best.parallelism
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        return self.best.stages
+
+    @property
+    def step(self) -> StepTime:
+        return self.best.step
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.best.evidence
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self.best.warnings
+
+    @property
+    def undecided(self) -> tuple[PricedLayout, ...]:
+        """Alternatives whose interval overlaps the best's: a prediction alone cannot tell them apart."""
+        ours = self.best.step.step_s_interval
+        intervals = [(other, other.step.step_s_interval) for other in self.alternatives]
+        return tuple(other for other, theirs in intervals if ours and theirs and theirs[0] <= ours[1])
+
+    @property
+    def inputs_sha256(self) -> str:
+        """Hash of everything the plan was made from: model, cluster, training and runtime."""
+        inputs = {
+            "model": self.model.spec.model_dump(mode="json"),
+            "cluster": self.cluster.model_dump(mode="json"),
+            "training": self.training.model_dump(mode="json"),
+            "runtime": self.runtime_spec.model_dump(mode="json"),
+        }
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data in the contract's form."""
+        return {**self.model_dump(mode="json"), "inputs_sha256": self.inputs_sha256}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """Read what `to_json` wrote; pydantic's ValidationError where it does not fit."""
+        return cls.model_validate({key: value for key, value in data.items() if key != "inputs_sha256"})

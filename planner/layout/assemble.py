@@ -1,0 +1,89 @@
+"""From priced layouts to the plan that is shown and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from planner import __version__
+from planner.answer import ModelSummary, Plan, PricedLayout, RunCost, SearchReport
+from planner.physics.layers import ModelTotals
+from planner.physics.pricing import Pricing
+from planner.specs.units import gib
+
+
+def assemble(
+    pricing: Pricing,
+    totals: ModelTotals,
+    layouts: list[PricedLayout],
+    told: tuple[str, ...],
+    report: SearchReport | None = None,
+    rejections: Mapping[str, int] = MappingProxyType({}),
+    rejection_examples: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:
+    """The plan of `layouts`, the best first; `told` are the assumptions that move it."""
+    best, model = layouts[0], pricing.model
+    return Plan(
+        planner_version=__version__,
+        model=ModelSummary(
+            name=model.name,
+            num_parameters=totals.num_parameters,
+            num_active_parameters=totals.num_active_parameters,
+            model_flops_per_token=totals.model_flops_per_token,
+            spec=model,
+        ),
+        cluster=pricing.cluster,
+        training=pricing.training,
+        runtime=pricing.runtime.name,
+        runtime_spec=pricing.runtime,
+        best=best,
+        alternatives=tuple(other.model_copy(update={"trade": trade(best, other)}) for other in layouts[1:]),
+        rejections=dict(sorted(rejections.items(), key=lambda item: (-item[1], item[0]))),
+        rejection_examples=dict(sorted(rejection_examples.items())),
+        search=report,
+        run_cost=run_cost(pricing, best),
+        assumptions=told,
+    )
+
+
+def run_cost(pricing: Pricing, best: PricedLayout) -> RunCost | None:
+    """Days, GPU-hours, dollars and megawatt-hours for all tokens, over every GPU given."""
+    tokens, hardware = pricing.training.tokens, pricing.cluster.hardware
+    if tokens is None:
+        return None
+    hours = tokens / best.step.tokens_per_s / 3600
+    gpu_hours = hours * pricing.cluster.num_gpus
+    return RunCost(
+        tokens=tokens,
+        days=hours / 24,
+        gpu_hours=gpu_hours,
+        usd=gpu_hours * hardware.usd_per_gpu_hour if hardware.usd_per_gpu_hour else None,
+        mwh=gpu_hours * hardware.watts_per_gpu / 1e6 if hardware.watts_per_gpu else None,
+    )
+
+
+def trade(best: PricedLayout, other: PricedLayout) -> str:
+    """What an alternative gives up and gains against the best."""
+    slower = other.step.step_s / best.step.step_s - 1
+    memory_gib = gib(other.worst_stage.memory.total_bytes - best.worst_stage.memory.total_bytes)
+    parts = [f"{slower:+.1%} time", f"{memory_gib:+.1f} GiB"]
+    pairs = {name: (getattr(best.step.breakdown, name), getattr(other.step.breakdown, name)) for name in _TRADED}
+    worst = max(pairs, key=lambda name: pairs[name][1] - pairs[name][0])
+    saved = min(pairs, key=lambda name: pairs[name][1] - pairs[name][0])
+    for name in (worst, saved):
+        change = pairs[name][1] - pairs[name][0]
+        if abs(change) > 0.005 * best.step.step_s:
+            parts.append(f"{change:+.2f} s {_TRADED[name]}")
+    return ", ".join(parts)
+
+
+_TRADED = {
+    "compute_s": "compute",
+    "tp_comm_s": "TP exchange",
+    "cp_comm_s": "CP exchange",
+    "ep_comm_s": "EP exchange",
+    "pp_comm_s": "PP transfer",
+    "exposed_dp_s": "DP exchange",
+    "bubble_s": "bubble",
+    "optimizer_s": "optimizer",
+}

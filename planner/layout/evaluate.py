@@ -1,0 +1,109 @@
+"""One given layout, priced: what `plan evaluate` answers."""
+
+from __future__ import annotations
+
+from planner.answer import Plan, PricedLayout
+from planner.errors import SpecError
+from planner.layout.assemble import assemble
+from planner.layout.assumptions import told_assumptions
+from planner.layout.expressible import export_warnings
+from planner.layout.given import GivenLayout, given_layout
+from planner.layout.price import price_layout
+from planner.physics.layers import model_totals
+from planner.physics.pricing import Pricing
+from planner.schedule.orders import SCHEDULES
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.problems import nearest
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.units import GIB
+from planner.trainers.load import load_runtime
+from planner.trainers.spec import RuntimeSpec
+
+
+def evaluate(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    parallelism: Parallelism,
+    *,
+    runtime: RuntimeSpec | str = "megatron",
+) -> Plan:
+    """Price one given layout, whether it fits or not.
+
+    Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
+    """
+    pricing, given, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime))
+    told = told_assumptions(pricing, pricing.table(given.shape), given.split, given.schedule)
+    return assemble(pricing, model_totals(model, pricing.runtime, training.seq_length), [priced], told)
+
+
+def price_given(
+    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
+) -> PricedLayout:
+    """What `evaluate` says of the layout, without the report around it: for many runs."""
+    return _priced_as_given(model, cluster, training, parallelism, runtime)[2]
+
+
+def _priced_as_given(
+    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
+) -> tuple[Pricing, GivenLayout, PricedLayout]:
+    split = SCHEDULES.get(parallelism.schedule or "")
+    runtime = runtime.for_schedules(split is not None and split.splits_backward)
+    modules = parallelism.recompute_modules or runtime.selective_default
+    pricing = pricing_of(model, cluster, training, runtime, modules=modules)
+    given = given_layout(pricing, parallelism)
+    priced = price_layout(pricing, pricing.table(given.shape), given.split, given.schedule, cluster.num_gpus)
+    warnings = given.warnings + export_warnings(pricing)
+    return pricing, given, priced.model_copy(update={"warnings": warnings})
+
+
+def runtime_of(runtime: RuntimeSpec | str) -> RuntimeSpec:
+    return load_runtime(runtime) if isinstance(runtime, str) else runtime
+
+
+def pricing_of(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    runtime: RuntimeSpec,
+    limits: SearchLimits | None = None,
+    modules: tuple[str, ...] = (),
+) -> Pricing:
+    """What stays the same while shapes vary. Raises SpecError where the GPU has no such dtype."""
+    hardware = cluster.hardware
+    if hardware.peak_flops(training.dtype) is None:
+        raise SpecError(
+            f"dtype {training.dtype!r}: {hardware.name} has no such peak",
+            f"one of {', '.join(hardware.peak_tflops)}",
+        )
+    headroom = limits.memory_headroom_gib * GIB if limits else 0.0
+    for name in modules:
+        if name not in MODULES:
+            raise SpecError(f"recompute_modules: unknown {name!r}", f"of {', '.join(MODULES)}{nearest(name, MODULES)}")
+    return Pricing(
+        model=model,
+        training=training,
+        cluster=cluster,
+        runtime=runtime,
+        selective_modules=modules or selective_modules(model, runtime),
+        headroom_bytes=headroom,
+    )
+
+
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "op", "shared_experts")
+"""Parts of a layer that can be recomputed by themselves, as Megatron names them; op: torchtitan's, all but
+attention and every other product."""
+
+
+def selective_modules(model: ModelSpec, runtime: RuntimeSpec) -> tuple[str, ...]:
+    """Modules that give most memory for least time: the s² matrix without flash attention, else elementwise ones."""
+    if not runtime.flash_attention or "op" in runtime.selective_default:
+        return runtime.selective_default
+    # other norms are part of the products behind them (TELayerNormColumnParallelLinear)
+    cheap = ["layernorm"] if model.moe is not None or model.mla is not None else ["mlp"]
+    if model.moe is not None:
+        cheap.append("moe_act")
+    if model.mla is not None:
+        cheap.append("mla_up_proj")
+    return tuple(m for m in cheap if m in runtime.selective_recompute_modules) or ("core_attn",)

@@ -1,0 +1,223 @@
+"""A layout that the user states: checked, completed with the trainer's defaults, turned into a shape and a split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.errors import SpecError
+from planner.layout.split import Split, even_counts, parse_layout, splits_from_counts
+from planner.physics.pricing import Pricing
+from planner.schedule.orders import SCHEDULES, placement, violation
+from planner.shape import Shape, divisors
+from planner.specs.model import ModelSpec
+from planner.specs.problems import nearest
+from planner.specs.training import Parallelism
+from planner.trainers.rules.common import ETP
+from planner.trainers.rules.of_trainer import rules_for
+
+_TRAINABLE = tuple(name for name, kind in SCHEDULES.items() if kind.trains_one_copy)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenLayout:
+    """What was asked for, in the search's own terms."""
+
+    shape: Shape
+    split: Split
+    schedule: str
+    warnings: tuple[str, ...]
+
+
+def fill_dp(layout: Parallelism, num_gpus: int, global_batch_size: int) -> Parallelism:
+    """`layout` with dp = num_gpus / (tp·cp·pp) where it states none; SpecError where that is no whole number."""
+    if "dp" in layout.model_fields_set:
+        return layout
+    ranks = layout.tp * layout.cp * layout.pp
+    if num_gpus % ranks:
+        dp = _largest_dp(layout, num_gpus, global_batch_size)
+        raise SpecError(
+            f"dp is missing and tp·cp·pp ({ranks:,}) does not divide {num_gpus:,} GPUs",
+            f"give dp {dp:,} to leave {num_gpus - dp * ranks:,} GPUs spare"
+            if num_gpus > ranks
+            else f"use at most {num_gpus:,} ranks",
+        )
+    return layout.model_copy(update={"dp": num_gpus // ranks})
+
+
+def _largest_dp(layout: Parallelism, num_gpus: int, global_batch_size: int) -> int:
+    """The largest dp that GPUs, batch and experts allow; 1 where none is."""
+    most, steps = num_gpus // (layout.tp * layout.cp * layout.pp), global_batch_size // layout.micro_batch_size
+    slots, experts = layout.tp * layout.cp, layout.ep * (layout.etp or 1)
+    return max((dp for dp in divisors(steps, most) if slots * dp % experts == 0), default=1)
+
+
+def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
+    """Turn a stated layout into a shape and a split.
+
+    Raises SpecError where it contradicts model, batch or cluster; what only the trainer refuses is a warning.
+    """
+    wanted = fill_dp(wanted, pricing.cluster.num_gpus, pricing.training.global_batch_size)
+    shape = _shape(pricing, wanted)
+    _check_arithmetic(pricing, shape)
+    schedule = wanted.schedule or ("none" if shape.pp == 1 else "interleaved-1f1b" if shape.vpp > 1 else "1f1b")
+    if shape.pp == 1 and schedule in ("1f1b", "interleaved-1f1b"):
+        schedule = "none"
+    if schedule not in _TRAINABLE:
+        trains_none = f"{schedule} trains no single copy of the model with a flush after each step"
+        raise SpecError(
+            f"parallelism.schedule: {trains_none if schedule in SCHEDULES else f'unknown {schedule!r:.60}'}",
+            f"one of {', '.join(_TRAINABLE)}{nearest(schedule, _TRAINABLE)}",
+        )
+    error = violation(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
+    if error is not None:
+        raise error
+    split = _split(pricing.model, wanted, shape, placement(schedule, int(shape.pp), int(shape.vpp)))
+    refused = _refused_by_trainer(pricing, shape, split, schedule)
+    warnings = tuple(f"{pricing.runtime.name} refuses this layout: {reason}" for reason in refused)
+    return GivenLayout(shape, split, schedule, warnings)
+
+
+def _refused_by_trainer(pricing: Pricing, shape: Shape, split: Split, schedule: str) -> Iterator[str]:
+    """What the trainer has against a layout that arithmetic allows."""
+    model, training, runtime = pricing.model, pricing.training, pricing.runtime
+    for rule in rules_for(runtime):
+        if not rule.holds(model, training, shape):
+            yield rule.message(model, training, shape)
+    if schedule not in runtime.schedules:
+        yield f"it cannot run the schedule {schedule}, only {', '.join(runtime.schedules)}"
+    if shape.sequence_parallel and not runtime.has_sequence_parallel:
+        yield "it has no sequence parallelism"
+    modules = pricing.selective_modules
+    if split.base == "selective" and not runtime.has_sequence_parallel:
+        yield "it has no selective recompute"
+    elif split.base == "selective" and ("op" in modules) != ("op" in runtime.selective_default):
+        yield f"it recomputes {', '.join(runtime.selective_recompute_modules)}, not {', '.join(modules)}"
+    # Megatron-LM's layouts may leave any stage empty
+    if runtime.family != "megatron" and (empty := _empty_stages(split)):
+        yield f"stage {empty[0]} of {len(split.counts)} holds nothing to run"
+
+
+def _empty_stages(split: Split) -> list[int]:
+    """Virtual stages between the first and the last that hold no layer of any kind."""
+    stages = range(1, len(split.counts) - 1)
+    return [stage for stage in stages if split.counts[stage] == 0 and stage != split.mtp_stage]
+
+
+def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
+    training, cluster = pricing.training, pricing.cluster
+    ranks = wanted.tp * wanted.cp * wanted.pp * wanted.dp
+    if ranks > cluster.num_gpus:
+        raise SpecError(
+            f"parallelism: tp {wanted.tp} · cp {wanted.cp} · pp {wanted.pp} · dp {wanted.dp} = {ranks} ranks, "
+            f"the cluster has {cluster.num_gpus} GPUs",
+            f"lower dp to {_largest_dp(wanted, cluster.num_gpus, training.global_batch_size)}, or give {ranks} GPUs"
+            if ranks <= wanted.dp * cluster.num_gpus
+            else f"lower tp, cp or pp, or give {ranks} GPUs",
+        )
+    per_step = wanted.dp * wanted.micro_batch_size
+    if training.global_batch_size % per_step:
+        raise SpecError(
+            f"global_batch_size: {training.global_batch_size} is no multiple of dp {wanted.dp} · "
+            f"micro_batch_size {wanted.micro_batch_size} = {per_step}",
+            f"use {max(1, training.global_batch_size // per_step) * per_step} sequences, or another dp",
+        )
+    zero: int | None = wanted.zero_stage
+    if zero is None:
+        stages = pricing.runtime.zero_stages
+        zero = 3 if wanted.fsdp is not None else 1 if 1 in stages else stages[0]
+    shard = wanted.dp * wanted.cp
+    if wanted.fsdp_shard_size is not None:
+        if shard % min(shard, wanted.fsdp_shard_size):
+            raise SpecError(
+                f"parallelism.fsdp: {wanted.fsdp!r} shards over {wanted.fsdp_shard_size} ranks, which do not divide "
+                f"dp {wanted.dp} · cp {wanted.cp} = {shard}",
+                "use a divisor of dp·cp",
+            )
+        shard = min(shard, wanted.fsdp_shard_size)
+    etp = wanted.etp or (wanted.tp if pricing.model.moe is None else 1)
+    stated = wanted.sequence_parallel
+    sequence_parallel = pricing.runtime.sequence_parallel if stated is None else stated
+    return Shape(
+        tp=wanted.tp,
+        cp=wanted.cp,
+        ep=wanted.ep,
+        etp=etp,
+        pp=wanted.pp,
+        vpp=wanted.vpp,
+        dp=wanted.dp,
+        micro_batch_size=wanted.micro_batch_size,
+        num_microbatches=training.global_batch_size // per_step,
+        seq_length=training.seq_length,
+        sequence_parallel=int(sequence_parallel and wanted.tp > 1),
+        zero_stage=zero,
+        shard_size=shard,
+    )
+
+
+def _check_arithmetic(pricing: Pricing, shape: Shape) -> None:
+    """What no trainer could run."""
+    model, moe = pricing.model, pricing.model.moe
+    pairs = [
+        ("num_attention_heads", model.num_attention_heads, "tp", shape.tp),
+        ("seq_length", shape.seq_length, "cp", shape.cp),
+    ]
+    if moe is not None:
+        pairs.append(("num_experts", moe.num_experts, "ep", shape.ep))
+        pairs.append(("tp·cp·dp", shape.tp * shape.cp * shape.dp, "ep·etp", shape.ep * shape.etp))
+    elif shape.ep > 1:
+        raise SpecError(f"parallelism.ep: {shape.ep}, but {model.name} has no experts", "set ep to 1")
+    elif not ETP.holds(model, pricing.training, shape):
+        raise SpecError(f"parallelism.etp: {shape.etp}, but {model.name} has no experts", "leave etp out")
+    for name, value, axis, size in pairs:
+        if value % size:
+            raise SpecError(
+                f"parallelism.{axis}: {name} {value} is no multiple of {axis} {size}", f"{axis} must divide it"
+            )
+    if shape.pp * shape.vpp > model.num_hidden_layers + 2:
+        raise SpecError(
+            f"parallelism.pp: {shape.pp} · vpp {shape.vpp} stages for {model.num_hidden_layers} layers",
+            "use fewer stages: none may be empty but those of embedding and head",
+        )
+
+
+def _split(model: ModelSpec, wanted: Parallelism, shape: Shape, ranks: Sequence[int]) -> Split:
+    num_stages = int(shape.pp * shape.vpp)
+    if wanted.layout is not None:
+        split = parse_layout(wanted.layout, model, num_stages)
+    elif wanted.layers_per_stage is not None:
+        split = Split(splits_from_counts(wanted.layers_per_stage, model, ranks))
+    else:
+        split = Split(default_counts(model, num_stages))
+    if wanted.recompute == "selective" or (wanted.recompute == "none" and wanted.recompute_modules):
+        return Split(split.counts, "selective", (), split.mtp_stage)
+    if wanted.recompute == "none":
+        return split
+    recomputed = []
+    for (first, last), count in zip(split.chunks, split.counts, strict=True):
+        whole = count if wanted.recompute_num_layers is None else min(count, wanted.recompute_num_layers)
+        held = model.layers[first : min(last, first + whole)]
+        recomputed.append(tuple(held.count(kind) for kind in model.kinds))
+    return Split(split.counts, "none", tuple(recomputed), split.mtp_stage)
+
+
+def default_counts(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
+    """How trainers cut where they are told nothing: evenly, or evenly with embedding and head counted as layers.
+
+    The ends count where only that makes the stages equal (Megatron's account_for_embedding/loss_in_pipeline_split).
+    Beside blocks of multi-token prediction stands what is left when all stages before are full, unless all are equal:
+    so Megatron-Bridge's recipes cut DeepSeek-V3, 61 layers into 15 times 4 and 1, 7 times 8 and 5, or 1, 30 times 2 and
+    none.
+    """
+    layers, extra = model.num_hidden_layers, model.num_nextn_predict_layers
+    if extra and layers % num_stages and 1 < num_stages <= layers + 1:
+        before = num_stages - 1
+        full = next(n for n in range(1, layers + 1) if n * before + max(n - 1 - extra, 0) >= layers)
+        last = max(layers - full * before, 0)
+        short = max(full * before - layers, 0)
+        return (*[full - 1] * short, *[full] * (before - short), last)
+    for first, last in ((0, 0), (1, 1), (0, 1), (1, 0)):
+        per_stage, left = divmod(layers + first + last, num_stages)
+        if left == 0 and per_stage >= max(first, last) and num_stages > 1:
+            return (per_stage - first, *([per_stage] * (num_stages - 2)), per_stage - last)
+    return even_counts(layers, num_stages)

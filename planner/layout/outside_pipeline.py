@@ -1,0 +1,68 @@
+"""What a step takes beside its pipeline: exposed data-parallel exchange, the optimizer, the tail on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.pricing import Pricing
+from planner.schedule.orders import lead_passes, passes_behind
+from planner.shape import Number, Shape
+from planner.trainers.spec import RuntimeSpec
+
+
+class Ends(NamedTuple):
+    """Seconds of a step outside the pipeline."""
+
+    exposed_dp_s: float
+    optimizer_s: float
+    tail_s: float
+
+
+def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], schedule: str) -> Ends:
+    """Gradients are reduced behind the last micro-batch's backward, parameters gathered behind the first one's forward.
+
+    A rank has as long for its own as a micro-batch takes through a chunk of each rank before it, there or back
+    (`lead_passes`). Of what its chunks exchange, each an equal part, the last one's hides behind its own pass, and all
+    of it behind those that follow the first one's (`passes_behind`). Without a pipeline ZeRO-2 reduces gradients in
+    every micro-batch, ZeRO-3 gathers the weights twice as well. What is hidden slows down what hides it: a share of
+    every exchange shows (`contention_fraction`).
+    """
+    runtime, shape = pricing.runtime, table.shape
+    sharded = sharded_each_time(int(shape.zero_stage), int(shape.pp))
+    exposed = 0.0
+    if sharded:
+        (first,) = ranks
+        exchanged = float(first.reduce_s) + (2 * float(first.gather_s) if sharded == 3 else 0.0)
+        behind_s = first.total_s if sharded == 3 else first.backward_total_s
+        hidden = runtime.fsdp_overlap_fraction * float(behind_s)
+        exposed = float(shape.num_microbatches) * max(runtime.contention_fraction * exchanged, exchanged - hidden)
+    vpp, passes = int(shape.vpp), passes_behind(schedule, int(shape.pp), int(shape.vpp))
+    reduced, led = reduce_overlap_fraction(runtime, shape), lead_passes(schedule, vpp)
+    for once, exchange, fraction, way, lead in (
+        (sharded < 2, "reduce_s", reduced, "backward_total_s", led),
+        (sharded < 3, "gather_s", runtime.parameter_overlap_fraction, "forward_total_s", 1 / vpp),
+    ):
+        shown = before_s = 0.0
+        for rank in ranks if once else ():
+            exchanged, passing_s = float(getattr(rank, exchange)), float(getattr(rank, way))
+            hidden = float(fraction) * passing_s
+            showing = runtime.contention_fraction * exchanged
+            shown = max(shown, max(showing, (exchanged - hidden) / vpp, exchanged - passes * hidden) - before_s)
+            before_s += lead * passing_s
+        exposed += shown
+    return Ends(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
+
+
+def reduce_overlap_fraction(runtime: RuntimeSpec, shape: Shape) -> Number:
+    """Of the window behind the last backward, what hides the reduction; torch's stages wait for that of FSDP."""
+    waits = runtime.has_torch_stages & (np.asarray(shape.zero_stage) >= 2) & (np.asarray(shape.pp) > 1)
+    return runtime.gradient_overlap_fraction * (1.0 - waits)
+
+
+def sharded_each_time(zero_stage: int, pp: int) -> int:
+    """The ZeRO stage, 2 or 3, whose exchanges every micro-batch makes; 0 where all wait for the last one's."""
+    return zero_stage if pp == 1 and zero_stage >= 2 else 0

@@ -1,0 +1,139 @@
+"""From a plan back to what it was priced from, so that it can be replayed, traced or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.answer import Plan, PricedLayout, StagePlan
+from planner.errors import SpecError
+from planner.layout.outside_pipeline import Ends, ends_of
+from planner.layout.price import price_layout
+from planner.layout.seconds import cost_by_rank, durations_of
+from planner.layout.split import Split, stage_costs
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.pricing import Pricing
+from planner.schedule.actions import Action, Schedule
+from planner.schedule.orders import build_schedule
+from planner.schedule.replay import Durations
+from planner.shape import Shape
+from planner.specs.model import ModelSpec
+from planner.specs.training import Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class Repriced:
+    """One layout of a plan with its prices."""
+
+    pricing: Pricing
+    table: CostTable
+    split: Split
+    order: Schedule
+    costs: tuple[PartCost, ...]
+    """Of each virtual stage."""
+    durations: Durations
+    ends: Ends
+
+
+def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = None) -> Repriced:
+    """Price `layout` again from the plan's own specs; the same numbers come out, but where other `modules` than its own
+    are recomputed selectively."""
+    chosen = layout.parallelism
+    pricing = Pricing(
+        model=plan.model.spec,
+        training=plan.training,
+        cluster=plan.cluster,
+        runtime=layout.runtime_spec or plan.runtime_spec,
+        selective_modules=chosen.recompute_modules or ("core_attn",) if modules is None else modules,
+    )
+    shape = Shape(
+        **{axis: getattr(chosen, axis) for axis in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size")},
+        num_microbatches=chosen.num_microbatches,
+        seq_length=plan.training.seq_length,
+        sequence_parallel=int(chosen.sequence_parallel),
+        zero_stage=chosen.zero_stage,
+        shard_size=chosen.shard_size,
+    )
+    order = order_of(layout)
+    split = _split(plan, layout, order)
+    table = pricing.table(shape)
+    costs = stage_costs(table, plan.model.spec, split, order.stage_to_rank, layout.rank_factors)
+    ends = ends_of(pricing, table, cost_by_rank(costs, order.stage_to_rank), order.name)
+    return Repriced(pricing, table, split, order, tuple(costs), durations_of(table, costs, pricing), ends)
+
+
+def layout_again(
+    plan: Plan, priced: Repriced, split: Split, rank_factors: Sequence[float] = (), exact: bool = True
+) -> PricedLayout:
+    """The plan's best layout with the prices of `priced`, its layers split as `split`, its ranks as slow as given."""
+    old = plan.best
+    layout = price_layout(
+        priced.pricing,
+        priced.table,
+        split,
+        named_schedule(old, priced.order),
+        plan.cluster.num_gpus,
+        exact=exact,
+        order=priced.order if old.actions else None,
+        rank_factors=rank_factors,
+    )
+    return layout.model_copy(update={"warnings": old.warnings, "id": old.id})
+
+
+def named_schedule(layout: PricedLayout, order: Schedule) -> str:
+    """The layout's schedule; of an order made to measure any that places its stages alike."""
+    if not layout.actions:
+        return layout.parallelism.schedule
+    ranks = order.stage_to_rank
+    return "zb-v" if len(ranks) > 1 and ranks[0] == ranks[-1] else "1f1b"
+
+
+def with_microbatches(layout: PricedLayout, num_microbatches: int | None) -> PricedLayout:
+    """The same layout for a step of another length; None for its own.
+
+    Raises SpecError where its schedule was made for one length only.
+    """
+    if num_microbatches is None or num_microbatches == layout.parallelism.num_microbatches:
+        return layout
+    if layout.actions:
+        raise SpecError("--micro-batches: this order was made to measure for its own step", "leave it out")
+    chosen = layout.parallelism.model_copy(update={"num_microbatches": num_microbatches})
+    return layout.model_copy(update={"parallelism": chosen})
+
+
+def order_of(layout: PricedLayout) -> Schedule:
+    """The action lists of a layout: its own where they were made to measure, else those of the named schedule."""
+    chosen = layout.parallelism
+    if not layout.actions:
+        return build_schedule(chosen.schedule, chosen.pp, chosen.vpp, chosen.num_microbatches)
+    ranks = tuple(tuple(map(Action.parse, line.split())) for line in layout.actions)
+    holders = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
+    splits = any(action.kind == "W" for actions in ranks for action in actions)
+    placement = tuple(holders[stage] for stage in sorted(holders))
+    return Schedule(chosen.schedule, ranks, placement, chosen.num_microbatches, splits_backward=splits)
+
+
+def _split(plan: Plan, layout: PricedLayout, order: Schedule) -> Split:
+    """Chunks by virtual stage; layers recomputed whole are shared out over chunks where it only counts them."""
+    model = plan.model.spec
+    seen = [0] * order.pp
+    counts, recomputed, mtp_stage = [], [], None
+    for virtual, rank in enumerate(order.stage_to_rank):
+        stage = layout.stages[rank]
+        first, last = stage.chunks[seen[rank]]
+        counts.append(last - first)
+        recomputed.append((stage.num_recomputed or _shared_out(stage, model))[seen[rank]])
+        seen[rank] += 1
+        if "mtp" in stage.holds:
+            mtp_stage = virtual
+    modes = {mode for stage in layout.stages for mode in stage.recompute}
+    base: Recompute = "selective" if "selective" in modes else "none"
+    return Split(tuple(counts), base, tuple(recomputed) if any(map(any, recomputed)) else (), mtp_stage)
+
+
+def _shared_out(stage: StagePlan, model: ModelSpec) -> list[tuple[int, ...]]:
+    """A stage's recomputed layers over its chunks, the first so many of each, as far as it holds them, by kind."""
+    count, sizes = stage.recompute.get("full", 0), [last - first for first, last in stage.chunks]
+    each = next(n for n in range(max(sizes) + 1) if sum(min(n, size) for size in sizes) >= count)
+    whole = [model.layers[first : min(first + each, last)] for first, last in stage.chunks]
+    return [tuple(held.count(kind) for kind in model.kinds) for held in whole]

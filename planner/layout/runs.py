@@ -1,0 +1,229 @@
+"""Runs of layouts that someone else chose: one JSON object a line in, one priced layout (or one error) a line out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from planner.answer import PricedLayout
+from planner.errors import PlannerError, SpecError, defect
+from planner.layout.evaluate import price_given
+from planner.specs.base import PositiveInt, Spec
+from planner.specs.checking import checked
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.problems import spec_error
+from planner.specs.reading import kind_of
+from planner.specs.registry import load_hardware, load_model, model_names
+from planner.specs.training import Dtype, Parallelism, TrainingSpec
+from planner.trainers.generations import runtime_of_its_day, unsaid_features
+from planner.trainers.spec import RuntimeSpec
+
+_log = logging.getLogger(__name__)
+
+_RATE = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*Gb/s\b[^(;]*?\bper (node|GPU)\b", re.IGNORECASE)
+_BITS_PER_BYTE = 8
+
+
+class RunSpec(Spec):
+    """What ran: the `run` of one line."""
+
+    model: str | dict[str, Any]
+    """A name, a path, or the fields of a ModelSpec."""
+    hardware: str
+    num_gpus: PositiveInt
+    gpus_per_node: PositiveInt | None = None
+    runtime: str = "megatron"
+    seq_length: PositiveInt
+    global_batch_size: PositiveInt
+    dtype: Dtype = "bf16"
+    parallelism: Parallelism = Parallelism()
+    features: dict[str, Any] = Field(default_factory=dict)
+    """What the runtime switched on; names it does not know are ignored with a warning."""
+    intra_node: str | None = None
+    """Description only."""
+    inter_node: str | None = None
+    """Description; a rate per node or GPU in it replaces the profile's network rate."""
+    precision_recipe: str | None = None
+    """`bf16`: fp32 gradients. `fp16`: what `dtype` calls 16 bits are of that kind. `fp8-tensorwise`, `fp8-rowwise`:
+    what shares a scale. Anything else is description."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as the arguments of `price_given`."""
+
+    id: str | None
+    model: ModelSpec
+    cluster: ClusterSpec
+    training: TrainingSpec
+    runtime: RuntimeSpec
+    """With what the run's features switch on or off."""
+    parallelism: Parallelism
+    unknown_features: tuple[str, ...]
+
+    def evaluate(self) -> PricedLayout:
+        """Price the run's layout, fit or not; SpecError where the layout is illegal."""
+        layout = price_given(self.model, self.cluster, self.training, self.parallelism, self.runtime)
+        return layout.model_copy(update={"id": self.id})
+
+
+@dataclass(frozen=True, slots=True)
+class RunAnswer:
+    """What became of one line: a priced layout or an error."""
+
+    id: Any
+    layout: PricedLayout | None = None
+    error: PlannerError | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The layout, or `{"id": …, "error": {"type", "message", "hint"}}`, as plain data."""
+        if self.layout is not None:
+            return self.layout.model_dump(mode="json")
+        error = self.error
+        assert error is not None
+        return {"id": self.id, "error": {"type": type(error).__name__, "message": error.message, "hint": error.hint}}
+
+
+def evaluate_lines(lines: Iterable[str]) -> Iterator[RunAnswer]:
+    """One answer per line that is not blank, in their order, each before the next line is read.
+
+    Each unknown feature is logged once as a warning.
+    """
+    warned: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where, run_id = f"line {number}", None
+        try:
+            data = _json_object(line, where)
+            run_id = data.get("id")
+            run = parse_run(data, where)
+            for name in run.unknown_features:
+                if name not in warned:
+                    warned.add(name)
+                    _log.warning("%s: features: %s: unknown, ignored", where, name)
+            yield RunAnswer(run_id, layout=run.evaluate())
+        except PlannerError as error:
+            yield RunAnswer(run_id, error=error)
+        except Exception as error:  # a defect that one line meets must not cost the lines after it
+            yield RunAnswer(run_id, error=defect(error))
+
+
+def parse_run(data: dict[str, Any], where: str = "run") -> Run:
+    """The run that one line's object describes; keys beside `id` and `run` are ignored.
+
+    Raises SpecError naming `where`, the field and the value.
+    """
+    run_id = data.get("id")
+    if run_id is not None and not isinstance(run_id, str):
+        raise SpecError(f"{where}: id: {run_id!r:.60} is {kind_of(run_id)}, expected text", "put it in quotes")
+    if "run" not in data:
+        raise SpecError(f"{where}: run: is missing", 'write {"id": …, "run": {"model": …, …}}')
+    spec = checked(RunSpec, data["run"], f"{where}: run")
+    for name, value in (("model", spec.model), ("hardware", spec.hardware)):
+        if value == "-":
+            raise SpecError(f"{where}: run: {name}: '-' is standard input, where lines come from", "name it")
+    hardware = _hardware(spec.hardware)
+    cluster = {
+        "hardware": hardware,
+        "num_gpus": spec.num_gpus,
+        "gpus_per_node": spec.gpus_per_node,
+        "network_gb_per_s": network_gb_per_s(spec.inter_node, spec.gpus_per_node or hardware.gpus_per_node),
+    }
+    training = spec.model_dump(include={"seq_length", "global_batch_size", "dtype"})
+    if spec.dtype == "bf16" and spec.precision_recipe == "fp16":
+        training["dtype"] = "fp16"
+    model = _model(spec.model, f"{where}: run: model")
+    used = {"precision_recipe": spec.precision_recipe, **spec.features}
+    dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
+    runtime, unknown = dated.with_features({**unsaid_features(spec.runtime, hardware, model), **used})
+    return Run(
+        id=run_id,
+        model=model,
+        cluster=checked(ClusterSpec, cluster, f"{where}: run"),
+        training=checked(TrainingSpec, training, f"{where}: run"),
+        runtime=runtime,
+        parallelism=spec.parallelism,
+        unknown_features=unknown,
+    )
+
+
+def network_gb_per_s(description: str | None, gpus_per_node: int) -> float | None:
+    """GB/s per GPU of a network described as `8x400 Gb/s … per node`, `800 Gb/s per node` or `400 Gb/s … per GPU`.
+
+    links · Gb/s / 8 / gpus_per_node, or Gb/s / 8. None for anything else, ranges among it.
+    """
+    match = _RATE.match(description or "")
+    if match is None:
+        return None
+    links, rate, holder = match.groups()
+    total = int(links or 1) * float(rate) / _BITS_PER_BYTE
+    return (total / gpus_per_node if holder.lower() == "node" else total) or None
+
+
+def _json_object(line: str, where: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise SpecError(f"{where}: {key}: given twice", "keep one of them")
+            result[key] = value
+        return result
+
+    try:
+        data = json.loads(line, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{where}: not JSON: {error}", "write one JSON object a line") from None
+    if not isinstance(data, dict):
+        raise SpecError(f"{where}: holds {kind_of(data)}, not an object", "write one JSON object a line")
+    return data
+
+
+def _model(model: str | dict[str, Any], where: str) -> ModelSpec:
+    if isinstance(model, str):
+        return _named_model(model)
+    try:
+        return as_known(_inline_model(json.dumps(model, sort_keys=True)))
+    except ValidationError as error:
+        raise spec_error(error, where, ModelSpec) from None
+
+
+_SIZES = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
+_DESIGN = (
+    "attention_bias", "mlp_bias", "qk_norm", "post_norms", "embedding_norm", "attention_sinks", "sliding_window",
+    "sliding_window_pattern", "attention_chunk_size",
+)  # fmt: skip
+
+
+def as_known(model: ModelSpec) -> ModelSpec:
+    """`model` with what its description leaves out of the design, where a known model has its name and its sizes."""
+    name = model.name.lower()
+    if not any(name == known or name in aliases for known, aliases in model_names().items()):
+        return model
+    known = _named_model(name)
+    if any(getattr(model, field) != getattr(known, field) for field in _SIZES):
+        return model
+    left_out = {field: getattr(known, field) for field in _DESIGN if field not in model.model_fields_set}
+    # a copy would keep the layers that were worked out
+    return ModelSpec(**{field: getattr(model, field) for field in ModelSpec.model_fields} | left_out)
+
+
+# Files of runs repeat a few models and clusters hundreds of times.
+_named_model = lru_cache(256)(load_model)
+_hardware = lru_cache(256)(load_hardware)
+
+
+@lru_cache(256)
+def _inline_model(text: str) -> ModelSpec:
+    return ModelSpec.model_validate({"name": "model", **json.loads(text)})

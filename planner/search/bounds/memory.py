@@ -1,0 +1,53 @@
+"""What layers take of the ranks' memory, and whether all ranks together have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.physics.cost import PartCost
+from planner.search.bounds.orders import Orders
+from planner.search.priced_shapes import Screen
+from planner.shape import FloatArray, Number
+from planner.specs.training import Recompute
+
+
+def exceeds_all_ranks(screen: Screen, modes: Sequence[Recompute], orders: Orders) -> npt.NDArray[np.bool_]:
+    """Whether layers of several kinds need more memory than all ranks together have.
+
+    A layer of kind κ takes needed[κ,r] = static + in flight · live bytes on rank r, the mean one mean[r]. For all the
+    ranks' memory rows, each over mean[r], together: Σ_κ count_κ · min_r needed[κ,r] / mean[r] ≤ Σ_r free[r] / mean[r].
+    """
+    held, counts = orders.in_flight, np.array(list(screen.pricing.kind_counts.values()))[:, None, None]
+    needed = np.min([layer_bytes(screen, mode, held) for mode in modes], axis=0)
+    mean = (counts * needed).sum(axis=0) / counts.sum()
+    exists = np.arange(held.shape[1])[None, :] < np.asarray(screen.shape.pp)[:, None]
+    free = free_bytes(screen, modes, held.shape[1])
+    layers_of_room = np.where(exists, free / mean, 0.0).sum(axis=1)
+    taken = counts[:, :, 0] * np.where(exists, needed / mean, np.inf).min(axis=2)
+    return np.asarray(taken.sum(axis=0) > layers_of_room * (1 + 1e-9))
+
+
+def layer_bytes(screen: Screen, mode: Recompute, held: FloatArray) -> FloatArray:
+    """What a layer of each kind (first axis) takes on ranks (last axis) that hold `held` micro-batches."""
+    parts = [screen.table.layers[kind, mode] for kind in screen.pricing.model.kinds]
+    return np.array([screen.static_bytes(p)[:, None] + held * screen.part(p, "live_bytes")[:, None] for p in parts])
+
+
+def free_bytes(screen: Screen, modes: Sequence[Recompute], num_ranks: int) -> FloatArray:
+    """What each rank (columns) has for layers of any kind in any of `modes`, at most."""
+    layers, kinds = screen.table.layers, screen.pricing.model.kinds
+    return screen.free_bytes(cheapest([layers[kind, mode] for kind in kinds for mode in modes]), num_ranks)
+
+
+def cheapest(parts: Sequence[PartCost]) -> PartCost:
+    """A layer that costs no more than any of `parts`, in any respect that the bounds look at."""
+
+    def least(quantity: str) -> Number:
+        return reduce(np.minimum, [np.asarray(getattr(part, quantity)) for part in parts])
+
+    names = ("live_bytes", "transient_bytes", "parameters", "expert_parameters")
+    return PartCost(forward_s=least("total_s"), **{name: least(name) for name in names})

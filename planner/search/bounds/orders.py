@@ -1,0 +1,64 @@
+"""What the schedules of nodes mean for their ranks, as the bounds look at them: rows of nodes, columns of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, placement
+from planner.search.priced_shapes import FRUGAL
+from planner.shape import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the schedules of nodes (rows) mean for their ranks (columns)."""
+
+    plain: npt.NDArray[np.bool_]
+    """1F1B without interleaving, or no pipeline."""
+    splits: npt.NDArray[np.bool_]
+    """Weight gradients may follow the last input gradient, so that the way back need not be over when a rank is."""
+    in_flight: FloatArray
+    """Micro-batches that each rank holds at least; 1 beyond a node's ranks."""
+    full: npt.NDArray[np.bool_]
+    """Ranks of chunks that are all equal: where stages interleave, those without the first and the last stage."""
+
+    def take(self, index: npt.NDArray[np.int64]) -> Orders:
+        """The rows at `index`."""
+        return Orders(self.plain[index], self.splits[index], self.in_flight[index], self.full[index])
+
+
+def orders_of(nodes: Sequence[tuple[str, int, int, int]]) -> Orders:
+    """Of nodes given as (schedule, pp, vpp, num_microbatches)."""
+    width = max((pp for _, pp, _, _ in nodes), default=1)
+    in_flight, full = np.ones((len(nodes), width)), np.zeros((len(nodes), width), dtype=bool)
+    for row, (name, pp, vpp, microbatches) in enumerate(nodes):
+        in_flight[row, :pp] = _least_in_flight(name, pp, vpp, microbatches)
+        if vpp > 1:
+            ranks = placement(name, pp, vpp)
+            full[row, :pp] = True
+            full[row, [ranks[0], ranks[-1]]] = False
+    return Orders(
+        plain=np.array([name in ("none", "1f1b") for name, *_ in nodes], dtype=bool),
+        splits=np.array([SCHEDULES[name].splits_backward for name, *_ in nodes], dtype=bool),
+        in_flight=in_flight,
+        full=full,
+    )
+
+
+def _least_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> Sequence[float]:
+    """As the schedule has it where that is a formula; else what all of them hold: min(M, pp − r), or 1 if frugal.
+
+    Where stages interleave the first rank's first chunk, of which it holds most, may be missing.
+    """
+    if SCHEDULES[name].splits_backward:
+        held = [1 if name in FRUGAL else min(num_microbatches, pp - rank) for rank in range(pp)]
+        return [1, *held[1:]] if vpp > 1 else held
+    in_flight = in_flight_microbatches(name, pp, vpp, num_microbatches)
+    if vpp == 1:
+        return in_flight
+    first = first_chunk_in_flight(name, pp, vpp, num_microbatches)
+    return [(vpp * in_flight[0] - first) / (vpp - 1), *in_flight[1:]]

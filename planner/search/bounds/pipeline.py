@@ -1,0 +1,178 @@
+"""Closed-form lower bounds of the step over thousands of nodes at once: a shape, its schedule and how it recomputes.
+
+They are relaxations of the integer program, so nothing that could win is lost: ranks take any number of layers that
+their memory and time allow (equal chunks where stages interleave, as in the program), recomputing as little as fits,
+and only together must they hold the model.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.physics.cost import PartCost
+from planner.search.bounds.chunks import chunked_bound_s
+from planner.search.bounds.memory import cheapest, exceeds_all_ranks
+from planner.search.bounds.orders import Orders
+from planner.search.ilp.node import FULL, Whole
+from planner.search.priced_shapes import Screen
+from planner.shape import FloatArray
+from planner.specs.training import Recompute
+
+NEVER_S = 1e30
+"""Stands for infinity where it is multiplied by what may be zero."""
+
+BISECTIONS = 13
+"""Halvings of the logarithm of the interval in which the busiest rank's seconds lie, at most a few hundred wide: what
+is left of it is a thousandth."""
+
+RARE = 1 / 8
+"""Kinds of fewer layers than this share of the model get no bound of their own: they decide nothing."""
+
+
+def coarse_bound_s(screen: Screen, splits_backward: bool = False) -> FloatArray:
+    """A lower bound of the step for every shape: max(M · the busiest rank, one micro-batch's round trip).
+
+    The busiest rank has at least work / pp, the longest count of the quickest layer, and what is on the last stage.
+    """
+    model, shape = screen.pricing.model, screen.shape
+    work = screen.work_s("none")
+    quickest = np.min([screen.part(screen.table.layers[kind, "none"], "total_s") for kind in model.kinds], axis=0)
+    busiest = np.maximum(work / shape.pp, np.ceil(model.num_hidden_layers / shape.pp) * quickest)
+    busiest = np.maximum(busiest, np.sum([screen.part(part, "total_s") for part in screen.last_parts], axis=0))
+    return np.asarray(np.maximum(shape.num_microbatches * busiest, screen.trip_s("none", splits_backward)))
+
+
+def pipeline_bound_s(screen: Screen, base: Recompute, whole: Whole, orders: Orders) -> FloatArray:
+    """A lower bound of the pipeline's seconds for every node; infinite where nothing fits.
+
+    Layers not recomputed whole are in mode `base`; `whole` says how many may be.
+    """
+    trips_s = _trip_s(screen, base, orders)
+    busiest = busiest_rank_s(screen, base, whole != "none", orders, trips_s)
+    chunked_s = chunked_bound_s(screen, base, whole, orders, trips_s)
+    return np.asarray(np.maximum(schedule_bound_s(screen, busiest, base, orders), chunked_s))
+
+
+def busiest_rank_s(screen: Screen, base: Recompute, whole: bool, orders: Orders, trips_s: FloatArray) -> FloatArray:
+    """Least seconds of a micro-batch on the busiest rank, where ranks recompute what their memory forces them to.
+
+    The least time in which all ranks together hold the layers is found by bisection: those of each kind with the others
+    taken as free, and all with each as cheap as the cheapest. Beyond plain 1F1B it is the least T / M: rank r has T
+    less the trip of one micro-batch through the ranks before it. Infinite where nothing fits.
+    """
+    model, trips_s = screen.pricing.model, np.where(orders.plain[:, None], 0.0, trips_s)
+    beside_s = screen.rank_ends_s(trips_s.shape[1]) + trips_s / np.asarray(screen.shape.num_microbatches)[:, None]
+    busiest = np.maximum(screen.work_s(base) / np.asarray(screen.shape.pp), beside_s.max(axis=1))
+    counts = screen.pricing.kind_counts
+    for kind, count in counts.items():
+        if count >= RARE * model.num_hidden_layers:
+            plain, full = screen.table.layers[kind, base], screen.table.layers[kind, FULL]
+            busiest = _holding_bound_s(screen, (plain, full), count, whole, orders.in_flight, beside_s, busiest)
+    if len(counts) > 1:
+        plain, full = (cheapest([screen.table.layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
+        busiest = _holding_bound_s(
+            screen, (plain, full), model.num_hidden_layers, whole, orders.in_flight, beside_s, busiest
+        )
+        busiest = np.where(exceeds_all_ranks(screen, (base, FULL) if whole else (base,), orders), np.inf, busiest)
+    return np.asarray(busiest)
+
+
+def _trip_s(screen: Screen, base: Recompute, orders: Orders) -> FloatArray:
+    """Seconds of one micro-batch through the ranks before each rank (columns) and back, at least.
+
+    The ranks between the first and this one hold full chunks where stages interleave, a layer at least elsewhere; the
+    first may hold none where the trainer allows that. Zero where the way back need not be over.
+    """
+    shape = screen.shape
+    rank = np.arange(orders.full.shape[1])[None, :]
+    quickest = screen.layer_s(base).min(axis=0)[:, None]
+    first = 0.0 if screen.pricing.runtime.head_only_stage else quickest
+    first = first + screen.part(screen.table.embedding, "total_s")[:, None]
+    between = np.maximum(rank - 1, 0) * quickest * screen.chunk_layers[:, None]
+    hops = 2 * rank * np.broadcast_to(screen.p2p_s, len(screen.kernel))[:, None]
+    trip = np.where((rank > 0) & (rank < np.asarray(shape.pp)[:, None]), first + between + hops, 0.0)
+    return np.asarray(np.where(orders.splits[:, None], 0.0, trip))
+
+
+def _holding_bound_s(
+    screen: Screen,
+    layer: tuple[PartCost, PartCost],
+    count: int,
+    whole: bool,
+    held: FloatArray,
+    beside_s: FloatArray,
+    least_s: FloatArray,
+) -> FloatArray:
+    """The same for `count` layers that cost layer[0], or layer[1] where recomputed whole; `least_s` at least.
+
+    Ranks (columns) hold `held` micro-batches, and `beside_s` of a micro-batch's seconds are for no layer.
+    """
+    plain, full = layer
+    seconds = screen.part(plain, "total_s")[:, None]
+    again = np.maximum(screen.part(full, "total_s")[:, None] - seconds, 1e-12)
+    static, live = screen.static_bytes(plain)[:, None], screen.part(plain, "live_bytes")[:, None]
+    saved = np.maximum(live - screen.part(full, "live_bytes")[:, None], 1.0)
+    free = screen.free_bytes(plain, held.shape[1])
+    roomy = np.floor(free / (static + held * live))
+    # layers = (busy + again·free/saved-bytes-in-flight) / (seconds + again·bytes per layer / saved bytes): memory binds
+    rate = again / (held * saved)
+    tight = np.floor(free / (static + held * (live - saved))) if whole else roomy
+    exists = np.arange(held.shape[1])[None, :] < np.asarray(screen.shape.pp)[:, None]
+    low, high = least_s, np.maximum(count * (seconds + again)[:, 0] + beside_s.max(axis=1), least_s)
+    for _ in range(BISECTIONS):
+        middle = np.sqrt(low * high)
+        busy = np.maximum(middle[:, None] - beside_s, 0.0)
+        layers = busy / seconds
+        if whole:
+            layers = np.minimum(layers, np.maximum((busy + rate * free) / (seconds + rate * (static + held * live)), 0))
+        layers = np.floor(np.minimum(layers, tight) + 1e-9)
+        enough = (layers * exists).sum(axis=1) >= count
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return np.where((tight * exists).sum(axis=1) < count, np.inf, low)
+
+
+def schedule_bound_s(screen: Screen, busiest_s: FloatArray, base: Recompute, orders: Orders) -> FloatArray:
+    """From the busiest rank to the step: M · busiest, and for 1F1B the fill and drain.
+
+    1F1B, M > pp, with stages no longer than `busiest`: T ≥ (M − 1 − pp) · busiest + 2 · work, from T ≥ M·t_r + Σ_{q<r}
+    t_q + [2·Σ_{q>r} t_q − (pp − 1 − r)·t_r]⁺ at the busiest rank, since all stages together fall short of pp · busiest
+    by no more than pp · busiest − work. For any M, with one stage per rank, a rank's first backward comes after the
+    whole trip and M − 1 more follow: T ≥ work + (M − 1)·b_r, with b_r ≥ β·t_r, the least share that the backward has of
+    any part. Where M ≤ pp only the first e = pp − M + 1 ranks may be that quiet; what the others hold comes twice: T ≥
+    2·work − Σ_{r<e} t_r, both together T ≥ work · (1 + n/(n + e)), n = (M − 1)·β. A trip has 2·(pp − 1) transfers.
+    """
+    shape = screen.shape
+    pps, work, steps = np.asarray(shape.pp), screen.work_s(base), np.asarray(shape.num_microbatches)
+    busiest_s = np.where(np.isfinite(busiest_s), busiest_s, NEVER_S)
+    later = (steps - 1) * _backward_share(screen, base)
+    few = np.maximum(work + later * busiest_s, work * (1 + later / np.maximum(later + pps - steps + 1, 1.0)))
+    plain = np.where(steps > pps, (steps - 1 - pps) * busiest_s + 2 * work, few) + 2 * (pps - 1) * screen.p2p_s
+    plain = np.where(pps == 1, steps * work, plain)
+    trip = _trips_bound_s(screen, base, orders)
+    least = np.maximum(np.maximum(steps * busiest_s, trip), np.where(orders.plain, plain, 0.0))
+    return np.where(busiest_s >= NEVER_S, np.inf, least)
+
+
+def _trips_bound_s(screen: Screen, base: Recompute, orders: Orders) -> FloatArray:
+    """One micro-batch's way through all stages and back, and M − 1 more passes of the longest stage, there or back."""
+    shape, counts = screen.shape, screen.pricing.kind_counts
+    num_stages = np.asarray(shape.pp) * np.asarray(shape.vpp)
+    hops = num_stages - np.where(screen.folded, np.asarray(shape.vpp), 1)
+    trip = np.where(orders.splits, screen.trip_s(base, splits_backward=True), screen.work_s(base))
+
+    def longest_s(quantity: str) -> FloatArray:
+        parts = [n * screen.part(screen.table.layers[kind, base], quantity) for kind, n in counts.items()]
+        return np.asarray(np.sum(parts, axis=0) / num_stages)
+
+    there, back = longest_s("forward_total_s"), longest_s("input_grad_total_s")
+    back = back + np.where(orders.splits, 0.0, longest_s("weight_grad_s"))
+    later = (np.asarray(shape.num_microbatches) - 1) * np.maximum(there, back)
+    return np.asarray(trip + 2 * hops * screen.p2p_s + later)
+
+
+def _backward_share(screen: Screen, base: Recompute) -> FloatArray:
+    """The least share of its seconds that any layer, the embedding or the head spends in the backward."""
+    table = screen.table
+    parts = [table.layers[kind, base] for kind in screen.pricing.model.kinds] + [table.embedding, table.head]
+    shares = [screen.part(part, "backward_total_s") / screen.part(part, "total_s") for part in parts]
+    return np.asarray(np.min(shares, axis=0))

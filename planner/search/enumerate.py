@@ -1,0 +1,259 @@
+"""Every shape worth pricing, as arrays: the axes, what is legal, and a typed reason for each shape that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.schedule.orders import SCHEDULES
+from planner.shape import Shape, divisors
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.training import SearchLimits, TrainingSpec
+from planner.trainers.rules.common import ETP, HEADS, Rule
+from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.spec import RuntimeSpec
+
+IntArray = npt.NDArray[np.int64]
+
+MAX_MICRO_BATCH_TOKENS = 1 << 16
+"""Tokens of a micro-batch beyond which larger ones are not tried: GEMMs gain nothing and activations grow."""
+MAX_CP = 512
+
+
+@dataclass(slots=True)
+class Rejections:
+    """Counts of rejected shapes by reason, with one example each."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, count: int, example: str) -> None:
+        if count:
+            self.counts[reason] = self.counts.get(reason, 0) + count
+            self.examples.setdefault(reason, example)
+
+
+def _pinned(pins: Sequence[int] | None, free: Sequence[int]) -> list[int]:
+    return sorted(set(pins)) if pins is not None else list(free)
+
+
+def enumerate_shapes(
+    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits, runtime: RuntimeSpec
+) -> tuple[Shape, Rejections]:
+    """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage, dp, shard group), with as much dp as the batch allows.
+
+    Interleaving and recompute are chosen later, shape by shape. dp is the largest divisor of
+    global_batch_size / micro_batch_size that needs no more ranks than GPUs, or that leaves as many micro-batches as
+    orders ask for (`_data_parallel`); other GPUs stay spare.
+    """
+    rejections = Rejections()
+    grid = _grid(model, cluster, training, limits, runtime, rejections)
+    rows, dp = _data_parallel(grid, cluster, training, limits)
+    grid = {name: column[rows] for name, column in grid.items()}
+    legal = dp > 0
+    _reject(grid, ~legal, rejections, cluster, training)
+    dp = np.maximum(dp, 1)
+    rows, shard_size = _shard_groups(grid, dp, cluster, limits)
+    legal, dp = legal[rows], dp[rows]
+    shape = _shape({name: column[rows] for name, column in grid.items()}, dp, shard_size, training, runtime)
+    own = _own_rules(cluster, limits)
+    for rule in (*own, *rules_for(runtime)):
+        holds = np.broadcast_to(np.asarray(rule.holds(model, training, shape)), legal.shape)
+        broken = legal & ~holds
+        if broken.any():
+            first = int(np.argmax(broken))
+            rejections.add(rule.reason, int(broken.sum()), rule.message(model, training, scalar(shape, first)))
+        legal &= holds
+    return shape.take(legal), rejections
+
+
+def scalar(shape: Shape, index: int) -> Shape:
+    """One shape of many, as Python numbers."""
+    one = shape.take(index)
+    numbers = {name: getattr(one, name) for name in Shape.__slots__}
+    return Shape(**{k: v.item() if isinstance(v, np.generic) else v for k, v in numbers.items()})
+
+
+Grid = dict[str, IntArray]
+
+
+def _grid(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    limits: SearchLimits,
+    runtime: RuntimeSpec,
+    rejections: Rejections,
+) -> Grid:
+    """The raw axes, multiplied out."""
+    gpus, moe = cluster.num_gpus, model.moe
+    widest = gpus if limits.tp_across_nodes else min(cluster.nvlink_domain_size, gpus)
+    tps = _pinned(limits.tp, range(1, min(widest, model.num_attention_heads) + 1))
+    cps = _pinned(
+        limits.cp, divisors(max(training.seq_length // 2, 1), min(gpus, MAX_CP)) if training.seq_length > 1 else [1]
+    )
+    eps = _pinned(limits.ep, [1] if moe is None else divisors(moe.num_experts, gpus))
+    pairs = list(product(tps, cps))
+    # shapes with more ranks than GPUs are no shapes of this cluster; pinned ones are kept to be refused with a reason
+    pairs = [(tp, cp) for tp, cp in pairs if tp * cp <= gpus] or pairs
+    layers = [
+        (tp, cp, ep, etp)
+        for (tp, cp), ep in product(pairs, eps)
+        for etp in _pinned(limits.etp, [tp] if moe is None else sorted({1, tp}))
+    ]
+    pps = _pinned(limits.pp, range(1, min(model.num_hidden_layers, gpus) + 1))
+    batches = _pinned(
+        limits.micro_batch_size,
+        divisors(training.global_batch_size, max(1, MAX_MICRO_BATCH_TOKENS // training.seq_length)),
+    )
+    zeros = _pinned(limits.zero_stage, _useful_zero_stages(runtime))
+    rows = np.array(layers, dtype=np.int64).reshape(-1, 4)
+    split = model.num_attention_heads % rows[:, 0] == 0
+    if split.any():
+        # refused before they are multiplied out, and counted as what they would have been
+        lost = int((~split).sum()) * len(pps) * len(batches) * len(zeros)
+        tp = next((tp for tp in tps if model.num_attention_heads % tp), 0)
+        rejections.add(HEADS.reason, lost, HEADS.message(model, training, Shape(tp=tp)))
+        rows = rows[split]
+    kernel, pp, batch, zero = (a.ravel() for a in np.meshgrid(np.arange(len(rows)), pps, batches, zeros, indexing="ij"))
+    tp, cp, ep, etp = rows[kernel].T
+    fits = tp * cp * pp <= gpus
+    columns = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "pp": pp, "micro_batch_size": batch, "zero_stage": zero}
+    if fits.any():  # else kept, too
+        columns = {name: np.asarray(column[fits], dtype=np.int64) for name, column in columns.items()}
+    return {name: np.asarray(column, dtype=np.int64) for name, column in columns.items()}
+
+
+def _useful_zero_stages(runtime: RuntimeSpec) -> list[int]:
+    """ZeRO stages worth trying: not 0 where 1 can be had, since it needs more memory and moves the same bytes."""
+    return [stage for stage in runtime.zero_stages if stage > 0 or 1 not in runtime.zero_stages]
+
+
+def _data_parallel(
+    grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits
+) -> tuple[IntArray, IntArray]:
+    """Rows of the grid, each as often as there are data-parallel sizes to try, and the sizes; 0 where there is none.
+
+    The largest, since fewer ranks compute longer. Where that leaves fewer micro-batches than some order asks for, or no
+    multiple of pp, also the largest that leaves enough of them.
+    """
+    leasts = {SCHEDULES[name].min_microbatches_per_rank for name in limits.schedule or () if name in SCHEDULES}
+    asked = [(0, False), (1, False), *((least, True) for least in sorted(leasts | {1}) if least)]
+    sizes = np.stack([_largest(grid, cluster, training, limits, least, even) for least, even in asked])
+    new = [np.all(sizes[:k] != sizes[k], axis=0) & ((sizes[k] > 0) | (k == 0)) for k in range(len(asked))]
+    which, rows = np.nonzero(new)
+    return rows, sizes[which, rows]
+
+
+def _largest(
+    grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits, least: int, even: bool
+) -> IntArray:
+    """Largest dp of each row that leaves `least`·pp micro-batches, and if `even` a multiple of pp; 0 without any."""
+    room = cluster.num_gpus // (grid["tp"] * grid["cp"] * grid["pp"])
+    dp = np.zeros_like(room)
+    slots = grid["tp"] * grid["cp"]
+    experts = grid["ep"] * grid["etp"]
+    for batch in np.unique(grid["micro_batch_size"]):
+        if training.global_batch_size % batch:
+            continue
+        microbatches = training.global_batch_size // int(batch)
+        choices = divisors(microbatches, cluster.num_gpus)
+        sizes = np.array([0] + [d for d in choices if limits.dp is None or d in limits.dp])
+        steps = microbatches // np.maximum(sizes, 1)
+        rows = np.flatnonzero(grid["micro_batch_size"] == batch)
+        pp = grid["pp"][rows]
+        index = np.searchsorted(sizes, room[rows], side="right") - 1
+        # step down to what suits the order and fits the expert grid; 0 is a size of no order and ends the walk
+        while True:
+            few = (steps[index] < least * pp) | (even & (steps[index] % pp != 0))
+            crowded = slots[rows] * sizes[index] % experts[rows] != 0
+            bad = (few | crowded) & (sizes[index] > 0)
+            if not bad.any():
+                break
+            index[bad] -= 1
+        dp[rows] = sizes[index]
+    return dp
+
+
+def _shard_groups(grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: SearchLimits) -> tuple[IntArray, IntArray]:
+    """Rows of the grid, each as often as there are groups to shard over, and the ranks of the group.
+
+    All of dp·cp; where weights or gradients are sharded also those of one NVLink domain and its doublings, among which
+    only reductions leave the group (HSDP). Pinned sizes are kept to be refused with a reason.
+    """
+    every, whole, zero = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
+    if limits.shard_size is not None:
+        pinned = zero >= 1
+        groups = [(every[~pinned], whole[~pinned])]
+        groups += [(every[pinned], np.full(int(pinned.sum()), size)) for size in sorted(set(limits.shard_size))]
+    else:
+        groups = [(every, whole)]
+        size = 2 ** np.floor(np.log2(np.maximum(cluster.nvlink_domain_size // grid["tp"], 1))).astype(np.int64)
+        while (smaller := (zero >= 2) & (size < whole)).any():
+            usable = smaller & (whole % size == 0) & (size % grid["cp"] == 0)
+            groups.append((every[usable], size[usable]))
+            size = 2 * size
+    return np.concatenate([rows for rows, _ in groups]), np.concatenate([sizes for _, sizes in groups])
+
+
+def _reject(
+    grid: Grid, rows: npt.NDArray[np.bool_], rejections: Rejections, cluster: ClusterSpec, training: TrainingSpec
+) -> None:
+    """Count rows without any data-parallel size by what stands in the way."""
+    if not rows.any():
+        return
+    ranks = grid["tp"] * grid["cp"] * grid["pp"]
+    batch = training.global_batch_size % grid["micro_batch_size"] != 0
+    crowded = ranks > cluster.num_gpus
+    for reason, mask, text in (
+        ("more_ranks_than_gpus", rows & crowded, "tp {tp} · cp {cp} · pp {pp} exceeds " + f"{cluster.num_gpus} GPUs"),
+        (
+            "global_batch_not_divisible",
+            rows & ~crowded & batch,
+            f"global_batch_size {training.global_batch_size} is no multiple of micro_batch_size {{micro_batch_size}}",
+        ),
+        (
+            "no_data_parallel_size",
+            rows & ~crowded & ~batch,
+            "no dp suits tp {tp}, cp {cp}, pp {pp}, ep {ep}, etp {etp}, "
+            f"micro-batch {{micro_batch_size}} on {cluster.num_gpus} GPUs at global batch {training.global_batch_size}",
+        ),
+    ):
+        if mask.any():
+            first = int(np.argmax(mask))
+            rejections.add(reason, int(mask.sum()), text.format(**{k: int(v[first]) for k, v in grid.items()}))
+
+
+def _shape(grid: Grid, dp: IntArray, shard_size: IntArray, training: TrainingSpec, runtime: RuntimeSpec) -> Shape:
+    """The grid as a `Shape` of arrays, not interleaved."""
+    return Shape(
+        **grid,
+        dp=dp,
+        num_microbatches=training.global_batch_size // (dp * grid["micro_batch_size"]),
+        seq_length=training.seq_length,
+        sequence_parallel=((grid["tp"] > 1) & runtime.has_sequence_parallel).astype(np.int64),
+        shard_size=shard_size,
+    )
+
+
+def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
+    """Rules that hold for every trainer."""
+    domain = cluster.nvlink_domain_size
+    return (
+        ETP,
+        Rule(
+            "more_stages_than_layers",
+            lambda m, t, s: s.pp * s.vpp <= m.num_hidden_layers,
+            lambda m, t, s: f"pp {s.pp} · vpp {s.vpp} stages for {m.num_hidden_layers} layers",
+        ),
+        Rule(
+            "tp_across_nvlink_domains",
+            lambda m, t, s: (s.tp <= domain) | limits.tp_across_nodes,
+            lambda m, t, s: f"tp {s.tp} leaves the NVLink domain of {domain} GPUs (allow it with --tp-across-nodes)",
+        ),
+    )

@@ -1,0 +1,201 @@
+"""Thousands of shapes at once, with the prices of their kernels; and which of them can fit at all.
+
+The screen for memory is a relaxation of the integer program, so nothing that could win is lost: ranks take any number
+of layers that their memory allows, recomputing as little as fits, and only together must they hold the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.physics import memory
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.pricing import Pricing
+from planner.schedule.orders import SCHEDULES, placement
+from planner.shape import FloatArray, Number, Shape
+from planner.specs.model import LayerKind
+from planner.specs.training import Recompute
+
+FRUGAL = frozenset({"v-half", "v-min"})
+"""Schedules that hold less than 1F1B."""
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """Shapes (arrays) with the prices of their kernels, looked up once per distinct (tp, cp, ep, etp, micro-batch)."""
+
+    pricing: Pricing
+    shape: Shape
+    table: CostTable
+    """Prices per distinct kernel; memory and data-parallel exchange in it are of no use here."""
+    kernel: npt.NDArray[np.int64]
+    """Row of the table for each shape."""
+    folded: npt.NDArray[np.bool_]
+    """Whether the last virtual stage is on the first rank, the head beside the embedding."""
+
+    def part(self, part: PartCost, quantity: str) -> FloatArray:
+        """A quantity of a part for every shape; the head is beside its embedding where the pipeline is folded."""
+        if part is self.table.head:
+            beside = self._column(getattr(self.table.head_beside_embedding, quantity))
+            return np.where(self.folded, beside, self._column(getattr(part, quantity)))
+        return self._column(getattr(part, quantity))
+
+    def _column(self, value: Number) -> FloatArray:
+        column = np.asarray(value, dtype=float)
+        return column[self.kernel] if column.ndim else np.full(len(self.kernel), float(column))
+
+    def static_bytes(self, part: PartCost) -> FloatArray:
+        """Weights, gradients and optimizer of a part under each shape's sharding."""
+        expert = self.part(part, "expert_parameters")
+        dense = self.part(part, "parameters") - expert
+        runtime, dtype = self.pricing.runtime, self.pricing.training.dtype
+        total: FloatArray = (
+            memory.weights_bytes(dense, expert, self.shape, runtime, dtype)
+            + memory.gradients_bytes(dense, expert, self.shape, runtime)
+            + memory.optimizer_bytes(dense, expert, self.shape, runtime)
+        )
+        return total
+
+    def take(self, index: npt.NDArray[np.int64]) -> Screen:
+        """The shapes at `index`."""
+        return replace(self, shape=self.shape.take(index), kernel=self.kernel[index], folded=self.folded[index])
+
+    @property
+    def p2p_s(self) -> FloatArray:
+        """Seconds of one transfer between stages."""
+        return np.asarray(self.pricing.p2p_s(self.shape))
+
+    @property
+    def last_parts(self) -> list[PartCost]:
+        """What the last virtual stage holds beside layers: the head, and the least that multi-token prediction may."""
+        table = self.table
+        if table.mtp is None:
+            return [table.head]
+        parts = (table.mtp, *table.mtp_recomputed.values())
+        least = {
+            name: np.min([getattr(part, name) for part in parts], axis=0) for name in ("live_bytes", "transient_bytes")
+        }
+        return [table.head, replace(table.mtp, **least)]
+
+    @property
+    def ends_s(self) -> FloatArray:
+        """Seconds of a micro-batch in embedding, head and multi-token prediction."""
+        parts = [self.table.embedding, *self.last_parts]
+        return np.asarray(np.sum([self.part(part, "total_s") for part in parts], axis=0))
+
+    def work_s(self, mode: Recompute) -> FloatArray:
+        """Seconds of one micro-batch through the whole model, forward and backward."""
+        counts = self.pricing.kind_counts
+        layers = [count * self.part(self.table.layers[kind, mode], "total_s") for kind, count in counts.items()]
+        return np.asarray(self.ends_s + np.sum(layers, axis=0))
+
+    def trip_s(self, mode: Recompute, splits_backward: bool) -> FloatArray:
+        """Seconds of one micro-batch's way through the model and back; weight gradients may follow where split off."""
+        if not splits_backward:
+            return self.work_s(mode)
+        counts = self.pricing.kind_counts
+        parts = [(self.table.layers[kind, mode], count) for kind, count in counts.items()]
+        parts += [(part, 1) for part in (self.table.embedding, *self.last_parts)]
+        later = np.sum([n * self.part(part, "weight_grad_s") for part, n in parts], axis=0)
+        return np.asarray(self.work_s(mode) - later)
+
+    @property
+    def chunk_layers(self) -> FloatArray:
+        """Layers of a virtual stage at least, where all are equal but the first and the last, which may be shorter; 1
+        where stages do not interleave."""
+        layers, vpp = self.pricing.model.num_hidden_layers, np.asarray(self.shape.vpp)
+        return np.where(vpp > 1, np.ceil(layers / (np.asarray(self.shape.pp) * vpp)), 1.0)
+
+    def layer_s(self, mode: Recompute, quantity: str = "total_s") -> FloatArray:
+        """Seconds (or another quantity) of a layer of each kind (rows) for each shape (columns)."""
+        return np.array([self.part(self.table.layers[kind, mode], quantity) for kind in self.pricing.model.kinds])
+
+    def holds_last(self, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which ranks (columns) hold the last virtual stage."""
+        return np.asarray(rank == np.where(self.folded, 0, np.asarray(self.shape.pp) - 1)[:, None])
+
+    def rank_ends_s(self, num_ranks: int) -> FloatArray:
+        """Seconds of a micro-batch that each rank (columns) has for the embedding, the head, multi-token prediction."""
+        rank = np.arange(num_ranks)[None, :]
+        last_s = np.sum([self.part(part, "total_s") for part in self.last_parts], axis=0)
+        first_s = self.part(self.table.embedding, "total_s")
+        return np.asarray((rank == 0) * first_s[:, None] + self.holds_last(rank) * last_s[:, None])
+
+    def free_bytes(self, layer: PartCost, num_ranks: int) -> FloatArray:
+        """What each rank (columns) has for layers like `layer`, beside what else it holds and the larger transient."""
+        rank, last = np.arange(num_ranks)[None, :], self.last_parts
+        transient = self.part(layer, "transient_bytes")
+        loss = np.max([transient, *(self.part(part, "transient_bytes") for part in last)], axis=0) - transient
+        beside = loss + sum(self.static_bytes(part) + self.part(part, "live_bytes") for part in last)
+        free = np.asarray(self.pricing.usable_bytes(self.shape) - transient)[:, None]
+        free = free - self.holds_last(rank) * beside[:, None]
+        return np.asarray(np.maximum(free - (rank == 0) * self.static_bytes(self.table.embedding)[:, None], 0.0))
+
+
+def screen_of(pricing: Pricing, shape: Shape) -> Screen:
+    """Price every distinct kernel of `shape` once.
+
+    Without a pipeline a micro-batch's seconds also depend on how ZeRO-2 and ZeRO-3 shard (`Pricing._plain`).
+    """
+    axes = ("tp", "cp", "ep", "etp", "micro_batch_size")
+    zero = np.asarray(shape.zero_stage)
+    sharded = (np.asarray(shape.pp) == 1) & (zero >= 2)
+    sharding = [np.where(sharded, zero, 1), np.where(sharded, shape.shard_size, 1)]
+    columns = np.stack([*(np.asarray(getattr(shape, axis)) for axis in axes), *sharding])
+    base = columns.max(axis=1, initial=0) + 1
+    keys = np.ravel_multi_index(tuple(columns), tuple(base))
+    _, first, kernel = np.unique(keys, return_index=True, return_inverse=True)
+    few = shape.take(first)
+    kernels = Shape(
+        tp=few.tp, cp=few.cp, ep=few.ep, etp=few.etp, micro_batch_size=few.micro_batch_size,
+        seq_length=few.seq_length, sequence_parallel=few.sequence_parallel, dp=few.ep * few.etp,
+        zero_stage=sharding[0][first], shard_size=sharding[1][first],
+    )  # fmt: skip
+    return Screen(pricing, shape, pricing.table(kernels), kernel.astype(np.int64), np.asarray(shape.pp) == 1)
+
+
+def room_layers(screen: Screen, kind: LayerKind, schedules: Sequence[str] = ()) -> FloatArray:
+    """Most layers of `kind` that all ranks of each shape can hold together, recomputed as cheaply in bytes as can be.
+
+    Rank r holds min(M, pp − r) micro-batches in flight, the least of all `schedules` but the frugal ones, of which it
+    holds one at least. Where one of them may fold the pipeline nobody knows which rank has the head: none is charged.
+    """
+    frugal = bool(FRUGAL.intersection(schedules))
+    folds = any(placement(name, 2, 2)[-1] == 0 for name in schedules if SCHEDULES[name].min_vpp == 2)
+    shape, table = screen.shape, screen.table
+    parts = [table.layers[kind, mode] for mode in ("none", "selective", "full")]
+    static = screen.static_bytes(parts[0])
+    live = np.min([screen.part(part, "live_bytes") for part in parts], axis=0)
+    transient = np.min([screen.part(part, "transient_bytes") for part in parts], axis=0)
+    usable = screen.pricing.usable_bytes(shape) - transient
+    ends = (screen.static_bytes(table.embedding), (not folds) * screen.static_bytes(table.head))
+    room = np.zeros(len(screen.kernel))
+    pps = np.asarray(shape.pp)
+    for pp in np.unique(pps):
+        rows = np.flatnonzero(pps == pp)
+        held = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
+        held = np.ones_like(held) if frugal else held
+        free = np.repeat(usable[rows, None], pp, axis=1)
+        free[:, 0] -= ends[0][rows]
+        free[:, -1] -= ends[1][rows]
+        per_layer = static[rows, None] + held * live[rows, None]
+        room[rows] = np.floor(np.maximum(free, 0.0) / per_layer).sum(axis=1)
+    return room
+
+
+def fits(screen: Screen, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
+    """Whether all ranks together have room for the layers of each kind: necessary for any split."""
+    counts = screen.pricing.kind_counts
+    return np.asarray(np.all([room_layers(screen, kind, schedules) >= n for kind, n in counts.items()], axis=0))
+
+
+def least_sum(values: FloatArray, counts: npt.NDArray[np.int64], number: FloatArray) -> FloatArray:
+    """The least that `number` items add up to, when there are counts[k] of values[k]."""
+    order = np.argsort(values, axis=0)
+    values, ordered = np.take_along_axis(values, order, axis=0), counts[order]
+    taken = np.clip(number - (np.cumsum(ordered, axis=0) - ordered), 0, ordered)
+    return np.asarray((values * taken).sum(axis=0))

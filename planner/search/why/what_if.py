@@ -1,0 +1,171 @@
+"""The same search asked otherwise: without the pins, under another assumption, or with one limit moved."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from planner.answer import Plan, PricedLayout
+from planner.errors import Infeasible, SolverError
+from planner.layout import assumptions
+from planner.layout.replan import order_of, reprice, with_microbatches
+from planner.layout.room import peak_activation_bytes, stage_memory
+from planner.layout.seconds import cost_by_rank
+from planner.physics.pricing import Pricing
+from planner.schedule.replay import makespan_s
+from planner.search.search import plan
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.training import PINS, SearchLimits, TrainingSpec
+from planner.specs.units import GIB
+from planner.trainers.spec import RuntimeSpec
+
+TIME_LIMIT_S = 10.0
+"""Of each search beside the two that were asked for."""
+WORTH_PROCESSES_S = 3.0
+"""Searches that take less, all together, are run one after another: a process needs half a second to start."""
+MEMORY, ROOM = 0.05, 0.1
+"""How far memory is moved: an estimate that is short, a larger GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one search is asked: the arguments of `plan`."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    training: TrainingSpec
+    runtime: RuntimeSpec
+    limits: SearchLimits
+
+    @property
+    def pins(self) -> dict[str, tuple[Any, ...]]:
+        """The axes that are not free, with the values they may take."""
+        chosen = ((axis, getattr(self.limits, axis)) for axis in PINS)
+        return {axis: values for axis, values in chosen if values is not None}
+
+    def limited(self, **limits: Any) -> Case:
+        """The same with other limits."""
+        return replace(self, limits=self.limits.model_copy(update=limits))
+
+    def free(self) -> Case:
+        """The same without any pin."""
+        return self.limited(**dict.fromkeys(self.pins))
+
+    def aside(self) -> Case:
+        """The same as a question beside the main one: no alternatives, and not for long."""
+        return self.limited(top=1, time_limit_s=min(TIME_LIMIT_S, self.limits.time_limit_s))
+
+    def plan(self) -> Plan:
+        """Search; Infeasible where nothing is legal and fits."""
+        return plan(self.model, self.cluster, self.training, limits=self.limits, runtime=self.runtime)
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One input changed."""
+
+    name: str
+    says: str
+    case: Case
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is chosen under a change, beside what the choice of now would then take."""
+
+    chosen: PricedLayout | None
+    """None where nothing fits any more."""
+    kept_s: float
+    kept_fits: bool
+
+    def moves(self, kept: PricedLayout, gap_fraction: float) -> bool:
+        """Whether another layout is the better choice then, by more than searches are exact to."""
+        if self.chosen is None or self.chosen.parallelism == kept.parallelism:
+            return self.chosen is None
+        return not self.kept_fits or self.chosen.step.step_s < self.kept_s * (1 - gap_fraction)
+
+
+def outcome(what_if: WhatIf, now: Plan) -> Outcome:
+    """Search again under the change, and price the choice of `now` under it."""
+    kept_s, kept_bytes = _repriced(now, what_if.case)
+    room = what_if.case.cluster.hardware.memory_bytes - what_if.case.limits.memory_headroom_gib * GIB
+    try:
+        chosen = what_if.case.aside().plan().best
+    except (Infeasible, SolverError):
+        chosen = None
+    return Outcome(chosen, kept_s, kept_bytes <= room)
+
+
+def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
+    """The outcome of each change, in order; searched side by side where a search takes long and processors are free."""
+    ask = partial(outcome, now=now)
+    workers = min(len(what_ifs), _num_processors())
+    assert now.search is not None, "what is asked again was searched"
+    if workers > 1 and (now.search.seconds or 0.0) * len(what_ifs) >= WORTH_PROCESSES_S:
+        # spawned, since whoever shows that this is waited for has threads; Ctrl-C is the parent's, which ends them all
+        context = multiprocessing.get_context("spawn")
+        with suppress(OSError), context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+            return pool.map(ask, what_ifs, chunksize=1)
+    # also where a sandbox allows no semaphores
+    return [ask(one) for one in what_ifs]
+
+
+def _num_processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _repriced(now: Plan, case: Case) -> tuple[float, float]:
+    """Seconds of a step, and bytes of the fullest rank, of the best layout of `now` in another case."""
+    steps = now.parallelism.num_microbatches * case.training.global_batch_size // now.training.global_batch_size
+    layout = now.best if now.best.actions else with_microbatches(now.best, steps)
+    runtime = case.runtime.for_schedules(order_of(now.best).splits_backward)
+    changed = {"cluster": case.cluster, "training": case.training, "runtime_spec": runtime}
+    again = reprice(now.model_copy(update=changed), layout)
+    ranks = cost_by_rank(again.costs, again.order.stage_to_rank)
+    peaks = peak_activation_bytes(again.order, [float(cost.live_bytes) for cost in again.costs])
+    memories = [
+        stage_memory(again.pricing, again.table, cost, peak).total_bytes
+        for cost, peak in zip(ranks, peaks, strict=True)
+    ]
+    return makespan_s(again.order, again.durations) + sum(again.ends), max(memories)
+
+
+def other_assumptions(case: Case) -> Iterator[WhatIf]:
+    """Every assumption that this job makes, and an estimate of memory that is short, each changed by itself."""
+    pricing = Pricing(model=case.model, training=case.training, cluster=case.cluster, runtime=case.runtime)
+    for other in assumptions.other_assumptions(pricing):
+        then = other.pricing
+        changed = replace(case, training=then.training, cluster=then.cluster, runtime=then.runtime)
+        yield WhatIf(other.name, other.says, changed)
+    short = case.limits.memory_headroom_gib + MEMORY * case.cluster.hardware.memory_gib
+    says = f"{MEMORY:.0%} of the memory must stay free"
+    yield WhatIf("memory_headroom", says, case.limited(memory_headroom_gib=short))
+
+
+def other_limits(case: Case) -> Iterator[WhatIf]:
+    """What the job has to obey, each moved by itself: memory, batch, NVLink domain."""
+    cluster, hardware, training = case.cluster, case.cluster.hardware, case.training
+    larger = hardware.model_copy(update={"memory_gib": hardware.memory_gib * (1 + ROOM)})
+    yield WhatIf("memory", f"{ROOM:.0%} more memory", replace(case, cluster=_cluster(cluster, hardware=larger)))
+    twice = training.model_copy(update={"global_batch_size": 2 * training.global_batch_size})
+    yield WhatIf("batch", "twice the batch", replace(case, training=twice))
+    inner = cluster.tiers[0].num_gpus
+    if len(cluster.tiers) > 1 and inner is not None and inner < cluster.num_gpus:
+        outer = cluster.tiers[1].num_gpus
+        if outer is None or 2 * inner < outer:
+            tiers = (cluster.tiers[0].model_copy(update={"num_gpus": 2 * inner}), *cluster.tiers[1:])
+            wider = hardware.model_copy(update={"tiers": tiers, "gpus_per_node": cluster.node_size})
+            changed = _cluster(cluster, hardware=wider, gpus_per_node=None, network_gb_per_s=None)
+            yield WhatIf("domain", f"an NVLink domain of {2 * inner}", replace(case, cluster=changed))
+
+
+def _cluster(cluster: ClusterSpec, **changes: Any) -> ClusterSpec:
+    """Another cluster; a copy would keep the links that were worked out for this one."""
+    return ClusterSpec(**{name: getattr(cluster, name) for name in ClusterSpec.model_fields} | changes)

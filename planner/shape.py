@@ -1,0 +1,74 @@
+"""One parallel shape: how the ranks are laid out and what one micro-batch is.
+
+Every field is a number or a numpy array: the formulas of `physics` only use arithmetic, so one call prices one shape or
+ten thousand. Arrays of one `Shape` broadcast against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Number = Any
+"""A float, an int, or a numpy array of them."""
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of the grid and of one micro-batch; tp·cp·pp·dp ranks are used."""
+
+    tp: Number = 1
+    cp: Number = 1
+    ep: Number = 1
+    etp: Number = 1
+    pp: Number = 1
+    vpp: Number = 1
+    dp: Number = 1
+    micro_batch_size: Number = 1
+    num_microbatches: Number = 1
+    seq_length: Number = 1
+    sequence_parallel: Number = 0
+    """1 where activations outside the tensor-parallel GEMMs are sharded over tp, else 0."""
+    zero_stage: Number = 1
+    shard_size: Number = 1
+    """Ranks over which ZeRO / FSDP shards (dp·cp unless HSDP makes it smaller)."""
+
+    @property
+    def tokens(self) -> Number:
+        """m = seq_length / cp · micro_batch_size: tokens of one micro-batch on one context-parallel rank."""
+        return self.seq_length / self.cp * self.micro_batch_size
+
+    @property
+    def shard_tokens(self) -> Number:
+        """Tokens outside the tensor-parallel GEMMs: m / tp under sequence parallelism, else m."""
+        return self.tokens / self.sequence_shards
+
+    @property
+    def sequence_shards(self) -> Number:
+        """Ranks that a sequence is cut over between tensor-parallel products: tp under sequence parallelism, else 1."""
+        return np.where(self.sequence_parallel, self.tp, 1)
+
+    @property
+    def num_ranks(self) -> Number:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def expert_dp(self) -> Number:
+        """Ranks that hold the same expert shard: tp·cp·dp / (ep·etp)."""
+        return self.tp * self.cp * self.dp / (self.ep * self.etp)
+
+    def take(self, index: Any) -> Shape:
+        """The shapes at `index` of arrays, scalars kept."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v[index] for k, v in values.items() if isinstance(v, np.ndarray) and v.ndim})
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Divisors of `number` up to `most`, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({d for pair in ((d, number // d) for d in small) for d in pair if d <= most})

@@ -1,0 +1,103 @@
+"""What a trainer refuses, as data: each rule says whether a shape is legal, why not, and with which numbers.
+
+The conditions are plain arithmetic on a `Shape`, so one call judges one shape or an array of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from planner.shape import Shape
+from planner.specs.model import ModelSpec
+from planner.specs.training import TrainingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One hard constraint of a trainer."""
+
+    reason: str
+    """Short name for counts of rejections."""
+    holds: Callable[[ModelSpec, TrainingSpec, Shape], Any]
+    """Whether the shape is legal: a bool, or an array of them; written with `&` and `|`, which arrays know."""
+    message: Callable[[ModelSpec, TrainingSpec, Shape], str]
+    """What is wrong with one shape, with its numbers."""
+
+
+def model_rule(reason: str, wrong: Callable[[ModelSpec], bool], message: Callable[[ModelSpec], str]) -> Rule:
+    """What a trainer cannot say about a model, whatever the layout: the rule reads no training and no shape."""
+    return Rule(reason, lambda model, training, shape: not wrong(model), lambda model, training, shape: message(model))
+
+
+BF16_ONLY = Rule(
+    "dtype",
+    lambda model, training, shape: training.dtype == "bf16",
+    lambda model, training, shape: f"{training.dtype} is not exported, only bf16",
+)
+"""Of targets whose recipes know one precision."""
+
+
+def first_broken(rules: Iterable[Rule], model: ModelSpec, training: TrainingSpec, shape: Shape) -> Rule | None:
+    """The first rule that one shape (no arrays) breaks, or None."""
+    return next((rule for rule in rules if not rule.holds(model, training, shape)), None)
+
+
+def no_multiple(name: str, value: Any, axis: str, size: Any) -> str:
+    """`name value is no multiple of axis size`."""
+    return f"{name} {value} is no multiple of {axis} {size}"
+
+
+def has_dense_layers(model: ModelSpec) -> bool:
+    """Whether any decoder layer has a dense MLP."""
+    return any(kind.mlp == "dense" for kind in model.layers)
+
+
+def expert_width(model: ModelSpec) -> int:
+    """Width of a routed expert; 0 where there are none."""
+    return 0 if model.moe is None else model.moe.moe_intermediate_size
+
+
+def shared_expert_width(model: ModelSpec) -> int:
+    """Width of the shared experts; 0 where there are none."""
+    return 0 if model.moe is None else model.moe.shared_expert_intermediate_size
+
+
+HEADS = Rule(
+    "heads_not_divisible_by_tp",
+    lambda model, training, shape: model.num_attention_heads % shape.tp == 0,
+    lambda model, training, shape: no_multiple("num_attention_heads", model.num_attention_heads, "tp", shape.tp),
+)
+DENSE_WIDTH = Rule(
+    "intermediate_size_not_divisible_by_tp",
+    lambda model, training, shape: (not has_dense_layers(model)) | ((model.intermediate_size or 0) % shape.tp == 0),
+    lambda model, training, shape: no_multiple("intermediate_size", model.intermediate_size, "tp", shape.tp),
+)
+SHARED_EXPERT_WIDTH = Rule(
+    "shared_expert_not_divisible_by_tp",
+    lambda model, training, shape: shared_expert_width(model) % shape.tp == 0,
+    lambda model, training, shape: no_multiple(
+        "shared_expert_intermediate_size", shared_expert_width(model), "tp", shape.tp
+    ),
+)
+EXPERT_WIDTH = Rule(
+    "moe_intermediate_size_not_divisible_by_etp",
+    lambda model, training, shape: expert_width(model) % shape.etp == 0,
+    lambda model, training, shape: no_multiple("moe_intermediate_size", expert_width(model), "etp", shape.etp),
+)
+EXPERTS = Rule(
+    "experts_not_divisible_by_ep",
+    lambda model, training, shape: (shape.ep == 1) | (model.moe is not None and model.moe.num_experts % shape.ep == 0),
+    lambda model, training, shape: (
+        f"ep {shape.ep} needs experts, the model has none"
+        if model.moe is None
+        else no_multiple("num_experts", model.moe.num_experts, "ep", shape.ep)
+    ),
+)
+ETP = Rule(
+    "etp_without_experts",
+    lambda model, training, shape: (model.moe is not None) | (shape.etp == 1) | (shape.etp == shape.tp),
+    lambda model, training, shape: f"etp {shape.etp} needs experts, the model has none",
+)
+"""Rules that trainers share."""

@@ -1,0 +1,60 @@
+"""Assumptions told with a plan: only those that matter, with the effect that setting them then has."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from planner.answer import Plan
+from planner.cli.inputs import read_job
+from planner.errors import SpecError
+from planner.layout.evaluate import evaluate
+from planner.specs.training import Parallelism
+
+OPTIONS = {"model": "deepseek-v3", "gpus": 256, "hardware": "h100", "seq_length": 4096, "global_batch_size": 512}
+
+
+def _evaluated(**more: object) -> Plan:
+    job = read_job({**OPTIONS, **more})
+    layout = Parallelism(pp=8, dp=32, ep=32, micro_batch_size=1)
+    return evaluate(job.model, job.cluster, job.training, layout, runtime=job.runtime_spec)
+
+
+def test_each_line_tells_what_setting_its_option_does() -> None:
+    now = _evaluated()
+    assert len(now.assumptions) >= 3
+    for line in now.assumptions:
+        effect, option, value = re.match(r"([+-][\d.]+)% if .* \(--(\S+) (\S+)\)$", line).groups()  # type: ignore[union-attr]
+        then = _evaluated(**{option.replace("-", "_"): value if option == "assume" else float(value)})
+        assert then.step.step_s / now.step.step_s - 1 == pytest.approx(float(effect) / 100, abs=6e-4), line
+        assert abs(float(effect)) >= 2
+
+
+def test_the_largest_effect_comes_first() -> None:
+    effects = [abs(float(line.split("%")[0])) for line in _evaluated().assumptions]
+    assert effects == sorted(effects, reverse=True)
+
+
+def test_an_assumption_that_does_not_matter_is_not_told() -> None:
+    alone = read_job({"model": "8b", "gpus": 1, "hardware": "h100", "global_batch_size": 8})
+    told = evaluate(alone.model, alone.cluster, alone.training, Parallelism()).assumptions
+    assert [line for line in told if "overlap" in line] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp_overlap=0", "--assume: 'tp_overlap' is unknown"),
+        ("tp_overlap_fraction", "--assume: tp_overlap_fraction: '' is no number"),
+        ("tp_overlap_fraction=2", "--assume: tp_overlap_fraction: 2"),
+        ("tp_overlap_fraction=much", "--assume: tp_overlap_fraction: 'much'"),
+        ("p2p_overlap=0.5", "--assume: p2p_overlap: 0.5"),
+        ("network_gb_per_s=-1", "--assume: -1"),
+    ],
+)
+def test_assumptions_that_make_no_sense_are_named(text: str, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read_job({**OPTIONS, "assume": text})
+    assert caught.value.message.startswith(message)
+    assert caught.value.hint

@@ -1,0 +1,274 @@
+"""Layouts that someone states: what is filled in, refused or warned about, and textbook ones priced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from toys import MOE, toy_cluster, toy_model, toy_training
+
+from planner.answer import Plan
+from planner.errors import SpecError
+from planner.layout.evaluate import evaluate
+from planner.layout.given import default_counts
+from planner.layout.split import even_counts
+from planner.schedule.orders import SCHEDULES
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import Parallelism, TrainingSpec
+
+
+def given(runtime: str = "megatron", model: Any = None, num_gpus: int = 16, batch: int = 32, **layout: Any) -> Plan:
+    cluster = toy_cluster(num_gpus)
+    return evaluate(model or toy_model(8), cluster, toy_training(batch), Parallelism(**layout), runtime=runtime)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "layout", "filled"),
+    [
+        ("megatron", {"dp": 4}, {"schedule": "none", "sequence_parallel": False, "zero_stage": 1, "etp": 1}),
+        ("megatron", {"tp": 4}, {"sequence_parallel": True, "etp": 4}),
+        ("megatron", {"tp": 4, "etp": 1}, {"etp": 1}),
+        ("megatron", {"tp": 4, "sequence_parallel": False}, {"sequence_parallel": False}),
+        ("megatron", {"pp": 4}, {"schedule": "1f1b", "dp": 4, "num_microbatches": 8}),
+        ("megatron", {"pp": 4, "vpp": 2}, {"schedule": "interleaved-1f1b"}),
+        ("megatron", {"pp": 2, "dp": 4, "cp": 2}, {"shard_size": 8, "num_microbatches": 8}),
+        ("torchtitan", {"dp": 8}, {"zero_stage": 3, "shard_size": 8}),
+        ("torchtitan", {"dp": 8, "fsdp": "shard 4"}, {"zero_stage": 3, "shard_size": 4}),
+        ("megatron", {"dp": 2, "recompute": "full"}, {"recompute": "full"}),
+        ("megatron", {"dp": 2, "recompute": "selective"}, {"recompute": "selective"}),
+    ],
+)
+def test_what_is_left_out_is_filled_in(runtime: str, layout: dict[str, Any], filled: dict[str, Any]) -> None:
+    chosen = given(runtime, **layout).parallelism
+    assert {name: getattr(chosen, name) for name in filled} == filled
+    assert {name: getattr(chosen, name) for name in layout if name != "fsdp"} == {
+        name: value for name, value in layout.items() if name != "fsdp"
+    }
+
+
+def test_etp_costs_nothing_without_experts() -> None:
+    assert given(tp=4, etp=1).step == given(tp=4).step
+
+
+def test_spare_ranks_are_counted() -> None:
+    chosen = given(num_gpus=16, dp=4, tp=2).parallelism
+    assert (chosen.num_gpus_used, chosen.num_gpus_spare) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "says"),
+    [
+        ({}, {"tp": 4, "pp": 4, "dp": 2}, ["tp 4", "pp 4", "dp 2", "32 ranks", "16 GPUs"]),
+        ({}, {"dp": 3}, ["global_batch_size", "32", "dp 3"]),
+        ({}, {"dp": 4, "micro_batch_size": 16}, ["32", "micro_batch_size 16"]),
+        ({}, {"tp": 3, "dp": 1}, ["num_attention_heads 16", "tp 3"]),
+        ({"batch": 36}, {"cp": 3, "dp": 1}, ["seq_length 2048", "cp 3"]),
+        ({}, {"tp": 3}, ["dp is missing", "tp·cp·pp (3)", "16 GPUs"]),
+        ({}, {"ep": 2}, ["ep", "2", "no experts"]),
+        ({}, {"tp": 4, "etp": 2}, ["etp", "2", "no experts"]),
+        ({"model": toy_model(8, moe=MOE)}, {"ep": 3, "dp": 1}, ["num_experts 4", "ep 3"]),
+        ({"model": toy_model(8, moe=MOE)}, {"ep": 4, "dp": 2}, ["tp·cp·dp 2", "4"]),
+        ({"model": toy_model(3)}, {"pp": 8}, ["pp", "8", "3 layers"]),
+        ({}, {"pp": 4, "layers_per_stage": (2, 2, 2, 1)}, ["2+2+2+1", "7 layers", "8"]),
+        ({}, {"pp": 2, "layout": "Ettt|tttL"}, ["Ettt|tttL", "6 t", "8 t"]),
+        ({"batch": 6}, {"pp": 4, "vpp": 2, "dp": 1}, ["interleaved-1f1b", "multiple of 4", "not 6"]),
+        ({}, {"pp": 4, "schedule": "no-such"}, ["no-such"]),
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused_with_their_numbers(
+    changes: dict[str, Any], layout: dict[str, Any], says: list[str]
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        given(**changes, **layout)
+    for text in says:
+        assert text in f"{caught.value.message} {caught.value.hint}"
+    assert caught.value.hint
+
+
+def test_what_only_the_trainer_refuses_is_a_warning() -> None:
+    ring = given(model=toy_model(8, sliding_window=256), cp=2)
+    assert any("megatron refuses this layout" in line and "sliding window" in line for line in ring.warnings)
+    tied = given("torchtitan", model=toy_model(8, tie_word_embeddings=True), pp=2, dp=2)
+    assert any("tied embeddings" in line for line in tied.warnings)
+    assert given(pp=2, dp=2).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "layout", "says"),
+    [
+        ("megatron", {"pp": 2, "vpp": 2, "schedule": "zb-v"}, "cannot run the schedule zb-v, only 1f1b"),
+        ("megatron-2021", {"tp": 2, "sequence_parallel": True}, "no sequence parallelism"),
+        ("megatron-2021", {"recompute": "selective"}, "no selective recompute"),
+        ("torchtitan", {"recompute": "selective", "recompute_modules": ("mlp",)}, "recomputes op, not mlp"),
+        ("megatron", {"recompute": "selective", "recompute_modules": ("op",)}, "not op"),
+        ("torchtitan", {"pp": 4, "layers_per_stage": (3, 0, 2, 3)}, "stage 1 of 4 holds nothing to run"),
+    ],
+)
+def test_what_the_trainer_has_no_option_for_is_a_warning(runtime: str, layout: dict[str, Any], says: str) -> None:
+    (warning,) = given(runtime, **layout).warnings
+    assert warning.startswith(f"{runtime} refuses this layout: ")
+    assert says in warning
+
+
+@pytest.mark.parametrize(
+    ("runtime", "layout"),
+    [
+        ("megatron", {"tp": 2, "pp": 4, "vpp": 2, "recompute": "selective", "recompute_modules": ("mlp",)}),
+        ("megatron", {"pp": 4, "layers_per_stage": (3, 0, 2, 3)}),
+        ("megatron-2021", {"tp": 2, "pp": 2, "recompute": "full"}),
+        ("torchtitan", {"pp": 4, "recompute": "selective", "layers_per_stage": (0, 4, 4, 0)}),
+        ("torch-eager", {"pp": 2, "vpp": 2, "schedule": "zb-v", "recompute_modules": ("mlp",)}),
+    ],
+)
+def test_what_the_trainer_has_options_for_is_none(runtime: str, layout: dict[str, Any]) -> None:
+    assert given(runtime, **layout).warnings == ()
+
+
+def test_a_layout_that_does_not_fit_is_priced_all_the_same() -> None:
+    model, cluster = toy_model(8), toy_cluster(1, memory_gib=0.5)
+    answer = evaluate(model, cluster, toy_training(4), Parallelism())
+    assert not answer.fits
+    assert answer.step.step_s > 0
+    assert answer.search is None
+    assert answer.best.worst_stage.memory.total_bytes > cluster.hardware.memory_bytes
+
+
+def test_recompute_of_some_layers_of_each_stage() -> None:
+    answer = given(pp=4, dp=4, recompute="full", recompute_num_layers=1)
+    assert [stage.recompute for stage in answer.stages] == [{"full": 1, "none": 1}] * 4
+    whole, none = given(pp=4, dp=4, recompute="full"), given(pp=4, dp=4)
+    assert [stage.recompute for stage in whole.stages] == [{"full": 2}] * 4
+    memory = [plan.stages[0].memory.activations_bytes for plan in (whole, answer, none)]
+    assert memory == sorted(memory)
+    steps = [plan.step.step_s for plan in (none, answer, whole)]
+    assert steps == sorted(steps)
+
+
+def test_splits_and_layouts_say_the_same() -> None:
+    counts = given(pp=4, dp=2, layers_per_stage=(1, 3, 3, 1))
+    layout = given(pp=4, dp=2, layout="Et|ttt|ttt|tL")
+    assert counts.stages == layout.stages
+    assert counts.step == layout.step
+    assert [stage.num_layers for stage in counts.stages] == [1, 3, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "counts"),
+    [
+        (8, 4, (2, 2, 2, 2)),
+        (8, 1, (8,)),
+        (126, 16, (7, *[8] * 14, 7)),  # Llama 3: embedding and head count as a layer each
+        (62, 16, (3, *[4] * 14, 3)),
+        (61, 16, None),
+        (94, 4, (23, 24, 24, 23)),
+        (7, 4, (2, 2, 2, 1)),  # with the head alone counted
+        (43, 5, None),
+    ],
+)
+def test_default_splits(num_layers: int, num_stages: int, counts: tuple[int, ...] | None) -> None:
+    found = default_counts(toy_model(num_layers), num_stages)
+    assert (sum(found), len(found)) == (num_layers, num_stages)
+    assert max(found) - min(found) <= 1
+    assert counts is None or found == counts
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "counts"),
+    [
+        (61, 4, (16, 16, 16, 13)),
+        (61, 8, (*[8] * 7, 5)),
+        (61, 16, (*[4] * 15, 1)),
+        (61, 32, (1, *[2] * 30, 0)),
+        (61, 1, (61,)),
+        (61, 31, (*[2] * 29, 3, 0)),
+        (30, 3, (10, 10, 10)),
+        (31, 3, (11, 11, 9)),
+        (5, 6, (*[1] * 5, 0)),
+        (5, 8, even_counts(5, 8)),  # more stages than layers and a head of its own
+    ],
+)
+def test_what_is_left_stands_beside_the_prediction_block(num_layers: int, num_stages: int, counts: Any) -> None:
+    """The first four are layouts that Megatron-Bridge's recipes write for DeepSeek-V3."""
+    assert default_counts(toy_model(num_layers, num_nextn_predict_layers=1), num_stages) == counts
+
+
+@pytest.mark.parametrize("num_stages", range(2, 61))
+def test_stages_before_a_prediction_block_differ_by_one(num_stages: int) -> None:
+    *before, last = default_counts(toy_model(61, num_nextn_predict_layers=1), num_stages)
+    assert sum(before) + last == 61
+    assert max(before) - min(before) <= 1
+    assert 0 <= last < max(before)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "vpp", "batch", "mfu"),
+    [(2048, 1, 1024, 0.45), (16384, 1, 2048, 0.29), (16384, 8, 2048, 0.5)],
+)
+def test_the_textbook_layouts_of_llama_405b(num_gpus: int, vpp: int, batch: int, mfu: float) -> None:
+    """Llama Team 2024, section 3.3 and table 4: TP 8, PP 16, DP 128, 8,192 tokens, 16 M a step; 41% on 16,384 H100."""
+    model, dp = load_model("405b"), num_gpus // 128
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus)
+    training = TrainingSpec(seq_length=8192, global_batch_size=batch)
+    answer = evaluate(model, cluster, training, Parallelism(tp=8, pp=16, dp=dp, vpp=vpp))
+    steps = batch // dp
+    assert answer.parallelism.num_microbatches == steps
+    # embedding and head count as layers: 128 equal shares
+    assert [stage.num_layers for stage in answer.stages] == [7, *[8] * 14, 7]
+    assert [stage.holds for stage in answer.stages] == [("embedding",), *[()] * 14, ("head",)]
+    chunks = sorted(chunk for stage in answer.stages for chunk in stage.chunks)
+    assert [last - first for first, last in chunks] == ([7, *[8] * 14, 7] if vpp == 1 else [0, *[1] * 126, 0])
+    if vpp == 1:
+        assert [stage.in_flight_microbatches for stage in answer.stages] == [min(steps, 16 - r) for r in range(16)]
+        # 15 of M + 15 rounds idle, but for what unequal ends add
+        assert answer.step.bubble_fraction == pytest.approx(15 / (steps + 15), rel=0.1)
+    peaks = [stage.memory.total_bytes / 2**30 for stage in answer.stages]
+    assert 60 < max(peaks) < 100
+    assert max(peaks) == max(peaks[:3])
+    assert answer.step.mfu == pytest.approx(mfu, rel=0.12)
+    assert sum(seconds for _, seconds in answer.step.breakdown) == pytest.approx(answer.step.step_s)
+
+
+def test_what_more_replicas_cost_llama_405b() -> None:
+    """Llama Team 2024, table 4: 430 TFLOP/s on 8,192 GPUs, 400 on 16,384 with half as many micro-batches each."""
+    model, hardware = load_model("405b"), load_hardware("h100")
+    training = TrainingSpec(seq_length=8192, global_batch_size=2048)
+    layouts = {dp: Parallelism(tp=8, pp=16, dp=dp, vpp=8) for dp in (64, 128)}
+    tflops = {
+        dp: evaluate(model, ClusterSpec(hardware=hardware, num_gpus=128 * dp), training, layout).step
+        for dp, layout in layouts.items()
+    }
+    lost = tflops[64].model_tflops_per_gpu / tflops[128].model_tflops_per_gpu
+    assert lost == pytest.approx(430 / 400, abs=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "pipedream-2bw", "forward-only"])
+def test_what_trains_no_single_copy_is_refused(schedule: str) -> None:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
+    training = TrainingSpec(seq_length=8192, global_batch_size=64)
+    with pytest.raises(SpecError, match=f"{schedule} trains no single copy"):
+        evaluate(load_model("8b"), cluster, training, Parallelism(pp=4, dp=4, schedule=schedule))
+
+
+def test_schedules_that_are_offered_are_priced() -> None:
+    with pytest.raises(SpecError, match="unknown 'bogus'") as caught:
+        given(pp=4, schedule="bogus")
+    for schedule in caught.value.hint.removeprefix("one of ").split(", "):
+        kind = SCHEDULES[schedule]
+        answer = given(pp=min(4, kind.max_pp), vpp=kind.min_vpp, schedule=schedule)
+        assert answer.parallelism.schedule == schedule
+
+
+def test_the_dp_to_lower_to_suits_the_batch() -> None:
+    with pytest.raises(SpecError, match="60 ranks") as caught:
+        given(batch=32, pp=3, dp=20)
+    assert caught.value.hint == "lower dp to 4, or give 60 GPUs"
+    assert given(batch=32, pp=3, dp=4).parallelism.dp == 4
+
+
+def test_layers_of_ranks_are_those_of_both_chunks_of_a_v() -> None:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=4)
+    layout = Parallelism(pp=4, vpp=2, schedule="zb-v", layers_per_stage=(5, 9, 9, 9))
+    answer = evaluate(load_model("8b"), cluster, TrainingSpec(seq_length=4096, global_batch_size=8), layout)
+    assert [stage.num_layers for stage in answer.stages] == [5, 9, 9, 9]

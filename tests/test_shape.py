@@ -1,0 +1,47 @@
+"""What a shape derives from its sizes, for one shape and for arrays of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planner.shape import Shape
+
+
+def test_tokens_are_split_over_cp_and_over_tp_only_under_sequence_parallelism() -> None:
+    shape = Shape(tp=8, cp=4, seq_length=8192, micro_batch_size=2)
+    assert shape.tokens == 4096
+    assert shape.shard_tokens == 4096
+    sharded = Shape(tp=8, cp=4, seq_length=8192, micro_batch_size=2, sequence_parallel=1)
+    assert sharded.tokens == 4096
+    assert sharded.shard_tokens == 512
+
+
+def test_ranks_and_the_replicas_of_an_expert() -> None:
+    shape = Shape(tp=2, cp=2, pp=4, dp=16, ep=8, etp=1)
+    assert shape.num_ranks == 256
+    assert shape.expert_dp * shape.ep * shape.etp * shape.pp == shape.num_ranks
+    assert Shape(tp=2, dp=16, ep=8, etp=2).expert_dp == 2
+
+
+def test_arrays_give_what_their_elements_give() -> None:
+    tp, cp, sharded = np.array([1, 2, 8]), np.array([1, 2, 4]), np.array([0, 1, 1])
+    many = Shape(tp=tp, cp=cp, seq_length=4096, micro_batch_size=2, sequence_parallel=sharded, dp=4)
+    for i in range(3):
+        one = Shape(
+            tp=int(tp[i]), cp=int(cp[i]), seq_length=4096, micro_batch_size=2, sequence_parallel=int(sharded[i]), dp=4
+        )
+        assert many.tokens[i] == one.tokens
+        assert many.shard_tokens[i] == one.shard_tokens
+        assert many.num_ranks[i] == one.num_ranks
+        assert many.expert_dp[i] == one.expert_dp
+
+
+@pytest.mark.parametrize("index", [1, np.array([2, 0]), np.array([True, False, True])])
+def test_take_picks_from_arrays_and_keeps_numbers(index: object) -> None:
+    many = Shape(tp=np.array([1, 2, 8]), pp=np.array([4, 2, 1]), seq_length=4096)
+    few = many.take(index)
+    np.testing.assert_array_equal(few.tp, many.tp[index])
+    np.testing.assert_array_equal(few.pp, many.pp[index])
+    assert few.seq_length == 4096
+    assert few.vpp == 1
