@@ -19,8 +19,8 @@ from planner.layout.room import excess_bytes, shorter, split_fits
 from planner.layout.seconds import cost_by_rank, step_s
 from planner.layout.split import Split, stage_costs
 from planner.search.ilp.node import Whole
-from planner.search.ilp.nodes import RecomputeChoice, node_of, split_of
 from planner.search.ilp.program import solve
+from planner.search.ilp.translate import RecomputeChoice, node_of, split_of
 from planner.specs.model import ModelSpec
 
 MAX_TRIES = 4
