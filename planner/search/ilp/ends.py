@@ -9,6 +9,8 @@ from __future__ import annotations
 from planner.search.ilp.formulation import Expression, Formulation, add_up, constant
 from planner.search.ilp.rank_sums import RankSums
 
+_WORDS = {"reduce_s": "gradient reduction", "gather_s": "parameter gathering"}
+
 
 def add_ends(program: Formulation, sums: RankSums) -> Expression:
     """Add row 7 and give the seconds outside the pipeline: gradients + parameters + optimizer."""
@@ -61,5 +63,5 @@ def _add_exchange(
         if node.vpp > 1:
             hidden_behind_s = node.passes_behind * hidden_s
             program.add_row("ends", f"exposed_{name}", late_s >= exchanged_s - hidden_behind_s)
-        meaning = f"seconds that the ranks 0 … {rank} give the exchange of the next rank ({exchange})"
+        meaning = f"seconds that the ranks 0 … {rank} leave the next rank for its {_WORDS[exchange]}"
         before_s = program.named("ends", f"before_{name}", meaning, before_s + lead * passing_s)

@@ -135,7 +135,7 @@ def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks:
             ends.append(program.variable(f"filled_{stage}", meaning, node.num_layers, integer=True))
     if node.vpp > 1:
         missing = add_up((chunks.missing_first, chunks.missing_last))
-        program.add_row("chunks", "layers", equal(node.num_stages * chunks.length - missing, node.num_layers))
+        program.add_row("layers", "layers", equal(node.num_stages * chunks.length - missing, node.num_layers))
     ends.append(constant(node.num_layers))
     lengths = [_difference(ends, stage) for stage in range(node.num_stages)]
     stages_of = [[j for j, rank in enumerate(node.placement) if rank == r] for r in range(node.pp)]

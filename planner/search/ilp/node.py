@@ -12,13 +12,16 @@ from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
 PASSES = ("forward_total_s", "backward_total_s")
-"""The two passes of a micro-batch through a stage, as `PartCost` names their seconds."""
+"""The two passes of a micro-batch through a stage, as `PartCost` names their seconds, exchanges included."""
 _SLOWED = frozenset({*PASSES, "input_grad_total_s", "total_s", "optimizer_s"})
 """Quantities that take a slow rank longer."""
 FULL: Recompute = "full"
 
 Whole = Literal["none", "all", "one_count", "per_stage"]
 """How many layers are recomputed whole: none, all, the same number on every virtual stage, or each rank's own."""
+
+Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
+"""Lower bounds that hold for a schedule: those of its own order, or those of any order of passes."""
 
 Runs = Sequence[tuple[LayerKind, int]]
 """The model's layers as maximal runs of equal layers: kind and number of layers of each run."""
@@ -46,7 +49,7 @@ class Node:
     """Of them, those of rank 0's first chunk alone (interleaving only)."""
     usable_bytes: float
     p2p_s: float
-    bound: Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
+    bound: Bound
     """Which lower bounds the schedule obeys."""
     placement: Sequence[int]
     """Rank of each virtual stage."""

@@ -9,6 +9,8 @@ from planner.search.ilp.formulation import Expression, Formulation, add_up, cons
 from planner.search.ilp.node import PASSES
 from planner.search.ilp.rank_sums import RankSums
 
+_WORDS = {"forward_total_s": "forward seconds", "backward_total_s": "backward seconds"}
+
 
 def add_time(program: Formulation, sums: RankSums) -> Expression:
     """Add row 5 and give T, the seconds of the pipeline."""
@@ -40,7 +42,7 @@ def _add_any_order(program: Formulation, sums: RankSums, pipeline_s: Expression)
         hops_s = len(passes) * rank * node.p2p_s
         program.add_row("time", f"time_{rank}", pipeline_s >= busy_s + before_s + hops_s)
         ends_s = sum(sums.of_ends(rank, name, last_row=False) for name in passes)
-        meaning = f"seconds of a micro-batch on the first-row stages 0 … {rank}, at least"
+        meaning = f"seconds of one micro-batch on the first-row stages 0 … {rank}, at least"
         trip_s = before_s + sums.layers.first_row[rank] * quickest_s + ends_s
         before_s = program.named("time", f"before_{rank}", meaning, trip_s)
 
@@ -106,7 +108,7 @@ def _add_interleaved(program: Formulation, sums: RankSums, pipeline_s: Expressio
     num_chunks = node.num_microbatches * node.vpp
     all_s = {}
     for name in PASSES:
-        meaning = f"{name} of one micro-batch on all ranks"
+        meaning = f"{_WORDS[name]} of one micro-batch on all ranks"
         all_s[name] = program.named(
             "time", f"all_{name}", meaning, add_up(sums.total(rank, name) for rank in range(pp))
         )
@@ -124,7 +126,7 @@ def _add_interleaved(program: Formulation, sums: RankSums, pipeline_s: Expressio
         for name, back in zip(PASSES, reversed(PASSES), strict=True):
             slowest_s = sums.layers.chunks.length * max(sums.per_layer(rank, name)) + sums.of_ends(rank, name)
             wait_s = all_s[name] - before_s[name] + behind_s[back][rank + 1] + hops_s - k * slowest_s
-            meaning = f"seconds that rank {rank} waits beyond k chunks' {name}; below 0: not at all"
+            meaning = f"seconds of the trip below rank {rank} beyond the {_WORDS[name]} of {k} chunks; below 0: no wait"
             waits_s.append(program.named("time", f"wait_{rank}_{name}", meaning, wait_s, least=None))
         if num_chunks > k:
             waits_s.append(waits_s[1] + waits_s[2])
@@ -133,7 +135,7 @@ def _add_interleaved(program: Formulation, sums: RankSums, pipeline_s: Expressio
         for name in PASSES:
             quickest_s = sums.layers.first_row[rank] * min(sums.per_layer(rank, name))
             trip_s = before_s[name] + (quickest_s + sums.of_ends(rank, name, last_row=False))
-            meaning = f"{name} of a micro-batch on the first-row stages 0 … {rank}, at least"
+            meaning = f"{_WORDS[name]} of one micro-batch on the first-row stages 0 … {rank}, at least"
             before_s[name] = program.named("time", f"before_{rank}_{name}", meaning, trip_s)
 
 
@@ -145,7 +147,7 @@ def _add_behind(program: Formulation, sums: RankSums) -> dict[str, list[Expressi
         for name in PASSES:
             quickest_s = sums.layers.last_row[rank] * min(sums.per_layer(rank, name))
             stage_s = quickest_s + sums.of_ends(rank, name, first_row=False)
-            meaning = f"{name} of a micro-batch on the last row's stages from rank {rank} on, at least"
+            meaning = f"{_WORDS[name]} of one micro-batch on the last-row stages {rank} … {pp - 1}, at least"
             behind_s[name][rank] = program.named(
                 "time", f"behind_{rank}_{name}", meaning, behind_s[name][rank + 1] + stage_s
             )
