@@ -17,7 +17,7 @@ from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
 from planner.search.enumerate import enumerate_shapes, scalar
-from planner.search.ilp.nodes import RecomputeChoice
+from planner.search.ilp.translate import RecomputeChoice
 from planner.search.schedules import schedule_options
 from planner.search.search import recompute_choices
 from planner.shape import Shape

@@ -21,8 +21,8 @@ from planner.schedule.orders import SCHEDULES
 from planner.search.bounds import pipeline as bounds
 from planner.search.enumerate import Rejections, scalar
 from planner.search.frontier import Frontier, Open, nodes_of
-from planner.search.ilp.nodes import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.ilp.program import solve
+from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import Screen
 from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried

@@ -18,8 +18,8 @@ from planner.layout.candidate import Candidate
 from planner.layout.replan import layout_again, named_schedule, reprice
 from planner.layout.split import Split
 from planner.search.ilp.node import Whole
-from planner.search.ilp.nodes import RecomputeChoice, node_of, split_of
 from planner.search.ilp.program import solve
+from planner.search.ilp.translate import RecomputeChoice, node_of, split_of
 from planner.search.retry import shorter
 from planner.specs.model import ModelSpec
 

@@ -18,7 +18,7 @@ from planner.physics.layers import ModelTotals, model_totals
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import Branch, key_of
 from planner.search.enumerate import enumerate_shapes
-from planner.search.ilp.nodes import RecomputeChoice
+from planner.search.ilp.translate import RecomputeChoice
 from planner.search.priced_shapes import Screen, fits, screen_of
 from planner.search.schedules import by_runtime, check_expressible, schedules_tried
 from planner.search.why import explain

@@ -22,8 +22,8 @@ from planner.search.bounds.outside_pipeline import all_optimizers_s, beyond_s, s
 from planner.search.bounds.pipeline import coarse_bound_s
 from planner.search.enumerate import enumerate_shapes, scalar
 from planner.search.frontier import nodes_of
-from planner.search.ilp.nodes import RecomputeChoice, node_of
 from planner.search.ilp.program import solve
+from planner.search.ilp.translate import RecomputeChoice, node_of
 from planner.search.priced_shapes import fits, room_layers, screen_of
 from planner.search.schedules import schedules_tried
 from planner.specs.model import ModelSpec

@@ -13,7 +13,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.search.ilp.node import Node
-from planner.search.ilp.nodes import RecomputeChoice, node_of
+from planner.search.ilp.translate import RecomputeChoice, node_of
 from planner.search.search import plan
 from planner.specs.units import GIB
 
