@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from planner.layout.outside_pipeline import reduce_overlap_fraction, sharded_each_time
-from planner.layout.room import fixed_bytes
 from planner.layout.split import Split, even_counts, held_parts
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import fixed_bytes
 from planner.schedule.orders import (
     SCHEDULES,
     first_chunk_in_flight,
