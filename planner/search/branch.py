@@ -28,6 +28,7 @@ from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, wit
 from planner.search.priced_shapes import Screen
 from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
+from planner.search.uneven import SHAPES, improved, level_split, level_step_s
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
 
@@ -130,6 +131,34 @@ class Branch:
             chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
             where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
             self.rejections.add("no_schedule", int((~opened).sum()), f"no schedule runs {where}")
+
+    def try_uneven_chunks(self, frontier: Frontier) -> None:
+        """Try inner chunks of different lengths in the shapes that could gain by them.
+
+        If one is the best then, it is outside the splits that the search has bounded.
+        """
+        best = self.best
+        if best is None or not best.pricing.runtime.uneven_chunks or self._late():
+            return
+        for base in dict.fromkeys(("none", best.split.base)):
+            levelled = [(nodes, level_step_s(nodes, base != "none")) for nodes in frontier.all_nodes()]
+            promising = [
+                (float(step_s[row]), number, row)
+                for number, (_, step_s) in enumerate(levelled)
+                for row in np.argsort(step_s, kind="stable")[:SHAPES].tolist()
+                if step_s[row] < self.cutoff_s(self.limits.gap_fraction)
+            ]
+            for _, number, row in sorted(promising)[:SHAPES]:
+                nodes = levelled[number][0]
+                shape, pricing = scalar(nodes.screen.shape, row), nodes.screen.pricing
+                if base != "none":
+                    pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
+                start = Candidate(pricing, pricing.table(shape), Split((), base), nodes.schedules[row])
+                candidate = improved(start.with_split(level_split(start)), best.step_s)
+                if candidate.fits:
+                    self._keep(candidate)
+                if self._late():
+                    break
 
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""

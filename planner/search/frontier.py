@@ -195,6 +195,10 @@ class Frontier:
     def _stands_for_sets(self, index: int) -> bool:
         return self.choices[int(self._place[index, 2])].whole == "any_modules"
 
+    def all_nodes(self) -> Sequence[Nodes]:
+        """Every node that was opened, as blocks."""
+        return self._nodes
+
     def cut(self, cutoff_s: float) -> float:
         """Close the nodes whose bound is not below `cutoff_s`; the least of their bounds."""
         lost = self._bound_s >= cutoff_s

@@ -65,6 +65,7 @@ def plan(
     explain.count_misfits(screen, len(fitting), rejections)
     branch = Branch(limits, choices, deadline, rejections)
     frontier = branch.run([(screen.take(fitting), tried) for screen, tried in screens])
+    branch.try_uneven_chunks(frontier)
     branch.run_alternatives(frontier)
     best = branch.best
     if best is not None and AUTO in (limits.schedule or ()) and not best.pricing.runtime.compiled:

@@ -172,6 +172,8 @@ class RuntimeSpec(Spec):
     # what can be expressed
     schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "none")
     zero_stages: tuple[int, ...] = (0, 1)
+    uneven_chunks: bool = False
+    """Interleaved stages may hold any number of layers each, as a layout string says."""
     recompute_per_stage: bool = False
     """Each stage may recompute its own number of layers; else one setting holds for all."""
     sequence_parallel: bool = True
