@@ -6,11 +6,11 @@ is legal; nothing else in the planner knows one trainer from another.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from planner.errors import Unsupported
 from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
-from planner.trainers.features import FEATURES, NOT_MODELLED
+from planner.trainers.features import changes
 
 CHUNK_PARAMETERS = 2**18
 """Of each rank in a bucket of parameters, at least: 512 KiB in bf16, what NCCL's rings hand on at a time."""
@@ -22,8 +22,22 @@ class RuntimeSpec(Spec):
     name: str
     trainer: str = ""
     """Whose layouts and options these are; given none, the name says it."""
+    rules: tuple[str, ...] = ()
+    """Names of the rules that its layouts obey (planner/trainers/rules/named.py); given none, those of `trainer`."""
+    export_rules: tuple[str, ...] = ()
+    """Names of the rules that its export sets to models and dtypes; given none, those of `trainer`."""
+    # a generation of the past
+    year: PositiveInt | None = None
+    """The year of the software; none for that of today."""
     architectures: tuple[str, ...] = ()
-    """Of a generation of the past: the silicon of its day. Empty for software of today."""
+    """The silicon of its day. Empty for software of today."""
+    models: Literal["any", "gpt"] = "any"
+    """Which models its day knew: all, or GPTs as of 2021, in the layouts of their time."""
+    later_features: tuple[str, ...] = ()
+    """Features that came after it: a run that uses one is later. `scaling`: a recipe that says what shares a scale."""
+    graphs_routing_on_racks: bool = False
+    """A run on an NVL72 rack replays the routing of experts in CUDA graphs unless it says otherwise. Megatron-Bridge's
+    recipes do so there since their first release, since Grace launches slowly; elsewhere some do and some do not."""
     # kernels
     flash_attention: bool = True
     """Without: scores and probabilities (s² per head) are written to memory and kept."""
@@ -155,7 +169,7 @@ class RuntimeSpec(Spec):
     """A sharded optimizer's gradients are all-reduced too, not reduce-scattered (hooks of DistributedDataParallel)."""
     contention_fraction: Fraction = 0.1896
     """Of an exchange of gradients or weights, what a step takes longer though compute hides it: its kernels take SMs
-    and memory bandwidth from those that they run beside."""
+    and memory bandwidth from those that they run beside. Fitted (trainers/data/shared/nccl.yaml)."""
     fsdp_overlap_fraction: Fraction = 0.9
     """Of a micro-batch's compute: what ZeRO-3 hides its gathers and reductions behind."""
     fsdp_rate_fraction: Fraction = 1.0
@@ -190,10 +204,6 @@ class RuntimeSpec(Spec):
     """What `selective` means where no modules are named."""
     head_only_stage: bool = False
     """The last stage may hold the head and no decoder layer (and the first the embedding alone)."""
-    interleaved_microbatch_multiple: bool = True
-    """Interleaving needs num_microbatches to be a multiple of pp."""
-    min_microbatches_is_pp: bool = False
-    """The trainer refuses fewer micro-batches than stages."""
     # host
     blocking_launches: bool = False
     """Every kernel waits for the one before (CUDA_LAUNCH_BLOCKING=1): host time adds to GPU time."""
@@ -256,24 +266,10 @@ class RuntimeSpec(Spec):
             return self
         return self.model_copy(update={"compiled": False, "fused_norm": False, "fused_activation": False})
 
-    def with_features(self, features: dict[str, Any]) -> tuple[RuntimeSpec, tuple[str, ...]]:
+    def with_features(self, features: Mapping[str, Any]) -> tuple[RuntimeSpec, tuple[str, ...]]:
         """This runtime with what a run's `features` switched on or off, and the names, or values, it does not know.
 
         Raises Unsupported where the run did what is not modelled.
         """
-        update: dict[str, Any] = {}
-        unknown = []
-        # what is said of a thing itself comes after what implies it
-        for key, value in sorted(features.items(), key=lambda pair: pair[0] != "cuda_graph"):
-            effect = FEATURES.get(key)
-            if key in NOT_MODELLED and value:
-                raise Unsupported(
-                    f"features: {key}: {NOT_MODELLED[key]} are not modelled",
-                    "leave it out to price the run as if the GPU kept them",
-                )
-            changed = effect(value) if effect is not None else None
-            if changed is not None:
-                update.update(changed)
-            elif key not in NOT_MODELLED:
-                unknown.append(key if effect is None else f"{key}: {value!r:.60}")
-        return self.model_copy(update=update), tuple(unknown)
+        changed, unknown = changes(features)
+        return self.model_copy(update=changed), unknown

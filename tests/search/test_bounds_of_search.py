@@ -29,7 +29,7 @@ from planner.search.ilp.program import solve
 from planner.search.priced_shapes import fits, room_layers, screen_of
 from planner.search.schedules import schedules_tried
 from planner.specs.model import ModelSpec
-from planner.trainers.load import RUNTIMES
+from planner.trainers.load import RUNTIMES, load_runtime
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -56,7 +56,7 @@ def random_problem(seed: int, design: dict[str, Any] | None = None, trainer: str
     """A job of `trainer` (None: one of three), with any of its schedules, dtypes and link rates."""
     rng = random.Random(seed)
     name = trainer or rng.choice(["megatron", "torchtitan", "torch-eager"])
-    runtime = RUNTIMES[name]
+    runtime = load_runtime(name)
     limits: dict[str, Any] = {}
     if runtime.has_sequence_parallel:
         limits["recompute"] = rng.choice([None, ("none",), ("full",), ("none", "selective")])

@@ -18,6 +18,7 @@ from planner.trainers.rules.common import (
     Rule,
     no_multiple,
 )
+from planner.trainers.spec import RuntimeSpec
 
 
 def _kv_heads(model: ModelSpec) -> int:
@@ -167,3 +168,8 @@ MEGATRON_CP_RULES: dict[str, tuple[Rule, ...]] = {
     ),
 }
 """Constraints by RuntimeSpec.cp_comm_type; Transformer Engine raises on them in the first forward."""
+
+
+def megatron_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:
+    """Constraints of Megatron-LM's layouts under the runtime's kind of context parallelism."""
+    return MEGATRON_RULES + MEGATRON_CP_RULES[runtime.cp_comm_type]

@@ -1,28 +1,43 @@
-"""Which rules a trainer's layouts obey."""
+"""The rules of a runtime: those that its file or its trainer's file names, and what its own switches leave out."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from planner.errors import SpecError
+from planner.specs.problems import nearest
+from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.common import Rule
-from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.trainers.rules.torch import TORCH_EAGER_RULES
-from planner.trainers.rules.torchtitan import TORCHTITAN_RULES
+from planner.trainers.rules.named import EXPORT_RULES, RULES
 from planner.trainers.spec import RuntimeSpec
 
 
 def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
-    """The hard constraints of the trainer that a runtime describes."""
-    known, trainer = _known_to(runtime), runtime.family
-    if trainer == "torchtitan":
-        return known + TORCHTITAN_RULES
-    if trainer in ("megatron", "megatron-deepspeed", "nanotron"):
-        return known + MEGATRON_RULES + MEGATRON_CP_RULES[runtime.cp_comm_type]
-    return known + (TORCH_EAGER_RULES if trainer == "torch-eager" else ())
+    """The hard constraints that layouts of `runtime` obey. Raises SpecError where its trainer is unknown."""
+    names = runtime.rules or _trainer_of(runtime).rules
+    return (*_switch_rules(runtime), *(rule for name in names for rule in RULES[name](runtime)))
 
 
-def _known_to(runtime: RuntimeSpec) -> tuple[Rule, ...]:
-    """What the trainer of a generation knows at all."""
+def export_rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
+    """What the export of `runtime` refuses of models and dtypes; nothing is exported for software of the past."""
+    if runtime.year is not None:
+        return ()
+    names = runtime.export_rules or _trainer_of(runtime).export_rules
+    return tuple(rule for name in names for rule in EXPORT_RULES[name])
+
+
+def _trainer_of(runtime: RuntimeSpec) -> RuntimeSpec:
+    """The shipped trainer that `runtime` is a kind of; itself where it names none."""
+    if runtime.trainer and runtime.trainer not in RUNTIMES:
+        raise SpecError(
+            f"runtime {runtime.name}: trainer: unknown {runtime.trainer[:60]!r}",
+            f"one of {', '.join(RUNTIMES)}{nearest(runtime.trainer, RUNTIMES)}",
+        )
+    return load_runtime(runtime.family) if runtime.family in RUNTIMES else runtime
+
+
+def _switch_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:
+    """What the runtime's own switches leave out."""
     return (
         Rule(
             "model_parallel_not_expressible",
