@@ -15,6 +15,7 @@ from planner.schedule.orders import SCHEDULES
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
+from planner.specs.registry import model_of
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
@@ -22,7 +23,7 @@ from planner.trainers.spec import RuntimeSpec
 
 
 def evaluate(
-    model: ModelSpec,
+    model: ModelSpec | str,
     cluster: ClusterSpec,
     training: TrainingSpec,
     parallelism: Parallelism,
@@ -33,6 +34,7 @@ def evaluate(
 
     Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
     """
+    model = model_of(model)
     pricing, given, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime))
     told = told_assumptions(pricing, pricing.table(given.shape), given.split, given.schedule)
     return assemble(pricing, model_totals(model, pricing.runtime, training.seq_length), [priced], told)

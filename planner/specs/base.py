@@ -29,4 +29,4 @@ Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_print
 class Spec(BaseModel):
     """A value the user gives or reads: immutable, unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

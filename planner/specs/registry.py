@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from planner.errors import SpecError
 from planner.specs.base import Spec
-from planner.specs.cluster import HardwareSpec
+from planner.specs.hardware import HardwareSpec
 from planner.specs.huggingface import from_config
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest, spec_error
@@ -47,6 +47,11 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     if path.name == "config.json" or "model_type" in data or "architectures" in data:
         return from_config(data, label(path))
     return _validate(ModelSpec, {"name": _stem(path), **data}, label(path))
+
+
+def model_of(model: ModelSpec | str) -> ModelSpec:
+    """`model` itself, or the one that `load_model` finds under that name."""
+    return load_model(model) if isinstance(model, str) else model
 
 
 def load_hardware(name_or_path: str | Path) -> HardwareSpec:

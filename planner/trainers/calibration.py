@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import Field
 
 from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, Spec
-from planner.specs.cluster import ClusterSpec, HardwareSpec, LinkTier
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.trainers.spec import RuntimeSpec
 
 

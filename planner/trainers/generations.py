@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from planner.specs.cluster import HardwareSpec
+from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Parallelism
 from planner.trainers.load import RUNTIMES, load_runtime

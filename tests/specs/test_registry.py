@@ -200,3 +200,15 @@ def test_loading_specs_needs_no_torch() -> None:
         "import sys; from planner.specs.registry import load_model; load_model('405b'); print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_cluster_takes_its_hardware_by_name_and_refuses_it_as_load_hardware_does() -> None:
+    assert ClusterSpec(hardware="h200", num_gpus=8).hardware is load_hardware("h200")
+    assert model_of("405b") is model_of(load_model("405b"))
+    with pytest.raises(SpecError, match="hardware: unknown 'h299'") as error:
+        ClusterSpec(hardware="h299", num_gpus=8)
+    assert "did you mean h20 or h200" in error.value.hint
+
+
+def test_docstrings_below_fields_are_their_descriptions() -> None:
+    assert ClusterSpec.model_fields["network_gb_per_s"].description.startswith("Network rate per GPU")
