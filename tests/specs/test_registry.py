@@ -14,7 +14,8 @@ import pytest
 
 from planner.errors import SpecError
 from planner.specs import registry
-from planner.specs.registry import hardware_names, load_hardware, load_model, model_names
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import hardware_names, load_hardware, load_model, model_names, model_of
 
 TINY = """\
 num_hidden_layers: 2
