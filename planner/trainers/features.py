@@ -51,7 +51,7 @@ ROUTING_REPLAYED = 0.85
 """Host time of a mixture's layer that is left where a CUDA graph replays its routing: Qwen3 30B and 235B on B200, GB200
 and GB300, whose recipes of one release replay routing, attention or both."""
 ATTENTION_REPLAYED = 0.6
-"""The same where a graph replays attention too; from the same runs."""
+"""Host time that is left where a graph replays attention too; from the same runs."""
 _CAPACITY = {"sends_tokens_once": False, "awaits_token_counts": False, "moe_host_factor": ROUTING_REPLAYED}
 """Only the all-to-all among Megatron's dispatchers gives experts a fixed number of tokens; the host awaits no count."""
 
@@ -113,7 +113,7 @@ def changes(features: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
     """
     changed: dict[str, Any] = {}
     unknown = []
-    # what is said of a thing itself comes after what implies it
+    # graphs imply values of other features, which count where a run states them itself
     for key, value in sorted(features.items(), key=lambda pair: pair[0] != "cuda_graph"):
         effect = FEATURES.get(key)
         if key in NOT_MODELLED and value:

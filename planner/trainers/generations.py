@@ -1,4 +1,4 @@
-"""Which generation of a trainer a run of the past means, since runs name no version."""
+"""Generations of a trainer: runs name no version, and what a run uses dates it."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _older(name: str) -> tuple[RuntimeSpec, ...]:
 
 
 def _is_gpt(model: ModelSpec) -> bool:
-    """LayerNorm, a plain MLP, as many heads of keys as of queries, positions learned or none."""
+    """True for a GPT as of 2021: LayerNorm, a plain MLP, as many key as query heads, positions learned or none."""
     plain = model.norm == "layernorm" and not model.gated_mlp and model.position_embedding != "rope"
     return plain and model.moe is None and model.mla is None and model.num_key_value_heads == model.num_attention_heads
 
 
 def _knows_layout(runtime: RuntimeSpec, layout: Parallelism) -> bool:
-    """Whether the generation of 2021 or 2022 could run the layout."""
+    """True where the generation, of 2021 or 2022, can run the layout."""
     if (
         (layout.cp > 1 and not runtime.has_context_parallel)
         or layout.ep > 1

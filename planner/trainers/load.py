@@ -42,7 +42,7 @@ def load_runtime(name_or_path: str | Path) -> RuntimeSpec:
 
 
 def sources_of(name_or_path: str | Path) -> dict[str, str]:
-    """Where each number of a trainer comes from, by field; other numbers are the defaults of RuntimeSpec."""
+    """The source of each number of a trainer, by field; other numbers are the defaults of RuntimeSpec."""
     return _read(_path(str(name_or_path))).sources
 
 
@@ -89,7 +89,7 @@ def _read(path: Path) -> TrainerFile:
 
 
 def _base(where: str, name: Any) -> TrainerFile:
-    """The file that another one builds on; what builds on a trainer is a kind of that trainer unless it says more."""
+    """The values of the file that another one builds on; a file that builds on a trainer is a kind of that trainer."""
     if name is None:
         return TrainerFile({}, {})
     _check_names(where, "base", (str(name),), _BASES)
@@ -132,5 +132,5 @@ def _check_names(where: str, key: str, names: tuple[str, ...], known: Any, probl
 
 
 def _where(path: Path) -> str:
-    """How messages name a trainer's file."""
+    """A trainer's file as messages name it."""
     return f"trainers/data/{path.relative_to(_DATA)}" if path.is_relative_to(_DATA) else label(path)

@@ -60,7 +60,7 @@ class Row(Spec):
 
     @property
     def run_key(self) -> str:
-        """The same for rows that publish the same run again."""
+        """A key that is the same for rows which publish the same run again."""
         return json.dumps(self.run, sort_keys=True)
 
     def parsed(self) -> Run:

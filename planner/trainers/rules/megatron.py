@@ -1,4 +1,4 @@
-"""What Megatron-LM (core 0.20.0) refuses about a shape: in its parser, its config classes, or only once a step runs."""
+"""Rules of Megatron-LM (core 0.20.0): shapes that its parser refuses, its config classes, or a step once it runs."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ MEGATRON_CP_RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
 }
-"""Constraints by RuntimeSpec.cp_comm_type; Transformer Engine raises on them in the first forward."""
+"""Constraints by RuntimeSpec.cp_comm_type, on which Transformer Engine raises in the first forward."""
 
 
 def megatron_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:

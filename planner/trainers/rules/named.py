@@ -17,11 +17,12 @@ RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {
     "torchtitan": lambda runtime: TORCHTITAN_RULES,
     "torch-eager": lambda runtime: TORCH_EAGER_RULES,
 }
-"""What a layout must obey; some rules depend on the runtime's switches."""
+"""Rules that layouts obey, by the name of their set; some depend on the runtime's switches."""
 
 EXPORT_RULES: dict[str, tuple[Rule, ...]] = {
     "megatron": MEGATRON_MODEL_RULES,
     "torchtitan": TORCHTITAN_MODEL_RULES,
     "bf16": (BF16_ONLY,),
 }
-"""What an export refuses of models and dtypes, whatever the layout: it is priced all the same, with a warning."""
+"""Rules that an export sets to models and dtypes, whatever the layout. What breaks one is priced all the same, with a
+warning."""

@@ -1,4 +1,4 @@
-"""The rules of a runtime: those that its file or its trainer's file names, and what its own switches leave out."""
+"""The rules of a runtime: those of its own switches, and those that it or its trainer names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
 
 
 def export_rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
-    """What the export of `runtime` refuses of models and dtypes; nothing is exported for software of the past."""
+    """The rules that the export of `runtime` sets to models and dtypes; software of the past is not exported to."""
     if runtime.year is not None:
         return ()
     names = runtime.export_rules or _trainer_of(runtime).export_rules
@@ -37,7 +37,7 @@ def _trainer_of(runtime: RuntimeSpec) -> RuntimeSpec:
 
 
 def _switch_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:
-    """What the runtime's own switches leave out."""
+    """The rules that follow from what the runtime's switches leave out."""
     return (
         Rule(
             "model_parallel_not_expressible",
