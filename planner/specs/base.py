@@ -23,7 +23,7 @@ def _printable(text: str) -> str:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
-"""What reports and files call a thing: one line, without escape sequences for the terminal."""
+"""A name in reports and files: one line, without escape sequences for the terminal."""
 
 
 class Spec(BaseModel):

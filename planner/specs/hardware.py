@@ -26,7 +26,7 @@ class LinkTier(Spec):
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Uplink contention: bandwidth per GPU is divided by this."""
     link_gb_per_s: PositiveFloat | None = None
-    """Of what joins a GPU to one other, where no switch does: n of them have n − 1 such links each."""
+    """Rate of the link between two GPUs where no switch joins them: among n GPUs each has n − 1 such links."""
     source: str = ""
 
     @property
@@ -46,7 +46,7 @@ class ReservedMemory(Spec):
     communicator_gib: NonNegativeFloat = 0.3
     """NCCL buffers, per communicator that spans more than one rank."""
     fragmentation_fraction: Fraction = 0.03
-    """Of allocated memory, held by the allocator and unusable."""
+    """Share of allocated memory that the allocator holds beside it and nobody can use."""
     source: str = ""
 
     @property
@@ -67,7 +67,7 @@ class HardwareSpec(Spec):
     architecture: str
     """Silicon generation (volta, ampere, ada, hopper, blackwell, cdna3, cdna4)."""
     memory_gib: PositiveFloat
-    """What the driver reports as total memory."""
+    """Total memory as the driver reports it."""
     hbm_gb_per_s: PositiveFloat
     peak_tflops: dict[str, PositiveFloat]
     """Dense peak per dtype, without sparsity."""

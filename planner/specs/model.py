@@ -14,7 +14,7 @@ AttentionKind = Literal["full", "sliding", "chunked"]
 
 
 class LayerKind(NamedTuple):
-    """What one decoder layer is made of; layers of the same kind cost the same."""
+    """The make of a decoder layer; layers of the same kind cost the same."""
 
     attention: AttentionKind
     mlp: Literal["dense", "moe"]
@@ -39,7 +39,7 @@ class MoESpec(Spec):
     first_k_dense_replace: NonNegativeInt = 0
     """The first k layers have a dense MLP."""
     moe_layer_freq: PositiveInt = 1
-    """Of the layers after the first k, every n-th (the n-th, 2n-th, …) is MoE."""
+    """Every n-th layer (the n-th, 2n-th, …) after the first k is MoE."""
     router_bias: bool = False
     """One learned number per expert beside the router matrix (DeepSeek-V3, gpt-oss)."""
 
@@ -64,7 +64,7 @@ class MLASpec(Spec):
 
 
 class TrainingDefaults(Spec):
-    """How the model was published to be trained; used where the user says nothing."""
+    """The training that the model was published with; used where the user says nothing."""
 
     seq_length: PositiveInt
     tokens_per_step: PositiveInt
@@ -117,13 +117,13 @@ class ModelSpec(Spec):
     rope_theta: PositiveFloat | None = None
     """Base of the rotary frequencies: no size and no price depends on it, a trainer's configuration does."""
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    """Share of every head that is rotated; likewise."""
+    """Share of every head that is rotated; no size and no price depends on it either."""
     max_position_embeddings: PositiveInt | None = None
     """Rows of a learned position table; without meaning for the others."""
     sliding_window: PositiveInt | None = None
     """Keys each query sees on sliding layers, itself included."""
     attention_chunk_size: PositiveInt | None = None
-    """Keys of the query's own chunk of so many tokens are all that it sees on such layers (Llama 4)."""
+    """Tokens of a chunk, beyond which a query sees no keys on such layers (Llama 4)."""
     sliding_window_pattern: PositiveInt | None = None
     """Every n-th layer has full attention, the others slide or attend in chunks; null: all do."""
     moe: MoESpec | None = None
@@ -200,7 +200,7 @@ class ModelSpec(Spec):
 
     @property
     def output_bias(self) -> bool:
-        """Whether attention's output projection has a bias."""
+        """True where attention's output projection has a bias."""
         return self.bias if self.attention_bias is None else self.attention_bias == "all"
 
     @property

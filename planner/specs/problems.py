@@ -1,4 +1,4 @@
-"""What pydantic found wrong, said in plain words: file, field, value, and what to write instead."""
+"""Errors of pydantic in plain words: file, field, value, and what to write instead."""
 
 from __future__ import annotations
 
@@ -131,4 +131,4 @@ def _nested(annotation: Any) -> type[BaseModel] | None:
     """The spec inside an annotation such as `MoESpec | None` or `tuple[LinkTier, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for found in map(_nested, get_args(annotation)) if found), None)
+    return next((spec for spec in map(_nested, get_args(annotation)) if spec), None)

@@ -99,9 +99,9 @@ def _locate(kind: Kind, name: str) -> tuple[Path, bool]:
     separators = [sep for sep in (os.sep, os.altsep) if sep]
     looks_like_path = name == STDIN or name.lower().endswith(_SUFFIXES) or any(sep in name for sep in separators)
     if not looks_like_path:
-        found = _find(kind, name.lower())
-        if found is not None:
-            return found, True
+        shipped = _find(kind, name.lower())
+        if shipped is not None:
+            return shipped, True
     if os.path.exists(name) or (looks_like_path and not _is_missing(name)):
         return Path(name), False
     names = _names(kind)
@@ -114,7 +114,7 @@ def _locate(kind: Kind, name: str) -> tuple[Path, bool]:
 
 
 def _is_missing(path: str) -> bool:
-    """Whether there is surely no such file; what cannot be told is told when it is read."""
+    """True where there is surely no such file; where it cannot be told, reading the file will tell."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):

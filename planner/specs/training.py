@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from planner.specs.base import NonNegativeFloat, PositiveFloat, PositiveInt, Spec
 
 Dtype = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
-"""What the GEMMs compute in; everything else stays in 16 bits."""
+"""The dtype of products; everything else stays in 16 bits."""
 
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = str
@@ -31,7 +31,7 @@ class TrainingSpec(Spec):
     moe_imbalance: PositiveFloat = Field(default=1.0, ge=1.0, le=100.0)
     """Tokens on the most loaded expert rank over the mean: 1 is forced balance."""
     straggler_fraction: NonNegativeFloat = Field(default=0.0, le=10.0)
-    """How much slower the slowest rank computes than the profile says."""
+    """Share by which the slowest rank computes slower than the profile says."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -64,7 +64,8 @@ class Parallelism(Spec):
     recompute_num_layers: PositiveInt | None = None
     """Under full recompute: how many layers of each stage (the first ones); given none, all."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """What is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 gradients, 3 weights; given none, 1."""
+    """ZeRO's stage, the last of what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 gradients, 3 weights; given
+    none, 1."""
     fsdp: int | str | None = None
     """Fully sharded data parallel (zero_stage 3 where none is given); a number in it is the size of the group that
     shards whatever zero_stage says (HSDP)."""
@@ -134,7 +135,7 @@ PINS = (
 
 
 class SearchLimits(Spec):
-    """What the search may choose from: each axis pinned to a list of values, or free (null)."""
+    """The search's choices: each axis pinned to a list of values, or free (null)."""
 
     tp: tuple[PositiveInt, ...] | None = None
     cp: tuple[PositiveInt, ...] | None = None
@@ -161,7 +162,7 @@ class SearchLimits(Spec):
 
 
 def tokens_split(cp: Any, shards: Any) -> Any:
-    """What sequences are cut into, numbers or arrays: two equal chunks for each rank of cp, `shards` for tp.
+    """Number of parts that a sequence is cut into: two equal chunks for each rank of cp, `shards` for tp.
 
     lcm(2, shards) · cp where cp > 1, else shards.
     """
