@@ -18,6 +18,7 @@ class ClusterSpec(Spec):
     hardware: HardwareSpec
     """The profile; the name, alias or file of one is loaded."""
     num_gpus: PositiveInt = Field(le=10_000_000)
+    """GPUs of the cluster."""
     gpus_per_node: PositiveInt | None = None
     """Given none, the profile's; given another number, tiers as wide as a node shrink or grow with it."""
     network_gb_per_s: PositiveFloat | None = None

@@ -54,9 +54,11 @@ class AttentionEfficiency(Spec):
     forward_fraction: Share = 0.6
     """Share of peak that long sequences reach at head dimension 128."""
     backward_fraction: Share = 0.5
+    """Share of peak that the backward of long sequences reaches at head dimension 128."""
     forward_ramp_keys: NonNegativeFloat = 250.0
     """Masked corners and prologue, in keys a query: efficiency s / (s + ramp_keys)."""
     backward_ramp_keys: NonNegativeFloat = 450.0
+    """`forward_ramp_keys` of the backward."""
     tail_fraction: NonNegativeFloat = 0.4
     """Idle SMs at the end, in rows of 128 queries over all keys: causal rows differ in length."""
     half_head_dim: NonNegativeFloat = 50.0
@@ -75,7 +77,9 @@ class Efficiency(Spec):
     evidence: Literal["probed", "measured", "family", "spec_sheet"] = "spec_sheet"
     """Corrected by a probe of a plan, measured on this GPU, on another of its silicon generation, or on neither."""
     source: str = ""
+    """Where the block's numbers come from."""
     gemm: GemmEfficiency = GemmEfficiency()
+    """Products."""
     flash: AttentionEfficiency = AttentionEfficiency(
         forward_fraction=0.36, backward_fraction=0.34, half_head_dim=20.0, head_dim_multiple=32
     )
@@ -110,8 +114,11 @@ class Efficiency(Spec):
     untuned_factor: PositiveFloat = 1.0
     """A further factor where torch chooses their kernels, not a trainer whose vendor tuned them (`tuned_products`)."""
     attention_factor: PositiveFloat = 1.0
+    """Factor on seconds of attention."""
     stream_factor: PositiveFloat = 1.0
+    """Factor on seconds of memory-bound kernels."""
     launch_factor: PositiveFloat = 1.0
+    """Factor on launch_us."""
 
     @property
     def attention(self) -> AttentionEfficiency:

@@ -16,11 +16,13 @@ class LinkTier(Spec):
     """One level of the network: the fastest link between any two GPUs whose ranks lie within `num_gpus`."""
 
     name: str
+    """A short name, such as nvlink or infiniband."""
     num_gpus: PositiveInt | None = None
     """GPUs under this tier (an NVLink domain, a pod); null for the outermost."""
     gb_per_s: PositiveFloat
     """Per GPU and direction, as the data sheet has it, 10^9 bytes a second."""
     latency_us: NonNegativeFloat
+    """Microseconds that a message of no bytes takes over one link."""
     efficiency_fraction: Fraction = 0.8
     """Share of gb_per_s that large collectives reach."""
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
@@ -28,6 +30,7 @@ class LinkTier(Spec):
     link_gb_per_s: PositiveFloat | None = None
     """Rate of the link between two GPUs where no switch joins them: among n GPUs each has n − 1 such links."""
     source: str = ""
+    """Where the tier's numbers come from."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -43,11 +46,13 @@ class ReservedMemory(Spec):
     """Device memory that no tensor holds: CUDA context, communicator buffers, allocator fragmentation."""
 
     context_gib: NonNegativeFloat = 1.0
+    """CUDA context and libraries."""
     communicator_gib: NonNegativeFloat = 0.3
     """NCCL buffers, per communicator that spans more than one rank."""
     fragmentation_fraction: Fraction = 0.03
     """Share of allocated memory that the allocator holds beside it and nobody can use."""
     source: str = ""
+    """Where these numbers come from."""
 
     @property
     def context_bytes(self) -> float:
@@ -62,26 +67,35 @@ class HardwareSpec(Spec):
     """One kind of GPU in one kind of node, as `hardware_profiles/*.yaml` describes it."""
 
     name: Name
+    """The profile's name, which is that of its file."""
     aliases: tuple[str, ...] = ()
+    """Other names, in lower case."""
     source: str
+    """The data sheet."""
     architecture: str
     """Silicon generation (volta, ampere, ada, hopper, blackwell, cdna3, cdna4)."""
     memory_gib: PositiveFloat
     """Total memory as the driver reports it."""
     hbm_gb_per_s: PositiveFloat
+    """Memory bandwidth as the data sheet has it, 10^9 bytes a second."""
     peak_tflops: dict[str, PositiveFloat]
     """Dense peak per dtype, without sparsity."""
     num_sms: PositiveInt
+    """Streaming multiprocessors (compute units on AMD)."""
     gpus_per_node: PositiveInt = 8
+    """GPUs of a node."""
     tiers: tuple[LinkTier, ...] = Field(min_length=1)
     """Links, innermost first."""
     reserved: ReservedMemory = ReservedMemory()
+    """Device memory that no tensor holds."""
     efficiency: Efficiency = Efficiency()
     """Given none, what a GPU commonly reaches of its data sheet."""
     usd_per_gpu_hour: PositiveFloat | None = None
+    """Price of one GPU for an hour."""
     watts_per_gpu: PositiveFloat | None = None
     """Facility power per GPU, CPUs and network included."""
     price_source: str = ""
+    """Where price and power come from."""
 
     @model_validator(mode="after")
     def _tiers_widen(self) -> HardwareSpec:

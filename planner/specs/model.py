@@ -58,17 +58,24 @@ class MLASpec(Spec):
     q_lora_rank: PositiveInt | None = None
     """Rank of the query down-projection; null when queries are projected directly."""
     kv_lora_rank: PositiveInt
+    """Rank of the latents that keys and values share."""
     qk_nope_head_dim: PositiveInt
+    """Width of a query or key head without rotary positions."""
     qk_rope_head_dim: PositiveInt
+    """Width of its rotated part."""
     v_head_dim: PositiveInt
+    """Width of a value head."""
 
 
 class TrainingDefaults(Spec):
     """The training that the model was published with; used where the user says nothing."""
 
     seq_length: PositiveInt
+    """Tokens of a sequence."""
     tokens_per_step: PositiveInt
+    """Tokens of an optimizer step."""
     source: str = ""
+    """Where these numbers come from."""
 
 
 _MOE_FIELDS = frozenset(MoESpec.model_fields)
@@ -82,28 +89,41 @@ class ModelSpec(Spec):
     """Sections whose fields may also be given at the top, as a `config.json` does."""
 
     name: Name
+    """The model's name."""
     aliases: tuple[str, ...] = ()
+    """Other names, in lower case."""
     source: str = ""
+    """The model's report and its config."""
     num_hidden_layers: PositiveInt = Field(le=10_000)
+    """Decoder layers."""
     hidden_size: PositiveInt = Field(le=10**6)
+    """Width of the residual stream."""
     intermediate_size: PositiveInt | None = Field(default=None, le=10**7)
     """Width of the dense MLP; null when every layer is MoE."""
     num_attention_heads: PositiveInt = Field(le=10**5)
+    """Query heads."""
     num_key_value_heads: PositiveInt
     """Key-value heads (grouped-query attention); given none, as many as query heads."""
     head_dim: PositiveInt
     """Given none, hidden_size / num_attention_heads."""
     vocab_size: PositiveInt = Field(le=10**8)
+    """Tokens of the vocabulary, before padding."""
     tie_word_embeddings: bool = False
+    """Embedding and head share one matrix."""
     gated_mlp: bool = True
     """SwiGLU and its kin: gate and up projections; false for a plain two-matrix MLP."""
     activation: Literal["silu", "gelu", "relu", "relu2"] = "silu"
+    """Activation of the MLP."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Kind of the layers' norms."""
     bias: bool = False
     """Every linear layer of the block has a bias (and so has LayerNorm), unless a field below says otherwise."""
     norm_bias: bool | None = None
+    """LayerNorms have biases; given none, as `bias`."""
     attention_bias: Literal["none", "qkv", "all"] | None = None
+    """Projections of attention that have biases; given none, as `bias`."""
     mlp_bias: bool | None = None
+    """Linear layers of the MLP have biases; given none, as `bias`."""
     qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys (Qwen3, Gemma 3)."""
     post_norms: bool = False
@@ -127,10 +147,13 @@ class ModelSpec(Spec):
     sliding_window_pattern: PositiveInt | None = None
     """Every n-th layer has full attention, the others slide or attend in chunks; null: all do."""
     moe: MoESpec | None = None
+    """The mixture of experts; null for dense models."""
     mla: MLASpec | None = None
+    """Latent attention; null where attention is not latent."""
     num_nextn_predict_layers: NonNegativeInt = Field(default=0, le=16)
     """Multi-token-prediction blocks after the last layer (DeepSeek-V3)."""
     training: TrainingDefaults | None = None
+    """The training that it was published with."""
 
     @model_validator(mode="before")
     @classmethod

@@ -23,9 +23,11 @@ class TrainingSpec(Spec):
     """One optimizer step, and how many tokens in all."""
 
     seq_length: PositiveInt = Field(le=2**27)
+    """Tokens of a sequence."""
     global_batch_size: PositiveInt = Field(le=2**31)
     """Sequences per optimizer step."""
     dtype: Dtype = "bf16"
+    """Dtype of products; everything else stays in 16 bits."""
     tokens: PositiveFloat | None = None
     """Tokens of the whole training run, for days and cost."""
     moe_imbalance: PositiveFloat = Field(default=1.0, ge=1.0, le=100.0)
@@ -46,19 +48,27 @@ class Parallelism(Spec):
     """
 
     tp: PositiveInt = 1
+    """Size of tensor parallelism."""
     cp: PositiveInt = 1
+    """Size of context parallelism."""
     pp: PositiveInt = 1
+    """Number of pipeline stages."""
     vpp: PositiveInt = 1
+    """Number of model chunks that a rank holds."""
     dp: PositiveInt = 1
+    """Number of data-parallel ranks."""
     ep: PositiveInt = 1
+    """Size of expert parallelism."""
     etp: PositiveInt | None = None
     """Tensor parallelism inside an expert; given none, tp for dense models and 1 for MoE."""
     micro_batch_size: PositiveInt = 1
+    """Sequences of a micro-batch."""
     schedule: ScheduleName | None = None
     """Given none: 1f1b, interleaved-1f1b where vpp > 1, none where pp = 1."""
     sequence_parallel: bool | None = None
     """Given none: on where tp > 1."""
     recompute: Recompute = "none"
+    """Activations that are recomputed: none, those of some modules, or those of whole layers."""
     recompute_modules: tuple[str, ...] = ()
     """Megatron's module names; given none, `selective` means core attention, and some under `none` mean `selective`."""
     recompute_num_layers: PositiveInt | None = None
@@ -138,23 +148,35 @@ class SearchLimits(Spec):
     """The search's choices: each axis pinned to a list of values, or free (null)."""
 
     tp: tuple[PositiveInt, ...] | None = None
+    """Sizes of tensor parallelism."""
     cp: tuple[PositiveInt, ...] | None = None
+    """Sizes of context parallelism."""
     ep: tuple[PositiveInt, ...] | None = None
+    """Sizes of expert parallelism."""
     etp: tuple[PositiveInt, ...] | None = None
+    """Sizes of tensor parallelism inside an expert."""
     pp: tuple[PositiveInt, ...] | None = None
+    """Numbers of pipeline stages."""
     vpp: tuple[PositiveInt, ...] | None = None
+    """Numbers of model chunks that a rank holds."""
     dp: tuple[PositiveInt, ...] | None = None
+    """Numbers of data-parallel ranks."""
     micro_batch_size: tuple[PositiveInt, ...] | None = None
+    """Sequences of a micro-batch."""
     recompute: tuple[Recompute, ...] | None = None
+    """Modes of recomputing."""
     zero_stage: tuple[Literal[0, 1, 2, 3], ...] | None = None
+    """ZeRO stages, as in Parallelism."""
     shard_size: tuple[PositiveInt, ...] | None = None
     """Ranks that share what ZeRO shards: dp·cp, or a divisor of it (HSDP)."""
     schedule: tuple[ScheduleName, ...] | None = None
+    """Schedules of the pipeline."""
     tp_across_nodes: bool = False
     """Let a tensor-parallel group leave its NVLink domain."""
     top: PositiveInt = Field(default=5, le=1000)
     """Alternatives to report beside the best plan."""
     time_limit_s: PositiveFloat = 30.0
+    """Seconds after which the search answers with the best that it has."""
     gap_fraction: NonNegativeFloat = Field(default=0.005, le=1.0)
     """A shape is cut when its bound is within this fraction of the incumbent."""
     memory_headroom_gib: NonNegativeFloat = 0.0

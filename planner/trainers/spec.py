@@ -20,6 +20,7 @@ class RuntimeSpec(Spec):
     """One trainer's kernels, overlaps and limits. `*_overlap_fraction`: share of a transfer hidden where it can be."""
 
     name: str
+    """The name of the trainer, or of this kind of it."""
     trainer: str = ""
     """The shipped trainer that this is a kind of, whose rules and options it has; given none, that of its name."""
     rules: tuple[str, ...] = ()
@@ -189,7 +190,9 @@ class RuntimeSpec(Spec):
     """Under interleaved schedules, sends and receives run beside compute."""
     # what can be expressed
     schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "none")
+    """Schedules of a pipeline that it runs."""
     zero_stages: tuple[int, ...] = (0, 1)
+    """ZeRO stages that it has."""
     recompute_per_stage: bool = False
     """Each stage may recompute its own number of layers; without: one setting holds for all."""
     sequence_parallel: bool = True
@@ -204,6 +207,7 @@ class RuntimeSpec(Spec):
     """Recomputing a layer ends with the last tensor that its backward needs: no down projection, no exchange after it
     (torch.utils.checkpoint, and graphs that torch.compile partitions); without: all of it runs again."""
     selective_recompute_modules: tuple[str, ...] = ("core_attn",)
+    """Modules that it can recompute by themselves."""
     selective_default: tuple[str, ...] = ("core_attn",)
     """The modules that `selective` recomputes where none are named."""
     head_only_stage: bool = False

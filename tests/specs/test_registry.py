@@ -14,8 +14,14 @@ import pytest
 
 from planner.errors import SpecError
 from planner.specs import registry
+from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
+from planner.specs.efficiency import AttentionEfficiency, Efficiency, GemmEfficiency
+from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
+from planner.specs.model import MLASpec, ModelSpec, MoESpec, TrainingDefaults
 from planner.specs.registry import hardware_names, load_hardware, load_model, model_names, model_of
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.trainers.spec import RuntimeSpec
 
 TINY = """\
 num_hidden_layers: 2
@@ -211,5 +217,10 @@ def test_a_cluster_takes_its_hardware_by_name_and_refuses_it_as_load_hardware_do
     assert "did you mean h20 or h200" in error.value.hint
 
 
-def test_docstrings_below_fields_are_their_descriptions() -> None:
-    assert ClusterSpec.model_fields["network_gb_per_s"].description.startswith("Network rate per GPU")
+@pytest.mark.parametrize(
+    "spec",
+    [ClusterSpec, Efficiency, GemmEfficiency, AttentionEfficiency, HardwareSpec, LinkTier, MLASpec, ModelSpec, MoESpec,
+     Parallelism, ReservedMemory, RuntimeSpec, SearchLimits, TrainingDefaults, TrainingSpec],
+)  # fmt: skip
+def test_the_docstring_below_a_field_is_its_description(spec: type[Spec]) -> None:
+    assert [name for name, field in spec.model_fields.items() if not field.description] == []
