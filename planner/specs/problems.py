@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -18,6 +18,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean …?` with the closest known names, or nothing."""
     close = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def check_names(where: str, key: str, names: Iterable[str], known: Collection[str], problem: str = "") -> None:
+    """Raise SpecError for the first of `names` that is not known, with those nearest to it."""
+    for name in names:
+        if name not in known:
+            close = nearest(name, known).removeprefix("; ") or f"one of {', '.join(sorted(known))}"
+            raise SpecError(f"{where}: {key}: {problem or f'unknown {name[:60]!r}'}", close)
 
 
 def spec_error(

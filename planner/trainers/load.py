@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from planner.errors import SpecError
 from planner.specs.checking import checked
-from planner.specs.problems import nearest
+from planner.specs.problems import check_names, nearest
 from planner.specs.reading import label, load_yaml, printable
 from planner.trainers.features import FEATURES, changes
 from planner.trainers.rules.named import EXPORT_RULES, RULES
@@ -62,16 +62,16 @@ def _shipped(path: Path) -> RuntimeSpec:
 def _runtime(path: Path) -> RuntimeSpec:
     where = _where(path)
     runtime = checked(RuntimeSpec, {"name": path.stem, **_read(path).values}, where)
-    _check_names(where, "rules", runtime.rules, RULES)
-    _check_names(where, "export_rules", runtime.export_rules, EXPORT_RULES)
-    _check_names(where, "trainer", (runtime.trainer,) if runtime.trainer else (), RUNTIMES)
+    check_names(where, "rules", runtime.rules, RULES)
+    check_names(where, "export_rules", runtime.export_rules, EXPORT_RULES)
+    check_names(where, "trainer", (runtime.trainer,) if runtime.trainer else (), RUNTIMES)
     return runtime
 
 
 def _read(path: Path) -> TrainerFile:
     where, data = _where(path), load_yaml(path)
     for key in data:
-        _check_names(
+        check_names(
             where, printable(str(key), 60), (str(key),), (*RuntimeSpec.model_fields, *_FILE_KEYS), "unknown key"
         )
     if not isinstance(data.get("source"), str):
@@ -92,7 +92,7 @@ def _base(where: str, name: Any) -> TrainerFile:
     """The values of the file that another one builds on; a file that builds on a trainer is a kind of that trainer."""
     if name is None:
         return TrainerFile({}, {})
-    _check_names(where, "base", (str(name),), _BASES)
+    check_names(where, "base", (str(name),), _BASES)
     values, sources = _read(_DATA / f"{name}.yaml")
     return TrainerFile({"trainer": name, **values} if name in RUNTIMES else values, sources)
 
@@ -121,14 +121,6 @@ def _value(where: str, key: str, given: Any) -> tuple[Any, str | None]:
             f"{where}: {key}: {value} has no source", f"write `{key}: {{value: {value}, source: where it comes from}}`"
         )
     return value, source if is_number else None
-
-
-def _check_names(where: str, key: str, names: tuple[str, ...], known: Any, problem: str = "") -> None:
-    """SpecError for the first name that is not known, with those nearest to it."""
-    for name in names:
-        if name not in known:
-            close = nearest(name, known).removeprefix("; ") or f"one of {', '.join(sorted(known))}"
-            raise SpecError(f"{where}: {key}: {problem or f'unknown {name[:60]!r}'}", close)
 
 
 def _where(path: Path) -> str:

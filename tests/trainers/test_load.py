@@ -70,10 +70,21 @@ def test_software_of_the_past_is_not_exported() -> None:
     assert export_rules_for(load_runtime("megatron-2021")) == ()
 
 
-def test_an_unknown_trainer_is_refused() -> None:
-    with pytest.raises(SpecError, match="runtime mine: trainer: unknown 'megatorn'") as error:
-        rules_for(RuntimeSpec(name="mine", trainer="megatorn"))
-    assert "did you mean megatron" in error.value.hint
+@pytest.mark.parametrize(
+    ("runtime", "message", "hint"),
+    [
+        (RuntimeSpec(name="mine", trainer="megatorn"), "trainer: unknown 'megatorn'", "did you mean megatron"),
+        (RuntimeSpec(name="mine", rules=("megatorn",)), "rules: unknown 'megatorn'", "did you mean megatron"),
+        (RuntimeSpec(name="my-megatron"), "names neither its trainer nor its rules", "give trainer, one of megatron"),
+    ],
+)
+def test_a_runtime_that_does_not_say_whose_rules_it_obeys_is_refused(
+    runtime: RuntimeSpec, message: str, hint: str
+) -> None:
+    with pytest.raises(SpecError) as error:
+        rules_for(runtime)
+    assert message in error.value.message
+    assert hint in error.value.hint
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from planner.errors import SpecError
-from planner.specs.problems import nearest
+from planner.specs.problems import check_names
 from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.common import Rule
 from planner.trainers.rules.named import EXPORT_RULES, RULES
@@ -13,8 +13,17 @@ from planner.trainers.spec import RuntimeSpec
 
 
 def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
-    """The hard constraints that layouts of `runtime` obey. Raises SpecError where its trainer is unknown."""
+    """The hard constraints that layouts of `runtime` obey.
+
+    Raises SpecError where it names rules or a trainer that are unknown, or neither.
+    """
+    if not (runtime.rules or runtime.trainer or runtime.name in RUNTIMES):
+        raise SpecError(
+            f"runtime {runtime.name}: names neither its trainer nor its rules",
+            f"give trainer, one of {', '.join(RUNTIMES)}, or rules, of {', '.join(RULES)}",
+        )
     names = runtime.rules or _trainer_of(runtime).rules
+    check_names(f"runtime {runtime.name}", "rules", names, RULES)
     return (*_switch_rules(runtime), *(rule for name in names for rule in RULES[name](runtime)))
 
 
@@ -23,16 +32,14 @@ def export_rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
     if runtime.year is not None:
         return ()
     names = runtime.export_rules or _trainer_of(runtime).export_rules
+    check_names(f"runtime {runtime.name}", "export_rules", names, EXPORT_RULES)
     return tuple(rule for name in names for rule in EXPORT_RULES[name])
 
 
 def _trainer_of(runtime: RuntimeSpec) -> RuntimeSpec:
     """The shipped trainer that `runtime` is a kind of; itself where it names none."""
-    if runtime.trainer and runtime.trainer not in RUNTIMES:
-        raise SpecError(
-            f"runtime {runtime.name}: trainer: unknown {runtime.trainer[:60]!r}",
-            f"one of {', '.join(RUNTIMES)}{nearest(runtime.trainer, RUNTIMES)}",
-        )
+    if runtime.trainer:
+        check_names(f"runtime {runtime.name}", "trainer", (runtime.trainer,), RUNTIMES)
     return load_runtime(runtime.family) if runtime.family in RUNTIMES else runtime
 
 
