@@ -1,4 +1,4 @@
-"""What the documents say is what the program does."""
+"""The documents say what the program does."""
 
 from __future__ import annotations
 
