@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from planner.trainers.features import changes
 
 CHUNK_PARAMETERS = 2**18
@@ -19,7 +19,7 @@ CHUNK_PARAMETERS = 2**18
 class RuntimeSpec(Spec):
     """One trainer's kernels, overlaps and limits. `*_overlap_fraction`: share of a transfer hidden where it can be."""
 
-    name: str
+    name: Name
     """The name of the trainer, or of this kind of it."""
     trainer: str = ""
     """The shipped trainer that this is a kind of, whose rules and options it has; given none, that of its name."""

@@ -102,6 +102,7 @@ def test_a_runtime_that_does_not_say_whose_rules_it_obeys_is_refused(
         ("source: x\ntrainer: megatorn", "trainer: unknown 'megatorn'", "did you mean megatron"),
         ("source: x\nfeatures: {warp_drive: true}", "features: warp_drive: unknown", "one of"),
         ("source: x\nfeatures: yes", "features: True is no mapping", "name: value"),
+        ('source: x\nname: "a\\eb"', "name: has characters that cannot be printed", "change"),
         ("source: x\ncompiled: maybe", "compiled: 'maybe' is text, expected true or false", "true or false"),
     ],
 )
