@@ -309,7 +309,7 @@ def test_a_first_chunk_that_keeps_less_is_counted_by_its_own_bytes() -> None:
 
     Priced with the mean of the rank's chunks the layout did not fit, and the bound was 5% above its step.
     """
-    model, runtime = load_model("deepseek-v2-lite"), RUNTIMES["megatron"]
+    model, runtime = load_model("deepseek-v2-lite"), load_runtime("megatron")
     cluster = ClusterSpec(hardware=load_hardware("a100"), num_gpus=8)
     training = toy_training(64, seq_length=4096)
     pricing = pricing_of(model, cluster, training, runtime, modules=("mlp",))
