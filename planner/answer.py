@@ -8,19 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 from html import escape
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import Field
 
-from planner.errors import SpecError
 from planner.files import write_text
 from planner.specs.base import Spec
-from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
-from planner.specs.reading import label, load_yaml
 from planner.specs.training import TrainingSpec
 from planner.trainers.spec import RuntimeSpec
 
@@ -286,7 +282,7 @@ class Plan(Spec):
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
         """Read what `to_json` wrote; pydantic's ValidationError where it does not fit."""
-        return cls.model_validate(_fields_of_today(data))
+        return cls.model_validate({key: value for key, value in data.items() if key != "inputs_sha256"})
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write the plan as JSON to a file that `load` and every command read; `-` is stdout.
@@ -298,73 +294,16 @@ class Plan(Spec):
         data = self.model_copy(update={"search": search}).to_json()
         write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n", force)
 
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    # load and _repr_html_ are the imports that climb: users ask the plan itself
+    @staticmethod
+    def load(path: str | Path) -> Plan:
         """The plan in a file that `save` wrote; `-` is stdin. SpecError where it holds no plan of this version."""
-        data, where = load_yaml(path), label(path)
-        if not {"schema_version", "best"} <= data.keys():
-            raise SpecError(f"{where}: is not a plan", "save one with plan --model 405b --gpus 2048 -o plan.json")
-        if data["schema_version"] != SCHEMA_VERSION:
-            raise SpecError(
-                f"{where}: schema_version {data['schema_version']!r}, this version reads {SCHEMA_VERSION}", "plan again"
-            )
-        plan = checked(cls, _fields_of_today(data), where)
-        problem = _contradiction(plan)
-        if problem:
-            raise SpecError(f"{where}: best: {problem}", "plan again: a saved plan is not for editing")
-        return plan
+        from planner.plan_file import read_plan
+
+        return read_plan(str(path))
 
     def _repr_html_(self) -> str:
         """The report, for notebooks: in a frame, so that its styles stay its own."""
-        # the one import that climbs: a notebook asks the plan itself
         from planner.report.page import report_page
 
         return f'<iframe srcdoc="{escape(report_page(self))}" style="width: 100%; height: 40em; border: 0"></iframe>'
-
-
-_RETIRED_RUNTIME_FIELDS = ("interleaved_microbatch_multiple", "min_microbatches_is_pp")
-"""Fields of RuntimeSpec that plans saved by earlier versions carry and that nothing ever read."""
-
-
-def _fields_of_today(data: dict[str, Any]) -> dict[str, Any]:
-    """A saved plan's fields without its hash and without fields of its runtimes that are gone."""
-    alternatives = data.get("alternatives")
-    for holder in (data, *(alternatives if isinstance(alternatives, list) else ())):
-        runtime = holder.get("runtime_spec") if isinstance(holder, dict) else None
-        if isinstance(runtime, dict):
-            for field in _RETIRED_RUNTIME_FIELDS:
-                runtime.pop(field, None)
-    return {key: value for key, value in data.items() if key != "inputs_sha256"}
-
-
-def _contradiction(plan: Plan) -> str | None:
-    """The first thing in the best layout, which somebody may have edited, that does not go with the rest."""
-    layout = plan.best
-    sizes, stages, layers = layout.parallelism, layout.stages, plan.model.spec.num_hidden_layers
-    numbers = (sizes.tp, sizes.cp, sizes.pp, sizes.vpp, sizes.dp, sizes.ep, sizes.micro_batch_size)
-    if min(*numbers, sizes.num_microbatches) < 1:
-        return "parallelism has a size below 1"
-    ranks = sizes.tp * sizes.cp * sizes.pp * sizes.dp
-    if not ranks == sizes.num_gpus_used <= plan.cluster.num_gpus:
-        return f"{ranks} ranks, num_gpus_used {sizes.num_gpus_used}, num_gpus {plan.cluster.num_gpus}"
-    batch = sizes.dp * sizes.micro_batch_size * sizes.num_microbatches
-    if batch != plan.training.global_batch_size:
-        return f"dp · micro-batch · micro-batches = {batch}, global_batch_size {plan.training.global_batch_size}"
-    if len(stages) != sizes.pp or any(len(stage.chunks) != sizes.vpp for stage in stages):
-        return f"stages are not pp {sizes.pp} of vpp {sizes.vpp} chunks"
-    chunks = sorted(chunk for stage in stages for chunk in stage.chunks)
-    num_layers = [last - first for first, last in chunks]
-    if min(num_layers) < 0 or sum(num_layers) != layers or any(a[1] != b[0] for a, b in pairwise(chunks)):
-        return f"its chunks do not hold layers 0 to {layers} one after the other"
-    if not all(_holds_what_it_recomputes(stage, plan.model.spec) for stage in stages if stage.num_recomputed):
-        return "its stages recompute layers that they do not hold"
-    return None
-
-
-def _holds_what_it_recomputes(stage: StagePlan, model: ModelSpec) -> bool:
-    """The stage recomputes, of each chunk and layer kind, no more layers than it holds."""
-    layers = [[model.layers[first:last].count(kind) for kind in model.kinds] for first, last in stage.chunks]
-    if [len(counts) for counts in stage.num_recomputed] != [len(counts) for counts in layers]:
-        return False
-    pairs = zip(chain(*stage.num_recomputed), chain(*layers), strict=True)
-    return all(0 <= recomputed <= held for recomputed, held in pairs)

@@ -21,8 +21,9 @@ ALLOWED = {
     "trainers": {"errors", "shape", "specs"},
     "schedule": {"errors", "shape"},
     "physics": {"errors", "shape", "specs", "trainers"},
-    # a notebook asks a plan for its report
-    "answer": {"errors", "files", "shape", "specs", "trainers", "report.page"},
+    # a plan loads itself, and shows its report in a notebook
+    "answer": {"errors", "files", "shape", "specs", "trainers", "plan_file", "report.page"},
+    "plan_file": {"errors", "specs", "answer"},
     "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer"},
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout"},
     # a target's constraints are written once, and the search holds candidates against them too

@@ -25,8 +25,8 @@ def report_command(plan: PlanFile, output: Output = "report.html", force: Force 
       plan report plan.json -o report.html
       plan --model 8b --gpus 16 -o - | plan report - -o report.html
     """
-    from planner.cli.plan_file import read_plan
     from planner.files import STDOUT, refuse_to_overwrite
+    from planner.plan_file import read_plan
     from planner.report.page import write_report
 
     refuse_to_overwrite(output, force)

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from planner.specs.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from planner.trainers.features import changes
 
 CHUNK_PARAMETERS = 2**18
 """The fewest parameters that a rank has in a bucket: 512 KiB in bf16, which NCCL's rings hand on at a time."""
+
+_RETIRED = ("interleaved_microbatch_multiple", "min_microbatches_is_pp")
 
 
 class RuntimeSpec(Spec):
@@ -245,6 +249,12 @@ class RuntimeSpec(Spec):
     """Host time per micro-batch and stage that no kernel hides."""
     step_overhead_s: NonNegativeFloat = 0.0
     """Host time per optimizer step: data, logging, gradient norm on the host."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired_fields(cls, data: Any) -> Any:
+        """`data` without the fields that plans saved by earlier versions carry and that nothing ever read."""
+        return {key: data[key] for key in data if key not in _RETIRED} if isinstance(data, dict) else data
 
     def bucket_among(self, ranks: Any) -> Any:
         """Parameters that `ranks`, a number or an array, exchange at a time: `bucket_parameters`, or a chunk each."""
