@@ -26,12 +26,13 @@ from planner.search.schedules import by_runtime, check_expressible, schedules_tr
 from planner.search.why import explain
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.registry import model_of
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.spec import RuntimeSpec
 
 
 def plan(
-    model: ModelSpec,
+    model: ModelSpec | str,
     cluster: ClusterSpec,
     training: TrainingSpec,
     *,
@@ -44,7 +45,7 @@ def plan(
     """
     started = time.monotonic()
     deadline = Deadline((limits or SearchLimits()).time_limit_s)
-    limits, runtime = limits or SearchLimits(), runtime_of(runtime)
+    model, limits, runtime = model_of(model), limits or SearchLimits(), runtime_of(runtime)
     check_expressible(limits, runtime)
     pricings = [
         (pricing_of(model, cluster, training, priced_as, limits), tried)
