@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from planner.answer import Layout, Plan, PricedLayout
 from planner.report.format import digits, gibibytes, large, percent, seconds
-from planner.report.proof import says_bound
-from planner.report.terminal import _BREAKDOWN as BREAKDOWN
+from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY
+from planner.report.proof import is_proven, says_bound
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.units import GIB
 
-MEMORY = {
-    "weights_bytes": "weights",
-    "gradients_bytes": "gradients",
-    "optimizer_bytes": "optimizer",
-    "activations_bytes": "activations",
-    "logits_bytes": "logits",
-    "workspace_bytes": "workspace",
-    "reserved_bytes": "reserved",
-    "total_bytes": "total",
-}
-"""The items of a stage's memory, as they are called."""
 _RECOMPUTED = {"none": 0, "selective": 1, "full": 2}
-_LEAST_SHARE = 0.0005
-"""Of a step: a smaller difference is none."""
 
 
 class Difference(Spec):
@@ -70,7 +57,7 @@ def memory_differences(best: PricedLayout, other: PricedLayout) -> tuple[Differe
 
 def matters(difference: Difference, step_s: float) -> bool:
     """Whether an item of the step is there at all."""
-    return max(difference.best, difference.other) >= _LEAST_SHARE * step_s
+    return max(difference.best, difference.other) >= LEAST_SHARE * step_s
 
 
 def largest_cause(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> Cause:
@@ -123,8 +110,10 @@ def says_best(best: Plan) -> str:
     """What was proven about the best layout."""
     report, step_s = best.search, best.step.step_s
     assert report is not None
-    late = "" if report.outcome == "proven" else "time was up before it was proven the fastest: "
-    return f"{best.parallelism} takes {seconds(step_s)}, and {late}{says_bound(report)}."
+    short = "" if is_proven(report) else f"it is within {percent(report.gap, 2)} of what could be proven: "
+    if report.outcome == "feasible":
+        short = "time was up before it was proven the fastest: "
+    return f"{best.parallelism} takes {seconds(step_s)}, and {short}{says_bound(report)}."
 
 
 def now(constraint: str, best: Plan) -> str:

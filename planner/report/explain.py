@@ -11,11 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.answer import SCHEMA_VERSION, Layout, PricedLayout
-from planner.report.causes import MEMORY, Cause, Difference, matters, memory_differences, step_differences
+from planner.report.causes import Cause, Difference, matters, memory_differences, step_differences
 from planner.report.format import gibibytes, percent, seconds
+from planner.report.labels import MEMORY, manner, sizes
 from planner.report.pieces import bullets, columns, section
-from planner.report.terminal import _manner as manner
-from planner.report.terminal import _sizes as sizes
 from planner.specs.base import Spec
 
 Verdict = Literal["chosen", "as_fast", "faster", "slower", "does_not_fit", "refused"]
