@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from planner.cli import options as o
+from planner.cli.job_options import SearchOptions, job_options
 from planner.errors import Infeasible
 
 if TYPE_CHECKING:
@@ -17,38 +16,9 @@ if TYPE_CHECKING:
     from planner.search.why.what_if import Case, Outcome, WhatIf
 
 
+@job_options
 def explain_command(
-    ctx: typer.Context,
-    model: o.Model = None,
-    gpus: o.Gpus = None,
-    hardware: o.Hardware = None,
-    gpus_per_node: o.GpusPerNode = None,
-    seq_length: o.SeqLength = None,
-    global_batch_size: o.GlobalBatchSize = None,
-    batch_tokens: o.BatchTokens = None,
-    dtype: o.Dtype = None,
-    runtime: o.Runtime = None,
-    tokens: o.Tokens = None,
-    tp: o.Tps = None,
-    pp: o.Pps = None,
-    dp: o.Dps = None,
-    cp: o.Cps = None,
-    ep: o.Eps = None,
-    etp: o.Etps = None,
-    vpp: o.Vpps = None,
-    micro_batch_size: o.MicroBatchSizes = None,
-    schedule: o.Schedules = None,
-    zero_stage: o.ZeroStages = None,
-    shard_size: o.ShardSizes = None,
-    recompute: o.Recomputes = None,
-    top: o.Top = None,
-    time_limit: o.TimeLimit = None,
-    tp_across_nodes: o.TpAcrossNodes = False,
-    memory_headroom: o.Headroom = None,
-    moe_imbalance: o.Imbalance = None,
-    straggler_fraction: o.Straggler = None,
-    assume: o.Assume = None,
-    calibration: o.Calibration = None,
+    asked: SearchOptions,
     json: o.Json = False,
 ) -> None:
     """Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.
@@ -66,8 +36,8 @@ def explain_command(
     from planner.report.explain import render_explanation
     from planner.search.why.what_if import Case
 
-    job = read_job(ctx.params)
-    case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(ctx.params))
+    job = read_job(asked)
+    case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(asked))
     with waiting("searching"):
         told = _why_not(case) if case.pins else _why_this(case)
     if json:
