@@ -29,7 +29,7 @@ COMMANDS = {
     "profile": ("planner.cli.profile_command", "profile_command"),
     "rebalance": ("planner.cli.rebalance_command", "rebalance_command"),
 }
-"""Every command beside the main job: where its function lives. Heavy imports belong inside that function."""
+"""Module and function of every command beside the main job. Heavy imports belong inside that function."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _ClickException: Any = typer.BadParameter.__mro__[2]
@@ -61,8 +61,8 @@ def _first_sentence(text: str) -> str:
     return text.split("\n\n")[0].split(". ")[0].replace("\n", " ")
 
 
-class Command(_Sections, TyperCommand):
-    """One command."""
+class Subcommand(_Sections, TyperCommand):
+    """A command beside the main job."""
 
 
 class Commands(_Sections, TyperGroup):
@@ -110,7 +110,7 @@ def _root() -> Any:
 
 def _command(name: str, function: Any) -> Any:
     app = typer.Typer(context_settings=_SETTINGS, add_completion=False, rich_markup_mode=None)
-    app.command(name, cls=Command)(function)
+    app.command(name, cls=Subcommand)(function)
     command = typer.main.get_command(app)
     command.params += _parameters(_everywhere)
     return command
@@ -163,7 +163,7 @@ def _at_the_top(
 
 
 def _usage_error(error: Any) -> SpecError:
-    """What the parser did not understand, as every other mistake of the user."""
+    """The error for words that the parser did not understand."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "plan"
     return SpecError(error.format_message().rstrip("."), f"`{command} -h` lists the options, with an example")

@@ -65,7 +65,7 @@ def evaluate_command(
 
 
 def _own_choice(job: Job) -> PricedLayout | None:
-    """What the planner would do with the same job; nothing where it finds no layout that fits."""
+    """The planner's choice for the same job; None where it finds no layout that fits."""
     from planner.cli.output import waiting
     from planner.search.search import plan
 
@@ -90,8 +90,8 @@ def _evaluate_runs(ctx: typer.Context, path: str, as_json: bool) -> None:
             if as_json:
                 sys.stdout.write(dumps(run.to_json(), indent=None))
             else:
-                told = summary(run.layout) if run.layout else f"error: {run.error}"
-                sys.stdout.write(f"{run.id}\n    {told}\n")
+                text = summary(run.layout) if run.layout else f"error: {run.error}"
+                sys.stdout.write(f"{run.id}\n    {text}\n")
             sys.stdout.flush()
 
 

@@ -11,7 +11,7 @@ from planner.errors import Infeasible
 
 if TYPE_CHECKING:
     from planner.answer import Plan
-    from planner.report.explain import Assumption, Change, Constraint, Explanation
+    from planner.report.explain import Change, ChangedAssumption, Constraint, Explanation
     from planner.search.why.refused import Refusal
     from planner.search.why.what_if import Case, Outcome, WhatIf
 
@@ -39,11 +39,11 @@ def explain_command(
     job = read_job(asked)
     case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(asked))
     with waiting("searching"):
-        told = _why_not(case) if case.pins else _why_this(case)
+        explanation = _why_not(case) if case.pins else _why_this(case)
     if json:
-        sys.stdout.write(dumps(told.to_json()))
+        sys.stdout.write(dumps(explanation.to_json()))
     else:
-        show(render_explanation(told))
+        show(render_explanation(explanation))
 
 
 def _told(case: Case, best: Plan, **answer: Any) -> Explanation:
@@ -135,7 +135,7 @@ def _why_slower(case: Case, best: Plan, pinned: Plan) -> Explanation:
 
 
 def _why_this(case: Case) -> Explanation:
-    """What decides against each alternative, and what would change the choice."""
+    """Explain what decides against each alternative, and what would change the choice."""
     from planner.report.causes import largest_cause, says_best
     from planner.report.explain import Beaten
     from planner.search.why.what_if import other_assumptions, other_limits, outcomes
@@ -150,15 +150,17 @@ def _why_this(case: Case) -> Explanation:
         verdict="chosen",
         says=says_best(best),
         beaten=tuple(beaten),
-        assumptions=tuple(_assumption(case, best, *one) for one in zip(assumptions, then, strict=False)),
-        constraints=tuple(_constraint(case, best, *one) for one in zip(limits, then[len(assumptions) :], strict=True)),
+        assumptions=tuple(_assumption(case, best, *judged) for judged in zip(assumptions, then, strict=False)),
+        constraints=tuple(
+            _constraint(case, best, *judged) for judged in zip(limits, then[len(assumptions) :], strict=True)
+        ),
     )
 
 
-def _assumption(case: Case, best: Plan, other: WhatIf, then: Outcome) -> Assumption:
-    from planner.report.explain import Assumption
+def _assumption(case: Case, best: Plan, other: WhatIf, then: Outcome) -> ChangedAssumption:
+    from planner.report.explain import ChangedAssumption
 
-    return Assumption(
+    return ChangedAssumption(
         name=other.name,
         says=other.says,
         changes_the_choice=then.moves(best.best, case.limits.gap_fraction),

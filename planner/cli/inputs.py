@@ -41,7 +41,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to train, on what, with what."""
+    """A model, the cluster and the trainer that train it, and how."""
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -110,7 +110,7 @@ def _assumed(text: str) -> dict[str, float | bool]:
 
 
 def option(field: str) -> str:
-    """How the command line spells a field."""
+    """The command line's spelling of a field."""
     return "--" + _OPTION_OF.get(field, field).replace("_", "-")
 
 

@@ -24,7 +24,7 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """What to train, on what, and what is assumed otherwise."""
+    """A job: a model, the GPUs, the training, and the assumptions made otherwise."""
 
     model: o.Model = None
     gpus: o.Gpus = None
@@ -111,6 +111,6 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _panel(parameter: inspect.Parameter) -> int:
-    """Where the heading that an option stands under comes in the help."""
+    """Place in the help of the heading that an option stands under."""
     options = getattr(parameter.annotation, "__metadata__", ())
     return max((_PANELS.index(option.rich_help_panel) for option in options), default=-1)

@@ -1,4 +1,4 @@
-"""What commands print: answers on stdout, as JSON or for eyes."""
+"""Answers on stdout, as JSON or as a report, and progress on stderr."""
 
 from __future__ import annotations
 

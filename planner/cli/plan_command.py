@@ -39,8 +39,8 @@ def plan_command(
     if output is not None:
         refuse_to_overwrite(output, force)
     with waiting("searching"):
-        found = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
-    answer(found, json, output, force)
+        best = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
+    answer(best, json, output, force)
 
 
 def _refuse_options_before(ctx: typer.Context) -> None:

@@ -37,7 +37,7 @@ def read_plan(path: str) -> Plan:
 
 
 def _contradiction(layout: PricedLayout, plan: Plan) -> str | None:
-    """What does not go together in a layout that somebody may have edited; None where nothing is wrong."""
+    """A problem of a layout that somebody may have edited; None where its fields go together."""
     sizes, stages = layout.parallelism, layout.stages
     numbers = (sizes.tp, sizes.cp, sizes.pp, sizes.vpp, sizes.dp, sizes.ep, sizes.etp, sizes.micro_batch_size)
     if min(*numbers, sizes.num_microbatches, sizes.shard_size) < 1:
@@ -56,7 +56,7 @@ def _contradiction(layout: PricedLayout, plan: Plan) -> str | None:
 
 
 def _wrong_layers(stages: Sequence[StagePlan], model: ModelSpec) -> str | None:
-    """What is wrong with the layers that stages hold and recompute."""
+    """A problem of the layers that stages hold and recompute."""
     chunks = sorted(chunk for stage in stages for chunk in stage.chunks)
     lengths = [last - first for first, last in chunks]
     if min(lengths) < 0 or sum(lengths) != model.num_hidden_layers or any(a[1] != b[0] for a, b in pairwise(chunks)):
@@ -79,7 +79,7 @@ def _holds_what_it_recomputes(stage: StagePlan, model: ModelSpec) -> bool:
 
 
 def _wrong_numbers(layout: PricedLayout) -> str | None:
-    """What is wrong with a layout's seconds and bytes."""
+    """A problem of a layout's seconds and bytes."""
     for name, value in _numbers(layout.model_dump(exclude={"runtime_spec", "parallelism"})):
         if not _ROUNDING <= value < inf:
             return f"{name} is {value:g}"
@@ -103,7 +103,7 @@ def _numbers(data: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _wrong_order(layout: PricedLayout) -> str | None:
-    """What is wrong with the actions of a schedule that was made to measure."""
+    """A problem of the actions of a schedule that was made to measure."""
     from planner.export.torch_csv import order_of
     from planner.schedule.actions import Action
 
@@ -124,7 +124,7 @@ def _wrong_order(layout: PricedLayout) -> str | None:
 
 
 def _impossible(plan: Plan) -> str | None:
-    """What cannot be in the plan's search and cost."""
+    """A number that no search and no cost has."""
     for name, spec in (("search", plan.search), ("run_cost", plan.run_cost)):
         for field, value in _numbers({} if spec is None else spec.model_dump()):
             if not _ROUNDING <= value < inf:

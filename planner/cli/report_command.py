@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 BARS, FINE = 64, 160
-"""Of a rank: a step of more is drawn shorter, of two rounds of pp micro-batches at least; more have no edges."""
+"""Bars of a rank. A step with more than BARS is drawn with fewer micro-batches, two rounds of pp at least; a drawing
+with more than FINE has no edges."""
 NAMED = 6_000
 """Bars of a drawing beyond which they have no tooltips, which are most of the file."""
 
@@ -54,18 +55,18 @@ def _drawing(plan: Plan) -> Drawing:
     from planner.report.timeline import timeline_svg
     from planner.schedule.replay import replay
 
-    whole, drawn = plan.parallelism.num_microbatches, _drawn_microbatches(plan)
+    num_microbatches, drawn = plan.parallelism.num_microbatches, _drawn_microbatches(plan)
     priced = reprice(plan, with_microbatches(plan.best, drawn))
     timeline = replay(priced.order, priced.durations)
     bars = sum(map(len, priced.order.ranks))
     svg = timeline_svg(timeline)
     name, idle = plan.parallelism.schedule, percent(timeline.bubble_fraction)
-    note = f"{name}, {whole} micro-batches: {seconds(timeline.makespan_s)}, of which stages idle {idle}."
-    if drawn < whole:
+    note = f"{name}, {num_microbatches} micro-batches: {seconds(timeline.makespan_s)}, of which stages idle {idle}."
+    if drawn < num_microbatches:
         note = (
-            f"{name}, the first and last rounds: drawn is a step of {drawn} micro-batches, the plan's has {whole}, and "
-            f"the others repeat the middle. Filling and draining take the same seconds in both, so that the drawn step "
-            f"idles {idle} and the plan's {percent(plan.step.bubble_fraction)}."
+            f"{name}, the first and last rounds: drawn is a step of {drawn} micro-batches, the plan's has "
+            f"{num_microbatches}, and the others repeat the middle. Filling and draining take the same seconds in "
+            f"both, so that the drawn step idles {idle} and the plan's {percent(plan.step.bubble_fraction)}."
         )
     note += " Blue is forward, green backward"
     note += ", yellow the weight gradients" if priced.order.splits_backward else ""
@@ -75,12 +76,15 @@ def _drawing(plan: Plan) -> Drawing:
 
 
 def _drawn_microbatches(plan: Plan) -> int:
-    """As many micro-batches as can carry their numbers, two rounds of pp at least; all where the order is for these."""
+    """Micro-batches to draw: few enough to carry their numbers, yet two rounds of pp at least.
+
+    An order that was made to measure is drawn with all of its micro-batches.
+    """
     from planner.schedule.orders import violation
 
     layout = plan.parallelism
-    whole, pp, vpp = layout.num_microbatches, layout.pp, layout.vpp
+    num_microbatches, pp, vpp = layout.num_microbatches, layout.pp, layout.vpp
     most = max(2, BARS // (2 * vpp * pp)) * pp
-    if plan.best.actions or whole <= most or violation(layout.schedule, pp, vpp, most) is not None:
-        return whole
+    if plan.best.actions or num_microbatches <= most or violation(layout.schedule, pp, vpp, most) is not None:
+        return num_microbatches
     return most

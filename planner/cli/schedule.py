@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STAGES, FILES = "Stages", "Files"
 AUTO = "auto"
 MAX_CHUNKS = 2**21
-"""Of all micro-batches on all virtual stages: more would take minutes and gigabytes."""
+"""Micro-batches times virtual stages; more would take minutes and gigabytes."""
 
 
 def _names() -> list[str]:
@@ -178,8 +178,8 @@ def _order(
 
     pp = len(seconds.forward_s)
     if name == AUTO:
-        found = find_order(seconds, micro_batches, 1 if vpp is None else vpp, in_flight)
-        return found.schedule, found
+        synthesis = find_order(seconds, micro_batches, 1 if vpp is None else vpp, in_flight)
+        return synthesis.schedule, synthesis
     fewest = SCHEDULES[name].min_vpp if name in SCHEDULES else 1
     return build_schedule(name, pp, fewest if vpp is None else vpp, micro_batches, group), None
 

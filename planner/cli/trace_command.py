@@ -12,13 +12,13 @@ from planner.cli import options as o
 
 if TYPE_CHECKING:
     from planner.layout.replan import Repriced
-    from planner.report.trace import Slice
+    from planner.report.trace import TraceSlice
     from planner.schedule.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 _STEP, _OUTPUT = "Step", "Output"
 MAX_ACTIONS = 200_000
-"""Of one step: a trace of more takes Perfetto minutes to open."""
+"""Actions of one step; Perfetto takes minutes to open a trace of more."""
 
 PlanFile = Annotated[
     str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
@@ -68,13 +68,13 @@ def trace_command(
         _log.info("wrote %s: open it at ui.perfetto.dev", output)
 
 
-def _exchanges(priced: Repriced, timeline: Timeline) -> list[Slice]:
-    """What every rank does beside the pipeline and after it, to the end of the plan's step.
+def _exchanges(priced: Repriced, timeline: Timeline) -> list[TraceSlice]:
+    """Work of every rank beside the pipeline and after it, to the end of the plan's step.
 
-    Of all exchanges shows what the plan says; gathers behind the next step's forward are not drawn otherwise.
+    "exposed exchanges" is as long as the plan says; gathers behind the next step's forward are not drawn otherwise.
     """
     from planner.layout.seconds import cost_by_rank
-    from planner.report.trace import Slice
+    from planner.report.trace import TraceSlice
 
     slices = []
     exchanged_s = timeline.makespan_s + priced.ends.exposed_dp_s
@@ -87,7 +87,7 @@ def _exchanges(priced: Repriced, timeline: Timeline) -> list[Slice]:
             ("optimizer", exchanged_s, exchanged_s + float(cost.optimizer_s)),
             ("gradient norm and host", updated_s, updated_s + priced.ends.tail_s),
         ]
-        slices += [Slice(rank, "data-parallel exchange", *span) for span in spans if span[1] < span[2]]
+        slices += [TraceSlice(rank, "data-parallel exchange", *span) for span in spans if span[1] < span[2]]
     return slices
 
 

@@ -9,7 +9,7 @@ _UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))
 
 
 def _unit(like_s: float) -> tuple[float, str]:
-    """How many of the unit that suits `like_s` are a second, and its name."""
+    """The unit that suits `like_s`: how many of it make a second, and its name."""
     return next((factor, unit) for least, factor, unit in _UNITS if like_s >= least)
 
 

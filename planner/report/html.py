@@ -38,7 +38,7 @@ class Drawing(NamedTuple):
     svg: str
     note: str
     fine: bool = False
-    """Whether its bars are too thin for an edge."""
+    """True where bars are too thin for an edge."""
 
 
 def render_html(plan: Plan, schedule: Drawing) -> str:

@@ -42,7 +42,7 @@ def sizes(layout: Layout) -> str:
 
 
 def manner(layout: Layout) -> tuple[str, ...]:
-    """How a layout is run, beside its sizes: schedule, ZeRO, recompute and the like."""
+    """The ways in which a layout is run, beside its sizes: schedule, ZeRO, recompute and the like."""
     zero = f"ZeRO-{layout.zero_stage}"
     if layout.zero_stage and layout.shard_size < layout.dp * layout.cp:
         zero += f" over {layout.shard_size:,}"

@@ -1,4 +1,4 @@
-"""What a search proved, in words: how near its best is to the bound, and for which layouts the bound holds."""
+"""The proof of a search in words: how near its best is to the bound, and for which layouts the bound holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def says_outcome(search: SearchReport) -> str:
 
 
 def is_proven(search: SearchReport) -> bool:
-    """Whether the search ended within the gap that it was asked for.
+    """True where the search ended within the gap that it was asked for.
 
     Files of earlier versions call every search that ended `proven`, whatever its gap.
     """
@@ -38,7 +38,7 @@ def says_bound(search: SearchReport) -> str:
 
 
 def _among(searched: Searched) -> Iterator[str]:
-    """What else the layouts that were searched have in common."""
+    """Phrases that narrow the layouts searched down, beside their schedules."""
     sets = [" + ".join(modules) for modules in searched.recompute_modules if modules]
     if sets:
         yield f"selective recompute of {_either(sets)}"

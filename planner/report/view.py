@@ -101,7 +101,7 @@ class Entry:
     fits: bool
     mfu: float
     manner: str
-    """How it is run where the layout it stands beside is run otherwise."""
+    """The ways in which it is run and the layout it stands beside is not."""
     trade: str
 
     @property
@@ -165,7 +165,7 @@ class View:
     rejections: tuple[Rejection, ...]
     """The most frequent reason first."""
     how_sure: tuple[tuple[str, str], ...]
-    """What is said, and what of."""
+    """A subject and a sentence each."""
     assumptions: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -175,7 +175,7 @@ class View:
 
     @property
     def mixes_recompute(self) -> bool:
-        """Whether some layers are recomputed otherwise than others."""
+        """True where some layers are recomputed otherwise than others."""
         modes = {mode for row in self.stages for s in row.stages for mode, count in s.recompute.items() if count}
         return len(modes) > 1
 
@@ -295,7 +295,7 @@ def _breakdown(plan: Plan) -> tuple[Share, ...]:
 
 
 def _cost(plan: Plan) -> tuple[Figure, ...]:
-    """What the whole run takes."""
+    """Days, GPU-hours, dollars and energy of the whole run, as far as they are known."""
     cost = plan.run_cost
     if cost is None:
         return ()
