@@ -36,11 +36,16 @@ class PlannerError(Exception):
     def lines(self) -> str:
         """What stderr shows: `error:` and, where there is one, `hint:`, each on one line."""
         labels = (("error", self.message), ("hint", self.hint))
-        return "".join(f"{label}: {' '.join(text.split())}\n" for label, text in labels if text)
+        return "".join(f"{label}: {printable(' '.join(text.split()))}\n" for label, text in labels if text)
 
     def to_json(self) -> dict[str, Any]:
         """What `--json` prints in place of an answer, as plain data."""
         return {"error": {"type": type(self).__name__, "message": self.message, "hint": self.hint}}
+
+
+def printable(text: str) -> str:
+    """`text` without the escape sequences by which a file that somebody wrote could steer the terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def exit_code_of(main: Callable[[Sequence[str]], None]) -> int:

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from planner.cli.plan_command import plan_command
-from planner.errors import SpecError
+from planner.errors import SpecError, printable
 from planner.specs.problems import nearest
 
 COMMANDS = {
@@ -34,6 +34,13 @@ COMMANDS = {
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _ClickException: Any = typer.BadParameter.__mro__[2]
 """Typer carries its own copy of click from some version on; this is the class of whichever it uses."""
+
+
+class _OneLine(logging.Formatter):
+    """Notes and warnings as lines that hold nothing but text, whatever the file that they quote holds."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _Sections:
@@ -85,7 +92,9 @@ class Commands(_Sections, TyperGroup):
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; PlannerError where it is wrong or cannot be done."""
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO, force=True)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
     logging.addLevelName(logging.WARNING, "warning")
     logging.addLevelName(logging.INFO, "note")
     try:

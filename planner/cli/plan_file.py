@@ -124,14 +124,27 @@ def _wrong_order(layout: PricedLayout) -> str | None:
 
 
 def _impossible(plan: Plan) -> str | None:
-    """A number that no search and no cost has."""
+    """A number that no search and no cost has, or a text that no report has."""
     for name, spec in (("search", plan.search), ("run_cost", plan.run_cost)):
         for field, value in _numbers({} if spec is None else spec.model_dump()):
             if not _ROUNDING <= value < inf:
                 return f"{name}: {field} is {value:g}"
     if plan.search is not None and plan.search.lower_bound_s <= 0:
         return "search: lower_bound_s is 0"
-    return None
+    strange = next((text for text in _texts(plan.model_dump()) if not text.replace("\n", " ").isprintable()), None)
+    return None if strange is None else f"{strange[:40]!r} has characters that cannot be printed"
+
+
+def _texts(data: Any) -> Iterator[str]:
+    """Every text in plain data."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, dict):
+        for key, value in data.items():
+            yield from (*_texts(key), *_texts(value))
+    elif isinstance(data, list | tuple):
+        for value in data:
+            yield from _texts(value)
 
 
 def with_alternative(plan: Plan, number: int | None) -> Plan:

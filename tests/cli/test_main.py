@@ -14,7 +14,9 @@ import pytest
 
 from planner.answer import Plan
 from planner.cli import main
+from planner.cli.output import show
 from planner.errors import Infeasible
+from planner.report.pieces import bullets
 
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "60"]
 LAYOUT = ["evaluate", "--model", "405b", "--gpus", "2048", "--tp", "8", "--pp", "16"]
@@ -260,6 +262,21 @@ def test_runs_answer_line_by_line_in_order(tmp_path: Path, capsys: pytest.Captur
     assert "not JSON" in answers[2]["error"]["message"]
     assert {**answers[3], "id": "good"} == answers[0]
     assert err == "warning: line 1: features: warp_drive: unknown, ignored\n"
+
+
+def test_a_file_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"id": "\\u001b[2Ja", "run": {"\\u001b[31m": 1}}\n')
+    assert main(["evaluate", "--runs", str(path)]) == 0
+    assert main(["models", "\x1b[2J"]) == 2
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err
+    assert out.startswith("?[2Ja\n")
+
+
+def test_brackets_in_a_text_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    show(bullets(["[bold]two[/bold] of [/] and :smile:"]))
+    assert capsys.readouterr().out == "·  [bold]two[/bold] of [/] and :smile:\n"
 
 
 def test_runs_without_json_are_two_lines_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,7 @@ def change(name: str, value: int) -> Callable[[dict[str, Any]], None]:
             lambda plan: plan.update(alternatives=[{**plan["best"], "stages": []}]),
             "alternatives[0]: stages are not",
         ),
+        (lambda plan: plan["best"].update(warnings=["\x1b[2J"]), "has characters that cannot be printed"),
         (lambda plan: plan.update(run_cost={"tokens": 1.0, "days": -1.0, "gpu_hours": 0.0}), "run_cost: days is -1"),
     ],
 )
