@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from planner.search.rebalance import Rebalanced
 
 _MEASURED = "How slow the stages are"
-PlanFile = Annotated[
-    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
-]
 ProbeFile = Annotated[
     str | None,
     typer.Argument(metavar="PROBE.json", help="What `plan probe PLAN.json -o` measured.", show_default=False),
@@ -30,7 +27,7 @@ TimeLimit = Annotated[float | None, o.number(o.SEARCH, "--time-limit", "Seconds 
 
 
 def rebalance_command(
-    plan: PlanFile,
+    plan: o.PlanFile,
     probe: ProbeFile = None,
     slow_stage: SlowStage = None,
     time_limit: TimeLimit = None,

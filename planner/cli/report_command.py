@@ -6,8 +6,6 @@ import logging
 import re
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from planner.cli import options as o
 
 if TYPE_CHECKING:
@@ -21,14 +19,11 @@ with more than FINE has no edges."""
 NAMED = 6_000
 """Bars of a drawing beyond which they have no tooltips, which are most of the file."""
 
-PlanFile = Annotated[
-    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
-]
 Output = Annotated[str, o.text(o.OUTPUT, "--output -o", "FILE", "File to write; - is stdout. [report.html]")]
 Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Replace the file.")]
 
 
-def report_command(plan: PlanFile, output: Output = "report.html", force: Force = False) -> None:
+def report_command(plan: o.PlanFile, output: Output = "report.html", force: Force = False) -> None:
     """Write a plan as one HTML file that needs nothing else: stages, memory, seconds, schedule, alternatives, inputs.
 
     \b

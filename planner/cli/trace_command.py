@@ -6,8 +6,6 @@ import json as json_module
 import logging
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from planner.cli import options as o
 
 if TYPE_CHECKING:
@@ -20,9 +18,6 @@ _STEP, _OUTPUT = "Step", "Output"
 MAX_ACTIONS = 200_000
 """Actions of one step; Perfetto takes minutes to open a trace of more."""
 
-PlanFile = Annotated[
-    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
-]
 Alternative = Annotated[int | None, o.number(_STEP, "--alternative", "Trace the plan's N-th alternative.")]
 MicroBatches = Annotated[
     int | None, o.number(_STEP, "--micro-batches -m", "Trace a step of fewer micro-batches. [the plan's]")
@@ -32,7 +27,7 @@ Force = Annotated[bool, o.text(_OUTPUT, "--force", None, "Replace the file.")]
 
 
 def trace_command(
-    plan: PlanFile,
+    plan: o.PlanFile,
     alternative: Alternative = None,
     micro_batches: MicroBatches = None,
     output: Output = "trace.json",

@@ -27,7 +27,8 @@ from planner.report.html_pieces import (
     tag,
 )
 from planner.report.labels import LEAST_SHARE, MEMORY
-from planner.report.view import STAGE_HEADS, Entry, Rejection, Share, View, view_of
+from planner.report.rows import STAGE_HEADS, Entry, Rejection, Share
+from planner.report.view import View, view_of
 
 _PARTS = {name: label for name, label in MEMORY.items() if name != "total_bytes"}
 

@@ -16,18 +16,8 @@ from rich.text import Text
 from planner.answer import Plan, PricedLayout
 from planner.report.format import large
 from planner.report.pieces import Bar, bullets, columns, section
-from planner.report.view import (
-    RECOMPUTE_COLUMN,
-    STAGE_HEADS,
-    Entry,
-    Figure,
-    Rejection,
-    Share,
-    View,
-    entry_of,
-    runs_of_stages,
-    view_of,
-)
+from planner.report.rows import RECOMPUTE_COLUMN, STAGE_HEADS, Entry, Rejection, Share, entry_of, runs_of_stages
+from planner.report.view import Figure, View, view_of
 
 _MAX_ROWS = 16
 """Deeper pipelines show runs of alike stages as one row."""

@@ -12,8 +12,9 @@ from test_html import DRAWN, Page
 
 from planner.answer import Plan
 from planner.report.html import render_html
+from planner.report.rows import RECOMPUTE_COLUMN
 from planner.report.terminal import render
-from planner.report.view import RECOMPUTE_COLUMN, View, runs_of_stages, view_of
+from planner.report.view import View, view_of
 from planner.specs.units import GIB
 
 MakePlan = Callable[..., Plan]
@@ -105,11 +106,3 @@ def test_figures_hold_the_numbers_that_they_show(make_plan: MakePlan) -> None:
     assert figures["80% interval"] == ((0.95 * 22.08, 1.06 * 22.08), "s")
     assert figures["price"] == ((35_970_000,), "USD")
     assert sum(share.fraction for share in view.breakdown) == pytest.approx(1)
-
-
-def test_a_run_of_alike_stages_is_as_slow_and_as_full_as_its_worst(make_plan: MakePlan) -> None:
-    rows = view_of(make_plan(pp=63, num_microbatches=64)).stages
-    runs = runs_of_stages(rows)
-    assert [run.cells[0] for run in runs] == ["0", "1–61", "62"]
-    assert sum(len(run.stages) for run in runs) == 63
-    assert runs[1].peak_bytes == max(row.peak_bytes for row in rows[1:62])
