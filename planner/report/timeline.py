@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from html import escape
+from math import floor, log10
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.report.format import percent, seconds
+from planner.report.format import percent, seconds, unit_for
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.compare import Comparison, StragglerCost
 from planner.schedule.synthesis import Synthesis
@@ -213,6 +214,17 @@ def _svg_rank(timeline: Timeline, rank: int, lefts: Sequence[float], scale: floa
 
 
 def _svg_axis(timeline: Timeline, y: float, scale: float) -> Iterable[str]:
-    for tenth in range(0, 11, 2):
-        at_s = timeline.makespan_s * tenth / 10
-        yield f'<text x="{_MARGIN + scale * at_s:.2f}" y="{y}" text-anchor="middle">{at_s:.4g} s</text>'
+    """Five to twelve ticks at round numbers of the unit that suits the whole; none where nothing takes time."""
+    if not timeline.makespan_s:
+        return
+    factor, unit = unit_for(timeline.makespan_s)
+    tick_s = _round_below(timeline.makespan_s / 5)
+    for number in range(int(timeline.makespan_s / tick_s * (1 + 1e-9)) + 1):
+        at_s = number * tick_s
+        yield f'<text x="{_MARGIN + scale * at_s:.2f}" y="{y}" text-anchor="middle">{at_s * factor:.6g} {unit}</text>'
+
+
+def _round_below(value_s: float) -> float:
+    """The largest of 1, 2 or 5 times a power of ten that is at most `value_s`."""
+    power = 10.0 ** floor(log10(value_s))
+    return next(factor * power for factor in (5, 2, 1) if factor * power <= value_s * (1 + 1e-9))
