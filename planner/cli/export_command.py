@@ -68,9 +68,9 @@ def export_command(
 
     from planner.cli.output import dumps
     from planner.cli.plan_file import read_plan, with_alternative
-    from planner.export.arguments import slug
     from planner.export.bundle import write_bundle
-    from planner.export.launch import IMAGE
+    from planner.export.common.arguments import slug
+    from planner.export.launch.torchrun import IMAGE
     from planner.export.targets import export
 
     chosen = with_alternative(read_plan(plan), alternative)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.answer import Plan
-    from planner.export.reading.imported import Imported
+    from planner.export.common.imported_run import Imported
     from planner.layout.runs import Run
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def import_command(
       plan import ds_config.json --model llama-2-13b --gpus 64 --seq-length 4096
     """
     from planner.cli.output import dumps, show, waiting
-    from planner.export.reading.detect import read_configuration
+    from planner.export.read import read_configuration
     from planner.files import write_text
     from planner.layout.runs import parse_run
 
@@ -114,7 +114,7 @@ def _text(path: str) -> str:
 
 def _run(imported: Imported, given: dict[str, Any]) -> dict[str, Any]:
     """The run with what the user adds; a model that is known by its sizes gets its name."""
-    from planner.export.reading.known import known_name
+    from planner.export.common.published_models import known_name
 
     axes = {name: given[name] for name in ("tp", "pp") if given[name] is not None}
     parallelism = {**imported.run["parallelism"], **axes}

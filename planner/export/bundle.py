@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
-from planner.export.arguments import comment
+from planner.export.common.arguments import comment
 from planner.files import write_text
 
 MANIFEST = "manifest.json"

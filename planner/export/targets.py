@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.bridge import export_bridge
+from planner.export.bridge.write import export_bridge
 from planner.export.bundle import Bundle, ExportFile, plan_sha256
-from planner.export.deepspeed import export_deepspeed
-from planner.export.exported import Exported
-from planner.export.launch import IMAGE, Command, kubernetes_manifest, slurm_script, torchrun_script
-from planner.export.megatron_target import export_megatron
-from planner.export.torch_plan import export_torch
-from planner.export.torchtitan import export_torchtitan
+from planner.export.common.trainer_files import Exported
+from planner.export.deepspeed.write import export_deepspeed
+from planner.export.launch.torchrun import IMAGE, Command, kubernetes_manifest, slurm_script, torchrun_script
+from planner.export.megatron.write import export_megatron
+from planner.export.torch.write import export_torch
+from planner.export.torchtitan.write import export_torchtitan
 from planner.specs.problems import nearest
 
 TRAINERS: dict[str, Callable[[Plan], Exported]] = {

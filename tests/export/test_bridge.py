@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.export.bridge import bridge_overrides, export_bridge, hydra
-from planner.export.bridge_fields import DERIVED, SAME
-from planner.export.refusal import Inexpressible
+from planner.export.bridge.fields import DERIVED, SAME
+from planner.export.bridge.write import bridge_overrides, export_bridge, hydra
+from planner.export.common.refusal import Inexpressible
 from planner.specs.model import ModelSpec
 
 Planned = Callable[..., Plan]

@@ -13,8 +13,8 @@ import pytest
 from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
 from planner.export import bundle as bundles
-from planner.export.arguments import comment
 from planner.export.bundle import MANIFEST, plan_sha256, write_bundle
+from planner.export.common.arguments import comment
 from planner.export.targets import TARGETS, TRAINERS, export
 
 Planned = Callable[..., Plan]

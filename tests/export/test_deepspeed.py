@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.export.deepspeed import CONFIG_FILE, PIPELINE_FILE, export_deepspeed
-from planner.export.refusal import Inexpressible
+from planner.export.common.refusal import Inexpressible
+from planner.export.deepspeed.write import CONFIG_FILE, PIPELINE_FILE, export_deepspeed
 
 Planned = Callable[..., Plan]
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from planner.export.refusal import Inexpressible
+from planner.export.common.refusal import Inexpressible
 from planner.export.targets import export
 from planner.layout.evaluate import evaluate
 from planner.specs.cluster import ClusterSpec

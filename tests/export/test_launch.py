@@ -16,10 +16,10 @@ import yaml
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.arguments import argv, shell_array, slug
 from planner.export.bundle import ExportFile
-from planner.export.launch import Command, kubernetes_manifest, nodes_of
-from planner.export.megatron import megatron_arguments
+from planner.export.common.arguments import argv, shell_array, slug
+from planner.export.launch.torchrun import Command, kubernetes_manifest, nodes_of
+from planner.export.megatron.arguments import megatron_arguments
 from planner.export.targets import export
 
 Planned = Callable[..., Plan]

@@ -10,12 +10,12 @@ import yaml
 from layouts import SIZES, expressible, some_layout
 
 from planner.answer import Plan
-from planner.export.arguments import argv
-from planner.export.bridge import bridge_overrides
-from planner.export.megatron import environment, forbidden_environment, megatron_arguments
-from planner.export.megatron_runtime import precision
-from planner.export.megatron_target import export_megatron
-from planner.export.refusal import Inexpressible
+from planner.export.bridge.write import bridge_overrides
+from planner.export.common.arguments import argv
+from planner.export.common.refusal import Inexpressible
+from planner.export.megatron.arguments import environment, forbidden_environment, megatron_arguments
+from planner.export.megatron.runtime import precision
+from planner.export.megatron.write import export_megatron
 from planner.layout.split import parse_layout
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model

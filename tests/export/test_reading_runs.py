@@ -12,10 +12,10 @@ import pytest
 from planner.answer import Plan
 from planner.cli import main
 from planner.errors import SpecError
-from planner.export.reading.detect import read_configuration
-from planner.export.reading.imported import Imported
-from planner.export.reading.megatron import options_of
-from planner.export.reading.shell import read_script
+from planner.export.common.imported_run import Imported
+from planner.export.common.shell import read_script
+from planner.export.megatron.read import options_of
+from planner.export.read import read_configuration
 from planner.export.targets import export
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run

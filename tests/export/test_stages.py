@@ -8,7 +8,7 @@ import pytest
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.stages import is_even, is_looped, module_names, virtual_stages
+from planner.export.common.stages import is_even, is_looped, module_names, virtual_stages
 
 Planned = Callable[..., Plan]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from planner.errors import SpecError
-from planner.export.torch_csv import from_torch_csv, to_torch_csv
+from planner.export.torch.schedule_csv import from_torch_csv, to_torch_csv
 from planner.schedule.orders import SCHEDULES, Schedule, build_schedule
 from planner.schedule.replay import Durations
 from planner.schedule.synthesis import synthesize

@@ -15,9 +15,9 @@ import pytest
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.bundle import write_bundle
-from planner.export.refusal import Inexpressible
+from planner.export.common.refusal import Inexpressible
 from planner.export.targets import export
-from planner.export.torch_plan import ORDER_FILE, PIPELINING_FILE, PLAN_FILE, export_torch
+from planner.export.torch.write import ORDER_FILE, PIPELINING_FILE, PLAN_FILE, export_torch
 from planner.schedule.orders import build_schedule
 from planner.search.search import plan as search
 from planner.specs.cluster import ClusterSpec

@@ -17,10 +17,10 @@ import pytest
 from layouts import SIZES, expressible
 
 from planner.answer import Plan
-from planner.export.refusal import Inexpressible
-from planner.export.stages import virtual_stages
-from planner.export.torch_csv import to_torch_csv
-from planner.export.torchtitan import RECIPE, export_torchtitan, stage_modules
+from planner.export.common.refusal import Inexpressible
+from planner.export.common.stages import virtual_stages
+from planner.export.torch.schedule_csv import to_torch_csv
+from planner.export.torchtitan.write import RECIPE, export_torchtitan, stage_modules
 from planner.schedule.orders import build_schedule
 from planner.specs.registry import load_model
 from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES

@@ -10,12 +10,12 @@ import yaml
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.bundle import ExportFile, header
-from planner.export.exported import Exported
-from planner.export.launch import Command
-from planner.export.recompute import recomputed_layers
-from planner.export.refusal import Objections, broken_rules, hint_for
-from planner.export.stages import VirtualStage, virtual_stages
-from planner.export.torch_csv import order_of, to_torch_csv
+from planner.export.common.recompute import recomputed_layers
+from planner.export.common.refusal import Objections, broken_rules, hint_for
+from planner.export.common.stages import VirtualStage, virtual_stages
+from planner.export.common.trainer_files import Exported
+from planner.export.launch.torchrun import Command
+from planner.export.torch.schedule_csv import order_of, to_torch_csv
 from planner.schedule.actions import Schedule
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES

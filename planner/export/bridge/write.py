@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 from planner.answer import Plan
-from planner.export.arguments import Arguments, Value
-from planner.export.bridge_fields import DERIVED, SAME
+from planner.export.bridge.fields import DERIVED, SAME
 from planner.export.bundle import ExportFile, header
-from planner.export.exported import Exported
-from planner.export.launch import Command
-from planner.export.megatron import environment, forbidden_environment, megatron_arguments
-from planner.export.megatron_target import notes_of
-from planner.export.refusal import Objections
+from planner.export.common.arguments import Arguments, Value
+from planner.export.common.refusal import Objections
+from planner.export.common.trainer_files import Exported
+from planner.export.launch.torchrun import Command
+from planner.export.megatron.arguments import environment, forbidden_environment, megatron_arguments
+from planner.export.megatron.write import notes_of
 
 WRITTEN_FOR = "Megatron-Bridge 0.7.0"
 OVERRIDES_FILE = "bridge.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.export.bundle import ExportFile
-from planner.export.launch import Command
+from planner.export.launch.torchrun import Command
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.export.bundle import ExportFile, header
-from planner.export.exported import Exported
-from planner.export.recompute import all_full, object_to_recompute
-from planner.export.refusal import Objections
-from planner.export.stages import VirtualStage, virtual_stages
+from planner.export.common.recompute import all_full, object_to_recompute
+from planner.export.common.refusal import Objections
+from planner.export.common.stages import VirtualStage, virtual_stages
+from planner.export.common.trainer_files import Exported
 
 WRITTEN_FOR = "DeepSpeed 0.19"
 CONFIG_FILE, PIPELINE_FILE = "ds_config.json", "planned_pipeline.py"

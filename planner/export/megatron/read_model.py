@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.reading.imported import names
+from planner.export.common.imported_run import names
 
 MODEL_OPTIONS = names(
     """

@@ -7,12 +7,12 @@ from typing import Any
 import yaml
 
 from planner.answer import Plan
-from planner.export.arguments import Arguments
 from planner.export.bundle import ExportFile, header
-from planner.export.exported import Exported
-from planner.export.launch import Command
-from planner.export.megatron import WRITTEN_FOR, environment, forbidden_environment, megatron_arguments
-from planner.export.megatron_model import ROTARY_BASE, rotary_base
+from planner.export.common.arguments import Arguments
+from planner.export.common.trainer_files import Exported
+from planner.export.launch.torchrun import Command
+from planner.export.megatron.arguments import WRITTEN_FOR, environment, forbidden_environment, megatron_arguments
+from planner.export.megatron.model import ROTARY_BASE, rotary_base
 from planner.specs.units import GIB
 
 OPTIONS_FILE = "megatron.yaml"

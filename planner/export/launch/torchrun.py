@@ -10,8 +10,8 @@ import yaml
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.arguments import Arguments, argv, shell_array, shell_words, slug
 from planner.export.bundle import ExportFile
+from planner.export.common.arguments import Arguments, argv, shell_array, shell_words, slug
 
 IMAGE = "nvcr.io/nvidia/pytorch:25.09-py3"
 _MAX_CONFIG_MAP_BYTES = 1_000_000

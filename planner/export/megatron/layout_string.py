@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from planner.export.stages import VirtualStage
+from planner.export.common.stages import VirtualStage
 
 
 def layout_string(stages: Iterable[VirtualStage], num_mtp: int = 0) -> str:

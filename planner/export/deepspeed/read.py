@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.reading.imported import Imported, names
+from planner.export.common.imported_run import Imported, names
 
 _READ = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16", "bfloat16",

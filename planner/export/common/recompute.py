@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.answer import PricedLayout
-from planner.export.refusal import Objections
-from planner.export.stages import VirtualStage
+from planner.export.common.refusal import Objections
+from planner.export.common.stages import VirtualStage
 
 
 def full_layers(best: PricedLayout) -> dict[int, int]:

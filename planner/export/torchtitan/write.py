@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from planner.answer import Plan
 from planner.export.bundle import ExportFile, header
-from planner.export.exported import Exported
-from planner.export.launch import Command
-from planner.export.recompute import all_full, object_to_mixture, recomputed_layers
-from planner.export.refusal import Objections, broken_rules, hint_for
-from planner.export.stages import VirtualStage, is_looped, module_names, virtual_stages
-from planner.export.torch_csv import order_of, to_torch_csv
-from planner.export.torch_plan import ORDER_FILE, object_to_order
-from planner.export.torchtitan_model import DEFAULT_ROTARY_BASE, model_source
+from planner.export.common.recompute import all_full, object_to_mixture, recomputed_layers
+from planner.export.common.refusal import Objections, broken_rules, hint_for
+from planner.export.common.stages import VirtualStage, is_looped, module_names, virtual_stages
+from planner.export.common.trainer_files import Exported
+from planner.export.launch.torchrun import Command
+from planner.export.torch.schedule_csv import order_of, to_torch_csv
+from planner.export.torch.write import ORDER_FILE, object_to_order
+from planner.export.torchtitan.model_source import DEFAULT_ROTARY_BASE, model_source
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES, UNCOMPILED
 from planner.trainers.rules.torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from planner.export.arguments import Arguments
+from planner.export.common.arguments import Arguments
 from planner.specs.model import MLASpec, ModelSpec, MoESpec
 
 ROTARY_BASE = 10_000

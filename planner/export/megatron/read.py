@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.reading.imported import Imported, names, shown
-from planner.export.reading.megatron_model import MODEL_OPTIONS, read_model
-from planner.export.reading.shell import Script
+from planner.export.common.imported_run import Imported, names, shown
+from planner.export.common.shell import Script
+from planner.export.megatron.read_model import MODEL_OPTIONS, read_model
 
 Options = dict[str, list[str]]
 

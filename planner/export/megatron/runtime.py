@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.answer import Plan
-from planner.export.arguments import Arguments
+from planner.export.common.arguments import Arguments
 
 
 def is_fsdp(plan: Plan) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from planner.export.megatron_model import has_balancing_bias
+from planner.export.megatron.model import has_balancing_bias
 from planner.specs.model import ModelSpec
 
 DEFAULT_ROTARY_BASE = 10_000.0

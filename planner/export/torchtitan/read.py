@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.reading.imported import Imported, names
-from planner.export.reading.recipe import read_recipe
-from planner.export.reading.shell import Script
+from planner.export.common.imported_run import Imported, names
+from planner.export.common.shell import Script
+from planner.export.torchtitan.read_recipe import read_recipe
 
 Fields = dict[str, Any]
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.answer import Plan
-from planner.export.arguments import Arguments
-from planner.export.layout_string import layout_string
-from planner.export.megatron_model import model_arguments
-from planner.export.megatron_runtime import (
+from planner.export.common.arguments import Arguments
+from planner.export.common.recompute import block_size, object_to_recompute
+from planner.export.common.refusal import Objections, broken_rules, hint_for
+from planner.export.common.stages import VirtualStage, is_even, is_looped, virtual_stages
+from planner.export.megatron.layout_string import layout_string
+from planner.export.megatron.model import model_arguments
+from planner.export.megatron.runtime import (
     data_parallel,
     ep_overlap_obstacle,
     expert_exchange,
@@ -21,9 +24,6 @@ from planner.export.megatron_runtime import (
     overlaps_ep,
     precision,
 )
-from planner.export.recompute import block_size, object_to_recompute
-from planner.export.refusal import Objections, broken_rules, hint_for
-from planner.export.stages import VirtualStage, is_even, is_looped, virtual_stages
 from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from planner.errors import SpecError
-from planner.export.reading.deepspeed import read_deepspeed
-from planner.export.reading.imported import Imported
-from planner.export.reading.megatron import read_megatron
-from planner.export.reading.shell import Script, read_script
-from planner.export.reading.torchtitan import read_torchtitan
+from planner.export.common.imported_run import Imported
+from planner.export.common.shell import Script, read_script
+from planner.export.deepspeed.read import read_deepspeed
+from planner.export.megatron.read import read_megatron
+from planner.export.torchtitan.read import read_torchtitan
 
 SOURCES = ("megatron", "torchtitan", "deepspeed")
 
