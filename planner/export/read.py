@@ -1,72 +1,51 @@
-"""Which trainer a file is for, by what it says."""
+"""A trainer's configuration as the run that it describes: the library's side of `plan import`."""
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
-import yaml
+import sys
+from pathlib import Path
 
 from planner.errors import SpecError
-from planner.export.common.imported_run import Imported
-from planner.export.common.shell import Script, read_script
-from planner.export.deepspeed.read import read_deepspeed
-from planner.export.megatron.read import read_megatron
-from planner.export.torchtitan.read import read_torchtitan
+from planner.export.common.imported_run import ImportedRun
+from planner.export.targets import SOURCES, TRAINERS, UNMARKED
+from planner.files import STDOUT as STDIN
 
-SOURCES = ("megatron", "torchtitan", "deepspeed")
+MAX_BYTES = 4_000_000
 
 
-def read_configuration(text: str, source: str | None = None) -> Imported:
-    """The run that `text` describes; `source` says what it is where that is not to be guessed.
+def read(path: str | Path, source: str | None = None) -> ImportedRun:
+    """Read a launch script, an argument list, a YAML, a recipe or a ds_config.json; `-` is stdin. Nothing is run.
 
-    Raises SpecError for what is none of Megatron-LM's, torchtitan's and DeepSpeed's configurations.
+        from planner.export.read import read
+
+        imported = read("pretrain.sh")
+        print(imported.source, imported.run["parallelism"], imported.unknown)
+        run = imported.complete(hardware="h100", num_gpus=64)
+
+    `source` names the trainer (`megatron`, `torchtitan`, `deepspeed`) where the text does not show it.
+    Raises SpecError for a file that cannot be read, or that is no configuration of these trainers.
     """
-    source = source or _guess(text)
-    if source == "deepspeed":
-        return read_deepspeed(text)
-    script = _options_file(text) or read_script(text)
-    if source == "torchtitan":
-        return read_torchtitan(text, script)
-    if source == "megatron":
-        return read_megatron(script)
-    raise SpecError(f"--from: {source!r} is unknown", f"one of {', '.join(SOURCES)}")
+    return read_configuration(_text(str(path)), source)
 
 
-def _guess(text: str) -> str:
-    if re.search(r"ParallelismConfig|torchtitan|--parallelism\.|^\[parallelism\]", text, re.MULTILINE):
-        return "torchtitan"
-    if text.lstrip().startswith("{") and re.search(r'"(zero_optimization|train_micro_batch_size_per_gpu)"', text):
-        return "deepspeed"
-    return "megatron"
+def read_configuration(text: str, source: str | None = None) -> ImportedRun:
+    """The run that `text` describes, as `read` gives it for a file."""
+    source = source or next((name for name in SOURCES if TRAINERS[name].recognises(text)), UNMARKED)
+    if source not in SOURCES:
+        raise SpecError(f"--from: {source!r} is unknown", f"one of {', '.join(SOURCES)}")
+    return TRAINERS[source].read(text)
 
 
-def _options_file(text: str) -> Script | None:
-    """Options as YAML or JSON: Megatron's `MODEL_ARGS:`, a mapping of options, or a list of words."""
-    if not re.search(r"^\s*(MODEL_ARGS:|\{|\[)", text, re.MULTILINE) or text.startswith("#!"):
-        return None
+def _text(path: str) -> str:
+    """The text of a small file; characters that are no UTF-8 are replaced."""
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return None
-    if isinstance(data, list):
-        return Script(words=[str(word) for word in data])
-    if not isinstance(data, dict):
-        return None
-    options = data.get("MODEL_ARGS") or data.get("args") or data
-    variables = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
-    if isinstance(options, list):
-        return Script(words=[str(word) for word in options], variables=variables)
-    words = [word for option, value in options.items() for word in _words(str(option), value)]
-    return Script(words=words, variables=variables)
-
-
-def _words(option: str, value: Any) -> list[str]:
-    option = option if option.startswith("-") else f"--{option.replace('_', '-')}"
-    if value is False or value is None:
-        return []
-    if value is True:
-        return [option]
-    if isinstance(value, list):
-        return [option, *map(str, value)]
-    return [option, str(value)]
+        if path == STDIN:
+            data = sys.stdin.buffer.read(MAX_BYTES + 1)
+        else:
+            with open(path, "rb") as file:
+                data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise SpecError(f"{path}: {error.strerror}", "name a file, or - for stdin") from None
+    if len(data) > MAX_BYTES or b"\0" in data:
+        raise SpecError(f"{path}: is no configuration", "give a script, YAML, Python, TOML or JSON file")
+    return data.decode(errors="replace")

@@ -83,4 +83,4 @@ DERIVED = frozenset(
         "--cross-entropy-fusion-impl",
     }
 )  # fmt: skip
-"""Options that `bridge.py` puts in Bridge's words."""
+"""Options whose meaning other fields take, by rules of their own."""

@@ -1,4 +1,4 @@
-"""What could be read from a trainer's own configuration: a run, and everything that was not understood."""
+"""A run as read from a trainer's own configuration, with everything that was not understood."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.errors import SpecError
+from planner.export.common.published_models import published_name
+
+_REQUIRED = {
+    "model": "add --model NAME",
+    "num_gpus": "add --gpus N",
+    "seq_length": "add --seq-length N",
+    "global_batch_size": "add --global-batch-size N",
+}
+"""Fields without which a run cannot be priced, and how the user adds them."""
 
 
 @dataclass(slots=True)
-class Imported:
-    """A run as `plan evaluate --runs` takes it, and what became of every option."""
+class ImportedRun:
+    """A run as `plan evaluate --runs` takes it, and the fate of every option."""
 
     source: str
-    """What the configuration is: megatron, torchtitan or deepspeed."""
+    """The trainer whose configuration it is: megatron, torchtitan or deepspeed."""
     run: dict[str, Any]
     """Fields of a run; some may be missing, which only the user can say."""
     ignored: dict[str, str] = field(default_factory=dict)
@@ -24,36 +33,37 @@ class Imported:
     """What was assumed, and what a plan has no word for."""
 
     optimizer_instances: int = 1
-    """Copies of the sharded optimizer; over how many ranks each is sharded, the number of GPUs says."""
+    """Copies of the sharded optimizer; the number of GPUs says over how many ranks each is sharded."""
 
-    def complete(self, vocab_size: int | None = None, **given: Any) -> dict[str, Any]:
-        """The run with what the user adds or replaces; SpecError for what is still missing."""
-        run = {**self.run, **{key: value for key, value in given.items() if value is not None}}
+    def complete(
+        self, *, vocab_size: int | None = None, tp: int | None = None, pp: int | None = None, **given: Any
+    ) -> dict[str, Any]:
+        """The run with the fields that the user adds or replaces, as `plan evaluate --runs` takes it.
+
+        Fields beside those named here are a run's own: model, hardware, num_gpus, … A number of GPUs other than the
+        configuration's leaves dp to be found again, and a model with the sizes of a published one gets its name.
+        Raises SpecError for a field that is still missing.
+        """
+        added = {name: value for name, value in given.items() if value is not None}
+        run = {**self.run, **added}
+        axes = {name: size for name, size in (("tp", tp), ("pp", pp)) if size is not None}
+        run["parallelism"] = {**run["parallelism"], **axes}
+        if "num_gpus" in added and added["num_gpus"] != self.run.get("num_gpus"):
+            run["parallelism"].pop("dp", None)
         if isinstance(run["model"], dict):
-            run["model"] = {**run["model"], "vocab_size": vocab_size or run["model"]["vocab_size"]}
-            if run["model"]["vocab_size"] is None:
-                raise SpecError(f"{self.source}: vocab_size is not in the configuration", "add --vocab-size N")
-        hints = {
-            "model": "add --model NAME",
-            "num_gpus": "add --gpus N",
-            "seq_length": "add --seq-length N",
-            "global_batch_size": "add --global-batch-size N",
-        }
-        for name, hint in hints.items():
+            run["model"] = self._model(run["model"], vocab_size)
+        for name, hint in _REQUIRED.items():
             if run.get(name) is None:
                 raise SpecError(f"{self.source}: {name} is not in the configuration", hint)
         if self.optimizer_instances > 1:
             layout = run["parallelism"]
             shards = run["num_gpus"] // (layout["tp"] * layout["pp"] * self.optimizer_instances)
             run["parallelism"] = {**layout, "fsdp": max(1, shards)}
-        return {key: value for key, value in run.items() if value is not None}
+        return {name: value for name, value in run.items() if value is not None}
 
-
-def shown(values: list[str]) -> str:
-    """An option's values as one text."""
-    return " ".join(values)
-
-
-def names(text: str) -> frozenset[str]:
-    """Options that stand in a text, apart by blanks."""
-    return frozenset(text.split())
+    def _model(self, sizes: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
+        """The model's fields with the user's vocabulary, and the name of the published model that has them."""
+        model = {**sizes, "vocab_size": vocab_size or sizes["vocab_size"]}
+        if model["vocab_size"] is None:
+            raise SpecError(f"{self.source}: vocab_size is not in the configuration", "add --vocab-size N")
+        return model | {"name": published_name(model) or model["name"]}

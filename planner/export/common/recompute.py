@@ -9,24 +9,24 @@ from planner.export.common.refusal import Objections
 from planner.export.common.stages import VirtualStage
 
 
-def full_layers(best: PricedLayout) -> dict[int, int]:
-    """Layers recomputed whole, by pipeline rank."""
+def _full_layers(best: PricedLayout) -> dict[int, int]:
+    """Number of layers recomputed whole, by pipeline rank."""
     return {stage.stage: stage.recompute.get("full", 0) for stage in best.stages}
 
 
 def all_full(best: PricedLayout) -> bool:
-    """Whether every layer is recomputed whole."""
+    """Every layer is recomputed whole."""
     return all(stage.recompute.get("full", 0) == stage.num_layers for stage in best.stages)
 
 
 def block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> int | None:
-    """The n for which the first n layers of every virtual stage are the plan's recomputed ones; None where all are.
+    """The n for which the plan recomputes the first n layers of every virtual stage; None where it recomputes all.
 
-    Raises ValueError where no n does it.
+    Raises ValueError where virtual stages differ.
     """
     if all_full(best):
         return None
-    wanted = full_layers(best)
+    wanted = _full_layers(best)
     for size in range(max(stage.num_layers for stage in stages) + 1):
         counts = dict.fromkeys(wanted, 0)
         for stage in stages:
@@ -37,9 +37,10 @@ def block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> int | None
 
 
 def recomputed_layers(best: PricedLayout, stages: Sequence[VirtualStage]) -> list[int]:
-    """Layers of each virtual stage, its first ones, that are recomputed whole.
+    """Number of layers, the first of each virtual stage, that are recomputed whole.
 
-    Counted by rank only: the same number in every chunk where that adds up, else the first chunks' first.
+    Where the plan counts them by rank only, every chunk gets the same number if that adds up; if not, the first chunks
+    get theirs first.
     """
     if all(stage.num_recomputed for stage in best.stages):
         return [sum(best.stages[stage.rank].num_recomputed[stage.chunk]) for stage in stages]
@@ -47,7 +48,7 @@ def recomputed_layers(best: PricedLayout, stages: Sequence[VirtualStage]) -> lis
         size = block_size(best, stages)
         return [stage.num_layers if size is None else min(size, stage.num_layers) for stage in stages]
     except ValueError:
-        left = full_layers(best)
+        left = _full_layers(best)
         counts = []
         for stage in stages:
             counts.append(min(left[stage.rank], stage.num_layers))
@@ -56,7 +57,7 @@ def recomputed_layers(best: PricedLayout, stages: Sequence[VirtualStage]) -> lis
 
 
 def object_to_mixture(best: PricedLayout, objections: Objections) -> None:
-    """Modules are not recomputed beside whole layers, and not in some layers only."""
+    """Object where modules are recomputed beside whole layers, or in some layers only."""
     shown = ", ".join(f"stage {stage.stage} {stage.recompute}" for stage in best.stages)
     modes = {mode for stage in best.stages for mode, count in stage.recompute.items() if count}
     objections.when(
@@ -68,7 +69,7 @@ def object_to_mixture(best: PricedLayout, objections: Objections) -> None:
 
 
 def object_to_recompute(best: PricedLayout, stages: Sequence[VirtualStage], objections: Objections) -> None:
-    """As `object_to_mixture`, and one number of whole layers must do for all virtual stages."""
+    """Object as `object_to_mixture` does, and where virtual stages need different numbers of whole layers."""
     object_to_mixture(best, objections)
     try:
         block_size(best, stages)

@@ -1,4 +1,4 @@
-"""A plan that a target cannot express is refused with every reason, not only the first."""
+"""The refusal of a plan that a target cannot express, with every reason and not only the first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.trainers.rules.common import Rule
 
 
 class Reason(NamedTuple):
-    """Why a target cannot express a plan."""
+    """One reason why a target cannot express a plan."""
 
     name: str
     """Short, such as `schedule`; rules of the search bring their own."""
@@ -23,32 +23,33 @@ class Reason(NamedTuple):
 class Inexpressible(SpecError):
     """The target has no way to say what the plan says."""
 
-    def __init__(self, target: str, reasons: Sequence[Reason], hint: str = "") -> None:
+    def __init__(self, target: str, reasons: Sequence[Reason], hint: str) -> None:
         self.reasons = tuple(reasons)
         listed = "; ".join(f"{reason.name}: {reason.message}" for reason in reasons)
-        super().__init__(f"{target} cannot express this plan: {listed}", hint or f"plan again with --runtime {target}")
+        super().__init__(f"{target} cannot express this plan: {listed}", hint)
 
 
 @dataclass(slots=True)
 class Objections:
-    """Collects reasons; `raise_any` ends the export if there are some."""
+    """Reasons against exporting a plan, collected before the export ends with all of them."""
 
     target: str
     reasons: list[Reason]
-    hint: str = ""
+    hint: str
 
     def when(self, wrong: object, name: str, message: str) -> None:
-        """Object if `wrong`."""
+        """Add a reason if `wrong`."""
         if wrong:
             self.reasons.append(Reason(name, message))
 
     def raise_any(self) -> None:
+        """Raise Inexpressible if there are reasons."""
         if self.reasons:
             raise Inexpressible(self.target, self.reasons, self.hint)
 
 
 def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
-    """What would lift a refusal: another trainer, another plan, or another choice in this one."""
+    """The way out of a refusal: another trainer, another plan, or another choice in this one."""
     if broken_rules(model_rules, plan):
         return "no layout changes what the model is: export to another trainer"
     if plan.runtime != runtime:

@@ -1,4 +1,4 @@
-"""The words of a bash script, read and never run: variables, arrays and arithmetic are followed, commands are not.
+"""A reader of bash scripts that runs nothing: it follows variables, arrays and arithmetic, and no commands.
 
 Both branches of a condition are read; of two assignments the later wins.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -29,7 +29,7 @@ _MAX_CHARACTERS = 4_000_000
 
 @dataclass(slots=True)
 class Script:
-    """What was found in a script."""
+    """The words, variables and Slurm directives of a script."""
 
     words: list[str] = field(default_factory=list)
     """Words of all commands, in order, with variables put in."""
@@ -39,10 +39,9 @@ class Script:
     """`#SBATCH --nodes=4` as nodes: 4."""
 
 
-def read_script(text: str, environment: Mapping[str, str] | None = None) -> Script:
+def read_shell(text: str) -> Script:
     """Read `text`; unknown variables are empty, and commands in `$(…)` give nothing."""
-    script = Script(variables={name: [value] for name, value in (environment or {}).items()})
-    script.directives = _directives(text)
+    script = Script(directives=_directives(text))
     _Reader(text[:_MAX_CHARACTERS], script).commands()
     script.words = [part for word in script.words for part in _inner(word, script)]
     return script
@@ -58,14 +57,17 @@ def _inner(word: str, script: Script) -> list[str]:
 
 
 def _directives(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    """Options of the lines that begin with #SBATCH."""
+    directives: dict[str, str] = {}
     for line in re.findall(r"^#SBATCH[ \t]+(.+?)[ \t]*(?:#.*)?$", text, re.MULTILINE):
         for name, value in re.findall(r"--?([A-Za-z][\w-]*)(?:[=\s]+([^\s-]\S*))?", line):
-            found[name] = value
-    return found
+            directives[name] = value
+    return directives
 
 
 class _Reader:
+    """Walks through a text once, from `at` on, and puts what it reads into a script."""
+
     def __init__(self, text: str, script: Script) -> None:
         self.text, self.at, self.script = text, 0, script
 
@@ -91,6 +93,7 @@ class _Reader:
                 self.script.words += words
 
     def _assigns(self) -> bool:
+        """Read an assignment and keep it; False where none begins here."""
         match = _ASSIGNMENT.match(self.text, self.at)
         if match is None:
             return False
@@ -105,6 +108,7 @@ class _Reader:
         return True
 
     def _array(self) -> list[str]:
+        """The words in the parentheses that begin here."""
         self.at += 1
         words: list[str] = []
         while self.at < len(self.text):
@@ -162,9 +166,9 @@ class _Reader:
             if char == "\\":
                 current, self.at = current + self.text[self.at + 1 : self.at + 2].replace("\n", ""), self.at + 2
             elif char in "$`":
-                whole = self.text[self.at : self.at + 80]
+                parameter = self.text[self.at : self.at + 80].split("}", 1)[0]
                 values = self._expansion()
-                if "[@]" in whole.split("}", 1)[0] and len(values) > 1:
+                if "[@]" in parameter and len(values) > 1:
                     fields += [current + values[0], *values[1:-1]]
                     current = values[-1]
                 else:
@@ -175,7 +179,7 @@ class _Reader:
         return [*fields, current]
 
     def _expansion(self) -> list[str]:
-        """What a `$…` or a `` `…` `` stands for."""
+        """The words that a `$…` or a `` `…` `` stands for."""
         rest = self.text[self.at : self.at + 3]
         if rest.startswith("`"):
             self.at = self._find("`", self.at + 1) + 1
@@ -199,17 +203,19 @@ class _Reader:
         return self.script.variables.get(match[0], [])
 
     def _parameter(self, inner: str) -> list[str]:
+        """The words that `${inner}` stands for."""
         match = _PARAMETER.match(inner)
         if match is None:
             return []
         values = self.script.variables.get(match[2], [])
         if match[4] in ("-", "=") and not any(values):
-            return _Reader(match[5], self.script)._all()
+            return _Reader(match[5], self.script)._all_words()
         if match[4] == "+":
-            return _Reader(match[5], self.script)._all() if any(values) else []
+            return _Reader(match[5], self.script)._all_words() if any(values) else []
         return values
 
-    def _all(self) -> list[str]:
+    def _all_words(self) -> list[str]:
+        """All words that are left, whatever commands they belong to."""
         words: list[str] = []
         while self.at < len(self.text):
             if self.text[self.at] in _BREAKS + " \t\r":
@@ -219,15 +225,16 @@ class _Reader:
         return words
 
     def _arithmetic(self, text: str) -> str:
-        expanded = " ".join(_Reader(text.replace("(", " ( ").replace(")", " ) "), self.script)._plain())
+        """The value of `$((text))`; nothing where it is no integer arithmetic."""
+        expanded = " ".join(_Reader(text.replace("(", " ( ").replace(")", " ) "), self.script)._words_of_arithmetic())
         names = _NAME.sub(lambda m: " ".join(self.script.variables.get(m[0], ["0"])) or "0", expanded)
         try:
             return str(_evaluate(ast.parse(names, mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
             return ""
 
-    def _plain(self) -> list[str]:
-        """Words of arithmetic, operators and parentheses among them."""
+    def _words_of_arithmetic(self) -> list[str]:
+        """All words that are left, operators and parentheses among them."""
         words: list[str] = []
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -242,22 +249,23 @@ class _Reader:
                 self.at += before == self.at
         return words
 
-    def _find(self, what: str, start: int) -> int:
-        found = self.text.find(what, start)
-        return len(self.text) if found < 0 else found
+    def _find(self, mark: str, start: int) -> int:
+        """Where `mark` is next, or the end of the text."""
+        index = self.text.find(mark, start)
+        return len(self.text) if index < 0 else index
 
     def _closing(self, opening: str, closing: str, start: int) -> int:
-        """Where the bracket at `start` closes."""
+        """The index at which the bracket at `start` closes, or the end of the text."""
         depth = 0
-        for at in range(start, len(self.text)):
-            depth += (self.text[at] == opening) - (self.text[at] == closing)
+        for index in range(start, len(self.text)):
+            depth += (self.text[index] == opening) - (self.text[index] == closing)
             if not depth:
-                return at
+                return index
         return len(self.text)
 
 
 def _evaluate(node: ast.expr) -> int:
-    """Integer arithmetic and nothing else."""
+    """The value of an integer expression; ValueError for anything else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

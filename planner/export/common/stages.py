@@ -1,8 +1,7 @@
-"""The plan's stages as exporters need them: virtual stages in model order, with what each holds."""
+"""The plan's virtual stages in model order, with the layers and modules that each holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.answer import PricedLayout, StagePlan
@@ -32,17 +31,13 @@ class VirtualStage:
         return not (self.num_layers or self.embedding or self.mtp or self.head)
 
 
-Placement = Callable[[int, int], tuple[int, int]]
-"""(virtual stage, pp) → (rank, chunk)."""
-
-
-def looped(stage: int, pp: int) -> tuple[int, int]:
-    """Rank j mod pp, round robin: interleaved schedules, and one chunk per rank."""
+def _looped(stage: int, pp: int) -> tuple[int, int]:
+    """(rank, chunk) of a virtual stage dealt out round robin: interleaved schedules, and one chunk per rank."""
     return stage % pp, stage // pp
 
 
-def v_shaped(stage: int, pp: int) -> tuple[int, int]:
-    """Down the ranks and back up: ZB-V, DualPipeV."""
+def _v_shaped(stage: int, pp: int) -> tuple[int, int]:
+    """(rank, chunk) of a virtual stage where stages go down the ranks and back up: ZB-V, DualPipeV."""
     return (stage, 0) if stage < pp else (2 * pp - 1 - stage, 1)
 
 
@@ -56,7 +51,7 @@ def virtual_stages(best: PricedLayout, num_layers: int) -> tuple[VirtualStage, .
     if sorted(ranks) != list(range(pp)) or any(len(stage.chunks) != vpp for stage in best.stages):
         shown = ", ".join(f"{s.stage}: {len(s.chunks)}" for s in best.stages)
         raise SpecError(f"stages: chunks by stage {shown}, expected {vpp} for each of pp {pp}", "plan again")
-    for placement in (looped, v_shaped) if vpp == 2 else (looped,):
+    for placement in (_looped, _v_shaped) if vpp == 2 else (_looped,):
         places = [placement(stage, pp) for stage in range(pp * vpp)]
         bounds = [ranks[rank].chunks[chunk] for rank, chunk in places]
         if _chains(bounds, num_layers):
@@ -68,6 +63,7 @@ def virtual_stages(best: PricedLayout, num_layers: int) -> tuple[VirtualStage, .
 
 
 def _chains(bounds: list[tuple[int, int]], num_layers: int) -> bool:
+    """Each stage begins where the one before it ends, from layer 0 to the last."""
     starts, ends = [first for first, _ in bounds], [last for _, last in bounds]
     return (
         starts == [0, *ends[:-1]] and ends[-1] == num_layers and all(a <= b for a, b in zip(starts, ends, strict=True))
@@ -88,19 +84,12 @@ def _assemble(
 
 
 def is_looped(stages: tuple[VirtualStage, ...], pp: int) -> bool:
-    """Whether virtual stage j is on rank j mod pp."""
+    """Virtual stage j is on rank j mod pp, for every j."""
     return all(stage.rank == j % pp for j, stage in enumerate(stages))
 
 
 def is_even(stages: tuple[VirtualStage, ...]) -> bool:
-    """Whether virtual stages have equally many layers, and MTP blocks are where trainers put them unasked."""
+    """Virtual stages have equally many layers, and MTP blocks are where trainers put them unasked."""
     return len({stage.num_layers for stage in stages}) == 1 and all(
         not stage.mtp or j == len(stages) - 1 for j, stage in enumerate(stages)
     )
-
-
-def module_names(stage: VirtualStage, embedding: str, layer: str, norm: str, head: str) -> list[str]:
-    """Names of what a virtual stage holds, in order; `layer` is a prefix such as `layers.`."""
-    names = [embedding] if stage.embedding else []
-    names += [f"{layer}{index}" for index in range(stage.first_layer, stage.last_layer)]
-    return names + ([norm, head] if stage.head else [])

@@ -1,20 +1,57 @@
-"""What a trainer's exporter hands on: its files, the command that starts it, and what the user should know."""
+"""What a trainer's exporter returns: the files of one trainer and the command that starts it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field
 
-from planner.export.bundle import ExportFile
-from planner.export.launch.torchrun import Command
+from planner.export.common.arguments import Arguments
+
+IMAGE = "nvcr.io/nvidia/pytorch:25.09-py3"
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportFile:
+    """One file of an export."""
+
+    name: str
+    text: str
+    executable: bool = False
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """The program that torchrun starts on every node, with its arguments and its environment."""
+
+    program: str
+    """Shell text behind torchrun's own options: a script's path, or `-m module`. May use PLAN_DIR."""
+    arguments: Arguments
+    words: tuple[str, ...] = ()
+    """Arguments behind the named ones."""
+    environment: dict[str, str] = field(default_factory=dict)
+    forbidden: tuple[str, ...] = ()
+    """Variables to unset."""
+    setup: tuple[str, ...] = ()
+    """Shell lines to run before."""
+    comments: str = ""
+    files: tuple[ExportFile, ...] = ()
+    """Files the program reads from PLAN_DIR."""
+    image: str = IMAGE
+    """Container image, where the launcher starts containers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFiles:
     """One trainer's part of an export."""
 
-    target: str
     written_for: str
+    """Trainer and version."""
     files: tuple[ExportFile, ...]
-    command: Command | None
+    command: LaunchCommand | None
     """None where the trainer is a library and the user's own script starts it."""
     notes: tuple[str, ...] = ()
+    """What the user should know: what the plan does not decide, and what the trainer does differently."""

@@ -6,24 +6,23 @@ import json
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.common.imported_run import Imported, names
+from planner.export.common.imported_run import ImportedRun
 
 _READ = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16", "bfloat16",
     "zero_optimization", "tensor_parallel", "activation_checkpointing", "data_types", "sequence_parallel_size",
 }  # fmt: skip
-_IGNORED = names(
-    """
-    optimizer scheduler gradient_clipping steps_per_print wall_clock_breakdown prescale_gradients
-    gradient_predivide_factor dump_state checkpoint tensorboard wandb csv_monitor comms_logger
-    flops_profiler zero_allow_untested_optimizer zero_force_ds_cpu_optimizer fp32_allreduce
-    communication_data_type seed memory_breakdown load_universal_checkpoint data_efficiency monitor_config
-    """
-)
+_IGNORED = {
+    "optimizer", "scheduler", "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "prescale_gradients",
+    "gradient_predivide_factor", "dump_state", "checkpoint", "tensorboard", "wandb", "csv_monitor", "comms_logger",
+    "flops_profiler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "fp32_allreduce",
+    "communication_data_type", "seed", "memory_breakdown", "load_universal_checkpoint", "data_efficiency",
+    "monitor_config",
+}  # fmt: skip
 
 
-def read_deepspeed(text: str) -> Imported:
-    """What `ds_config.json` says. Raises SpecError where it is no JSON object."""
+def read_deepspeed(text: str) -> ImportedRun:
+    """The part of a run that `ds_config.json` holds. Raises SpecError where it is no JSON object."""
     try:
         config = json.loads(text)
     except ValueError as error:
@@ -31,34 +30,41 @@ def read_deepspeed(text: str) -> Imported:
     if not isinstance(config, dict):
         raise SpecError("the file holds no JSON object", "give the file that is passed as --deepspeed_config")
     zero = config.get("zero_optimization") or {}
-    micro, steps = (_number(config, key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-    imported = Imported(
+    micro_batch_size = _number(config, "train_micro_batch_size_per_gpu")
+    num_microbatches = _number(config, "gradient_accumulation_steps") or 1
+    global_batch_size = _number(config, "train_batch_size")
+    imported = ImportedRun(
         "deepspeed",
         {
             "model": None,
             "num_gpus": None,
             "runtime": "megatron-deepspeed",
             "seq_length": None,
-            "global_batch_size": _number(config, "train_batch_size"),
+            "global_batch_size": global_batch_size,
             "dtype": "fp16" if (config.get("fp16") or {}).get("enabled") is True else "bf16",
-            "parallelism": _layout(config, zero, micro),
+            "parallelism": _layout(config, zero, micro_batch_size),
             "features": {"overlap_grad_reduce": bool(zero.get("overlap_comm", True))},
         },
     )
     imported.notes.append("a DeepSpeed configuration names no model, sequence length or pipeline: add them as options")
-    total = imported.run["global_batch_size"]
-    if total and micro:
+    if global_batch_size and micro_batch_size:
+        dp = global_batch_size // (micro_batch_size * num_microbatches)
         imported.notes.append(
-            f"{total} sequences, micro-batches of {micro}, {steps or 1} a step: dp {total // (micro * (steps or 1))}"
+            f"{global_batch_size} sequences, micro-batches of {micro_batch_size}, {num_microbatches} a step: dp {dp}"
         )
-        imported.run["parallelism"]["dp"] = max(1, total // (micro * (steps or 1)))
+        imported.run["parallelism"]["dp"] = max(1, dp)
+    _sort_unread(config, zero, imported)
+    return imported
+
+
+def _sort_unread(config: dict[str, Any], zero: dict[str, Any], imported: ImportedRun) -> None:
+    """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
     for key in ("offload_optimizer", "offload_param"):
         if (zero.get(key) or {}).get("device", "none") != "none":
             imported.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
     for key, value in config.items():
         if key not in _READ:
             (imported.ignored if key in _IGNORED else imported.unknown)[key] = json.dumps(value)
-    return imported
 
 
 def _number(config: dict[str, Any], key: str) -> int | None:
@@ -71,10 +77,11 @@ def _number(config: dict[str, Any], key: str) -> int | None:
     return value
 
 
-def _layout(config: dict[str, Any], zero: dict[str, Any], micro: int | None) -> dict[str, Any]:
+def _layout(config: dict[str, Any], zero: dict[str, Any], micro_batch_size: int | None) -> dict[str, Any]:
+    """Sharding, micro-batch, tensor parallelism and recompute."""
     layout: dict[str, Any] = {
         "zero_stage": zero.get("stage", 0),
-        "micro_batch_size": micro or 1,
+        "micro_batch_size": micro_batch_size or 1,
         "sequence_parallel": False,
     }
     tensor = config.get("tensor_parallel") or {}

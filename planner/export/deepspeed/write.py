@@ -6,59 +6,65 @@ import json
 from typing import Any
 
 from planner.answer import Plan
-from planner.export.bundle import ExportFile, header
+from planner.export.common.header import header
 from planner.export.common.recompute import all_full, object_to_recompute
 from planner.export.common.refusal import Objections
 from planner.export.common.stages import VirtualStage, virtual_stages
-from planner.export.common.trainer_files import Exported
+from planner.export.common.trainer_files import ExportFile, TrainerFiles
 
 WRITTEN_FOR = "DeepSpeed 0.19"
 CONFIG_FILE, PIPELINE_FILE = "ds_config.json", "planned_pipeline.py"
 
 
-def export_deepspeed(plan: Plan) -> Exported:
+def export_deepspeed(plan: Plan) -> TrainerFiles:
     """`ds_config.json` for `deepspeed.initialize`, and at pp > 1 a module that cuts a list of layers as the plan does.
 
     DeepSpeed is a library: the user's own script calls it. Raises Inexpressible for what it cannot run.
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     _object(plan, stages)
-    files = [ExportFile(CONFIG_FILE, json.dumps(config(plan), indent=2) + "\n")]
+    files = [ExportFile(CONFIG_FILE, json.dumps(_config(plan), indent=2) + "\n")]
     notes = [f"pass {CONFIG_FILE} to deepspeed.initialize(config=…); optimizer settings are placeholders"]
     if plan.parallelism.pp > 1:
         notes.append(f"{PIPELINE_FILE}: pipeline([embedding, *layers, final_norm, head]) is the model to pass with it")
-        files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + pipeline_source(plan, stages)))
-    return Exported("deepspeed", WRITTEN_FOR, tuple(files), None, tuple(notes))
+        files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + _pipeline_source(plan, stages)))
+    return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
 
 
 def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+    """Raise Inexpressible, with every reason, where DeepSpeed cannot run the plan."""
     layout, model = plan.parallelism, plan.model.spec
     objections = Objections("deepspeed", [], "pin what it can do: --vpp 1 --cp 1 --recompute none,full --schedule 1f1b")
     object_to_recompute(plan.best, stages, objections)
-    say = objections.when
-    say(model.moe is not None, "moe", "only dense models are exported")
-    say(model.attention_chunk_size, "attention_chunk_size", "attention in chunks is not exported")
-    say(layout.cp > 1, "cp", f"it has no context parallelism like the plan's (cp {layout.cp})")
-    say(layout.vpp > 1, "vpp", f"one stage per rank, vpp is {layout.vpp}")
-    say(layout.schedule not in ("1f1b", "none"), "schedule", f"{layout.schedule}: its pipeline runs 1f1b")
-    say(
+    objections.when(model.moe is not None, "moe", "only dense models are exported")
+    objections.when(model.attention_chunk_size, "attention_chunk_size", "attention in chunks is not exported")
+    objections.when(layout.cp > 1, "cp", f"it has no context parallelism like the plan's (cp {layout.cp})")
+    objections.when(layout.vpp > 1, "vpp", f"one stage per rank, vpp is {layout.vpp}")
+    objections.when(layout.schedule not in ("1f1b", "none"), "schedule", f"{layout.schedule}: its pipeline runs 1f1b")
+    objections.when(
         layout.zero_stage > 1 and layout.pp > 1, "zero_stage", f"ZeRO-{layout.zero_stage} does not go with its pipeline"
     )
-    say(
+    objections.when(
         layout.shard_size != layout.dp,
         "shard_size",
         f"it shards over all {layout.dp} replicas, not {layout.shard_size}",
     )
-    say(layout.sequence_parallel and layout.tp > 1, "sequence_parallel", "it splits no sequence beside tp")
-    say(plan.training.dtype not in ("bf16", "fp16"), "dtype", f"it computes in bf16 or fp16, not {plan.training.dtype}")
-    say(layout.recompute == "selective", "recompute_selective", "it recomputes whole layers")
-    say(layout.recompute == "full" and not all_full(plan.best), "recompute_some_layers", "it recomputes all or none")
-    say(model.num_nextn_predict_layers, "mtp", "multi-token prediction has no place in a list of layers")
-    say(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run")
+    objections.when(layout.sequence_parallel and layout.tp > 1, "sequence_parallel", "it splits no sequence beside tp")
+    objections.when(
+        plan.training.dtype not in ("bf16", "fp16"), "dtype", f"it computes in bf16 or fp16, not {plan.training.dtype}"
+    )
+    objections.when(layout.recompute == "selective", "recompute_selective", "it recomputes whole layers")
+    objections.when(
+        layout.recompute == "full" and not all_full(plan.best), "recompute_some_layers", "it recomputes all or none"
+    )
+    objections.when(model.num_nextn_predict_layers, "mtp", "multi-token prediction has no place in a list of layers")
+    objections.when(
+        any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
+    )
     objections.raise_any()
 
 
-def config(plan: Plan) -> dict[str, Any]:
+def _config(plan: Plan) -> dict[str, Any]:
     """DeepSpeed's configuration: batch, precision, ZeRO, tensor parallelism without a pipeline."""
     layout, training, runtime = plan.parallelism, plan.training, plan.runtime_spec
     overlaps = runtime.gradient_overlap_fraction > 0
@@ -77,13 +83,13 @@ def config(plan: Plan) -> dict[str, Any]:
     return data
 
 
-def boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:
-    """Where the list embedding, layers, final norm, head is cut: first item of each stage, and its length."""
+def _boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:
+    """The first item of each stage in the list [embedding, *layers, final norm, head], and the list's length."""
     num_layers = stages[-1].last_layer
     return [0, *(1 + stage.first_layer for stage in stages[1:]), num_layers + 3]
 
 
-def pipeline_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
+def _pipeline_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
     """A Python module with `pipeline(layers)`."""
     layout = plan.parallelism
     recompute = 'options.setdefault("activation_checkpoint_interval", 0)'
@@ -98,7 +104,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 # stage i holds items BOUNDARIES[i] to BOUNDARIES[i + 1] of: embedding, {stages[-1].last_layer} layers, final norm, head
-BOUNDARIES = {boundaries(stages)}
+BOUNDARIES = {_boundaries(stages)}
 
 
 class PlannedPipeline(PipelineModule):

@@ -1,4 +1,4 @@
-"""A plan in Megatron-LM's arguments: grid, stages, batch, precision, recompute, overlaps; and what it cannot express.
+"""A plan in Megatron-LM's arguments: grid, stages, batch, precision, recompute, overlaps; and its refusals.
 
 Flags and constraints as of Megatron-LM core 0.20.0 (main, August 2026).
 """
@@ -28,8 +28,8 @@ from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 
 WRITTEN_FOR = "Megatron-LM core 0.20.0"
-SCHEDULES = ("1f1b", "interleaved-1f1b", "none")
-RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+_SCHEDULES = ("1f1b", "interleaved-1f1b", "none")
+_RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 _NEEDS_NO_CONNECTION_LIMIT = ("blackwell", "rubin")
 """Architectures on which CUDA_DEVICE_MAX_CONNECTIONS no longer orders communication before compute."""
 
@@ -76,38 +76,45 @@ def forbidden_environment(plan: Plan) -> tuple[str, ...]:
 
 
 def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+    """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
     layout, runtime = plan.parallelism, plan.runtime_spec
     rules = (*MEGATRON_MODEL_RULES, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
     objections = Objections("megatron", broken_rules(rules, plan), hint_for(plan, "megatron", MEGATRON_MODEL_RULES))
     object_to_recompute(plan.best, stages, objections)
-    say = objections.when
-    say(layout.schedule not in SCHEDULES, "schedule", f"{layout.schedule} is none of {', '.join(SCHEDULES)}")
-    say(not is_looped(stages, layout.pp), "placement", "virtual stage j must be on rank j mod pp")
-    say(
+    objections.when(
+        layout.schedule not in _SCHEDULES, "schedule", f"{layout.schedule} is none of {', '.join(_SCHEDULES)}"
+    )
+    objections.when(not is_looped(stages, layout.pp), "placement", "virtual stage j must be on rank j mod pp")
+    objections.when(
         any(stage.mtp and stage.chunk < layout.vpp - 1 for stage in stages),
         "mtp_placement",
         "MTP blocks belong to the last chunk of a rank",
     )
-    say(is_fsdp(plan) and layout.pp > 1, "zero_stage", f"FSDP (zero_stage {layout.zero_stage}) at pp {layout.pp}")
-    obstacle = ep_overlap_obstacle(plan)
-    say(overlaps_ep(plan) and obstacle, "ep_overlap", f"it overlaps no ep exchanges {obstacle}")
-    say(
+    objections.when(
+        is_fsdp(plan) and layout.pp > 1, "zero_stage", f"FSDP (zero_stage {layout.zero_stage}) at pp {layout.pp}"
+    )
+    objections.when(
+        overlaps_ep(plan) and ep_overlap_obstacle(plan),
+        "ep_overlap",
+        f"it overlaps no ep exchanges {ep_overlap_obstacle(plan)}",
+    )
+    objections.when(
         layout.vpp > 1 and layout.pp == 2 and not runtime.interleaved_p2p_overlap,
         "p2p_overlap",
         "interleaving at pp 2 needs overlapped sends and receives",
     )
-    for module, why in _recomputes_what_is_not_there(plan):
-        say(True, "recompute_modules", f"{module} {why}")
+    for module, obstacle in _unknown_modules(plan):
+        objections.when(True, "recompute_modules", f"{module} {obstacle}")
     objections.raise_any()
 
 
-def _recomputes_what_is_not_there(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Modules of selective recompute that Megatron-LM does not know, or that this model does not have."""
+def _unknown_modules(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Modules of selective recompute that Megatron-LM or this model does not have, and why not."""
     model = plan.model.spec
     modules = plan.parallelism.recompute_modules if plan.parallelism.recompute == "selective" else ()
     for module in modules:
-        if module not in RECOMPUTABLE:
-            yield module, f"is none of {', '.join(RECOMPUTABLE)}"
+        if module not in _RECOMPUTABLE:
+            yield module, f"is none of {', '.join(_RECOMPUTABLE)}"
         elif module == "mla_up_proj" and model.mla is None:
             yield module, "needs latent attention"
         elif module == "moe_act" and model.moe is None:
@@ -133,7 +140,7 @@ def _grid(plan: Plan) -> Arguments:
 
 
 def _pipeline(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
-    """Even stages by their number, all others by a layout."""
+    """The split of layers: even stages by their number, all others by a layout string."""
     layout, arguments = plan.parallelism, Arguments()
     if layout.pp == 1:
         return arguments
@@ -169,7 +176,7 @@ def _recompute(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
 
 
 def _run(plan: Plan) -> Arguments:
-    """What a plan does not decide: data, learning rate, length. Of equal options the last wins: users append theirs."""
+    """Placeholders for data, learning rate and length; of equal options the last wins, so that users append theirs."""
     training = plan.training
     steps = 1000 if training.tokens is None else max(1, round(training.tokens / training.tokens_per_step))
     return {

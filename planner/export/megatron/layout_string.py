@@ -22,9 +22,9 @@ def fold(stages: list[str]) -> str:
     parts = []
     for symbols, group in groupby(inner):
         times = len(list(group))
-        whole = f"{symbols}|"
+        stage = f"{symbols}|"
         # Megatron unrolls one level of parentheses, then x*n of one symbol
-        parts.append(whole if times == 1 else f"|*{times}" if not symbols else f"({whole})*{times}")
+        parts.append(stage if times == 1 else f"|*{times}" if not symbols else f"({stage})*{times}")
     return "".join(parts) + last
 
 

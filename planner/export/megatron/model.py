@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from planner.export.common.arguments import Arguments
+from planner.export.common.model import has_balancing_bias
 from planner.specs.model import MLASpec, ModelSpec, MoESpec
 
 ROTARY_BASE = 10_000
@@ -17,7 +18,7 @@ def rotary_base(model: ModelSpec) -> int | None:
 
 
 def model_arguments(model: ModelSpec, seq_length: int, vocab_divisible_by: int, dropout: bool = False) -> Arguments:
-    """Everything that decides the model's parameters and their shapes, and its forward."""
+    """All arguments that decide the model's parameters, their shapes, and its forward."""
     return {
         "--num-layers": model.num_hidden_layers,
         "--hidden-size": model.hidden_size,
@@ -97,7 +98,7 @@ def _norms(model: ModelSpec) -> Arguments:
 
 
 def _activation(model: ModelSpec) -> Arguments:
-    """SwiGLU or squared ReLU; plain GELU is what Megatron has unasked."""
+    """SwiGLU or squared ReLU; plain GELU needs no argument."""
     if model.gated_mlp:
         return {"--swiglu": True}
     return {"--squared-relu": True} if model.activation == "relu2" else {}
@@ -114,7 +115,7 @@ def _experts(model: ModelSpec, moe: MoESpec) -> Arguments:
         "--num-experts": moe.num_experts,
         "--moe-ffn-hidden-size": moe.moe_intermediate_size,
         "--moe-router-topk": moe.num_experts_per_tok,
-        "--moe-layer-freq": layer_pattern([kind.mlp == "moe" for kind in model.layers]),
+        "--moe-layer-freq": _layer_pattern([kind.mlp == "moe" for kind in model.layers]),
         "--moe-grouped-gemm": True,
         "--moe-permute-fusion": True,
         "--moe-router-dtype": "fp32",
@@ -135,12 +136,7 @@ def _experts(model: ModelSpec, moe: MoESpec) -> Arguments:
     return arguments
 
 
-def has_balancing_bias(model: ModelSpec) -> bool:
-    """A number per expert that steers the load without a gradient (DeepSeek-V3), not the bias of a linear layer."""
-    return model.moe is not None and model.moe.router_bias and not model.has_mlp_bias
-
-
-def layer_pattern(is_moe: list[bool]) -> str:
+def _layer_pattern(is_moe: list[bool]) -> str:
     """--moe-layer-freq: `([0]*3+[1]*58)`, or 1 where every layer has experts."""
     if all(is_moe):
         return "1"

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.common.imported_run import names
+from planner.export.megatron.options import Options, text
 
-MODEL_OPTIONS = names(
-    """
-    --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention
-    --num-query-groups --kv-channels --vocab-size --padded-vocab-size --swiglu --squared-relu --normalization
-    --disable-bias-linear --add-qkv-bias --qk-layernorm --untie-embeddings-and-output-weights
-    --position-embedding-type --use-rotary-position-embeddings --no-position-embedding
-    --max-position-embeddings --num-experts
-    --moe-router-topk --moe-layer-freq --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
-    --moe-shared-expert-gate --moe-router-enable-expert-bias --multi-latent-attention --q-lora-rank
-    --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --mtp-num-layers --window-size
-    --window-attn-skip-freq --softmax-type --rotary-base --rotary-percent
-    """
-)
+MODEL_OPTIONS = {
+    "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--group-query-attention",
+    "--num-query-groups", "--kv-channels", "--vocab-size", "--padded-vocab-size", "--swiglu", "--squared-relu",
+    "--normalization", "--disable-bias-linear", "--add-qkv-bias", "--qk-layernorm",
+    "--untie-embeddings-and-output-weights", "--position-embedding-type", "--use-rotary-position-embeddings",
+    "--no-position-embedding", "--max-position-embeddings", "--num-experts", "--moe-router-topk", "--moe-layer-freq",
+    "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate",
+    "--moe-router-enable-expert-bias", "--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim",
+    "--qk-pos-emb-head-dim", "--v-head-dim", "--mtp-num-layers", "--window-size", "--window-attn-skip-freq",
+    "--softmax-type", "--rotary-base", "--rotary-percent",
+}  # fmt: skip
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "mrope": "rope", "none": "none"}
-Options = Mapping[str, list[str]]
 
 
 def read_model(options: Options) -> dict[str, Any]:
@@ -65,10 +61,12 @@ def read_model(options: Options) -> dict[str, Any]:
 
 
 def _given(options: Options, name: str, default: int) -> int:
+    """The size that an option gives; `default` where the option is not given."""
     return _size(options, name) if name in options else default
 
 
 def _size(options: Options, name: str) -> int:
+    """The size that an option gives; SpecError where it gives none."""
     values = options.get(name, [])
     try:
         return int(values[0])
@@ -79,7 +77,7 @@ def _size(options: Options, name: str) -> int:
 
 
 def _default_ffn(hidden: int, gated: bool) -> int:
-    """4·hidden; two thirds of that, in multiples of 64, for SwiGLU."""
+    """Width of a dense MLP: 4·hidden; two thirds of that, in multiples of 64, for SwiGLU."""
     return int((4 * hidden * 2 / 3) / 64) * 64 if gated else 4 * hidden
 
 
@@ -88,15 +86,15 @@ def _key_value_heads(options: Options, heads: int) -> int:
 
 
 def _vocabulary(options: Options) -> int | None:
-    """None where only the tokenizer knows."""
+    """Size of the vocabulary; None where only the tokenizer knows it."""
     for name in ("--vocab-size", "--padded-vocab-size"):
         if name in options:
             return _size(options, name)
-    return _VOCABULARIES.get(" ".join(options.get("--tokenizer-type", ["GPT2BPETokenizer"])))
+    return _VOCABULARIES.get(text(options, "--tokenizer-type", "GPT2BPETokenizer"))
 
 
 def _positions(options: Options) -> dict[str, Any]:
-    kind = " ".join(options.get("--position-embedding-type", ["learned_absolute"]))
+    kind = text(options, "--position-embedding-type", "learned_absolute")
     if "--use-rotary-position-embeddings" in options:
         kind = "rope"
     elif "--no-position-embedding" in options and kind == "learned_absolute":
@@ -105,8 +103,8 @@ def _positions(options: Options) -> dict[str, Any]:
     if position is None:
         raise SpecError(f"--position-embedding-type: {kind!r} is unknown", f"one of {', '.join(_POSITIONS)}")
     if position == "rope":
-        base = " ".join(options.get("--rotary-base", ["10000"]))
-        share = " ".join(options.get("--rotary-percent", ["1.0"]))
+        base = text(options, "--rotary-base", "10000")
+        share = text(options, "--rotary-percent", "1.0")
         return {
             "position_embedding": position,
             "rope_theta": int(base) if base.isdigit() else None,
@@ -120,14 +118,14 @@ def _positions(options: Options) -> dict[str, Any]:
 def _windows(options: Options) -> dict[str, Any]:
     if "--window-size" not in options:
         return {}
-    left = int(re.findall(r"\d+", " ".join(options["--window-size"]))[0])
-    every = " ".join(options.get("--window-attn-skip-freq", []))
+    left = int(re.findall(r"\d+", text(options, "--window-size"))[0])
+    every = text(options, "--window-attn-skip-freq")
     return {"sliding_window": left + 1, "sliding_window_pattern": int(every) if every.isdigit() else None}
 
 
 def _experts(options: Options, num_layers: int, width: int, bias: bool) -> dict[str, Any]:
-    """`width`: that of a dense MLP, which experts have unless they are given their own."""
-    dense, every = _layer_pattern(" ".join(options.get("--moe-layer-freq", ["1"])), num_layers)
+    """Experts as wide as a dense MLP (`width`) unless they are given a width of their own."""
+    dense, every = _layer_pattern(text(options, "--moe-layer-freq", "1"), num_layers)
     return {
         "num_experts": _size(options, "--num-experts"),
         "num_experts_per_tok": _given(options, "--moe-router-topk", 2),
@@ -140,11 +138,11 @@ def _experts(options: Options, num_layers: int, width: int, bias: bool) -> dict[
     }
 
 
-def _layer_pattern(text: str, num_layers: int) -> tuple[int, int]:
-    """(dense layers in front, every n-th of the rest is MoE) of `1`, `2` or `([0]*3+[1]*58)`."""
-    if text.strip().isdigit():
-        return 0, int(text)  # Megatron's first layer is MoE, the planner's n-th: as many of them, one place apart
-    parts = re.findall(r"\[([01, ]+)\](?:\*(\d+))?", text)
+def _layer_pattern(pattern: str, num_layers: int) -> tuple[int, int]:
+    """(dense layers in front, n where every n-th of the rest is MoE) for `1`, `2` or `([0]*3+[1]*58)`."""
+    if pattern.strip().isdigit():
+        return 0, int(pattern)  # Megatron's first layer is MoE, the planner's n-th: as many of them, one place apart
+    parts = re.findall(r"\[([01, ]+)\](?:\*(\d+))?", pattern)
     layers = [int(bit) for bits, times in parts for _ in range(int(times or 1)) for bit in bits.split(",")]
     first = layers.index(1) if 1 in layers else len(layers)
     for every in range(1, first + 2):
@@ -152,12 +150,12 @@ def _layer_pattern(text: str, num_layers: int) -> tuple[int, int]:
         if layers == [int(i >= dense and (i - dense + 1) % every == 0) for i in range(num_layers)]:
             return dense, every
     raise SpecError(
-        f"--moe-layer-freq: {text!r} has no counterpart here", "dense layers in front, then every n-th has experts"
+        f"--moe-layer-freq: {pattern!r} has no counterpart here", "dense layers in front, then every n-th has experts"
     )
 
 
 def _latent(options: Options) -> dict[str, Any]:
-    """Megatron's defaults are not DeepSeek's: kv-lora-rank 32."""
+    """Latent attention; Megatron's defaults are not DeepSeek's: kv-lora-rank 32."""
     return {
         "q_lora_rank": _size(options, "--q-lora-rank") if "--q-lora-rank" in options else None,
         "kv_lora_rank": _given(options, "--kv-lora-rank", 32),

@@ -1,4 +1,4 @@
-"""What the runtime was priced with, in Megatron-LM's arguments: sharding, precision, fusions, hidden exchanges."""
+"""The runtime a plan was priced with, in Megatron-LM's arguments: sharding, precision, fusions, hidden exchanges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def is_fsdp(plan: Plan) -> bool:
 
 
 def data_parallel(plan: Plan) -> Arguments:
-    """Distributed optimizer or FSDP, over how many ranks, and what hides behind compute."""
+    """Distributed optimizer or FSDP, the ranks it shards over, and exchanges behind compute."""
     layout, runtime, arguments = plan.parallelism, plan.runtime_spec, Arguments()
     if is_fsdp(plan):
         strategy = "optim_grads_params" if layout.zero_stage == 3 else "optim_grads"
@@ -52,7 +52,7 @@ _NARROW: dict[str, Arguments] = {
 
 
 def precision(plan: Plan) -> Arguments:
-    """What products compute in, what weights are kept in, and what gradients are summed and reduced in."""
+    """The dtypes of matrix products, of weights, and of gradients when summed and reduced."""
     dtype = plan.training.dtype
     runtime = plan.runtime_spec.in_dtype(dtype, plan.cluster.hardware.architecture)
     arguments = dict(_PRECISION[dtype])
@@ -79,7 +79,7 @@ def kernels(plan: Plan) -> Arguments:
         arguments["--no-rope-fusion"] = True
     if not runtime.fused_activation:
         arguments["--no-bias-swiglu-fusion" if model.gated_mlp else "--no-bias-gelu-fusion"] = True
-    if overlaps_tp(plan):
+    if _overlaps_tp(plan):
         arguments["--tp-comm-overlap"] = True
     if runtime.cuda_graphs:
         # the whole iteration, where nothing may look at the loss in between
@@ -87,8 +87,8 @@ def kernels(plan: Plan) -> Arguments:
     return arguments
 
 
-def overlaps_tp(plan: Plan) -> bool:
-    """Whether tensor-parallel gathers and scatters were priced behind products."""
+def _overlaps_tp(plan: Plan) -> bool:
+    """Tensor-parallel gathers and scatters were priced behind products."""
     layout, runtime = plan.parallelism, plan.runtime_spec
     hidden = runtime.tp_overlap_fraction if plan.model.spec.mla is None else runtime.mla_tp_overlap_fraction
     return hidden > 0 and layout.tp > 1 and layout.sequence_parallel
@@ -109,7 +109,7 @@ def expert_exchange(plan: Plan) -> Arguments:
 
 
 def nvlink_topology(plan: Plan) -> dict[str, str]:
-    """What HybridEP reads of links that join several nodes: how many of an exchange's ranks, of how many."""
+    """Variables from which HybridEP learns how many ranks of an exchange are joined by NVLink across nodes."""
     if expert_exchange(plan).get("--moe-flex-dispatcher-backend") != "hybridep":
         return {}
     domain, ranks = plan.cluster.nvlink_domain_size, plan.parallelism.ep * plan.parallelism.etp
@@ -122,12 +122,12 @@ def nvlink_topology(plan: Plan) -> dict[str, str]:
 
 
 def overlaps_ep(plan: Plan) -> bool:
-    """Whether exchanges of experts were priced behind compute."""
+    """Exchanges of experts were priced behind compute."""
     return plan.parallelism.ep > 1 and plan.runtime_spec.ep_overlap_fraction > 0
 
 
 def ep_overlap_obstacle(plan: Plan) -> str:
-    """Why Megatron-LM refuses --overlap-moe-expert-parallel-comm for a layout; empty where it does not."""
+    """The reason why Megatron-LM refuses --overlap-moe-expert-parallel-comm for a layout; empty where it does not."""
     layout = plan.parallelism
     if layout.pp > 1 and layout.vpp == 1:
         return "at pp > 1 without interleaving"

@@ -9,11 +9,9 @@ from __future__ import annotations
 import csv
 import io
 
-from planner.answer import PricedLayout
 from planner.errors import SpecError
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.graph import compile_schedule
-from planner.schedule.orders import build_schedule
 
 
 def to_torch_csv(schedule: Schedule) -> str:
@@ -63,14 +61,6 @@ def from_torch_csv(text: str, name: str = "csv") -> Schedule:
     schedule = _schedule(name, tuple(ranks), tuple(overlapped))
     compile_schedule(schedule)
     return schedule
-
-
-def order_of(layout: PricedLayout) -> Schedule:
-    """The plan's own order where it was made to measure, else that of its schedule; SpecError where there is none."""
-    chosen = layout.parallelism
-    if not layout.actions:
-        return build_schedule(chosen.schedule, chosen.pp, chosen.vpp, chosen.num_microbatches)
-    return from_torch_csv("\n".join(",".join(row.split()) for row in layout.actions), chosen.schedule)
 
 
 def _schedule(name: str, ranks: tuple[tuple[Action, ...], ...], overlapped: tuple[tuple[int, ...], ...]) -> Schedule:

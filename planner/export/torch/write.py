@@ -8,26 +8,25 @@ from typing import Any
 import yaml
 
 from planner.answer import Plan
-from planner.errors import SpecError
-from planner.export.bundle import ExportFile, header
+from planner.export.common.header import header
 from planner.export.common.recompute import recomputed_layers
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
-from planner.export.common.trainer_files import Exported
-from planner.export.launch.torchrun import Command
-from planner.export.torch.schedule_csv import order_of, to_torch_csv
+from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+from planner.export.torch.order import ORDER_FILE, object_to_order, order_of
+from planner.export.torch.schedule_csv import to_torch_csv
 from planner.schedule.actions import Schedule
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
 
 WRITTEN_FOR = "torch 2.13"
-PLAN_FILE, ORDER_FILE, PIPELINING_FILE = "plan.torch.yaml", "schedule.csv", "pipelining.json"
-RUNNER = "planner.probe.worker"
-RECOMPUTABLE = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
+PLAN_FILE, PIPELINING_FILE = "plan.torch.yaml", "pipelining.json"
+_RUNNER = "planner.probe.worker"
+_RECOMPUTABLE = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
 """Modules that the runner can recompute by themselves."""
 
 
-def export_torch(plan: Plan) -> Exported:
+def export_torch(plan: Plan) -> TrainerFiles:
     """The runner's file, the order as torch's CSV, and what torch.distributed.pipelining itself needs to know.
 
     Raises Inexpressible where torch's runtime or the runner cannot run the plan.
@@ -38,20 +37,21 @@ def export_torch(plan: Plan) -> Exported:
     notes = _notes(plan)
     comments = header(plan, WRITTEN_FOR, notes)
     files = (
-        ExportFile(PLAN_FILE, comments + plan_yaml(plan, stages, order)),
+        ExportFile(PLAN_FILE, comments + _plan_yaml(plan, stages, order)),
         ExportFile(ORDER_FILE, to_torch_csv(order)),
-        ExportFile(PIPELINING_FILE, json.dumps(pipelining(plan, stages, order), indent=2) + "\n"),
+        ExportFile(PIPELINING_FILE, json.dumps(_pipelining(plan, stages, order), indent=2) + "\n"),
     )
-    command = Command(
-        program=f'-m {RUNNER} --config "$PLAN_DIR"/{PLAN_FILE}',
+    command = LaunchCommand(
+        program=f'-m {_RUNNER} --config "$PLAN_DIR"/{PLAN_FILE}',
         arguments={},
         comments=comments,
         files=files[:2],
     )
-    return Exported("torch", WRITTEN_FOR, files, command, notes)
+    return TrainerFiles(WRITTEN_FOR, files, command, notes)
 
 
 def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+    """Raise Inexpressible, with every reason, where torch's runtime or the runner cannot run the plan."""
     objections = Objections("torch", broken_rules((*TORCH_EAGER_RULES, BF16_ONLY), plan), hint_for(plan, "torch-eager"))
     object_to_order(plan, stages, objections)
     objections.when(
@@ -60,26 +60,12 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections.raise_any()
 
 
-def object_to_order(plan: Plan, stages: tuple[VirtualStage, ...], objections: Objections) -> None:
-    """The plan's order exists, torch's runtime can run it, and it has the stages where the plan has them."""
-    try:
-        order = order_of(plan.best)
-        to_torch_csv(order)
-    except SpecError as error:
-        objections.when(True, "schedule", error.message)
-        return
-    objections.when(
-        [stage.rank for stage in stages] != list(order.stage_to_rank),
-        "placement",
-        f"schedule {plan.parallelism.schedule} runs the stages on other ranks",
-    )
-
-
 def _notes(plan: Plan) -> tuple[str, ...]:
+    """Differences between the plan and what the runner does."""
     notes = ["the runner trains on random tokens; it needs pip install 'planner[probe]' on every node"]
-    beyond = sorted(set(plan.parallelism.recompute_modules) - RECOMPUTABLE)
-    if beyond:
-        notes.append(f"the runner does not recompute {', '.join(beyond)} by themselves: they are kept")
+    kept = sorted(set(plan.parallelism.recompute_modules) - _RECOMPUTABLE)
+    if kept:
+        notes.append(f"the runner does not recompute {', '.join(kept)} by themselves: they are kept")
     if plan.model.spec.partial_rotary_factor < 1:
         notes.append(f"the runner rotates whole heads, not {plan.model.spec.partial_rotary_factor:g} of each")
     exchange = plan.runtime_spec.cp_comm_type
@@ -88,10 +74,10 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> str:
+def _plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> str:
     """Everything a rank needs to build its part; sequences are whole, and the order stands in `schedule_csv`."""
     layout = plan.parallelism
-    modules = sorted(set(layout.recompute_modules) & RECOMPUTABLE) if layout.recompute == "selective" else []
+    modules = sorted(set(layout.recompute_modules) & _RECOMPUTABLE) if layout.recompute == "selective" else []
     data = {
         "schedule": layout.schedule,
         "schedule_csv": ORDER_FILE,
@@ -127,13 +113,13 @@ def _chunks(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[dict[str, Any]
     ]
 
 
-def pipelining(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> dict[str, Any]:
+def _pipelining(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> dict[str, Any]:
     """The schedule's torch class where one would take the plan, the ranks and layers of its stages, and the CSV."""
     layout = plan.parallelism
-    takes_it = not broken_rules(TORCH_SCHEDULE_RULES.get(layout.schedule, ()), plan)
-    known = TORCH_CLASSES.get(layout.schedule) if takes_it else None
+    class_takes_plan = not broken_rules(TORCH_SCHEDULE_RULES.get(layout.schedule, ()), plan)
+    schedule_class = TORCH_CLASSES.get(layout.schedule) if class_takes_plan else None
     return {
-        **({"schedule": known} if known else {}),
+        **({"schedule": schedule_class} if schedule_class else {}),
         "pp": layout.pp,
         "n_microbatches": layout.num_microbatches,
         "stage_layers": [stage.num_layers for stage in stages],

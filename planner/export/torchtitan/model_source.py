@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from planner.export.megatron.model import has_balancing_bias
+from planner.export.common.model import has_balancing_bias
 from planner.specs.model import ModelSpec
 
 DEFAULT_ROTARY_BASE = 10_000.0
@@ -16,7 +16,7 @@ _CLASSES = {
 }
 
 
-def family_of(model: ModelSpec) -> str:
+def _family_of(model: ModelSpec) -> str:
     """torchtitan's module whose blocks are made of the same parts."""
     if model.attention_sinks:
         return "gpt_oss"
@@ -27,7 +27,7 @@ def family_of(model: ModelSpec) -> str:
 
 def model_source(model: ModelSpec, seq_length: int, attention: str) -> tuple[list[str], str]:
     """Imports, and the source of a function `model_spec()`; `attention` is torchtitan's name of a backend."""
-    family = family_of(model)
+    family = _family_of(model)
     if family == "gpt_oss":
         flavor = {24: "20b", 36: "120b"}[model.num_hidden_layers]
         body = f'def model_spec():\n    return model_registry("{flavor}", attn_backend="{attention}")\n'
@@ -49,7 +49,7 @@ def _has_feed_forward(model: ModelSpec) -> bool:
 
 
 def _is_mixed(model: ModelSpec) -> bool:
-    """Whether some layers are dense and some have experts."""
+    """Some layers are dense and others have experts."""
     return len({kind.mlp for kind in model.layers}) > 1
 
 

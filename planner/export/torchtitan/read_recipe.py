@@ -8,7 +8,10 @@ from typing import Any
 
 from planner.errors import SpecError
 
-Fields = dict[str, Any]
+Settings = dict[str, Any]
+"""`section.name` to value."""
+BY_NAME = "activation_checkpoint.by_name"
+"""A setting of our own: the recipe's policy recomputes only the layers that it names."""
 _SECTIONS = {
     "ParallelismConfig": "parallelism",
     "TrainingConfig": "training",
@@ -17,14 +20,16 @@ _SECTIONS = {
     "training.update": "training",
 }
 """Calls whose keywords are settings."""
-_MAX_SHOWN = 80
+_POLICIES = {"None": "none", "FullAC": "full", "PlannedAC": "full"}
+"""Mode of each class of activation checkpointing; PlannedAC is the one that an exported recipe defines."""
+_MAX_SHOWN_CHARACTERS = 80
 
 
 class _UnreadableError(Exception):
-    """An expression that says nothing without being run."""
+    """An expression has no value unless it is run."""
 
 
-def read_recipe(text: str) -> tuple[Fields, dict[str, str]]:
+def read_recipe(text: str) -> tuple[Settings, dict[str, str]]:
     """Settings by `section.name`, and those whose values cannot be read.
 
     Literals, products of numbers and lists of module names count; of two values of a setting the later one.
@@ -39,20 +44,20 @@ def read_recipe(text: str) -> tuple[Fields, dict[str, str]]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    fields: Fields = {}
-    opaque: dict[str, str] = {}
+    settings: Settings = {}
+    unreadable: dict[str, str] = {}
     for node in ast.walk(tree):
-        for key, expression in _settings(node):
+        for name, expression in _settings(node):
             try:
-                fields[key] = _value(expression, names)
+                settings[name] = _value(expression, names)
             except _UnreadableError:
-                opaque[key] = ast.unparse(expression)[:_MAX_SHOWN]
-        fields |= _model(node)
-    return fields, opaque
+                unreadable[name] = ast.unparse(expression)[:_MAX_SHOWN_CHARACTERS]
+        settings |= _model(node)
+    return settings, unreadable
 
 
 def _settings(node: ast.AST) -> list[tuple[str, ast.expr]]:
-    """Settings that a node makes, by name."""
+    """Names and expressions of the settings that a node makes."""
     if isinstance(node, ast.Call):
         name = ast.unparse(node.func)
         section = _SECTIONS.get(name) or _SECTIONS.get(name.rpartition(".")[2])
@@ -66,22 +71,24 @@ def _settings(node: ast.AST) -> list[tuple[str, ast.expr]]:
     return [(f"{match[1]}.{match[2]}", node.value)] if match else []
 
 
-def _model(node: ast.AST) -> Fields:
-    """Model, flavor and activation checkpointing."""
+def _model(node: ast.AST) -> Settings:
+    """Settings of model, flavor and activation checkpointing that a node makes."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("model_registry") and node.args:
         flavor = node.args[0]
         return {"model.flavor": flavor.value} if isinstance(flavor, ast.Constant) else {}
     if isinstance(node, ast.ImportFrom) and any(alias.name == "model_registry" for alias in node.names):
         return {"model.name": (node.module or "").rpartition("torchtitan.models.")[2].split(".")[0]}
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("activation_checkpoint"):
-        policy = ast.unparse(node.value)
-        known = {"None": "none", "FullAC": "full", "PlannedAC": "full"}
-        return {"activation_checkpoint.mode": known.get(policy.partition(".")[0], "selective")}
+        policy = ast.unparse(node.value).partition(".")[0]
+        return {"activation_checkpoint.mode": _POLICIES.get(policy, "selective"), BY_NAME: policy == "PlannedAC"}
     return {}
 
 
 def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
-    """What an expression is worth: a literal, a product, a named one of these, or a list of module names."""
+    """The value of a literal, a product, a list of module names, or a name that is assigned one of these.
+
+    Raises _UnreadableError for any other expression.
+    """
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError):

@@ -10,7 +10,8 @@ import pytest
 
 from planner.answer import Plan
 from planner.export.bridge.fields import DERIVED, SAME
-from planner.export.bridge.write import bridge_overrides, export_bridge, hydra
+from planner.export.bridge.overrides import bridge_overrides
+from planner.export.bridge.write import export_bridge, hydra
 from planner.export.common.refusal import Inexpressible
 from planner.specs.model import ModelSpec
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from planner.export.common.refusal import Inexpressible
-from planner.export.targets import export
+from planner.export.export import bundle_of
 from planner.layout.evaluate import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model, model_names
@@ -33,6 +33,6 @@ def test_what_export_refuses_is_said_with_the_plan(runtime: str, dtype: str) -> 
             warning for warning in plan.warnings if warning.startswith(f"plan export refuses this model for {runtime}")
         ]
         with pytest.raises(Inexpressible) if said else nullcontext():
-            export(plan, [TARGETS[runtime]])
+            bundle_of(plan, [TARGETS[runtime]])
         warned.append(bool(said))
     assert not all(warned) or dtype == "fp8"

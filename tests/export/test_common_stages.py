@@ -8,7 +8,7 @@ import pytest
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.common.stages import is_even, is_looped, module_names, virtual_stages
+from planner.export.common.stages import is_even, is_looped, virtual_stages
 
 Planned = Callable[..., Plan]
 
@@ -48,9 +48,3 @@ def test_stages_that_leave_layers_out_are_refused(planned: Planned) -> None:
         virtual_stages(broken, 32)
     with pytest.raises(SpecError, match="expected 1 for each of pp 4"):
         virtual_stages(plan.best.model_copy(update={"stages": plan.best.stages[1:]}), 32)
-
-
-def test_names_of_modules(planned: Planned) -> None:
-    stages = virtual_stages(planned("llama-3.1-8b", 16, pp=4).best, 32)
-    assert module_names(stages[0], "tok", "layers.", "norm", "head") == ["tok", *(f"layers.{i}" for i in range(8))]
-    assert module_names(stages[3], "tok", "layers.", "norm", "head")[-2:] == ["norm", "head"]

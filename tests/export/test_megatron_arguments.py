@@ -10,7 +10,7 @@ import yaml
 from layouts import SIZES, expressible, some_layout
 
 from planner.answer import Plan
-from planner.export.bridge.write import bridge_overrides
+from planner.export.bridge.overrides import bridge_overrides
 from planner.export.common.arguments import argv
 from planner.export.common.refusal import Inexpressible
 from planner.export.megatron.arguments import environment, forbidden_environment, megatron_arguments

@@ -20,7 +20,7 @@ from planner.answer import Plan
 from planner.export.common.refusal import Inexpressible
 from planner.export.common.stages import virtual_stages
 from planner.export.torch.schedule_csv import to_torch_csv
-from planner.export.torchtitan.write import RECIPE, export_torchtitan, stage_modules
+from planner.export.torchtitan.write import RECIPE, export_torchtitan
 from planner.schedule.orders import build_schedule
 from planner.specs.registry import load_model
 from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
@@ -47,6 +47,18 @@ def assigned(source: str, name: str) -> Any:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
             return eval(compile(ast.Expression(node.value), RECIPE, "eval"))
     raise AssertionError(f"{name} is not assigned")
+
+
+def stage_modules(plan: Plan) -> list[list[str]]:
+    """The modules of every virtual stage, in model order."""
+    return [
+        [
+            *(["tok_embeddings"] if stage.embedding else []),
+            *(f"layers.{layer}" for layer in range(stage.first_layer, stage.last_layer)),
+            *(["norm", "lm_head"] if stage.head else []),
+        ]
+        for stage in virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    ]
 
 
 def call_arguments(source: str, function: str) -> dict[str, Any]:
@@ -83,7 +95,7 @@ def test_interleaved_stages_come_in_model_order(planned: Planned) -> None:
     plan = titan(planned, pp=4, vpp=2, layers_per_stage=(1, 5, 4, 4, 4, 5, 5, 4))
     stages = assigned(source_of(plan), "STAGES")
     assert [len([name for name in stage if "layers" in name]) for stage in stages] == [1, 5, 4, 4, 4, 5, 5, 4]
-    assert stages == stage_modules(virtual_stages(plan.best, 32))
+    assert stages == stage_modules(plan)
 
 
 @pytest.mark.parametrize(
@@ -320,4 +332,4 @@ def test_torchtitan_builds_the_configuration(
         [kind.mlp == "moe" for kind in spec.layers],
     )
     if at.pp > 1:
-        assert parallel.module_fqns_per_model_part == stage_modules(virtual_stages(plan.best, spec.num_hidden_layers))
+        assert parallel.module_fqns_per_model_part == stage_modules(plan)

@@ -16,8 +16,9 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.bundle import write_bundle
 from planner.export.common.refusal import Inexpressible
-from planner.export.targets import export
-from planner.export.torch.write import ORDER_FILE, PIPELINING_FILE, PLAN_FILE, export_torch
+from planner.export.export import bundle_of
+from planner.export.torch.order import ORDER_FILE
+from planner.export.torch.write import PIPELINING_FILE, PLAN_FILE, export_torch
 from planner.schedule.orders import build_schedule
 from planner.search.search import plan as search
 from planner.specs.cluster import ClusterSpec
@@ -43,7 +44,7 @@ def eager(planned: Planned, model: str | ModelSpec = "llama-3.1-8b", gpus: int =
 
 
 def written(plan: Plan, folder: Path) -> Path:
-    write_bundle(export(plan, ["torch"]), folder)
+    write_bundle(bundle_of(plan, ["torch"]), folder)
     return folder / PLAN_FILE
 
 
