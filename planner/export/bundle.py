@@ -30,7 +30,7 @@ class Bundle:
     """GPUs that the layout uses."""
     files: tuple[ExportFile, ...]
     notes: tuple[str, ...]
-    """What the plan does not decide and the export had to."""
+    """Things that the plan does not decide and the export had to."""
 
     def manifest(self) -> dict[str, Any]:
         """Every file's sha256, the plan's hash and the versions."""

@@ -23,7 +23,7 @@ class Trainer:
     """A trainer whose files are written, and for some read."""
 
     name: str
-    """As `--to` and `--from` call it."""
+    """The name that `--to` and `--from` take."""
     writer: str
     """(plan) → TrainerFiles; raises Inexpressible for a plan that the trainer cannot run."""
     reader: str | None = None
@@ -52,7 +52,7 @@ class Launcher:
     """A program that starts a trainer on every node."""
 
     name: str
-    """As `--to` calls it."""
+    """The name that `--to` takes."""
     writer: str
     """(plan, command) → ExportFile."""
 

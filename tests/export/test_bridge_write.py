@@ -71,10 +71,10 @@ def test_words_are_hydra_s(planned: Planned) -> None:
 def test_precision_is_said_in_full(
     planned: Planned, dtype: str, features: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    said = bridge_overrides(planned("llama-3.1-8b", 16, tp=2, dtype=dtype, features=features))["mixed_precision"]
-    assert said["_target_"].endswith(".MixedPrecisionConfig")
-    assert said | expected == said
-    assert said["params_dtype"] == {
+    precision = bridge_overrides(planned("llama-3.1-8b", 16, tp=2, dtype=dtype, features=features))["mixed_precision"]
+    assert precision["_target_"].endswith(".MixedPrecisionConfig")
+    assert precision | expected == precision
+    assert precision["params_dtype"] == {
         "_target_": "torch.float16" if dtype == "fp16" else "torch.bfloat16",
         "_call_": False,
     }
@@ -115,9 +115,9 @@ def test_latent_attention_starts_from_a_recipe_that_has_it(planned: Planned) -> 
 
 def test_latent_attention_without_the_recipe_s_experts(planned: Planned) -> None:
     plan = planned("kimi-k2", 1024, pp=16, ep=32)
-    said = plan.model.spec.model_dump()
-    for moe in ({**said["moe"], "shared_expert_intermediate_size": 0}, None):
-        experts, spec = moe and moe["num_experts"], ModelSpec.model_validate({**said, "moe": moe})
+    fields = plan.model.spec.model_dump()
+    for moe in ({**fields["moe"], "shared_expert_intermediate_size": 0}, None):
+        experts, spec = moe and moe["num_experts"], ModelSpec.model_validate({**fields, "moe": moe})
         layout = plan.parallelism.model_copy(update={"ep": 32 if experts else 1})
         best = plan.best.model_copy(update={"parallelism": layout})
         model = plan.model.model_copy(update={"spec": spec})

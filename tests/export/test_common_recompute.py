@@ -1,4 +1,4 @@
-"""What is recomputed whole is so in the chunks that the plan says, or in as many layers as it counts."""
+"""Layers are recomputed whole in the chunks that the plan names, or in as many layers as it counts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_chunks_recompute_as_planned(planned: Planned, saved: tuple[tuple[int, .
     none = ((0,),) * 4 if saved else ()
     counts = [({"full": 4, "none": 12}, saved), ({"none": 16}, none)]
     stages = [
-        stage.model_copy(update={"recompute": modes, "num_recomputed": whole})
-        for stage, (modes, whole) in zip(best.stages, counts, strict=True)
+        stage.model_copy(update={"recompute": modes, "num_recomputed": num_recomputed})
+        for stage, (modes, num_recomputed) in zip(best.stages, counts, strict=True)
     ]
     best = best.model_copy(update={"stages": tuple(stages)})
     assert sum(recomputed_layers(best, virtual_stages(best, 32))) == 4

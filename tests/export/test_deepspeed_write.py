@@ -142,4 +142,4 @@ def test_refusals(planned: Planned, options: dict[str, Any], reason: str) -> Non
     plan = planned(**{"model": "llama-3.1-8b", "gpus": 64, "sequence_parallel": False, **options})
     with pytest.raises(Inexpressible) as caught:
         export_deepspeed(plan)
-    assert reason in [found.name for found in caught.value.reasons]
+    assert reason in [objection.name for objection in caught.value.reasons]

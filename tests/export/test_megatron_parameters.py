@@ -62,8 +62,8 @@ def test_ranks_hold_what_megatron_builds(
 
 
 def test_torchtitan_keeps_the_projection_of_multi_token_prediction_whole(planned: Planned) -> None:
-    whole, split = (
+    num_whole, num_split = (
         planned("deepseek-v3", 512, runtime=runtime, tp=2, ep=8, zero_stage=stage).stages[0].num_parameters
         for runtime, stage in (("torchtitan", 3), ("megatron", 1))
     )
-    assert whole - split == 7168 * 7168, "half of 2 · 7168²"
+    assert num_whole - num_split == 7168 * 7168, "half of 2 · 7168²"

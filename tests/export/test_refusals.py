@@ -29,10 +29,10 @@ def test_what_export_refuses_is_said_with_the_plan(runtime: str, dtype: str) -> 
             Parallelism(tp=1, pp=1, dp=8, micro_batch_size=1, zero_stage=ZERO_STAGES[runtime]),
             runtime=runtime,
         )
-        said = [
+        warnings = [
             warning for warning in plan.warnings if warning.startswith(f"plan export refuses this model for {runtime}")
         ]
-        with pytest.raises(Inexpressible) if said else nullcontext():
+        with pytest.raises(Inexpressible) if warnings else nullcontext():
             bundle_of(plan, [TARGETS[runtime]])
-        warned.append(bool(said))
+        warned.append(bool(warnings))
     assert not all(warned) or dtype == "fp8"

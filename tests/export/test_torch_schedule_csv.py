@@ -26,9 +26,9 @@ def synthesised(layers_per_stage: list[int], pp: int, num_microbatches: int) -> 
     """An order for stages as long as their layers, within the memory of 1F1B's first rank."""
     seconds = [float(layers) for layers in layers_per_stage]
     durations = Durations(seconds, seconds, seconds, activation_bytes=seconds)
-    found = synthesize(durations, pp, num_microbatches, max_activation_bytes=[1.2 * sum(seconds)] * pp)
-    assert found.schedule.name == "auto"
-    return found.schedule
+    synthesis = synthesize(durations, pp, num_microbatches, max_activation_bytes=[1.2 * sum(seconds)] * pp)
+    assert synthesis.schedule.name == "auto"
+    return synthesis.schedule
 
 
 @pytest.mark.parametrize("name", RUNNABLE)

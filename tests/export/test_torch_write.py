@@ -138,7 +138,7 @@ def test_a_class_that_would_refuse_the_plan_is_not_named(planned: Planned, tmp_p
 def test_refusals(planned: Planned, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(Inexpressible) as caught:
         export_torch(planned(**{"model": "llama-3.1-8b", "gpus": 16, "runtime": "torch-eager", **options}))
-    assert reason in [found.name for found in caught.value.reasons]
+    assert reason in [objection.name for objection in caught.value.reasons]
 
 
 def test_a_stage_with_nothing_in_it_is_refused(planned: Planned) -> None:
@@ -183,7 +183,7 @@ def test_a_missing_schedule_is_named(planned: Planned, tmp_path: Path) -> None:
 
 
 def trained(plan: Plan, folder: Path, steps: int) -> dict[str, Any]:
-    """What the ranks of a plan, started on the CPU by the exported launch.sh itself, say of so many steps."""
+    """The answers of a plan's ranks about their steps, when the exported launch.sh starts them on the CPU."""
     written(plan, folder)
     layout = plan.parallelism
     environment = {

@@ -42,7 +42,7 @@ def source_of(plan: Plan) -> str:
 
 
 def assigned(source: str, name: str) -> Any:
-    """What a top-level assignment evaluates to."""
+    """The value of a top-level assignment."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
             return eval(compile(ast.Expression(node.value), RECIPE, "eval"))

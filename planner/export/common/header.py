@@ -1,4 +1,4 @@
-"""How exported files name their plan: comment lines at the top, a hash, and a slug."""
+"""The names by which exported files know their plan: comment lines at the top, a hash, and a slug."""
 
 from __future__ import annotations
 

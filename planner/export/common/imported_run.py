@@ -30,7 +30,7 @@ class ImportedRun:
     unknown: dict[str, str] = field(default_factory=dict)
     """Options that this planner does not know: they may matter."""
     notes: list[str] = field(default_factory=list)
-    """What was assumed, and what a plan has no word for."""
+    """Assumptions, and settings that a plan has no word for."""
 
     optimizer_instances: int = 1
     """Copies of the sharded optimizer; the number of GPUs says over how many ranks each is sharded."""

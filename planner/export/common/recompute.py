@@ -26,12 +26,12 @@ def block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> int | None
     """
     if all_full(best):
         return None
-    wanted = _full_layers(best)
+    planned = _full_layers(best)
     for size in range(max(stage.num_layers for stage in stages) + 1):
-        counts = dict.fromkeys(wanted, 0)
+        counts = dict.fromkeys(planned, 0)
         for stage in stages:
             counts[stage.rank] += min(size, stage.num_layers)
-        if counts == wanted:
+        if counts == planned:
             return size
     raise ValueError("recompute differs between stages")
 
@@ -56,7 +56,7 @@ def recomputed_layers(best: PricedLayout, stages: Sequence[VirtualStage]) -> lis
         return counts
 
 
-def object_to_mixture(best: PricedLayout, objections: Objections) -> None:
+def check_mixture(best: PricedLayout, objections: Objections) -> None:
     """Object where modules are recomputed beside whole layers, or in some layers only."""
     shown = ", ".join(f"stage {stage.stage} {stage.recompute}" for stage in best.stages)
     modes = {mode for stage in best.stages for mode, count in stage.recompute.items() if count}
@@ -68,9 +68,9 @@ def object_to_mixture(best: PricedLayout, objections: Objections) -> None:
     )
 
 
-def object_to_recompute(best: PricedLayout, stages: Sequence[VirtualStage], objections: Objections) -> None:
-    """Object as `object_to_mixture` does, and where virtual stages need different numbers of whole layers."""
-    object_to_mixture(best, objections)
+def check_recompute(best: PricedLayout, stages: Sequence[VirtualStage], objections: Objections) -> None:
+    """Object where `check_mixture` does, and where virtual stages need different numbers of whole layers."""
+    check_mixture(best, objections)
     try:
         block_size(best, stages)
     except ValueError:

@@ -250,7 +250,7 @@ class _Reader:
         return words
 
     def _find(self, mark: str, start: int) -> int:
-        """Where `mark` is next, or the end of the text."""
+        """The index at which `mark` is next, or the end of the text."""
         index = self.text.find(mark, start)
         return len(self.text) if index < 0 else index
 

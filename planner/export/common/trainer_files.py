@@ -1,4 +1,4 @@
-"""What a trainer's exporter returns: the files of one trainer and the command that starts it."""
+"""The result of a trainer's exporter: the files of one trainer and the command that starts it."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ class TrainerFiles:
     command: LaunchCommand | None
     """None where the trainer is a library and the user's own script starts it."""
     notes: tuple[str, ...] = ()
-    """What the user should know: what the plan does not decide, and what the trainer does differently."""
+    """Placeholders for what the plan does not decide, and things that the trainer does differently."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.export.common.header import header
-from planner.export.common.recompute import all_full, object_to_recompute
+from planner.export.common.recompute import all_full, check_recompute
 from planner.export.common.refusal import Objections
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.trainer_files import ExportFile, TrainerFiles
@@ -22,7 +22,7 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     DeepSpeed is a library: the user's own script calls it. Raises Inexpressible for what it cannot run.
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    _object(plan, stages)
+    _check_expressible(plan, stages)
     files = [ExportFile(CONFIG_FILE, json.dumps(_config(plan), indent=2) + "\n")]
     notes = [f"pass {CONFIG_FILE} to deepspeed.initialize(config=…); optimizer settings are placeholders"]
     if plan.parallelism.pp > 1:
@@ -31,11 +31,11 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
 
 
-def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where DeepSpeed cannot run the plan."""
     layout, model = plan.parallelism, plan.model.spec
     objections = Objections("deepspeed", [], "pin what it can do: --vpp 1 --cp 1 --recompute none,full --schedule 1f1b")
-    object_to_recompute(plan.best, stages, objections)
+    check_recompute(plan.best, stages, objections)
     objections.when(model.moe is not None, "moe", "only dense models are exported")
     objections.when(model.attention_chunk_size, "attention_chunk_size", "attention in chunks is not exported")
     objections.when(layout.cp > 1, "cp", f"it has no context parallelism like the plan's (cp {layout.cp})")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from planner.answer import Plan
 from planner.export.common.arguments import Arguments
-from planner.export.common.recompute import block_size, object_to_recompute
+from planner.export.common.recompute import block_size, check_recompute
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, is_even, is_looped, virtual_stages
 from planner.export.megatron.layout_string import layout_string
@@ -40,7 +40,7 @@ def megatron_arguments(plan: Plan) -> Arguments:
     Raises Inexpressible with every reason where Megatron-LM cannot run the plan as it is.
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    _object(plan, stages)
+    _check_expressible(plan, stages)
     runtime = plan.runtime_spec
     return {
         **model_arguments(plan.model.spec, plan.training.seq_length, runtime.vocab_divisible_by, runtime.dropout),
@@ -75,12 +75,12 @@ def forbidden_environment(plan: Plan) -> tuple[str, ...]:
     return ("CUDA_DEVICE_MAX_CONNECTIONS",) if is_fsdp(plan) else ()
 
 
-def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
     layout, runtime = plan.parallelism, plan.runtime_spec
     rules = (*MEGATRON_MODEL_RULES, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
     objections = Objections("megatron", broken_rules(rules, plan), hint_for(plan, "megatron", MEGATRON_MODEL_RULES))
-    object_to_recompute(plan.best, stages, objections)
+    check_recompute(plan.best, stages, objections)
     objections.when(
         layout.schedule not in _SCHEDULES, "schedule", f"{layout.schedule} is none of {', '.join(_SCHEDULES)}"
     )

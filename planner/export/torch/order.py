@@ -21,7 +21,7 @@ def order_of(layout: PricedLayout) -> Schedule:
     return from_torch_csv("\n".join(",".join(row.split()) for row in layout.actions), chosen.schedule)
 
 
-def object_to_order(plan: Plan, stages: tuple[VirtualStage, ...], objections: Objections) -> None:
+def check_order(plan: Plan, stages: tuple[VirtualStage, ...], objections: Objections) -> None:
     """Object unless the plan's order exists, torch's runtime can run it, and its stages are on the plan's ranks."""
     try:
         order = order_of(plan.best)

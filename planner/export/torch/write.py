@@ -13,7 +13,7 @@ from planner.export.common.recompute import recomputed_layers
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
-from planner.export.torch.order import ORDER_FILE, object_to_order, order_of
+from planner.export.torch.order import ORDER_FILE, check_order, order_of
 from planner.export.torch.schedule_csv import to_torch_csv
 from planner.schedule.actions import Schedule
 from planner.trainers.rules.common import BF16_ONLY
@@ -32,7 +32,7 @@ def export_torch(plan: Plan) -> TrainerFiles:
     Raises Inexpressible where torch's runtime or the runner cannot run the plan.
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    _object(plan, stages)
+    _check_expressible(plan, stages)
     order = order_of(plan.best)
     notes = _notes(plan)
     comments = header(plan, WRITTEN_FOR, notes)
@@ -50,10 +50,10 @@ def export_torch(plan: Plan) -> TrainerFiles:
     return TrainerFiles(WRITTEN_FOR, files, command, notes)
 
 
-def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where torch's runtime or the runner cannot run the plan."""
     objections = Objections("torch", broken_rules((*TORCH_EAGER_RULES, BF16_ONLY), plan), hint_for(plan, "torch-eager"))
-    object_to_order(plan, stages, objections)
+    check_order(plan, stages, objections)
     objections.when(
         any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
     )

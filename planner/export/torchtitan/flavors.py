@@ -23,4 +23,4 @@ FLAVORS = {
 def flavor_of(module: str, function: str) -> tuple[str, str] | None:
     """The (module, flavor) that a registered function configures: `llama3_405b` of llama3 is its 405B."""
     flavor = function.removeprefix(f"{module}_").replace("_", "-").lower()
-    return next((known for known in FLAVORS if known[0] == module and known[1].lower() == flavor), None)
+    return next((names for names in FLAVORS if (names[0], names[1].lower()) == (module, flavor)), None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from planner.answer import Plan
 from planner.export.common.header import header
-from planner.export.common.recompute import object_to_mixture
+from planner.export.common.recompute import check_mixture
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
-from planner.export.torch.order import ORDER_FILE, object_to_order, order_of
+from planner.export.torch.order import ORDER_FILE, check_order, order_of
 from planner.export.torch.schedule_csv import to_torch_csv
 from planner.export.torchtitan.model_source import DEFAULT_ROTARY_BASE
 from planner.export.torchtitan.recipe import has_order_of_its_own, recipe_source, splits_backward
@@ -24,7 +24,7 @@ RECIPE = "planned_recipe"
 def export_torchtitan(plan: Plan) -> TrainerFiles:
     """The recipe, and the command that names it. Raises Inexpressible where torchtitan cannot run the plan."""
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    _object(plan, stages)
+    _check_expressible(plan, stages)
     notes = _notes(plan)
     comments = header(plan, WRITTEN_FOR, notes)
     files = [ExportFile(f"{RECIPE}.py", comments + recipe_source(plan, stages))]
@@ -40,7 +40,7 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
     return TrainerFiles(WRITTEN_FOR, tuple(files), command, notes)
 
 
-def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where torchtitan cannot run the plan."""
     layout = plan.parallelism
     schedule_rules = TORCH_SCHEDULE_RULES.get(layout.schedule)
@@ -48,9 +48,9 @@ def _object(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     rules = (*TORCHTITAN_MODEL_RULES, *layout_rules, BF16_ONLY)
     hint = hint_for(plan, "torchtitan", TORCHTITAN_MODEL_RULES)
     objections = Objections("torchtitan", broken_rules(rules, plan), hint)
-    object_to_mixture(plan.best, objections)
+    check_mixture(plan.best, objections)
     if layout.pp > 1:
-        object_to_order(plan, stages, objections)
+        check_order(plan, stages, objections)
     objections.when(
         any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
     )
