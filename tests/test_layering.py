@@ -23,7 +23,8 @@ ALLOWED = {
     "physics": {"errors", "shape", "specs", "trainers"},
     # a plan loads itself, and shows its report in a notebook
     "answer": {"errors", "files", "shape", "specs", "trainers", "plan_file", "report.page"},
-    "plan_file": {"errors", "specs", "answer"},
+    # a saved order that was made to measure is checked by the reader of such orders
+    "plan_file": {"errors", "specs", "answer", "schedule", "export.torch.order"},
     "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer"},
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout"},
     # a target's constraints are written once, and the search holds candidates against them too
