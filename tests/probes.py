@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner.answer import Plan
-from planner.probe.compare import compared
-from planner.probe.eager import in_eager_torch
+from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.plan_side.slices import Slice, real_chunks, recompute_modules, slice_schedule
 from planner.probe.result import ChunkSeconds, Exchange, ProbeResult, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
-from planner.probe.slices import Slice, real_chunks, recompute_modules, slice_schedule
+from planner.probe.verdict.compare import compared
 
 Seconds = Callable[[int], tuple[float, float]]
 """Forward and backward of a micro-batch through a virtual stage."""

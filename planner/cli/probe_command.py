@@ -12,8 +12,8 @@ from planner.cli import options as o
 
 if TYPE_CHECKING:
     from planner.answer import Plan
-    from planner.probe.outcome import Options
     from planner.probe.result import ProbeResult
+    from planner.probe.verdict.outcome import Options
     from planner.schedule.actions import Schedule
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
 def _write_trace(path: str, plan: Plan, result: ProbeResult, force: bool) -> None:
     from planner.cli.output import dumps
     from planner.files import write_text
-    from planner.probe.trace import trace_events
+    from planner.probe.verdict.trace import trace_events
 
     traced = trace_events(plan, result)
     if traced["traceEvents"]:
@@ -151,9 +151,9 @@ def _probe(
         if value is not None and not value > 0:
             raise SpecError(f"{name} {value:g}: must be positive")
     try:
-        from planner.probe.gpus import default_device
-        from planner.probe.outcome import DEFAULT_TOLERANCE
+        from planner.probe.plan_side.gpu_run import default_device
         from planner.probe.probe import Options, probe
+        from planner.probe.verdict.outcome import DEFAULT_TOLERANCE
     except ModuleNotFoundError as error:
         raise ProbeError(f"the probe needs {error.name}", "pip install 'planner[probe]'") from None
     stages: Any = None if stage is None else "all" if stage == "all" else _number("--stage", stage)

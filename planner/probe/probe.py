@@ -6,11 +6,11 @@ import torch
 
 from planner.answer import Plan
 from planner.errors import ProbeError
-from planner.probe.gpus import probe_ranks, probe_stages, require_gpu
-from planner.probe.joined import joins_others, probe_joined
-from planner.probe.laptop import probe_laptop
-from planner.probe.outcome import Options
+from planner.probe.launch.joined import joins_others, probe_joined
+from planner.probe.plan_side.gpu_run import probe_ranks, probe_stages, require_gpu
+from planner.probe.plan_side.laptop_run import probe_laptop
 from planner.probe.result import ProbeResult
+from planner.probe.verdict.outcome import Options
 from planner.specs.training import tokens_split
 
 __all__ = ["Options", "probe"]

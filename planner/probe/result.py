@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
+from planner.probe.plan_side.slices import Slice
 from planner.probe.run import ProbeRun
-from planner.probe.slices import Slice
 from planner.specs.base import Spec
 
 Finite = Annotated[float | None, AfterValidator(lambda value: value if value is None or isfinite(value) else None)]

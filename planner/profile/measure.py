@@ -22,10 +22,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from planner.errors import PlannerError
-from planner.probe.gpus import require_gpu
-from planner.probe.launch import launch
+from planner.probe.launch.launcher import launch
+from planner.probe.plan_side.gpu_run import require_gpu
 from planner.probe.run import Device
-from planner.probe.stage import stage_child
+from planner.probe.worker.stage_worker import stage_child
 from planner.profile.grid import AttentionShape, Grid, StageShape
 from planner.profile.record import Machine, Record, Row
 from planner.specs.units import MICRO

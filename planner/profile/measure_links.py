@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from planner.errors import ProbeError
 from planner.files import write_text
-from planner.probe.exchanges import barrier
+from planner.probe.rank.exchanges import barrier
 from planner.probe.run import Device
 from planner.profile.record import Row
 from planner.specs.units import MICRO

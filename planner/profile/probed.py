@@ -13,10 +13,10 @@ from planner.physics.communication import Kind, joined_fraction, members_by_tier
 from planner.physics.cost import PartCost, sum_parts
 from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
-from planner.probe.eager import EAGER, training_of
-from planner.probe.feedback import require_speed
+from planner.probe.plan_side.eager import EAGER, training_of
 from planner.probe.result import Exchange, ProbeResult, RankResult, stride_of
 from planner.probe.run import ProbeRun
+from planner.probe.verdict.slowness import require_speed
 from planner.profile.fit_kernels import Residuals, fit, log_errors
 from planner.profile.kernels import Bench, Problem
 from planner.shape import FloatArray, Shape

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from planner import files
-from planner.probe import process, stage
-from planner.probe.chunk import Chunk
-from planner.probe.gradients import FlatParameters
-from planner.probe.pipeline import Clock, Pipeline
-from planner.probe.training import Trainer
-from planner.probe.wires import GroupWires
+from planner.probe.model.chunk import Chunk
+from planner.probe.rank.gradients import FlatParameters
+from planner.probe.rank.pipeline import Clock, Pipeline
+from planner.probe.rank.training import Trainer
+from planner.probe.rank.wires import GroupWires
+from planner.probe.worker import process, stage_worker
 
 SICK_RANK = 1
 NUM_CHUNKS = 2
@@ -66,7 +66,7 @@ def out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
 
 def stage_out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
     _at("1F0", _out_of_memory)
-    stage.stage_child(folder, rank, local_rank)
+    stage_worker.stage_child(folder, rank, local_rank)
 
 
 def aborted(folder: Path, rank: int, local_rank: int) -> None:

@@ -11,14 +11,14 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from tiny import TINY  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from planner.probe import context  # noqa: E402
-from planner.probe.attention import (  # noqa: E402
+from planner.probe.model import context_attention  # noqa: E402
+from planner.probe.model.attention import (  # noqa: E402
     Attention,
     Tables,
     core_attention,
 )
-from planner.probe.context import Rules, _flash, _flash_backward, gather, scatter, shard  # noqa: E402
-from planner.probe.peers import EmulatedPeers, Surroundings, TensorPeers  # noqa: E402
+from planner.probe.model.context_attention import Rules, _flash, _flash_backward, gather, scatter, shard  # noqa: E402
+from planner.probe.model.peers import EmulatedPeers, Surroundings, TensorPeers  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 
 
@@ -109,8 +109,8 @@ def test_sinks_take_their_share_from_what_the_flash_kernel_returns(monkeypatch: 
 
     expected = attend()
     for name, stand_in in (("_kernel", kernel), ("_kernel_backward", kernel_backward)):
-        monkeypatch.setattr(context, name, stand_in)
-    monkeypatch.setattr("planner.probe.attention.takes_flash", lambda x: True)
+        monkeypatch.setattr(context_attention, name, stand_in)
+    monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: True)
     for found, one in zip(attend(), expected, strict=True):
         torch.testing.assert_close(found, one)
 
@@ -137,7 +137,7 @@ def test_a_chunk_as_long_as_the_sequence_needs_no_mask() -> None:
 def test_nothing_as_large_as_the_sequence_squared_is_made_where_no_mask_is_needed(
     window: int | None, flash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.probe.attention.takes_flash", lambda x: flash)
+    monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: flash)
     model = ModelSpec(num_hidden_layers=1, **TINY, sliding_window=window)
     largest = 0
 

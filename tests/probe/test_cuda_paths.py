@@ -12,14 +12,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.errors import ProbeError  # noqa: E402
-from planner.probe import exchanges, exported, peers, training  # noqa: E402
-from planner.probe.gpus import default_device, require_gpu  # noqa: E402
-from planner.probe.gradients import FlatParameters, Sharding  # noqa: E402
-from planner.probe.linear import _takes_groups  # noqa: E402
-from planner.probe.pipeline import Clock, StepRecord  # noqa: E402
+from planner.probe.launch import exported  # noqa: E402
+from planner.probe.model import peers  # noqa: E402
+from planner.probe.model.linear import _takes_groups  # noqa: E402
+from planner.probe.plan_side.gpu_run import default_device, require_gpu  # noqa: E402
+from planner.probe.rank import exchanges, training  # noqa: E402
+from planner.probe.rank.gradients import FlatParameters, Sharding  # noqa: E402
+from planner.probe.rank.pipeline import Clock, StepRecord  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
-from planner.probe.stage import StageWorker, trainer_alone  # noqa: E402
-from planner.probe.worker import RESULT_FILE, RUN_FILE, Worker  # noqa: E402
+from planner.probe.worker.stage_worker import StageWorker, trainer_alone  # noqa: E402
+from planner.probe.worker.worker import RESULT_FILE, RUN_FILE, Worker  # noqa: E402
 from planner.profile import measure, measure_links  # noqa: E402
 from planner.profile.grid import QUICK  # noqa: E402
 from planner.profile.measure_links import Ranks  # noqa: E402

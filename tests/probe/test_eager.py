@@ -19,10 +19,9 @@ from planner.specs.training import Parallelism, TrainingSpec
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.cli import main  # noqa: E402
-from planner.probe.eager import EAGER, in_eager_torch  # noqa: E402
-from planner.probe.feedback import slowness  # noqa: E402
-from planner.probe.gpus import ranks_result, ranks_run  # noqa: E402
-from planner.probe.outcome import Options  # noqa: E402
+from planner.probe.plan_side.eager import EAGER, in_eager_torch  # noqa: E402
+from planner.probe.plan_side.gpu_run import ranks_result, ranks_run  # noqa: E402
+from planner.probe.plan_side.slices import planned_seconds  # noqa: E402
 from planner.probe.result import (  # noqa: E402
     ChunkSeconds,
     Measured,
@@ -34,7 +33,8 @@ from planner.probe.result import (  # noqa: E402
     TimedAction,
 )
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.probe.slices import planned_seconds  # noqa: E402
+from planner.probe.verdict.outcome import Options  # noqa: E402
+from planner.probe.verdict.slowness import slowness  # noqa: E402
 from planner.schedule.replay import Durations, replay  # noqa: E402
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -115,7 +115,7 @@ def probe_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             found = (rank_as_priced(plan, run, rank, factor, bool(ranks)) for rank in ranks or range(run.world_size))
             return Measured(run=run, ranks=tuple(found))
 
-        monkeypatch.setattr("planner.probe.gpus.launch", launch)
+        monkeypatch.setattr("planner.probe.plan_side.gpu_run.launch", launch)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
         (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe import exchanges  # noqa: E402
-from planner.probe.peers import GroupPeers, Surroundings  # noqa: E402
+from planner.probe.model.peers import GroupPeers, Surroundings  # noqa: E402
+from planner.probe.rank import exchanges  # noqa: E402
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

@@ -23,10 +23,10 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import faulty
 import torch
 
-from planner.probe.compare import run_checks
-from planner.probe.launch import launch
-from planner.probe.meeting import Identity, compare, disagreement
-from planner.probe.process import asked_bytes, failure_of
+from planner.probe.launch.launcher import launch
+from planner.probe.verdict.compare import run_checks
+from planner.probe.worker.handshake import Identity, compare, disagreement
+from planner.probe.worker.process import asked_bytes, failure_of
 
 HERE = Path(__file__).parent
 
@@ -77,7 +77,7 @@ def test_a_hang_behind_the_pipeline(fault: Any, phase: str, make_run: Any) -> No
 
 
 def test_results_are_not_lost_on_a_rank_that_does_not_end(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.probe.launch.STOPPED_S", 1.0)
+    monkeypatch.setattr("planner.probe.launch.launcher.STOPPED_S", 1.0)
     began = time.monotonic()
     measured = launch(small(make_run), faulty.hanging_at_its_end)
     assert [rank.rank for rank in measured.ranks] == [0, 1]

@@ -13,7 +13,7 @@ from planner.specs.training import Parallelism, TrainingSpec
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe.context import Rules, _flash, _flash_backward, _plain, _plain_backward  # noqa: E402
+from planner.probe.model.context_attention import Rules, _flash, _flash_backward, _plain, _plain_backward  # noqa: E402
 from planner.probe.probe import Options, probe  # noqa: E402
 from planner.probe.result import Comparison  # noqa: E402
 

@@ -15,7 +15,7 @@ from tiny import TINY
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.layout.evaluate import evaluate
-from planner.probe.joined import first_host, joins_others
+from planner.probe.launch.joined import first_host, joins_others
 from planner.probe.result import ProbeResult
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec

@@ -25,13 +25,13 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import torch
 
 from planner.cli import main
-from planner.probe import slices
-from planner.probe.compare import compare_data_parallel, compare_exchanges
-from planner.probe.gpus import distinct_stages, ranks_result, ranks_run
-from planner.probe.gradients import FlatParameters, Sharding
+from planner.probe.plan_side import slices
+from planner.probe.plan_side.gpu_run import distinct_stages, ranks_result, ranks_run
 from planner.probe.probe import Options, probe, require_split
+from planner.probe.rank.gradients import FlatParameters, Sharding
 from planner.probe.result import Exchange, Measured, OutOfMemory, ProbeResult, RankMemory, StepSeconds
-from planner.probe.trace import trace_events
+from planner.probe.verdict.compare import compare_data_parallel, compare_exchanges
+from planner.probe.verdict.trace import trace_events
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = {
@@ -166,7 +166,7 @@ def test_a_stage_alone_repeats_its_step_and_has_finite_gradients(monkeypatch: py
     assert [(check.name, check.passed) for check in result.checks] == [("finite", True)]
     lost = rank.steps[0].model_copy(update={"gradient_norm": None})
     measured = Measured(run=result.run, ranks=(rank.model_copy(update={"steps": (lost, *rank.steps[1:])}),))
-    monkeypatch.setattr("planner.probe.gpus.launch", lambda *_, **__: measured)
+    monkeypatch.setattr("planner.probe.plan_side.gpu_run.launch", lambda *_, **__: measured)
     assert [check.passed for check in run(small_plan(), stages=1, num_steps=3).checks] == [False]
 
 
@@ -437,7 +437,7 @@ def test_a_mismatch_is_exit_code_6(
 ) -> None:
     import faulty
 
-    monkeypatch.setattr("planner.probe.gpus.stage_child", faulty.stage_out_of_memory)
+    monkeypatch.setattr("planner.probe.plan_side.gpu_run.stage_child", faulty.stage_out_of_memory)
     assert main(["probe", plan_file, "--device", "cpu", "--stage", "1"]) == 6
     captured = capsys.readouterr()
     assert "stage 1 (rank 1) asked for 2.5 GiB more in warm-up, at 1F0" in " ".join(captured.out.split())

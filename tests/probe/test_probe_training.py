@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import faulty  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from planner.probe import training  # noqa: E402
-from planner.probe.chunk import synthetic_batch  # noqa: E402
-from planner.probe.launch import launch  # noqa: E402
-from planner.probe.stage import trainer_alone  # noqa: E402
-from planner.probe.weights import local  # noqa: E402
-from planner.probe.wires import message_of, needed_by  # noqa: E402
+from planner.probe.launch.launcher import launch  # noqa: E402
+from planner.probe.model.chunk import synthetic_batch  # noqa: E402
+from planner.probe.model.weights import local  # noqa: E402
+from planner.probe.rank import training  # noqa: E402
+from planner.probe.rank.wires import message_of, needed_by  # noqa: E402
+from planner.probe.worker.stage_worker import trainer_alone  # noqa: E402
 from planner.schedule.actions import Action  # noqa: E402
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

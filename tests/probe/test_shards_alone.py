@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 import torch.distributed as dist  # noqa: E402
 
-from planner.probe.attention import Tables  # noqa: E402
-from planner.probe.chunk import Chunk, synthetic_batch  # noqa: E402
+from planner.probe.model.attention import Tables  # noqa: E402
+from planner.probe.model.chunk import Chunk, synthetic_batch  # noqa: E402
+from planner.probe.model.weights import local  # noqa: E402
+from planner.probe.rank.training import Trainer, batch_seed  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.probe.stage import trainer_alone  # noqa: E402
-from planner.probe.training import Trainer, batch_seed  # noqa: E402
-from planner.probe.weights import local  # noqa: E402
+from planner.probe.worker.stage_worker import trainer_alone  # noqa: E402
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DP = 4

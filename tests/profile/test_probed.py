@@ -14,7 +14,7 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
-from planner.probe.eager import in_eager_torch
+from planner.probe.plan_side.eager import in_eager_torch
 from planner.probe.result import Exchange, OutOfMemory, ProbeResult, RankMemory
 from planner.profile.probed import KERNELS, chunk_costs, from_probe
 from planner.profile.stages import measured_model
@@ -279,5 +279,5 @@ def test_a_cpu_is_evidence_of_a_cpu_and_a_gpu_is_not() -> None:
 
 
 def test_torch_is_not_needed_to_read_a_probe() -> None:
-    code = "import planner.profile.probed, planner.probe.feedback, sys; sys.exit('torch' in sys.modules)"
+    code = "import planner.profile.probed, planner.probe.verdict.slowness, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,191 @@
+"""Runs one rank's action list on real tensors: receives, computes, sends, and writes down when it did what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from planner.probe.model.attention import Tables
+from planner.probe.model.chunk import Chunk
+from planner.probe.model.peers import Surroundings
+from planner.probe.rank.wires import Wires, message_of, needed_by
+from planner.probe.run import SleepSeconds
+from planner.schedule.actions import Action, Schedule
+
+
+class Clock:
+    """Seconds of the host; on a GPU, events on its stream, read after the step."""
+
+    def __init__(self, device: str) -> None:
+        self.is_cuda = device.startswith("cuda")
+        self.zero: Any = None
+
+    def mark(self) -> Any:
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = cast(Any, torch.cuda.Event)(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        """Marks count from here."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+        self.zero = self.mark()
+
+    def seconds(self, mark: Any) -> float:
+        """Seconds from `start` to a mark; waits for the GPU."""
+        if not self.is_cuda:
+            return float(mark - self.zero)
+        mark.synchronize()
+        return float(self.zero.elapsed_time(mark)) / 1e3
+
+
+class Timed(NamedTuple):
+    """One action as it ran: seconds from the start of the step."""
+
+    action: Action
+    ready_s: float
+    """The rank was free and began to wait for the action's input."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What a rank did in one step."""
+
+    marks: list[tuple[Action, Any, Any, Any]] = field(default_factory=list)
+    """When each action was ready, started and ended, as the clock marked it."""
+    actions: list[Timed] = field(default_factory=list)
+    """The same in seconds, once they are read."""
+    losses: list[Tensor] = field(default_factory=list)
+    """What the rank's head returned of each micro-batch, weighted."""
+    peak_in_flight: int = 0
+    """Most (virtual stage, micro-batch) activations held at once."""
+
+    @property
+    def loss(self) -> float:
+        return float(torch.stack(self.losses).sum()) if self.losses else 0.0
+
+    def read(self, clock: Clock, on_action: Callable[[str], None]) -> None:
+        """Wait for the marks; where a GPU does not get to one, `on_action` was last told of its action."""
+        for action, ready, start, end in self.marks:
+            on_action(f"{action} (waiting)")
+            ready_s, start_s = clock.seconds(ready), clock.seconds(start)
+            on_action(f"{action} (computing)")
+            self.actions.append(Timed(action, ready_s, start_s, clock.seconds(end)))
+
+
+class Held(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    source: Tensor | None
+    output: Tensor
+
+
+class Pipeline:
+    """The stages of one pipeline rank and the loop over its actions."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        pp_rank: int,
+        chunks: Mapping[int, Chunk],
+        wires: Wires,
+        around: Surroundings,
+        tables: Tables | None,
+        clock: Clock,
+    ) -> None:
+        self.schedule, self.actions = schedule, tuple(schedule.ranks[pp_rank])
+        self.chunks, self.wires, self.around, self.tables, self.clock = chunks, wires, around, tables, clock
+        self.held: dict[tuple[int, int], Held] = {}
+        self.owed: dict[tuple[int, int], list[Callable[[], None]]] = {}
+
+    def step(
+        self, batches: Sequence[tuple[Tensor, Tensor]], loss_weight: float, on_action: Callable[[str], None]
+    ) -> StepRecord:
+        """All actions of the list once; `batches`: tokens and labels per micro-batch; losses times `loss_weight`."""
+        record = StepRecord()
+        self.wires.begin()
+        for action in self.actions:
+            on_action(f"{action} (waiting)")
+            ready = self.clock.mark()
+            needed = needed_by(self.schedule, action)
+            received = None if needed is None else self.wires.receive(needed)
+            on_action(f"{action} (computing)")
+            start = self.clock.mark()
+            sent = self.run(action, received, batches, loss_weight)
+            record.peak_in_flight = max(record.peak_in_flight, len(self.held) + len(self.owed))
+            record.marks.append((action, ready, start, self.clock.mark()))
+            message = message_of(self.schedule, action)
+            if message is not None:
+                assert sent is not None
+                self.wires.send(message, sent)
+            elif action.kind == "F" and sent is not None:
+                record.losses.append(sent)
+        self.wires.finish()
+        return record
+
+    def run(
+        self, action: Action, received: Tensor | None, batches: Sequence[tuple[Tensor, Tensor]], loss_weight: float
+    ) -> Tensor | None:
+        """Do one action; what it sends on: hidden states, the loss of a last stage, a gradient, or nothing."""
+        key = (action.stage, action.microbatch)
+        if action.kind == "F":
+            return self._forward(key, received, *batches[action.microbatch], loss_weight)
+        if action.kind == "W":
+            with torch.no_grad():
+                for product in self.owed.pop(key):
+                    product()
+            return None
+        held = self.held.pop(key)
+        self.around.deferred = [] if action.kind == "I" else None
+        torch.autograd.backward(held.output, received)
+        if self.around.deferred is not None:
+            self.owed[key], self.around.deferred = self.around.deferred, None
+        return None if held.source is None else held.source.grad
+
+    def _forward(
+        self, key: tuple[int, int], received: Tensor | None, tokens: Tensor, labels: Tensor, loss_weight: float
+    ) -> Tensor:
+        chunk = self.chunks[key[0]]
+        assert self.tables is not None
+        source = None if received is None else received.requires_grad_()
+        output: Tensor = chunk(source, tokens, labels, self.tables)
+        if chunk.head is not None:
+            output = output * loss_weight
+        self.held[key] = Held(source, output)
+        return output.detach()
+
+
+class SleepingPipeline(Pipeline):
+    """Sleeps in place of computing; what it sends has the right shape and no meaning."""
+
+    def __init__(
+        self, *args: Any, durations: Sequence[SleepSeconds], empty: Callable[[], Tensor], **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.durations, self.empty = durations, empty
+
+    def run(
+        self, action: Action, received: Tensor | None, batches: Sequence[tuple[Tensor, Tensor]], loss_weight: float
+    ) -> Tensor | None:
+        forward_s, input_grad_s, weight_grad_s = self.durations[action.stage % len(self.durations)]
+        seconds = {"F": forward_s, "B": input_grad_s + weight_grad_s, "I": input_grad_s, "W": weight_grad_s}
+        time.sleep(seconds[action.kind])
+        key, nothing = (action.stage, action.microbatch), self.empty()
+        if action.kind == "F":
+            self.held[key] = Held(None, nothing)
+        elif action.kind == "W":
+            self.owed.pop(key)
+        else:
+            self.held.pop(key)
+            if action.kind == "I":
+                self.owed[key] = []
+        return None if message_of(self.schedule, action) is None else nothing

@@ -1,0 +1,274 @@
+"""One rank's training step: its stages, its pipeline, its gradients and optimizer; the same loop on CPU and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.probe.model.attention import Tables
+from planner.probe.model.chunk import Chunk, hidden_shape, synthetic_batch
+from planner.probe.model.peers import GroupPeers, Surroundings
+from planner.probe.model.weights import copy_shard, initialise, local, whole_name
+from planner.probe.rank.fully_sharded import ShardedParameters, shard_chunk
+from planner.probe.rank.gradients import FlatParameters, Sharding, all_reduce_flat, clip_scale
+from planner.probe.rank.pipeline import Clock, Pipeline, SleepingPipeline, StepRecord
+from planner.probe.rank.wires import Wires, needed_by
+from planner.probe.result import StepSeconds
+from planner.probe.run import ProbeRun
+from planner.schedule.actions import Action
+
+
+def dtypes(run: ProbeRun) -> tuple[torch.dtype, torch.dtype]:
+    """dtype of weights and activations, and of gradients and optimizer state."""
+    compute: torch.dtype = getattr(torch, run.dtype)
+    return compute, torch.float64 if compute == torch.float64 else torch.float32
+
+
+def build_chunk(run: ProbeRun, stage: int, around: Surroundings, device: str) -> Chunk:
+    """The module of a virtual stage. Where results are checked it is a shard of the very model that one process has.
+
+    On the meta device it has no values yet.
+    """
+    spec, usual = run.chunk_of(stage), torch.get_default_dtype()
+    torch.set_default_dtype(dtypes(run)[0])
+    try:
+        with torch.device(device):
+            chunk = Chunk(run.model, spec, around)
+            whole = Chunk(run.model, spec, Surroundings()) if run.check else chunk
+    finally:
+        torch.set_default_dtype(usual)
+    if device != "meta":
+        initialise(whole, run.seed)
+    if whole is not chunk:
+        copy_shard(whole, chunk, around)
+    return chunk
+
+
+def batch_seed(run: ProbeRun, step: int, dp: int, microbatch: int) -> int:
+    return crc32(f"{run.seed} {step} {dp} {microbatch}".encode())
+
+
+class Parameters:
+    """Parameters of a rank by how their gradients are summed: dense ones over dp·cp, routed experts over expert-dp."""
+
+    def __init__(self, run: ProbeRun, chunks: dict[int, Chunk], holders: Callable[[str, int], tuple[int, ...]]) -> None:
+        self.run = run
+        self.named: list[tuple[str, int, nn.Parameter]] = [
+            (whole_name(name, parameter), stage, parameter)
+            for stage, chunk in chunks.items()
+            for name, parameter in chunk.named_parameters()
+        ]
+        self.holders = {(name, stage): holders(name, stage) for name, stage, _ in self.named}
+
+    def of_kind(self, expert: bool, tp_rank: int, pp_rank: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters whose squares this rank counts in the global norm, and the others."""
+        counted: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        seen: set[str] = set()
+        for name, stage, parameter in self.named:
+            if hasattr(parameter, "expert") != expert:
+                continue
+            first_holder = self.holders[name, stage][0] == pp_rank and name not in seen
+            seen.add(name)
+            once = expert or hasattr(parameter, "shard") or tp_rank == 0
+            (counted if first_holder and once else others).append(parameter)
+        return counted, others
+
+    def partial_over_tp(self) -> Iterator[Tensor]:
+        """Main gradients of which each tensor-parallel rank has a part."""
+        for _, _, parameter in self.named:
+            partial = getattr(parameter, "partial", None)
+            if not hasattr(parameter, "expert") and (
+                partial == "always" or (partial == "sequence" and self.run.sequence_parallel)
+            ):
+                yield main_gradient(parameter)
+
+    def replicas(self) -> dict[tuple[int, ...], dict[str, list[Tensor]]]:
+        """Main gradients of parameters held more than once: by holders, by name."""
+        found: dict[tuple[int, ...], dict[str, list[nn.Parameter]]] = {}
+        for name, stage, parameter in self.named:
+            found.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(parameter)
+        return {
+            holders: {
+                name: [main_gradient(parameter) for parameter in held]
+                for name, held in names.items()
+                if len(holders) > 1 or len(held) > 1
+            }
+            for holders, names in found.items()
+        }
+
+
+def main_gradient(parameter: nn.Parameter) -> Tensor:
+    """What backward has added up for a parameter: in a buffer of its own, or this rank's rows."""
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    return local(parameter.grad) if main is None else main
+
+
+class Trainer:
+    """A rank's stages and what it does in a step. `groups` may be missing where a rank runs without peers."""
+
+    def __init__(
+        self,
+        run: ProbeRun,
+        pp_rank: int,
+        around: Surroundings,
+        wires: Wires,
+        device: str,
+        dense: Sharding,
+        expert: Sharding,
+        holders: Callable[[str, int], tuple[int, ...]] = lambda name, stage: (0,),
+        replica_groups: dict[tuple[int, ...], Any] | None = None,
+        dp_rank: int = 0,
+    ) -> None:
+        self.run, self.around, self.device, self.dp_rank = run, around, device, dp_rank
+        self.replica_groups = replica_groups or {}
+        self.clock = Clock(device)
+        dtype, grad_dtype = dtypes(run)
+        self.shape, self.dtype = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around), dtype
+        stages = run.stages_of(pp_rank)
+        self.chunks: dict[int, Chunk] = {}
+        self.flat: list[FlatParameters | ShardedParameters] = []
+        if run.sleep is not None:
+            self.pipeline: Pipeline = SleepingPipeline(
+                run.order, pp_rank, {}, wires, around, None, self.clock, durations=run.sleep, empty=self.empty
+            )
+            return
+        fully_sharded = run.fully_sharded and dense.group is not None
+        is_meta = fully_sharded and not run.check  # the whole may be more than a device holds
+        self.chunks = {stage: build_chunk(run, stage, around, "meta" if is_meta else device) for stage in stages}
+        for chunk in self.chunks.values() if fully_sharded else ():
+            shard_chunk(chunk, dense, expert, dtype, grad_dtype, gathers_again=run.pp == 1, device=device)
+            if is_meta:
+                initialise(chunk, run.seed)
+        self.parameters = Parameters(run, self.chunks, holders)
+        for is_expert, sharding in ((False, dense), (True, expert)):
+            counted, others = self.parameters.of_kind(is_expert, around.tp.rank, pp_rank)
+            if (counted or others) and fully_sharded and sharding.group is not None:
+                self.flat.append(ShardedParameters(counted, others, sharding, run.learning_rate))
+            elif counted or others:
+                self.flat.append(FlatParameters(counted, others, sharding, grad_dtype, run.learning_rate))
+        if self.clock.is_cuda:
+            torch.cuda.empty_cache()  # what building needed for a moment is no part of the run
+        tables = Tables.of(run.model, run.whole_seq_length, around, self.empty())
+        self.pipeline = Pipeline(run.order, pp_rank, self.chunks, wires, around, tables, self.clock)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for flat in self.flat for parameter in flat.parameters)
+
+    def empty(self) -> Tensor:
+        """A buffer for one message."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def rehearse(self) -> None:
+        """Take a micro-batch, made up, through every chunk alone, and forget its gradients.
+
+        A kernel is loaded when first launched, a group connected when first used. Either may wait for all that the GPU
+        has under way: in a step that is a receive, whose sender may wait in the same way.
+        """
+        run = self.run
+        batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
+        for stage in self.chunks:
+            for kind in "FIW" if run.order.splits_backward else "FB":
+                action = Action(kind, stage, 0)
+                received = None if needed_by(run.order, action) is None else torch.ones_like(self.empty())
+                self.pipeline.run(action, received, [batch], 1.0)
+        for flat in self.flat:
+            flat.forget()
+
+    def step(
+        self,
+        step: int,
+        on_action: Callable[[str], None],
+        on_gradients: Callable[[], None] | None = None,
+        start: Callable[[], None] | None = None,
+    ) -> tuple[StepRecord, StepSeconds]:
+        """Pipeline, reduction, clipping, optimizer, gathering. `on_gradients` is called after the reduction, `start`
+        starts the clock, once there are batches.
+
+        A GPU is not waited for before all of it is under way.
+        """
+        run = self.run
+        batches = [
+            synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, seed, self.device)
+            for seed in (batch_seed(run, step, self.dp_rank, mb) for mb in range(run.num_microbatches))
+        ]
+        (start or self.clock.start)()
+        record = self.pipeline.step(batches, 1 / (run.num_microbatches * run.dp * run.cp), on_action)
+        marks = [self.clock.mark()]
+        on_action("gradients (computing)")
+        self.reduce(on_action)
+        marks.append(self.clock.mark())
+        norm = self.squared_norm()
+        marks.append(self.clock.mark())
+        if dist.is_initialized():
+            dist.all_reduce(norm)
+        marks.append(self.clock.mark())
+        if on_gradients is not None:
+            on_gradients()
+        marks.append(self.clock.mark())
+        on_action("optimizer (computing)")
+        for flat in self.flat:
+            flat.step(clip_scale(norm, run.max_norm)[1])
+        marks.append(self.clock.mark())
+        for flat in self.flat:
+            flat.gather()
+        marks.append(self.clock.mark())
+        return record, self._read(record, norm, marks, on_action)
+
+    def _read(
+        self, record: StepRecord, norm: Tensor, marks: Sequence[Any], on_action: Callable[[str], None]
+    ) -> StepSeconds:
+        """Wait for a step that is under way; `marks` are those between its parts."""
+        record.read(self.clock, on_action)
+        on_action("gradients (waiting)")
+        pipeline_s, reduced_s, measured_s, summed_s, resumed_s = map(self.clock.seconds, marks[:5])
+        on_action("optimizer (waiting)")
+        stepped_s, end_s = map(self.clock.seconds, marks[5:])
+        on_action("loss (waiting)")
+        return StepSeconds(
+            pipeline_s=pipeline_s,
+            reduce_s=reduced_s - pipeline_s,
+            optimizer_s=(measured_s - reduced_s) + (stepped_s - resumed_s),
+            gather_s=end_s - stepped_s,
+            step_s=end_s - (resumed_s - summed_s),
+            loss=self._over_all_ranks(record.loss if self.around.tp.rank == 0 else 0.0),
+            gradient_norm=float(norm.sqrt()),
+        )
+
+    def reduce(self, on_action: Callable[[str], None]) -> None:
+        """Sum gradients over every rank that has a part or a replica of them."""
+        on_action("gradients (waiting)")
+        if not self.flat:
+            return
+        if isinstance(self.around.tp, GroupPeers):
+            all_reduce_flat(self.parameters.partial_over_tp(), self.around.tp.group)
+        for holders, names in sorted(self.parameters.replicas().items()):
+            self._sum_replicas(names, self.replica_groups.get(holders))
+        for flat in self.flat:
+            flat.reduce()
+
+    def squared_norm(self) -> Tensor:
+        """This rank's part of the square of the gradients' global norm."""
+        parts = [flat.squared_norm() for flat in self.flat]
+        return torch.stack(parts).sum() if parts else torch.zeros((), device=self.device)
+
+    @staticmethod
+    def _sum_replicas(names: dict[str, list[Tensor]], group: Any) -> None:
+        sums = [sum(grads[1:], grads[0]) for _, grads in sorted(names.items())]
+        if group is not None:
+            all_reduce_flat(sums, group)
+        for total, (_, grads) in zip(sums, sorted(names.items()), strict=True):
+            for grad in grads:
+                grad.copy_(total)
+
+    def _over_all_ranks(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return float(total)

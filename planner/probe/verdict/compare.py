@@ -1,0 +1,215 @@
+"""Predicted beside measured: quantities, and what the run proved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Literal
+
+from planner.answer import Plan
+from planner.physics.communication import Kind, collective_s
+from planner.probe.rank.wires import message_of
+from planner.probe.result import (
+    Check,
+    Comparison,
+    Exchange,
+    RankMemory,
+    RankResult,
+    shown,
+    slowest_exchanges,
+    stride_of,
+)
+from planner.probe.run import ProbeRun, SleepSeconds
+from planner.probe.verdict.activity import bubble_fraction, by_stage, durations, span_s, waited_s
+from planner.schedule.replay import replay
+from planner.specs.cluster import ClusterSpec
+
+KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
+BUBBLE_TOLERANCE = 0.03
+"""Of a step, absolute: the bubble of sleeping ranks against the replay."""
+
+Unit = Literal["s", "bytes", "fraction", "count"]
+
+
+def in_flight(run: ProbeRun) -> list[int]:
+    """Most activations that each pipeline rank holds at once, as its order says."""
+    one = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
+    return [int(count) for count in replay(run.order, durations(one)).peak_in_flight_chunks]
+
+
+def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
+    """What a finished run proves about the plan's order; a wrong shape or a deadlock would have ended it."""
+    as_listed = [tuple(timed.action for timed in rank.actions) == run.ranks[rank.stage] for rank in ranks]
+    num_messages = sum(message_of(run.order, action) is not None for actions in run.order.ranks for action in actions)
+    planned = in_flight(run)
+    found = [max(rank.peak_in_flight_chunks for rank in ranks if rank.stage == stage) for stage in range(run.pp)]
+    checks = [
+        Check(name="order", passed=all(as_listed), detail=f"{sum(map(len, run.ranks))} actions without a deadlock"),
+        Check(name="in flight", passed=found == planned, detail=f"{found} chunks at most, planned {planned}"),
+    ]
+    if num_messages:
+        detail = f"{num_messages} messages, each of the planned shape"
+        checks.insert(1, Check(name="exchanges", passed=True, detail=detail))
+    if run.sleep is None and not run.check:
+        checks.append(finite(ranks))
+    for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
+        same = [check for rank in ranks for check in rank.checks if check.name == name]
+        worst = next((check for check in same if not check.passed), same[0])
+        checks.append(worst)
+    return checks
+
+
+def finite(ranks: Sequence[RankResult]) -> Check:
+    """Losses and gradient norms are numbers, where nothing else is known of them."""
+    passed = all(None not in (step.loss, step.gradient_norm) for rank in ranks for step in rank.steps)
+    last = ranks[-1].steps[-1]
+    detail = f"loss {shown(last.loss, 4)}, gradient norm {shown(last.gradient_norm, 4)}"
+    return Check(name="finite", passed=passed, detail=detail)
+
+
+def compared(
+    name: str,
+    unit: Unit,
+    predicted: float,
+    measured: float,
+    tolerance_fraction: float | None,
+    stage: int | None = None,
+) -> Comparison:
+    """Judge a quantity, or only show it (no tolerance)."""
+    agrees = None
+    if tolerance_fraction is not None:
+        agrees = abs(measured - predicted) <= tolerance_fraction * abs(predicted)
+    return Comparison(name=name, stage=stage, unit=unit, predicted=predicted, measured=measured, agrees=agrees)
+
+
+def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult]) -> list[Comparison]:
+    """Each exchange of the slowest rank beside what the cluster's links say of its bytes; shown, not judged.
+
+    Left out are experts' gradients, whose ranks lie otherwise.
+    """
+    pairs = [(exchange, planned_s(cluster, run, exchange)) for exchange in slowest_exchanges(ranks)]
+    return [compared(one.name, "s", planned, one.seconds, None) for one, planned in pairs if planned is not None]
+
+
+def compare_data_parallel(
+    cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult], plan_stage: int
+) -> list[Comparison]:
+    """What a step of one stage's ranks takes to sum gradients and to gather weights, beside what the cluster's links
+    say of all their bytes; shown, not judged, since ranks wait for each other."""
+    steps, found = [step for rank in ranks for step in rank.steps], []
+    for name, word, seconds in (
+        ("gradients summed", "gradient", [step.reduce_s for step in steps]),
+        ("weights gathered", "weight", [step.gather_s for step in steps]),
+    ):
+        exchanges = [exchange for exchange in ranks[0].exchanges if exchange.name.startswith(word)]
+        planned = [planned_s(cluster, run, exchange) for exchange in exchanges]
+        if planned and None not in planned:
+            found.append(compared(name, "s", sum(s or 0.0 for s in planned), median(seconds), None, plan_stage))
+    return found
+
+
+def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: Exchange) -> float | None:
+    """What the cluster's links say of an exchange's bytes; None of experts' gradients, whose ranks lie otherwise."""
+    stride = stride_of(exchange, run)
+    if stride is None:
+        return None
+    return float(collective_s(KINDS[exchange.name.split()[-1]], exchange.num_bytes, exchange.size, stride, cluster))
+
+
+def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Comparison]:
+    """The bubble and the length of a step of sleeping ranks against the replay of the same seconds."""
+    assert run.sleep is not None
+    timeline, stages = replay(run.order, durations(run.sleep)), by_stage(run, ranks)
+    measured = bubble_fraction(stages)
+    return [
+        Comparison(
+            name="bubble",
+            unit="fraction",
+            predicted=timeline.bubble_fraction,
+            measured=measured,
+            agrees=abs(measured - timeline.bubble_fraction) <= BUBBLE_TOLERANCE,
+        ),
+        compared("pipeline", "s", timeline.makespan_s, span_s(stages), None),
+    ]
+
+
+def compare_pipeline(
+    run: ProbeRun,
+    ranks: Sequence[RankResult],
+    planned: Sequence[SleepSeconds],
+    plan_stages: Sequence[int],
+    tolerance_fraction: float | None,
+) -> list[Comparison]:
+    """What comes of all stages together, against the replay of their planned seconds; waits and bubble are shown."""
+    timeline, waits = replay(run.order, durations(planned)), []
+    for number, stage in enumerate(plan_stages):
+        starts_s, ends_s = timeline.start_s[number].tolist(), timeline.end_s[number].tolist()
+        planned_s = sum(starts_s) - sum(ends_s[:-1])
+        measured_s = median(waited_s(rank) for rank in ranks if rank.stage == number)
+        waits.append(compared("wait for messages", "s", planned_s, measured_s, None, stage))
+    return [
+        *waits,
+        compared("bubble", "fraction", timeline.bubble_fraction, bubble_fraction(ranks), None),
+        compared("pipeline", "s", timeline.makespan_s, span_s(ranks), tolerance_fraction),
+    ]
+
+
+def compare_stage(
+    plan: Plan,
+    plan_stage: int,
+    ranks: Sequence[RankResult],
+    tolerance_fraction: float | None,
+    alone: bool,
+    holds_as_planned: bool = True,
+    steps_as_planned: bool = True,
+) -> list[Comparison]:
+    """Seconds and bytes of one stage's ranks.
+
+    `alone`: peers were emulated, so that no exchange is in its seconds. A slice of the plan may keep other
+    micro-batches in flight than planned, or measure and zero the gradients of more ranks in its optimizer step.
+    """
+    stage = plan.best.stages[plan_stage]
+    forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
+    backward_s = median(sum(chunk.backward_s for chunk in rank.chunks) for rank in ranks)
+    exchanged = (0.0, 0.0) if alone else (stage.forward_comm_s, stage.backward_comm_s)
+    found = [
+        compared("forward", "s", stage.forward_s + exchanged[0], forward_s, tolerance_fraction, plan_stage),
+        compared("backward", "s", stage.backward_s + exchanged[1], backward_s, tolerance_fraction, plan_stage),
+    ]
+    weight_grads = [chunk.weight_grad_s for rank in ranks for chunk in rank.chunks if chunk.weight_grad_s is not None]
+    if weight_grads:
+        seconds = sum(weight_grads) / len(ranks)
+        found.append(compared("weight gradient", "s", stage.weight_grad_s, seconds, None, plan_stage))
+    optimizer_s = median(step.optimizer_s for rank in ranks for step in rank.steps)
+    # an embedding table takes longer to update than it is priced at: physics/compute.py, TABLE_BYTES
+    optimizer_tolerance = tolerance_fraction if steps_as_planned and "embedding" not in stage.holds else None
+    found.append(compared("optimizer", "s", stage.optimizer_s, optimizer_s, optimizer_tolerance, plan_stage))
+    memories = [rank.memory for rank in ranks if rank.memory is not None]
+    if not memories:
+        return found
+    return found + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
+
+
+def _compare_memory(
+    plan: Plan,
+    plan_stage: int,
+    memories: Sequence[RankMemory],
+    tolerance_fraction: float | None,
+    holds_as_planned: bool,
+) -> list[Comparison]:
+    """Bytes of the fullest rank of a stage. Beyond ZeRO-1 gathered weights and gradients come and go, and under ZeRO-2
+    the run keeps all of them: there bytes are shown and not judged."""
+    planned, runtime = plan.stages[plan_stage].memory, plan.runtime_spec
+    static: float = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
+    if plan.parallelism.zero_stage == 3:  # before a step there are neither gathered weights nor gradients
+        static = planned.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)
+    peak, beyond = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
+    tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
+    peak_tolerance = tolerance if holds_as_planned else None
+    rows = (
+        ("static memory", static, max(memory.static_bytes for memory in memories), tolerance),
+        ("peak allocated", peak, max(memory.peak_allocated_bytes for memory in memories), peak_tolerance),
+        ("peak reserved", beyond * peak, max(memory.peak_reserved_bytes for memory in memories), None),
+        ("device memory", planned.total_bytes, max(memory.device_used_bytes for memory in memories), None),
+    )
+    return [compared(name, "bytes", a, b, judged, plan_stage) for name, a, b, judged in rows]
