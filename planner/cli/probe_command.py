@@ -12,8 +12,8 @@ from planner.cli import options as o
 
 if TYPE_CHECKING:
     from planner.answer import Plan
+    from planner.probe.plan_side.options import ProbeOptions
     from planner.probe.result import ProbeResult
-    from planner.probe.verdict.outcome import Options
     from planner.schedule.actions import Schedule
 
 _log = logging.getLogger(__name__)
@@ -151,13 +151,13 @@ def _probe(
         if value is not None and not value > 0:
             raise SpecError(f"{name} {value:g}: must be positive")
     try:
-        from planner.probe.plan_side.gpu_run import default_device
-        from planner.probe.probe import Options, probe
-        from planner.probe.verdict.outcome import DEFAULT_TOLERANCE
+        from planner.probe.launch.devices import default_device
+        from planner.probe.plan_side.options import DEFAULT_TOLERANCE
+        from planner.probe.probe import ProbeOptions, probe
     except ModuleNotFoundError as error:
         raise ProbeError(f"the probe needs {error.name}", "pip install 'planner[probe]'") from None
     stages: Any = None if stage is None else "all" if stage == "all" else _number("--stage", stage)
-    options: Options = Options(
+    options: ProbeOptions = ProbeOptions(
         device=device or default_device(),  # type: ignore[arg-type]
         stages=stages,
         hidden_size=scale,

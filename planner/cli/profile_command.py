@@ -73,7 +73,7 @@ def profile_command(
 
 def _device(name: str | None) -> Device:
     from planner.errors import SpecError
-    from planner.probe.plan_side.gpu_run import default_device
+    from planner.probe.launch.devices import default_device
 
     if name not in (None, "cpu", "cuda"):
         raise SpecError(f"--device: {name!r} is unknown", "cpu or cuda")

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from planner.probe.plan_side.slices import Slice
 from planner.probe.run import ProbeRun
 from planner.specs.base import Spec
 
@@ -43,7 +42,7 @@ class ChunkSeconds(Spec):
     """Both measured apart: in the schedule itself where it splits backwards, else after the steps; null where not."""
 
 
-class Exchange(Spec):
+class TimedExchange(Spec):
     """One exchange timed by itself, after the steps."""
 
     name: str
@@ -104,7 +103,7 @@ class RankResult(Spec):
     actions: tuple[TimedAction, ...]
     """Of the last step."""
     chunks: tuple[ChunkSeconds, ...] = ()
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[TimedExchange, ...] = ()
     peak_in_flight_chunks: int
     memory: RankMemory | None = None
     checks: tuple[Check, ...] = ()
@@ -125,7 +124,7 @@ class OutOfMemory(Spec):
     asked_bytes: int | None = None
 
 
-class Measured(Spec):
+class MeasuredRun(Spec):
     """All ranks of one probe run."""
 
     run: ProbeRun
@@ -133,7 +132,7 @@ class Measured(Spec):
     out_of_memory: OutOfMemory | None = None
 
 
-class Comparison(Spec):
+class ComparedQuantity(Spec):
     """One quantity, predicted and measured."""
 
     name: str
@@ -167,7 +166,7 @@ class StageActivity(Spec):
     max_queue: int
 
 
-def stride_of(exchange: Exchange, run: ProbeRun) -> int | None:
+def stride_of(exchange: TimedExchange, run: ProbeRun) -> int | None:
     """How far apart the ranks of an exchange are; None of experts' gradients, whose ranks lie otherwise."""
     axis = exchange.name.split()[0]
     if axis not in ("tp", "cp") and exchange.size != run.dp * run.cp:
@@ -175,13 +174,24 @@ def stride_of(exchange: Exchange, run: ProbeRun) -> int | None:
     return 1 if axis == "tp" else run.tp
 
 
-def slowest_exchanges(ranks: Sequence[RankResult]) -> list[Exchange]:
+def slowest_exchanges(ranks: Sequence[RankResult]) -> list[TimedExchange]:
     """Of each kind of exchange the slowest rank's."""
-    slowest: dict[str, Exchange] = {}
+    slowest: dict[str, TimedExchange] = {}
     for exchange in (exchange for rank in ranks for exchange in rank.exchanges):
         if exchange.name not in slowest or exchange.seconds > slowest[exchange.name].seconds:
             slowest[exchange.name] = exchange
     return list(slowest.values())
+
+
+class PlanSlice(Spec):
+    """What of a plan is run."""
+
+    asked: str
+    run: str
+    reduced: tuple[str, ...] = ()
+    """What is smaller than in the plan."""
+    verified: tuple[str, ...] = ()
+    extrapolated: tuple[str, ...] = ()
 
 
 class ProbeResult(Spec):
@@ -194,11 +204,11 @@ class ProbeResult(Spec):
     torch_version: str
     inputs_sha256: str
     """Of the plan's inputs."""
-    slice: Slice
+    slice: PlanSlice
     sleeps: bool = False
     """Compute was replaced by sleeps: times say something about the schedule only."""
     tolerance_fraction: float
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[ComparedQuantity, ...]
     checks: tuple[Check, ...]
     activity: tuple[StageActivity, ...] = ()
     step_s: float | None = None
@@ -232,7 +242,7 @@ class ProbeResult(Spec):
         return not self.sleeps and any(comparison.agrees is not None for comparison in self.comparisons)
 
 
-Kind = Literal["error", "out_of_memory", "host_memory", "lost_peer"]
+FailureKind = Literal["error", "out_of_memory", "host_memory", "lost_peer"]
 """Out of memory is a GPU; the host's is another matter."""
 
 
@@ -243,7 +253,7 @@ class Failure(Spec):
     stage: int
     phase: str
     """And the action, where it was at one."""
-    kind: Kind
+    kind: FailureKind
     message: str
     traceback: str
     time_s: float

@@ -11,7 +11,7 @@ import yaml
 
 from planner.errors import SpecError, exit_code_of
 from planner.profile import kernels, stages
-from planner.profile.kernels import Problem
+from planner.profile.kernels import FitProblem
 from planner.profile.solve import least_squares, soft_l1
 from planner.profile.tables import has_table, measured_gpus
 from planner.shape import FloatArray
@@ -71,14 +71,14 @@ def hardware_with(hardware: HardwareSpec, values: Mapping[str, float]) -> Hardwa
     return hardware.model_copy(update={"efficiency": with_values(hardware.efficiency, ours)})
 
 
-def log_errors(problem: Problem, hardware: HardwareSpec, values: Mapping[str, float]) -> FloatArray:
+def log_errors(problem: FitProblem, hardware: HardwareSpec, values: Mapping[str, float]) -> FloatArray:
     """log(predicted / measured) of every row."""
     bench = {path.removeprefix(BENCH): value for path, value in values.items() if path.startswith(BENCH)}
     predicted = problem.predict(hardware_with(hardware, values), bench)
     return np.asarray(np.log(predicted / problem.measured_s))
 
 
-def fit(problem: Problem, hardware: HardwareSpec, keep: Any = slice(None)) -> dict[str, float]:
+def fit(problem: FitProblem, hardware: HardwareSpec, keep: Any = slice(None)) -> dict[str, float]:
     """The free numbers that explain the rows `keep` best, from any of a few first guesses."""
     names = list(problem.free)
     start, low, high = (np.log([problem.free[name][i] for name in names]) for i in range(3))
@@ -96,7 +96,7 @@ def fit(problem: Problem, hardware: HardwareSpec, keep: Any = slice(None)) -> di
     return values(min(found, key=lambda x: soft_l1(residuals(x), SCALE)))
 
 
-def left_out(problem: Problem, hardware: HardwareSpec) -> FloatArray:
+def left_out(problem: FitProblem, hardware: HardwareSpec) -> FloatArray:
     """log errors of rows whose whole group was left out of the fit."""
     names = np.unique(problem.groups)
     folds = [names[i :: min(NUM_FOLDS, len(names))] for i in range(min(NUM_FOLDS, len(names)))]
@@ -107,7 +107,7 @@ def left_out(problem: Problem, hardware: HardwareSpec) -> FloatArray:
     return errors
 
 
-PROBLEMS: tuple[tuple[str, Callable[[str], Problem]], ...] = (
+PROBLEMS: tuple[tuple[str, Callable[[str], FitProblem]], ...] = (
     ("stream", kernels.stream),
     ("gemm", kernels.gemm),
     ("gemm", kernels.gemm_fp8),
@@ -119,7 +119,7 @@ PROBLEMS: tuple[tuple[str, Callable[[str], Problem]], ...] = (
 """Table and what it is to explain, in order: later ones build on the numbers of earlier ones."""
 
 
-def problems(gpu: str) -> Sequence[Problem]:
+def problems(gpu: str) -> Sequence[FitProblem]:
     """Of the tables that there are of a GPU; one without rows (nothing timed in 8 bits) is no problem."""
     found = (problem(gpu) for table, problem in PROBLEMS if has_table(gpu, table))
     return [problem for problem in found if len(problem.measured_s)]
@@ -134,7 +134,7 @@ def fit_all(gpu: str, hardware: HardwareSpec, leave_out: bool = True) -> Hardwar
     return hardware
 
 
-def _report(problem: Problem, errors: FloatArray, left: FloatArray | None) -> None:
+def _report(problem: FitProblem, errors: FloatArray, left: FloatArray | None) -> None:
     labels = problem.labels if problem.labels is not None else np.full(len(errors), "")
     for label in np.unique(labels):
         of = labels == label

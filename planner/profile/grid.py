@@ -62,7 +62,7 @@ class StageShape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class ShapesToMeasure:
     """Shapes to measure."""
 
     budget_s: float
@@ -82,7 +82,7 @@ _WEIGHTS = (
 )  # fmt: skip
 """n × k of the layers of models from 1B to 405B, whole and sharded."""
 
-GPU = Grid(
+GPU = ShapesToMeasure(
     budget_s=0.05,
     products=tuple((m, n, k) for m in (1024, 2048, 4096, 8192) for n, k in _WEIGHTS),
     attentions=tuple(
@@ -105,7 +105,7 @@ GPU = Grid(
     exchanged_bytes=(2**20, 2**24, 2**28),
 )
 
-CPU = Grid(
+CPU = ShapesToMeasure(
     budget_s=0.05,
     products=tuple(
         (m, n, k)
@@ -132,7 +132,7 @@ CPU = Grid(
     exchanged_bytes=(2**14, 2**18, 2**22),
 )
 
-QUICK = Grid(
+QUICK = ShapesToMeasure(
     budget_s=0.002,
     products=((64, 64, 64), (128, 256, 128), (256, 256, 256)),
     attentions=(AttentionShape(1, 64, 4, 4, 32, 32), AttentionShape(1, 128, 4, 4, 64, 64)),
@@ -146,6 +146,6 @@ QUICK = Grid(
 )
 
 
-def grid_of(device: Device, quick: bool) -> Grid:
+def grid_of(device: Device, quick: bool) -> ShapesToMeasure:
     """The grid for a kind of device."""
     return QUICK if quick else GPU if device == "cuda" else CPU

@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 from planner.physics.compute import attention_s, gemm_s, product_s, stream_s
 from planner.physics.operators import BF16, FP32, Operator
-from planner.profile.tables import Table, Tables, read_table
+from planner.profile.tables import Table, TableSource, read_table
 from planner.shape import FloatArray
 from planner.specs.cluster import HardwareSpec
 from planner.specs.units import MICRO
 
 Bounds = tuple[float, float, float]
 """First guess, least and largest value."""
-Bench = Mapping[str, float]
+BenchNumbers = Mapping[str, float]
 """What describes the measurement and not the GPU."""
 
 TIMER: dict[str, Bounds] = {"bench.floor_us": (18.0, 5.0, 200.0)}
@@ -29,12 +29,12 @@ SHARE: Bounds = (0.7, 0.01, 1.1)
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class FitProblem:
     """Free numbers (paths inside `Efficiency`; `bench.*` belong to the measurement) that explain one measured table."""
 
     name: str
     free: dict[str, Bounds]
-    predict: Callable[[HardwareSpec, Bench], FloatArray]
+    predict: Callable[[HardwareSpec, BenchNumbers], FloatArray]
     measured_s: FloatArray
     groups: npt.NDArray[np.str_]
     """Rows with the same name are left out together."""
@@ -49,12 +49,12 @@ class Problem:
     Whole stages, slow to price, have no such numbers."""
 
 
-def cold(seconds: FloatArray, bench: Bench) -> FloatArray:
+def cold(seconds: FloatArray, bench: BenchNumbers) -> FloatArray:
     """Seconds of work that is timed alone, so short that the power limit does not bind yet."""
     return seconds / (1 + bench["boost"] * np.exp(-seconds / (bench["boost_us"] * MICRO)))
 
 
-def floored(seconds: FloatArray, bench: Bench) -> FloatArray:
+def floored(seconds: FloatArray, bench: BenchNumbers) -> FloatArray:
     """What a stop-watch around one call shows."""
     return np.maximum(seconds, bench["floor_us"] * MICRO)
 
@@ -69,7 +69,7 @@ PRODUCTS: dict[str, tuple[str, int]] = {
 """Columns of a table of products: which pass, and the bytes moved per weight where it is dw (sums: both ways)."""
 
 
-class Timed:
+class ProductCells:
     """The cells of a table of products that hold a time, column after column."""
 
     def __init__(self, table: Table, grouped: bool = True) -> None:
@@ -94,14 +94,14 @@ class Timed:
         return np.asarray(np.concatenate(parts)[self.cells])
 
 
-def gemm(tables: Tables) -> Problem:
+def gemm(tables: TableSource) -> FitProblem:
     """Dense bf16 products, three passes."""
     table = read_table(tables, "gemm")
     m, n, k = (table.number(c) for c in "mnk")
-    op, timed = Operator(name="gemm", kind="gemm", m=m, n=n, k=k), Timed(table)
+    op, timed = Operator(name="gemm", kind="gemm", m=m, n=n, k=k), ProductCells(table)
     # one kind of sum does not tell what it costs from how fast its product is
     alike = {"gemm.wgrad_fraction": "gemm.dgrad_fraction"} if timed.wgrads == {"wgrad_fp32_sum_us"} else {}
-    return Problem(
+    return FitProblem(
         name="gemm",
         free={
             "gemm.forward_fraction": SHARE,
@@ -122,17 +122,17 @@ def gemm(tables: Tables) -> Problem:
     )
 
 
-def gemm_fp8(tables: Tables) -> Problem:
+def gemm_fp8(tables: TableSource) -> FitProblem:
     """Dense fp8 products, forward, operands already cast."""
     table = read_table(tables, "gemm")
     table = table.where(np.isfinite(table.number("fp8_forward_us")))
     m, n, k = (table.number(c) for c in "mnk")
 
-    def predict(hardware: HardwareSpec, bench: Bench) -> FloatArray:
+    def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         fraction = hardware.efficiency.gemm.forward_fraction
         return floored(cold(np.asarray(product_s(hardware, "fp8", fraction, 1, m, n, k)), bench), bench)
 
-    return Problem(
+    return FitProblem(
         name="gemm fp8",
         free={"gemm.fp8_factor": (1.0, 0.3, 1.2), **TIMER, **COLD},
         predict=predict,
@@ -141,15 +141,15 @@ def gemm_fp8(tables: Tables) -> Problem:
     )
 
 
-def gemm_grouped(tables: Tables) -> Problem:
+def gemm_grouped(tables: TableSource) -> FitProblem:
     """Experts' bf16 products, three passes: in one launch, or a few at a time on streams."""
     table = read_table(tables, "grouped_gemm")
     count, m, n, k = (table.number(c) for c in ("count", "rows", "n", "k"))
     op = Operator(name="grouped", kind="gemm", count=count, m=m, n=n, k=k)
     streams = "streams" in table
-    timed = Timed(table, grouped=not streams)
+    timed = ProductCells(table, grouped=not streams)
     launches = timed.each(count) if streams else 1.0
-    return Problem(
+    return FitProblem(
         name="gemm grouped",
         free={"gemm.grouped_factor": (0.93, 0.3, 1.2), **TIMER},
         predict=lambda hardware, bench: np.maximum(timed.seconds(op, hardware), launches * bench["floor_us"] * MICRO),
@@ -159,7 +159,7 @@ def gemm_grouped(tables: Tables) -> Problem:
     )
 
 
-def attention(tables: Tables, backend: str) -> Problem:
+def attention(tables: TableSource, backend: str) -> FitProblem:
     """One attention backend, forward and backward."""
     table = read_table(tables, "attention")
     table = table.where(table.text("backend") == backend)
@@ -171,13 +171,13 @@ def attention(tables: Tables, backend: str) -> Problem:
         v_dim=v,
     )  # fmt: skip
 
-    def predict(hardware: HardwareSpec, bench: Bench) -> FloatArray:
+    def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         kernel = {"cudnn": hardware.efficiency.cudnn if backend == "cudnn" else None}
         one = hardware.model_copy(update={"efficiency": hardware.efficiency.model_copy(update=kernel)})
         forward_s, backward_s = attention_s(op, one)
         return np.concatenate((forward_s + bench["issue_us"] * MICRO, backward_s + bench["autograd_us"] * MICRO))
 
-    return Problem(
+    return FitProblem(
         name=f"attention {backend}",
         free={
             f"{backend}.forward_fraction": SHARE,
@@ -212,7 +212,7 @@ STREAMS: dict[str, tuple[str, float, int, float, int]] = {
 """Operator: family; bytes per element and kernels of the forward; the same of the backward. As in `physics.layers`."""
 
 
-def stream(tables: Tables) -> Problem:
+def stream(tables: TableSource) -> FitProblem:
     """Memory-bound operators, by family."""
     table = read_table(tables, "stream")
     table = table.where(np.isin(table.text("operator"), list(STREAMS)))
@@ -226,7 +226,7 @@ def stream(tables: Tables) -> Problem:
     kernels = np.array([r[4 if b else 2] for r, b in zip(rows, in_backward, strict=True)])
     families = np.array([r[0] for r in rows])
 
-    def predict(hardware: HardwareSpec, bench: Bench) -> FloatArray:
+    def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         seconds = np.zeros(len(names))
         for family in np.unique(families):
             of = families == family
@@ -234,7 +234,7 @@ def stream(tables: Tables) -> Problem:
         return np.maximum(seconds, np.where(in_backward, bench["autograd_us"], bench["floor_us"]) * MICRO)
 
     fitted = sorted(set(families.tolist()) - {"copy"})
-    return Problem(
+    return FitProblem(
         name="stream",
         free={
             "stream_fraction": SHARE,

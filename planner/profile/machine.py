@@ -13,7 +13,7 @@ from planner.probe.run import Device
 from planner.profile import kernels
 from planner.profile.fit_kernels import Residuals, fit, hardware_with, log_errors
 from planner.profile.grid import StageShape, grid_of
-from planner.profile.kernels import STREAMS, Bench, Bounds, Problem
+from planner.profile.kernels import STREAMS, BenchNumbers, Bounds, FitProblem
 from planner.profile.probed import chunk_costs
 from planner.profile.record import Machine, Record
 from planner.profile.tables import Table
@@ -158,7 +158,7 @@ def _backends(record: Record) -> tuple[str, ...]:
     return tuple(name for name in ("cudnn", "flash") if name in totals and not (name == "cudnn" and slower))
 
 
-def _problems(record: Record) -> list[Problem]:
+def _problems(record: Record) -> list[FitProblem]:
     tables: Mapping[str, Table] = {
         name: record.table(name, "forward_us") for name in ("stream", "gemm", "attention", "stage")
     }
@@ -169,13 +169,13 @@ def _problems(record: Record) -> list[Problem]:
     return problems
 
 
-def stages(record: Record, table: Table) -> Problem:
+def stages(record: Record, table: Table) -> FitProblem:
     """Whole stages: forward, backward and optimizer, as the probe ran them."""
     device = record.measured.machine.device
     shapes: tuple[StageShape, ...] = grid_of(device, record.measured.quick).stages
     runs = [shapes[int(number)].run(device) for number in table.number("stage")]
 
-    def predict(hardware: HardwareSpec, bench: Bench) -> FloatArray:
+    def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         cluster = ClusterSpec(hardware=hardware, num_gpus=max(run.tp for run in runs))
         costs = [chunk_costs(run, cluster)[0] for run in runs]
         forward = [float(cost.forward_s) for cost in costs]
@@ -183,7 +183,7 @@ def stages(record: Record, table: Table) -> Problem:
         return np.array([*forward, *backward, *(float(cost.optimizer_s) for cost in costs)])
 
     ways = ("forward", "backward", "optimizer")
-    return Problem(
+    return FitProblem(
         name="stage",
         num_guesses=1,
         free=IN_STAGES[device],

@@ -22,12 +22,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from planner.errors import PlannerError
+from planner.probe.launch.devices import require_gpu
 from planner.probe.launch.launcher import launch
-from planner.probe.plan_side.gpu_run import require_gpu
 from planner.probe.run import Device
-from planner.probe.worker.stage_worker import stage_child
-from planner.profile.grid import AttentionShape, Grid, StageShape
-from planner.profile.record import Machine, Record, Row
+from planner.probe.worker.stage_worker import stage_process
+from planner.profile.grid import AttentionShape, ShapesToMeasure, StageShape
+from planner.profile.record import Machine, MeasuredRow, Record
 from planner.specs.units import MICRO
 
 WARM_UP, FEWEST, MOST = 2, 3, 30
@@ -39,15 +39,15 @@ MOST_MEMORY_FRACTION = 0.5
 """Of the device: larger operands are left out."""
 
 
-class Task(NamedTuple):
+class MeasurementTask(NamedTuple):
     """One row to measure: what names it, and how; RuntimeError where the device cannot do it."""
 
     table: str
-    key: Row
-    measure: Callable[[], Row]
+    key: MeasuredRow
+    measure: Callable[[], MeasuredRow]
 
 
-class Bench:
+class Stopwatch:
     """Seconds of calls on one device."""
 
     def __init__(self, device: Device, budget_s: float) -> None:
@@ -100,7 +100,7 @@ def machine_of(device: Device) -> Machine:
         )  # fmt: skip
     require_gpu(device)
     properties = torch.cuda.get_device_properties(0)
-    product_row(Bench(device, 0.0), 256, 256, 256)  # a context without cuBLAS and loaded kernels is smaller
+    product_row(Stopwatch(device, 0.0), 256, 256, 256)  # a context without cuBLAS and loaded kernels is smaller
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info(0)
     hip = getattr(torch.version, "hip", None)
@@ -136,30 +136,30 @@ def _driver() -> str:
     return f", driver {said[0].strip()}" if said else ""
 
 
-def tasks(device: Device, grid: Grid) -> Iterator[Task]:
+def tasks(device: Device, grid: ShapesToMeasure) -> Iterator[MeasurementTask]:
     """Every row of every table, links aside; quick ones first."""
-    bench, free = Bench(device, grid.budget_s), _memory(device)
+    bench, free = Stopwatch(device, grid.budget_s), _memory(device)
     for name, rows, columns in grid.streams:
         if 40 * rows * columns < MOST_MEMORY_FRACTION * free:
-            key: Row = {"operator": name, "rows": rows, "columns": columns}
-            yield Task("stream", key, partial(stream_row, bench, name, rows, columns))
+            key: MeasuredRow = {"operator": name, "rows": rows, "columns": columns}
+            yield MeasurementTask("stream", key, partial(stream_row, bench, name, rows, columns))
     for m, n, k in grid.products:
         if 2 * (m * n + m * k + n * k) < MOST_MEMORY_FRACTION * free:
-            yield Task("gemm", {"m": m, "n": n, "k": k}, partial(product_row, bench, m, n, k))
+            yield MeasurementTask("gemm", {"m": m, "n": n, "k": k}, partial(product_row, bench, m, n, k))
     for shape in grid.attentions:
         for backend in BACKENDS if device == "cuda" else ("flash",):
-            yield Task(
+            yield MeasurementTask(
                 "attention", {**shape._asdict(), "backend": backend}, partial(attention_row, bench, shape, backend)
             )
     for number, stage in enumerate(grid.stages):
-        yield Task("stage", {"stage": number}, partial(stage_row, device, stage))
+        yield MeasurementTask("stage", {"stage": number}, partial(stage_row, device, stage))
 
 
 def _memory(device: Device) -> int:
     return torch.cuda.mem_get_info()[0] if device == "cuda" else machine_of(device).memory_bytes
 
 
-def product_row(bench: Bench, m: int, n: int, k: int) -> Row:
+def product_row(bench: Stopwatch, m: int, n: int, k: int) -> MeasuredRow:
     """y = x·wᵀ, dx = dy·w, dw = dyᵀ·x in bf16."""
     x, w, dy = bench.normal(m, k), bench.normal(n, k), bench.normal(m, n)
     return {
@@ -169,7 +169,7 @@ def product_row(bench: Bench, m: int, n: int, k: int) -> Row:
     }
 
 
-def attention_row(bench: Bench, shape: AttentionShape, backend: str) -> Row:
+def attention_row(bench: Stopwatch, shape: AttentionShape, backend: str) -> MeasuredRow:
     """Causal attention, forward and all three gradients. RuntimeError where the backend does not take the shape."""
     batch, seq, heads, kv_heads, qk_dim, v_dim = shape
     q = bench.normal(batch, heads, seq, qk_dim, grad=True)
@@ -187,7 +187,7 @@ def attention_row(bench: Bench, shape: AttentionShape, backend: str) -> Row:
         }
 
 
-def stream_row(bench: Bench, name: str, rows: int, columns: int) -> Row:
+def stream_row(bench: Stopwatch, name: str, rows: int, columns: int) -> MeasuredRow:
     """One memory-bound operator, and its backward where it has one; `kernels.STREAMS` knows what they move."""
     grad = name in ("swiglu", "rms_norm", "layer_norm", "cross_entropy_fp32")
     x = bench.normal(rows, columns, grad=grad)
@@ -211,25 +211,25 @@ def stream_row(bench: Bench, name: str, rows: int, columns: int) -> Row:
         labels = torch.randint(0, columns, (rows,), device=bench.device)
         if name.endswith("norm"):
             inputs = (x, weight)
-        found: Row = {"forward_us": bench.microseconds(calls[name]), "backward_us": None}
+        found: MeasuredRow = {"forward_us": bench.microseconds(calls[name]), "backward_us": None}
     if grad:
         found["backward_us"] = bench.backward_us(calls[name](), inputs)
     return found
 
 
-def _adamw(bench: Bench, size: int) -> Callable[[], Tensor]:
+def _adamw(bench: Stopwatch, size: int) -> Callable[[], Tensor]:
     parameter = torch.nn.Parameter(torch.zeros(size, device=bench.device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     return cast(Callable[[], Tensor], optimizer.step)
 
 
-def stage_row(device: Device, stage: StageShape) -> Row:
+def stage_row(device: Device, stage: StageShape) -> MeasuredRow:
     """A stage in a process of its own, as `plan probe --stage` runs it: what kernels timed alone do not show."""
     if device == "cuda":
         torch.cuda.empty_cache()
     try:
-        measured = launch(stage.run(device), stage_child, ranks=(0,))
+        measured = launch(stage.run(device), stage_process, ranks=(0,))
     except PlannerError as error:
         raise RuntimeError(error.message) from None
     if measured.out_of_memory is not None:
@@ -242,7 +242,7 @@ def stage_row(device: Device, stage: StageShape) -> Row:
     }
 
 
-def measure(record: Record, todo: Sequence[Task], done: Callable[[], None]) -> list[str]:
+def measure(record: Record, todo: Sequence[MeasurementTask], done: Callable[[], None]) -> list[str]:
     """Measure what `record` does not have yet, and say what the device could not do; `done` after each row.
 
     A row that raises RuntimeError (no such kernel, no memory) is kept without numbers. Whatever ends this early, the

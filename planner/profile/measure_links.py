@@ -23,7 +23,7 @@ from planner.errors import ProbeError
 from planner.files import write_text
 from planner.probe.rank.exchanges import barrier
 from planner.probe.run import Device
-from planner.profile.record import Row
+from planner.profile.record import MeasuredRow
 from planner.specs.units import MICRO
 
 KINDS: dict[Device, tuple[str, ...]] = {
@@ -64,7 +64,7 @@ def num_processes(device: Device, num_devices: int) -> int:
     return num_devices if device == "cuda" else min(num_devices, MOST_PROCESSES)
 
 
-def spawned_rows(device: Device, size: int, sizes: Sequence[int], local_size: int | None = None) -> list[Row]:
+def spawned_rows(device: Device, size: int, sizes: Sequence[int], local_size: int | None = None) -> list[MeasuredRow]:
     """Exchanges between `size` processes started here, one a device; no rows where there is only one.
 
     With a `local_size` every so many of them count as a machine. Raises ProbeError where a process fails or does not
@@ -90,7 +90,7 @@ def spawned_rows(device: Device, size: int, sizes: Sequence[int], local_size: in
         if any(codes) or None in codes:
             why = f"they ended with {codes}" if any(codes) else f"no answer in {JOIN_S:.0f} s"
             raise ProbeError(f"exchanges between {size} processes could not be timed: {why}")
-        return cast(list[Row], json.loads((folder / ROWS_FILE).read_text()))
+        return cast(list[MeasuredRow], json.loads((folder / ROWS_FILE).read_text()))
     finally:
         for process in processes:
             if process.is_alive():
@@ -108,7 +108,7 @@ def _child(folder: Path, device: Device, ranks: Ranks, sizes: tuple[int, ...]) -
         write_text(folder / ROWS_FILE, json.dumps(rows))
 
 
-def exchange_rows(device: Device, ranks: Ranks, sizes: Sequence[int], store: Any = None) -> list[Row]:
+def exchange_rows(device: Device, ranks: Ranks, sizes: Sequence[int], store: Any = None) -> list[MeasuredRow]:
     """What each exchange takes the slowest rank: tier 0 within a machine, 1 between ranks of the same number on all.
 
     All ranks call it; without a store they meet where torchrun says. Every port of a machine is busy in tier 1 at once.
@@ -131,7 +131,7 @@ def exchange_rows(device: Device, ranks: Ranks, sizes: Sequence[int], store: Any
         dist.destroy_process_group()
 
 
-def _rows(device: Device, ranks: Ranks, sizes: Sequence[int]) -> Iterator[Row]:
+def _rows(device: Device, ranks: Ranks, sizes: Sequence[int]) -> Iterator[MeasuredRow]:
     for tier, members in enumerate(_groups(ranks)):
         if len(members[0]) < 2:
             continue

@@ -14,11 +14,11 @@ from planner.physics.cost import PartCost, sum_parts
 from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
 from planner.probe.plan_side.eager import EAGER, training_of
-from planner.probe.result import Exchange, ProbeResult, RankResult, stride_of
+from planner.probe.result import ProbeResult, RankResult, TimedExchange, stride_of
 from planner.probe.run import ProbeRun
 from planner.probe.verdict.slowness import require_speed
 from planner.profile.fit_kernels import Residuals, fit, log_errors
-from planner.profile.kernels import Bench, Problem
+from planner.profile.kernels import BenchNumbers, FitProblem
 from planner.shape import FloatArray, Shape
 from planner.specs.cluster import ClusterSpec, HardwareSpec
 from planner.specs.training import Recompute
@@ -55,7 +55,7 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
     return links.model_copy(update=measured)
 
 
-def passes(result: ProbeResult, cluster: ClusterSpec) -> Problem:
+def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     """Forward and backward of every virtual stage that ran, as a problem in the kernels' factors.
 
     Predicted for the probe's own run: its shapes, its layers, eager torch; exchanges where it had peers.
@@ -64,7 +64,7 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> Problem:
     measured = _measured(result)
     stages = sorted(measured)
 
-    def predict(hardware: HardwareSpec, bench: Bench) -> FloatArray:
+    def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         costs = [chunk_costs(run, _with(cluster, hardware))[stage] for stage in stages]
         forward = [cost.forward_s if alone else cost.forward_total_s for cost in costs]
         backward = [cost.input_grad_s + cost.weight_grad_s if alone else cost.backward_total_s for cost in costs]
@@ -73,7 +73,7 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> Problem:
 
     start = {name: float(getattr(cluster.hardware.efficiency, name)) for name in KERNELS}
     seconds = [*(measured[stage][0] for stage in stages), *(measured[stage][1] for stage in stages)]
-    return Problem(
+    return FitProblem(
         name="probe",
         free={name: (value, value / RANGE, value * RANGE) for name, value in start.items()},
         predict=predict,
@@ -147,7 +147,7 @@ def _with(cluster: ClusterSpec, hardware: HardwareSpec) -> ClusterSpec:
 
 def _link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
     """Of each tier that an exchange ran on alone, the share of its rate that the largest such exchange reached."""
-    run, found = result.run, dict[str, list[tuple[Exchange, float]]]()
+    run, found = result.run, dict[str, list[tuple[TimedExchange, float]]]()
     for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
         stride = stride_of(exchange, run)
         level = None if stride is None else _tier_alone(exchange.size, stride, cluster)
@@ -172,7 +172,7 @@ def _tier_alone(size: int, stride: int, cluster: ClusterSpec) -> int | None:
     return level if size > 1 and (level == 0 or members[level - 1] == 1) else None
 
 
-def _share(exchange: Exchange, level: int, cluster: ClusterSpec) -> float | None:
+def _share(exchange: TimedExchange, level: int, cluster: ClusterSpec) -> float | None:
     """Share of the tier's rate, latency aside; None where latency is most of it."""
     tier = cluster.tiers[level]
     kind: Kind = "all_reduce" if exchange.name.endswith("all-reduce") else "all_gather"

@@ -16,7 +16,7 @@ from planner.profile.tables import Table
 from planner.specs.base import Spec
 from planner.specs.reading import read_text
 
-Row = dict[str, float | int | str | None]
+MeasuredRow = dict[str, float | int | str | None]
 """Columns of one measurement; null where the device could not do it."""
 SAVE_EVERY_S = 2.0
 MAX_BYTES = 2**24
@@ -44,7 +44,7 @@ class Measurements(Spec):
     machine: Machine
     quick: bool
     date: str
-    tables: dict[str, list[Row]] = Field(default_factory=dict)
+    tables: dict[str, list[MeasuredRow]] = Field(default_factory=dict)
 
 
 class Record:
@@ -59,11 +59,11 @@ class Record:
             self.measured = kept
         self.num_kept = sum(map(len, self.measured.tables.values()))
 
-    def has(self, table: str, key: Row) -> bool:
+    def has(self, table: str, key: MeasuredRow) -> bool:
         """Whether the measurement that `key` names is there."""
         return any(key.items() <= row.items() for row in self.measured.tables.get(table, ()))
 
-    def add(self, table: str, row: Row) -> None:
+    def add(self, table: str, row: MeasuredRow) -> None:
         """Keep a row; the file follows every few seconds."""
         self.measured.tables.setdefault(table, []).append(row)
         if time.monotonic() - self.saved_s > SAVE_EVERY_S:

@@ -10,7 +10,7 @@ import numpy as np
 from planner.physics.compute import PassSeconds, accumulate_s, optimizer_s, part_seconds
 from planner.physics.layers import decoder_layer, embedding, head
 from planner.physics.operators import Item, Operator, num_parameters, operators_of
-from planner.profile.kernels import COLD, Bench, Problem, cold
+from planner.profile.kernels import COLD, BenchNumbers, FitProblem, cold
 from planner.profile.tables import Table, read_table
 from planner.shape import FloatArray, Shape
 from planner.specs.cluster import HardwareSpec
@@ -42,7 +42,7 @@ def _seconds(items: list[Operator], hardware: HardwareSpec) -> PassSeconds:
     return part_seconds(items, hardware, "bf16", EAGER)
 
 
-class Rows:
+class ModelRows:
     """The rows of one model in `layers.csv` or `stages.csv`, with their operators."""
 
     def __init__(self, table: Table, name: str, pipelined: bool) -> None:
@@ -71,7 +71,7 @@ class Rows:
     def _operators(items: tuple[Item, ...]) -> list[Operator]:
         return operators_of(items)
 
-    def predict(self, hardware: HardwareSpec, bench: Bench) -> Passes:
+    def predict(self, hardware: HardwareSpec, bench: BenchNumbers) -> Passes:
         """Seconds of one micro-batch; a layer alone runs at the clocks of a short measurement."""
         layer = _seconds(self.layer, hardware)
         backward = layer.dgrad_s + layer.wgrad_s
@@ -104,17 +104,17 @@ class Rows:
         return np.asarray(optimizer_s(hardware, shard, EAGER, np.minimum(self._table(), shard)))
 
 
-def _groups(table: Table, pipelined: bool) -> list[Rows]:
-    return [Rows(table, name, pipelined) for name in np.unique(table.text("model"))]
+def _groups(table: Table, pipelined: bool) -> list[ModelRows]:
+    return [ModelRows(table, name, pipelined) for name in np.unique(table.text("model"))]
 
 
-def steps(gpu: str) -> Problem:
+def steps(gpu: str) -> FitProblem:
     """Layers and stages in eager torch: forward, backward, and the stages' optimizer."""
     layers = read_table(gpu, "layers")
     alone = _groups(layers.where(layers.number("compiled") == 0), pipelined=False)
     staged = _groups(read_table(gpu, "stages"), pipelined=True)
 
-    def predict(hardware: HardwareSpec, bench: Bench) -> FloatArray:
+    def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         passes = [rows.predict(hardware, bench) for rows in (*alone, *staged)]
         optimizer = [rows.optimizer_s(hardware) for rows in staged]
         return np.concatenate([p.forward_s for p in passes] + [p.backward_s for p in passes] + optimizer)
@@ -124,7 +124,7 @@ def steps(gpu: str) -> Problem:
     labels = [f"{kind} {way}" for way in ("forward", "backward") for kind in kinds]
     labels += ["stage optimizer"] * kinds.count("stage")
     names = np.concatenate([rows.names for rows in (*alone, *staged)])
-    return Problem(
+    return FitProblem(
         name="steps",
         num_guesses=1,
         free={

@@ -41,7 +41,7 @@ class Table:
         return table
 
 
-Tables = str | Mapping[str, Table]
+TableSource = str | Mapping[str, Table]
 """The tables of a GPU whose name is a folder of this package, or tables by name."""
 
 
@@ -55,7 +55,7 @@ def has_table(gpu: str, name: str) -> bool:
     return (resources.files(__package__) / "data" / gpu / f"{name}.csv").is_file()
 
 
-def read_table(tables: Tables, name: str) -> Table:
+def read_table(tables: TableSource, name: str) -> Table:
     """The table `name`: of a GPU, `data/<gpu>/<name>.csv` of this package."""
     if not isinstance(tables, str):
         return tables[name]

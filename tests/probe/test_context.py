@@ -11,14 +11,12 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from tiny import TINY  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from planner.probe.model import context_attention  # noqa: E402
-from planner.probe.model.attention import (  # noqa: E402
-    Attention,
-    Tables,
-    core_attention,
-)
-from planner.probe.model.context_attention import Rules, _flash, _flash_backward, gather, scatter, shard  # noqa: E402
-from planner.probe.model.peers import EmulatedPeers, Surroundings, TensorPeers  # noqa: E402
+from planner.probe.model.attention import Attention, core_attention  # noqa: E402
+from planner.probe.model.attention_kernels import Visibility, flash_backward, flash_forward  # noqa: E402
+from planner.probe.model.attention_tables import AttentionTables  # noqa: E402
+from planner.probe.model.peers import EmulatedPeers, TensorPeers  # noqa: E402
+from planner.probe.model.split_sequence import gather, scatter, shard  # noqa: E402
+from planner.probe.model.surroundings import Surroundings  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 
 
@@ -51,7 +49,7 @@ def kept_bytes(seq_length: int, cp: TensorPeers) -> int:
     around = Surroundings(cp=cp)
     layer = Attention(model := ModelSpec(num_hidden_layers=1, **TINY), model.layers[0], around)
     weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    tables = Tables.of(model, seq_length * cp.size, around, torch.empty(0))
+    tables = AttentionTables.of(model, seq_length * cp.size, around, torch.empty(0))
     weights |= {table.untyped_storage().data_ptr() for table in (tables.cos, tables.sin)}
     kept: dict[int, int] = {}
 
@@ -75,10 +73,10 @@ def test_the_flash_kernel_takes_a_chunk_and_its_gradient(window: int) -> None:
         return torch.empty(rows, 2, heads, dim, device="meta", dtype=torch.bfloat16)
 
     q, k, v = empty(4, 4, 24), empty(16, 2, 24), empty(16, 2, 16)
-    rules = Rules(None, window, None)
-    out, *kept = _flash(q, k, v, rules)
+    rules = Visibility(None, window, None)
+    out, *kept = flash_forward(q, k, v, rules)
     assert out.shape == (4, 2, 4, 16)
-    grads = _flash_backward(torch.empty_like(out), q, out.contiguous(), k, v, rules, kept)
+    grads = flash_backward(torch.empty_like(out), q, out.contiguous(), k, v, rules, kept)
     assert [grad.shape for grad in grads[:3]] == [q.shape, k.shape, v.shape]
 
 
@@ -109,7 +107,7 @@ def test_sinks_take_their_share_from_what_the_flash_kernel_returns(monkeypatch: 
 
     expected = attend()
     for name, stand_in in (("_kernel", kernel), ("_kernel_backward", kernel_backward)):
-        monkeypatch.setattr(context_attention, name, stand_in)
+        monkeypatch.setattr(f"planner.probe.model.attention_kernels.{name}", stand_in)
     monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: True)
     for found, one in zip(attend(), expected, strict=True):
         torch.testing.assert_close(found, one)
@@ -119,7 +117,7 @@ def test_sinks_take_their_share_from_what_the_flash_kernel_returns(monkeypatch: 
 def test_chunks_attend_as_sequences_of_their_own(seq_length: int) -> None:
     model = ModelSpec(num_hidden_layers=1, **TINY, attention_chunk_size=4)
     q, k, v = torch.randn(3, seq_length, 1, 2, 8).unbind()
-    mask = Tables.of(model, seq_length, Surroundings(), q).window_mask
+    mask = AttentionTables.of(model, seq_length, Surroundings(), q).window_mask
     apart = [
         core_attention(*(x[part] for x in (q, k, v)), None, 0, None, TensorPeers(1, 0))
         for part in (slice(0, 4), slice(4, seq_length))
@@ -130,14 +128,14 @@ def test_chunks_attend_as_sequences_of_their_own(seq_length: int) -> None:
 
 def test_a_chunk_as_long_as_the_sequence_needs_no_mask() -> None:
     model = ModelSpec(num_hidden_layers=1, **TINY, attention_chunk_size=8)
-    assert Tables.of(model, 8, Surroundings(), torch.empty(0)).window_mask is None
+    assert AttentionTables.of(model, 8, Surroundings(), torch.empty(0)).window_mask is None
 
 
 @pytest.mark.parametrize(("window", "flash"), [(None, False), (4, True)])
 def test_nothing_as_large_as_the_sequence_squared_is_made_where_no_mask_is_needed(
     window: int | None, flash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: flash)
+    monkeypatch.setattr("planner.probe.model.attention_tables.takes_flash", lambda x: flash)
     model = ModelSpec(num_hidden_layers=1, **TINY, sliding_window=window)
     largest = 0
 
@@ -149,5 +147,5 @@ def test_nothing_as_large_as_the_sequence_squared_is_made_where_no_mask_is_neede
             return made
 
     with Sizes():
-        Tables.of(model, 1024, Surroundings(), torch.empty(0))
+        AttentionTables.of(model, 1024, Surroundings(), torch.empty(0))
     assert 0 < largest < 1024**2

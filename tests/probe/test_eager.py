@@ -20,11 +20,12 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.cli import main  # noqa: E402
 from planner.probe.plan_side.eager import EAGER, in_eager_torch  # noqa: E402
-from planner.probe.plan_side.gpu_run import ranks_result, ranks_run  # noqa: E402
-from planner.probe.plan_side.slices import planned_seconds  # noqa: E402
+from planner.probe.plan_side.gpu_run import ranks_run  # noqa: E402
+from planner.probe.plan_side.options import ProbeOptions  # noqa: E402
+from planner.probe.plan_side.planned_seconds import planned_seconds  # noqa: E402
 from planner.probe.result import (  # noqa: E402
     ChunkSeconds,
-    Measured,
+    MeasuredRun,
     OutOfMemory,
     ProbeResult,
     RankMemory,
@@ -33,7 +34,7 @@ from planner.probe.result import (  # noqa: E402
     TimedAction,
 )
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.probe.verdict.outcome import Options  # noqa: E402
+from planner.probe.verdict.judge import judge_ranks  # noqa: E402
 from planner.probe.verdict.slowness import slowness  # noqa: E402
 from planner.schedule.replay import Durations, replay  # noqa: E402
 
@@ -111,11 +112,11 @@ def probe_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`plan probe` on eight GPUs that take `factor` times as long as eager torch is priced: exit code and result."""
 
     def probe(plan: Plan, factor: float, *options: str) -> tuple[int, ProbeResult]:
-        def launch(run: ProbeRun, child: Any = None, ranks: Any = ()) -> Measured:
+        def launch(run: ProbeRun, child: Any = None, ranks: Any = ()) -> MeasuredRun:
             found = (rank_as_priced(plan, run, rank, factor, bool(ranks)) for rank in ranks or range(run.world_size))
-            return Measured(run=run, ranks=tuple(found))
+            return MeasuredRun(run=run, ranks=tuple(found))
 
-        monkeypatch.setattr("planner.probe.plan_side.gpu_run.launch", launch)
+        monkeypatch.setattr("planner.probe.probe.launch", launch)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
         (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
@@ -199,16 +200,16 @@ def test_no_stage_is_slow_that_takes_what_eager_torch_takes(
 
 def test_memory_that_eager_torch_was_to_lack_contradicts_no_plan() -> None:
     plan, out_of_memory = make_plan(), OutOfMemory(rank=0, stage=0, phase="warm-up", message="")
-    run, grid, stages = ranks_run(plan, Options(device="cuda"), num_gpus=8)
-    measured = Measured(run=run, ranks=(), out_of_memory=out_of_memory)
-    result = ranks_result(plan, Options(device="cuda"), measured, grid, stages)
+    run, grid, stages = ranks_run(plan, ProbeOptions(device="cuda"), num_gpus=8)
+    measured = MeasuredRun(run=run, ranks=(), out_of_memory=out_of_memory)
+    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, stages)
     needed_bytes = in_eager_torch(plan).stages[0].memory.total_bytes
     assert result.predicted_bytes == needed_bytes > plan.stages[0].memory.total_bytes
     assert not result.agrees
     small = plan.cluster.hardware.model_copy(update={"memory_gib": needed_bytes / 2**30 - 0.1})
     tight = plan.model_copy(update={"cluster": ClusterSpec(hardware=small, num_gpus=8)})
     with pytest.raises(ProbeError, match="stage 0 ran out of memory as predicted: eager torch"):
-        ranks_result(tight, Options(device="cuda"), measured, grid, stages)
+        judge_ranks(tight, ProbeOptions(device="cuda"), measured, grid, stages)
 
 
 @pytest.mark.parametrize(("hardware", "is_doubted"), [("h200", False), ("h100", True)])

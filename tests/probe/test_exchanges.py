@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe.model.peers import GroupPeers, Surroundings  # noqa: E402
+from planner.probe.model.peers import GroupPeers  # noqa: E402
+from planner.probe.model.surroundings import Surroundings  # noqa: E402
 from planner.probe.rank import exchanges  # noqa: E402
 
 

@@ -24,9 +24,9 @@ import faulty
 import torch
 
 from planner.probe.launch.launcher import launch
-from planner.probe.verdict.compare import run_checks
+from planner.probe.verdict.checks import run_checks
+from planner.probe.worker.failure import asked_bytes, failure_of
 from planner.probe.worker.handshake import Identity, compare, disagreement
-from planner.probe.worker.process import asked_bytes, failure_of
 
 HERE = Path(__file__).parent
 

@@ -25,12 +25,16 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import torch
 
 from planner.cli import main
-from planner.probe.plan_side import slices
-from planner.probe.plan_side.gpu_run import distinct_stages, ranks_result, ranks_run
-from planner.probe.probe import Options, probe, require_split
+from planner.probe.plan_side.chunks import real_chunks, scaled_chunks
+from planner.probe.plan_side.gpu_run import ranks_run, stand_in_stages
+from planner.probe.plan_side.rank_grid import RankGrid, fit_gpus, fit_processes
+from planner.probe.plan_side.small_model import scaled_model
+from planner.probe.probe import ProbeOptions, probe, require_split
 from planner.probe.rank.gradients import FlatParameters, Sharding
-from planner.probe.result import Exchange, Measured, OutOfMemory, ProbeResult, RankMemory, StepSeconds
+from planner.probe.result import MeasuredRun, OutOfMemory, ProbeResult, RankMemory, StepSeconds, TimedExchange
+from planner.probe.run import ChunkSpec
 from planner.probe.verdict.compare import compare_data_parallel, compare_exchanges
+from planner.probe.verdict.judge import judge_ranks
 from planner.probe.verdict.trace import trace_events
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,7 +68,7 @@ def small_plan(**layout: Any) -> Plan:
 
 
 def run(plan: Plan, **options: Any) -> ProbeResult:
-    result = probe(plan, Options(**{"num_steps": 1, "timeout_s": 60.0, **options}))
+    result = probe(plan, ProbeOptions(**{"num_steps": 1, "timeout_s": 60.0, **options}))
     assert result is not None
     return result
 
@@ -102,8 +106,8 @@ def test_zero_3_is_run_where_no_backward_is_split() -> None:
     assert not any("ZeRO" in what for what in result.slice.extrapolated)
     split = small_plan(pp=2, dp=2, zero_stage=3, schedule="zb-h1")
     with pytest.raises(ProbeError, match="no ZeRO-3 under zb-h1"):
-        ranks_run(split, Options(), num_gpus=4)
-    assert ranks_run(plan, Options(), num_gpus=2)[0].fully_sharded
+        ranks_run(split, ProbeOptions(), num_gpus=4)
+    assert ranks_run(plan, ProbeOptions(), num_gpus=2)[0].fully_sharded
     assert any("ZeRO-3" in what for what in run(split).slice.extrapolated)
 
 
@@ -165,8 +169,8 @@ def test_a_stage_alone_repeats_its_step_and_has_finite_gradients(monkeypatch: py
     assert result.step_spread_s == max(took_s) - min(took_s) > 0
     assert [(check.name, check.passed) for check in result.checks] == [("finite", True)]
     lost = rank.steps[0].model_copy(update={"gradient_norm": None})
-    measured = Measured(run=result.run, ranks=(rank.model_copy(update={"steps": (lost, *rank.steps[1:])}),))
-    monkeypatch.setattr("planner.probe.plan_side.gpu_run.launch", lambda *_, **__: measured)
+    measured = MeasuredRun(run=result.run, ranks=(rank.model_copy(update={"steps": (lost, *rank.steps[1:])}),))
+    monkeypatch.setattr("planner.probe.probe.launch", lambda *_, **__: measured)
     assert [check.passed for check in run(small_plan(), stages=1, num_steps=3).checks] == [False]
 
 
@@ -200,8 +204,8 @@ def test_one_stage_alone_among_experts() -> None:
 
 @pytest.mark.parametrize("name", ["405b", "deepseek-v3", "gpt3-175b", "gpt-oss-20b", "gemma-3-27b", "bloom-176b"])
 def test_a_model_in_small_keeps_its_structure(name: str) -> None:
-    model, grid = load_model(name), slices.Grid(pp=2, dp=2, cp=1, tp=2, ep=4)
-    small = slices.scaled_model(model, 64, 8, 16, grid)
+    model, grid = load_model(name), RankGrid(pp=2, dp=2, cp=1, tp=2, ep=4)
+    small = scaled_model(model, 64, 8, 16, grid)
     assert set(small.kinds) == set(model.kinds)
     assert small.num_attention_heads % grid.tp == small.num_key_value_heads % grid.tp == 0
     kept = ("gated_mlp", "activation", "norm", "qk_norm", "post_norms", "attention_sinks", "tie_word_embeddings")
@@ -210,63 +214,63 @@ def test_a_model_in_small_keeps_its_structure(name: str) -> None:
 
 
 def test_layers_shrink_in_proportion() -> None:
-    chunks = [slices.ChunkSpec(first_layer=a, last_layer=b) for a, b in ((0, 7), (7, 15), (15, 15), (15, 16))]
-    assert [chunk.num_layers for chunk in slices.scaled_chunks(chunks, 2)] == [2, 2, 0, 1]
+    chunks = [ChunkSpec(first_layer=a, last_layer=b) for a, b in ((0, 7), (7, 15), (15, 15), (15, 16))]
+    assert [chunk.num_layers for chunk in scaled_chunks(chunks, 2)] == [2, 2, 0, 1]
 
 
 def test_one_instance_of_a_sharded_optimizer_is_run() -> None:
     """The runner shards over all its replicas: as many as share one in the plan."""
     plan = plan_of(load_model("8b"), 64, 8192, 64, tp=4, dp=16, fsdp=4, zero_stage=1)
-    assert slices.fit_gpus(plan.best, 64).dp == 4
-    assert ranks_run(plan, Options(device="cuda"), num_gpus=64)[0].dp_stands_for == 1
-    assert slices.fit_gpus(plan.best, 8).dp == 2
-    assert ranks_run(plan, Options(device="cuda"), num_gpus=8)[0].dp_stands_for == 2
+    assert fit_gpus(plan.best, 64).dp == 4
+    assert ranks_run(plan, ProbeOptions(device="cuda"), num_gpus=64)[0].dp_stands_for == 1
+    assert fit_gpus(plan.best, 8).dp == 2
+    assert ranks_run(plan, ProbeOptions(device="cuda"), num_gpus=8)[0].dp_stands_for == 2
 
 
 def test_gpus_take_whole_tensor_parallel_groups() -> None:
     plan = plan_of(load_model("8b"), 64, 8192, 64, tp=4, pp=4, dp=4)
-    assert slices.fit_gpus(plan.best, 32) == slices.Grid(pp=4, dp=2, cp=1, tp=4, ep=1)
-    assert slices.fit_gpus(plan.best, 8) == slices.Grid(pp=2, dp=1, cp=1, tp=4, ep=1)
+    assert fit_gpus(plan.best, 32) == RankGrid(pp=4, dp=2, cp=1, tp=4, ep=1)
+    assert fit_gpus(plan.best, 8) == RankGrid(pp=2, dp=1, cp=1, tp=4, ep=1)
     with pytest.raises(ProbeError, match="2 GPUs are less than one group of tp 4 × cp 1"):
-        slices.fit_gpus(plan.best, 2)
+        fit_gpus(plan.best, 2)
     with pytest.raises(ProbeError, match="4 GPUs are less than two of 4 stages of tp 4 × cp 1"):
-        slices.fit_gpus(plan.best, 4)
+        fit_gpus(plan.best, 4)
     with pytest.raises(ProbeError, match="--order has 4 ranks, the slice of the plan that fits here 2 stages"):
-        ranks_run(plan, Options(device="cuda", order=build_schedule("1f1b", 4, 1, 8)), num_gpus=8)
+        ranks_run(plan, ProbeOptions(device="cuda", order=build_schedule("1f1b", 4, 1, 8)), num_gpus=8)
 
 
 def test_an_order_with_more_chunks_splits_the_stages_layers_among_them() -> None:
     layout = plan_of(load_model("8b"), 4, 8192, 64, pp=4).best
-    chunks = slices.real_chunks(layout, build_schedule("zb-v", 4, 2, 8), range(4))
+    chunks = real_chunks(layout, build_schedule("zb-v", 4, 2, 8), range(4))
     assert sum(chunk.num_layers for chunk in chunks) == 32
     interleaved = small_plan(pp=2, vpp=3, schedule="interleaved-1f1b").best
-    (whole,) = slices.real_chunks(interleaved, build_schedule("none", 1, 1, 2), [0])
+    (whole,) = real_chunks(interleaved, build_schedule("none", 1, 1, 2), [0])
     assert whole.num_layers == interleaved.stages[0].num_layers
 
 
 def test_what_ran_out_of_memory_is_held_against_the_stage_it_stands_for() -> None:
-    plan, grid = plan_of(load_model("8b"), 4, 8192, 64, pp=4), slices.Grid(2, 1, 1, 1, 1)
-    run, _, stages = ranks_run(plan, Options(device="cuda"), 2)
+    plan, grid = plan_of(load_model("8b"), 4, 8192, 64, pp=4), RankGrid(2, 1, 1, 1, 1)
+    run, _, stages = ranks_run(plan, ProbeOptions(device="cuda"), 2)
     memory = OutOfMemory(rank=1, stage=1, phase="warm-up", message="")
-    measured = Measured(run=run, ranks=(), out_of_memory=memory)
-    result = ranks_result(plan, Options(device="cuda"), measured, grid, stages)
+    measured = MeasuredRun(run=run, ranks=(), out_of_memory=memory)
+    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, stages)
     assert result.predicted_bytes == plan.stages[3].memory.total_bytes != plan.stages[1].memory.total_bytes
 
 
-def compared_memory(plan: Plan, grid: slices.Grid, stages: list[int]) -> tuple[ProbeResult, dict[Any, Any]]:
+def compared_memory(plan: Plan, grid: RankGrid, stages: list[int]) -> tuple[ProbeResult, dict[Any, Any]]:
     """What ranks that hold just what the plan says of them are said to hold."""
-    run, _, _ = ranks_run(plan, Options(device="cuda"), grid.num_ranks)
+    run, _, _ = ranks_run(plan, ProbeOptions(device="cuda"), grid.num_ranks)
     memory = RankMemory(static_bytes=1, peak_allocated_bytes=1, peak_reserved_bytes=1, device_used_bytes=1)
     ran = probe_result(plan, lambda j: (1e-3, 2e-3), stages=range(grid.pp), mode="ranks", run=run, memory=memory)
     ranks = tuple(rank.model_copy(update={"steps": rank.steps * run.num_steps}) for rank in ran.ranks)
-    result = ranks_result(plan, Options(device="cuda"), Measured(run=run, ranks=ranks), grid, stages)
+    result = judge_ranks(plan, ProbeOptions(device="cuda"), MeasuredRun(run=run, ranks=ranks), grid, stages)
     return result, {(row.name, row.stage): row for row in result.comparisons}
 
 
 def test_a_slice_with_less_dp_holds_what_the_plan_says() -> None:
     plan = plan_of(load_model("8b"), 16, 8192, 64, pp=4, dp=4)
-    run, grid, stages = ranks_run(plan, Options(device="cuda"), 15)
-    assert (grid, run.dp_stands_for) == (slices.Grid(pp=4, dp=2, cp=1, tp=1, ep=1), 2)
+    run, grid, stages = ranks_run(plan, ProbeOptions(device="cuda"), 15)
+    assert (grid, run.dp_stands_for) == (RankGrid(pp=4, dp=2, cp=1, tp=1, ep=1), 2)
     _, found = compared_memory(plan, grid, stages)
     planned = plan.stages[1].memory
     static, peak = found["static memory", 1], found["peak allocated", 1]
@@ -291,7 +295,7 @@ def test_a_rank_that_stands_for_several_sums_for_all_and_steps_as_one() -> None:
 
 def test_before_a_step_under_zero_3_there_are_neither_gathered_weights_nor_gradients() -> None:
     plan = plan_of(load_model("8b"), 16, 8192, 64, runtime="torchtitan", pp=2, dp=8, zero_stage=3)
-    _, found = compared_memory(plan, slices.Grid(2, 8, 1, 1, 1), [0, 1])
+    _, found = compared_memory(plan, RankGrid(2, 8, 1, 1, 1), [0, 1])
     fp32_weights_and_moments = 3 * 4
     static = found["static memory", 0]
     assert static.predicted == pytest.approx(plan.stages[0].num_parameters / 8 * fp32_weights_and_moments)
@@ -300,21 +304,21 @@ def test_before_a_step_under_zero_3_there_are_neither_gathered_weights_nor_gradi
 
 def test_a_slice_with_fewer_stages_holds_fewer_micro_batches_and_no_peak_is_judged() -> None:
     plan = plan_of(load_model("8b"), 16, 8192, 64, pp=4, dp=4)
-    result, found = compared_memory(plan, slices.Grid(2, 1, 1, 1, 1), [0, 3])
+    result, found = compared_memory(plan, RankGrid(2, 1, 1, 1, 1), [0, 3])
     assert (found["static memory", 0].agrees, found["peak allocated", 0].agrees) == (False, None)
     assert any("in flight as planned" in what for what in result.slice.extrapolated)
 
 
 def test_sequences_are_split_over_as_many_ranks_as_planned_or_in_small_over_two() -> None:
     plan = plan_of(load_model("8b"), 64, 8192, 64, tp=2, cp=4, pp=4, dp=2)
-    assert slices.fit_gpus(plan.best, 32) == slices.Grid(pp=4, dp=1, cp=4, tp=2, ep=1)
-    assert slices.fit_gpus(plan.best, 16) == slices.Grid(pp=2, dp=1, cp=4, tp=2, ep=1)
+    assert fit_gpus(plan.best, 32) == RankGrid(pp=4, dp=1, cp=4, tp=2, ep=1)
+    assert fit_gpus(plan.best, 16) == RankGrid(pp=2, dp=1, cp=4, tp=2, ep=1)
     with pytest.raises(ProbeError, match="4 GPUs are less than one group of tp 2 × cp 4"):
-        slices.fit_gpus(plan.best, 4)
-    assert slices.fit_grid(plan.best, 16, most_dp=2) == slices.Grid(pp=4, dp=1, cp=2, tp=2, ep=1)
-    assert slices.fit_grid(plan.best, 8, most_dp=2) == slices.Grid(pp=4, dp=1, cp=2, tp=1, ep=1)
-    assert slices.fit_grid(plan.best, 4, most_dp=2) == slices.Grid(pp=4, dp=1, cp=1, tp=1, ep=1)
-    run, grid, _ = ranks_run(plan, Options(), num_gpus=16)
+        fit_gpus(plan.best, 4)
+    assert fit_processes(plan.best, 16, most_dp=2) == RankGrid(pp=4, dp=1, cp=2, tp=2, ep=1)
+    assert fit_processes(plan.best, 8, most_dp=2) == RankGrid(pp=4, dp=1, cp=2, tp=1, ep=1)
+    assert fit_processes(plan.best, 4, most_dp=2) == RankGrid(pp=4, dp=1, cp=1, tp=1, ep=1)
+    run, grid, _ = ranks_run(plan, ProbeOptions(), num_gpus=16)
     assert (run.world_size, run.seq_length, run.whole_seq_length) == (grid.num_ranks, 2048, 8192)
     assert [run.rank(run.place(rank)) for rank in range(16)] == list(range(16))
 
@@ -326,8 +330,8 @@ def test_a_plans_ring_is_named_among_what_was_not_measured(exchange: str) -> Non
     runtime = plan.runtime_spec.model_copy(update={"cp_comm_type": exchange})
     plan = plan.model_copy(update={"runtime_spec": runtime})
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
-    grid, measured = slices.Grid(pp=2, dp=1, cp=2, tp=1, ep=1), Measured(run=ran.run, ranks=ran.ranks)
-    result = ranks_result(plan, Options(device="cuda"), measured, grid, [0, 1])
+    grid, measured = RankGrid(pp=2, dp=1, cp=2, tp=1, ep=1), MeasuredRun(run=ran.run, ranks=ran.ranks)
+    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, [0, 1])
     assert any("by p2p" in what for what in result.slice.extrapolated) == (exchange == "p2p")
 
 
@@ -344,13 +348,13 @@ def test_what_cannot_be_split(device: Any, changes: dict[str, Any], seq_length: 
     model = plan.model.model_copy(update={"spec": ModelSpec(**SMALL | changes)})
     training = plan.training.model_copy(update={"seq_length": seq_length})
     with pytest.raises(ProbeError, match=message):
-        probe(plan.model_copy(update={"model": model, "training": training}), Options(device=device))
+        probe(plan.model_copy(update={"model": model, "training": training}), ProbeOptions(device=device))
 
 
 def test_chunks_as_long_as_the_sequence_are_no_reason_not_to_split_it() -> None:
     plan = small_plan(cp=2)
     model = plan.model.model_copy(update={"spec": ModelSpec(**SMALL, attention_chunk_size=32)})
-    require_split(plan.model_copy(update={"model": model}), Options(device="cuda"))
+    require_split(plan.model_copy(update={"model": model}), ProbeOptions(device="cuda"))
 
 
 @pytest.mark.parametrize("loss", [2.5, float("nan")])
@@ -363,8 +367,8 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1), memory=memory)
     step = StepSeconds(**{**ran.ranks[0].steps[0].model_dump(), "loss": loss})
     ranks = [rank.model_copy(update={"steps": (step,)}) for rank in ran.ranks]
-    measured = Measured(run=ran.run, ranks=tuple(ranks))
-    result = ranks_result(plan, Options(device="cuda"), measured, slices.Grid(pp=2, dp=1, cp=1, tp=1, ep=1), [0, 1])
+    measured = MeasuredRun(run=ran.run, ranks=tuple(ranks))
+    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, RankGrid(pp=2, dp=1, cp=1, tp=1, ep=1), [0, 1])
     found = {(row.name, row.stage): row for row in result.comparisons}
     for name in ("forward", "backward", "optimizer", "wait for messages", "static memory", "peak allocated"):
         assert {(name, 0), (name, 1)} <= found.keys()
@@ -381,7 +385,7 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
 
 def test_stages_that_differ_only_in_place_are_run_once() -> None:
     plan = plan_of(load_model("8b"), 64, 8192, 64, tp=1, pp=4, vpp=2, dp=16, schedule="interleaved-1f1b")
-    first = distinct_stages(plan.best)
+    first = stand_in_stages(plan.best)
     assert first[0] == 0
     assert first[-1] == 3
     assert all(plan.stages[a].num_layers == plan.stages[b].num_layers for a, b in enumerate(first))
@@ -437,7 +441,7 @@ def test_a_mismatch_is_exit_code_6(
 ) -> None:
     import faulty
 
-    monkeypatch.setattr("planner.probe.plan_side.gpu_run.stage_child", faulty.stage_out_of_memory)
+    monkeypatch.setattr("planner.probe.probe.stage_process", faulty.stage_out_of_memory)
     assert main(["probe", plan_file, "--device", "cpu", "--stage", "1"]) == 6
     captured = capsys.readouterr()
     assert "stage 1 (rank 1) asked for 2.5 GiB more in warm-up, at 1F0" in " ".join(captured.out.split())
@@ -520,7 +524,7 @@ def test_exchanges_are_shown_beside_what_the_links_say() -> None:
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
     size = 2**30
     timed = [
-        Exchange(name=name, size=2, num_bytes=size, seconds=seconds, bus_gb_per_s=1.0)
+        TimedExchange(name=name, size=2, num_bytes=size, seconds=seconds, bus_gb_per_s=1.0)
         for name, seconds in (("tp all-reduce", 1e-3), ("gradient reduce-scatter", 2e-3))
     ]
     slow = timed[0].model_copy(update={"seconds": 5e-3})
@@ -542,7 +546,7 @@ def test_a_steps_sums_and_gathers_are_shown_beside_what_the_links_say() -> None:
     plan = small_plan(tp=2, pp=2, dp=2)
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
     timed = tuple(
-        Exchange(name=name, size=2, num_bytes=2**30, seconds=1e-3, bus_gb_per_s=1.0)
+        TimedExchange(name=name, size=2, num_bytes=2**30, seconds=1e-3, bus_gb_per_s=1.0)
         for name in ("tp all-reduce", "gradient reduce-scatter", "weight all-gather")
     )
     step = ran.ranks[0].steps[0].model_copy(update={"reduce_s": 3e-3, "gather_s": 4e-3})

@@ -13,11 +13,10 @@ import faulty  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from planner.probe.launch.launcher import launch  # noqa: E402
-from planner.probe.model.chunk import synthetic_batch  # noqa: E402
 from planner.probe.model.weights import local  # noqa: E402
-from planner.probe.rank import training  # noqa: E402
-from planner.probe.rank.wires import message_of, needed_by  # noqa: E402
-from planner.probe.worker.stage_worker import trainer_alone  # noqa: E402
+from planner.probe.rank.batches import synthetic_batch  # noqa: E402
+from planner.probe.rank.messages import message_of, needed_by  # noqa: E402
+from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
 from planner.schedule.actions import Action  # noqa: E402
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -74,7 +73,7 @@ def test_clocks_start_when_there_are_batches(make_run: Any, monkeypatch: pytest.
         return synthetic_batch(*arguments)
 
     trainer = trainer_alone(make_run(("none", 1, 1, 2), check=False), 0, "cpu")
-    monkeypatch.setattr(training, "synthetic_batch", batch)
+    monkeypatch.setattr("planner.probe.rank.training.synthetic_batch", batch)
 
     def start() -> None:
         happened.append("start")

@@ -11,12 +11,13 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 import torch.distributed as dist  # noqa: E402
 
-from planner.probe.model.attention import Tables  # noqa: E402
-from planner.probe.model.chunk import Chunk, synthetic_batch  # noqa: E402
+from planner.probe.model.attention_tables import AttentionTables  # noqa: E402
+from planner.probe.model.chunk import Chunk  # noqa: E402
 from planner.probe.model.weights import local  # noqa: E402
-from planner.probe.rank.training import Trainer, batch_seed  # noqa: E402
+from planner.probe.rank.batches import batch_seed, synthetic_batch  # noqa: E402
+from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
+from planner.probe.rank.training import Trainer  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.probe.worker.stage_worker import trainer_alone  # noqa: E402
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DP = 4
@@ -48,7 +49,7 @@ def test_gradients_are_this_ranks_part_of_the_whole_models(name: str, make_run: 
     rows = {name: local(p).detach().clone() for name, p in trainer.chunks[0].named_parameters()}
     for name, parameter in whole.named_parameters():
         parameter.data = torch.cat([rows[name]] * (len(parameter) // len(rows[name])))
-    tables = Tables.of(run.model, run.whole_seq_length, trainer.around, trainer.empty())
+    tables = AttentionTables.of(run.model, run.whole_seq_length, trainer.around, trainer.empty())
     for number in range(run.num_microbatches):
         seed = batch_seed(run, 0, 0, number)
         tokens, labels = synthetic_batch(run.model, run.whole_seq_length, 1, seed, "cpu")

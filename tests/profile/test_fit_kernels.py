@@ -18,7 +18,7 @@ from planner.profile.fit_kernels import (
     problems,
     with_values,
 )
-from planner.profile.kernels import Problem
+from planner.profile.kernels import FitProblem
 from planner.profile.solve import least_squares
 from planner.profile.tables import read_table
 from planner.shape import FloatArray
@@ -42,7 +42,7 @@ def shipped() -> HardwareSpec:
 
 
 @pytest.fixture(scope="module")
-def steps() -> Problem:
+def steps() -> FitProblem:
     return stages.steps(GPU)
 
 
@@ -78,7 +78,7 @@ def test_the_fit_recovers_the_numbers_that_made_a_table(name: str, unfitted: Har
     made = problem.predict(
         hardware_with(unfitted, truth), {path.removeprefix("bench."): value for path, value in truth.items()}
     )
-    found = fit(Problem(problem.name, problem.free, problem.predict, made, problem.groups), unfitted)
+    found = fit(FitProblem(problem.name, problem.free, problem.predict, made, problem.groups), unfitted)
     ours = [path for path in truth if not path.startswith("bench.")]
     assert [found[path] for path in ours] == pytest.approx([truth[path] for path in ours], rel=0.02)
 
@@ -128,7 +128,7 @@ def test_one_kind_of_sum_leaves_the_product_s_rate_to_that_of_the_other_gradient
     assert "gemm.accumulate_fraction" not in kernels.gemm(GPU).free, "nothing was added to"
 
 
-def test_stages_on_h200_are_within_a_few_percent(steps: Problem, shipped: HardwareSpec) -> None:
+def test_stages_on_h200_are_within_a_few_percent(steps: FitProblem, shipped: HardwareSpec) -> None:
     head_backward = load_runtime("torch-eager").head_backward_factor
     values = {"bench.boost": 0.0908, "bench.boost_us": 17_590.0, "bench.head_backward": head_backward}
     assert steps.labels is not None
@@ -138,14 +138,14 @@ def test_stages_on_h200_are_within_a_few_percent(steps: Problem, shipped: Hardwa
         assert (of.num_rows, of.median < median, of.worst < worst) == (14, True, True), (label, of)
 
 
-def test_stages_of_a_model_left_out_are_within_a_few_percent(steps: Problem, shipped: HardwareSpec) -> None:
+def test_stages_of_a_model_left_out_are_within_a_few_percent(steps: FitProblem, shipped: HardwareSpec) -> None:
     assert steps.labels is not None
     errors = left_out(steps, shipped)
     for label in ("forward", "backward", "optimizer"):
         assert Residuals.of(errors[steps.labels == f"stage {label}"]).median < 2.5, label
 
 
-def test_the_head_s_backward_is_what_the_fit_gives(steps: Problem, shipped: HardwareSpec) -> None:
+def test_the_head_s_backward_is_what_the_fit_gives(steps: FitProblem, shipped: HardwareSpec) -> None:
     found = fit(steps, shipped)["bench.head_backward"]
     assert found == pytest.approx(load_runtime("torch-eager").head_backward_factor, rel=0.01)
 

@@ -15,7 +15,7 @@ from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
 from planner.probe.plan_side.eager import in_eager_torch
-from planner.probe.result import Exchange, OutOfMemory, ProbeResult, RankMemory
+from planner.probe.result import OutOfMemory, ProbeResult, RankMemory, TimedExchange
 from planner.profile.probed import KERNELS, chunk_costs, from_probe
 from planner.profile.stages import measured_model
 from planner.profile.tables import read_table
@@ -154,7 +154,7 @@ def test_factors_are_beyond_what_the_profile_already_has() -> None:
     assert calibration.of_cluster(known).hardware.efficiency.gemm_factor == pytest.approx(1.2, rel=0.01)
 
 
-def exchange(plan: Plan, name: str, size: int, stride: int, num_bytes: int, efficiency: float) -> Exchange:
+def exchange(plan: Plan, name: str, size: int, stride: int, num_bytes: int, efficiency: float) -> TimedExchange:
     """As it would be measured on links that reach `efficiency` of their rate."""
     hardware = plan.cluster.hardware
     tiers = tuple(tier.model_copy(update={"efficiency_fraction": efficiency}) for tier in hardware.tiers)
@@ -162,7 +162,7 @@ def exchange(plan: Plan, name: str, size: int, stride: int, num_bytes: int, effi
     kind: Any = "all_reduce" if "all-reduce" in name else "all_gather"
     seconds = float(collective_s(kind, num_bytes, size, stride, cluster))
     moved = (2 if kind == "all_reduce" else 1) * (size - 1) / size * num_bytes
-    return Exchange(name=name, size=size, num_bytes=num_bytes, seconds=seconds, bus_gb_per_s=moved / seconds / GB)
+    return TimedExchange(name=name, size=size, num_bytes=num_bytes, seconds=seconds, bus_gb_per_s=moved / seconds / GB)
 
 
 def test_links_are_measured_by_the_exchanges_that_run_on_them_alone() -> None:

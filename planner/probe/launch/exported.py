@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from planner.errors import PlannerError, SpecError
-from planner.probe.launch import joined
-from planner.probe.plan_side.gpu_run import default_device
+from planner.probe.launch.devices import default_device
+from planner.probe.launch.joined import joins_others, rank_error, run_rank
 from planner.probe.result import Failure, RankResult
 from planner.probe.run import Device, ProbeRun
 from planner.specs.checking import checked
@@ -89,7 +89,7 @@ def read_actions(text: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _joined(run: ProbeRun) -> tuple[RankResult, ...]:
-    if not joined.joins_others():
+    if not joins_others():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", "29500")
@@ -101,11 +101,11 @@ def _joined(run: ProbeRun) -> tuple[RankResult, ...]:
         )
     folder = Path(tempfile.mkdtemp(prefix="plan-run-"))
     try:
-        found = joined.run_rank(run, folder, int(os.environ["RANK"]))
+        found = run_rank(run, folder, int(os.environ["RANK"]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if isinstance(found, Failure):
-        raise joined.error_of(found, run)
+        raise rank_error(found, run)
     return found
 
 

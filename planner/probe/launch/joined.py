@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import re
-import shutil
-import sys
-import tempfile
 import threading
 from pathlib import Path
 
-from planner.answer import Plan
 from planner.errors import ProbeError
 from planner.files import write_text
-from planner.probe.plan_side.gpu_run import ranks_result, ranks_run
-from planner.probe.plan_side.laptop_run import laptop_result, laptop_run
-from planner.probe.result import Failure, Measured, ProbeResult, RankResult
+from planner.probe.result import Failure, RankResult
 from planner.probe.run import ProbeRun
-from planner.probe.verdict.outcome import Options
-from planner.probe.worker.process import EXIT_FAILED, HINTS, attempt, ran_out
-from planner.probe.worker.status import read_status
-from planner.probe.worker.worker import RESULT_FILE, RUN_FILE, STATUS_FILE, Worker
+from planner.probe.worker.failure import HINTS, run_worker
+from planner.probe.worker.files import RESULT_FILE, RUN_FILE
+from planner.probe.worker.watch import watch_progress
+from planner.probe.worker.worker import Worker
 
 _FIRST_PORT, _NUM_PORTS = 29500, 1000
 
@@ -46,47 +39,13 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first) or "localhost"
 
 
-def probe_joined(plan: Plan, options: Options) -> ProbeResult | None:
-    """Run this process's rank; the result on rank 0 and where a GPU has no memory, None on the others.
-
-    Raises ProbeError where the rank fails.
-    """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if options.device == "cuda":
-        run, grid, stages = ranks_run(plan, options, world_size)
-    else:
-        run, grid = laptop_run(plan, options._replace(num_processes=world_size))
-        stages = []
-    if run.world_size != world_size:
-        raise ProbeError(
-            f"{world_size} ranks were started, the largest slice of the plan that fits has {run.world_size}",
-            f"start {run.world_size} ranks: {run.pp} stages × dp {run.dp} × cp {run.cp} × tp {run.tp}",
-        )
-    folder = Path(tempfile.mkdtemp(prefix=f"plan-probe-{rank}-"))
-    try:
-        found = run_rank(run, folder, rank)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if isinstance(found, Failure):
-        if found.kind != "out_of_memory":
-            raise error_of(found, run)
-        measured = ran_out(run, found)
-    elif rank:
-        return None
-    else:
-        measured = Measured(run=run, ranks=found)
-    if options.device == "cuda":
-        return ranks_result(plan, options, measured, grid, stages)
-    return laptop_result(plan, options, measured, grid)
-
-
 def run_rank(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...] | Failure:
     """All ranks' results on rank 0, none on the others; or why this one has none."""
     write_text(folder / RUN_FILE, run.model_dump_json())
     done = threading.Event()
-    threading.Thread(target=_watch, args=(run, folder, rank, done), daemon=True).start()
+    threading.Thread(target=watch_progress, args=(run, folder, rank, done), daemon=True).start()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    failure = attempt(lambda: Worker(folder, rank, local_rank, local=False), folder, rank)
+    failure = run_worker(lambda: Worker(folder, rank, local_rank, local=False), folder, rank)
     done.set()
     if failure is not None:
         return failure
@@ -96,7 +55,7 @@ def run_rank(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...] |
     return tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
 
 
-def error_of(failure: Failure, run: ProbeRun) -> ProbeError:
+def rank_error(failure: Failure, run: ProbeRun) -> ProbeError:
     """What the rank's user is told."""
     hint = HINTS.get(failure.kind, "--debug shows where")
     if failure.phase.startswith("rendezvous"):
@@ -107,17 +66,3 @@ def error_of(failure: Failure, run: ProbeRun) -> ProbeError:
     )
     error.add_note(failure.traceback)  # which --debug prints
     return error
-
-
-def _watch(run: ProbeRun, folder: Path, rank: int, done: threading.Event) -> None:
-    """End the process, stacks first, when its rank makes no progress."""
-    while not done.wait(min(1.0, run.timeout_s / 4)):
-        where = read_status(folder / STATUS_FILE.format(rank))
-        if where is not None and where.stands_still(run.timeout_s):
-            name = f"rank {rank} ({run.place(rank)})"
-            sys.stderr.write(f"error: {name} hangs in {where}: no progress for {run.timeout_s:g} s\n")
-            sys.stderr.write("hint: its stacks follow; --timeout gives slow ranks longer\n")
-            sys.stderr.flush()
-            faulthandler.dump_traceback(all_threads=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            os._exit(EXIT_FAILED)

@@ -7,33 +7,32 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import forkserver
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from planner.errors import ProbeError
 from planner.files import write_text
-from planner.probe.result import Failure, Measured, RankResult
+from planner.probe.launch.interrupts import signals_end_as_ctrl_c, start_process_server
+from planner.probe.result import Failure, MeasuredRun, RankResult
 from planner.probe.run import ProbeRun
-from planner.probe.worker import process, worker
-from planner.probe.worker.status import Where, read_status
+from planner.probe.worker.failure import EXIT_FAILED, HINTS, out_of_memory_result
+from planner.probe.worker.files import FAILURE_FILE, RESULT_FILE, RUN_FILE, STATUS_FILE
+from planner.probe.worker.process import rank_process
+from planner.probe.worker.status import Progress, read_status
 
 POLL_S = 0.02
 GRACE_S = 1.0
 """How long the other ranks may still say what they know after one has failed."""
 STOPPED_S = 10.0
 """How long a process may take to end."""
-
 Child = Callable[[Path, int, int], None]
 """What a process runs: (folder, global rank, number on this machine)."""
 _PRELOAD = ["planner.probe.worker.process", "planner.probe.worker.stage_worker"]
 
 
-def launch(run: ProbeRun, child: Child = process.child, ranks: Sequence[int] = ()) -> Measured:
+def launch(run: ProbeRun, child: Child = rank_process, ranks: Sequence[int] = ()) -> MeasuredRun:
     """Run all ranks, or those named, on this machine, one process each.
 
     The ranks' folder is removed at the end, except after a failure: there the stacks and logs of all ranks are kept.
@@ -41,14 +40,14 @@ def launch(run: ProbeRun, child: Child = process.child, ranks: Sequence[int] = (
     """
     try:
         folder = Path(tempfile.mkdtemp(prefix="plan-probe-"))
-        write_text(folder / worker.RUN_FILE, run.model_dump_json(), force=True)
+        write_text(folder / RUN_FILE, run.model_dump_json(), force=True)
     except OSError as error:
         raise ProbeError(
             f"the probe's folder cannot be made: {error.strerror}", "set TMPDIR to a folder with space"
         ) from None
     try:
-        with _ends_like_ctrl_c():
-            measured = _Launch(run, folder, child, ranks or range(run.world_size)).watch()
+        with signals_end_as_ctrl_c():
+            measured = _StartedRanks(run, folder, child, ranks or range(run.world_size)).watch()
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -56,45 +55,17 @@ def launch(run: ProbeRun, child: Child = process.child, ranks: Sequence[int] = (
     return measured
 
 
-@contextmanager
-def _ends_like_ctrl_c() -> Iterator[None]:
-    """Take a request to end, or a terminal that is closed, for Ctrl-C: nothing would be cleared up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    taken = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) == signal.SIG_DFL]
-    for sign in taken:
-        signal.signal(sign, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for sign in taken:
-            signal.signal(sign, signal.SIG_DFL)
-
-
-def _start_server() -> None:
-    """Start the server of processes deaf to Ctrl-C, which a terminal sends to it too: while it imports torch it would
-    answer with a traceback. What it starts inherits that, and ends with the launcher."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, usual)
-
-
-class _Launch:
+class _StartedRanks:
     def __init__(self, run: ProbeRun, folder: Path, child: Child, ranks: Sequence[int]) -> None:
         self.run, self.folder, self.ranks = run, folder, ranks
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)  # torch is imported once, not once a rank
-        _start_server()
+        start_process_server()
         self.processes: list[BaseProcess] = [
             context.Process(target=child, args=(folder, rank, number), daemon=True) for number, rank in enumerate(ranks)
         ]
 
-    def watch(self) -> Measured:
+    def watch(self) -> MeasuredRun:
         """Start the ranks and wait for them; they are all gone afterwards, whatever happens."""
         self.started_s = time.monotonic()
         try:
@@ -116,12 +87,12 @@ class _Launch:
         places = map(self._where, self.ranks)
         return all(where.phase == "done" and where.still_s > STOPPED_S for where in places)
 
-    def _collect(self) -> Measured:
+    def _collect(self) -> MeasuredRun:
         ranks = []
         for rank in self.ranks:
-            path = self.folder / worker.RESULT_FILE.format(rank)
+            path = self.folder / RESULT_FILE.format(rank)
             ranks.append(RankResult.model_validate_json(path.read_text()))
-        return Measured(run=self.run, ranks=tuple(ranks))
+        return MeasuredRun(run=self.run, ranks=tuple(ranks))
 
     def _check_progress(self) -> None:
         places = {rank: where for rank in self.ranks if (where := self._where(rank)).phase != "done"}
@@ -139,9 +110,9 @@ class _Launch:
             f"stacks and logs of all ranks are in {self.folder}; --timeout gives slow ranks longer",
         )
 
-    def _where(self, rank: int) -> Where:
-        where = read_status(self.folder / worker.STATUS_FILE.format(rank))
-        return where or Where("start", "", self.started_s, self.started_s)
+    def _where(self, rank: int) -> Progress:
+        where = read_status(self.folder / STATUS_FILE.format(rank))
+        return where or Progress("start", "", self.started_s, self.started_s)
 
     def _dump_stacks(self) -> None:
         for started in self.processes:
@@ -149,7 +120,7 @@ class _Launch:
                 os.kill(started.pid, signal.SIGUSR1)
         time.sleep(GRACE_S)
 
-    def _out_of_memory_or_raise(self) -> Measured:
+    def _out_of_memory_or_raise(self) -> MeasuredRun:
         """Find the rank that began it: killed, or the first whose error is not just that others are gone."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(started.exitcode is None for started in self.processes):
@@ -157,7 +128,7 @@ class _Launch:
         failures = self._failures()
         memory = next((failure for failure in failures if failure.kind == "out_of_memory"), None)
         if memory is not None:
-            return process.ran_out(self.run, memory)
+            return out_of_memory_result(self.run, memory)
         hint = f"stacks and logs of all ranks are in {self.folder}"
         killed = [(rank, signal.Signals(-code)) for rank, code in self._exit_codes() if code < 0]
         killed.sort(key=lambda item: item[1] == signal.SIGABRT)
@@ -171,11 +142,11 @@ class _Launch:
         if silent and all(failure.kind == "lost_peer" for failure in failures):
             rank, code = silent[0]
             where = self._where(rank)
-            if code == process.EXIT_FAILED:  # and had no space to say why, but in its status
+            if code == EXIT_FAILED:  # and had no space to say why, but in its status
                 raise ProbeError(f"{self._name(rank)} failed in {where.phase}: {where.detail}", hint)
             raise ProbeError(f"{self._name(rank)} ended with code {code} in {where}", hint)
         first = failures[0]
-        hint = f"{process.HINTS[first.kind]}; {hint}" if first.kind == "host_memory" else hint
+        hint = f"{HINTS[first.kind]}; {hint}" if first.kind == "host_memory" else hint
         raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)
 
     def _exit_codes(self) -> list[tuple[int, int]]:
@@ -186,7 +157,7 @@ class _Launch:
         """What failed ranks left, causes before consequences."""
         found = []
         for rank in self.ranks:
-            path = self.folder / process.FAILURE_FILE.format(rank)
+            path = self.folder / FAILURE_FILE.format(rank)
             if path.exists():
                 found.append(Failure.model_validate_json(path.read_text()))
         return sorted(found, key=lambda failure: (failure.kind == "lost_peer", failure.time_s))

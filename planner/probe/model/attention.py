@@ -4,90 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.probe.model.context_attention import ContextAttention, FlashAttention, shard, takes_flash
-from planner.probe.model.linear import Linear, mark_partial, mark_shard
-from planner.probe.model.peers import Enter, Surroundings, TensorPeers, apply, recomputable
+from planner.probe.model.attention_kernels import takes_flash
+from planner.probe.model.attention_tables import AttentionTables, rotate
+from planner.probe.model.context_attention import ContextAttention, FlashAttention
+from planner.probe.model.linear import Linear
+from planner.probe.model.marks import mark_shard
+from planner.probe.model.norm import Norm
+from planner.probe.model.peer_functions import Enter
+from planner.probe.model.peers import TensorPeers, apply
+from planner.probe.model.surroundings import Surroundings, recomputable
 from planner.specs.model import LayerKind, MLASpec, ModelSpec
-
-NORM_EPSILON = 1e-5
-ROTARY_BASE = 10_000.0
-
-
-class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dimension, as the model has it."""
-
-    def __init__(self, width: int, model: ModelSpec, per_head: bool = False) -> None:
-        super().__init__()
-        self.rms = per_head or model.norm == "rmsnorm"
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if model.has_norm_bias and not self.rms else None
-        mark_partial(self.weight, always=per_head)
-        mark_partial(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shape = tuple(self.weight.shape)
-        if self.rms:
-            return functional.rms_norm(x, shape, self.weight, NORM_EPSILON)
-        return functional.layer_norm(x, shape, self.weight, self.bias, NORM_EPSILON)
-
-
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Constants that all layers of a stage share: rotary angles [seq/cp, 1, 1, dim/2], masks of whole
-    sequences [(1, heads,) seq, seq]."""
-
-    cos: Tensor | None
-    sin: Tensor | None
-    window_mask: Tensor | None
-    alibi: Tensor | None
-
-    @classmethod
-    def of(cls, model: ModelSpec, seq_length: int, around: Surroundings, like: Tensor) -> Tables:
-        """The tables of one sequence length, in the dtype and on the device of `like`."""
-        cos = sin = alibi = None
-        positions = torch.arange(seq_length, dtype=torch.float32)
-        if model.position_embedding == "rope":
-            dim = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
-            frequencies = ROTARY_BASE ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-            angles = torch.outer(positions, frequencies)[:, None, None, :]
-            cos, sin = (shard(table, around.cp).to(like) for table in (angles.cos(), angles.sin()))
-        if model.position_embedding == "alibi":
-            alibi = _alibi(model, positions, around.tp).to(like)[None]
-        return cls(cos, sin, _window_mask(model, positions, like), alibi)
-
-
-def _window_mask(model: ModelSpec, positions: Tensor, like: Tensor) -> Tensor | None:
-    """[seq, seq], for windows that no kernel takes and for chunks shorter than the sequence."""
-    if model.attention_chunk_size is not None and model.attention_chunk_size < len(positions):
-        chunks = positions // model.attention_chunk_size
-        near = chunks[:, None] == chunks
-    elif model.sliding_window is not None and not takes_flash(like):
-        near = positions[:, None] - positions < model.sliding_window
-    else:
-        return None
-    return torch.where((positions[:, None] >= positions) & near, 0.0, -math.inf).to(like)
-
-
-def _alibi(model: ModelSpec, positions: Tensor, tp: TensorPeers) -> Tensor:
-    """[heads, seq, seq]"""
-    heads, distance = model.num_attention_heads, positions[:, None] - positions
-    slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
-    slopes = slopes.chunk(tp.size)[tp.rank]
-    return torch.where(distance >= 0, -distance * slopes[:, None, None], -math.inf)
-
-
-def rotate(x: Tensor, tables: Tables) -> Tensor:
-    """Rotary embedding of x [seq, batch, heads, dim]: chunk, multiply, add, concatenate."""
-    if tables.cos is None or tables.sin is None:
-        return x
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * tables.cos - second * tables.sin, second * tables.cos + first * tables.sin), dim=-1)
 
 
 def core_attention(
@@ -146,7 +77,7 @@ class CoreAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(self.heads)) if model.attention_sinks else None
         mark_shard(self.sinks, 0, ((model.num_attention_heads, self.heads),))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables) -> Tensor:
         mask = tables.window_mask if self.slides else tables.alibi
         core: Callable[..., Tensor] = recomputable("core_attn", core_attention, self.around)
         out: Tensor = self.output(core(q, k, v, mask, self.window, self.sinks, self.around.cp))
@@ -169,7 +100,7 @@ class Attention(CoreAttention):
         self.q_norm = Norm(model.head_dim, model, per_head=True) if model.qk_norm else nn.Identity()
         self.k_norm = Norm(model.head_dim, model, per_head=True) if model.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, tables: Tables) -> Tensor:
+    def forward(self, x: Tensor, tables: AttentionTables) -> Tensor:
         parts = self.qkv(x).split(self.widths, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.key_dim)) for part in parts)
         return self.attend(rotate(self.q_norm(q), tables), rotate(self.k_norm(k), tables), v, tables)
@@ -196,7 +127,7 @@ class LatentAttention(CoreAttention):
         self.kv_latent_norm = Norm(mla.kv_lora_rank, model)
         self.kv_up = Linear(mla.kv_lora_rank, heads * sum(self.kv_dims), around, parallel="column")
 
-    def forward(self, x: Tensor, tables: Tables) -> Tensor:
+    def forward(self, x: Tensor, tables: AttentionTables) -> Tensor:
         q = self.q_up(self.q_latent_norm(self.q_down(x))).unflatten(-1, (self.heads, -1))
         q_nope, q_rope = q.split(self.q_dims, dim=-1)
         latent, k_rope = self.kv_down(x).split([self.mla.kv_lora_rank, self.mla.qk_rope_head_dim], dim=-1)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.probe.model.attention import Tables
-from planner.probe.model.context_attention import shard
+from planner.probe.model.attention_tables import AttentionTables
 from planner.probe.model.layers import DecoderLayer, Embedding, Head, MTPBlock
-from planner.probe.model.linear import mark_replica
-from planner.probe.model.peers import Surroundings
+from planner.probe.model.marks import mark_replica
+from planner.probe.model.split_sequence import shard
+from planner.probe.model.surroundings import Surroundings
 from planner.probe.run import ChunkSpec
 from planner.specs.model import ModelSpec
 
@@ -49,7 +48,7 @@ class Chunk(nn.Module):
             for name, parameter in self.mtp_embedding.named_parameters():
                 mark_replica(parameter, f"embedding.{name}")
 
-    def forward(self, x: Tensor | None, tokens: Tensor, labels: Tensor, tables: Tables) -> Tensor:
+    def forward(self, x: Tensor | None, tokens: Tensor, labels: Tensor, tables: AttentionTables) -> Tensor:
         """Hidden states [seq/(cp·tp), batch, hidden] (of this rank's share of tokens [seq, batch] where it holds the
         embedding), or the loss of that share."""
         hidden = cast(Tensor, self.embedding(shard(tokens, self.cp)) if self.embedding is not None else x)
@@ -77,11 +76,3 @@ def hidden_shape(model: ModelSpec, seq_length: int, batch: int, around: Surround
     """
     tp = around.tp.size if around.tp.sequence_parallel else 1
     return seq_length // tp, batch, model.hidden_size
-
-
-def synthetic_batch(model: ModelSpec, seq_length: int, batch: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [seq, batch] of whole sequences, the same for the same seed on any rank."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    tokens = torch.randint(0, model.vocab_size, (seq_length, batch), generator=generator)
-    labels = torch.randint(0, model.vocab_size, (seq_length, batch), generator=generator)
-    return tokens.to(device), labels.to(device)

@@ -1,55 +1,26 @@
-"""Sequences split over context-parallel ranks: who holds which tokens, and attention over everybody's keys and values.
+"""Attention whose backward is written here: over the keys of all context-parallel ranks, or by the flash kernel alone.
 
-Of 2·cp equal chunks rank r holds chunks r and 2·cp − 1 − r, so that causal attention is the same work on every rank;
-keys and values are gathered from all ranks, and a chunk sees itself and those before it (Llama 3, arXiv:2407.21783
+Keys and values are gathered from all ranks, and a chunk sees itself and those before it (Llama 3, arXiv:2407.21783
 §3.3.2).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from planner.probe.model.peers import TensorPeers, to_fp32
-
-
-def shard(whole: Tensor, cp: TensorPeers) -> Tensor:
-    """This rank's two chunks, side by side, of what has a row for each token of a sequence."""
-    if cp.size == 1:
-        return whole
-    chunks = whole.chunk(2 * cp.size)
-    return torch.cat((chunks[cp.rank], chunks[-1 - cp.rank]))
-
-
-def gather(x: Tensor, cp: TensorPeers) -> Tensor:
-    """Everybody's rows in the sequence's order: [seq/cp, …] → [seq, …]."""
-    chunks = cp.all_gather(x).chunk(2 * cp.size)
-    return torch.cat((*chunks[::2], *chunks[:0:-2]))
-
-
-def scatter(x: Tensor, cp: TensorPeers) -> Tensor:
-    """This rank's rows of the sum over all ranks: [seq, …] → [seq/cp, …]."""
-    chunks = x.chunk(2 * cp.size)
-    pairs = zip(chunks[: cp.size], reversed(chunks), strict=False)
-    return cp.reduce_scatter(torch.cat([chunk for pair in pairs for chunk in pair]))
-
-
-def takes_flash(x: Tensor) -> bool:
-    """Whether flash attention runs on x's device and dtype; it takes windows and sinks, and no masks."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-
-
-class Rules(NamedTuple):
-    """Who sees whom, as `core_attention` takes it: of a whole sequence."""
-
-    mask: Tensor | None
-    window: int
-    sinks: Tensor | None
+from planner.probe.model.attention_kernels import (
+    Visibility,
+    flash_backward,
+    flash_forward,
+    plain_backward,
+    plain_forward,
+    takes_flash,
+)
+from planner.probe.model.peers import TensorPeers
+from planner.probe.model.split_sequence import chunk_ends, gather, scatter
 
 
 class ContextAttention(torch.autograd.Function):
@@ -72,10 +43,10 @@ class ContextAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.mask, ctx.window, ctx.cp = mask, window, cp
         ctx.flash = takes_flash(q) and mask is None
-        keys, values, rules = gather(k, cp), gather(v, cp), Rules(mask, window, sinks)
+        keys, values, rules = gather(k, cp), gather(v, cp), Visibility(mask, window, sinks)
         outs, kept = [], []
-        for part, end in zip(q.chunk(2), _ends(q, cp), strict=True):
-            attend = _flash if ctx.flash else _plain
+        for part, end in zip(q.chunk(2), chunk_ends(q, cp), strict=True):
+            attend = flash_forward if ctx.flash else plain_forward
             out, *extra = attend(part, keys[:end], values[:end], rules)
             outs.append(out)
             kept += extra
@@ -86,12 +57,12 @@ class ContextAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, *kept = ctx.saved_tensors
-        keys, values, rules = gather(k, ctx.cp), gather(v, ctx.cp), Rules(ctx.mask, ctx.window, sinks)
+        keys, values, rules = gather(k, ctx.cp), gather(v, ctx.cp), Visibility(ctx.mask, ctx.window, sinks)
         keys_grad, values_grad = torch.zeros_like(keys), torch.zeros_like(values)
         sinks_grad = None if sinks is None else torch.zeros_like(sinks)
         q_grads, half = [], len(kept) // 2
-        backward = _flash_backward if ctx.flash else _plain_backward
-        for number, end in enumerate(_ends(q, ctx.cp)):
+        backward = flash_backward if ctx.flash else plain_backward
+        for number, end in enumerate(chunk_ends(q, ctx.cp)):
             dout, part, made = (x.chunk(2)[number] for x in (grad.contiguous(), q, out))
             extra = kept[number * half : (number + 1) * half]
             dq, dk, dv, dsinks = backward(dout, part, made, keys[:end], values[:end], rules, extra)
@@ -112,7 +83,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
-        out, *kept = _flash(q, k, v, Rules(None, window, sinks))
+        out, *kept = flash_forward(q, k, v, Visibility(None, window, sinks))
         ctx.window = window
         ctx.save_for_backward(q, k, v, sinks, out, *kept)
         return out
@@ -120,112 +91,5 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, *kept = ctx.saved_tensors
-        dq, dk, dv, dsinks = _flash_backward(grad, q, out, k, v, Rules(None, ctx.window, sinks), kept)
+        dq, dk, dv, dsinks = flash_backward(grad, q, out, k, v, Visibility(None, ctx.window, sinks), kept)
         return dq, dk, dv, None, dsinks
-
-
-def _ends(q: Tensor, cp: TensorPeers) -> Iterator[int]:
-    """Where in the sequence this rank's two chunks end."""
-    chunk = q.shape[0] // 2
-    yield (cp.rank + 1) * chunk
-    yield (2 * cp.size - cp.rank) * chunk
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and the kernel's random state; its causal mask is aligned to the last key.
-
-    A sink is one more key of no value: it takes its share of the softmax from all others.
-    """
-    out, lse, state, unused, _ = _kernel(
-        *(x.transpose(0, 1) for x in (q, k, _widened(v, q))), None, None, q.shape[0], k.shape[0], 0.0, True, False,
-        **_window(rules),
-    )  # fmt: skip
-    out = out.transpose(0, 1)[..., : v.shape[-1]]
-    if rules.sinks is not None:
-        whole = torch.logaddexp(lse, to_fp32(rules.sinks).view(-1, 1))
-        out, lse = out * (lse - whole).exp().permute(2, 0, 1).unsqueeze(-1).to(out.dtype), whole
-    return out, lse, state, unused
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Rules, kept: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The kernel's own backward holds with sinks too: it starts from the output and the log-sum-exp it is given."""
-    lse, state, unused = kept
-    dsinks = (
-        None if rules.sinks is None else _sinks_grad(rules.sinks, lse, to_fp32(grad * out).sum(-1).permute(1, 2, 0))
-    )
-    grad, out, padded = (_widened(x, q) for x in (grad, out, v))
-    grads = _kernel_backward(
-        *(x.transpose(0, 1) for x in (grad, q, k, padded, out)), lse, None, None, q.shape[0], k.shape[0], 0.0, True,
-        state, unused, **_window(rules),
-    )  # fmt: skip
-    dq, dk, dv = (x.transpose(0, 1) for x in grads)
-    return dq, dk, dv[..., : v.shape[-1]], dsinks
-
-
-def _kernel(*arguments: Any, **options: Any) -> Any:
-    return torch.ops.aten._flash_attention_forward(*arguments, **options)
-
-
-def _kernel_backward(*arguments: Any, **options: Any) -> Any:
-    return torch.ops.aten._flash_attention_backward(*arguments, **options)
-
-
-def _sinks_grad(sinks: Tensor, lse: Tensor, row_sums: Tensor) -> Tensor:
-    """Of the sinks' logits: each took its share of rowsum(dO ∘ O) [batch, heads, queries]."""
-    shares = (to_fp32(sinks).view(-1, 1) - lse).exp()
-    return -(shares * row_sums).sum((0, 2)).to(sinks.dtype)
-
-
-def _widened(x: Tensor, q: Tensor) -> Tensor:
-    """Zeros up to the head dimension of q; x itself where it is as wide (padding by nothing copies)."""
-    missing = q.shape[-1] - x.shape[-1]
-    return functional.pad(x, (0, missing)) if missing else x
-
-
-def _window(rules: Rules) -> dict[str, int]:
-    return {"window_size_left": rules.window - 1, "window_size_right": 0} if rules.window else {}
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, ...]:
-    """Output and log-sum-exp [batch, heads, queries], written out."""
-    scores = _scores(q, k, rules)
-    sums = scores
-    if rules.sinks is not None:
-        sums = torch.cat((scores, rules.sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
-    lse = sums.logsumexp(dim=-1)
-    probabilities = (scores - lse.unsqueeze(-1)).exp().to(q.dtype)
-    return torch.einsum("bhqk,kbhd->qbhd", probabilities, _per_head(v, q)), lse
-
-
-def _plain_backward(
-    grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Rules, kept: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and sinks (FlashAttention, arXiv:2205.14135 appendix B.4): P ∘ (dO·Vᵀ − rowsum(dO ∘ O))."""
-    (lse,) = kept
-    probabilities = (_scores(q, k, rules) - lse.unsqueeze(-1)).exp()
-    row_sums = to_fp32(grad * out).sum(-1).permute(1, 2, 0)
-    inner = torch.einsum("qbhd,kbhd->bhqk", to_fp32(grad), to_fp32(_per_head(v, q)))
-    scores_grad = (probabilities * (inner - row_sums.unsqueeze(-1)) / math.sqrt(q.shape[-1])).to(q.dtype)
-    dq = torch.einsum("bhqk,kbhd->qbhd", scores_grad, _per_head(k, q))
-    dk = torch.einsum("bhqk,qbhd->kbhd", scores_grad, q)
-    dv = torch.einsum("bhqk,qbhd->kbhd", probabilities.to(q.dtype), grad)
-    dsinks = None if rules.sinks is None else _sinks_grad(rules.sinks, lse, row_sums)
-    per_group = (*k.shape[:3], -1)
-    return dq, dk.view(*per_group, k.shape[3]).sum(3), dv.view(*per_group, v.shape[3]).sum(3), dsinks
-
-
-def _scores(q: Tensor, k: Tensor, rules: Rules) -> Tensor:
-    """q·kᵀ/√dim [batch, heads, queries, keys], −∞ where a query does not see a key; the last query has the last key."""
-    scores = torch.einsum("qbhd,kbhd->bhqk", to_fp32(q), to_fp32(_per_head(k, q))) / math.sqrt(q.shape[-1])
-    last = k.shape[0]
-    if rules.mask is not None:
-        return scores + rules.mask[..., last - q.shape[0] : last, :last]
-    unseen = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(last - q.shape[0] + 1)
-    return scores.masked_fill(unseen, -math.inf)
-
-
-def _per_head(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values, repeated for each query head of their group."""
-    return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)

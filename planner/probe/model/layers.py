@@ -10,19 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.probe.model.attention import Attention, LatentAttention, Norm, Tables
-from planner.probe.model.context_attention import shard
-from planner.probe.model.linear import Linear, mark_partial, mark_shard
+from planner.probe.model.attention import Attention, LatentAttention
+from planner.probe.model.attention_tables import AttentionTables
+from planner.probe.model.linear import Linear
+from planner.probe.model.marks import mark_partial, mark_shard
 from planner.probe.model.mlp import DenseMLP, MoE
-from planner.probe.model.peers import (
-    HiddenToSequence,
-    Leave,
-    LeaveByView,
-    Surroundings,
-    apply,
-    recomputable,
-    to_fp32,
-)
+from planner.probe.model.norm import Norm
+from planner.probe.model.peer_functions import HiddenToSequence, Leave, LeaveByView
+from planner.probe.model.peers import apply
+from planner.probe.model.split_sequence import shard
+from planner.probe.model.surroundings import Surroundings, recomputable, to_fp32
 from planner.specs.model import LayerKind, ModelSpec
 
 
@@ -46,7 +43,7 @@ class DecoderLayer(nn.Module):
         self.attention_post_norm = Norm(model.hidden_size, model) if model.post_norms else nn.Identity()
         self.mlp_post_norm = Norm(model.hidden_size, model) if model.post_norms else nn.Identity()
 
-    def forward(self, x: Tensor, tables: Tables) -> Tensor:
+    def forward(self, x: Tensor, tables: AttentionTables) -> Tensor:
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), tables))
         mlp = recomputable(self.mlp_name, self.mlp, self.around)
         x = x + self.mlp_post_norm(mlp(self.mlp_norm(x)))
@@ -112,7 +109,7 @@ class MTPBlock(nn.Module):
         self.projection = Linear(2 * model.hidden_size, model.hidden_size, around, parallel="column")
         self.layer = DecoderLayer(model, model.layers[-1], around)
 
-    def forward(self, x: Tensor, embedded: Tensor, tables: Tables) -> Tensor:
+    def forward(self, x: Tensor, embedded: Tensor, tables: AttentionTables) -> Tensor:
         """Hidden states and embeddings of the next tokens, both [seq/tp, batch, hidden] → hidden states."""
         joined = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), dim=-1)
         x = self.projection(joined)

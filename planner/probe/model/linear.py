@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.probe.model.peers import Leave, Surroundings, apply
+from planner.probe.model.marks import mark_partial, mark_shard
+from planner.probe.model.peer_functions import Leave
+from planner.probe.model.peers import apply
+from planner.probe.model.surroundings import Surroundings
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32) if hasattr(torch, "_grouped_mm") else ()
 """What torch's grouped GEMM takes on the CPU, and bf16 from Hopper on; the rest goes expert by expert."""
@@ -60,24 +63,6 @@ class Linear(nn.Module):
             y = apply(Leave, y, self.around.tp)
             return y if self.bias is None else y + self.bias
         return y
-
-
-def mark_shard(parameter: Tensor | None, dim: int, sections: tuple[tuple[int, int], ...]) -> None:
-    """Note how a parameter is cut out of the whole one: each section along `dim` of (whole, local) width by itself."""
-    if parameter is not None:
-        parameter.shard = (dim, sections)  # type: ignore[attr-defined]
-
-
-def mark_partial(parameter: Tensor | None, always: bool = False) -> None:
-    """Note that tensor-parallel ranks each see a part of what the parameter acts on, so that its gradient is their sum:
-    a shard of the sequence under sequence parallelism, or (`always`) some of the heads."""
-    if parameter is not None:
-        parameter.partial = "always" if always else "sequence"  # type: ignore[attr-defined]
-
-
-def mark_replica(parameter: Tensor, name: str) -> None:
-    """Note that other ranks (or chunks) hold the same parameter of the model under this name and must keep it equal."""
-    parameter.replica = name  # type: ignore[attr-defined]
 
 
 class _Product(torch.autograd.Function):

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.probe.model.linear import GroupedProduct, Linear, mark_partial
-from planner.probe.model.peers import Exchange, Surroundings, apply, recomputable, to_fp32
+from planner.probe.model.linear import GroupedProduct, Linear
+from planner.probe.model.marks import mark_partial
+from planner.probe.model.peer_functions import ExpertAllToAll
+from planner.probe.model.peers import apply
+from planner.probe.model.surroundings import Surroundings, recomputable, to_fp32
 from planner.specs.model import ModelSpec, MoESpec
 
 
@@ -95,8 +98,8 @@ class MoE(nn.Module):
             return cast(Tensor, self.experts(rows, weights, sent))
         received = peers.counts(sent)
         to, back = sent.view(peers.size, -1).sum(1), received.sum(1)
-        rows = apply(Exchange, rows, peers, to, back)
-        weights = apply(Exchange, weights, peers, to, back)
+        rows = apply(ExpertAllToAll, rows, peers, to, back)
+        weights = apply(ExpertAllToAll, weights, peers, to, back)
         local = received.shape[1]
         if local > 1:
             expert = torch.arange(local, device=rows.device).repeat(peers.size)
@@ -106,7 +109,7 @@ class MoE(nn.Module):
         rows = self.experts(rows, weights, received.sum(0))
         if local > 1:
             rows = rows.index_select(0, order.argsort())
-        return apply(Exchange, rows, peers, back, to)
+        return apply(ExpertAllToAll, rows, peers, back, to)
 
 
 def count(chosen: Tensor, num_experts: int) -> Tensor:

@@ -5,16 +5,13 @@ Activations are [seq, batch, hidden]; sequence parallelism shards their first di
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(slots=True)
@@ -138,126 +135,6 @@ class ExpertGroup(ExpertPeers):
         return arrived
 
 
-@dataclass(slots=True)
-class Surroundings:
-    """What every module of a stage shares: its peers, and where weight gradients go when a schedule splits them off."""
-
-    tp: TensorPeers = field(default_factory=TensorPeers)
-    ep: ExpertPeers = field(default_factory=ExpertPeers)
-    cp: TensorPeers = field(default_factory=TensorPeers)
-    """Among whom each sequence is split."""
-    balanced_routing: bool = False
-    """Every expert gets the same number of rows, whatever the router says."""
-    recomputed: frozenset[str] = frozenset()
-    """Modules of a layer that are recomputed in backward: core_attn, mlp, moe, shared_experts."""
-    deferred: list[Callable[[], None]] | None = None
-    """Where the products of a backward's weight gradients are put aside; None: they run at once."""
-
-    def weight_gradient(self, weight: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
-        """The gradient of `weight` now, or None and a promise."""
-        if self.deferred is None:
-            return product()
-        self.deferred.append(lambda: accumulate(weight, product()))
-        return None
-
-
-def recomputable(name: str, function: Callable[..., Tensor], around: Surroundings) -> Callable[..., Tensor]:
-    """`function`, run again in backward instead of keeping what it saves, where its name is among those recomputed."""
-    if name not in around.recomputed:
-        return function
-    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
-
-
-def to_fp32(x: Tensor) -> Tensor:
-    """x in at least fp32: runs in fp64 stay exact."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Add a gradient to the parameter's main_grad where it has one, else to its grad."""
-    main: Any = getattr(parameter, "main_grad", None)
-    if main is not None:
-        main.add_(grad)
-    elif parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad.add_(grad)
-
-
-def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """`function.apply(*arguments)`, typed."""
-    result: Tensor = cast(Any, function).apply(*arguments)
-    return result
-
-
-class Enter(torch.autograd.Function):
-    """Bring a sequence shard to all tensor-parallel ranks; its gradient is summed over them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: TensorPeers) -> Tensor:
-        ctx.peers = peers
-        return peers.enter(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.enter_grad(grad), None
-
-
-class Leave(torch.autograd.Function):
-    """Sum the tensor-parallel ranks' parts and shard the sequence again."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, peers: TensorPeers) -> Tensor:
-        ctx.peers = peers
-        return peers.leave(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.leave_grad(grad.contiguous()), None
-
-
-class LeaveByView(torch.autograd.Function):
-    """Sum the tensor-parallel ranks' parts; the sequence shard is a view of the sum and keeps all of it alive."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, peers: TensorPeers) -> Tensor:
-        ctx.peers = peers
-        return peers.all_reduce(y).chunk(peers.size)[peers.rank]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.all_gather(grad.contiguous()), None
-
-
-class HiddenToSequence(torch.autograd.Function):
-    """[seq, batch, hidden/tp] → [seq/tp, batch, hidden]; without sequence parallelism → [seq, batch, hidden]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: TensorPeers) -> Tensor:
-        ctx.peers = peers
-        whole = peers.all_gather(x.movedim(-1, 0).contiguous()).movedim(0, -1)
-        return (whole.chunk(peers.size)[peers.rank] if peers.sequence_parallel else whole).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        peers = ctx.peers
-        whole = peers.all_gather(grad.contiguous()) if peers.sequence_parallel else grad
-        return whole.chunk(peers.size, dim=-1)[peers.rank].contiguous(), None
-
-
-class Exchange(torch.autograd.Function):
-    """All-to-all of rows; the gradient goes back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, peers: ExpertPeers, sent: Tensor, received: Tensor) -> Tensor:
-        ctx.peers, ctx.sent, ctx.received = peers, sent, received
-        return peers.exchange(rows, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.peers.exchange(grad, ctx.received, ctx.sent), None, None, None
-
-
 class VocabularyCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of fp32 logits [tokens, vocab/tp] sharded over tp (Megatron-LM `cross_entropy.py`)."""
 
@@ -279,3 +156,9 @@ class VocabularyCrossEntropy(torch.autograd.Function):
         minus_one = -(local >= 0).to(softmax.dtype).unsqueeze(1)
         logits_grad = softmax.scatter_add(1, local.clamp(min=0).unsqueeze(1), minus_one)
         return logits_grad.mul_(grad / softmax.shape[0]), None, None
+
+
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """`function.apply(*arguments)`, typed."""
+    result: Tensor = cast(Any, function).apply(*arguments)
+    return result

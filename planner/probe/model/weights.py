@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from planner.probe.model.peers import Surroundings
+from planner.probe.model.surroundings import Surroundings
 
 INITIAL_STD = 0.02
 

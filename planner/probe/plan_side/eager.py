@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.layout.replan import Repriced, layout_again, reprice
-from planner.probe.plan_side.slices import recompute_modules
+from planner.probe.plan_side.chunks import recompute_modules
 from planner.specs.training import TrainingSpec
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec

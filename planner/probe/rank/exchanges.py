@@ -12,7 +12,7 @@ from torch import Tensor
 
 from planner.probe.model.attention import CoreAttention
 from planner.probe.rank.training import Trainer
-from planner.probe.result import Exchange
+from planner.probe.result import TimedExchange
 from planner.specs.units import GB
 
 REPEATS = 5
@@ -27,7 +27,7 @@ def barrier(device: str, group: Any = None) -> None:
         dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
 
 
-def measure_exchanges(trainer: Trainer) -> tuple[Exchange, ...]:
+def measure_exchanges(trainer: Trainer) -> tuple[TimedExchange, ...]:
     """Median seconds and bus bandwidth of what this rank exchanges with tensor-, context- and data-parallel peers."""
     found = []
     tp = trainer.around.tp
@@ -71,7 +71,7 @@ def _seconds(trainer: Trainer, group: Any, call: Callable[[], object]) -> float:
     return median(times[1:])  # the first one connects
 
 
-def _exchange(name: str, size: int, num_bytes: int, seconds: float, passes: int) -> Exchange:
+def _exchange(name: str, size: int, num_bytes: int, seconds: float, passes: int) -> TimedExchange:
     """Bus bandwidth: passes · (n − 1)/n · bytes / seconds, as nccl-tests print it."""
     moved = passes * (size - 1) / size * num_bytes
-    return Exchange(name=name, size=size, num_bytes=num_bytes, seconds=seconds, bus_gb_per_s=moved / seconds / GB)
+    return TimedExchange(name=name, size=size, num_bytes=num_bytes, seconds=seconds, bus_gb_per_s=moved / seconds / GB)

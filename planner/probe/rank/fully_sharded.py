@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from planner.probe.model.chunk import Chunk
 from planner.probe.model.mlp import Experts
 from planner.probe.model.weights import local
-from planner.probe.rank.gradients import ADAM, Exchanged, Held, Sharding, allocate_moments
+from planner.probe.rank.gradients import ADAM, GradientShard, ReplicaExchange, Sharding, allocate_moments
 
 MARKS = ("shard", "partial", "expert", "replica")
 """What modules note on their parameters, which sharding replaces."""
@@ -108,7 +108,7 @@ class ShardedParameters:
     def gather(self) -> None:
         """Nothing: each pass gathers what it needs."""
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[GradientShard]:
         """This rank's part of each parameter's gradient."""
         for parameter in self.parameters:
             if parameter.grad is not None:
@@ -116,13 +116,13 @@ class ShardedParameters:
                 width = parameter[0].numel() if parameter.dim() > 1 else 1
                 found = local(parameter.grad).flatten()
                 first = min(self.sharding.rank * rows, parameter.shape[0]) * width
-                yield Held(parameter, slice(first, first + found.numel()), found)
+                yield GradientShard(parameter, slice(first, first + found.numel()), found)
 
-    def exchanges(self) -> Iterator[Exchanged]:
+    def exchanges(self) -> Iterator[ReplicaExchange]:
         """What fully_shard does for each layer, here with the largest parameter: a gather of its rows."""
         rows = local(max(self.parameters, key=lambda parameter: parameter.numel())).detach()
         whole = rows.new_empty(self.sharding.size * rows.numel())
-        yield Exchanged(
+        yield ReplicaExchange(
             "weight all-gather", whole.nbytes, 1,
             lambda: dist.all_gather_into_tensor(whole, rows.flatten(), group=self.sharding.group),
         )  # fmt: skip

@@ -29,7 +29,7 @@ class Sharding:
     """Ranks of a plan for each of these: a rank sums gradients for all of them, and holds the first one's shard."""
 
 
-class Held(NamedTuple):
+class GradientShard(NamedTuple):
     """What this rank has of a parameter's summed gradient."""
 
     parameter: nn.Parameter
@@ -38,7 +38,7 @@ class Held(NamedTuple):
     gradient: Tensor
 
 
-class Exchanged(NamedTuple):
+class ReplicaExchange(NamedTuple):
     """An exchange among replicas, to be measured by itself."""
 
     name: str
@@ -144,24 +144,24 @@ class FlatParameters:
         """Begin again with gradients of zero."""
         self.grads.zero_()
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[GradientShard]:
         """This rank's shard, parameter by parameter."""
         start = 0
         for parameter in self.parameters:
             end = start + parameter.numel()
             first, last = max(start, self.shard.start), min(end, self.shard.stop)
             if first < last:
-                yield Held(parameter, slice(first - start, last - start), self.grads[first:last])
+                yield GradientShard(parameter, slice(first - start, last - start), self.grads[first:last])
             start = end
 
-    def exchanges(self) -> Iterator[Exchanged]:
+    def exchanges(self) -> Iterator[ReplicaExchange]:
         """The reduction of all gradients, and the gathering of all weights where each rank steps a part of them."""
         is_sum = not self.grads.is_cuda or not self.sharding.zero  # gloo sums where NCCL scatters too
         name = f"gradient {'all-reduce' if is_sum else 'reduce-scatter'}"
-        yield Exchanged(name, self.grads.nbytes, 2 if is_sum else 1, self.reduce)
+        yield ReplicaExchange(name, self.grads.nbytes, 2 if is_sum else 1, self.reduce)
         self.grads.zero_()
         if self.sharding.zero:
-            yield Exchanged("weight all-gather", self.weights.nbytes, 1, self.gather)
+            yield ReplicaExchange("weight all-gather", self.weights.nbytes, 1, self.gather)
 
 
 def all_reduce_flat(tensors: Iterable[Tensor], group: Any) -> None:

@@ -6,13 +6,14 @@ from itertools import product
 
 import torch.distributed as dist
 
-from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surroundings, TensorPeers
+from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, TensorPeers
+from planner.probe.model.surroundings import Surroundings
 from planner.probe.rank.gradients import Sharding
-from planner.probe.rank.wires import traffic
+from planner.probe.rank.messages import traffic
 from planner.probe.run import Place, ProbeRun
 
 
-class Grid:
+class RankGroups:
     """Groups of one rank. torch wants every rank to take part in making each of them, so all ranks make all."""
 
     def __init__(self, run: ProbeRun, rank: int) -> None:

@@ -1,95 +1,32 @@
-"""Runs one rank's action list on real tensors: receives, computes, sends, and writes down when it did what."""
+"""Runs one rank's action list on real tensors: receives, computes, sends, and records when it did what."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from planner.probe.model.attention import Tables
+from planner.probe.model.attention_tables import AttentionTables
 from planner.probe.model.chunk import Chunk
-from planner.probe.model.peers import Surroundings
-from planner.probe.rank.wires import Wires, message_of, needed_by
+from planner.probe.model.surroundings import Surroundings
+from planner.probe.rank.clock import Clock, StepRecord
+from planner.probe.rank.messages import message_of, needed_by
+from planner.probe.rank.wires import Wires
 from planner.probe.run import SleepSeconds
 from planner.schedule.actions import Action, Schedule
 
 
-class Clock:
-    """Seconds of the host; on a GPU, events on its stream, read after the step."""
-
-    def __init__(self, device: str) -> None:
-        self.is_cuda = device.startswith("cuda")
-        self.zero: Any = None
-
-    def mark(self) -> Any:
-        if not self.is_cuda:
-            return time.perf_counter()
-        event = cast(Any, torch.cuda.Event)(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self) -> None:
-        """Marks count from here."""
-        if self.is_cuda:
-            torch.cuda.synchronize()
-        self.zero = self.mark()
-
-    def seconds(self, mark: Any) -> float:
-        """Seconds from `start` to a mark; waits for the GPU."""
-        if not self.is_cuda:
-            return float(mark - self.zero)
-        mark.synchronize()
-        return float(self.zero.elapsed_time(mark)) / 1e3
-
-
-class Timed(NamedTuple):
-    """One action as it ran: seconds from the start of the step."""
-
-    action: Action
-    ready_s: float
-    """The rank was free and began to wait for the action's input."""
-    start_s: float
-    end_s: float
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """What a rank did in one step."""
-
-    marks: list[tuple[Action, Any, Any, Any]] = field(default_factory=list)
-    """When each action was ready, started and ended, as the clock marked it."""
-    actions: list[Timed] = field(default_factory=list)
-    """The same in seconds, once they are read."""
-    losses: list[Tensor] = field(default_factory=list)
-    """What the rank's head returned of each micro-batch, weighted."""
-    peak_in_flight: int = 0
-    """Most (virtual stage, micro-batch) activations held at once."""
-
-    @property
-    def loss(self) -> float:
-        return float(torch.stack(self.losses).sum()) if self.losses else 0.0
-
-    def read(self, clock: Clock, on_action: Callable[[str], None]) -> None:
-        """Wait for the marks; where a GPU does not get to one, `on_action` was last told of its action."""
-        for action, ready, start, end in self.marks:
-            on_action(f"{action} (waiting)")
-            ready_s, start_s = clock.seconds(ready), clock.seconds(start)
-            on_action(f"{action} (computing)")
-            self.actions.append(Timed(action, ready_s, start_s, clock.seconds(end)))
-
-
-class Held(NamedTuple):
+class SavedForward(NamedTuple):
     """What a forward leaves for its backward."""
 
     source: Tensor | None
     output: Tensor
 
 
-class Pipeline:
+class RankPipeline:
     """The stages of one pipeline rank and the loop over its actions."""
 
     def __init__(
@@ -99,12 +36,12 @@ class Pipeline:
         chunks: Mapping[int, Chunk],
         wires: Wires,
         around: Surroundings,
-        tables: Tables | None,
+        tables: AttentionTables | None,
         clock: Clock,
     ) -> None:
         self.schedule, self.actions = schedule, tuple(schedule.ranks[pp_rank])
         self.chunks, self.wires, self.around, self.tables, self.clock = chunks, wires, around, tables, clock
-        self.held: dict[tuple[int, int], Held] = {}
+        self.held: dict[tuple[int, int], SavedForward] = {}
         self.owed: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def step(
@@ -160,11 +97,11 @@ class Pipeline:
         output: Tensor = chunk(source, tokens, labels, self.tables)
         if chunk.head is not None:
             output = output * loss_weight
-        self.held[key] = Held(source, output)
+        self.held[key] = SavedForward(source, output)
         return output.detach()
 
 
-class SleepingPipeline(Pipeline):
+class SleepingPipeline(RankPipeline):
     """Sleeps in place of computing; what it sends has the right shape and no meaning."""
 
     def __init__(
@@ -181,7 +118,7 @@ class SleepingPipeline(Pipeline):
         time.sleep(seconds[action.kind])
         key, nothing = (action.stage, action.microbatch), self.empty()
         if action.kind == "F":
-            self.held[key] = Held(None, nothing)
+            self.held[key] = SavedForward(None, nothing)
         elif action.kind == "W":
             self.owed.pop(key)
         else:

@@ -8,13 +8,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from planner.probe.model.attention import Tables
-from planner.probe.model.chunk import Chunk, synthetic_batch
-from planner.probe.model.peers import Surroundings
+from planner.probe.model.attention_tables import AttentionTables
+from planner.probe.model.chunk import Chunk
+from planner.probe.model.surroundings import Surroundings
 from planner.probe.model.weights import initialise, shard_of
+from planner.probe.rank.batches import batch_seed, synthetic_batch
+from planner.probe.rank.build_chunk import dtypes
 from planner.probe.rank.fully_sharded import ShardedParameters
 from planner.probe.rank.gradients import ADAM, FlatParameters, clip_scale
-from planner.probe.rank.training import Parameters, batch_seed, dtypes
+from planner.probe.rank.parameters import Parameters
 from planner.probe.result import Check, StepSeconds, shown
 from planner.probe.run import ChunkSpec, ProbeRun
 
@@ -38,7 +40,7 @@ def compute_reference(run: ProbeRun, num_steps: int) -> Reference:
     spec = ChunkSpec(first_layer=0, last_layer=layers, embedding=True, head=True, mtp=has_mtp)
     model = Chunk(run.model, spec, around).to(dtype)
     initialise(model, run.seed)
-    tables = Tables.of(run.model, run.whole_seq_length, around, torch.empty(0, dtype=dtype))
+    tables = AttentionTables.of(run.model, run.whole_seq_length, around, torch.empty(0, dtype=dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, **cast(Any, ADAM))
     reference = Reference([], [], {})
     for step in range(num_steps):

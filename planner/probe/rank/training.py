@@ -1,112 +1,31 @@
-"""One rank's training step: its stages, its pipeline, its gradients and optimizer; the same loop on CPU and GPU."""
+"""One rank's training step: its pipeline, its gradients and its optimizer; the same loop on CPU and GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from planner.probe.model.attention import Tables
-from planner.probe.model.chunk import Chunk, hidden_shape, synthetic_batch
-from planner.probe.model.peers import GroupPeers, Surroundings
-from planner.probe.model.weights import copy_shard, initialise, local, whole_name
+from planner.probe.model.attention_tables import AttentionTables
+from planner.probe.model.chunk import Chunk, hidden_shape
+from planner.probe.model.peers import GroupPeers
+from planner.probe.model.surroundings import Surroundings
+from planner.probe.model.weights import initialise
+from planner.probe.rank.batches import batch_seed, synthetic_batch
+from planner.probe.rank.build_chunk import build_chunk, dtypes
+from planner.probe.rank.clock import Clock, StepRecord
 from planner.probe.rank.fully_sharded import ShardedParameters, shard_chunk
 from planner.probe.rank.gradients import FlatParameters, Sharding, all_reduce_flat, clip_scale
-from planner.probe.rank.pipeline import Clock, Pipeline, SleepingPipeline, StepRecord
-from planner.probe.rank.wires import Wires, needed_by
+from planner.probe.rank.messages import needed_by
+from planner.probe.rank.parameters import Parameters
+from planner.probe.rank.pipeline import RankPipeline, SleepingPipeline
+from planner.probe.rank.wires import Wires
 from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun
 from planner.schedule.actions import Action
-
-
-def dtypes(run: ProbeRun) -> tuple[torch.dtype, torch.dtype]:
-    """dtype of weights and activations, and of gradients and optimizer state."""
-    compute: torch.dtype = getattr(torch, run.dtype)
-    return compute, torch.float64 if compute == torch.float64 else torch.float32
-
-
-def build_chunk(run: ProbeRun, stage: int, around: Surroundings, device: str) -> Chunk:
-    """The module of a virtual stage. Where results are checked it is a shard of the very model that one process has.
-
-    On the meta device it has no values yet.
-    """
-    spec, usual = run.chunk_of(stage), torch.get_default_dtype()
-    torch.set_default_dtype(dtypes(run)[0])
-    try:
-        with torch.device(device):
-            chunk = Chunk(run.model, spec, around)
-            whole = Chunk(run.model, spec, Surroundings()) if run.check else chunk
-    finally:
-        torch.set_default_dtype(usual)
-    if device != "meta":
-        initialise(whole, run.seed)
-    if whole is not chunk:
-        copy_shard(whole, chunk, around)
-    return chunk
-
-
-def batch_seed(run: ProbeRun, step: int, dp: int, microbatch: int) -> int:
-    return crc32(f"{run.seed} {step} {dp} {microbatch}".encode())
-
-
-class Parameters:
-    """Parameters of a rank by how their gradients are summed: dense ones over dp·cp, routed experts over expert-dp."""
-
-    def __init__(self, run: ProbeRun, chunks: dict[int, Chunk], holders: Callable[[str, int], tuple[int, ...]]) -> None:
-        self.run = run
-        self.named: list[tuple[str, int, nn.Parameter]] = [
-            (whole_name(name, parameter), stage, parameter)
-            for stage, chunk in chunks.items()
-            for name, parameter in chunk.named_parameters()
-        ]
-        self.holders = {(name, stage): holders(name, stage) for name, stage, _ in self.named}
-
-    def of_kind(self, expert: bool, tp_rank: int, pp_rank: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters whose squares this rank counts in the global norm, and the others."""
-        counted: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        seen: set[str] = set()
-        for name, stage, parameter in self.named:
-            if hasattr(parameter, "expert") != expert:
-                continue
-            first_holder = self.holders[name, stage][0] == pp_rank and name not in seen
-            seen.add(name)
-            once = expert or hasattr(parameter, "shard") or tp_rank == 0
-            (counted if first_holder and once else others).append(parameter)
-        return counted, others
-
-    def partial_over_tp(self) -> Iterator[Tensor]:
-        """Main gradients of which each tensor-parallel rank has a part."""
-        for _, _, parameter in self.named:
-            partial = getattr(parameter, "partial", None)
-            if not hasattr(parameter, "expert") and (
-                partial == "always" or (partial == "sequence" and self.run.sequence_parallel)
-            ):
-                yield main_gradient(parameter)
-
-    def replicas(self) -> dict[tuple[int, ...], dict[str, list[Tensor]]]:
-        """Main gradients of parameters held more than once: by holders, by name."""
-        found: dict[tuple[int, ...], dict[str, list[nn.Parameter]]] = {}
-        for name, stage, parameter in self.named:
-            found.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(parameter)
-        return {
-            holders: {
-                name: [main_gradient(parameter) for parameter in held]
-                for name, held in names.items()
-                if len(holders) > 1 or len(held) > 1
-            }
-            for holders, names in found.items()
-        }
-
-
-def main_gradient(parameter: nn.Parameter) -> Tensor:
-    """What backward has added up for a parameter: in a buffer of its own, or this rank's rows."""
-    main: Tensor | None = getattr(parameter, "main_grad", None)
-    return local(parameter.grad) if main is None else main
 
 
 class Trainer:
@@ -134,7 +53,7 @@ class Trainer:
         self.chunks: dict[int, Chunk] = {}
         self.flat: list[FlatParameters | ShardedParameters] = []
         if run.sleep is not None:
-            self.pipeline: Pipeline = SleepingPipeline(
+            self.pipeline: RankPipeline = SleepingPipeline(
                 run.order, pp_rank, {}, wires, around, None, self.clock, durations=run.sleep, empty=self.empty
             )
             return
@@ -154,8 +73,8 @@ class Trainer:
                 self.flat.append(FlatParameters(counted, others, sharding, grad_dtype, run.learning_rate))
         if self.clock.is_cuda:
             torch.cuda.empty_cache()  # what building needed for a moment is no part of the run
-        tables = Tables.of(run.model, run.whole_seq_length, around, self.empty())
-        self.pipeline = Pipeline(run.order, pp_rank, self.chunks, wires, around, tables, self.clock)
+        tables = AttentionTables.of(run.model, run.whole_seq_length, around, self.empty())
+        self.pipeline = RankPipeline(run.order, pp_rank, self.chunks, wires, around, tables, self.clock)
 
     @property
     def num_parameters(self) -> int:

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from planner.probe.rank.wires import Message, message_of, needed_by
+from planner.probe.rank.messages import Message, message_of, needed_by
 from planner.probe.result import RankResult, StageActivity
-from planner.probe.run import ProbeRun, SleepSeconds
+from planner.probe.run import ProbeRun
 from planner.schedule.actions import Action, Schedule
-from planner.schedule.replay import Durations
-
-
-def durations(seconds: Sequence[SleepSeconds]) -> Durations:
-    """Seconds per virtual stage as the replay takes them."""
-    return Durations(
-        forward_s=[s.forward_s for s in seconds],
-        input_grad_s=[s.input_grad_s for s in seconds],
-        weight_grad_s=[s.weight_grad_s for s in seconds],
-    )
 
 
 def by_stage(run: ProbeRun, ranks: Sequence[RankResult]) -> list[RankResult]:

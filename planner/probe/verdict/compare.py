@@ -1,4 +1,4 @@
-"""Predicted beside measured: quantities, and what the run proved."""
+"""Predicted beside measured: seconds and bytes of stages, exchanges and the pipeline."""
 
 from __future__ import annotations
 
@@ -8,63 +8,17 @@ from typing import Literal
 
 from planner.answer import Plan
 from planner.physics.communication import Kind, collective_s
-from planner.probe.rank.wires import message_of
-from planner.probe.result import (
-    Check,
-    Comparison,
-    Exchange,
-    RankMemory,
-    RankResult,
-    shown,
-    slowest_exchanges,
-    stride_of,
-)
+from planner.probe.plan_side.planned_seconds import replay_durations
+from planner.probe.result import ComparedQuantity, RankMemory, RankResult, TimedExchange, slowest_exchanges, stride_of
 from planner.probe.run import ProbeRun, SleepSeconds
-from planner.probe.verdict.activity import bubble_fraction, by_stage, durations, span_s, waited_s
+from planner.probe.verdict.activity import bubble_fraction, by_stage, span_s, waited_s
 from planner.schedule.replay import replay
 from planner.specs.cluster import ClusterSpec
 
 KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
 BUBBLE_TOLERANCE = 0.03
 """Of a step, absolute: the bubble of sleeping ranks against the replay."""
-
 Unit = Literal["s", "bytes", "fraction", "count"]
-
-
-def in_flight(run: ProbeRun) -> list[int]:
-    """Most activations that each pipeline rank holds at once, as its order says."""
-    one = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
-    return [int(count) for count in replay(run.order, durations(one)).peak_in_flight_chunks]
-
-
-def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
-    """What a finished run proves about the plan's order; a wrong shape or a deadlock would have ended it."""
-    as_listed = [tuple(timed.action for timed in rank.actions) == run.ranks[rank.stage] for rank in ranks]
-    num_messages = sum(message_of(run.order, action) is not None for actions in run.order.ranks for action in actions)
-    planned = in_flight(run)
-    found = [max(rank.peak_in_flight_chunks for rank in ranks if rank.stage == stage) for stage in range(run.pp)]
-    checks = [
-        Check(name="order", passed=all(as_listed), detail=f"{sum(map(len, run.ranks))} actions without a deadlock"),
-        Check(name="in flight", passed=found == planned, detail=f"{found} chunks at most, planned {planned}"),
-    ]
-    if num_messages:
-        detail = f"{num_messages} messages, each of the planned shape"
-        checks.insert(1, Check(name="exchanges", passed=True, detail=detail))
-    if run.sleep is None and not run.check:
-        checks.append(finite(ranks))
-    for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
-        same = [check for rank in ranks for check in rank.checks if check.name == name]
-        worst = next((check for check in same if not check.passed), same[0])
-        checks.append(worst)
-    return checks
-
-
-def finite(ranks: Sequence[RankResult]) -> Check:
-    """Losses and gradient norms are numbers, where nothing else is known of them."""
-    passed = all(None not in (step.loss, step.gradient_norm) for rank in ranks for step in rank.steps)
-    last = ranks[-1].steps[-1]
-    detail = f"loss {shown(last.loss, 4)}, gradient norm {shown(last.gradient_norm, 4)}"
-    return Check(name="finite", passed=passed, detail=detail)
 
 
 def compared(
@@ -74,15 +28,15 @@ def compared(
     measured: float,
     tolerance_fraction: float | None,
     stage: int | None = None,
-) -> Comparison:
+) -> ComparedQuantity:
     """Judge a quantity, or only show it (no tolerance)."""
     agrees = None
     if tolerance_fraction is not None:
         agrees = abs(measured - predicted) <= tolerance_fraction * abs(predicted)
-    return Comparison(name=name, stage=stage, unit=unit, predicted=predicted, measured=measured, agrees=agrees)
+    return ComparedQuantity(name=name, stage=stage, unit=unit, predicted=predicted, measured=measured, agrees=agrees)
 
 
-def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult]) -> list[Comparison]:
+def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
     """Each exchange of the slowest rank beside what the cluster's links say of its bytes; shown, not judged.
 
     Left out are experts' gradients, whose ranks lie otherwise.
@@ -93,7 +47,7 @@ def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankR
 
 def compare_data_parallel(
     cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult], plan_stage: int
-) -> list[Comparison]:
+) -> list[ComparedQuantity]:
     """What a step of one stage's ranks takes to sum gradients and to gather weights, beside what the cluster's links
     say of all their bytes; shown, not judged, since ranks wait for each other."""
     steps, found = [step for rank in ranks for step in rank.steps], []
@@ -108,7 +62,7 @@ def compare_data_parallel(
     return found
 
 
-def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: Exchange) -> float | None:
+def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: TimedExchange) -> float | None:
     """What the cluster's links say of an exchange's bytes; None of experts' gradients, whose ranks lie otherwise."""
     stride = stride_of(exchange, run)
     if stride is None:
@@ -116,13 +70,13 @@ def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: Exchange) -> float 
     return float(collective_s(KINDS[exchange.name.split()[-1]], exchange.num_bytes, exchange.size, stride, cluster))
 
 
-def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Comparison]:
+def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
     """The bubble and the length of a step of sleeping ranks against the replay of the same seconds."""
     assert run.sleep is not None
-    timeline, stages = replay(run.order, durations(run.sleep)), by_stage(run, ranks)
+    timeline, stages = replay(run.order, replay_durations(run.sleep)), by_stage(run, ranks)
     measured = bubble_fraction(stages)
     return [
-        Comparison(
+        ComparedQuantity(
             name="bubble",
             unit="fraction",
             predicted=timeline.bubble_fraction,
@@ -139,9 +93,9 @@ def compare_pipeline(
     planned: Sequence[SleepSeconds],
     plan_stages: Sequence[int],
     tolerance_fraction: float | None,
-) -> list[Comparison]:
+) -> list[ComparedQuantity]:
     """What comes of all stages together, against the replay of their planned seconds; waits and bubble are shown."""
-    timeline, waits = replay(run.order, durations(planned)), []
+    timeline, waits = replay(run.order, replay_durations(planned)), []
     for number, stage in enumerate(plan_stages):
         starts_s, ends_s = timeline.start_s[number].tolist(), timeline.end_s[number].tolist()
         planned_s = sum(starts_s) - sum(ends_s[:-1])
@@ -162,7 +116,7 @@ def compare_stage(
     alone: bool,
     holds_as_planned: bool = True,
     steps_as_planned: bool = True,
-) -> list[Comparison]:
+) -> list[ComparedQuantity]:
     """Seconds and bytes of one stage's ranks.
 
     `alone`: peers were emulated, so that no exchange is in its seconds. A slice of the plan may keep other
@@ -196,7 +150,7 @@ def _compare_memory(
     memories: Sequence[RankMemory],
     tolerance_fraction: float | None,
     holds_as_planned: bool,
-) -> list[Comparison]:
+) -> list[ComparedQuantity]:
     """Bytes of the fullest rank of a stage. Beyond ZeRO-1 gathered weights and gradients come and go, and under ZeRO-2
     the run keeps all of them: there bytes are shown and not judged."""
     planned, runtime = plan.stages[plan_stage].memory, plan.runtime_spec

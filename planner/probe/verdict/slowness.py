@@ -13,7 +13,7 @@ from typing import NamedTuple
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
 from planner.probe.plan_side.eager import in_eager_torch
-from planner.probe.plan_side.slices import sampled_stages
+from planner.probe.plan_side.rank_grid import sampled_stages
 from planner.probe.result import ProbeResult, RankResult
 from planner.specs.cluster import HardwareSpec
 

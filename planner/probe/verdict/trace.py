@@ -7,16 +7,18 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.probe.plan_side.eager import in_eager_torch, repriced
-from planner.probe.plan_side.gpu_run import distinct_stages, durations_alone
-from planner.probe.plan_side.slices import planned_seconds, sampled_stages
+from planner.probe.plan_side.gpu_run import stand_in_stages
+from planner.probe.plan_side.planned_seconds import planned_seconds, replay_durations
+from planner.probe.plan_side.rank_grid import sampled_stages
 from planner.probe.result import ProbeResult
-from planner.probe.verdict.activity import by_stage, durations, span_s
+from planner.probe.verdict.activity import by_stage, span_s
+from planner.probe.verdict.replay_stages import durations_alone
 from planner.schedule.replay import Durations, replay
 
 MEASURED, PREDICTED = 0, 1
 _MICROSECONDS = 1e6
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
@@ -24,13 +26,13 @@ def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
 
     Stages that ran alone are replayed with the seconds that each of them took; nothing is drawn where one is missing.
     """
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     if result.mode == "ranks" and result.ranks:
         events = [*_measured(result), *_predicted(plan, result)]
     elif result.mode == "stages":
         found = {rank.stage: rank for rank in result.ranks}
         eager = in_eager_torch(plan)
-        stands_for, priced = distinct_stages(eager.best), repriced(eager)
+        stands_for, priced = stand_in_stages(eager.best), repriced(eager)
         if found.keys() >= set(stands_for):
             alone = durations_alone(priced, [found[stage] for stage in stands_for])
             events = [
@@ -40,7 +42,7 @@ def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _measured(result: ProbeResult) -> Iterator[Event]:
+def _measured(result: ProbeResult) -> Iterator[TraceEvent]:
     yield _process(MEASURED, f"measured on {result.device}")
     for rank in by_stage(result.run, result.ranks):
         for timed in rank.actions:
@@ -49,12 +51,12 @@ def _measured(result: ProbeResult) -> Iterator[Event]:
             yield _span(MEASURED, rank.stage, timed.action, timed.start_s, timed.end_s)
 
 
-def _predicted(plan: Plan, result: ProbeResult) -> Iterator[Event]:
+def _predicted(plan: Plan, result: ProbeResult) -> Iterator[TraceEvent]:
     run, seconds = result.run, result.run.sleep
     if seconds is None:
         stages = sampled_stages(plan.parallelism.pp, run.pp)
         seconds = planned_seconds(in_eager_torch(plan).best, run.order, stages)
-    predicted = durations(seconds)
+    predicted = replay_durations(seconds)
     if run.dtype == "bfloat16" or run.sleep is not None:
         yield from _replayed(PREDICTED, "predicted", result, predicted)
         return
@@ -63,7 +65,7 @@ def _predicted(plan: Plan, result: ProbeResult) -> Iterator[Event]:
     yield from _replayed(PREDICTED, name, result, predicted, times)
 
 
-def _replayed(pid: int, name: str, result: ProbeResult, seconds: Durations, times: float = 1.0) -> Iterator[Event]:
+def _replayed(pid: int, name: str, result: ProbeResult, seconds: Durations, times: float = 1.0) -> Iterator[TraceEvent]:
     timeline = replay(result.run.order, seconds)
     yield _process(pid, name)
     for rank, actions in enumerate(result.run.ranks):
@@ -72,11 +74,11 @@ def _replayed(pid: int, name: str, result: ProbeResult, seconds: Durations, time
             yield _span(pid, rank, action, start_s, end_s)
 
 
-def _process(pid: int, name: str) -> Event:
+def _process(pid: int, name: str) -> TraceEvent:
     return {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
 
 
-def _span(pid: int, rank: int, name: str, start_s: float, end_s: float) -> Event:
+def _span(pid: int, rank: int, name: str, start_s: float, end_s: float) -> TraceEvent:
     return {
         "ph": "X",
         "pid": pid,

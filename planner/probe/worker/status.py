@@ -12,7 +12,7 @@ START_TIMEOUT_S = 60.0
 """Least that starting processes, finding each other and building the model may take on a busy machine."""
 
 
-class Where(NamedTuple):
+class Progress(NamedTuple):
     """Phase of a rank, the action it is at, and since when (host's monotonic clock)."""
 
     phase: str
@@ -38,7 +38,7 @@ def in_words(phase: str, detail: str) -> str:
     return f"{phase}, at {detail}" if detail else phase
 
 
-class Status:
+class StatusFile:
     """Writes this rank's line; cheap enough for every action."""
 
     def __init__(self, path: Path) -> None:
@@ -63,10 +63,10 @@ class Status:
         return in_words(self.phase, self.detail)
 
 
-def read_status(path: Path) -> Where | None:
+def read_status(path: Path) -> Progress | None:
     """The line of a rank, or None where it has not written one yet."""
     try:
         phase, detail, phase_since_s, since_s, _ = path.read_text(errors="replace").split("|")
-        return Where(phase, detail, float(phase_since_s), float(since_s))
+        return Progress(phase, detail, float(phase_since_s), float(since_s))
     except (OSError, ValueError):
         return None

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from planner.files import write_text
+from planner.probe.rank.build_chunk import dtypes
+from planner.probe.rank.clock import Clock, StepRecord
 from planner.probe.rank.exchanges import barrier, measure_exchanges
-from planner.probe.rank.groups import Grid
-from planner.probe.rank.pipeline import Clock, StepRecord, Timed
+from planner.probe.rank.groups import RankGroups
 from planner.probe.rank.reference import Reference, check_gradients, check_steps, compute_reference
-from planner.probe.rank.training import Trainer, dtypes
+from planner.probe.rank.training import Trainer
 from planner.probe.rank.wires import GroupWires
-from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction
+from planner.probe.result import Check, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
+from planner.probe.worker.files import RESULT_FILE, RUN_FILE, STATUS_FILE
 from planner.probe.worker.handshake import Identity, compare
-from planner.probe.worker.status import START_TIMEOUT_S, Status
-
-RUN_FILE, RESULT_FILE, STATUS_FILE = "run.json", "rank{}.json", "rank{}.status"
+from planner.probe.worker.report import chunk_seconds
+from planner.probe.worker.status import START_TIMEOUT_S, StatusFile
 
 
 class Worker:
@@ -35,7 +34,7 @@ class Worker:
         """`local`: all ranks share the folder, and meet in a file there; else as MASTER_ADDR and MASTER_PORT say."""
         self.folder, self.rank, self.local_rank, self.local = folder, rank, local_rank, local
         self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
-        self.status = Status(folder / STATUS_FILE.format(rank))
+        self.status = StatusFile(folder / STATUS_FILE.format(rank))
         self.device: str = self.run.device
 
     def main(self) -> None:
@@ -46,7 +45,7 @@ class Worker:
         self.status.enter("handshake")
         self.join(store)
         self.status.enter("build")
-        grid = Grid(run, self.rank)
+        grid = RankGroups(run, self.rank)
         trainer = self.build(grid)
         static_bytes = self.static_memory()
         self.status.enter("rehearsal")
@@ -128,7 +127,7 @@ class Worker:
             dist.all_reduce(last, dist.ReduceOp.MAX)
             clock.zero = float(last)
 
-    def build(self, grid: Grid) -> Trainer:
+    def build(self, grid: RankGroups) -> Trainer:
         """Stages, optimizer state and wires of this rank."""
         run, place = self.run, grid.place
         trainer: Trainer
@@ -214,27 +213,3 @@ class Worker:
 
     def write(self, result: RankResult) -> None:
         write_text(self.folder / RESULT_FILE.format(result.rank), result.model_dump_json(), force=True)
-
-
-def chunk_seconds(actions: Iterable[Timed]) -> tuple[ChunkSeconds, ...]:
-    """Medians of actions by virtual stage."""
-    seconds: dict[tuple[int, str], list[float]] = {}
-    for timed in actions:
-        seconds.setdefault((timed.action.stage, timed.action.kind), []).append(timed.end_s - timed.start_s)
-    medians = {key: median(values) for key, values in seconds.items()}
-    found = []
-    for stage in sorted({stage for stage, _ in medians}):
-        parts = [medians.get((stage, kind)) for kind in "FBIW"]
-        forward_s, backward_s, input_grad_s, weight_grad_s = parts
-        if backward_s is None:
-            backward_s = (input_grad_s or 0.0) + (weight_grad_s or 0.0)
-        found.append(
-            ChunkSeconds(
-                stage=stage,
-                forward_s=forward_s or 0.0,
-                backward_s=backward_s,
-                input_grad_s=input_grad_s,
-                weight_grad_s=weight_grad_s,
-            )
-        )
-    return tuple(found)

@@ -1,0 +1,60 @@
+"""What all modules of a stage share: the rank's peers, what is recomputed, and postponed weight gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from planner.probe.model.peers import ExpertPeers, TensorPeers
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """What every module of a stage shares: its peers, and where weight gradients go when a schedule splits them off."""
+
+    tp: TensorPeers = field(default_factory=TensorPeers)
+    ep: ExpertPeers = field(default_factory=ExpertPeers)
+    cp: TensorPeers = field(default_factory=TensorPeers)
+    """Among whom each sequence is split."""
+    balanced_routing: bool = False
+    """Every expert gets the same number of rows, whatever the router says."""
+    recomputed: frozenset[str] = frozenset()
+    """Modules of a layer that are recomputed in backward: core_attn, mlp, moe, shared_experts."""
+    deferred: list[Callable[[], None]] | None = None
+    """Where the products of a backward's weight gradients are put aside; None: they run at once."""
+
+    def weight_gradient(self, weight: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
+        """The gradient of `weight` now, or None and a promise."""
+        if self.deferred is None:
+            return product()
+        self.deferred.append(lambda: accumulate(weight, product()))
+        return None
+
+
+def recomputable(name: str, function: Callable[..., Tensor], around: Surroundings) -> Callable[..., Tensor]:
+    """`function`, run again in backward instead of keeping what it saves, where its name is among those recomputed."""
+    if name not in around.recomputed:
+        return function
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+
+
+def to_fp32(x: Tensor) -> Tensor:
+    """x in at least fp32: runs in fp64 stay exact."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def accumulate(parameter: Tensor, grad: Tensor) -> None:
+    """Add a gradient to the parameter's main_grad where it has one, else to its grad."""
+    main: Any = getattr(parameter, "main_grad", None)
+    if main is not None:
+        main.add_(grad)
+    elif parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)

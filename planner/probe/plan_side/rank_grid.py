@@ -1,0 +1,69 @@
+"""How many ranks run: the largest part of the plan's ranks that fits the processes or GPUs at hand."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from planner.answer import PricedLayout
+from planner.errors import ProbeError
+
+
+class RankGrid(NamedTuple):
+    """Sizes of the ranks that are started."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+
+def fit_processes(layout: PricedLayout, num_processes: int, most_dp: int) -> RankGrid:
+    """The largest slice of the plan's ranks in `num_processes`: data parallelism is given up first, then tensor and
+    context parallelism down to 1 (on the CPU only their presence matters), then pipeline stages."""
+    asked = layout.parallelism
+    tp, cp, dp = min(asked.tp, 2), min(asked.cp, 2), min(asked.dp, most_dp)
+    dp = max(1, min(dp, num_processes // (asked.pp * cp * tp)))
+    tp = tp if asked.pp * dp * cp * tp <= num_processes else 1
+    cp = cp if asked.pp * dp * cp * tp <= num_processes else 1
+    pp = min(asked.pp, num_processes)
+    return RankGrid(pp, dp, cp, tp, _largest_divisor(dp * cp * tp, asked.ep))
+
+
+def fit_gpus(layout: PricedLayout, num_gpus: int) -> RankGrid:
+    """As `fit_processes` with whole tensor- and context-parallel groups: less dp first, then fewer stages.
+
+    Of several instances of a sharded optimizer one is run: the runner shards over all its replicas.
+
+    Raises ProbeError where not even one group fits, or one stage of a pipeline alone.
+    """
+    asked = layout.parallelism
+    group = asked.tp * asked.cp
+    if num_gpus < group * min(2, asked.pp):
+        needed = "one group" if num_gpus < group else f"two of {asked.pp} stages"
+        raise ProbeError(
+            f"{num_gpus} GPUs are less than {needed} of tp {asked.tp} × cp {asked.cp}",
+            "run the stages one by one on a single GPU: --stage all",
+        )
+    pp = min(asked.pp, num_gpus // group)
+    dp = _largest_divisor(sharing_dp(layout), num_gpus // (group * pp))
+    return RankGrid(pp, dp, asked.cp, asked.tp, _largest_divisor(dp * group, asked.ep))
+
+
+def sharing_dp(layout: PricedLayout) -> int:
+    """Replicas that share one sharded optimizer; all of them where nothing is sharded."""
+    asked = layout.parallelism
+    return max(1, asked.shard_size // asked.cp) if asked.zero_stage else asked.dp
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return next(n for n in range(min(number, at_most), 0, -1) if number % n == 0)
+
+
+def sampled_stages(asked_pp: int, pp: int) -> list[int]:
+    """Which stages of the plan stand for the `pp` that are run: the ends, and evenly between."""
+    return [round(i * (asked_pp - 1) / (pp - 1)) for i in range(pp)] if pp > 1 else [0]

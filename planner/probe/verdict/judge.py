@@ -1,0 +1,75 @@
+"""What finished runs say of the plan: all ranks on GPUs, stages one by one, and processes on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.answer import Plan
+from planner.probe.plan_side.describe import describe_slice
+from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.plan_side.options import ProbeOptions
+from planner.probe.plan_side.planned_seconds import planned_seconds
+from planner.probe.plan_side.rank_grid import RankGrid
+from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult
+from planner.probe.verdict.checks import in_flight
+from planner.probe.verdict.compare import (
+    compare_bubble,
+    compare_data_parallel,
+    compare_exchanges,
+    compare_pipeline,
+    compare_stage,
+)
+from planner.probe.verdict.outcome import probe_result
+from planner.schedule.orders import in_flight_chunks
+
+
+def judge_ranks(
+    plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid, stages: Sequence[int]
+) -> ProbeResult:
+    """What the layout costs in eager torch beside measured, stage by stage and for the pipeline.
+
+    Not judged where ranks hold other experts than planned, or passes gather weights (ZeRO-3), which the planner prices
+    beside them; peaks of memory neither where a rank of the slice holds other micro-batches.
+    """
+    eager, order, comparisons = in_eager_torch(plan), measured.run.order, list[ComparedQuantity]()
+    asked = plan.parallelism
+    is_faithful = grid.ep == asked.ep and not measured.run.fully_sharded
+    tolerance = options.tolerance_fraction if is_faithful else None
+    planned_in_flight = in_flight_chunks(asked.schedule, asked.pp, asked.vpp, asked.num_microbatches)
+    holds = [planned_in_flight[stage] == held for stage, held in zip(stages, in_flight(measured.run), strict=True)]
+    if measured.ranks:
+        for rank, stage in enumerate(stages):
+            ranks = [found for found in measured.ranks if found.stage == rank]
+            comparisons += compare_stage(
+                eager,
+                stage,
+                ranks,
+                tolerance,
+                alone=False,
+                holds_as_planned=holds[rank],
+                steps_as_planned=measured.run.dp_stands_for == 1,
+            )
+            comparisons += compare_data_parallel(plan.cluster, measured.run, ranks, stage)
+        planned = planned_seconds(eager.best, order, stages)
+        comparisons += compare_pipeline(measured.run, measured.ranks, planned, stages, tolerance)
+        comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
+    part = describe_slice(plan, grid, order, options)
+    beyond = [] if grid.ep == asked.ep else [f"seconds and memory at EP {asked.ep}"]
+    beyond += [] if all(holds) else ["peak memory with as many micro-batches in flight as planned"]
+    part = part.model_copy(update={"extrapolated": (*part.extrapolated, *beyond)})
+    return probe_result(plan, options, part, measured, comparisons, eager=eager)
+
+
+def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:
+    """Whether the plan's seconds are of the kind of device that runs: a GPU's say nothing about a CPU's."""
+    return options.device == "cuda" or plan.cluster.hardware.architecture == "cpu"
+
+
+def judge_laptop(plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid) -> ProbeResult:
+    """What the processes proved, and the bubble where they slept."""
+    run, model = measured.run, plan.model.spec
+    comparisons = compare_bubble(run, measured.ranks) if options.sleep and measured.ranks else []
+    reduced = [
+        f"{name} {getattr(model, name)} → {getattr(run.model, name)}" for name in ("hidden_size", "num_hidden_layers")
+    ]
+    return probe_result(plan, options, describe_slice(plan, grid, run.order, options, reduced), measured, comparisons)
