@@ -17,7 +17,7 @@ import numpy as np
 from planner.errors import SpecError, Unsupported, exit_code_of
 from planner.layout.runs import Run, parse_run
 from planner.profile.coefficients import COEFFICIENTS, Coefficient
-from planner.profile.solve import least_squares
+from planner.profile.least_squares import least_squares
 from planner.shape import FloatArray
 from planner.specs.base import Spec
 from planner.trainers.load import load_runtime

@@ -24,9 +24,12 @@ from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
 from planner.probe.worker.stage_worker import StageWorker  # noqa: E402
 from planner.probe.worker.worker import Worker  # noqa: E402
-from planner.profile import measure, measure_links  # noqa: E402
-from planner.profile.grid import QUICK  # noqa: E402
+from planner.profile import measure_links  # noqa: E402
+from planner.profile.measure import tasks  # noqa: E402
 from planner.profile.measure_links import Ranks  # noqa: E402
+from planner.profile.shapes_to_measure import QUICK  # noqa: E402
+from planner.profile.stopwatch import Stopwatch  # noqa: E402
+from planner.profile.this_machine import machine_of  # noqa: E402
 
 GIB = 2**30
 
@@ -165,7 +168,7 @@ def test_connections_are_set_before_links_are_measured(monkeypatch: pytest.Monke
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ProbeError, match="torch sees no GPU"):
-        measure.machine_of("cuda")
+        machine_of("cuda")
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
@@ -231,16 +234,16 @@ def test_grouped_products_are_torchs_on_hopper_in_bf16(called: list[str]) -> Non
 
 
 def test_kernels_are_timed_between_events(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = measure.Stopwatch("cuda", 0.5)
+    bench = Stopwatch("cuda", 0.5)
     assert bench.microseconds(lambda: None) == pytest.approx(1e5)
     ones = torch.ones(2, 2)
-    monkeypatch.setattr(measure.Stopwatch, "normal", lambda *_: called.append("operand") or ones)
+    monkeypatch.setattr(Stopwatch, "normal", lambda *_: called.append("operand") or ones)
     called.clear()
-    machine = measure.machine_of("cuda")
+    machine = machine_of("cuda")
     assert called.index("operand") < called.index("mem_get_info 0"), "a product is run before memory is read"
     assert (machine.name, machine.architecture, machine.num_sms) == ("NVIDIA H200", "hopper", 132)
     assert (machine.memory_bytes, machine.context_bytes, machine.num_devices) == (140 * GIB, 23 * GIB, 2)
-    backends = {task.key["backend"] for task in measure.tasks("cuda", QUICK) if task.table == "attention"}
+    backends = {task.key["backend"] for task in tasks("cuda", QUICK) if task.table == "attention"}
     assert backends == {"flash", "cudnn"}
 
 

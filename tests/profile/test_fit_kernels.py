@@ -6,20 +6,11 @@ import numpy as np
 import pytest
 import yaml
 
-from planner.profile import kernels, stages
-from planner.profile.fit_kernels import (
-    Residuals,
-    efficiency_block,
-    fit,
-    fit_all,
-    hardware_with,
-    left_out,
-    log_errors,
-    problems,
-    with_values,
-)
-from planner.profile.kernels import FitProblem
-from planner.profile.solve import least_squares
+from planner.profile.fit_kernels import efficiency_block, fit_all, problems
+from planner.profile.fitting import Residuals, fit, hardware_with, left_out, log_errors, with_values
+from planner.profile.kernel_problems import FitProblem, gemm_problem
+from planner.profile.least_squares import least_squares
+from planner.profile.stage_problem import steps_problem
 from planner.profile.tables import read_table
 from planner.shape import FloatArray
 from planner.specs.cluster import HardwareSpec
@@ -43,7 +34,7 @@ def shipped() -> HardwareSpec:
 
 @pytest.fixture(scope="module")
 def steps() -> FitProblem:
-    return stages.steps(GPU)
+    return steps_problem(GPU)
 
 
 def test_least_squares_finds_the_curve_behind_outliers() -> None:
@@ -84,7 +75,7 @@ def test_the_fit_recovers_the_numbers_that_made_a_table(name: str, unfitted: Har
 
 
 def test_products_hold_on_shapes_left_out(unfitted: HardwareSpec) -> None:
-    problem = kernels.gemm(GPU)
+    problem = gemm_problem(GPU)
     seen = log_errors(problem, unfitted, fit(problem, unfitted))
     unseen = left_out(problem, unfitted)
     long = problem.measured_s > 100e-6
@@ -94,7 +85,7 @@ def test_products_hold_on_shapes_left_out(unfitted: HardwareSpec) -> None:
 
 @pytest.mark.parametrize(("gpu", "count", "median"), [("a100-pcie", 183, 2.0), ("b200", 514, 3.0)])
 def test_products_that_others_timed_hold_on_shapes_left_out(gpu: str, count: int, median: float) -> None:
-    problem = kernels.gemm(gpu)
+    problem = gemm_problem(gpu)
     unseen = left_out(problem, load_hardware(gpu))
     assert len(unseen) == count
     assert Residuals.of(unseen[problem.measured_s > 1e-3]).median < median
@@ -120,12 +111,12 @@ def test_blackwell_s_products_follow_its_power() -> None:
 
 
 def test_one_kind_of_sum_leaves_the_product_s_rate_to_that_of_the_other_gradient() -> None:
-    both, one = kernels.gemm("b200"), kernels.gemm("a100-pcie")
+    both, one = gemm_problem("b200"), gemm_problem("a100-pcie")
     assert not both.alike
     assert "gemm.wgrad_fraction" not in one.free
     found = fit(one, load_hardware("a100-pcie"))
     assert found["gemm.wgrad_fraction"] == found["gemm.dgrad_fraction"]
-    assert "gemm.accumulate_fraction" not in kernels.gemm(GPU).free, "nothing was added to"
+    assert "gemm.accumulate_fraction" not in gemm_problem(GPU).free, "nothing was added to"
 
 
 def test_stages_on_h200_are_within_a_few_percent(steps: FitProblem, shipped: HardwareSpec) -> None:

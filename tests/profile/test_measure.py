@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from planner.physics.communication import collective_s
-from planner.profile.grid import CPU, GPU, QUICK, grid_of
-from planner.profile.kernels import STREAMS
-from planner.profile.machine import fitted_tier, known_profile, profile_of
-from planner.profile.probed import chunk_costs
+from planner.profile.build_profile import known_profile, profile_of
+from planner.profile.fit_links import fitted_tier
+from planner.profile.kernel_problems import STREAMS
+from planner.profile.probe_calibration import chunk_costs
 from planner.profile.record import Machine, MeasuredRow, Record, sidecar
+from planner.profile.shapes_to_measure import CPU, GPU, QUICK, shapes_to_measure
 from planner.profile.tables import Table, read_table
 from planner.specs.cluster import ClusterSpec, LinkTier
 from planner.specs.registry import load_hardware
@@ -21,8 +22,11 @@ from planner.specs.units import GIB
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.profile.measure import MeasurementTask, Stopwatch, machine_of, measure, stream_row, tasks  # noqa: E402
+from planner.profile.measure import MeasurementTask, measure, tasks  # noqa: E402
 from planner.profile.measure_links import spawned_rows  # noqa: E402
+from planner.profile.stopwatch import Stopwatch  # noqa: E402
+from planner.profile.this_machine import machine_of  # noqa: E402
+from planner.profile.time_kernels import stream_row  # noqa: E402
 
 
 def machine(name: str = "NVIDIA H200", memory_gib: float = 139.8, num_sms: int = 132, **changes: Any) -> Machine:
@@ -206,7 +210,11 @@ def test_grids_name_operators_that_the_fit_knows() -> None:
     for grid in (GPU, CPU, QUICK):
         assert {name for name, _, _ in grid.streams} <= STREAMS.keys()
         assert all(stage.run("cpu").model.num_hidden_layers == stage.num_layers for stage in grid.stages)
-    assert (grid_of("cuda", False), grid_of("cpu", False), grid_of("cuda", True)) == (GPU, CPU, QUICK)
+    assert (shapes_to_measure("cuda", False), shapes_to_measure("cpu", False), shapes_to_measure("cuda", True)) == (
+        GPU,
+        CPU,
+        QUICK,
+    )
 
 
 def test_what_was_interrupted_goes_on_where_it_stopped(tmp_path: Path) -> None:

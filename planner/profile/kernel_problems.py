@@ -1,4 +1,4 @@
-"""Measured tables as problems to fit: what is free, within which bounds, and what the cost model says of each row."""
+"""Measured tables of kernels as problems to fit: free numbers, their bounds, and the cost model's seconds of a row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ Bounds = tuple[float, float, float]
 """First guess, least and largest value."""
 BenchNumbers = Mapping[str, float]
 """What describes the measurement and not the GPU."""
-
 TIMER: dict[str, Bounds] = {"bench.floor_us": (18.0, 5.0, 200.0)}
 """A kernel timed alone takes at least the host's time to issue it between two events."""
 COLD: dict[str, Bounds] = {"bench.boost": (0.1, 0.001, 0.5), "bench.boost_us": (400.0, 50.0, 3000.0)}
@@ -94,7 +93,7 @@ class ProductCells:
         return np.asarray(np.concatenate(parts)[self.cells])
 
 
-def gemm(tables: TableSource) -> FitProblem:
+def gemm_problem(tables: TableSource) -> FitProblem:
     """Dense bf16 products, three passes."""
     table = read_table(tables, "gemm")
     m, n, k = (table.number(c) for c in "mnk")
@@ -122,7 +121,7 @@ def gemm(tables: TableSource) -> FitProblem:
     )
 
 
-def gemm_fp8(tables: TableSource) -> FitProblem:
+def fp8_gemm_problem(tables: TableSource) -> FitProblem:
     """Dense fp8 products, forward, operands already cast."""
     table = read_table(tables, "gemm")
     table = table.where(np.isfinite(table.number("fp8_forward_us")))
@@ -141,7 +140,7 @@ def gemm_fp8(tables: TableSource) -> FitProblem:
     )
 
 
-def gemm_grouped(tables: TableSource) -> FitProblem:
+def grouped_gemm_problem(tables: TableSource) -> FitProblem:
     """Experts' bf16 products, three passes: in one launch, or a few at a time on streams."""
     table = read_table(tables, "grouped_gemm")
     count, m, n, k = (table.number(c) for c in ("count", "rows", "n", "k"))
@@ -159,7 +158,7 @@ def gemm_grouped(tables: TableSource) -> FitProblem:
     )
 
 
-def attention(tables: TableSource, backend: str) -> FitProblem:
+def attention_problem(tables: TableSource, backend: str) -> FitProblem:
     """One attention backend, forward and backward."""
     table = read_table(tables, "attention")
     table = table.where(table.text("backend") == backend)
@@ -212,7 +211,7 @@ STREAMS: dict[str, tuple[str, float, int, float, int]] = {
 """Operator: family; bytes per element and kernels of the forward; the same of the backward. As in `physics.layers`."""
 
 
-def stream(tables: TableSource) -> FitProblem:
+def stream_problem(tables: TableSource) -> FitProblem:
     """Memory-bound operators, by family."""
     table = read_table(tables, "stream")
     table = table.where(np.isin(table.text("operator"), list(STREAMS)))

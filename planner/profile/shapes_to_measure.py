@@ -1,4 +1,4 @@
-"""What `plan profile` measures: compact grids of shapes for a GPU and for a CPU, and tiny ones that end in seconds."""
+"""The shapes that `plan profile` measures: a few hundred for a GPU and for a CPU, and tiny ones that take seconds."""
 
 from __future__ import annotations
 
@@ -81,7 +81,6 @@ _WEIGHTS = (
     (8192, 8192), (10240, 8192), (7168, 8192), (8192, 3584), (16384, 16384), (32000, 4096),
 )  # fmt: skip
 """n × k of the layers of models from 1B to 405B, whole and sharded."""
-
 GPU = ShapesToMeasure(
     budget_s=0.05,
     products=tuple((m, n, k) for m in (1024, 2048, 4096, 8192) for n, k in _WEIGHTS),
@@ -104,7 +103,6 @@ GPU = ShapesToMeasure(
     ),
     exchanged_bytes=(2**20, 2**24, 2**28),
 )
-
 CPU = ShapesToMeasure(
     budget_s=0.05,
     products=tuple(
@@ -131,7 +129,6 @@ CPU = ShapesToMeasure(
     ),
     exchanged_bytes=(2**14, 2**18, 2**22),
 )
-
 QUICK = ShapesToMeasure(
     budget_s=0.002,
     products=((64, 64, 64), (128, 256, 128), (256, 256, 256)),
@@ -146,6 +143,6 @@ QUICK = ShapesToMeasure(
 )
 
 
-def grid_of(device: Device, quick: bool) -> ShapesToMeasure:
+def shapes_to_measure(device: Device, quick: bool) -> ShapesToMeasure:
     """The grid for a kind of device."""
     return QUICK if quick else GPU if device == "cuda" else CPU

@@ -1,4 +1,4 @@
-"""Measured layers and pipeline stages against the operator lists: what kernels timed alone do not show."""
+"""Measured layers and pipeline stages as a problem to fit: what kernels timed alone do not show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from planner.physics.compute import PassSeconds, accumulate_s, optimizer_s, part_seconds
 from planner.physics.layers import decoder_layer, embedding, head
 from planner.physics.operators import Item, Operator, num_parameters, operators_of
-from planner.profile.kernels import COLD, BenchNumbers, FitProblem, cold
+from planner.profile.kernel_problems import COLD, BenchNumbers, FitProblem, cold
 from planner.profile.tables import Table, read_table
 from planner.shape import FloatArray, Shape
 from planner.specs.cluster import HardwareSpec
@@ -108,7 +108,7 @@ def _groups(table: Table, pipelined: bool) -> list[ModelRows]:
     return [ModelRows(table, name, pipelined) for name in np.unique(table.text("model"))]
 
 
-def steps(gpu: str) -> FitProblem:
+def steps_problem(gpu: str) -> FitProblem:
     """Layers and stages in eager torch: forward, backward, and the stages' optimizer."""
     layers = read_table(gpu, "layers")
     alone = _groups(layers.where(layers.number("compiled") == 0), pipelined=False)

@@ -16,8 +16,8 @@ from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
 from planner.probe.plan_side.eager import in_eager_torch
 from planner.probe.result import OutOfMemory, ProbeResult, RankMemory, TimedExchange
-from planner.profile.probed import KERNELS, chunk_costs, from_probe
-from planner.profile.stages import measured_model
+from planner.profile.probe_calibration import KERNELS, chunk_costs, from_probe
+from planner.profile.stage_problem import measured_model
 from planner.profile.tables import read_table
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -279,5 +279,6 @@ def test_a_cpu_is_evidence_of_a_cpu_and_a_gpu_is_not() -> None:
 
 
 def test_torch_is_not_needed_to_read_a_probe() -> None:
-    code = "import planner.profile.probed, planner.probe.verdict.slowness, sys; sys.exit('torch' in sys.modules)"
+    modules = "planner.profile.probe_calibration, planner.probe.verdict.slowness, planner.probe.verdict.compare"
+    code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

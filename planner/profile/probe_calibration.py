@@ -17,8 +17,8 @@ from planner.probe.plan_side.eager import EAGER, training_of
 from planner.probe.result import ProbeResult, RankResult, TimedExchange, stride_of
 from planner.probe.run import ProbeRun
 from planner.probe.verdict.slowness import require_speed
-from planner.profile.fit_kernels import Residuals, fit, log_errors
-from planner.profile.kernels import BenchNumbers, FitProblem
+from planner.profile.fitting import Residuals, fit, log_errors
+from planner.profile.kernel_problems import BenchNumbers, FitProblem
 from planner.shape import FloatArray, Shape
 from planner.specs.cluster import ClusterSpec, HardwareSpec
 from planner.specs.training import Recompute

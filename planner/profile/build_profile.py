@@ -8,17 +8,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.physics.communication import joined_fraction, num_hops
 from planner.probe.run import Device
-from planner.profile import kernels
-from planner.profile.fit_kernels import Residuals, fit, hardware_with, log_errors
-from planner.profile.grid import StageShape, grid_of
-from planner.profile.kernels import STREAMS, BenchNumbers, Bounds, FitProblem
-from planner.profile.probed import chunk_costs
+from planner.profile.fit_links import UNKNOWN_NETWORK, measured_tiers
+from planner.profile.fitting import Residuals, fit, hardware_with, log_errors
+from planner.profile.kernel_problems import (
+    STREAMS,
+    BenchNumbers,
+    Bounds,
+    FitProblem,
+    attention_problem,
+    gemm_problem,
+    stream_problem,
+)
+from planner.profile.probe_calibration import chunk_costs
 from planner.profile.record import Machine, Record
+from planner.profile.shapes_to_measure import StageShape, shapes_to_measure
 from planner.profile.tables import Table
 from planner.shape import FloatArray
-from planner.specs.cluster import ClusterSpec, HardwareSpec, LinkTier, ReservedMemory
+from planner.specs.cluster import ClusterSpec, HardwareSpec, ReservedMemory
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GB, GIB, TERA
@@ -27,10 +34,6 @@ SAME_MEMORY = 0.04
 """Relative difference of total memory within which a device is the shipped one of its name."""
 BEST_PRODUCT, BEST_STREAM = 0.8, 0.9
 """Of the peaks of a device without a data sheet, about what the best kernels reach where there is one."""
-UNKNOWN_NETWORK = LinkTier(
-    name="network", gb_per_s=25.0, latency_us=10.0,
-    source="Not measured: only this machine was there. 200 Gb/s a GPU assumed; write what yours has",
-)  # fmt: skip
 IN_STAGES: dict[Device, dict[str, Bounds]] = {
     "cuda": {
         "sustained_fraction": (0.98, 0.5, 1.1),
@@ -47,7 +50,7 @@ IN_STAGES: dict[Device, dict[str, Bounds]] = {
         "launch_factor": (1.0, 0.1, 50.0),
     },
 }
-"""What kernels timed alone do not show, fitted to whole stages."""
+"""What kernels timed alone do not show, fitted to whole stage_problem."""
 VENDORS = {"nvidia", "amd", "tesla", "instinct", "geforce"}
 
 
@@ -73,7 +76,7 @@ def profile_of(record: Record) -> Profiled:
         ]
     source = _source(record, known)
     efficiency = hardware.efficiency.model_copy(update={"evidence": "measured", "source": source})
-    tiers, left = _tiers(record, known)
+    tiers, left = measured_tiers(record, known)
     changes = {"efficiency": efficiency, "tiers": tiers, "reserved": _reserved(machine, hardware.reserved)}
     data = _rounded(hardware.model_copy(update=changes).model_dump())
     return Profiled(HardwareSpec.model_validate(data), residuals + left)
@@ -162,17 +165,17 @@ def _problems(record: Record) -> list[FitProblem]:
     tables: Mapping[str, Table] = {
         name: record.table(name, "forward_us") for name in ("stream", "gemm", "attention", "stage")
     }
-    problems = [kernels.stream(tables), kernels.gemm(tables)]
-    problems += [kernels.attention(tables, backend) for backend in _backends(record)]
+    problems = [stream_problem(tables), gemm_problem(tables)]
+    problems += [attention_problem(tables, backend) for backend in _backends(record)]
     if tables["stage"].num_rows:
-        problems.append(stages(record, tables["stage"]))
+        problems.append(stage_problem(record, tables["stage"]))
     return problems
 
 
-def stages(record: Record, table: Table) -> FitProblem:
-    """Whole stages: forward, backward and optimizer, as the probe ran them."""
+def stage_problem(record: Record, table: Table) -> FitProblem:
+    """Whole stage_problem: forward, backward and optimizer, as the probe ran them."""
     device = record.measured.machine.device
-    shapes: tuple[StageShape, ...] = grid_of(device, record.measured.quick).stages
+    shapes: tuple[StageShape, ...] = shapes_to_measure(device, record.measured.quick).stages
     runs = [shapes[int(number)].run(device) for number in table.number("stage")]
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
@@ -192,54 +195,6 @@ def stages(record: Record, table: Table) -> FitProblem:
         groups=np.tile(table.text("stage"), len(ways)),
         labels=np.repeat(ways, table.num_rows),
     )
-
-
-def _tiers(record: Record, known: HardwareSpec | None) -> tuple[tuple[LinkTier, ...], list[tuple[str, Residuals]]]:
-    """Links by what exchanges over them took; outer ones as the known device has them, or assumed."""
-    machine, table = record.measured.machine, record.table("exchange", "microseconds")
-    if machine.device == "cpu":
-        names: tuple[str, ...] = ("gloo",)
-        tiers = [LinkTier(name="gloo", gb_per_s=1.0, latency_us=50.0, source="Not measured: one process")]
-    elif known is not None:
-        tiers = list(known.tiers)
-        names = tuple(tier.name for tier in tiers[:2])
-    else:
-        node = LinkTier(name="node", num_gpus=machine.num_devices, gb_per_s=25.0, latency_us=10.0)
-        tiers = [node, UNKNOWN_NETWORK] if machine.num_devices > 1 else [UNKNOWN_NETWORK]
-        names = tuple(tier.name for tier in tiers)
-    left = []
-    levels = set(table.number("tier").astype(int).tolist()) if table.num_rows else set()
-    for level in sorted(levels):
-        number = min(level, len(tiers) - 1)
-        rows = table.where(table.number("tier") == level)
-        tiers[number], errors = fitted_tier(tiers[number], rows, innermost=level == 0, rated=known is not None)
-        left.append((f"exchange {names[number]}", Residuals.of(errors)))
-    return tuple(tiers), left
-
-
-def fitted_tier(tier: LinkTier, table: Table, innermost: bool, rated: bool) -> tuple[LinkTier, FloatArray]:
-    """The rate and latency that explain exchanges best: moved / rate + hops · latency, relative least squares.
-
-    With `rated` the rate becomes a share of the tier's own, as far as it is below it.
-    """
-    size, num_bytes, seconds = table.number("size"), table.number("num_bytes"), table.seconds("microseconds")
-    reduces = table.text("kind") == "all_reduce"
-    moved = np.where(reduces, 2.0, 1.0) * num_bytes * (1 - 1 / size) / joined_fraction(tier, size)
-    tree, ring = (num_hops(kind, size, 1, size, innermost) for kind in ("all_reduce", "all_gather"))
-    hops = np.where(reduces, tree, ring)
-    slowness, latency_s = np.linalg.lstsq(np.stack([moved / seconds, hops / seconds], axis=1), np.ones(len(seconds)))[0]
-    if latency_s < 0 or slowness <= 0:  # all of it bandwidth
-        slowness, latency_s = float(np.median(seconds / moved)), 0.0
-    gb_per_s = 1 / slowness / GB
-    share = gb_per_s / tier.gb_per_s if rated and gb_per_s <= tier.gb_per_s else 1.0
-    told = f"{len(seconds)} exchanges over {size.max():.0f} ranks, {num_bytes.max() / 2**20:g} MiB at most"
-    changes: dict[str, Any] = {
-        "gb_per_s": tier.gb_per_s if share < 1 else gb_per_s,
-        "efficiency_fraction": share,
-        "latency_us": 1e6 * float(latency_s),
-        "source": f"Measured: {told}",
-    }
-    return tier.model_copy(update=changes), np.asarray(np.log((moved * slowness + hops * latency_s) / seconds))
 
 
 def _reserved(machine: Machine, usual: ReservedMemory) -> ReservedMemory:
