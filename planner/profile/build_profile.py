@@ -50,7 +50,7 @@ IN_STAGES: dict[Device, dict[str, Bounds]] = {
         "launch_factor": (1.0, 0.1, 50.0),
     },
 }
-"""What kernels timed alone do not show, fitted to whole stage_problem."""
+"""What kernels timed alone do not show, fitted to whole stages."""
 VENDORS = {"nvidia", "amd", "tesla", "instinct", "geforce"}
 
 
@@ -173,7 +173,7 @@ def _problems(record: Record) -> list[FitProblem]:
 
 
 def stage_problem(record: Record, table: Table) -> FitProblem:
-    """Whole stage_problem: forward, backward and optimizer, as the probe ran them."""
+    """Whole stages: forward, backward and optimizer, as the probe ran them."""
     device = record.measured.machine.device
     shapes: tuple[StageShape, ...] = shapes_to_measure(device, record.measured.quick).stages
     runs = [shapes[int(number)].run(device) for number in table.number("stage")]

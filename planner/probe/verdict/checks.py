@@ -44,4 +44,4 @@ def check_finite(ranks: Sequence[RankResult]) -> Check:
     passed = all(None not in (step.loss, step.gradient_norm) for rank in ranks for step in rank.steps)
     last = ranks[-1].steps[-1]
     detail = f"loss {shown(last.loss, 4)}, gradient norm {shown(last.gradient_norm, 4)}"
-    return Check(name="check_finite", passed=passed, detail=detail)
+    return Check(name="finite", passed=passed, detail=detail)
