@@ -1,4 +1,4 @@
-"""The device that ranks compute on: what torch sees here, and what GPUs need before torch starts them."""
+"""The device that ranks compute on: a GPU if torch sees one, else the CPU."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from planner.errors import ProbeError
 from planner.probe.run import Device
 
 MAX_CONNECTIONS = "32"
-"""Of the host to a GPU: each channel between ranks has a stream of its own, and of streams that share one of the usual
-eight connections one that waits for a peer holds back the other. CUDA reads it once, and started ranks inherit it."""
+"""Number of connections from the host to a GPU. Each channel between ranks has a stream of its own. Streams that share
+one of the usual eight connections hold each other back: one that waits for a peer stops the other. CUDA reads the
+number once, and started ranks inherit it."""
 
 
 def sees_gpu() -> bool:
-    """Whether torch does; nothing asks CUDA for anything before."""
+    """True if torch sees a GPU. It is called before anything else asks CUDA for something, because it sets
+    MAX_CONNECTIONS."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", MAX_CONNECTIONS)
     return torch.cuda.is_available()
 
 
 def default_device() -> Device:
-    """cuda where torch sees a GPU."""
+    """The device to use unless the user names one: cuda where torch sees a GPU, else cpu."""
     return "cuda" if sees_gpu() else "cpu"
 
 
 def require_gpu(device: Device) -> None:
-    """Raise ProbeError where the device asked for is not there."""
+    """Raise ProbeError if the requested device is missing."""
     if device == "cuda" and not sees_gpu():
         raise ProbeError("--device cuda: torch sees no GPU", "run where there is one, or with --device cpu")

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_run(path: str | Path, device: Device = "cuda") -> ProbeRun:
-    """The run that `path` and the schedule beside it describe; SpecError where they do not."""
+    """The run that the file `path` and the schedule file beside it describe. Raises SpecError where they are wrong."""
     data, where = load_yaml(path), label(path)
     name = data.pop(_CSV, None)
     if not isinstance(name, str):
@@ -68,7 +68,8 @@ def read_run(path: str | Path, device: Device = "cuda") -> ProbeRun:
 
 
 def _share(run: ProbeRun, where: str) -> int:
-    """Tokens that one rank of cp holds of the file's whole sequences; SpecError where they do not split."""
+    """Number of tokens of a sequence that one context-parallel rank holds. Raises SpecError where sequences do not
+    split."""
     shards = run.tp if run.sequence_parallel else 1
     unit = tokens_split(run.cp, shards)
     if run.seq_length % unit:
@@ -80,7 +81,7 @@ def _share(run: ProbeRun, where: str) -> int:
 
 
 def read_actions(text: str) -> tuple[tuple[str, ...], ...]:
-    """Actions of each rank; of an overlapped pair first the one, then the other."""
+    """The actions of each rank. The two actions of an overlapped pair follow each other."""
     rows = []
     for row in csv.reader(text.splitlines()):
         cells = [cell.strip().removesuffix("OVERLAP_F_B").strip("()") for cell in row]

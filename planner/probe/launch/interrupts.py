@@ -1,4 +1,4 @@
-"""Signals that reach a launcher: all of them end it as Ctrl-C does, and its process server ignores Ctrl-C."""
+"""Signals of a launcher: requests to end it act as Ctrl-C does, and the server that forks the ranks ignores Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from multiprocessing import forkserver
 
 @contextmanager
 def signals_end_as_ctrl_c() -> Iterator[None]:
-    """Take a request to end, or a terminal that is closed, for Ctrl-C: nothing would be cleared up."""
+    """Treat SIGTERM and SIGHUP (a closed terminal) as Ctrl-C; otherwise they would end the launcher before it cleans
+    up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -26,8 +27,8 @@ def signals_end_as_ctrl_c() -> Iterator[None]:
 
 
 def start_process_server() -> None:
-    """Start the server of processes deaf to Ctrl-C, which a terminal sends to it too: while it imports torch it would
-    answer with a traceback. What it starts inherits that, and ends with the launcher."""
+    """Start the server that forks the ranks, with Ctrl-C ignored. A terminal sends Ctrl-C to the server too, and while
+    it imports torch it would answer with a traceback. Ranks inherit this, and end with the launcher."""
     if threading.current_thread() is not threading.main_thread():
         return
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)

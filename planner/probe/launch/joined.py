@@ -20,9 +20,9 @@ _FIRST_PORT, _NUM_PORTS = 29500, 1000
 
 
 def joins_others() -> bool:
-    """Whether this process is one of several ranks; srun's variables are translated into torchrun's.
+    """True if this process is one of several ranks. Variables that srun sets are translated into those of torchrun.
 
-    A batch script has SLURM_NTASKS too and is one process: only what srun starts is a step.
+    A batch script has SLURM_NTASKS too and is one process; only processes that srun starts have SLURM_STEP_NUM_TASKS.
     """
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_STEP_NUM_TASKS"]
@@ -40,7 +40,8 @@ def first_host(nodes: str) -> str:
 
 
 def run_rank(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...] | Failure:
-    """All ranks' results on rank 0, none on the others; or why this one has none."""
+    """Run this process's rank. Returns all ranks' results on rank 0, none on other ranks, or the failure of this
+    rank."""
     write_text(folder / RUN_FILE, run.model_dump_json())
     done = threading.Event()
     threading.Thread(target=watch_progress, args=(run, folder, rank, done), daemon=True).start()
@@ -56,7 +57,7 @@ def run_rank(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...] |
 
 
 def rank_error(failure: Failure, run: ProbeRun) -> ProbeError:
-    """What the rank's user is told."""
+    """The error that tells the user how a rank failed."""
     hint = HINTS.get(failure.kind, "--debug shows where")
     if failure.phase.startswith("rendezvous"):
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -1,4 +1,4 @@
-"""Starts the ranks of a probe on this machine, watches them, and turns whatever happens into a result or one error."""
+"""Starts the ranks of a probe on this machine, watches them, and turns the outcome into a result or one error."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from planner.probe.worker.status import Progress, read_status
 
 POLL_S = 0.02
 GRACE_S = 1.0
-"""How long the other ranks may still say what they know after one has failed."""
+"""Seconds that the other ranks still get to report what they know after one has failed."""
 STOPPED_S = 10.0
-"""How long a process may take to end."""
+"""Seconds that a process may take to end."""
 Child = Callable[[Path, int, int], None]
-"""What a process runs: (folder, global rank, number on this machine)."""
+"""The function that a process runs, called with (folder, global rank, number on this machine)."""
 _PRELOAD = ["planner.probe.worker.process", "planner.probe.worker.stage_worker"]
 
 
@@ -66,7 +66,7 @@ class _StartedRanks:
         ]
 
     def watch(self) -> MeasuredRun:
-        """Start the ranks and wait for them; they are all gone afterwards, whatever happens."""
+        """Start the ranks and wait for them. None of them runs any more afterwards, whatever happens."""
         self.started_s = time.monotonic()
         try:
             for started in self.processes:
@@ -83,7 +83,7 @@ class _StartedRanks:
             self._stop()
 
     def _is_over(self) -> bool:
-        """All ranks have left their results, and whoever still runs does not end."""
+        """True if all ranks have left their results and the processes that still run do not end by themselves."""
         places = map(self._where, self.ranks)
         return all(where.phase == "done" and where.still_s > STOPPED_S for where in places)
 
@@ -121,7 +121,8 @@ class _StartedRanks:
         time.sleep(GRACE_S)
 
     def _out_of_memory_or_raise(self) -> MeasuredRun:
-        """Find the rank that began it: killed, or the first whose error is not just that others are gone."""
+        """Find the rank that failed first: one that was killed, or one whose error is more than the loss of another
+        rank."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(started.exitcode is None for started in self.processes):
             time.sleep(POLL_S)
@@ -150,11 +151,11 @@ class _StartedRanks:
         raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)
 
     def _exit_codes(self) -> list[tuple[int, int]]:
-        """By rank; 0 where it still runs."""
+        """Pairs of a rank and the exit code of its process; 0 where the process still runs."""
         return [(rank, started.exitcode or 0) for rank, started in zip(self.ranks, self.processes, strict=True)]
 
     def _failures(self) -> list[Failure]:
-        """What failed ranks left, causes before consequences."""
+        """The records of failed ranks, causes before consequences."""
         found = []
         for rank in self.ranks:
             path = self.folder / FAILURE_FILE.format(rank)

@@ -23,20 +23,20 @@ HINTS = {
     "host_memory": "this machine's memory is too small; on the CPU a smaller --scale or fewer --processes take less",
     "lost_peer": "the other ranks say more",
 }
-"""By the kind of a failure."""
+"""The hint for each kind of failure that has one."""
 NO_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""What else than torch's own error says so of a GPU: the driver, cuBLAS and cuDNN."""
+"""Texts by which the driver, cuBLAS and cuDNN say that a GPU's memory is used up; torch raises its own error."""
 NO_HOST_MEMORY = "can't allocate memory"
-"""What torch's allocator says of the host's, about which a plan says nothing."""
+"""Text by which torch's allocator says that the host's memory is used up; the plan does not predict host memory."""
 LOST_PEER = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "remote process exited",
     "ommunicator was aborted",
 )  # fmt: skip
-"""What gloo and NCCL say of a peer that is gone."""
+"""Texts by which gloo and NCCL say that a peer is gone."""
 
 
 def run_worker(make: Callable[[], Worker], folder: Path, rank: int) -> Failure | None:
-    """Run one rank; what went wrong, also written into the folder, or None."""
+    """Run one rank to its end. Returns its failure, which is also written into the folder, or None."""
     worker: Worker | None = None
     try:
         worker = make()
@@ -53,7 +53,7 @@ def run_worker(make: Callable[[], Worker], folder: Path, rank: int) -> Failure |
 
 
 def failure_of(error: BaseException, rank: int, run: ProbeRun | None, where: str) -> Failure:
-    """An exception as the file that the launcher reads."""
+    """The record of an exception, as the launcher reads it from a file."""
     text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
     return Failure(
         rank=rank,
@@ -68,7 +68,7 @@ def failure_of(error: BaseException, rank: int, run: ProbeRun | None, where: str
 
 
 def kind_of(error: BaseException) -> FailureKind:
-    """What an exception says is missing."""
+    """The kind of failure that an exception means."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in NO_MEMORY):
         return "out_of_memory"
@@ -78,13 +78,14 @@ def kind_of(error: BaseException) -> FailureKind:
 
 
 def out_of_memory_result(run: ProbeRun, failure: Failure) -> MeasuredRun:
-    """The result of a run that a GPU had no memory for."""
+    """The result of a run in which a GPU ran out of memory."""
     fields = failure.model_dump(include=set(OutOfMemory.model_fields))
     return MeasuredRun(run=run, ranks=(), out_of_memory=OutOfMemory(**fields))
 
 
 def asked_bytes(message: str) -> int | None:
-    """What an allocator says it was asked for: `Tried to allocate 2.50 GiB`, `you tried to allocate 1024 bytes`."""
+    """The bytes that an allocator was asked for, from its message: `Tried to allocate 2.50 GiB`, `you tried to allocate
+    1024 bytes`."""
     match = re.search(r"ried to allocate ([0-9.]+) ?(bytes|KiB|MiB|GiB)", message)
     if match is None:
         return None

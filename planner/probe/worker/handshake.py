@@ -1,4 +1,4 @@
-"""Ranks that meet tell each other what they are, before anything connects them: what does not go together is named."""
+"""The handshake of ranks: before anything connects them they exchange versions and devices, and a mismatch is named."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ AGREED = "agreed"
 
 
 class Identity(NamedTuple):
-    """What ranks must have in common, and what they may not."""
+    """The properties of a rank that others must share (torch's version) or must not share (the device)."""
 
     torch_version: str
     host: str
     device: str
-    """The GPU's own number; empty on a CPU."""
+    """The unique id of the GPU; empty on a CPU."""
 
 
 def compare(store: Any, rank: int, world_size: int, mine: Identity) -> None:
-    """Raise on every rank where any two do not go together; through the store, before NCCL fails or hangs on it."""
+    """Raise RuntimeError on every rank if two ranks do not fit together. The ranks compare through the store, because
+    NCCL would fail or hang."""
     store.set(f"rank {rank}", json.dumps(mine))
     if rank == 0:
         everyone = [Identity(*json.loads(store.get(f"rank {other}"))) for other in range(world_size)]
@@ -30,7 +31,8 @@ def compare(store: Any, rank: int, world_size: int, mine: Identity) -> None:
 
 
 def disagreement(everyone: Sequence[Identity]) -> str | None:
-    """Different versions of torch, or two ranks on one GPU (NCCL refuses that); None where there are none."""
+    """The first mismatch in words: different versions of torch, or two ranks on one GPU (NCCL refuses that); else
+    None."""
     devices: dict[tuple[str, str], int] = {}
     for rank, (version, host, device) in enumerate(everyone):
         if version != everyone[0].torch_version:

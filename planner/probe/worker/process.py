@@ -20,12 +20,12 @@ from planner.probe.worker.worker import Worker
 
 
 def rank_process(folder: Path, rank: int, local_rank: int) -> None:
-    """One of all the ranks of a run, as a process of its own."""
+    """The process of one rank among all ranks of a run."""
     run_in_own_process(lambda: Worker(folder, rank, local_rank, local=True), folder, rank)
 
 
 def run_in_own_process(make: Callable[[], Worker], folder: Path, rank: int) -> None:
-    """Run a worker beside its launcher and end the process: it outlives neither Ctrl-C there nor the launcher's end."""
+    """Run a worker and end the process. The process ends early when its launcher is interrupted or ends."""
     os.setsid()
     threading.Thread(target=_die_with_launcher, daemon=True).start()
     try:

@@ -1,4 +1,4 @@
-"""Median seconds of a rank's virtual stages."""
+"""A rank's report: median seconds of its virtual stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.probe.result import ChunkSeconds
 
 
 def chunk_seconds(actions: Iterable[ActionTimes]) -> tuple[ChunkSeconds, ...]:
-    """Medians of actions by virtual stage."""
+    """Median seconds of each virtual stage's actions."""
     seconds: dict[tuple[int, str], list[float]] = {}
     for timed in actions:
         seconds.setdefault((timed.action.stage, timed.action.kind), []).append(timed.end_s - timed.start_s)

@@ -23,12 +23,12 @@ SPLIT_REPEATS = 3
 
 
 def stage_process(folder: Path, rank: int, local_rank: int) -> None:
-    """The stage of one rank alone, as a process of its own."""
+    """The process of one stage alone."""
     run_in_own_process(lambda: StageWorker(folder, rank, 0, local=True), folder, rank)
 
 
 class StageWorker(Worker):
-    """A rank without anybody else."""
+    """The worker of a rank that runs without other ranks."""
 
     def main(self) -> None:
         run = self.run
@@ -52,7 +52,8 @@ class StageWorker(Worker):
         self.status.enter("done")
 
     def split(self, trainer: Trainer, seconds: ChunkSeconds) -> ChunkSeconds:
-        """Time input and weight gradients apart, a micro-batch at a time, where neither schedule nor sharding do."""
+        """Time input and weight gradients apart, one micro-batch after another, unless the schedule has done so or
+        sharding forbids it."""
         run, pipeline, clock = self.run, trainer.pipeline, trainer.clock
         if seconds.input_grad_s is not None or any(isinstance(flat, ShardedParameters) for flat in trainer.flat):
             return seconds

@@ -1,4 +1,4 @@
-"""Where a rank is: a line in a small memory-mapped file that its launcher reads while the rank works."""
+"""The progress of a rank: a line in a small memory-mapped file that its launcher reads while the rank works."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 SIZE, MAX_DETAIL = 1024, 800
 START_TIMEOUT_S = 60.0
-"""Least that starting processes, finding each other and building the model may take on a busy machine."""
+"""The shortest timeout of the phases before the first step: on a busy machine, processes start and build slowly."""
 
 
 class Progress(NamedTuple):
-    """Phase of a rank, the action it is at, and since when (host's monotonic clock)."""
+    """The phase of a rank, its present action, and the times when both began (host's monotonic clock)."""
 
     phase: str
     detail: str
@@ -24,13 +24,13 @@ class Progress(NamedTuple):
         return in_words(self.phase, self.detail)
 
     def stands_still(self, timeout_s: float) -> bool:
-        """Whether nothing has moved for `timeout_s`, or for START_TIMEOUT_S where the steps have not begun."""
+        """True if nothing has moved for `timeout_s`, or for START_TIMEOUT_S where the steps have not begun."""
         begun = self.phase.startswith(("warm-up", "step"))
         return self.still_s > (timeout_s if begun else max(timeout_s, START_TIMEOUT_S))
 
     @property
     def still_s(self) -> float:
-        """How long nothing has moved."""
+        """Seconds since the rank last moved."""
         return time.monotonic() - self.since_s
 
 
@@ -39,7 +39,7 @@ def in_words(phase: str, detail: str) -> str:
 
 
 class StatusFile:
-    """Writes this rank's line; cheap enough for every action."""
+    """The file with this rank's line. Writing it is cheap enough for every action."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(b" " * SIZE)
@@ -54,7 +54,7 @@ class StatusFile:
         self.at("")
 
     def at(self, detail: object) -> None:
-        """Note an action within the phase."""
+        """Record an action within the phase."""
         self.detail = str(detail).replace("|", "/")[:MAX_DETAIL]
         line = f"{self.phase}|{self.detail}|{self._phase_since_s:.3f}|{time.monotonic():.3f}|"
         self._map[:] = line.encode("ascii", "replace")[:SIZE].ljust(SIZE)
@@ -64,7 +64,7 @@ class StatusFile:
 
 
 def read_status(path: Path) -> Progress | None:
-    """The line of a rank, or None where it has not written one yet."""
+    """The progress that a rank wrote, or None if it has not written any yet."""
     try:
         phase, detail, phase_since_s, since_s, _ = path.read_text(errors="replace").split("|")
         return Progress(phase, detail, float(phase_since_s), float(since_s))

@@ -1,4 +1,4 @@
-"""A thread that ends a rank's process when the rank makes no progress and no launcher watches it."""
+"""The watch over a rank that no launcher watches: a thread that ends the process when the rank makes no progress."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from planner.probe.worker.status import START_TIMEOUT_S, StatusFile
 
 
 class Worker:
-    """One rank in one folder."""
+    """One rank, which keeps its files in one folder."""
 
     def __init__(self, folder: Path, rank: int, local_rank: int, local: bool) -> None:
         """`local`: all ranks share the folder, and meet in a file there; else as MASTER_ADDR and MASTER_PORT say."""
@@ -38,7 +38,7 @@ class Worker:
         self.device: str = self.run.device
 
     def main(self) -> None:
-        """All phases, in order."""
+        """Run all phases of the rank in order."""
         run = self.run
         self.status.enter("rendezvous")
         store = self.meet()
@@ -83,7 +83,7 @@ class Worker:
         return next(untyped.rendezvous("env://", self.rank, self.run.world_size, timeout=self.timeout))[0]
 
     def join(self, store: Any) -> None:
-        """Make sure that all ranks run the same software on devices of their own, and connect them."""
+        """Connect the ranks after checking that they run the same software on devices of their own."""
         self.use_device()
         store.set_timeout(self.timeout)
         mine = Identity(torch.__version__, os.uname().nodename, self.device_id())
@@ -98,7 +98,8 @@ class Worker:
 
     @property
     def timeout(self) -> timedelta:
-        """Of a rank that waits for others: the launcher is to notice first."""
+        """The timeout of a rank that waits for others, longer than the launcher's so that the launcher notices
+        first."""
         return timedelta(seconds=2 * max(self.run.timeout_s, START_TIMEOUT_S))
 
     def use_device(self) -> None:
@@ -119,7 +120,8 @@ class Worker:
         barrier(self.device)
 
     def start(self, clock: Clock) -> None:
-        """Begin all ranks' clocks together: on one machine's CPU they are one, which begins with the last."""
+        """Start the clocks of all ranks together. On the CPU of one machine all clocks are the same, and zero is the
+        latest start."""
         self.barrier()
         clock.start()
         if self.local and not clock.is_cuda:
@@ -152,7 +154,7 @@ class Worker:
         return trainer
 
     def reference(self, num_steps: int) -> Reference:
-        """What one process computes: rank 0 does, and tells the others."""
+        """The results of one process, which rank 0 computes and sends to the others."""
         self.status.enter("reference")
         told: list[Any] = [compute_reference(self.run, num_steps) if self.rank == 0 else None]
         dist.broadcast_object_list(told)
@@ -203,7 +205,7 @@ class Worker:
         )
 
     def gather(self, result: RankResult) -> None:
-        """Where ranks have folders of their own, bring all results into that of rank 0."""
+        """Collect the results of all ranks in rank 0's folder, where ranks have folders of their own."""
         if self.local:
             return
         results: list[Any] = [None] * self.run.world_size
