@@ -42,9 +42,9 @@ __all__ = ["ProbeOptions", "probe"]
 
 
 def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
-    """Run what can be run of the plan's best layout, and compare; None where another rank has the result.
+    """Run as much of the plan's best layout as fits here, and compare. Returns None where another rank has the result.
 
-    Raises ProbeError naming rank, stage and phase when it cannot run; a disagreement is in the result.
+    Raises ProbeError, which names rank, stage and phase, when it cannot run. A disagreement is part of the result.
     """
     layout, model = plan.parallelism, plan.model.spec
     if model.moe is not None and layout.etp > 1:
@@ -85,13 +85,14 @@ def require_split(plan: Plan, options: ProbeOptions) -> None:
 
 
 def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult:
-    """As many whole tp × cp groups and stages as `num_gpus` hold, started here, one process a GPU."""
+    """Run as many whole tp × cp groups and stages as `num_gpus` hold. One process per GPU is started on this
+    machine."""
     run, grid, stages = ranks_run(plan, options, num_gpus)
     return judge_ranks(plan, options, launch(run), grid, stages)
 
 
 def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
-    """Each distinct stage alone, then the replay of the whole pipeline with measured seconds."""
+    """Run each distinct stage alone, then replay the whole pipeline with the measured seconds."""
     eager = in_eager_torch(plan)
     layout = eager.best
     asked = layout.parallelism
@@ -131,7 +132,8 @@ def probe_laptop(plan: Plan, options: ProbeOptions) -> ProbeResult:
 
 
 def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
-    """Run this process's rank; the result on rank 0 and where a GPU has no memory, None on the others.
+    """Run this process's rank. Returns the result on rank 0 and on a rank whose GPU ran out of memory, None on the
+    others.
 
     Raises ProbeError where the rank fails.
     """

@@ -59,10 +59,10 @@ def _with_sink(k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor) -> tupl
 
 
 class CoreAttention(nn.Module):
-    """What both kinds share: the mask of the layer's kind, the core and the output projection."""
+    """The part that both kinds of attention share: the mask of the layer's kind, the core and the output projection."""
 
     key_heads: int
-    """On a rank."""
+    """Key heads on one rank."""
     key_dim: int
 
     def __init__(self, model: ModelSpec, kind: LayerKind, around: Surroundings, v_dim: int) -> None:

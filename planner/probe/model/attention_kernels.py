@@ -13,12 +13,12 @@ from planner.probe.model.surroundings import to_fp32
 
 
 def takes_flash(x: Tensor) -> bool:
-    """Whether flash attention runs on x's device and dtype; it takes windows and sinks, and no masks."""
+    """True if flash attention runs on x's device and dtype. The kernel takes windows and sinks, but no masks."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 class Visibility(NamedTuple):
-    """Who sees whom, as `core_attention` takes it: of a whole sequence."""
+    """The keys that each query sees: mask, window and sinks of a whole sequence, as `core_attention` takes them."""
 
     mask: Tensor | None
     window: int
@@ -26,7 +26,7 @@ class Visibility(NamedTuple):
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and the kernel's random state; its causal mask is aligned to the last key.
+    """Output, log-sum-exp and random state of the flash kernel, whose causal mask is aligned to the last key.
 
     A sink is one more key of no value: it takes its share of the softmax from all others.
     """
@@ -44,7 +44,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> tuple[T
 def flash_backward(
     grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Visibility, kept: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The kernel's own backward holds with sinks too: it starts from the output and the log-sum-exp it is given."""
+    """Gradients of q, k, v and sinks by the flash kernel's own backward. It is right with sinks too, because it starts
+    from the output and the log-sum-exp that it is given."""
     lse, state, unused = kept
     dsinks = (
         None if rules.sinks is None else _sinks_grad(rules.sinks, lse, to_fp32(grad * out).sum(-1).permute(1, 2, 0))
@@ -67,13 +68,13 @@ def _kernel_backward(*arguments: Any, **options: Any) -> Any:
 
 
 def _sinks_grad(sinks: Tensor, lse: Tensor, row_sums: Tensor) -> Tensor:
-    """Of the sinks' logits: each took its share of rowsum(dO ∘ O) [batch, heads, queries]."""
+    """Gradient of the sinks' logits: each sink took its share of rowsum(dO ∘ O) [batch, heads, queries]."""
     shares = (to_fp32(sinks).view(-1, 1) - lse).exp()
     return -(shares * row_sums).sum((0, 2)).to(sinks.dtype)
 
 
 def _widened(x: Tensor, q: Tensor) -> Tensor:
-    """Zeros up to the head dimension of q; x itself where it is as wide (padding by nothing copies)."""
+    """x padded with zeros to the head dimension of q; x itself where it is as wide (padding by nothing would copy)."""
     missing = q.shape[-1] - x.shape[-1]
     return functional.pad(x, (0, missing)) if missing else x
 
@@ -83,7 +84,7 @@ def _window(rules: Visibility) -> dict[str, int]:
 
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> tuple[Tensor, ...]:
-    """Output and log-sum-exp [batch, heads, queries], written out."""
+    """Output and log-sum-exp [batch, heads, queries], written out in torch operations."""
     scores = _scores(q, k, rules)
     sums = scores
     if rules.sinks is not None:

@@ -15,7 +15,8 @@ from planner.probe.model.peers import apply
 from planner.probe.model.surroundings import Surroundings
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32) if hasattr(torch, "_grouped_mm") else ()
-"""What torch's grouped GEMM takes on the CPU, and bf16 from Hopper on; the rest goes expert by expert."""
+"""Dtypes that torch's grouped GEMM takes on the CPU; on a GPU it takes bf16 from Hopper on. Everything else is
+multiplied expert by expert."""
 
 
 class Linear(nn.Module):

@@ -92,7 +92,7 @@ class MoE(nn.Module):
         return (weights / weights.sum(dim=-1, keepdim=True)).to(tokens.dtype), chosen
 
     def dispatch(self, rows: Tensor, weights: Tensor, sent: Tensor) -> Tensor:
-        """Rows sorted by expert, through their experts wherever they are."""
+        """Send rows, sorted by expert, to the ranks of their experts, apply the experts and bring the rows back."""
         peers = self.around.ep
         if peers.size == 1:
             return cast(Tensor, self.experts(rows, weights, sent))
@@ -113,7 +113,7 @@ class MoE(nn.Module):
 
 
 def count(chosen: Tensor, num_experts: int) -> Tensor:
-    """How often each expert was chosen, on the device and without waiting for it."""
+    """The number of times that each expert was chosen, counted on the device without waiting for it."""
     return torch.zeros(num_experts, dtype=torch.long, device=chosen.device).scatter_add_(
         0, chosen, torch.ones_like(chosen)
     )

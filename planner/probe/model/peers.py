@@ -1,4 +1,4 @@
-"""Who a rank exchanges tensors with inside a layer: nobody, real process groups, or peers emulated on this very device.
+"""The peers with which a rank exchanges tensors inside a layer: none, a process group, or peers emulated on its device.
 
 Activations are [seq, batch, hidden]; sequence parallelism shards their first dimension.
 """
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 @dataclass(slots=True)
 class TensorPeers:
-    """The tensor-parallel (or context-parallel) group of a rank that is alone in it: every exchange is nothing."""
+    """The tensor-parallel (or context-parallel) group of a rank that is alone in it: an exchange returns its input."""
 
     size: int = 1
     rank: int = 0
@@ -103,13 +103,15 @@ class GroupPeers(TensorPeers):
 
 @dataclass(slots=True)
 class ExpertPeers:
-    """The expert-parallel group of a rank: alone (size 1), or emulated (its rows come back as if from its peers)."""
+    """The expert-parallel group of a rank that is alone (size 1) or whose peers are emulated: its own rows come
+    back."""
 
     size: int = 1
     rank: int = 0
 
     def counts(self, sent: Tensor) -> Tensor:
-        """Rows that arrive, shape (size, local experts), from the rows sent to each expert, shape (num_experts,)."""
+        """Number of rows that arrive, shape (size, local experts), given the rows sent to each expert, shape
+        (num_experts,)."""
         local = sent.numel() // self.size
         return sent.view(self.size, local)
 

@@ -1,4 +1,4 @@
-"""Sequences split over context-parallel ranks: who holds which tokens.
+"""The split of sequences over context-parallel ranks: which rank holds which tokens.
 
 Of 2·cp equal chunks rank r holds chunks r and 2·cp − 1 − r, so that causal attention is the same work on every rank.
 """
@@ -14,7 +14,7 @@ from planner.probe.model.peers import TensorPeers
 
 
 def shard(whole: Tensor, cp: TensorPeers) -> Tensor:
-    """This rank's two chunks, side by side, of what has a row for each token of a sequence."""
+    """This rank's two chunks, side by side, of a tensor that has a row for each token of a sequence."""
     if cp.size == 1:
         return whole
     chunks = whole.chunk(2 * cp.size)
@@ -22,7 +22,7 @@ def shard(whole: Tensor, cp: TensorPeers) -> Tensor:
 
 
 def gather(x: Tensor, cp: TensorPeers) -> Tensor:
-    """Everybody's rows in the sequence's order: [seq/cp, …] → [seq, …]."""
+    """The rows of all ranks in the sequence's order: [seq/cp, …] → [seq, …]."""
     chunks = cp.all_gather(x).chunk(2 * cp.size)
     return torch.cat((*chunks[::2], *chunks[:0:-2]))
 
@@ -35,7 +35,7 @@ def scatter(x: Tensor, cp: TensorPeers) -> Tensor:
 
 
 def chunk_ends(q: Tensor, cp: TensorPeers) -> Iterator[int]:
-    """Where in the sequence this rank's two chunks end."""
+    """The positions in the sequence at which this rank's two chunks end."""
     chunk = q.shape[0] // 2
     yield (cp.rank + 1) * chunk
     yield (2 * cp.size - cp.rank) * chunk

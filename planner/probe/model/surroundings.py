@@ -1,4 +1,4 @@
-"""What all modules of a stage share: the rank's peers, what is recomputed, and postponed weight gradients."""
+"""The surroundings of a stage's modules: the rank's peers, the modules to recompute, and postponed weight gradients."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from planner.probe.model.peers import ExpertPeers, TensorPeers
 
 @dataclass(slots=True)
 class Surroundings:
-    """What every module of a stage shares: its peers, and where weight gradients go when a schedule splits them off."""
+    """The values that all modules of a stage share: peers, modules to recompute, and the list of postponed weight
+    gradients."""
 
     tp: TensorPeers = field(default_factory=TensorPeers)
     ep: ExpertPeers = field(default_factory=ExpertPeers)
     cp: TensorPeers = field(default_factory=TensorPeers)
-    """Among whom each sequence is split."""
+    """The ranks over which each sequence is split."""
     balanced_routing: bool = False
     """Every expert gets the same number of rows, whatever the router says."""
     recomputed: frozenset[str] = frozenset()
     """Modules of a layer that are recomputed in backward: core_attn, mlp, moe, shared_experts."""
     deferred: list[Callable[[], None]] | None = None
-    """Where the products of a backward's weight gradients are put aside; None: they run at once."""
+    """The list that collects a backward's weight-gradient products when a schedule splits them off; None: they run at
+    once."""
 
     def weight_gradient(self, weight: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
-        """The gradient of `weight` now, or None and a promise."""
+        """The gradient of `weight`, or None after its computation was put on the list of postponed ones."""
         if self.deferred is None:
             return product()
         self.deferred.append(lambda: accumulate(weight, product()))
@@ -38,7 +40,7 @@ class Surroundings:
 
 
 def recomputable(name: str, function: Callable[..., Tensor], around: Surroundings) -> Callable[..., Tensor]:
-    """`function`, run again in backward instead of keeping what it saves, where its name is among those recomputed."""
+    """`function` itself, or a version that is recomputed in backward if `name` is among the modules to recompute."""
     if name not in around.recomputed:
         return function
     return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)

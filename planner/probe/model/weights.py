@@ -16,7 +16,7 @@ INITIAL_STD = 0.02
 def initialise(module: nn.Module, seed: int) -> None:
     """Fill a module: norms around 1, all else normal with INITIAL_STD; each parameter by seed and its name alone.
 
-    Of a sharded parameter all ranks' rows are the same.
+    If a parameter is sharded, the rows of all ranks get the same values.
     """
     for name, parameter in module.named_parameters():
         generator = torch.Generator(parameter.device).manual_seed(
@@ -29,12 +29,12 @@ def initialise(module: nn.Module, seed: int) -> None:
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's rows of what may be sharded."""
+    """This rank's rows of a tensor that may be sharded, or the whole tensor."""
     return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else cast(Tensor, tensor)
 
 
 def whole_name(name: str, parameter: Tensor) -> str:
-    """The name of a parameter in the whole model: replicas share one."""
+    """The name of a parameter in the whole model. Replicas share one name."""
     return str(getattr(parameter, "replica", name))
 
 

@@ -12,7 +12,7 @@ from planner.schedule.orders import build_schedule, violation
 
 MAX_MICROBATCHES_PER_RANK = 3
 RECOMPUTABLE = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
-"""Selective recompute modules that the probe's model knows."""
+"""Modules that the probe's model can recompute selectively."""
 
 
 def slice_schedule(layout: PricedLayout, pp: int, most: int | None = None) -> Schedule:
@@ -29,7 +29,7 @@ def slice_schedule(layout: PricedLayout, pp: int, most: int | None = None) -> Sc
 
 
 def fully_shards(layout: PricedLayout, order: Schedule) -> bool:
-    """Whether the run shards weights and gradients as the plan does: torch's fully_shard splits no backward."""
+    """True if the run shards weights and gradients as the plan does; torch's fully_shard cannot split backwards."""
     return layout.parallelism.zero_stage == 3 and not order.splits_backward
 
 
@@ -62,7 +62,8 @@ def real_chunks(layout: PricedLayout, order: Schedule, stages: Sequence[int]) ->
 
 
 def _span(stage: StagePlan, index: int, vpp: int) -> tuple[int, int]:
-    """Layers of a chunk: the plan's own, or an even part of the stage's where an order has more or fewer chunks."""
+    """Layers of a chunk: the plan's own, or an even part of the stage's layers where an order has more or fewer
+    chunks."""
     if vpp == len(stage.chunks):
         return stage.chunks[index]
     first, layers = stage.chunks[0][0], stage.num_layers
@@ -76,7 +77,8 @@ def _recomputed(stage: StagePlan, layers: int) -> int:
 
 
 def scaled_chunks(chunks: Sequence[ChunkSpec], most_layers: int) -> tuple[ChunkSpec, ...]:
-    """The same chunks with at most `most_layers` layers each, in proportion, one layer at least where there is any."""
+    """The chunks shrunk in proportion to at most `most_layers` layers each. A chunk that has layers keeps at least
+    one."""
     largest = max(chunk.num_layers for chunk in chunks)
     scaled, first = [], 0
     for chunk in chunks:

@@ -16,7 +16,7 @@ from planner.schedule.actions import Schedule
 def describe_slice(
     plan: Plan, grid: RankGrid, order: Schedule, options: ProbeOptions, reduced: Sequence[str] = ()
 ) -> PlanSlice:
-    """What is run of the plan, in words."""
+    """The part of the plan that runs, in words."""
     layout = plan.best.parallelism
     sizes = (
         ("TP", layout.tp, grid.tp),
@@ -60,12 +60,12 @@ def describe_slice(
 
 
 def gathers_keys(plan: Plan) -> bool:
-    """Whether the plan's ranks, too, gather keys and values where they split sequences."""
+    """True if the plan's ranks split no sequences, or gather keys and values as the probe does."""
     return plan.parallelism.cp == 1 or plan.runtime_spec.cp_comm_type == "all_gather"
 
 
 def _claims(options: ProbeOptions, grid: RankGrid) -> tuple[list[str], list[str]]:
-    """What a run of this kind verifies, and what it cannot."""
+    """Two lists of words: what a run of this kind verifies, and what it cannot."""
     if options.stages is not None:
         others = ["network", "ranks waiting for each other"]
         if options.device == "cpu":  # which keeps no account of memory

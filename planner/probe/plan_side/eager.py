@@ -1,6 +1,6 @@
-"""What the planner says of the program that a probe runs: the plan's layout in eager torch and bf16.
+"""The planner's price of the program that a probe runs: the plan's layout in eager torch and bf16.
 
-Whatever trainer and dtype the plan is for, this is what measurements on its hardware are held against.
+Measurements are compared with this price, whatever trainer and dtype the plan is for.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
 
 EAGER = load_runtime("torch-eager").model_copy(update={"clips_gradients": True})
-"""What a probe's ranks are: eager torch that clips gradients."""
+"""The trainer that a probe's ranks are: eager torch that clips gradients."""
 MASTERS_ARE_WEIGHTS: dict[str, Any] = {"weight_bytes": 4, "optimizer_bytes": 8}
 """Under ZeRO-3 the ranks' sharded weights are the fp32 masters (fully_shard)."""
 
 
 def in_eager_torch(plan: Plan) -> Plan:
-    """The plan with its best layout priced as a probe runs it, experts evenly loaded; the layout itself stays."""
+    """The plan with its best layout priced as a probe runs it, with experts evenly loaded. The layout itself stays."""
     ours = plan.model_copy(
         update={
             "runtime": EAGER.name,
@@ -34,7 +34,8 @@ def in_eager_torch(plan: Plan) -> Plan:
 
 
 def repriced(plan: Plan) -> Repriced:
-    """Prices of a plan in eager torch, stage by stage: selectively recomputed is what the ranks can recompute."""
+    """Prices of a plan in eager torch, stage by stage. Selective recomputation covers the modules that the probe can
+    recompute."""
     return reprice(plan, plan.best, recompute_modules(plan.best))
 
 

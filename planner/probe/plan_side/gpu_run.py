@@ -15,11 +15,11 @@ from planner.schedule.actions import Schedule
 from planner.specs.units import gib
 
 MICROBATCHES_PER_STAGE = 3
-"""Of a stage alone: enough for a steady state beyond its warm-up."""
+"""Micro-batches per stage of a stage alone: enough for a steady state after the warm-up."""
 
 
 def ranks_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> tuple[ProbeRun, RankGrid, list[int]]:
-    """What the GPUs run, its sizes, and which of the plan's stages its stages are."""
+    """The run of the GPUs, its grid of ranks, and the plan's stage that each of its stages is."""
     layout = plan.best
     grid = fit_gpus(layout, num_gpus)
     order = options.order or slice_schedule(layout, grid.pp)
@@ -67,7 +67,8 @@ def real_run(
 
 
 def require_memory(stages: Sequence[StagePlan]) -> None:
-    """Raise ProbeError where a stage is larger than this machine: the kernel would kill it, and no allocator say so."""
+    """Raise ProbeError if a stage needs more memory than this machine has. The kernel would kill it without an
+    error."""
     largest = max(stages, key=lambda stage: stage.memory.peak_allocated_bytes)
     needed, there = largest.memory.peak_allocated_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
@@ -84,7 +85,7 @@ def stage_asked_for(stage: object, pp: int) -> int:
 
 
 def stand_in_stages(layout: PricedLayout) -> list[int]:
-    """For each stage the first one that has the same layers to hold, to recompute and to keep in flight."""
+    """For each stage, the first stage with the same layers, recomputation and number of micro-batches in flight."""
 
     def key(stage: StagePlan) -> tuple[object, ...]:
         seconds = (round(stage.forward_s, 9), round(stage.backward_s, 9))  # tells apart layers of different kinds

@@ -15,13 +15,13 @@ from planner.schedule.actions import Schedule
 from planner.schedule.replay import replay
 
 MEAN_SLEEP_S = 0.012
-"""Of a forward: long enough that a message between processes is short beside it."""
+"""Mean seconds of a sleeping forward: long enough that a message between processes is short in comparison."""
 MAX_STEP_S = 20.0
 SEQ_LENGTH = 16
 
 
 def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
-    """What the processes run, and its sizes."""
+    """The run of processes on a CPU, and its grid of ranks."""
     layout, model = plan.best, plan.model.spec
     grid = fit_processes(layout, options.num_processes, most_dp=1 if options.sleep else 2)
     if options.order is not None:

@@ -1,4 +1,4 @@
-"""How a plan is probed: the device, the size of the run, and what is judged."""
+"""The options of a probe: the device, the size of the run, and the tolerance of the verdict."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from planner.probe.run import Device
 from planner.schedule.actions import Schedule
 
 DEFAULT_TOLERANCE = 0.1
-"""Of a prediction."""
+"""Fraction of a prediction by which a measurement may differ."""
 
 
 class ProbeOptions(NamedTuple):
-    """How to probe."""
+    """Options of one probe."""
 
     device: Device = "cpu"
     stages: Literal["all"] | int | None = None
-    """One device, one stage at a time: all distinct ones, or one of them."""
+    """None runs all stages together. Else one device runs one stage at a time: all distinct stages, or the one
+    named."""
     hidden_size: int = 64
-    """Of the scaled-down model on the CPU."""
+    """Hidden size of the small model on the CPU."""
     num_processes: int = 8
-    """At most, on the CPU."""
+    """The most processes to start on the CPU."""
     most_layers: int = 2
-    """Per virtual stage, on the CPU."""
+    """The most layers of a virtual stage on the CPU."""
     sleep: bool = False
-    """On the CPU: sleep for the plan's seconds, scaled, in place of computing."""
+    """On the CPU, sleep for the plan's seconds, scaled, instead of computing."""
     num_steps: int = 3
     tolerance_fraction: float = DEFAULT_TOLERANCE
     timeout_s: float = 120.0
-    """Longest that a rank may show no progress."""
+    """Seconds without progress after which a rank counts as hanging."""
     order: Schedule | None = None
-    """Another order than the plan's, such as one read from a CSV file."""
+    """An order to run instead of the plan's, such as one read from a CSV file."""

@@ -11,7 +11,8 @@ from planner.schedule.replay import Durations
 
 
 def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[SleepSeconds, ...]:
-    """Planned seconds of every virtual stage, exchanges included: a stage's are shared among its chunks by layers."""
+    """Planned seconds of every virtual stage, exchanges included. A stage's seconds are divided among its chunks by
+    layers."""
     seen = [0] * order.pp
     raw = []
     for rank in order.stage_to_rank[: order.num_model_stages]:
@@ -30,7 +31,7 @@ def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]
 
 
 def scaled_seconds(planned: Sequence[SleepSeconds], mean_forward_s: float) -> tuple[SleepSeconds, ...]:
-    """The same proportions with a mean forward of `mean_forward_s`."""
+    """The seconds in the same proportions, scaled to a mean forward of `mean_forward_s`."""
     factor = mean_forward_s * len(planned) / sum(seconds.forward_s for seconds in planned)
     return tuple(SleepSeconds(*(factor * s for s in seconds)) for seconds in planned)
 

@@ -1,4 +1,4 @@
-"""How many ranks run: the largest part of the plan's ranks that fits the processes or GPUs at hand."""
+"""The grid of ranks that run: the largest part of the plan's ranks that fits the processes or GPUs at hand."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def fit_processes(layout: PricedLayout, num_processes: int, most_dp: int) -> Ran
 
 
 def fit_gpus(layout: PricedLayout, num_gpus: int) -> RankGrid:
-    """As `fit_processes` with whole tensor- and context-parallel groups: less dp first, then fewer stages.
+    """The largest slice of the plan's ranks on `num_gpus`. Tensor- and context-parallel groups stay whole: dp is
+    reduced first, then the number of stages.
 
-    Of several instances of a sharded optimizer one is run: the runner shards over all its replicas.
+    If the plan has several instances of a sharded optimizer, one of them runs: the runner shards over all its replicas.
 
     Raises ProbeError where not even one group fits, or one stage of a pipeline alone.
     """
@@ -55,7 +56,7 @@ def fit_gpus(layout: PricedLayout, num_gpus: int) -> RankGrid:
 
 
 def sharing_dp(layout: PricedLayout) -> int:
-    """Replicas that share one sharded optimizer; all of them where nothing is sharded."""
+    """Number of replicas that share one sharded optimizer; all replicas if nothing is sharded."""
     asked = layout.parallelism
     return max(1, asked.shard_size // asked.cp) if asked.zero_stage else asked.dp
 
@@ -65,5 +66,5 @@ def _largest_divisor(number: int, at_most: int) -> int:
 
 
 def sampled_stages(asked_pp: int, pp: int) -> list[int]:
-    """Which stages of the plan stand for the `pp` that are run: the ends, and evenly between."""
+    """The plan's stages that the `pp` running stages represent: first, last, and evenly between."""
     return [round(i * (asked_pp - 1) / (pp - 1)) for i in range(pp)] if pp > 1 else [0]

@@ -10,7 +10,7 @@ HEAD_DIM = 8
 
 
 def scaled_model(model: ModelSpec, hidden_size: int, num_layers: int, seq_length: int, grid: RankGrid) -> ModelSpec:
-    """The same structure in small: every kind of layer, norm, bias and router, with narrow matrices."""
+    """A small model of the same structure: every kind of layer, norm, bias and router, with narrow matrices."""
     heads = max(hidden_size // HEAD_DIM // grid.tp, 1) * grid.tp
     grouped = model.num_key_value_heads < model.num_attention_heads
     kv_heads = heads // 2 if grouped and heads // 2 % grid.tp == 0 and heads // 2 >= grid.tp else heads

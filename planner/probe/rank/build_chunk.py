@@ -17,9 +17,10 @@ def dtypes(run: ProbeRun) -> tuple[torch.dtype, torch.dtype]:
 
 
 def build_chunk(run: ProbeRun, stage: int, around: Surroundings, device: str) -> Chunk:
-    """The module of a virtual stage. Where results are checked it is a shard of the very model that one process has.
+    """The module of a virtual stage. Where results are checked, its values are a shard of the model that one process
+    has.
 
-    On the meta device it has no values yet.
+    On the meta device the module has no values yet.
     """
     spec, usual = run.chunk_of(stage), torch.get_default_dtype()
     torch.set_default_dtype(dtypes(run)[0])

@@ -1,4 +1,4 @@
-"""Seconds of a rank, and how an action's seconds are recorded."""
+"""A rank's clock, and the record of a step that is read from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planner.schedule.actions import Action
 
 
 class Clock:
-    """Seconds of the host; on a GPU, events on its stream, read after the step."""
+    """The clock of a rank: the host's seconds, or on a GPU events on its stream, which are read after the step."""
 
     def __init__(self, device: str) -> None:
         self.is_cuda = device.startswith("cuda")
@@ -28,7 +28,7 @@ class Clock:
         return event
 
     def start(self) -> None:
-        """Marks count from here."""
+        """Set the time zero from which marks count."""
         if self.is_cuda:
             torch.cuda.synchronize()
         self.zero = self.mark()
@@ -42,7 +42,7 @@ class Clock:
 
 
 class ActionTimes(NamedTuple):
-    """One action as it ran: seconds from the start of the step."""
+    """The times of one action, in seconds from the start of the step."""
 
     action: Action
     ready_s: float
@@ -53,23 +53,24 @@ class ActionTimes(NamedTuple):
 
 @dataclass(slots=True)
 class StepRecord:
-    """What a rank did in one step."""
+    """The record of one step of a rank."""
 
     marks: list[tuple[Action, Any, Any, Any]] = field(default_factory=list)
-    """When each action was ready, started and ended, as the clock marked it."""
+    """Each action with the clock's marks of when it was ready, started and ended."""
     actions: list[ActionTimes] = field(default_factory=list)
-    """The same in seconds, once they are read."""
+    """The same actions in seconds, filled when the marks are read."""
     losses: list[Tensor] = field(default_factory=list)
-    """What the rank's head returned of each micro-batch, weighted."""
+    """The weighted loss of each micro-batch, on a rank that holds the head."""
     peak_in_flight: int = 0
-    """Most (virtual stage, micro-batch) activations held at once."""
+    """The largest number of (virtual stage, micro-batch) activations held at once."""
 
     @property
     def loss(self) -> float:
         return float(torch.stack(self.losses).sum()) if self.losses else 0.0
 
     def read(self, clock: Clock, on_action: Callable[[str], None]) -> None:
-        """Wait for the marks; where a GPU does not get to one, `on_action` was last told of its action."""
+        """Wait for the marks and read them. If a GPU never reaches a mark, `on_action` was last called with that mark's
+        action."""
         for action, ready, start, end in self.marks:
             on_action(f"{action} (waiting)")
             ready_s, start_s = clock.seconds(ready), clock.seconds(start)

@@ -1,4 +1,4 @@
-"""How long the ranks' exchanges take by themselves: tensor- and context-parallel gathers, data-parallel reductions."""
+"""Seconds of exchanges that run by themselves: tensor- and context-parallel gathers, data-parallel reductions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ REPEATS = 5
 
 
 def barrier(device: str, group: Any = None) -> None:
-    """Wait for the ranks of a group; NCCL would take a rank's number for its GPU's where it is not told."""
+    """Wait for the ranks of a group. The device is named, because NCCL would otherwise guess it from the rank's
+    number."""
     if device == "cpu":
         dist.barrier(group=group)
     else:

@@ -16,7 +16,7 @@ from planner.probe.model.weights import local
 from planner.probe.rank.gradients import ADAM, GradientShard, ReplicaExchange, Sharding, allocate_moments
 
 MARKS = ("shard", "partial", "expert", "replica")
-"""What modules note on their parameters, which sharding replaces."""
+"""Marks of parameters, which are copied because sharding replaces the parameters."""
 
 
 def shard_chunk(
@@ -28,9 +28,10 @@ def shard_chunk(
     gathers_again: bool,
     device: str,
 ) -> None:
-    """Leave of each parameter this rank's rows, in `grad_dtype`; layers are gathered in `dtype` and gradients summed.
+    """Keep only this rank's rows of each parameter, in `grad_dtype`. Layers are gathered in `dtype` and gradients are
+    summed.
 
-    Experts are sharded over the ranks that hold the same ones, and left whole where this rank alone does. A layer's
+    Experts are sharded over the ranks that hold the same ones, and stay whole where no other rank holds them. A layer's
     weights are freed after its forward and gathered again for its backward, or (pipelines) kept till then. A chunk on
     the meta device is given memory for its rows alone, and no values.
     """
@@ -71,9 +72,10 @@ def _named(chunk: Chunk) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class ShardedParameters:
-    """Parameters of which this rank has rows, with gradients and optimizer state of those; as `FlatParameters` is used.
+    """The rows of parameters that this rank holds, with their gradients and optimizer state; used like
+    `FlatParameters`.
 
-    Gradients are reduced behind each backward, so that `reduce` has nothing left to do.
+    Gradients are reduced right after each backward, so that `reduce` has nothing left to do.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class ShardedParameters:
         allocate_moments(self.optimizer)
 
     def reduce(self) -> None:
-        """Nothing: it is done."""
+        """Do nothing: each backward has reduced its gradients already."""
 
     def squared_norm(self) -> Tensor:
         """Sum of squares of this rank's rows, of counted parameters only."""
@@ -102,11 +104,11 @@ class ShardedParameters:
         self.forget()
 
     def forget(self) -> None:
-        """Begin again without gradients."""
+        """Drop the gradients."""
         self.optimizer.zero_grad()
 
     def gather(self) -> None:
-        """Nothing: each pass gathers what it needs."""
+        """Do nothing: each pass gathers the weights that it needs."""
 
     def held(self) -> Iterator[GradientShard]:
         """This rank's part of each parameter's gradient."""
@@ -119,7 +121,7 @@ class ShardedParameters:
                 yield GradientShard(parameter, slice(first, first + found.numel()), found)
 
     def exchanges(self) -> Iterator[ReplicaExchange]:
-        """What fully_shard does for each layer, here with the largest parameter: a gather of its rows."""
+        """The exchange that fully_shard makes for each layer, here for the largest parameter: a gather of its rows."""
         rows = local(max(self.parameters, key=lambda parameter: parameter.numel())).detach()
         whole = rows.new_empty(self.sharding.size * rows.numel())
         yield ReplicaExchange(

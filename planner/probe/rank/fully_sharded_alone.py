@@ -13,7 +13,7 @@ from planner.errors import ProbeError
 
 
 def groups_of_one(*sizes: int) -> list[Any]:
-    """A group of each size of which this process is the first rank and the only one, or None where it is all of it."""
+    """For each size, a group in which this process is rank 0 and no other rank exists; None for size 1."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=max(sizes), store=FakeStore())
@@ -21,9 +21,10 @@ def groups_of_one(*sizes: int) -> list[Any]:
 
 
 def emulate_exchanges(module: nn.Module) -> None:
-    """Let a gather of weights repeat this rank's rows, and a scatter of gradients keep this rank's part, on the device.
+    """Replace exchanges by copies on the device: a gather of weights repeats this rank's rows, a scatter of gradients
+    keeps this rank's part.
 
-    Raises ProbeError where torch's fully_shard lets nobody in between.
+    Raises ProbeError where torch's fully_shard cannot be given exchanges of one's own.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -44,14 +45,14 @@ class _Emulated:
 
 
 class _RepeatedRows(_Emulated):
-    """As torch's `AllGather` is called: `input_tensor` is this rank's part of `output_tensor`."""
+    """Stands in for torch's `AllGather`: `input_tensor` is this rank's part of `output_tensor`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
         output_tensor.view(group.size(), -1)[1:].copy_(input_tensor)
 
 
 class _OwnPart(_Emulated):
-    """As torch's `ReduceScatter` is called."""
+    """Stands in for torch's `ReduceScatter`."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

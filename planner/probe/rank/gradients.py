@@ -1,4 +1,4 @@
-"""What happens after the pipeline: gradients summed over ranks, their global norm, a sharded AdamW (ZeRO-1)."""
+"""The work after the pipeline: gradients summed over ranks, their global norm, and a sharded AdamW (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 @dataclass(slots=True)
 class Sharding:
-    """The ranks among which a kind of parameter is replicated, and this rank's number there.
+    """The ranks that hold replicas of a kind of parameter, and this rank's number among them.
 
     Without a group nothing is exchanged: the rank is alone, or its replicas are emulated (size > 1).
     """
@@ -24,32 +24,33 @@ class Sharding:
     size: int = 1
     rank: int = 0
     zero: bool = True
-    """Whether optimizer state is sharded over the replicas (ZeRO-1), or each has all of it."""
+    """True if optimizer state is sharded over the replicas (ZeRO-1); else each replica has all of it."""
     stands_for: int = 1
-    """Ranks of a plan for each of these: a rank sums gradients for all of them, and holds the first one's shard."""
+    """Number of the plan's ranks that each of these represents. A rank sums gradients for all of them, and holds the
+    first one's shard."""
 
 
 class GradientShard(NamedTuple):
-    """What this rank has of a parameter's summed gradient."""
+    """The part of a parameter's summed gradient that this rank holds."""
 
     parameter: nn.Parameter
     where: slice
-    """Which elements of the flattened parameter."""
+    """The elements of the flattened parameter that it covers."""
     gradient: Tensor
 
 
 class ReplicaExchange(NamedTuple):
-    """An exchange among replicas, to be measured by itself."""
+    """An exchange among replicas that can be measured by itself."""
 
     name: str
     num_bytes: int
     passes: int
-    """How often the bytes pass each rank: 1 for a gather or a scatter, 2 for a sum."""
+    """The number of times that the bytes pass each rank: 1 for a gather or a scatter, 2 for a sum."""
     call: Callable[[], object]
 
 
 def allocate_moments(optimizer: torch.optim.AdamW) -> None:
-    """Make what the optimizer would at its first step, now and without a gradient."""
+    """Allocate the state that the optimizer would otherwise allocate at its first step, without any gradient."""
     for parameter in optimizer.param_groups[0]["params"]:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -70,11 +71,11 @@ def collect_gradients(parameter: nn.Parameter) -> None:
 
 
 class FlatParameters:
-    """Parameters of one kind side by side: weights, gradients in `grad_dtype`, and a shard of optimizer state.
+    """Parameters of one kind in one flat buffer: weights, gradients in `grad_dtype`, and a shard of optimizer state.
 
-    `counted` come first: those whose squares this rank adds to the global norm. The buffer is padded to a multiple of
-    the shards; master weights and Adam moments exist for this rank's shard alone. What it sums and hands to the others,
-    its part, is longer than its shard where it stands for several ranks.
+    The parameters in `counted`, whose squares this rank adds to the global norm, come first. The buffer is padded to a
+    multiple of the shards. Master weights and Adam moments exist for this rank's shard only. The part that a rank sums
+    and sends to the others is longer than its shard where it represents several ranks.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class FlatParameters:
         allocate_moments(self.optimizer)
 
     def reduce(self) -> None:
-        """Sum the gradients over the replicas; each rank keeps its part of the sum, or all of it."""
+        """Sum the gradients over the replicas. Each rank keeps its part of the sum, or all of it."""
         if self.sharding.group is None:
             return
         if self.grads.is_cuda and self.sharding.zero:
@@ -119,7 +120,8 @@ class FlatParameters:
             dist.all_reduce(self.grads, group=self.sharding.group)
 
     def squared_norm(self) -> Tensor:
-        """Sum of squares of this rank's part, of counted parameters only; without shards the first rank has them."""
+        """Sum of squares of the counted parameters in this rank's part. Without shards only the first rank returns
+        them."""
         if not self.sharding.zero and self.sharding.rank:
             return torch.zeros((), dtype=self.grads.dtype, device=self.grads.device)
         counted = self.grads[self.part.start : max(self.part.start, min(self.part.stop, self.num_counted))]
@@ -135,13 +137,13 @@ class FlatParameters:
         self.forget()
 
     def gather(self) -> None:
-        """Everybody's weights."""
+        """Gather the updated weights of all ranks."""
         if self.sharding.group is not None and self.sharding.zero:
             part = self.weights[self.part].clone()
             dist.all_gather_into_tensor(self.weights, part, group=self.sharding.group)
 
     def forget(self) -> None:
-        """Begin again with gradients of zero."""
+        """Set the gradients to zero."""
         self.grads.zero_()
 
     def held(self) -> Iterator[GradientShard]:
@@ -155,7 +157,7 @@ class FlatParameters:
             start = end
 
     def exchanges(self) -> Iterator[ReplicaExchange]:
-        """The reduction of all gradients, and the gathering of all weights where each rank steps a part of them."""
+        """The reduction of all gradients, and the gathering of all weights if each rank updates a part of them."""
         is_sum = not self.grads.is_cuda or not self.sharding.zero  # gloo sums where NCCL scatters too
         name = f"gradient {'all-reduce' if is_sum else 'reduce-scatter'}"
         yield ReplicaExchange(name, self.grads.nbytes, 2 if is_sum else 1, self.reduce)

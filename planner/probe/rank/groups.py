@@ -1,4 +1,4 @@
-"""The process groups of a rank: whom it shares layers, gradients, parameters and pipeline neighbours with."""
+"""The process groups of a rank: the ranks with which it shares layers, gradients, parameters, and messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planner.probe.run import Place, ProbeRun
 
 
 class RankGroups:
-    """Groups of one rank. torch wants every rank to take part in making each of them, so all ranks make all."""
+    """The process groups of one rank. Every rank creates all groups of all ranks, because torch requires it."""
 
     def __init__(self, run: ProbeRun, rank: int) -> None:
         self.run, self.rank, self.place = run, rank, run.place(rank)
@@ -66,11 +66,11 @@ class RankGroups:
 
 
 GroupKey = tuple[str, tuple[int, ...]]
-"""What a group is for, and its global ranks."""
+"""The purpose of a group, and its global ranks."""
 
 
 def group_keys(run: ProbeRun) -> list[GroupKey]:
-    """Every group of more than one rank, in an order that all ranks agree on."""
+    """The keys of all groups of more than one rank, in the same order on all ranks."""
     keys: dict[GroupKey, None] = {}
     pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
     for coordinates in product(range(run.pp), range(run.dp), range(run.cp), range(run.tp)):
@@ -88,7 +88,7 @@ def group_keys(run: ProbeRun) -> list[GroupKey]:
 
 
 def wire_key(run: ProbeRun, place: Place, pair: tuple[int, int]) -> GroupKey:
-    """A channel of its own for each direction between two pipeline ranks."""
+    """The key of the channel from one pipeline rank to another. Each direction has its own channel."""
     direction = "up" if pair[0] < pair[1] else "down"
     return direction, pipeline_ranks(run, place, pair)
 
@@ -102,12 +102,12 @@ def context_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
 
 
 def data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
-    """Ranks that see other tokens with the same weights: over dp and cp."""
+    """Ranks that apply the same weights to other tokens, over dp and cp."""
     return tuple(run.rank(place._replace(dp=dp, cp=cp)) for dp, cp in product(range(run.dp), range(run.cp)))
 
 
 def expert_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
-    """Expert-parallel ranks are neighbours within a stage, tp innermost."""
+    """Ranks that share a set of experts: neighbours within a stage, tp innermost."""
     first, unit = _within_stage(run, place)
     first += unit // run.ep * run.ep
     return tuple(range(first, first + run.ep))
@@ -120,20 +120,21 @@ def expert_data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
 
 
 def _within_stage(run: ProbeRun, place: Place) -> tuple[int, int]:
-    """First rank of the stage, and this one's number there."""
+    """The first rank of the stage, and this rank's number within the stage."""
     first = run.rank(Place(place.pp, 0, 0, 0))
     return first, run.rank(place) - first
 
 
 def pipeline_ranks(run: ProbeRun, place: Place, pp_ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The same coordinates on several pipeline ranks, sorted."""
+    """Global ranks with the same coordinates on several pipeline ranks, sorted."""
     return tuple(sorted(run.rank(place._replace(pp=pp)) for pp in pp_ranks))
 
 
 def holders(run: ProbeRun, name: str, stage: int) -> tuple[int, ...]:
     """Pipeline ranks that hold the parameter `name` of virtual stage `stage`, sorted.
 
-    Both copies of a bidirectional schedule; of an embedding also the ranks of a tied head or of multi-token prediction.
+    Both copies of a bidirectional schedule hold it. An embedding is also held by the ranks of a tied head or of
+    multi-token prediction.
     """
     n = len(run.chunks)
     stages = {stage % n + copy * n for copy in range(run.num_directions)}
@@ -147,7 +148,7 @@ def holders(run: ProbeRun, name: str, stage: int) -> tuple[int, ...]:
 
 
 def replica_sets(run: ProbeRun) -> list[tuple[int, ...]]:
-    """Sets of pipeline ranks that hold the same parameters, in an order that all ranks agree on."""
+    """Sets of pipeline ranks that hold the same parameters, in the same order on all ranks."""
     sets = {holders(run, "layers", stage) for stage in range(len(run.stage_to_rank))}
     sets |= {holders(run, name, 0) for name in ("embedding.weight", "embedding.positions")}
     return sorted(ranks for ranks in sets if len(ranks) > 1)

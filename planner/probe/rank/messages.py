@@ -1,4 +1,5 @@
-"""The messages that a schedule's actions send to each other; both ends derive their order from it."""
+"""The messages between a schedule's actions. Sender and receiver both derive the order of messages from the
+schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from planner.schedule.actions import Action, Schedule
 
 
 class Message(NamedTuple):
-    """What the virtual stage `stage` needs for a micro-batch: an activation (F) or a gradient (B)."""
+    """The tensor that virtual stage `stage` needs for a micro-batch: an activation (F) or a gradient (B)."""
 
     kind: str
     stage: int
@@ -16,7 +17,8 @@ class Message(NamedTuple):
 
 
 def message_of(schedule: Schedule, action: Action) -> Message | None:
-    """What an action sends on: a forward to the next stage, a backward (or input gradient) to the one before."""
+    """The message that an action sends: a forward sends to the next stage, a backward (or input gradient) to the one
+    before."""
     local, n = action.stage % schedule.num_model_stages, schedule.num_model_stages
     if action.kind == "F" and local < n - 1:
         return Message("F", action.stage + 1, action.microbatch)
@@ -26,7 +28,7 @@ def message_of(schedule: Schedule, action: Action) -> Message | None:
 
 
 def needed_by(schedule: Schedule, action: Action) -> Message | None:
-    """What an action waits for: the mirror of `message_of`."""
+    """The message that an action waits for, which another action's `message_of` is."""
     local, n = action.stage % schedule.num_model_stages, schedule.num_model_stages
     if action.kind == "F" and local > 0:
         return Message("F", action.stage, action.microbatch)
@@ -36,7 +38,8 @@ def needed_by(schedule: Schedule, action: Action) -> Message | None:
 
 
 def traffic(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
-    """Messages of a step by (sender, receiver) pipeline rank, in the order of the sender's actions; none to oneself."""
+    """Messages of a step between two different pipeline ranks, by (sender, receiver), in the order of the sender's
+    actions."""
     wires: dict[tuple[int, int], list[Message]] = {}
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:

@@ -1,4 +1,4 @@
-"""A rank's parameters by how their gradients are summed over ranks."""
+"""A rank's parameters, sorted by the ranks over which their gradients are summed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from planner.probe.run import ProbeRun
 
 
 class Parameters:
-    """Parameters of a rank by how their gradients are summed: dense ones over dp·cp, routed experts over expert-dp."""
+    """Parameters of a rank by the ranks over which gradients are summed: dense ones over dp·cp, experts over
+    expert-dp."""
 
     def __init__(self, run: ProbeRun, chunks: dict[int, Chunk], holders: Callable[[str, int], tuple[int, ...]]) -> None:
         self.run = run
@@ -38,7 +39,7 @@ class Parameters:
         return counted, others
 
     def partial_over_tp(self) -> Iterator[Tensor]:
-        """Main gradients of which each tensor-parallel rank has a part."""
+        """Main gradients that must be summed over tensor-parallel ranks, each of which has a part."""
         for _, _, parameter in self.named:
             partial = getattr(parameter, "partial", None)
             if not hasattr(parameter, "expert") and (
@@ -47,7 +48,7 @@ class Parameters:
                 yield main_gradient(parameter)
 
     def replicas(self) -> dict[tuple[int, ...], dict[str, list[Tensor]]]:
-        """Main gradients of parameters held more than once: by holders, by name."""
+        """Main gradients of parameters that are held more than once, by holders and by name."""
         found: dict[tuple[int, ...], dict[str, list[nn.Parameter]]] = {}
         for name, stage, parameter in self.named:
             found.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(parameter)
@@ -62,6 +63,6 @@ class Parameters:
 
 
 def main_gradient(parameter: nn.Parameter) -> Tensor:
-    """What backward has added up for a parameter: in a buffer of its own, or this rank's rows."""
+    """The gradient that backward has added up for a parameter: its `main_grad` buffer, or this rank's rows."""
     main: Tensor | None = getattr(parameter, "main_grad", None)
     return local(parameter.grad) if main is None else main

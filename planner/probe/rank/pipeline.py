@@ -20,14 +20,14 @@ from planner.schedule.actions import Action, Schedule
 
 
 class SavedForward(NamedTuple):
-    """What a forward leaves for its backward."""
+    """The tensors that a forward saves for its backward."""
 
     source: Tensor | None
     output: Tensor
 
 
 class RankPipeline:
-    """The stages of one pipeline rank and the loop over its actions."""
+    """The stages of one pipeline rank, and the loop over its actions."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RankPipeline:
     def run(
         self, action: Action, received: Tensor | None, batches: Sequence[tuple[Tensor, Tensor]], loss_weight: float
     ) -> Tensor | None:
-        """Do one action; what it sends on: hidden states, the loss of a last stage, a gradient, or nothing."""
+        """Do one action. Returns the tensor to send: hidden states, the loss of a last stage, a gradient, or None."""
         key = (action.stage, action.microbatch)
         if action.kind == "F":
             return self._forward(key, received, *batches[action.microbatch], loss_weight)
@@ -102,7 +102,7 @@ class RankPipeline:
 
 
 class SleepingPipeline(RankPipeline):
-    """Sleeps in place of computing; what it sends has the right shape and no meaning."""
+    """A pipeline that sleeps instead of computing. Its messages have the right shape and no meaning."""
 
     def __init__(
         self, *args: Any, durations: Sequence[SleepSeconds], empty: Callable[[], Tensor], **kwargs: Any

@@ -1,4 +1,4 @@
-"""The same training in one process: what loss, gradients and gradient norm of the distributed run must equal."""
+"""The same training in one process, whose loss, gradients and gradient norm the distributed run must equal."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from planner.probe.result import Check, StepSeconds, shown
 from planner.probe.run import ChunkSpec, ProbeRun
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest error over the largest value: sums over ranks come in another order."""
+"""Largest allowed error over the largest value. Errors come from sums over ranks, whose order differs."""
 
 
 class Reference(NamedTuple):
-    """One process's step: losses and gradient norms of all steps, gradients of the first."""
+    """The results of one process: losses and gradient norms of all steps, gradients of the first step."""
 
     losses: list[float]
     norms: list[float]
@@ -72,7 +72,7 @@ def check_gradients(
     around: Surroundings,
     dtype: torch.dtype,
 ) -> Check:
-    """Hold this rank's shard of the summed gradients against the whole ones."""
+    """Compare this rank's shard of the summed gradients with the gradients of one process."""
     names = {id(parameter): name for name, _, parameter in parameters.named}
     largest = max(float(grad.abs().max()) for grad in reference.grads.values())
     worst, where = 0.0, ""
@@ -87,7 +87,7 @@ def check_gradients(
 
 
 def check_steps(reference: Reference, steps: list[StepSeconds], dtype: torch.dtype) -> list[Check]:
-    """Hold losses and gradient norms of all steps against one process's."""
+    """Compare losses and gradient norms of all steps with those of one process."""
     checks = []
     for name, found, expected in (
         ("loss", [step.loss for step in steps], reference.losses),

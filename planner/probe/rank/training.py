@@ -29,7 +29,7 @@ from planner.schedule.actions import Action
 
 
 class Trainer:
-    """A rank's stages and what it does in a step. `groups` may be missing where a rank runs without peers."""
+    """A rank's stages and its training step. A rank that runs without peers needs no `replica_groups`."""
 
     def __init__(
         self,
@@ -85,10 +85,11 @@ class Trainer:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def rehearse(self) -> None:
-        """Take a micro-batch, made up, through every chunk alone, and forget its gradients.
+        """Run one made-up micro-batch through every chunk, one after another, and drop its gradients.
 
-        A kernel is loaded when first launched, a group connected when first used. Either may wait for all that the GPU
-        has under way: in a step that is a receive, whose sender may wait in the same way.
+        A kernel is loaded when it is first launched, and a group is connected when it is first used. Both may wait
+        until the GPU has finished its running work. Within a step that work can be a receive whose sender waits in the
+        same way.
         """
         run = self.run
         batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
@@ -143,7 +144,7 @@ class Trainer:
     def _read(
         self, record: StepRecord, norm: Tensor, marks: Sequence[Any], on_action: Callable[[str], None]
     ) -> StepSeconds:
-        """Wait for a step that is under way; `marks` are those between its parts."""
+        """Wait for the running step and read its seconds; `marks` stand between its parts."""
         record.read(self.clock, on_action)
         on_action("gradients (waiting)")
         pipeline_s, reduced_s, measured_s, summed_s, resumed_s = map(self.clock.seconds, marks[:5])
@@ -173,7 +174,7 @@ class Trainer:
             flat.reduce()
 
     def squared_norm(self) -> Tensor:
-        """This rank's part of the square of the gradients' global norm."""
+        """This rank's contribution to the square of the gradients' global norm."""
         parts = [flat.squared_norm() for flat in self.flat]
         return torch.stack(parts).sum() if parts else torch.zeros((), device=self.device)
 

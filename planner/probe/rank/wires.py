@@ -18,7 +18,8 @@ from planner.schedule.actions import Schedule
 
 
 class Wires:
-    """Exchanges of a rank that has no neighbours: what it keeps for itself passes through, the rest is an error."""
+    """The exchanges of a rank without neighbours. It can send messages to its own stages; a message from elsewhere is
+    an error."""
 
     def __init__(self) -> None:
         self.kept: dict[Message, Tensor] = {}
@@ -33,11 +34,11 @@ class Wires:
         return self.kept.pop(message)
 
     def finish(self) -> None:
-        """All that was sent in the step has left."""
+        """Wait until all messages of the step have been sent."""
 
 
 class EmulatedWires(Wires):
-    """Neighbours emulated on the device: activations are random, gradients are ones, and what is sent is dropped."""
+    """Emulated neighbours: received tensors are made on the device, and tensors sent to other ranks are dropped."""
 
     def __init__(self, stages: tuple[int, ...], make: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class EmulatedWires(Wires):
 
 
 class GroupWires(Wires):
-    """torch.distributed exchanges with other ranks."""
+    """Exchanges with other ranks by torch.distributed."""
 
     def __init__(
         self,
@@ -72,9 +73,10 @@ class GroupWires(Wires):
         self.leaving: deque[tuple[Any, Tensor]] = deque()
 
     def open(self) -> None:
-        """Exchange one message on every channel, in an order common to all ranks.
+        """Exchange one message on every channel, in the same order on all ranks.
 
-        NCCL connects two ranks when both ask for it: in the first step they would wait for each other crosswise.
+        NCCL connects two ranks when both ask for it. Without this exchange, ranks would wait for each other in a circle
+        in the first step.
         """
         for pair in sorted(self.groups):
             if pair[0] == self.pp_rank:

@@ -1,4 +1,4 @@
-"""What the ranks did with their time: utilisation, waits, idle time by cause, queues."""
+"""The time of the ranks: utilisation, waits, idle time by cause, and queues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def by_stage(run: ProbeRun, ranks: Sequence[RankResult]) -> list[RankResult]:
 
 
 def span_s(ranks: Sequence[RankResult]) -> float:
-    """From the start of the step to the last rank's last action."""
+    """Seconds from the start of the step to the end of the last action of any rank."""
     return max(rank.actions[-1].end_s for rank in ranks)
 
 
@@ -56,17 +56,18 @@ def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity,
 
 
 def sent_to(order: Schedule, pipeline: Sequence[RankResult]) -> dict[Message, float]:
-    """When each message of one pipeline's ranks was ready."""
+    """The time at which each message of one pipeline's ranks was ready to be sent."""
     timed = [timed for rank in pipeline for timed in rank.actions]
     messages = [message_of(order, Action.parse(one.action)) for one in timed]
     return {message: one.end_s for message, one in zip(messages, timed, strict=True) if message is not None}
 
 
 def idle_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult, total_s: float) -> dict[str, float]:
-    """A rank's idle seconds by cause, under the names of the replay; with its busy seconds they add up to `total_s`.
+    """A rank's idle seconds by cause, with the replay's names for causes. With its busy seconds they add up to
+    `total_s`.
 
-    A wait is for an activation or a gradient until its sender has computed it, and then for the transfer; what passes
-    between two actions without a wait is the host's. What waits have to do with unequal stages is among the waits.
+    A wait counts as one for an activation or a gradient until the sender has computed it, and then as transfer. Time
+    between two actions without a wait belongs to the host. Waits that unequal stages cause are among the waits.
     """
     idle = dict.fromkeys(("fill", "activation", "gradient", "transfer", "host", "drain"), 0.0)
     idle["fill"], free_s = rank.actions[0].start_s, rank.actions[0].end_s
@@ -84,7 +85,7 @@ def idle_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult, to
 
 
 def queue_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult) -> list[tuple[float, int]]:
-    """Micro-batches that have arrived at a rank and wait to be taken up, over time."""
+    """Number of micro-batches that have arrived at a rank and are not started, over time."""
     changes: list[tuple[float, int]] = []
     for timed in rank.actions:
         needed = needed_by(order, Action.parse(timed.action))

@@ -1,4 +1,4 @@
-"""What a finished run proves: the order, the exchanges, the activations in flight, and finite losses."""
+"""Checks of a finished run: the order, the exchanges, the activations in flight, and finite losses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from planner.schedule.replay import replay
 
 
 def in_flight(run: ProbeRun) -> list[int]:
-    """Most activations that each pipeline rank holds at once, as its order says."""
+    """The largest number of activations that each pipeline rank holds at once, according to its order."""
     one = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
     return [int(count) for count in replay(run.order, replay_durations(one)).peak_in_flight_chunks]
 
 
 def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
-    """What a finished run proves about the plan's order; a wrong shape or a deadlock would have ended it."""
+    """Checks of what a finished run proves. A message of the wrong shape or a deadlock would have ended the run."""
     as_listed = [tuple(timed.action for timed in rank.actions) == run.ranks[rank.stage] for rank in ranks]
     num_messages = sum(message_of(run.order, action) is not None for actions in run.order.ranks for action in actions)
     planned = in_flight(run)
@@ -40,7 +40,7 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
 
 
 def check_finite(ranks: Sequence[RankResult]) -> Check:
-    """Losses and gradient norms are numbers, where nothing else is known of them."""
+    """A check that losses and gradient norms are numbers, for runs whose losses are compared with nothing."""
     passed = all(None not in (step.loss, step.gradient_norm) for rank in ranks for step in rank.steps)
     last = ranks[-1].steps[-1]
     detail = f"loss {shown(last.loss, 4)}, gradient norm {shown(last.gradient_norm, 4)}"

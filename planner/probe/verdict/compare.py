@@ -17,7 +17,7 @@ from planner.specs.cluster import ClusterSpec
 
 KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
 BUBBLE_TOLERANCE = 0.03
-"""Of a step, absolute: the bubble of sleeping ranks against the replay."""
+"""Largest difference between the bubble fractions of sleeping ranks and of the replay."""
 Unit = Literal["s", "bytes", "fraction", "count"]
 
 
@@ -29,7 +29,7 @@ def compared(
     tolerance_fraction: float | None,
     stage: int | None = None,
 ) -> ComparedQuantity:
-    """Judge a quantity, or only show it (no tolerance)."""
+    """Judge a quantity, or only show it if there is no tolerance."""
     agrees = None
     if tolerance_fraction is not None:
         agrees = abs(measured - predicted) <= tolerance_fraction * abs(predicted)
@@ -37,9 +37,10 @@ def compared(
 
 
 def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
-    """Each exchange of the slowest rank beside what the cluster's links say of its bytes; shown, not judged.
+    """Each kind of exchange on its slowest rank, beside the seconds that the cluster's links need for its bytes. It is
+    shown and not judged.
 
-    Left out are experts' gradients, whose ranks lie otherwise.
+    Experts' gradients are left out, because their ranks are not evenly spaced.
     """
     pairs = [(exchange, planned_s(cluster, run, exchange)) for exchange in slowest_exchanges(ranks)]
     return [compared(one.name, "s", planned, one.seconds, None) for one, planned in pairs if planned is not None]
@@ -48,8 +49,8 @@ def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankR
 def compare_data_parallel(
     cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult], plan_stage: int
 ) -> list[ComparedQuantity]:
-    """What a step of one stage's ranks takes to sum gradients and to gather weights, beside what the cluster's links
-    say of all their bytes; shown, not judged, since ranks wait for each other."""
+    """Seconds in which one stage's ranks sum gradients and gather weights, beside the seconds that the cluster's links
+    need for all their bytes. They are shown and not judged, because ranks wait for each other."""
     steps, found = [step for rank in ranks for step in rank.steps], []
     for name, word, seconds in (
         ("gradients summed", "gradient", [step.reduce_s for step in steps]),
@@ -63,7 +64,8 @@ def compare_data_parallel(
 
 
 def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: TimedExchange) -> float | None:
-    """What the cluster's links say of an exchange's bytes; None of experts' gradients, whose ranks lie otherwise."""
+    """Seconds that the cluster's links need for an exchange; None for experts' gradients, whose ranks are not evenly
+    spaced."""
     stride = stride_of(exchange, run)
     if stride is None:
         return None
@@ -71,7 +73,7 @@ def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: TimedExchange) -> f
 
 
 def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
-    """The bubble and the length of a step of sleeping ranks against the replay of the same seconds."""
+    """The bubble and the length of a step of sleeping ranks, beside the replay of the same seconds."""
     assert run.sleep is not None
     timeline, stages = replay(run.order, replay_durations(run.sleep)), by_stage(run, ranks)
     measured = bubble_fraction(stages)
@@ -94,7 +96,8 @@ def compare_pipeline(
     plan_stages: Sequence[int],
     tolerance_fraction: float | None,
 ) -> list[ComparedQuantity]:
-    """What comes of all stages together, against the replay of their planned seconds; waits and bubble are shown."""
+    """The pipeline as a whole, beside the replay of its planned seconds. Waits and the bubble are shown and not
+    judged."""
     timeline, waits = replay(run.order, replay_durations(planned)), []
     for number, stage in enumerate(plan_stages):
         starts_s, ends_s = timeline.start_s[number].tolist(), timeline.end_s[number].tolist()
@@ -119,8 +122,8 @@ def compare_stage(
 ) -> list[ComparedQuantity]:
     """Seconds and bytes of one stage's ranks.
 
-    `alone`: peers were emulated, so that no exchange is in its seconds. A slice of the plan may keep other
-    micro-batches in flight than planned, or measure and zero the gradients of more ranks in its optimizer step.
+    `alone` means that peers were emulated, so that its seconds include no exchange. A slice of the plan may have
+    another number of micro-batches in flight than planned, or handle the gradients of more ranks in its optimizer step.
     """
     stage = plan.best.stages[plan_stage]
     forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
@@ -151,8 +154,8 @@ def _compare_memory(
     tolerance_fraction: float | None,
     holds_as_planned: bool,
 ) -> list[ComparedQuantity]:
-    """Bytes of the fullest rank of a stage. Beyond ZeRO-1 gathered weights and gradients come and go, and under ZeRO-2
-    the run keeps all of them: there bytes are shown and not judged."""
+    """Bytes of the fullest rank of a stage. They are judged up to ZeRO-1. Beyond it, gathered weights and gradients
+    come and go, and under ZeRO-2 the run keeps all gradients."""
     planned, runtime = plan.stages[plan_stage].memory, plan.runtime_spec
     static: float = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
     if plan.parallelism.zero_stage == 3:  # before a step there are neither gathered weights nor gradients

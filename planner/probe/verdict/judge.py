@@ -1,4 +1,4 @@
-"""What finished runs say of the plan: all ranks on GPUs, stages one by one, and processes on a CPU."""
+"""The verdict of a finished run on the plan: of ranks on GPUs, and of processes on a CPU."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from planner.schedule.orders import in_flight_chunks
 def judge_ranks(
     plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid, stages: Sequence[int]
 ) -> ProbeResult:
-    """What the layout costs in eager torch beside measured, stage by stage and for the pipeline.
+    """The measurements of ranks on GPUs beside the layout's price in eager torch, stage by stage and for the pipeline.
 
-    Not judged where ranks hold other experts than planned, or passes gather weights (ZeRO-3), which the planner prices
-    beside them; peaks of memory neither where a rank of the slice holds other micro-batches.
+    Nothing is judged where ranks hold other experts than planned, or where passes gather weights (ZeRO-3), which the
+    planner prices separately. Peaks of memory are not judged where a rank of the slice has another number of
+    micro-batches in flight.
     """
     eager, order, comparisons = in_eager_torch(plan), measured.run.order, list[ComparedQuantity]()
     asked = plan.parallelism
@@ -61,12 +62,12 @@ def judge_ranks(
 
 
 def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:
-    """Whether the plan's seconds are of the kind of device that runs: a GPU's say nothing about a CPU's."""
+    """True if the plan is for the kind of device that runs. The seconds of a GPU say nothing about a CPU."""
     return options.device == "cuda" or plan.cluster.hardware.architecture == "cpu"
 
 
 def judge_laptop(plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid) -> ProbeResult:
-    """What the processes proved, and the bubble where they slept."""
+    """The result of processes on a CPU: what they proved, and the bubble where they slept."""
     run, model = measured.run, plan.model.spec
     comparisons = compare_bubble(run, measured.ranks) if options.sleep and measured.ranks else []
     reduced = [

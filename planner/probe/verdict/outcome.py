@@ -24,7 +24,8 @@ def probe_result(
     step_s: float | None = None,
     eager: Plan | None = None,
 ) -> ProbeResult:
-    """Everything together; `step_s` where no rank ran a whole step, `eager` where the plan's own stages ran."""
+    """The result of a probe. `step_s` is given where no rank ran a whole step, `eager` where the plan's own stages
+    ran."""
     ranks, run, alone = measured.ranks, measured.run, options.stages is not None
     complete = bool(ranks) and not alone
     steps = [max(rank.steps[i].step_s for rank in ranks) for i in range(run.num_steps)] if complete else []
@@ -59,7 +60,8 @@ def probe_result(
 
 
 def _refuse_expected(stage: StagePlan, plan: Plan) -> None:
-    """Raise ProbeError where a stage that ran out of memory was to do so in eager torch, which contradicts no plan."""
+    """Raise ProbeError if the plan predicts that the stage runs out of memory in eager torch: then nothing contradicts
+    it."""
     needed_bytes, capacity_bytes = stage.memory.total_bytes, plan.cluster.hardware.memory_bytes
     if needed_bytes > capacity_bytes:
         raise ProbeError(

@@ -15,14 +15,14 @@ from planner.schedule.replay import Durations, makespan_s
 
 
 def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:
-    """The plan's whole step, by as much longer as measured compute makes its pipeline."""
+    """Seconds of the plan's whole step, changed by the difference that measured compute makes to its pipeline."""
     priced = repriced(eager)
     measured_s = makespan_s(priced.order, durations_alone(priced, stages))
     return eager.step.step_s + measured_s - makespan_s(priced.order, priced.durations)
 
 
 def durations_alone(priced: Repriced, stages: Sequence[RankResult]) -> Durations:
-    """Of every virtual stage: compute as the stages measured it alone; exchanges and the host as planned."""
+    """Durations of every virtual stage: compute as measured for stages alone, exchanges and host time as planned."""
     planned, seconds, taken = priced.durations, [], [0] * len(stages)
     for stage, (rank, cost) in enumerate(zip(priced.order.stage_to_rank, priced.costs, strict=True)):
         chunk = stages[rank].chunks[taken[rank]]

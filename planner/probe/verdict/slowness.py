@@ -1,6 +1,6 @@
-"""What a probe's seconds say for planning: whether they are evidence of speed at all, and how slow each rank was.
+"""The slowness of each rank that a probe measured, after a test that its seconds are evidence of speed at all.
 
-Seconds are held against the price of eager torch, which the ranks are, so that what is slow is the rank.
+Seconds are compared with the price of eager torch, which is what the ranks run, so that any difference is the rank's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REAL = "run the plan's own stages on the device that it is for: plan probe plan
 
 
 def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the probe") -> None:
-    """Raise SpecError where the result says nothing about how fast `hardware` is."""
+    """Raise SpecError if the result says nothing about the speed of `hardware`."""
     for_cpu = hardware.architecture == "cpu"
     if result.out_of_memory is not None or not result.ranks:
         raise SpecError(f"{where}: ran out of memory and measured no seconds", "probe a plan that fits")
@@ -42,19 +42,19 @@ def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the
 
 
 class Slowness(NamedTuple):
-    """How many times as long a pipeline rank takes as the profile says."""
+    """The factor by which a pipeline rank takes longer than the profile says."""
 
     factor: float
     guessed: str = ""
-    """What it is taken from where the rank's stage did not run."""
+    """The source of a guess, if the rank's stage did not run."""
 
 
 def slowness(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple[Slowness, ...]:
-    """How slow each pipeline rank is, exchanges included.
+    """The slowness of each pipeline rank, exchanges included.
 
-    The slowest data-parallel rank of a stage counts: all others wait for it. A stage that did not run is like the
-    nearest one that ran with the same parts beside layers, where all stages ran on one device; else like the median.
-    Raises SpecError where the probe measured no speed, or another plan's.
+    The slowest data-parallel rank of a stage counts, because all others wait for it. A stage that did not run takes the
+    factor of the nearest stage that ran with the same parts (embedding, head) if all stages ran on one device, else the
+    median. Raises SpecError if the probe measured no speed, or another plan.
     """
     layout = in_eager_torch(plan).best
     require_speed(result, plan.cluster.hardware, where)
@@ -74,7 +74,7 @@ def slowness(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple
 
 
 def _require_same_stages(layout: PricedLayout, result: ProbeResult, where: str) -> None:
-    """What the probe was held against is what this layout predicts, or it ran other layers."""
+    """Raise SpecError unless the probe's predictions are those of this layout; else it ran other layers."""
     for found in result.comparisons:
         if found.name == "forward" and found.stage is not None:
             known = found.stage < len(layout.stages)
@@ -92,7 +92,7 @@ def _planned_s(stage: StagePlan, alone: bool) -> float:
 
 
 def _factor(layout: PricedLayout, stage: int, ranks: Sequence[RankResult], alone: bool) -> float:
-    """Measured over planned seconds of a micro-batch, beyond what the layout already says of this rank."""
+    """Measured over planned seconds of a micro-batch, times the factor that the layout already has for this rank."""
     planned = layout.stages[stage]
     exchanged_s = planned.forward_comm_s + planned.backward_comm_s
     measured_s = max(sum(chunk.forward_s + chunk.backward_s for chunk in rank.chunks) for rank in ranks)

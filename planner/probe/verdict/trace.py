@@ -1,4 +1,4 @@
-"""A measured step beside the predicted one as Chrome trace events, which Perfetto (ui.perfetto.dev) opens."""
+"""A measured step and the predicted one as Chrome trace events, which Perfetto (ui.perfetto.dev) opens."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ TraceEvent = dict[str, Any]
 
 
 def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
-    """One process of measured ranks and one of predicted ones, a thread per pipeline rank; µs.
+    """Trace events in µs: a process of measured ranks and one of predicted ranks, with a thread per pipeline rank.
 
-    Stages that ran alone are replayed with the seconds that each of them took; nothing is drawn where one is missing.
+    Stages that ran alone are replayed with the seconds that each of them took. If one is missing, there are no events.
     """
     events: list[TraceEvent] = []
     if result.mode == "ranks" and result.ranks:

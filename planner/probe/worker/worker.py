@@ -183,7 +183,7 @@ class Worker:
     def report(
         self, trainer: Trainer, steps: list[StepSeconds], record: StepRecord, memory: RankMemory | None
     ) -> RankResult:
-        """What was measured."""
+        """The measurements of this rank."""
         place = self.run.place(self.rank)
         return RankResult(
             rank=self.rank,
