@@ -1,4 +1,4 @@
-"""From measurements to a hardware profile: fitted to the same model, number for number, as the shipped profiles are."""
+"""A hardware profile built from measurements, fitted to the same cost model as the shipped profiles."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GB, GIB, TERA
 
 SAME_MEMORY = 0.04
-"""Relative difference of total memory within which a device is the shipped one of its name."""
+"""Largest relative difference of total memory between a device and the shipped profile of its name."""
 BEST_PRODUCT, BEST_STREAM = 0.8, 0.9
-"""Of the peaks of a device without a data sheet, about what the best kernels reach where there is one."""
+"""Fractions of the peak that the best kernels reach, where a data sheet is known; they give the peaks of a device
+without one."""
 IN_STAGES: dict[Device, dict[str, Bounds]] = {
     "cuda": {
         "sustained_fraction": (0.98, 0.5, 1.1),
@@ -50,12 +51,12 @@ IN_STAGES: dict[Device, dict[str, Bounds]] = {
         "launch_factor": (1.0, 0.1, 50.0),
     },
 }
-"""What kernels timed alone do not show, fitted to whole stages."""
+"""The numbers that only whole stages show and that are fitted to them."""
 VENDORS = {"nvidia", "amd", "tesla", "instinct", "geforce"}
 
 
 class Profiled(NamedTuple):
-    """A profile, and what its model leaves unexplained of each table."""
+    """A profile, and the residuals that its model leaves in each table."""
 
     hardware: HardwareSpec
     residuals: list[tuple[str, Residuals]]
@@ -83,7 +84,7 @@ def profile_of(record: Record) -> Profiled:
 
 
 def known_profile(machine: Machine) -> HardwareSpec | None:
-    """The shipped profile of this very device, for what cannot be measured: data-sheet peaks, network, price."""
+    """The shipped profile of this device, for numbers that cannot be measured: data-sheet peaks, network, price."""
     words = set(_words(machine.name))
     for name in hardware_names():
         if name.split("-")[0] not in words or ("pcie" in name) != ("pcie" in words):
@@ -100,7 +101,7 @@ def _words(name: str) -> list[str]:
 
 
 def _bare(record: Record, known: HardwareSpec | None) -> HardwareSpec:
-    """The device without efficiencies: data sheet where it is known, else the best rates that were measured."""
+    """The device without efficiencies: from the data sheet if it is known, else from the best measured rates."""
     machine = record.measured.machine
     memory_gib = machine.memory_bytes / GIB
     if known is not None:
@@ -136,7 +137,7 @@ def _best_stream(record: Record) -> float:
 
 
 def _start(record: Record, known: HardwareSpec | None) -> Efficiency:
-    """Where the fits begin, and what stays where nothing was measured for it."""
+    """The efficiencies with which the fits begin; those that nothing was measured for stay."""
     before = Efficiency() if known is None else known.efficiency
     changes: dict[str, Any] = {"sustained_fraction": 1.0, "backward_sustained_fraction": 1.0}
     if known is None:
@@ -146,7 +147,7 @@ def _start(record: Record, known: HardwareSpec | None) -> Efficiency:
 
 
 def _backends(record: Record) -> tuple[str, ...]:
-    """Attention kernels that this device runs, cuDNN's only where it is faster: the fastest is what is planned with."""
+    """Attention kernels that this device runs; cuDNN's only where it is faster, because plans use the fastest."""
     totals: dict[str, float] = {}
     table = record.table("attention", "forward_us", "backward_us")
     if not table.num_rows:
@@ -216,7 +217,7 @@ def _source(record: Record, known: HardwareSpec | None) -> str:
 
 
 def _rounded(value: Any, name: str = "") -> Any:
-    """To five digits; shares that a fit carried above 1 are 1 where the profile allows no more."""
+    """Numbers rounded to five digits. Shares that a fit carried above 1 become 1 where the profile allows no more."""
     if isinstance(value, dict):
         inside = "share" if name == "family_fraction" else ""
         return {key: _rounded(inner, inside or key) for key, inner in value.items()}

@@ -36,17 +36,17 @@ PROBLEMS: tuple[tuple[str, Callable[[str], FitProblem]], ...] = (
     ("attention", lambda gpu: attention_problem(gpu, "flash")),
     ("stages", steps_problem),
 )
-"""Table and what it is to explain, in order: later ones build on the numbers of earlier ones."""
+"""Tables and the problems that they give, in order: later ones build on the numbers of earlier ones."""
 
 
 def problems(gpu: str) -> Sequence[FitProblem]:
-    """Of the tables that there are of a GPU; one without rows (nothing timed in 8 bits) is no problem."""
+    """The fit problems of a GPU's tables. A table without rows (nothing timed in 8 bits) gives none."""
     found = (problem(gpu) for table, problem in PROBLEMS if has_table(gpu, table))
     return [problem for problem in found if len(problem.measured_s)]
 
 
 def fit_all(gpu: str, hardware: HardwareSpec, leave_out: bool = True) -> HardwareSpec:
-    """Fit every table in turn, later ones on the numbers of earlier ones, and print what is left over."""
+    """Fit every table in turn, later ones on the numbers of earlier ones, and print the residuals."""
     for problem in problems(gpu):
         values = fit(problem, hardware)
         _report(problem, log_errors(problem, hardware, values), left_out(problem, hardware) if leave_out else None)
@@ -64,7 +64,7 @@ def _report(problem: FitProblem, errors: FloatArray, left: FloatArray | None) ->
 
 
 def efficiency_block(efficiency: Spec) -> str:
-    """The efficiencies as YAML, to four digits, defaults left out."""
+    """The efficiencies as YAML with four digits, without defaults."""
     return yaml.safe_dump({"efficiency": _rounded(efficiency.model_dump(exclude_defaults=True))}, sort_keys=False)
 
 

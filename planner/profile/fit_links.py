@@ -1,4 +1,4 @@
-"""From timed exchanges to the rate and latency of the links that carried them."""
+"""The rate and latency of links, fitted to timed exchanges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ UNKNOWN_NETWORK = LinkTier(
 def measured_tiers(
     record: Record, known: HardwareSpec | None
 ) -> tuple[tuple[LinkTier, ...], list[tuple[str, Residuals]]]:
-    """Links by what exchanges over them took; outer ones as the known device has them, or assumed."""
+    """Link tiers fitted to timed exchanges, with their residuals. Tiers without exchanges are those of the known
+    device, or assumed."""
     machine, table = record.measured.machine, record.table("exchange", "microseconds")
     if machine.device == "cpu":
         names: tuple[str, ...] = ("gloo",)
@@ -46,9 +47,10 @@ def measured_tiers(
 
 
 def fitted_tier(tier: LinkTier, table: Table, innermost: bool, rated: bool) -> tuple[LinkTier, FloatArray]:
-    """The rate and latency that explain exchanges best: moved / rate + hops · latency, relative least squares.
+    """The tier with the rate and latency that explain exchanges best: seconds = moved / rate + hops · latency, by
+    relative least squares. Also returns the log errors.
 
-    With `rated` the rate becomes a share of the tier's own, as far as it is below it.
+    With `rated`, a rate below the tier's own becomes a share of it.
     """
     size, num_bytes, seconds = table.number("size"), table.number("num_bytes"), table.seconds("microseconds")
     reduces = table.text("kind") == "all_reduce"

@@ -1,8 +1,8 @@
-"""Fit what single GPUs do not show to published runs: `scripts/calibrate runs`.
+"""Fits the numbers that single GPUs do not show to published runs: `scripts/calibrate runs`.
 
-A few coefficients, each with a meaning, bounds and a first guess that pulls on it as much as one row would, so that
-thin evidence moves nothing. Errors are reported in sample and with each family left out of the fit that predicts it;
-so is how many left-out rows their 80% intervals hold.
+There are a few coefficients, each with a meaning, bounds and a first guess. The first guess counts as much as one row,
+so that thin evidence moves nothing. Errors are reported in sample and with each family left out of the fit that
+predicts it, beside the share of rows that lie within their 80% intervals.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from planner.validate.score import weighted_quantile
 SCALE = 0.05
 """Relative error above which a row counts less: single iterations and nodes of a bad day."""
 TOLERANCE = 1e-4
-"""Of the sum of errors: a fit that gains less in an iteration is done."""
+"""Share of the sum of errors: a fit ends when an iteration gains less."""
 ALL = slice(None)
 FAMILY_WEIGHT = 12.0
-"""The most that a family pulls: its rows share one cluster, so that more of them are no more evidence."""
+"""Largest weight of a family in the fit: its rows share one cluster, so that more rows are no more evidence."""
 INFERRED = 0.5
-"""What a row pulls of which one field was inferred (trust B)."""
+"""Weight of a row in which one field was inferred (trust B)."""
 
 
 def replaced(spec: Any, path: str, value: float) -> Any:
@@ -47,13 +47,13 @@ def replaced(spec: Any, path: str, value: float) -> Any:
 
 @dataclass(slots=True)
 class Priced:
-    """A published run and the layout it names, priced again and again with other coefficients."""
+    """A published run with its layout, which is priced again and again with other coefficients."""
 
     row: Row
     run: Run
     known: dict[tuple[float, ...], float]
     width: float = 0.0
-    """Of the logarithm of the step's seconds: half its 80% interval."""
+    """Half the 80% interval of the logarithm of the step's seconds."""
 
     @classmethod
     def of(cls, row: Row) -> Priced:
@@ -61,12 +61,12 @@ class Priced:
 
     @classmethod
     def all_of(cls, rows: Sequence[Row]) -> list[Priced]:
-        """One for each row; those that publish the same run again share it."""
+        """One priced run for each row. Rows that publish the same run share it."""
         runs: dict[str, Priced] = {}
         return [runs.setdefault(row.run_key, cls.of(row)) for row in rows]
 
     def applies(self, coefficient: Coefficient) -> bool:
-        """Whether the run has the hardware or the runtime that the coefficient belongs to."""
+        """True if the run has the hardware or the runtime that the coefficient belongs to."""
         if coefficient.of == "hardware":
             return self.run.cluster.hardware.name in coefficient.names
         runtime = self.run.runtime
@@ -101,7 +101,7 @@ class Priced:
 
 
 def is_supported(row: Row) -> bool:
-    """Whether all that ran is modelled."""
+    """True if the planner models everything that the run used."""
     try:
         Priced.of(row)
     except Unsupported:
@@ -110,7 +110,7 @@ def is_supported(row: Row) -> bool:
 
 
 class Fit:
-    """Published runs and the coefficients that are free."""
+    """Published runs and the free coefficients that explain them."""
 
     def __init__(self, rows: Sequence[Row], coefficients: Sequence[Coefficient]) -> None:
         self.priced = Priced.all_of(rows)
@@ -127,12 +127,13 @@ class Fit:
         )
 
     def log_errors(self, x: FloatArray, of: FloatArray | slice = ALL) -> FloatArray:
-        """log(predicted / measured) of every row, or of some; `x` are logarithms of the coefficients."""
+        """log(predicted / measured) of every row, or of the chosen rows; `x` holds the logarithms of the
+        coefficients."""
         values = dict(zip(self.coefficients, np.exp(x).tolist(), strict=True))
         return np.log([one.step_s(values) for one in np.array(self.priced)[of]]) - self.measured[of]
 
     def solve(self, left_out: str | None = None, near: FloatArray | None = None) -> FloatArray:
-        """The coefficients that explain the rows best, one family perhaps left out."""
+        """Logarithms of the coefficients that explain the rows best, without the family `left_out`."""
         pulling = (self.families != left_out) & (self.pulls > 0)
         spread = np.array([c.spread for c in self.coefficients])
 

@@ -18,11 +18,11 @@ NUM_FOLDS = 8
 SCALE = 0.03
 """Relative error above which a row counts less: libraries choose badly for some shapes."""
 GUESS_SPREAD = 0.2
-"""By how much first guesses vary, as a standard deviation of the logarithm."""
+"""Spread of first guesses, as a standard deviation of the logarithm."""
 
 
 class Residuals(NamedTuple):
-    """|error| of a table in percent, and its signed mean."""
+    """Errors of a table in percent: quantiles of |error|, and the signed mean."""
 
     num_rows: int
     bias: float
@@ -59,7 +59,7 @@ def with_values(spec: Any, values: Mapping[str, float]) -> Any:
 
 
 def hardware_with(hardware: HardwareSpec, values: Mapping[str, float]) -> HardwareSpec:
-    """`hardware` with the efficiencies among `values` in place."""
+    """`hardware` with the efficiencies that `values` holds."""
     ours = {path: value for path, value in values.items() if not path.startswith(BENCH)}
     return hardware.model_copy(update={"efficiency": with_values(hardware.efficiency, ours)})
 
@@ -72,7 +72,7 @@ def log_errors(problem: FitProblem, hardware: HardwareSpec, values: Mapping[str,
 
 
 def fit(problem: FitProblem, hardware: HardwareSpec, keep: Any = slice(None)) -> dict[str, float]:
-    """The free numbers that explain the rows `keep` best, from any of a few first guesses."""
+    """The free numbers that explain the rows `keep` best, from the best of a few first guesses."""
     names = list(problem.free)
     start, low, high = (np.log([problem.free[name][i] for name in names]) for i in range(3))
 
@@ -90,7 +90,7 @@ def fit(problem: FitProblem, hardware: HardwareSpec, keep: Any = slice(None)) ->
 
 
 def left_out(problem: FitProblem, hardware: HardwareSpec) -> FloatArray:
-    """log errors of rows whose whole group was left out of the fit."""
+    """Log errors of every row, predicted by a fit without the row's group."""
     names = np.unique(problem.groups)
     folds = [names[i :: min(NUM_FOLDS, len(names))] for i in range(min(NUM_FOLDS, len(names)))]
     errors = np.zeros(len(problem.measured_s))

@@ -19,7 +19,7 @@ from planner.specs.units import MICRO
 Bounds = tuple[float, float, float]
 """First guess, least and largest value."""
 BenchNumbers = Mapping[str, float]
-"""What describes the measurement and not the GPU."""
+"""Numbers that describe the measurement and not the GPU, by name."""
 TIMER: dict[str, Bounds] = {"bench.floor_us": (18.0, 5.0, 200.0)}
 """A kernel timed alone takes at least the host's time to issue it between two events."""
 COLD: dict[str, Bounds] = {"bench.boost": (0.1, 0.001, 0.5), "bench.boost_us": (400.0, 50.0, 3000.0)}
@@ -41,20 +41,19 @@ class FitProblem:
     labels: npt.NDArray[np.str_] | None = None
     """Parts of the table that the report tells apart."""
     alike: Mapping[str, str] = field(default_factory=dict)
-    """Numbers that the table cannot tell from others, and the free one that each is taken to equal."""
+    """Numbers that the table cannot tell apart from others, and the free number that each is set equal to."""
     num_guesses: int = 6
-    """To start from: tiles, waves and a boost explain much the same, so that one fit may end beside the best.
-
-    Whole stages, slow to price, have no such numbers."""
+    """Number of first guesses. Tiles, waves and a boost explain much the same, so that one fit may miss the best. Whole
+    stages are slow to price and have no such numbers."""
 
 
 def cold(seconds: FloatArray, bench: BenchNumbers) -> FloatArray:
-    """Seconds of work that is timed alone, so short that the power limit does not bind yet."""
+    """Seconds of work that is timed alone, and is too short to reach the power limit."""
     return seconds / (1 + bench["boost"] * np.exp(-seconds / (bench["boost_us"] * MICRO)))
 
 
 def floored(seconds: FloatArray, bench: BenchNumbers) -> FloatArray:
-    """What a stop-watch around one call shows."""
+    """Seconds that a stop-watch around one call shows."""
     return np.maximum(seconds, bench["floor_us"] * MICRO)
 
 
@@ -69,7 +68,7 @@ PRODUCTS: dict[str, tuple[str, int]] = {
 
 
 class ProductCells:
-    """The cells of a table of products that hold a time, column after column."""
+    """The cells of a table of matrix products that hold a time, column after column."""
 
     def __init__(self, table: Table, grouped: bool = True) -> None:
         self.columns = [column for column in PRODUCTS if column in table]
@@ -81,11 +80,11 @@ class ProductCells:
         self.grouped = grouped
 
     def each(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """A value per cell, from one per cell or one per row."""
+        """The values of cells that hold a time, from one value per cell or per row."""
         return np.asarray(np.resize(values, len(self.cells))[self.cells])
 
     def seconds(self, op: Operator, hardware: HardwareSpec) -> FloatArray:
-        """What the cost model says of every cell."""
+        """The cost model's seconds of every cell."""
         parts = [
             getattr(gemm_s(op, hardware, "bf16", self.grouped, num_bytes), f"{name}_s")
             for name, num_bytes in (PRODUCTS[column] for column in self.columns)
@@ -208,7 +207,8 @@ STREAMS: dict[str, tuple[str, float, int, float, int]] = {
     "moe_permute_top2": ("permute", 6, 1, 0, 0),
     "moe_permute_top8": ("permute", 18, 1, 0, 0),
 }
-"""Operator: family; bytes per element and kernels of the forward; the same of the backward. As in `physics.layers`."""
+"""For each operator: its family, the bytes per element and the number of kernels of the forward, and both of the
+backward, as in `physics.layers`."""
 
 
 def stream_problem(tables: TableSource) -> FitProblem:

@@ -9,7 +9,7 @@ import numpy as np
 from planner.shape import FloatArray
 
 STEP = 1e-4
-"""Of the numerical derivative; the parameters are logarithms."""
+"""Step of the numerical derivative; the parameters are logarithms."""
 MAX_ITERATIONS = 60
 
 
@@ -52,7 +52,7 @@ def least_squares(
 
 
 def soft_l1(residual: FloatArray, scale: float, counts: FloatArray | float = 1.0) -> float:
-    """Σ counts · soft-L1(residual / scale), but for a factor of 2."""
+    """Half of Σ counts · soft-L1(residual / scale)."""
     return float(np.sum(counts * (np.sqrt(1 + (residual / scale) ** 2) - 1)))
 
 

@@ -21,11 +21,12 @@ from planner.profile.time_kernels import BACKENDS, attention_row, product_row, s
 from planner.specs.units import MICRO
 
 MOST_MEMORY_FRACTION = 0.5
-"""Of the device: larger operands are left out."""
+"""Largest fraction of the device's memory for operands; larger ones are left out."""
 
 
 class MeasurementTask(NamedTuple):
-    """One row to measure: what names it, and how; RuntimeError where the device cannot do it."""
+    """One row to measure: its name, and the function that measures it, which raises RuntimeError if the device
+    cannot."""
 
     table: str
     key: MeasuredRow
@@ -33,7 +34,7 @@ class MeasurementTask(NamedTuple):
 
 
 def tasks(device: Device, grid: ShapesToMeasure) -> Iterator[MeasurementTask]:
-    """Every row of every table, links aside; quick ones first."""
+    """Every row of every table except links, quick ones first."""
     bench, free = Stopwatch(device, grid.budget_s), free_memory_bytes(device)
     for name, rows, columns in grid.streams:
         if 40 * rows * columns < MOST_MEMORY_FRACTION * free:
@@ -52,7 +53,7 @@ def tasks(device: Device, grid: ShapesToMeasure) -> Iterator[MeasurementTask]:
 
 
 def stage_row(device: Device, stage: StageShape) -> MeasuredRow:
-    """A stage in a process of its own, as `plan probe --stage` runs it: what kernels timed alone do not show."""
+    """Seconds of a stage that runs in a process of its own, as `plan probe --stage` does."""
     if device == "cuda":
         torch.cuda.empty_cache()
     try:
@@ -70,10 +71,11 @@ def stage_row(device: Device, stage: StageShape) -> MeasuredRow:
 
 
 def measure(record: Record, todo: Sequence[MeasurementTask], done: Callable[[], None]) -> list[str]:
-    """Measure what `record` does not have yet, and say what the device could not do; `done` after each row.
+    """Measure the rows that `record` does not have yet, calling `done` after each. Returns lines about rows that the
+    device cannot measure.
 
-    A row that raises RuntimeError (no such kernel, no memory) is kept without numbers. Whatever ends this early, the
-    record's file has what was measured.
+    A row that raises RuntimeError (no such kernel, no memory) is kept without numbers. If something ends this early,
+    the record's file has all rows so far.
     """
     threads, left_out = torch.get_num_threads(), list[str]()
     torch.set_num_threads(1 if record.measured.machine.device == "cpu" else threads)  # one process is one device

@@ -1,4 +1,4 @@
-"""From a probe to a calibration: the few factors that explain what it measured on its own model, in eager torch."""
+"""The calibration that a probe gives: a few factors that explain its measurements of its own model in eager torch."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ KERNELS = ("gemm_factor", "attention_factor", "stream_factor")
 RANGE = 20.0
 """Factors between 1/RANGE and RANGE."""
 TOGETHER = 0.2
-"""Weight of a factor's distance from the others beside that of a measured pass: what the passes cannot tell apart moves
-together. Of weights from 0.05 to 3, those from 0.2 on predict H200 stages of models that were not probed best."""
+"""Weight of the difference between factors; a measured pass has weight 1. Factors that the passes cannot tell apart
+move together. Of weights from 0.05 to 3, those from 0.2 on predict H200 stages of models that were not probed best."""
 MOST_LATENCY_FRACTION = 0.5
-"""Of an exchange: a shorter one says nothing about bandwidth."""
+"""Largest share of an exchange's seconds that may be latency; else it says nothing about bandwidth."""
 
 
 def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the probe") -> Calibration:
-    """What the probe measured beyond the profile of `cluster`: links first, then kernels, memory and the host.
+    """The factors between a probe's measurements and the profile of `cluster`: links first, then kernels, memory and
+    the host.
 
-    Raises SpecError where the probe is no evidence of the speed of this hardware.
+    Raises SpecError if the probe is no evidence of the speed of this hardware.
     """
     require_speed(result, cluster.hardware, where)
     source = f"plan probe on {result.device}, torch {result.torch_version}, {result.slice.run}"
@@ -58,7 +59,7 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
 def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     """Forward and backward of every virtual stage that ran, as a problem in the kernels' factors.
 
-    Predicted for the probe's own run: its shapes, its layers, eager torch; exchanges where it had peers.
+    Predictions are for the probe's own run: its shapes and layers in eager torch, with exchanges where it had peers.
     """
     run, alone = result.run, result.mode == "stages"
     measured = _measured(result)
@@ -84,7 +85,7 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
 
 
 def _measured(result: ProbeResult) -> dict[int, tuple[float, float]]:
-    """Forward and backward seconds of each virtual stage that ran: the median over its ranks."""
+    """Forward and backward seconds of each virtual stage that ran, as medians over its ranks."""
     found: dict[int, list[tuple[float, float]]] = {}
     for rank in result.ranks:
         for chunk in rank.chunks:
@@ -114,7 +115,7 @@ def run_shape(run: ProbeRun) -> Shape:
 
 
 def chunk_costs(run: ProbeRun, cluster: ClusterSpec) -> list[PartCost]:
-    """What the cost model says of each virtual stage of a probe's run, in eager torch on `cluster`."""
+    """The cost model's price of each virtual stage of a probe's run, in eager torch on `cluster`."""
     shape = run_shape(run)
     sequences = run.dp * run.micro_batch_size * run.num_microbatches
     pricing = Pricing(
@@ -146,7 +147,7 @@ def _with(cluster: ClusterSpec, hardware: HardwareSpec) -> ClusterSpec:
 
 
 def _link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
-    """Of each tier that an exchange ran on alone, the share of its rate that the largest such exchange reached."""
+    """For each tier that alone carried an exchange, the share of its rate that the largest such exchange reached."""
     run, found = result.run, dict[str, list[tuple[TimedExchange, float]]]()
     for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
         stride = stride_of(exchange, run)
@@ -166,14 +167,15 @@ def _link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
 
 
 def _tier_alone(size: int, stride: int, cluster: ClusterSpec) -> int | None:
-    """The tier that joins all of a group's ranks and no two of them on a lower one."""
+    """The tier that joins all ranks of a group, if no lower tier joins any two of them."""
     members = [int(count) for count in members_by_tier(size, stride, cluster.tiers)]
     level = members.index(size)
     return level if size > 1 and (level == 0 or members[level - 1] == 1) else None
 
 
 def _share(exchange: TimedExchange, level: int, cluster: ClusterSpec) -> float | None:
-    """Share of the tier's rate, latency aside; None where latency is most of it."""
+    """Share of the tier's rate that an exchange reached, without latency; None where most of its seconds are
+    latency."""
     tier = cluster.tiers[level]
     kind: Kind = "all_reduce" if exchange.name.endswith("all-reduce") else "all_gather"
     latency_s = float(num_hops(kind, exchange.size, 1, exchange.size, level == 0)) * tier.latency_s
@@ -185,7 +187,8 @@ def _share(exchange: TimedExchange, level: int, cluster: ClusterSpec) -> float |
 
 
 def _reserved(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share | Quantity]:
-    """What the device had in use beyond the allocator's blocks, and the allocator beyond what was allocated."""
+    """Memory in use on the device outside the allocator's blocks, and the allocator's blocks beyond what was
+    allocated."""
     memories = [rank.memory for rank in result.ranks if rank.memory is not None]
     if not memories:
         return {}
@@ -202,7 +205,7 @@ def _reserved(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share | Qu
 
 
 def _host(ranks: Sequence[RankResult]) -> Quantity:
-    """Between the end of one action and the readiness for the next: nothing was computed, nothing waited for."""
+    """The host's seconds per micro-batch: time between actions in which a rank neither computed nor waited."""
     found = []
     for rank in ranks:
         gaps = [after.ready_s - before.end_s for before, after in zip(rank.actions, rank.actions[1:], strict=False)]

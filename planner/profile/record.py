@@ -1,4 +1,4 @@
-"""Measurements as they come in: kept beside the profile while it is made, so that what was interrupted goes on."""
+"""Measurements as they come in, kept in a file beside the profile so that an interrupted run can go on."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MAX_BYTES = 2**24
 
 
 class Machine(Spec):
-    """What was measured."""
+    """The machine that was measured."""
 
     device: Device
     name: str
-    """As the driver or the operating system calls it."""
+    """Name of the device according to the driver or the operating system."""
     software: str
     architecture: str
     memory_bytes: int
     num_sms: int
     num_devices: int
-    """In this machine; processes on a CPU."""
+    """Number of devices in this machine; on a CPU, of processes."""
     context_bytes: int
     """Device memory in use before anything was allocated."""
 
@@ -51,7 +51,8 @@ class Record:
     """Measurements so far, and the file that keeps them until the profile is written."""
 
     def __init__(self, machine: Machine, quick: bool, date: str, path: Path | None) -> None:
-        """Goes on where `path` holds measurements of the same machine; without a path nothing is kept."""
+        """Continue with the measurements in the file `path` if they are of the same machine. Without a path nothing is
+        kept."""
         self.path, self.saved_s = path, time.monotonic()
         self.measured = Measurements(machine=machine, quick=quick, date=date)
         kept = _read(path)
@@ -60,23 +61,23 @@ class Record:
         self.num_kept = sum(map(len, self.measured.tables.values()))
 
     def has(self, table: str, key: MeasuredRow) -> bool:
-        """Whether the measurement that `key` names is there."""
+        """True if the record has the measurement that `key` names."""
         return any(key.items() <= row.items() for row in self.measured.tables.get(table, ()))
 
     def add(self, table: str, row: MeasuredRow) -> None:
-        """Keep a row; the file follows every few seconds."""
+        """Add a row. The file is written every few seconds."""
         self.measured.tables.setdefault(table, []).append(row)
         if time.monotonic() - self.saved_s > SAVE_EVERY_S:
             self.save()
 
     def save(self) -> None:
-        """Write the file whole."""
+        """Write the whole file."""
         if self.path is not None and self.measured.tables:
             write_text(self.path, self.measured.model_dump_json(), force=True)
         self.saved_s = time.monotonic()
 
     def discard(self) -> None:
-        """Remove the file: the profile is written."""
+        """Remove the file, once the profile is written."""
         if self.path is not None:
             with suppress(FileNotFoundError):
                 os.unlink(self.path)
@@ -90,17 +91,17 @@ class Record:
 
 
 def _same(one: Machine, other: Machine) -> bool:
-    """What a process holds before it begins is never the same twice."""
+    """True if two machines are equal but for the memory that a process holds at its start, which always differs."""
     return one.model_copy(update={"context_bytes": other.context_bytes}) == other
 
 
 def sidecar(output: str, quick: bool) -> Path:
-    """Where measurements are kept until the profile `output` is written; a quick try leaves a full one's alone."""
+    """The file that keeps measurements until the profile `output` is written. A quick run has a file of its own."""
     return Path(f"{output}{'.quick' if quick else ''}.partial.json")
 
 
 def _read(path: Path | None) -> Measurements | None:
-    """What an interrupted run left; None where there is nothing that can be used."""
+    """The measurements that an interrupted run left; None if there are none that can be used."""
     if path is None or not path.is_file():
         return None
     try:

@@ -34,7 +34,7 @@ class StageShape(NamedTuple):
     head_dim: int = 128
 
     def run(self, device: Device) -> ProbeRun:
-        """The stage alone, four micro-batches of one sequence."""
+        """A run of the stage alone, with four micro-batches of one sequence."""
         heads = self.hidden_size // self.head_dim
         model = ModelSpec(
             name="profile",
@@ -66,12 +66,12 @@ class ShapesToMeasure:
     """Shapes to measure."""
 
     budget_s: float
-    """To spend on one timing, warm-up aside."""
+    """Seconds to spend on one timing, without the warm-up."""
     products: tuple[tuple[int, int, int], ...]
     """m, n, k."""
     attentions: tuple[AttentionShape, ...]
     streams: tuple[tuple[str, int, int], ...]
-    """Operator as `kernels.STREAMS` names it, rows, columns."""
+    """Operator as `kernel_problems.STREAMS` names it, rows, columns."""
     stages: tuple[StageShape, ...]
     exchanged_bytes: tuple[int, ...]
 
@@ -144,5 +144,5 @@ QUICK = ShapesToMeasure(
 
 
 def shapes_to_measure(device: Device, quick: bool) -> ShapesToMeasure:
-    """The grid for a kind of device."""
+    """The shapes to measure on a kind of device."""
     return QUICK if quick else GPU if device == "cuda" else CPU

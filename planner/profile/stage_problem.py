@@ -21,7 +21,7 @@ from planner.trainers.load import load_runtime
 MODELS = {"llama3-8b": "llama-3.1-8b", "llama2-13b": "llama-2-13b", "gpt3-175b": "gpt3-175b"}
 EAGER = load_runtime("torch-eager")
 STAGE_WEIGHT = 3.0
-"""A stage is what training runs; a layer alone is measured in a loop of its own."""
+"""Weight of a stage's row. Training runs stages; a layer alone is measured in a loop of its own."""
 
 
 class Passes(NamedTuple):
@@ -72,7 +72,7 @@ class ModelRows:
         return operators_of(items)
 
     def predict(self, hardware: HardwareSpec, bench: BenchNumbers) -> Passes:
-        """Seconds of one micro-batch; a layer alone runs at the clocks of a short measurement."""
+        """Seconds of one micro-batch. A layer alone runs at the clocks of a short measurement."""
         layer = _seconds(self.layer, hardware)
         backward = layer.dgrad_s + layer.wgrad_s
         if not self.pipelined:
@@ -91,7 +91,7 @@ class ModelRows:
 
     @property
     def parameters(self) -> FloatArray:
-        """Of the stage on one rank."""
+        """Parameters of the stage on one rank."""
         table, rest = (np.asarray(n, dtype=float) for n in (self._table(), num_parameters(self.head) * self.last))
         return np.asarray(self.num_layers * num_parameters(self.layer) + table + rest)
 
@@ -99,7 +99,7 @@ class ModelRows:
         return np.asarray(num_parameters(self.embedding) * self.first, dtype=float)
 
     def optimizer_s(self, hardware: HardwareSpec) -> FloatArray:
-        """Of the first data-parallel rank."""
+        """Optimizer seconds of the first data-parallel rank."""
         shard = self.parameters / self.dp
         return np.asarray(optimizer_s(hardware, shard, EAGER, np.minimum(self._table(), shard)))
 

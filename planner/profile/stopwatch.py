@@ -14,17 +14,17 @@ from planner.probe.run import Device
 from planner.specs.units import MICRO
 
 WARM_UP, FEWEST, MOST = 2, 3, 30
-"""Calls before a timing, and of a timing."""
+"""Number of calls before a timing, and the smallest and largest number of calls of a timing."""
 
 
 class Stopwatch:
-    """Seconds of calls on one device."""
+    """Measures seconds of calls on one device."""
 
     def __init__(self, device: Device, budget_s: float) -> None:
         self.device, self.budget_s = device, budget_s
 
     def microseconds(self, call: Callable[[], object]) -> float:
-        """Median of a few calls, each by itself; on a GPU between two events on its stream."""
+        """Median of a few calls, each timed by itself; on a GPU between two events on its stream."""
         for _ in range(WARM_UP):
             call()
         first_s = self._times(call, 1)[0]
@@ -49,7 +49,7 @@ class Stopwatch:
         return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
     def backward_us(self, output: Tensor, inputs: tuple[Tensor, ...]) -> float:
-        """Of all gradients of `inputs`."""
+        """Microseconds of computing all gradients of `inputs`."""
         seed = torch.ones_like(output)
         return self.microseconds(lambda: torch.autograd.grad(output, inputs, seed, retain_graph=True))
 

@@ -18,11 +18,11 @@ from planner.profile.stopwatch import Stopwatch
 from planner.profile.time_kernels import product_row
 
 ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
-"""By compute capability."""
+"""Architecture by major compute capability."""
 
 
 def machine_of(device: Device) -> Machine:
-    """The device at hand. Raises ProbeError where there is none of the kind."""
+    """The device of this machine. Raises ProbeError if there is none of the kind."""
     if device == "cpu":
         cores, pages = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
@@ -57,7 +57,7 @@ def _cpu_name() -> str:
 
 
 def _driver() -> str:
-    """NVIDIA's driver, where its tool is there to say."""
+    """Version of NVIDIA's driver in words; empty if its tool is missing or silent."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""

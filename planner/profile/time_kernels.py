@@ -30,7 +30,7 @@ def product_row(bench: Stopwatch, m: int, n: int, k: int) -> MeasuredRow:
 
 
 def attention_row(bench: Stopwatch, shape: AttentionShape, backend: str) -> MeasuredRow:
-    """Causal attention, forward and all three gradients. RuntimeError where the backend does not take the shape."""
+    """Causal attention, forward and all three gradients. Raises RuntimeError if the backend does not take the shape."""
     batch, seq, heads, kv_heads, qk_dim, v_dim = shape
     q = bench.normal(batch, heads, seq, qk_dim, grad=True)
     k, v = bench.normal(batch, kv_heads, seq, qk_dim, grad=True), bench.normal(batch, kv_heads, seq, v_dim, grad=True)
@@ -48,7 +48,8 @@ def attention_row(bench: Stopwatch, shape: AttentionShape, backend: str) -> Meas
 
 
 def stream_row(bench: Stopwatch, name: str, rows: int, columns: int) -> MeasuredRow:
-    """One memory-bound operator, and its backward where it has one; `kernels.STREAMS` knows what they move."""
+    """One memory-bound operator, and its backward if it has one. `kernel_problems.STREAMS` holds the bytes that they
+    move."""
     grad = name in ("swiglu", "rms_norm", "layer_norm", "cross_entropy_fp32")
     x = bench.normal(rows, columns, grad=grad)
     inputs: tuple[Tensor, ...] = (x,)
