@@ -117,8 +117,8 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
         comparisons += compare_stage(eager, stage, measured.ranks, tolerance, alone=True)
     step_s = None
     if options.stages == "all" and measured.out_of_memory is None:
-        found = {rank.stage: rank for rank in ranks}
-        step_s = replayed_step_s(eager, [found[stage] for stage in stands_for])
+        rank_of_stage = {rank.stage: rank for rank in ranks}
+        step_s = replayed_step_s(eager, [rank_of_stage[stage] for stage in stands_for])
         comparisons.append(compared("step", "s", layout.step.step_s, step_s, tolerance))
     measured = measured.model_copy(update={"ranks": tuple(ranks)})
     part = describe_slice(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
@@ -150,17 +150,17 @@ def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
         )
     folder = Path(tempfile.mkdtemp(prefix=f"plan-probe-{rank}-"))
     try:
-        found = run_rank(run, folder, rank)
+        outcome = run_rank(run, folder, rank)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if isinstance(found, Failure):
-        if found.kind != "out_of_memory":
-            raise rank_error(found, run)
-        measured = out_of_memory_result(run, found)
+    if isinstance(outcome, Failure):
+        if outcome.kind != "out_of_memory":
+            raise rank_error(outcome, run)
+        measured = out_of_memory_result(run, outcome)
     elif rank:
         return None
     else:
-        measured = MeasuredRun(run=run, ranks=found)
+        measured = MeasuredRun(run=run, ranks=outcome)
     if options.device == "cuda":
         return judge_ranks(plan, options, measured, grid, stages)
     return judge_laptop(plan, options, measured, grid)

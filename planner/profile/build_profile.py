@@ -77,10 +77,10 @@ def profile_of(record: Record) -> Profiled:
         ]
     source = _source(record, known)
     efficiency = hardware.efficiency.model_copy(update={"evidence": "measured", "source": source})
-    tiers, left = measured_tiers(record, known)
+    tiers, link_residuals = measured_tiers(record, known)
     changes = {"efficiency": efficiency, "tiers": tiers, "reserved": _reserved(machine, hardware.reserved)}
     data = _rounded(hardware.model_copy(update=changes).model_dump())
-    return Profiled(HardwareSpec.model_validate(data), residuals + left)
+    return Profiled(HardwareSpec.model_validate(data), residuals + link_residuals)
 
 
 def known_profile(machine: Machine) -> HardwareSpec | None:
@@ -90,8 +90,8 @@ def known_profile(machine: Machine) -> HardwareSpec | None:
         if name.split("-")[0] not in words or ("pcie" in name) != ("pcie" in words):
             continue
         hardware = load_hardware(name)
-        near = abs(machine.memory_bytes / hardware.memory_bytes - 1) < SAME_MEMORY
-        if near and hardware.num_sms == machine.num_sms:
+        same_memory = abs(machine.memory_bytes / hardware.memory_bytes - 1) < SAME_MEMORY
+        if same_memory and hardware.num_sms == machine.num_sms:
             return hardware
     return None
 
@@ -155,9 +155,9 @@ def _backends(record: Record) -> tuple[str, ...]:
     shape_of = [tuple(table.number(c).tolist()) for c in ("batch", "seq", "heads", "kv_heads", "qk_dim", "v_dim")]
     rows = list(zip(table.text("backend").tolist(), zip(*shape_of, strict=True), strict=True))
     seconds = (table.number("forward_us") + table.number("backward_us")).tolist()
-    shared = {shape for backend, shape in rows if backend == "cudnn"} & {s for b, s in rows if b == "flash"}
-    for (backend, shape), taken in zip(rows, seconds, strict=True):
-        totals[backend] = totals.get(backend, 0.0) + (taken if shape in shared or not shared else 0.0)
+    timed_by_both = {shape for backend, shape in rows if backend == "cudnn"} & {s for b, s in rows if b == "flash"}
+    for (backend, shape), row_s in zip(rows, seconds, strict=True):
+        totals[backend] = totals.get(backend, 0.0) + (row_s if shape in timed_by_both or not timed_by_both else 0.0)
     slower = "flash" in totals and totals.get("cudnn", 0.0) > totals["flash"]
     return tuple(name for name in ("cudnn", "flash") if name in totals and not (name == "cudnn" and slower))
 
@@ -205,15 +205,15 @@ def _reserved(machine: Machine, usual: ReservedMemory) -> ReservedMemory:
             context_gib=context_gib, communicator_gib=0.0, fragmentation_fraction=0.0,
             source="A process with torch; what else it allocates is not known",
         )  # fmt: skip
-    said = "Context measured; communicators and fragmentation are usual"
-    return usual.model_copy(update={"context_gib": context_gib, "source": said})
+    source = "Context measured; communicators and fragmentation are usual"
+    return usual.model_copy(update={"context_gib": context_gib, "source": source})
 
 
 def _source(record: Record, known: HardwareSpec | None) -> str:
     measured = record.measured
     counts = ", ".join(f"{len(rows)} {name} rows" for name, rows in measured.tables.items())
-    kept = "" if known is None else f" Where nothing was measured (fp8, grouped products), as {known.name}."
-    return f"plan profile on {measured.machine.name}, {measured.machine.software}, {measured.date}: {counts}.{kept}"
+    rest = "" if known is None else f" Where nothing was measured (fp8, grouped products), as {known.name}."
+    return f"plan profile on {measured.machine.name}, {measured.machine.software}, {measured.date}: {counts}.{rest}"
 
 
 def _rounded(value: Any, name: str = "") -> Any:

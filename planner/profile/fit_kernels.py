@@ -41,8 +41,8 @@ PROBLEMS: tuple[tuple[str, Callable[[str], FitProblem]], ...] = (
 
 def problems(gpu: str) -> Sequence[FitProblem]:
     """The fit problems of a GPU's tables. A table without rows (nothing timed in 8 bits) gives none."""
-    found = (problem(gpu) for table, problem in PROBLEMS if has_table(gpu, table))
-    return [problem for problem in found if len(problem.measured_s)]
+    problems_of_gpu = (problem(gpu) for table, problem in PROBLEMS if has_table(gpu, table))
+    return [problem for problem in problems_of_gpu if len(problem.measured_s)]
 
 
 def fit_all(gpu: str, hardware: HardwareSpec, leave_out: bool = True) -> HardwareSpec:
@@ -54,13 +54,13 @@ def fit_all(gpu: str, hardware: HardwareSpec, leave_out: bool = True) -> Hardwar
     return hardware
 
 
-def _report(problem: FitProblem, errors: FloatArray, left: FloatArray | None) -> None:
+def _report(problem: FitProblem, errors: FloatArray, left_out_errors: FloatArray | None) -> None:
     labels = problem.labels if problem.labels is not None else np.full(len(errors), "")
     for label in np.unique(labels):
-        of = labels == label
-        print(f"{problem.name + ' ' + label:28s} {Residuals.of(errors[of])}")
-        if left is not None:
-            print(f"{'  left out':28s} {Residuals.of(left[of])}", flush=True)
+        rows = labels == label
+        print(f"{problem.name + ' ' + label:28s} {Residuals.of(errors[rows])}")
+        if left_out_errors is not None:
+            print(f"{'  left out':28s} {Residuals.of(left_out_errors[rows])}", flush=True)
 
 
 def efficiency_block(efficiency: Spec) -> str:

@@ -36,14 +36,14 @@ def measured_tiers(
         node = LinkTier(name="node", num_gpus=machine.num_devices, gb_per_s=25.0, latency_us=10.0)
         tiers = [node, UNKNOWN_NETWORK] if machine.num_devices > 1 else [UNKNOWN_NETWORK]
         names = tuple(tier.name for tier in tiers)
-    left = []
+    residuals = []
     levels = set(table.number("tier").astype(int).tolist()) if table.num_rows else set()
     for level in sorted(levels):
         number = min(level, len(tiers) - 1)
         rows = table.where(table.number("tier") == level)
         tiers[number], errors = fitted_tier(tiers[number], rows, innermost=level == 0, rated=known is not None)
-        left.append((f"exchange {names[number]}", Residuals.of(errors)))
-    return tuple(tiers), left
+        residuals.append((f"exchange {names[number]}", Residuals.of(errors)))
+    return tuple(tiers), residuals
 
 
 def fitted_tier(tier: LinkTier, table: Table, innermost: bool, rated: bool) -> tuple[LinkTier, FloatArray]:
@@ -62,11 +62,11 @@ def fitted_tier(tier: LinkTier, table: Table, innermost: bool, rated: bool) -> t
         slowness, latency_s = float(np.median(seconds / moved)), 0.0
     gb_per_s = 1 / slowness / GB
     share = gb_per_s / tier.gb_per_s if rated and gb_per_s <= tier.gb_per_s else 1.0
-    told = f"{len(seconds)} exchanges over {size.max():.0f} ranks, {num_bytes.max() / 2**20:g} MiB at most"
+    evidence = f"{len(seconds)} exchanges over {size.max():.0f} ranks, {num_bytes.max() / 2**20:g} MiB at most"
     changes: dict[str, Any] = {
         "gb_per_s": tier.gb_per_s if share < 1 else gb_per_s,
         "efficiency_fraction": share,
         "latency_us": 1e6 * float(latency_s),
-        "source": f"Measured: {told}",
+        "source": f"Measured: {evidence}",
     }
     return tier.model_copy(update=changes), np.asarray(np.log((moved * slowness + hops * latency_s) / seconds))

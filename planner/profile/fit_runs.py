@@ -79,10 +79,10 @@ class Priced:
 
     def step_s(self, values: Mapping[Coefficient, float]) -> float:
         """Seconds of the step with these coefficients."""
-        ours = {c: value for c, value in values.items() if self.applies(c)}
-        key = tuple(ours.values())
+        applicable = {c: value for c, value in values.items() if self.applies(c)}
+        key = tuple(applicable.values())
         if key not in self.known:
-            self.known[key] = self._step_s(ours)
+            self.known[key] = self._step_s(applicable)
         return self.known[key]
 
     def _step_s(self, values: Mapping[Coefficient, float]) -> float:
@@ -126,11 +126,11 @@ class Fit:
             np.log([getattr(c, name) for c in self.coefficients]) for name in ("start", "low", "high")
         )
 
-    def log_errors(self, x: FloatArray, of: FloatArray | slice = ALL) -> FloatArray:
+    def log_errors(self, x: FloatArray, rows: FloatArray | slice = ALL) -> FloatArray:
         """log(predicted / measured) of every row, or of the chosen rows; `x` holds the logarithms of the
         coefficients."""
         values = dict(zip(self.coefficients, np.exp(x).tolist(), strict=True))
-        return np.log([one.step_s(values) for one in np.array(self.priced)[of]]) - self.measured[of]
+        return np.log([priced_run.step_s(values) for priced_run in np.array(self.priced)[rows]]) - self.measured[rows]
 
     def solve(self, left_out: str | None = None, near: FloatArray | None = None) -> FloatArray:
         """Logarithms of the coefficients that explain the rows best, without the family `left_out`."""
@@ -150,10 +150,10 @@ def _line(name: str, errors: FloatArray, weights: FloatArray, widths: FloatArray
     size = np.abs(np.expm1(errors)) * 100
     median, p90 = (weighted_quantile(size, weights, q) for q in (0.5, 0.9))
     mean, bias = np.average(size, weights=weights), np.average(np.expm1(errors) * 100, weights=weights)
-    held = np.average(np.abs(errors) <= widths, weights=weights)
+    share_in_interval = np.average(np.abs(errors) <= widths, weights=weights)
     return (
         f"{name:24s} n {len(size):4d}  median {median:5.1f}%  p90 {p90:5.1f}%  mean {mean:5.1f}%  bias {bias:+5.1f}%  "
-        f"worst {size.max():5.1f}%  in 80% {held:4.0%}"
+        f"worst {size.max():5.1f}%  in 80% {share_in_interval:4.0%}"
     )
 
 
@@ -163,8 +163,8 @@ def left_out_errors(fit: Fit, best: FloatArray) -> FloatArray:
     for family in dict.fromkeys(fit.families.tolist()):
         if family in HELD_OUT:
             continue
-        of = fit.families == family
-        errors[of] = fit.log_errors(fit.solve(family, best), of)
+        rows = fit.families == family
+        errors[rows] = fit.log_errors(fit.solve(family, best), rows)
     return errors
 
 
@@ -179,9 +179,9 @@ def report(fit: Fit, leave_out: bool = True) -> FloatArray:
     if leave_out:
         tables["  left out"] = left_out_errors(fit, best)
     for family in (*dict.fromkeys(fit.families.tolist()), "all"):
-        of = (fit.families == family) | (family == "all")
+        rows = (fit.families == family) | (family == "all")
         for name, errors in tables.items():
-            print(_line(name or family, errors[of], fit.weights[of], widths[of]))
+            print(_line(name or family, errors[rows], fit.weights[rows], widths[rows]))
     return best
 
 
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str]) -> None:
     rows = [row for row in counted if not arguments or row.family in arguments]
     rows = [row for row in rows if is_supported(row)]
     priced = Priced.all_of(rows)
-    free = [c for c in COEFFICIENTS if any(one.applies(c) for one in priced)]
+    free = [c for c in COEFFICIENTS if any(run.applies(c) for run in priced)]
     report(Fit(rows, free))
 
 

@@ -60,8 +60,8 @@ def with_values(spec: Any, values: Mapping[str, float]) -> Any:
 
 def hardware_with(hardware: HardwareSpec, values: Mapping[str, float]) -> HardwareSpec:
     """`hardware` with the efficiencies that `values` holds."""
-    ours = {path: value for path, value in values.items() if not path.startswith(BENCH)}
-    return hardware.model_copy(update={"efficiency": with_values(hardware.efficiency, ours)})
+    efficiencies = {path: value for path, value in values.items() if not path.startswith(BENCH)}
+    return hardware.model_copy(update={"efficiency": with_values(hardware.efficiency, efficiencies)})
 
 
 def log_errors(problem: FitProblem, hardware: HardwareSpec, values: Mapping[str, float]) -> FloatArray:
@@ -77,16 +77,16 @@ def fit(problem: FitProblem, hardware: HardwareSpec, keep: Any = slice(None)) ->
     start, low, high = (np.log([problem.free[name][i] for name in names]) for i in range(3))
 
     def values(x: FloatArray) -> dict[str, float]:
-        found: dict[str, float] = dict(zip(names, np.exp(x).tolist(), strict=True))
-        return found | {path: found[other] for path, other in problem.alike.items()}
+        numbers: dict[str, float] = dict(zip(names, np.exp(x).tolist(), strict=True))
+        return numbers | {path: numbers[free_path] for path, free_path in problem.alike.items()}
 
     def residuals(x: FloatArray) -> FloatArray:
         return np.asarray((log_errors(problem, hardware, values(x)) * problem.weights)[keep])
 
     moved = np.random.default_rng(0).normal(0.0, GUESS_SPREAD, (problem.num_guesses, len(start)))
     moved[0] = 0.0
-    found = [least_squares(residuals, start + move, low, high, SCALE) for move in moved]
-    return values(min(found, key=lambda x: soft_l1(residuals(x), SCALE)))
+    solutions = [least_squares(residuals, start + move, low, high, SCALE) for move in moved]
+    return values(min(solutions, key=lambda x: soft_l1(residuals(x), SCALE)))
 
 
 def left_out(problem: FitProblem, hardware: HardwareSpec) -> FloatArray:

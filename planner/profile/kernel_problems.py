@@ -171,8 +171,8 @@ def attention_problem(tables: TableSource, backend: str) -> FitProblem:
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         kernel = {"cudnn": hardware.efficiency.cudnn if backend == "cudnn" else None}
-        one = hardware.model_copy(update={"efficiency": hardware.efficiency.model_copy(update=kernel)})
-        forward_s, backward_s = attention_s(op, one)
+        with_backend = hardware.model_copy(update={"efficiency": hardware.efficiency.model_copy(update=kernel)})
+        forward_s, backward_s = attention_s(op, with_backend)
         return np.concatenate((forward_s + bench["issue_us"] * MICRO, backward_s + bench["autograd_us"] * MICRO))
 
     return FitProblem(
@@ -220,16 +220,16 @@ def stream_problem(tables: TableSource) -> FitProblem:
     in_backward = np.arange(len(names)) >= table.num_rows
     elements = table.number("rows") * table.number("columns")
     elements = np.concatenate((elements, elements[has_backward]))
-    rows = [STREAMS[name] for name in names]
-    num_bytes = elements * [r[3 if b else 1] for r, b in zip(rows, in_backward, strict=True)]
-    kernels = np.array([r[4 if b else 2] for r, b in zip(rows, in_backward, strict=True)])
-    families = np.array([r[0] for r in rows])
+    operators = [STREAMS[name] for name in names]
+    num_bytes = elements * [r[3 if b else 1] for r, b in zip(operators, in_backward, strict=True)]
+    kernels = np.array([r[4 if b else 2] for r, b in zip(operators, in_backward, strict=True)])
+    families = np.array([r[0] for r in operators])
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         seconds = np.zeros(len(names))
         for family in np.unique(families):
-            of = families == family
-            seconds[of] = stream_s(hardware, num_bytes[of], kernels[of], str(family))
+            of_family = families == family
+            seconds[of_family] = stream_s(hardware, num_bytes[of_family], kernels[of_family], str(family))
         return np.maximum(seconds, np.where(in_backward, bench["autograd_us"], bench["floor_us"]) * MICRO)
 
     fitted = sorted(set(families.tolist()) - {"copy"})

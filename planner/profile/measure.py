@@ -85,8 +85,8 @@ def measure(record: Record, todo: Sequence[MeasurementTask], done: Callable[[], 
                 try:
                     record.add(task.table, {**task.key, **task.measure()})
                 except RuntimeError as error:
-                    named = " ".join(f"{name} {value}" for name, value in task.key.items())
-                    left_out.append(f"{task.table} of {named}: {str(error).partition(chr(10))[0][:120]}")
+                    row_name = " ".join(f"{name} {value}" for name, value in task.key.items())
+                    left_out.append(f"{task.table} of {row_name}: {str(error).partition(chr(10))[0][:120]}")
                     record.add(task.table, dict(task.key))
             done()
     finally:

@@ -138,15 +138,17 @@ def _rows(device: Device, ranks: Ranks, sizes: Sequence[int]) -> Iterator[Measur
         if len(members[0]) < 2:
             continue
         groups = [dist.new_group(list(group)) for group in members]  # all ranks make all groups
-        mine = next(number for number, group in enumerate(members) if ranks.rank in group)
+        own_group = next(number for number, group in enumerate(members) if ranks.rank in group)
         for num_bytes in sizes:
             for kind in KINDS[device]:
-                call = _call(device, kind, num_bytes, len(members[mine]), groups[mine])
-                slowest = torch.tensor(_seconds(device, call, groups[mine]), dtype=torch.float64, device=_on(device))
+                call = _call(device, kind, num_bytes, len(members[own_group]), groups[own_group])
+                slowest = torch.tensor(
+                    _seconds(device, call, groups[own_group]), dtype=torch.float64, device=_on(device)
+                )
                 dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
                 microseconds = float(slowest) / MICRO
                 yield {
-                    "tier": tier, "kind": kind, "size": len(members[mine]), "num_bytes": num_bytes,
+                    "tier": tier, "kind": kind, "size": len(members[own_group]), "num_bytes": num_bytes,
                     "microseconds": microseconds,
                 }  # fmt: skip
 

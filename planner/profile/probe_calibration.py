@@ -47,10 +47,12 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
     problem = passes(result, links.of_cluster(cluster))
     before = cluster.hardware.efficiency
     fitted = fit(problem, cluster.hardware)
-    left = Residuals.of(log_errors(problem, cluster.hardware, fitted)[: -len(KERNELS)])
-    said = f"{left.num_rows} passes of {len(result.ranks)} ranks, {left.median:.1f}% off (median) with it"
+    residuals = Residuals.of(log_errors(problem, cluster.hardware, fitted)[: -len(KERNELS)])
+    source_of_factors = (
+        f"{residuals.num_rows} passes of {len(result.ranks)} ranks, {residuals.median:.1f}% off (median) with it"
+    )
     measured: dict[str, Any] = {
-        name: Factor(value=fitted[name] / getattr(before, name), source=said) for name in KERNELS
+        name: Factor(value=fitted[name] / getattr(before, name), source=source_of_factors) for name in KERNELS
     }
     measured |= {**_reserved(result, cluster), "microbatch_overhead_s": _host(result.ranks)}
     return links.model_copy(update=measured)
@@ -86,13 +88,15 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
 
 def _measured(result: ProbeResult) -> dict[int, tuple[float, float]]:
     """Forward and backward seconds of each virtual stage that ran, as medians over its ranks."""
-    found: dict[int, list[tuple[float, float]]] = {}
+    seconds_by_stage: dict[int, list[tuple[float, float]]] = {}
     for rank in result.ranks:
         for chunk in rank.chunks:
             if chunk.forward_s > 0 and chunk.backward_s > 0:
                 stage = chunk.stage % len(result.run.chunks)
-                found.setdefault(stage, []).append((chunk.forward_s, chunk.backward_s))
-    return {stage: (median(f for f, _ in pairs), median(b for _, b in pairs)) for stage, pairs in found.items()}
+                seconds_by_stage.setdefault(stage, []).append((chunk.forward_s, chunk.backward_s))
+    return {
+        stage: (median(f for f, _ in pairs), median(b for _, b in pairs)) for stage, pairs in seconds_by_stage.items()
+    }
 
 
 def run_shape(run: ProbeRun) -> Shape:
@@ -130,10 +134,10 @@ def chunk_costs(run: ProbeRun, cluster: ClusterSpec) -> list[PartCost]:
     costs = []
     for chunk in run.chunks:
         layers = run.model.layers[chunk.first_layer : chunk.last_layer]
-        held = [("full" if number < chunk.num_recomputed else base, kind) for number, kind in enumerate(layers)]
-        parts = [table.layers[kind, mode].times(count) for (mode, kind), count in Counter(held).items()]
-        beside = ((table.embedding, chunk.embedding), (table.head, chunk.head), (table.mtp, chunk.mtp))
-        costs.append(sum_parts([*parts, *(part for part, here in beside if here and part is not None)]))
+        layer_modes = [("full" if number < chunk.num_recomputed else base, kind) for number, kind in enumerate(layers)]
+        parts = [table.layers[kind, mode].times(count) for (mode, kind), count in Counter(layer_modes).items()]
+        ends = ((table.embedding, chunk.embedding), (table.head, chunk.head), (table.mtp, chunk.mtp))
+        costs.append(sum_parts([*parts, *(part for part, is_here in ends if is_here and part is not None)]))
     return costs
 
 
@@ -148,7 +152,7 @@ def _with(cluster: ClusterSpec, hardware: HardwareSpec) -> ClusterSpec:
 
 def _link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
     """For each tier that alone carried an exchange, the share of its rate that the largest such exchange reached."""
-    run, found = result.run, dict[str, list[tuple[TimedExchange, float]]]()
+    run, shares_by_tier = result.run, dict[str, list[tuple[TimedExchange, float]]]()
     for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
         stride = stride_of(exchange, run)
         level = None if stride is None else _tier_alone(exchange.size, stride, cluster)
@@ -156,13 +160,15 @@ def _link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
             continue
         share = _share(exchange, level, cluster)
         if share is not None:
-            found.setdefault(cluster.tiers[level].name, []).append((exchange, share))
+            shares_by_tier.setdefault(cluster.tiers[level].name, []).append((exchange, share))
     shares = {}
-    for name, pairs in found.items():
+    for name, pairs in shares_by_tier.items():
         largest = max(pairs, key=lambda pair: pair[0].num_bytes)[0]
-        alike = [share for exchange, share in pairs if (exchange.name, exchange.size) == (largest.name, largest.size)]
-        said = f"{largest.name} of {largest.num_bytes / 2**20:.1f} MiB over {largest.size} ranks"
-        shares[name] = Share(value=min(1.0, median(alike)), source=said)
+        shares_of_largest = [
+            share for exchange, share in pairs if (exchange.name, exchange.size) == (largest.name, largest.size)
+        ]
+        source = f"{largest.name} of {largest.num_bytes / 2**20:.1f} MiB over {largest.size} ranks"
+        shares[name] = Share(value=min(1.0, median(shares_of_largest)), source=source)
     return shares
 
 
@@ -193,22 +199,24 @@ def _reserved(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share | Qu
     if not memories:
         return {}
     shape = run_shape(result.run)
-    opened = 0.0 if result.mode == "stages" else float(communicators(shape))
-    buffers = opened * cluster.hardware.reserved.communicator_bytes
-    outside = median(memory.device_used_bytes - memory.peak_reserved_bytes for memory in memories) - buffers
-    beyond = median(memory.peak_reserved_bytes / memory.peak_allocated_bytes - 1 for memory in memories)
-    said = f"{len(memories)} ranks"
+    num_communicators = 0.0 if result.mode == "stages" else float(communicators(shape))
+    communicator_bytes = num_communicators * cluster.hardware.reserved.communicator_bytes
+    context_bytes = (
+        median(memory.device_used_bytes - memory.peak_reserved_bytes for memory in memories) - communicator_bytes
+    )
+    fragmentation_fraction = median(memory.peak_reserved_bytes / memory.peak_allocated_bytes - 1 for memory in memories)
+    source = f"{len(memories)} ranks"
     return {
-        "context_gib": Quantity(value=max(0.0, outside / GIB), source=said),
-        "fragmentation_fraction": Share(value=min(1.0, max(0.0, beyond)), source=said),
+        "context_gib": Quantity(value=max(0.0, context_bytes / GIB), source=source),
+        "fragmentation_fraction": Share(value=min(1.0, max(0.0, fragmentation_fraction)), source=source),
     }
 
 
 def _host(ranks: Sequence[RankResult]) -> Quantity:
     """The host's seconds per micro-batch: time between actions in which a rank neither computed nor waited."""
-    found = []
+    seconds_by_rank = []
     for rank in ranks:
         gaps = [after.ready_s - before.end_s for before, after in zip(rank.actions, rank.actions[1:], strict=False)]
         forwards = sum("F" in timed.action for timed in rank.actions)
-        found.append(sum(max(0.0, gap) for gap in gaps) / max(1, forwards))
-    return Quantity(value=median(found), source=f"between the actions of {len(ranks)} ranks")
+        seconds_by_rank.append(sum(max(0.0, gap) for gap in gaps) / max(1, forwards))
+    return Quantity(value=median(seconds_by_rank), source=f"between the actions of {len(ranks)} ranks")

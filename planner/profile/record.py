@@ -90,9 +90,9 @@ class Record:
         return Table([{key: "" if value is None else str(value) for key, value in row.items()} for row in rows])
 
 
-def _same(one: Machine, other: Machine) -> bool:
+def _same(first: Machine, second: Machine) -> bool:
     """True if two machines are equal but for the memory that a process holds at its start, which always differs."""
-    return one.model_copy(update={"context_bytes": other.context_bytes}) == other
+    return first.model_copy(update={"context_bytes": second.context_bytes}) == second
 
 
 def sidecar(output: str, quick: bool) -> Path:

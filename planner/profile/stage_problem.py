@@ -46,11 +46,11 @@ class ModelRows:
     """The rows of one model in `layers.csv` or `stages.csv`, with their operators."""
 
     def __init__(self, table: Table, name: str, pipelined: bool) -> None:
-        of = table.where(table.text("model") == name)
-        self.names = of.text("model")
-        self.measured = Passes(of.seconds("forward_us"), of.seconds("backward_us"))
-        self.measured_optimizer_s = of.seconds("optimizer_us") if pipelined else np.zeros(0)
-        tp, batch, seq = of.number("tp"), of.number("batch"), of.number("seq")
+        model_rows = table.where(table.text("model") == name)
+        self.names = model_rows.text("model")
+        self.measured = Passes(model_rows.seconds("forward_us"), model_rows.seconds("backward_us"))
+        self.measured_optimizer_s = model_rows.seconds("optimizer_us") if pipelined else np.zeros(0)
+        tp, batch, seq = model_rows.number("tp"), model_rows.number("batch"), model_rows.number("seq")
         model, self.pipelined = measured_model(name), pipelined
         shape = Shape(
             tp=tp,
@@ -61,9 +61,10 @@ class ModelRows:
         self.layer = self._operators(decoder_layer(model, model.layers[0], shape, EAGER))
         if not pipelined:
             return
-        self.num_layers, self.dp = of.number("layers"), of.number("dp")
-        self.full = of.text("recompute") == "full"
-        self.first, self.last = of.number("stage") == 0, of.number("stage") == of.number("pp") - 1
+        self.num_layers, self.dp = model_rows.number("layers"), model_rows.number("dp")
+        self.full = model_rows.text("recompute") == "full"
+        self.first = model_rows.number("stage") == 0
+        self.last = model_rows.number("stage") == model_rows.number("pp") - 1
         self.embedding = self._operators(embedding(model, shape, EAGER))
         self.head = self._operators(head(model, shape, EAGER))
 
@@ -82,11 +83,11 @@ class ModelRows:
         forward, backward = self.num_layers * layer.forward_s, self.num_layers * backward
         factor = bench["head_backward"]
         loss = [replace(op, backward_factor=factor if op.kind == "gemm" else 1.0) for op in self.head]
-        for part, held in ((self.embedding, self.first), (loss, self.last)):
+        for part, is_on_stage in ((self.embedding, self.first), (loss, self.last)):
             passes = _seconds(part, hardware)
-            forward = forward + held * passes.forward_s
+            forward = forward + is_on_stage * passes.forward_s
             added = passes.dgrad_s + passes.wgrad_s + accumulate_s(hardware, num_parameters(part))
-            backward = backward + held * added
+            backward = backward + is_on_stage * added
         return Passes(forward, backward)
 
     @property

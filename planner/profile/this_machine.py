@@ -63,10 +63,10 @@ def _driver() -> str:
         return ""
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return f", driver {said[0].strip()}" if said else ""
+    return f", driver {lines[0].strip()}" if lines else ""
 
 
 def free_memory_bytes(device: Device) -> int:

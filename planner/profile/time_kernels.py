@@ -72,10 +72,10 @@ def stream_row(bench: Stopwatch, name: str, rows: int, columns: int) -> Measured
         labels = torch.randint(0, columns, (rows,), device=bench.device)
         if name.endswith("norm"):
             inputs = (x, weight)
-        found: MeasuredRow = {"forward_us": bench.microseconds(calls[name]), "backward_us": None}
+        row: MeasuredRow = {"forward_us": bench.microseconds(calls[name]), "backward_us": None}
     if grad:
-        found["backward_us"] = bench.backward_us(calls[name](), inputs)
-    return found
+        row["backward_us"] = bench.backward_us(calls[name](), inputs)
+    return row
 
 
 def _adamw(bench: Stopwatch, size: int) -> Callable[[], Tensor]:

@@ -26,7 +26,7 @@ import torch
 from planner.probe.launch.launcher import launch
 from planner.probe.verdict.checks import run_checks
 from planner.probe.worker.failure import asked_bytes, failure_of
-from planner.probe.worker.handshake import Identity, compare, disagreement
+from planner.probe.worker.handshake import Identity, disagreement, require_agreement
 
 HERE = Path(__file__).parent
 
@@ -161,7 +161,7 @@ def test_every_rank_hears_that_they_do_not_go_together(own_tmp: Path) -> None:
     def rank(number: int) -> None:
         store = torch.distributed.FileStore(str(own_tmp / "store"), 2)
         try:
-            compare(store, number, 2, Identity("2.9", "node", "GPU-a"))
+            require_agreement(store, number, 2, Identity("2.9", "node", "GPU-a"))
         except RuntimeError as error:
             heard.append(str(error))
 

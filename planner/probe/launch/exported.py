@@ -37,14 +37,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3, help="steps to measure, after one to warm up")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without progress before a rank gives up")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    given = parser.parse_args(arguments)
+    arguments_given = parser.parse_args(arguments)
     try:
-        run = read_run(given.config, given.device).model_copy(
-            update={"num_steps": given.steps, "timeout_s": given.timeout}
+        run = read_run(arguments_given.config, arguments_given.device).model_copy(
+            update={"num_steps": arguments_given.steps, "timeout_s": arguments_given.timeout}
         )
         results = _joined(run)
     except PlannerError as error:
-        if given.debug:
+        if arguments_given.debug:
             traceback.print_exc()
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
@@ -102,12 +102,12 @@ def _joined(run: ProbeRun) -> tuple[RankResult, ...]:
         )
     folder = Path(tempfile.mkdtemp(prefix="plan-run-"))
     try:
-        found = run_rank(run, folder, int(os.environ["RANK"]))
+        outcome = run_rank(run, folder, int(os.environ["RANK"]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if isinstance(found, Failure):
-        raise rank_error(found, run)
-    return found
+    if isinstance(outcome, Failure):
+        raise rank_error(outcome, run)
+    return outcome
 
 
 def summary(run: ProbeRun, results: tuple[RankResult, ...]) -> dict[str, Any]:

@@ -16,14 +16,14 @@ def signals_end_as_ctrl_c() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    taken = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) == signal.SIG_DFL]
-    for sign in taken:
-        signal.signal(sign, signal.default_int_handler)
+    handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        for sign in taken:
-            signal.signal(sign, signal.SIG_DFL)
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def start_process_server() -> None:

@@ -84,8 +84,8 @@ class _StartedRanks:
 
     def _is_over(self) -> bool:
         """True if all ranks have left their results and the processes that still run do not end by themselves."""
-        places = map(self._where, self.ranks)
-        return all(where.phase == "done" and where.still_s > STOPPED_S for where in places)
+        progress_of_ranks = map(self._progress, self.ranks)
+        return all(progress.phase == "done" and progress.still_s > STOPPED_S for progress in progress_of_ranks)
 
     def _collect(self) -> MeasuredRun:
         ranks = []
@@ -95,24 +95,24 @@ class _StartedRanks:
         return MeasuredRun(run=self.run, ranks=tuple(ranks))
 
     def _check_progress(self) -> None:
-        places = {rank: where for rank in self.ranks if (where := self._where(rank)).phase != "done"}
-        stuck = {rank: where for rank, where in places.items() if where.stands_still(self.run.timeout_s)}
+        running = {rank: progress for rank in self.ranks if (progress := self._progress(rank)).phase != "done"}
+        stuck = {rank: progress for rank, progress in running.items() if progress.stands_still(self.run.timeout_s)}
         if not stuck:
             return
-        # the rank that computes keeps the others waiting, also where they stood still a moment before it
-        if any("computing" in where.detail for rank, where in places.items() if rank not in stuck):
+        # the rank that computes keeps the others waiting, even if they stood still a moment earlier
+        if any("computing" in progress.detail for rank, progress in running.items() if rank not in stuck):
             return
         rank = min(stuck, key=lambda r: ("computing" not in stuck[r].detail, stuck[r].since_s))
         self._dump_stacks()
-        what = "hangs" if "waiting" not in stuck[rank].detail else "waits in vain"
+        verb = "hangs" if "waiting" not in stuck[rank].detail else "waits in vain"
         raise ProbeError(
-            f"{self._name(rank)} {what} in {stuck[rank]}: no progress for {stuck[rank].still_s:.0f} s",
+            f"{self._name(rank)} {verb} in {stuck[rank]}: no progress for {stuck[rank].still_s:.0f} s",
             f"stacks and logs of all ranks are in {self.folder}; --timeout gives slow ranks longer",
         )
 
-    def _where(self, rank: int) -> Progress:
-        where = read_status(self.folder / STATUS_FILE.format(rank))
-        return where or Progress("start", "", self.started_s, self.started_s)
+    def _progress(self, rank: int) -> Progress:
+        progress = read_status(self.folder / STATUS_FILE.format(rank))
+        return progress or Progress("start", "", self.started_s)
 
     def _dump_stacks(self) -> None:
         for started in self.processes:
@@ -127,25 +127,25 @@ class _StartedRanks:
         while time.monotonic() < deadline and any(started.exitcode is None for started in self.processes):
             time.sleep(POLL_S)
         failures = self._failures()
-        memory = next((failure for failure in failures if failure.kind == "out_of_memory"), None)
-        if memory is not None:
-            return out_of_memory_result(self.run, memory)
+        out_of_memory = next((failure for failure in failures if failure.kind == "out_of_memory"), None)
+        if out_of_memory is not None:
+            return out_of_memory_result(self.run, out_of_memory)
         hint = f"stacks and logs of all ranks are in {self.folder}"
         killed = [(rank, signal.Signals(-code)) for rank, code in self._exit_codes() if code < 0]
         killed.sort(key=lambda item: item[1] == signal.SIGABRT)
         # NCCL's watchdog aborts a rank whose peer is gone
         is_consequence = any(failure.kind != "lost_peer" for failure in failures)
         if killed and not (is_consequence and killed[0][1] == signal.SIGABRT):
-            rank, sign = killed[0]
-            raise ProbeError(f"{self._name(rank)} was killed by {sign.name} in {self._where(rank)}", hint)
-        told = {failure.rank for failure in failures}
-        silent = [(rank, code) for rank, code in self._exit_codes() if code and rank not in told]
+            rank, signal_sent = killed[0]
+            raise ProbeError(f"{self._name(rank)} was killed by {signal_sent.name} in {self._progress(rank)}", hint)
+        ranks_with_record = {failure.rank for failure in failures}
+        silent = [(rank, code) for rank, code in self._exit_codes() if code and rank not in ranks_with_record]
         if silent and all(failure.kind == "lost_peer" for failure in failures):
             rank, code = silent[0]
-            where = self._where(rank)
+            progress = self._progress(rank)
             if code == EXIT_FAILED:  # and had no space to say why, but in its status
-                raise ProbeError(f"{self._name(rank)} failed in {where.phase}: {where.detail}", hint)
-            raise ProbeError(f"{self._name(rank)} ended with code {code} in {where}", hint)
+                raise ProbeError(f"{self._name(rank)} failed in {progress.phase}: {progress.detail}", hint)
+            raise ProbeError(f"{self._name(rank)} ended with code {code} in {progress}", hint)
         first = failures[0]
         hint = f"{HINTS[first.kind]}; {hint}" if first.kind == "host_memory" else hint
         raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)
@@ -156,12 +156,12 @@ class _StartedRanks:
 
     def _failures(self) -> list[Failure]:
         """The records of failed ranks, causes before consequences."""
-        found = []
+        failures = []
         for rank in self.ranks:
             path = self.folder / FAILURE_FILE.format(rank)
             if path.exists():
-                found.append(Failure.model_validate_json(path.read_text()))
-        return sorted(found, key=lambda failure: (failure.kind == "lost_peer", failure.time_s))
+                failures.append(Failure.model_validate_json(path.read_text()))
+        return sorted(failures, key=lambda failure: (failure.kind == "lost_peer", failure.time_s))
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self.run.place(rank)})"

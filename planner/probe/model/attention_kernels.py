@@ -36,17 +36,17 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> tuple[T
     )  # fmt: skip
     out = out.transpose(0, 1)[..., : v.shape[-1]]
     if rules.sinks is not None:
-        whole = torch.logaddexp(lse, to_fp32(rules.sinks).view(-1, 1))
-        out, lse = out * (lse - whole).exp().permute(2, 0, 1).unsqueeze(-1).to(out.dtype), whole
+        lse_with_sinks = torch.logaddexp(lse, to_fp32(rules.sinks).view(-1, 1))
+        out, lse = out * (lse - lse_with_sinks).exp().permute(2, 0, 1).unsqueeze(-1).to(out.dtype), lse_with_sinks
     return out, lse, state, unused
 
 
 def flash_backward(
-    grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Visibility, kept: list[Tensor]
+    grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Visibility, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and sinks by the flash kernel's own backward. It is right with sinks too, because it starts
     from the output and the log-sum-exp that it is given."""
-    lse, state, unused = kept
+    lse, state, unused = saved
     dsinks = (
         None if rules.sinks is None else _sinks_grad(rules.sinks, lse, to_fp32(grad * out).sum(-1).permute(1, 2, 0))
     )
@@ -95,10 +95,10 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> tuple[T
 
 
 def plain_backward(
-    grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Visibility, kept: list[Tensor]
+    grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Visibility, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and sinks (FlashAttention, arXiv:2205.14135 appendix B.4): P ∘ (dO·Vᵀ − rowsum(dO ∘ O))."""
-    (lse,) = kept
+    (lse,) = saved
     probabilities = (_scores(q, k, rules) - lse.unsqueeze(-1)).exp()
     row_sums = to_fp32(grad * out).sum(-1).permute(1, 2, 0)
     inner = torch.einsum("qbhd,kbhd->bhqk", to_fp32(grad), to_fp32(_per_head(v, q)))

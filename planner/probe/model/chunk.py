@@ -63,9 +63,9 @@ class Chunk(nn.Module):
         for depth, block in enumerate(self.mtp, start=1):
             embed = self.mtp_embedding or self.embedding
             assert embed is not None
-            following, wanted = (shard(whole.roll(-depth, 0), self.cp) for whole in (tokens, labels))
-            hidden = block(hidden, embed(following), tables)
-            loss = loss + MTP_LOSS_WEIGHT / len(self.mtp) * self.head(hidden, wanted)
+            next_tokens, next_labels = (shard(sequence.roll(-depth, 0), self.cp) for sequence in (tokens, labels))
+            hidden = block(hidden, embed(next_tokens), tables)
+            loss = loss + MTP_LOSS_WEIGHT / len(self.mtp) * self.head(hidden, next_labels)
         return loss
 
 

@@ -44,28 +44,28 @@ class ContextAttention(torch.autograd.Function):
         ctx.mask, ctx.window, ctx.cp = mask, window, cp
         ctx.flash = takes_flash(q) and mask is None
         keys, values, rules = gather(k, cp), gather(v, cp), Visibility(mask, window, sinks)
-        outs, kept = [], []
+        outs, saved = [], []
         for part, end in zip(q.chunk(2), chunk_ends(q, cp), strict=True):
             attend = flash_forward if ctx.flash else plain_forward
-            out, *extra = attend(part, keys[:end], values[:end], rules)
+            out, *kernel_state = attend(part, keys[:end], values[:end], rules)
             outs.append(out)
-            kept += extra
-        whole = torch.cat(outs)
-        ctx.save_for_backward(q, k, v, sinks, whole, *kept)
-        return whole
+            saved += kernel_state
+        output = torch.cat(outs)
+        ctx.save_for_backward(q, k, v, sinks, output, *saved)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, *kept = ctx.saved_tensors
+        q, k, v, sinks, out, *saved = ctx.saved_tensors
         keys, values, rules = gather(k, ctx.cp), gather(v, ctx.cp), Visibility(ctx.mask, ctx.window, sinks)
         keys_grad, values_grad = torch.zeros_like(keys), torch.zeros_like(values)
         sinks_grad = None if sinks is None else torch.zeros_like(sinks)
-        q_grads, half = [], len(kept) // 2
+        q_grads, half = [], len(saved) // 2
         backward = flash_backward if ctx.flash else plain_backward
         for number, end in enumerate(chunk_ends(q, ctx.cp)):
-            dout, part, made = (x.chunk(2)[number] for x in (grad.contiguous(), q, out))
-            extra = kept[number * half : (number + 1) * half]
-            dq, dk, dv, dsinks = backward(dout, part, made, keys[:end], values[:end], rules, extra)
+            dout, part, part_out = (x.chunk(2)[number] for x in (grad.contiguous(), q, out))
+            kernel_state = saved[number * half : (number + 1) * half]
+            dq, dk, dv, dsinks = backward(dout, part, part_out, keys[:end], values[:end], rules, kernel_state)
             q_grads.append(dq)
             keys_grad[:end] += dk
             values_grad[:end] += dv
@@ -83,13 +83,13 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
-        out, *kept = flash_forward(q, k, v, Visibility(None, window, sinks))
+        out, *saved = flash_forward(q, k, v, Visibility(None, window, sinks))
         ctx.window = window
-        ctx.save_for_backward(q, k, v, sinks, out, *kept)
+        ctx.save_for_backward(q, k, v, sinks, out, *saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, *kept = ctx.saved_tensors
-        dq, dk, dv, dsinks = flash_backward(grad, q, out, k, v, Visibility(None, ctx.window, sinks), kept)
+        q, k, v, sinks, out, *saved = ctx.saved_tensors
+        dq, dk, dv, dsinks = flash_backward(grad, q, out, k, v, Visibility(None, ctx.window, sinks), saved)
         return dq, dk, dv, None, dsinks

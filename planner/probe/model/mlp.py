@@ -69,10 +69,10 @@ class MoE(nn.Module):
         weights, chosen = self.route(tokens)
         order = chosen.flatten().argsort(stable=True)
         token = order // self.moe.num_experts_per_tok
-        back = order.argsort()
-        sent = count(chosen.flatten(), self.moe.num_experts)
-        rows = self.dispatch(tokens.index_select(0, token), weights.flatten().index_select(0, order), sent)
-        y = rows.index_select(0, back).view(*chosen.shape, -1).sum(1).view_as(x)
+        inverse_order = order.argsort()
+        num_sent = count(chosen.flatten(), self.moe.num_experts)
+        rows = self.dispatch(tokens.index_select(0, token), weights.flatten().index_select(0, order), num_sent)
+        y = rows.index_select(0, inverse_order).view(*chosen.shape, -1).sum(1).view_as(x)
         if self.shared is None:
             return y
         shared = recomputable("shared_experts", self.shared, self.around)(x)
@@ -83,9 +83,9 @@ class MoE(nn.Module):
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of each token, both [tokens, num_experts_per_tok]."""
         scores = to_fp32(self.router(tokens)).softmax(dim=-1)
-        top, k = self.moe.num_experts, self.moe.num_experts_per_tok
+        num_experts, k = self.moe.num_experts, self.moe.num_experts_per_tok
         if self.around.balanced_routing:
-            chosen = torch.arange(tokens.shape[0] * k, device=tokens.device).view(-1, k) % top
+            chosen = torch.arange(tokens.shape[0] * k, device=tokens.device).view(-1, k) % num_experts
             weights = scores.gather(1, chosen)
         else:
             weights, chosen = scores.topk(k, dim=-1)
@@ -97,19 +97,19 @@ class MoE(nn.Module):
         if peers.size == 1:
             return cast(Tensor, self.experts(rows, weights, sent))
         received = peers.counts(sent)
-        to, back = sent.view(peers.size, -1).sum(1), received.sum(1)
-        rows = apply(ExpertAllToAll, rows, peers, to, back)
-        weights = apply(ExpertAllToAll, weights, peers, to, back)
-        local = received.shape[1]
-        if local > 1:
-            expert = torch.arange(local, device=rows.device).repeat(peers.size)
+        num_sent, num_received = sent.view(peers.size, -1).sum(1), received.sum(1)
+        rows = apply(ExpertAllToAll, rows, peers, num_sent, num_received)
+        weights = apply(ExpertAllToAll, weights, peers, num_sent, num_received)
+        num_local_experts = received.shape[1]
+        if num_local_experts > 1:
+            expert = torch.arange(num_local_experts, device=rows.device).repeat(peers.size)
             expert = expert.repeat_interleave(received.flatten(), output_size=rows.shape[0])  # does not wait for a GPU
             order = expert.argsort(stable=True)
             rows, weights = rows.index_select(0, order), weights.index_select(0, order)
         rows = self.experts(rows, weights, received.sum(0))
-        if local > 1:
+        if num_local_experts > 1:
             rows = rows.index_select(0, order.argsort())
-        return apply(ExpertAllToAll, rows, peers, back, to)
+        return apply(ExpertAllToAll, rows, peers, num_received, num_sent)
 
 
 def count(chosen: Tensor, num_experts: int) -> Tensor:

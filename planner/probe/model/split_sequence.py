@@ -13,11 +13,11 @@ from torch import Tensor
 from planner.probe.model.peers import TensorPeers
 
 
-def shard(whole: Tensor, cp: TensorPeers) -> Tensor:
+def shard(sequence: Tensor, cp: TensorPeers) -> Tensor:
     """This rank's two chunks, side by side, of a tensor that has a row for each token of a sequence."""
     if cp.size == 1:
-        return whole
-    chunks = whole.chunk(2 * cp.size)
+        return sequence
+    chunks = sequence.chunk(2 * cp.size)
     return torch.cat((chunks[cp.rank], chunks[-1 - cp.rank]))
 
 

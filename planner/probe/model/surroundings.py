@@ -27,15 +27,15 @@ class Surroundings:
     """Every expert gets the same number of rows, whatever the router says."""
     recomputed: frozenset[str] = frozenset()
     """Modules of a layer that are recomputed in backward: core_attn, mlp, moe, shared_experts."""
-    deferred: list[Callable[[], None]] | None = None
+    postponed: list[Callable[[], None]] | None = None
     """The list that collects a backward's weight-gradient products when a schedule splits them off; None: they run at
     once."""
 
     def weight_gradient(self, weight: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
         """The gradient of `weight`, or None after its computation was put on the list of postponed ones."""
-        if self.deferred is None:
+        if self.postponed is None:
             return product()
-        self.deferred.append(lambda: accumulate(weight, product()))
+        self.postponed.append(lambda: accumulate(weight, product()))
         return None
 
 

@@ -40,10 +40,10 @@ def whole_name(name: str, parameter: Tensor) -> str:
 
 def copy_shard(whole: nn.Module, shard: nn.Module, around: Surroundings) -> None:
     """Fill `shard` with its rank's part of the parameters of `whole`, the same module built without peers."""
-    named = dict(whole.named_parameters())
+    whole_parameters = dict(whole.named_parameters())
     with torch.no_grad():
         for name, parameter in shard.named_parameters():
-            parameter.copy_(shard_of(named[name], parameter, around))
+            parameter.copy_(shard_of(whole_parameters[name], parameter, around))
 
 
 def shard_of(whole: Tensor, like: Tensor, around: Surroundings) -> Tensor:

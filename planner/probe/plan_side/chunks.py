@@ -15,16 +15,16 @@ RECOMPUTABLE = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
 """Modules that the probe's model can recompute selectively."""
 
 
-def slice_schedule(layout: PricedLayout, pp: int, most: int | None = None) -> Schedule:
-    """The plan's schedule on `pp` ranks, with at most `most` micro-batches (a few per rank unless given)."""
-    asked = layout.parallelism
-    name = asked.schedule if pp > 1 else "none"
-    vpp = asked.vpp if pp > 1 else 1
-    most = min(asked.num_microbatches, most or max(2, MAX_MICROBATCHES_PER_RANK * pp))
-    for count in (*range(most, 0, -1), *range(most, 8 * pp * vpp + 1)):
+def slice_schedule(layout: PricedLayout, pp: int, most_microbatches: int | None = None) -> Schedule:
+    """The plan's schedule on `pp` ranks, with at most `most_microbatches` (a few per rank unless given)."""
+    parallelism = layout.parallelism
+    name = parallelism.schedule if pp > 1 else "none"
+    vpp = parallelism.vpp if pp > 1 else 1
+    most_microbatches = min(parallelism.num_microbatches, most_microbatches or max(2, MAX_MICROBATCHES_PER_RANK * pp))
+    for count in (*range(most_microbatches, 0, -1), *range(most_microbatches, 8 * pp * vpp + 1)):
         if violation(name, pp, vpp, count) is None:
             return build_schedule(name, pp, vpp, count)
-    error = violation(name, pp, vpp, most)
+    error = violation(name, pp, vpp, most_microbatches)
     raise ProbeError(f"the plan's schedule cannot be run on {pp} stages: {error}", "give it more ranks")
 
 
@@ -40,13 +40,13 @@ def recompute_modules(layout: PricedLayout) -> tuple[str, ...]:
 
 def real_chunks(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[ChunkSpec, ...]:
     """Virtual stages with the plan's own layers; `stages` are the plan's stages that the pipeline ranks stand for."""
-    n, seen = order.num_model_stages, [0] * order.pp
+    n, num_chunks_seen = order.num_model_stages, [0] * order.pp
     chunks = []
     for virtual in range(n):
         rank = order.stage_to_rank[virtual]
         plan_stage = layout.stages[stages[rank]]
-        first, last = _span(plan_stage, seen[rank], order.vpp)
-        seen[rank] += 1
+        first, last = _span(plan_stage, num_chunks_seen[rank], order.vpp)
+        num_chunks_seen[rank] += 1
         recomputed = _recomputed(plan_stage, last - first)
         chunks.append(
             ChunkSpec(

@@ -28,7 +28,7 @@ def describe_slice(
     )
     verified, extrapolated = _claims(options, grid)
     axes = ("tensor", "context", "pipeline", "data", "expert")
-    unshared = [axis for axis, (_, asked, run) in zip(axes, sizes, strict=False) if asked > run == 1]
+    unshared = [axis for axis, (_, planned, running) in zip(axes, sizes, strict=False) if planned > running == 1]
     extrapolated += [f"{axis}-parallel exchanges" for axis in unshared]
     if layout.num_gpus_used > grid.num_ranks:
         extrapolated.append(f"{layout.num_gpus_used - grid.num_ranks:,} more ranks")
@@ -53,7 +53,10 @@ def describe_slice(
     return PlanSlice(
         asked=f"{layout} · {layout.schedule}",
         run=f"{ranks} · {order.name} · {order.num_microbatches} micro-batches",
-        reduced=(*(f"{name} {asked} → {run}" for name, asked, run in sizes if asked != run), *reduced),
+        reduced=(
+            *(f"{name} {planned} → {running}" for name, planned, running in sizes if planned != running),
+            *reduced,
+        ),
         verified=tuple(verified),
         extrapolated=tuple(extrapolated),
     )
@@ -67,12 +70,12 @@ def gathers_keys(plan: Plan) -> bool:
 def _claims(options: ProbeOptions, grid: RankGrid) -> tuple[list[str], list[str]]:
     """Two lists of words: what a run of this kind verifies, and what it cannot."""
     if options.stages is not None:
-        others = ["network", "ranks waiting for each other"]
+        not_verified = ["network", "ranks waiting for each other"]
         if options.device == "cpu":  # which keeps no account of memory
-            return ["compute seconds of each stage that ran"], ["memory", *others]
-        return ["compute seconds and memory of each stage that ran"], others
+            return ["compute seconds of each stage that ran"], ["memory", *not_verified]
+        return ["compute seconds and memory of each stage that ran"], not_verified
     if options.device == "cuda":
         return ["seconds and memory of each stage that ran", "exchanges among the ranks that ran"], []
-    proved = ["bubble"] if options.sleep else ["loss", "gradients", "gradient norm"]
+    results = ["bubble"] if options.sleep else ["loss", "gradients", "gradient norm"]
     exchanges = ["exchanges"] if grid.pp > 1 else []
-    return ["order", *exchanges, "in flight", *proved], ["GPU seconds", "GPU memory", "network"]
+    return ["order", *exchanges, "in flight", *results], ["GPU seconds", "GPU memory", "network"]

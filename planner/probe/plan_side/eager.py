@@ -22,15 +22,15 @@ MASTERS_ARE_WEIGHTS: dict[str, Any] = {"weight_bytes": 4, "optimizer_bytes": 8}
 
 def in_eager_torch(plan: Plan) -> Plan:
     """The plan with its best layout priced as a probe runs it, with experts evenly loaded. The layout itself stays."""
-    ours = plan.model_copy(
+    eager = plan.model_copy(
         update={
             "runtime": EAGER.name,
             "runtime_spec": runtime_of(plan),
             "training": training_of(plan.training.seq_length, plan.training.global_batch_size),
         }
     )
-    priced = repriced(ours)
-    return ours.model_copy(update={"best": layout_again(ours, priced, priced.split, plan.best.rank_factors)})
+    priced = repriced(eager)
+    return eager.model_copy(update={"best": layout_again(eager, priced, priced.split, plan.best.rank_factors)})
 
 
 def repriced(plan: Plan) -> Repriced:

@@ -70,10 +70,12 @@ def require_memory(stages: Sequence[StagePlan]) -> None:
     """Raise ProbeError if a stage needs more memory than this machine has. The kernel would kill it without an
     error."""
     largest = max(stages, key=lambda stage: stage.memory.peak_allocated_bytes)
-    needed, there = largest.memory.peak_allocated_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+    needed_bytes = largest.memory.peak_allocated_bytes
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed_bytes > memory_bytes:
         raise ProbeError(
-            f"--stage {largest.stage}: its tensors are {gib(needed):.1f} GiB, this machine has {gib(there):.1f}",
+            f"--stage {largest.stage}: its tensors are {gib(needed_bytes):.1f} GiB, "
+            f"this machine has {gib(memory_bytes):.1f}",
             "leave out --stage to run the plan in small, or run the stage on a GPU",
         )
 

@@ -13,21 +13,21 @@ from planner.schedule.replay import Durations
 def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[SleepSeconds, ...]:
     """Planned seconds of every virtual stage, exchanges included. A stage's seconds are divided among its chunks by
     layers."""
-    seen = [0] * order.pp
-    raw = []
+    num_chunks_seen = [0] * order.pp
+    seconds = []
     for rank in order.stage_to_rank[: order.num_model_stages]:
         stage = layout.stages[stages[rank]]
         layers = [last - first for first, last in stage.chunks]
-        whole = order.vpp != len(layers)
-        share = 1 / order.vpp if whole or not sum(layers) else layers[seen[rank]] / sum(layers)
-        seen[rank] += 1
+        has_other_chunks = order.vpp != len(layers)
+        share = 1 / order.vpp if has_other_chunks or not sum(layers) else layers[num_chunks_seen[rank]] / sum(layers)
+        num_chunks_seen[rank] += 1
         input_grad_s = stage.backward_s - stage.weight_grad_s + stage.backward_comm_s
-        raw.append(
+        seconds.append(
             SleepSeconds(
                 share * (stage.forward_s + stage.forward_comm_s), share * input_grad_s, share * stage.weight_grad_s
             )
         )
-    return tuple(raw)
+    return tuple(seconds)
 
 
 def scaled_seconds(planned: Sequence[SleepSeconds], mean_forward_s: float) -> tuple[SleepSeconds, ...]:

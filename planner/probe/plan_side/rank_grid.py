@@ -25,13 +25,13 @@ class RankGrid(NamedTuple):
 def fit_processes(layout: PricedLayout, num_processes: int, most_dp: int) -> RankGrid:
     """The largest slice of the plan's ranks in `num_processes`: data parallelism is given up first, then tensor and
     context parallelism down to 1 (on the CPU only their presence matters), then pipeline stages."""
-    asked = layout.parallelism
-    tp, cp, dp = min(asked.tp, 2), min(asked.cp, 2), min(asked.dp, most_dp)
-    dp = max(1, min(dp, num_processes // (asked.pp * cp * tp)))
-    tp = tp if asked.pp * dp * cp * tp <= num_processes else 1
-    cp = cp if asked.pp * dp * cp * tp <= num_processes else 1
-    pp = min(asked.pp, num_processes)
-    return RankGrid(pp, dp, cp, tp, _largest_divisor(dp * cp * tp, asked.ep))
+    parallelism = layout.parallelism
+    tp, cp, dp = min(parallelism.tp, 2), min(parallelism.cp, 2), min(parallelism.dp, most_dp)
+    dp = max(1, min(dp, num_processes // (parallelism.pp * cp * tp)))
+    tp = tp if parallelism.pp * dp * cp * tp <= num_processes else 1
+    cp = cp if parallelism.pp * dp * cp * tp <= num_processes else 1
+    pp = min(parallelism.pp, num_processes)
+    return RankGrid(pp, dp, cp, tp, _largest_divisor(dp * cp * tp, parallelism.ep))
 
 
 def fit_gpus(layout: PricedLayout, num_gpus: int) -> RankGrid:
@@ -42,23 +42,23 @@ def fit_gpus(layout: PricedLayout, num_gpus: int) -> RankGrid:
 
     Raises ProbeError where not even one group fits, or one stage of a pipeline alone.
     """
-    asked = layout.parallelism
-    group = asked.tp * asked.cp
-    if num_gpus < group * min(2, asked.pp):
-        needed = "one group" if num_gpus < group else f"two of {asked.pp} stages"
+    parallelism = layout.parallelism
+    group = parallelism.tp * parallelism.cp
+    if num_gpus < group * min(2, parallelism.pp):
+        needed = "one group" if num_gpus < group else f"two of {parallelism.pp} stages"
         raise ProbeError(
-            f"{num_gpus} GPUs are less than {needed} of tp {asked.tp} × cp {asked.cp}",
+            f"{num_gpus} GPUs are less than {needed} of tp {parallelism.tp} × cp {parallelism.cp}",
             "run the stages one by one on a single GPU: --stage all",
         )
-    pp = min(asked.pp, num_gpus // group)
+    pp = min(parallelism.pp, num_gpus // group)
     dp = _largest_divisor(sharing_dp(layout), num_gpus // (group * pp))
-    return RankGrid(pp, dp, asked.cp, asked.tp, _largest_divisor(dp * group, asked.ep))
+    return RankGrid(pp, dp, parallelism.cp, parallelism.tp, _largest_divisor(dp * group, parallelism.ep))
 
 
 def sharing_dp(layout: PricedLayout) -> int:
     """Number of replicas that share one sharded optimizer; all replicas if nothing is sharded."""
-    asked = layout.parallelism
-    return max(1, asked.shard_size // asked.cp) if asked.zero_stage else asked.dp
+    parallelism = layout.parallelism
+    return max(1, parallelism.shard_size // parallelism.cp) if parallelism.zero_stage else parallelism.dp
 
 
 def _largest_divisor(number: int, at_most: int) -> int:

@@ -30,26 +30,26 @@ def barrier(device: str, group: Any = None) -> None:
 
 def measure_exchanges(trainer: Trainer) -> tuple[TimedExchange, ...]:
     """Median seconds and bus bandwidth of what this rank exchanges with tensor-, context- and data-parallel peers."""
-    found = []
+    exchanges = []
     tp = trainer.around.tp
     if tp.size > 1:
         shard, group = trainer.empty(), cast(Any, tp).group
-        whole = shard.repeat(tp.size if tp.sequence_parallel else 1, 1, 1)
+        gathered = shard.repeat(tp.size if tp.sequence_parallel else 1, 1, 1)
         if tp.sequence_parallel:
             seconds = _seconds(trainer, group, lambda: tp.all_gather(shard))
-            found.append(_exchange("tp all-gather", tp.size, whole.nbytes, seconds, passes=1))
-        seconds = _seconds(trainer, group, lambda: dist.all_reduce(whole, group=group))
-        found.append(_exchange("tp all-reduce", tp.size, whole.nbytes, seconds, passes=2))
+            exchanges.append(_exchange("tp all-gather", tp.size, gathered.nbytes, seconds, passes=1))
+        seconds = _seconds(trainer, group, lambda: dist.all_reduce(gathered, group=group))
+        exchanges.append(_exchange("tp all-reduce", tp.size, gathered.nbytes, seconds, passes=2))
     cp = trainer.around.cp
     keys = next(_keys(trainer), None)
     if cp.size > 1 and keys is not None:
         seconds = _seconds(trainer, cast(Any, cp).group, lambda: cp.all_gather(keys))
-        found.append(_exchange("cp all-gather", cp.size, cp.size * keys.nbytes, seconds, passes=1))
+        exchanges.append(_exchange("cp all-gather", cp.size, cp.size * keys.nbytes, seconds, passes=1))
     for flat in trainer.flat:
         group, size = flat.sharding.group, flat.sharding.size
         for name, num_bytes, passes, call in flat.exchanges() if group is not None else ():
-            found.append(_exchange(name, size, num_bytes, _seconds(trainer, group, call), passes))
-    return tuple(found)
+            exchanges.append(_exchange(name, size, num_bytes, _seconds(trainer, group, call), passes))
+    return tuple(exchanges)
 
 
 def _keys(trainer: Trainer) -> Iterator[Tensor]:

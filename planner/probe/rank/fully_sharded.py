@@ -41,9 +41,9 @@ def shard_chunk(
         raise RuntimeError(f"fully_shard of torch {torch.__version__} cannot sum gradients: install 2.9 or newer")
     marks = {name: {mark: getattr(p, mark) for mark in MARKS if hasattr(p, mark)} for name, p in _named(chunk)}
     experts = [module for module in chunk.modules() if isinstance(module, Experts)]
-    alone = {p for module in experts for p in module.parameters()} if expert.group is None else set()
+    unshared = {p for module in experts for p in module.parameters()} if expert.group is None else set()
     for _, parameter in _named(chunk):
-        if parameter not in alone:
+        if parameter not in unshared:
             parameter.data = parameter.data.to(grad_dtype)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_dtype, cast_forward_inputs=False)
     is_meta = next(chunk.parameters()).is_meta
@@ -55,7 +55,7 @@ def shard_chunk(
     for module, sharding in units:
         mesh = DeviceMesh.from_group(sharding.group, torch.device(device).type)
         unit = cast(Any, fully_shard)(
-            module, mesh=mesh, reshard_after_forward=gathers_again, mp_policy=policy, ignored_params=alone
+            module, mesh=mesh, reshard_after_forward=gathers_again, mp_policy=policy, ignored_params=unshared
         )
         unit.set_gradient_divide_factor(1.0)  # losses are weighted already: gradients are summed
     if is_meta:
@@ -110,21 +110,21 @@ class ShardedParameters:
     def gather(self) -> None:
         """Do nothing: each pass gathers the weights that it needs."""
 
-    def held(self) -> Iterator[GradientShard]:
+    def gradient_shards(self) -> Iterator[GradientShard]:
         """This rank's part of each parameter's gradient."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 rows = -(-parameter.shape[0] // self.sharding.size)
                 width = parameter[0].numel() if parameter.dim() > 1 else 1
-                found = local(parameter.grad).flatten()
+                gradient = local(parameter.grad).flatten()
                 first = min(self.sharding.rank * rows, parameter.shape[0]) * width
-                yield GradientShard(parameter, slice(first, first + found.numel()), found)
+                yield GradientShard(parameter, slice(first, first + gradient.numel()), gradient)
 
     def exchanges(self) -> Iterator[ReplicaExchange]:
         """The exchange that fully_shard makes for each layer, here for the largest parameter: a gather of its rows."""
         rows = local(max(self.parameters, key=lambda parameter: parameter.numel())).detach()
-        whole = rows.new_empty(self.sharding.size * rows.numel())
+        gathered = rows.new_empty(self.sharding.size * rows.numel())
         yield ReplicaExchange(
-            "weight all-gather", whole.nbytes, 1,
-            lambda: dist.all_gather_into_tensor(whole, rows.flatten(), group=self.sharding.group),
+            "weight all-gather", gathered.nbytes, 1,
+            lambda: dist.all_gather_into_tensor(gathered, rows.flatten(), group=self.sharding.group),
         )  # fmt: skip

@@ -63,7 +63,7 @@ def collect_gradients(parameter: nn.Parameter) -> None:
     """Add each gradient to the parameter's main_grad as soon as backward makes it, and free it."""
 
     def add(parameter: Tensor) -> None:
-        if parameter.grad is not None:  # None: a deferred weight gradient
+        if parameter.grad is not None:  # None: a postponed weight gradient
             cast(Any, parameter).main_grad.add_(parameter.grad)
             parameter.grad = None
 
@@ -146,7 +146,7 @@ class FlatParameters:
         """Set the gradients to zero."""
         self.grads.zero_()
 
-    def held(self) -> Iterator[GradientShard]:
+    def gradient_shards(self) -> Iterator[GradientShard]:
         """This rank's shard, parameter by parameter."""
         start = 0
         for parameter in self.parameters:

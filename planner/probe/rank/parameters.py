@@ -49,16 +49,16 @@ class Parameters:
 
     def replicas(self) -> dict[tuple[int, ...], dict[str, list[Tensor]]]:
         """Main gradients of parameters that are held more than once, by holders and by name."""
-        found: dict[tuple[int, ...], dict[str, list[nn.Parameter]]] = {}
+        by_holders: dict[tuple[int, ...], dict[str, list[nn.Parameter]]] = {}
         for name, stage, parameter in self.named:
-            found.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(parameter)
+            by_holders.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(parameter)
         return {
             holders: {
-                name: [main_gradient(parameter) for parameter in held]
-                for name, held in names.items()
-                if len(holders) > 1 or len(held) > 1
+                name: [main_gradient(parameter) for parameter in replicas]
+                for name, replicas in names.items()
+                if len(holders) > 1 or len(replicas) > 1
             }
-            for holders, names in found.items()
+            for holders, names in by_holders.items()
         }
 
 

@@ -41,8 +41,8 @@ class RankPipeline:
     ) -> None:
         self.schedule, self.actions = schedule, tuple(schedule.ranks[pp_rank])
         self.chunks, self.wires, self.around, self.tables, self.clock = chunks, wires, around, tables, clock
-        self.held: dict[tuple[int, int], SavedForward] = {}
-        self.owed: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self.saved: dict[tuple[int, int], SavedForward] = {}
+        self.postponed: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def step(
         self, batches: Sequence[tuple[Tensor, Tensor]], loss_weight: float, on_action: Callable[[str], None]
@@ -58,7 +58,7 @@ class RankPipeline:
             on_action(f"{action} (computing)")
             start = self.clock.mark()
             sent = self.run(action, received, batches, loss_weight)
-            record.peak_in_flight = max(record.peak_in_flight, len(self.held) + len(self.owed))
+            record.peak_in_flight = max(record.peak_in_flight, len(self.saved) + len(self.postponed))
             record.marks.append((action, ready, start, self.clock.mark()))
             message = message_of(self.schedule, action)
             if message is not None:
@@ -78,15 +78,15 @@ class RankPipeline:
             return self._forward(key, received, *batches[action.microbatch], loss_weight)
         if action.kind == "W":
             with torch.no_grad():
-                for product in self.owed.pop(key):
-                    product()
+                for compute_gradient in self.postponed.pop(key):
+                    compute_gradient()
             return None
-        held = self.held.pop(key)
-        self.around.deferred = [] if action.kind == "I" else None
-        torch.autograd.backward(held.output, received)
-        if self.around.deferred is not None:
-            self.owed[key], self.around.deferred = self.around.deferred, None
-        return None if held.source is None else held.source.grad
+        saved = self.saved.pop(key)
+        self.around.postponed = [] if action.kind == "I" else None
+        torch.autograd.backward(saved.output, received)
+        if self.around.postponed is not None:
+            self.postponed[key], self.around.postponed = self.around.postponed, None
+        return None if saved.source is None else saved.source.grad
 
     def _forward(
         self, key: tuple[int, int], received: Tensor | None, tokens: Tensor, labels: Tensor, loss_weight: float
@@ -97,7 +97,7 @@ class RankPipeline:
         output: Tensor = chunk(source, tokens, labels, self.tables)
         if chunk.head is not None:
             output = output * loss_weight
-        self.held[key] = SavedForward(source, output)
+        self.saved[key] = SavedForward(source, output)
         return output.detach()
 
 
@@ -118,11 +118,11 @@ class SleepingPipeline(RankPipeline):
         time.sleep(seconds[action.kind])
         key, nothing = (action.stage, action.microbatch), self.empty()
         if action.kind == "F":
-            self.held[key] = SavedForward(None, nothing)
+            self.saved[key] = SavedForward(None, nothing)
         elif action.kind == "W":
-            self.owed.pop(key)
+            self.postponed.pop(key)
         else:
-            self.held.pop(key)
+            self.saved.pop(key)
             if action.kind == "I":
-                self.owed[key] = []
+                self.postponed[key] = []
         return None if message_of(self.schedule, action) is None else nothing

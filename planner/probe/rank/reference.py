@@ -75,25 +75,27 @@ def check_gradients(
     """Compare this rank's shard of the summed gradients with the gradients of one process."""
     names = {id(parameter): name for name, _, parameter in parameters.named}
     largest = max(float(grad.abs().max()) for grad in reference.grads.values())
-    worst, where = 0.0, ""
-    for parameter, where_in, found in (part for flat in flats for part in flat.held()):
-        expected = shard_of(reference.grads[names[id(parameter)]], parameter, around).flatten()[where_in]
-        error = float((found - expected).abs().max()) / largest if found.numel() else 0.0
+    worst, worst_name = 0.0, ""
+    for parameter, elements, gradient in (part for flat in flats for part in flat.gradient_shards()):
+        expected = shard_of(reference.grads[names[id(parameter)]], parameter, around).flatten()[elements]
+        error = float((gradient - expected).abs().max()) / largest if gradient.numel() else 0.0
         if not error <= worst:  # also when it is no number
-            worst, where = error, names[id(parameter)]
+            worst, worst_name = error, names[id(parameter)]
     passed = worst <= TOLERANCES[dtype]
-    told = f"largest error {worst:.1e} of the largest gradient, at {where}" if worst else "equal to the last bit"
-    return Check(name="gradients", passed=passed, detail=told)
+    detail = f"largest error {worst:.1e} of the largest gradient, at {worst_name}" if worst else "equal to the last bit"
+    return Check(name="gradients", passed=passed, detail=detail)
 
 
 def check_steps(reference: Reference, steps: list[StepSeconds], dtype: torch.dtype) -> list[Check]:
     """Compare losses and gradient norms of all steps with those of one process."""
     checks = []
-    for name, found, expected in (
+    for name, measured, expected in (
         ("loss", [step.loss for step in steps], reference.losses),
         ("gradient norm", [step.gradient_norm for step in steps], reference.norms),
     ):
-        pairs = zip(found, expected, strict=True)
+        pairs = zip(measured, expected, strict=True)
         passed = all(a is not None and abs(a - b) <= TOLERANCES[dtype] * abs(b) for a, b in pairs)
-        checks.append(Check(name=name, passed=passed, detail=f"{shown(found[-1], 6)}, one process {expected[-1]:.6f}"))
+        checks.append(
+            Check(name=name, passed=passed, detail=f"{shown(measured[-1], 6)}, one process {expected[-1]:.6f}")
+        )
     return checks

@@ -36,12 +36,12 @@ def bubble_fraction(ranks: Sequence[RankResult]) -> float:
 
 def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
     """Utilisation, waits, idle time by cause and queue of each stage's busiest rank, for which its peers wait."""
-    total_s, found = span_s(ranks), []
+    total_s, activities = span_s(ranks), []
     for stage in range(run.pp):
         rank = max((rank for rank in ranks if rank.stage == stage), key=busy_s)
         sent = sent_to(run.order, [other for other in ranks if other.replica == rank.replica])
         queue = queue_of(run.order, sent, rank)
-        found.append(
+        activities.append(
             StageActivity(
                 stage=stage,
                 rank=rank.rank,
@@ -52,14 +52,14 @@ def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity,
                 max_queue=max((depth for _, depth in queue), default=0),
             )
         )
-    return tuple(found)
+    return tuple(activities)
 
 
 def sent_to(order: Schedule, pipeline: Sequence[RankResult]) -> dict[Message, float]:
     """The time at which each message of one pipeline's ranks was ready to be sent."""
-    timed = [timed for rank in pipeline for timed in rank.actions]
-    messages = [message_of(order, Action.parse(one.action)) for one in timed]
-    return {message: one.end_s for message, one in zip(messages, timed, strict=True) if message is not None}
+    actions = [actions for rank in pipeline for actions in rank.actions]
+    messages = [message_of(order, Action.parse(action.action)) for action in actions]
+    return {message: action.end_s for message, action in zip(messages, actions, strict=True) if message is not None}
 
 
 def idle_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult, total_s: float) -> dict[str, float]:

@@ -13,8 +13,8 @@ from planner.schedule.replay import replay
 
 def in_flight(run: ProbeRun) -> list[int]:
     """The largest number of activations that each pipeline rank holds at once, according to its order."""
-    one = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
-    return [int(count) for count in replay(run.order, replay_durations(one)).peak_in_flight_chunks]
+    equal_seconds = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
+    return [int(count) for count in replay(run.order, replay_durations(equal_seconds)).peak_in_flight_chunks]
 
 
 def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
@@ -22,10 +22,10 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
     as_listed = [tuple(timed.action for timed in rank.actions) == run.ranks[rank.stage] for rank in ranks]
     num_messages = sum(message_of(run.order, action) is not None for actions in run.order.ranks for action in actions)
     planned = in_flight(run)
-    found = [max(rank.peak_in_flight_chunks for rank in ranks if rank.stage == stage) for stage in range(run.pp)]
+    measured = [max(rank.peak_in_flight_chunks for rank in ranks if rank.stage == stage) for stage in range(run.pp)]
     checks = [
         Check(name="order", passed=all(as_listed), detail=f"{sum(map(len, run.ranks))} actions without a deadlock"),
-        Check(name="in flight", passed=found == planned, detail=f"{found} chunks at most, planned {planned}"),
+        Check(name="in flight", passed=measured == planned, detail=f"{measured} chunks at most, planned {planned}"),
     ]
     if num_messages:
         detail = f"{num_messages} messages, each of the planned shape"

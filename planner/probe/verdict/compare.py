@@ -43,7 +43,11 @@ def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankR
     Experts' gradients are left out, because their ranks are not evenly spaced.
     """
     pairs = [(exchange, planned_s(cluster, run, exchange)) for exchange in slowest_exchanges(ranks)]
-    return [compared(one.name, "s", planned, one.seconds, None) for one, planned in pairs if planned is not None]
+    return [
+        compared(exchange.name, "s", planned, exchange.seconds, None)
+        for exchange, planned in pairs
+        if planned is not None
+    ]
 
 
 def compare_data_parallel(
@@ -51,7 +55,7 @@ def compare_data_parallel(
 ) -> list[ComparedQuantity]:
     """Seconds in which one stage's ranks sum gradients and gather weights, beside the seconds that the cluster's links
     need for all their bytes. They are shown and not judged, because ranks wait for each other."""
-    steps, found = [step for rank in ranks for step in rank.steps], []
+    steps, comparisons = [step for rank in ranks for step in rank.steps], []
     for name, word, seconds in (
         ("gradients summed", "gradient", [step.reduce_s for step in steps]),
         ("weights gathered", "weight", [step.gather_s for step in steps]),
@@ -59,8 +63,8 @@ def compare_data_parallel(
         exchanges = [exchange for exchange in ranks[0].exchanges if exchange.name.startswith(word)]
         planned = [planned_s(cluster, run, exchange) for exchange in exchanges]
         if planned and None not in planned:
-            found.append(compared(name, "s", sum(s or 0.0 for s in planned), median(seconds), None, plan_stage))
-    return found
+            comparisons.append(compared(name, "s", sum(s or 0.0 for s in planned), median(seconds), None, plan_stage))
+    return comparisons
 
 
 def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: TimedExchange) -> float | None:
@@ -129,22 +133,22 @@ def compare_stage(
     forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
     backward_s = median(sum(chunk.backward_s for chunk in rank.chunks) for rank in ranks)
     exchanged = (0.0, 0.0) if alone else (stage.forward_comm_s, stage.backward_comm_s)
-    found = [
+    comparisons = [
         compared("forward", "s", stage.forward_s + exchanged[0], forward_s, tolerance_fraction, plan_stage),
         compared("backward", "s", stage.backward_s + exchanged[1], backward_s, tolerance_fraction, plan_stage),
     ]
     weight_grads = [chunk.weight_grad_s for rank in ranks for chunk in rank.chunks if chunk.weight_grad_s is not None]
     if weight_grads:
         seconds = sum(weight_grads) / len(ranks)
-        found.append(compared("weight gradient", "s", stage.weight_grad_s, seconds, None, plan_stage))
+        comparisons.append(compared("weight gradient", "s", stage.weight_grad_s, seconds, None, plan_stage))
     optimizer_s = median(step.optimizer_s for rank in ranks for step in rank.steps)
     # an embedding table takes longer to update than it is priced at: physics/compute.py, TABLE_BYTES
     optimizer_tolerance = tolerance_fraction if steps_as_planned and "embedding" not in stage.holds else None
-    found.append(compared("optimizer", "s", stage.optimizer_s, optimizer_s, optimizer_tolerance, plan_stage))
+    comparisons.append(compared("optimizer", "s", stage.optimizer_s, optimizer_s, optimizer_tolerance, plan_stage))
     memories = [rank.memory for rank in ranks if rank.memory is not None]
     if not memories:
-        return found
-    return found + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
+        return comparisons
+    return comparisons + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
 
 
 def _compare_memory(
@@ -160,13 +164,13 @@ def _compare_memory(
     static: float = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
     if plan.parallelism.zero_stage == 3:  # before a step there are neither gathered weights nor gradients
         static = planned.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)
-    peak, beyond = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
+    peak, reserved_factor = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
     tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
     peak_tolerance = tolerance if holds_as_planned else None
     rows = (
         ("static memory", static, max(memory.static_bytes for memory in memories), tolerance),
         ("peak allocated", peak, max(memory.peak_allocated_bytes for memory in memories), peak_tolerance),
-        ("peak reserved", beyond * peak, max(memory.peak_reserved_bytes for memory in memories), None),
+        ("peak reserved", reserved_factor * peak, max(memory.peak_reserved_bytes for memory in memories), None),
         ("device memory", planned.total_bytes, max(memory.device_used_bytes for memory in memories), None),
     )
     return [compared(name, "bytes", a, b, judged, plan_stage) for name, a, b, judged in rows]

@@ -33,32 +33,35 @@ def judge_ranks(
     micro-batches in flight.
     """
     eager, order, comparisons = in_eager_torch(plan), measured.run.order, list[ComparedQuantity]()
-    asked = plan.parallelism
-    is_faithful = grid.ep == asked.ep and not measured.run.fully_sharded
+    layout = plan.parallelism
+    is_faithful = grid.ep == layout.ep and not measured.run.fully_sharded
     tolerance = options.tolerance_fraction if is_faithful else None
-    planned_in_flight = in_flight_chunks(asked.schedule, asked.pp, asked.vpp, asked.num_microbatches)
-    holds = [planned_in_flight[stage] == held for stage, held in zip(stages, in_flight(measured.run), strict=True)]
+    planned_in_flight = in_flight_chunks(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
+    in_flight_as_planned = [
+        planned_in_flight[stage] == num_in_flight
+        for stage, num_in_flight in zip(stages, in_flight(measured.run), strict=True)
+    ]
     if measured.ranks:
         for rank, stage in enumerate(stages):
-            ranks = [found for found in measured.ranks if found.stage == rank]
+            ranks = [measured_rank for measured_rank in measured.ranks if measured_rank.stage == rank]
             comparisons += compare_stage(
                 eager,
                 stage,
                 ranks,
                 tolerance,
                 alone=False,
-                holds_as_planned=holds[rank],
+                holds_as_planned=in_flight_as_planned[rank],
                 steps_as_planned=measured.run.dp_stands_for == 1,
             )
             comparisons += compare_data_parallel(plan.cluster, measured.run, ranks, stage)
         planned = planned_seconds(eager.best, order, stages)
         comparisons += compare_pipeline(measured.run, measured.ranks, planned, stages, tolerance)
         comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
-    part = describe_slice(plan, grid, order, options)
-    beyond = [] if grid.ep == asked.ep else [f"seconds and memory at EP {asked.ep}"]
-    beyond += [] if all(holds) else ["peak memory with as many micro-batches in flight as planned"]
-    part = part.model_copy(update={"extrapolated": (*part.extrapolated, *beyond)})
-    return probe_result(plan, options, part, measured, comparisons, eager=eager)
+    plan_slice = describe_slice(plan, grid, order, options)
+    extrapolated = [] if grid.ep == layout.ep else [f"seconds and memory at EP {layout.ep}"]
+    extrapolated += [] if all(in_flight_as_planned) else ["peak memory with as many micro-batches in flight as planned"]
+    plan_slice = plan_slice.model_copy(update={"extrapolated": (*plan_slice.extrapolated, *extrapolated)})
+    return probe_result(plan, options, plan_slice, measured, comparisons, eager=eager)
 
 
 def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:

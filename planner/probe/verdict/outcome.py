@@ -18,7 +18,7 @@ from planner.specs.units import gib
 def probe_result(
     plan: Plan,
     options: ProbeOptions,
-    part: PlanSlice,
+    plan_slice: PlanSlice,
     measured: MeasuredRun,
     comparisons: Sequence[ComparedQuantity],
     step_s: float | None = None,
@@ -29,11 +29,11 @@ def probe_result(
     ranks, run, alone = measured.ranks, measured.run, options.stages is not None
     complete = bool(ranks) and not alone
     steps = [max(rank.steps[i].step_s for rank in ranks) for i in range(run.num_steps)] if complete else []
-    repeated = [steps] if complete else [[step.step_s for step in rank.steps] for rank in ranks]
-    memory, pp = measured.out_of_memory, plan.parallelism.pp
+    steps_by_rank = [steps] if complete else [[step.step_s for step in rank.steps] for rank in ranks]
+    out_of_memory, pp = measured.out_of_memory, plan.parallelism.pp
     stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
-    part = part if ranks else part.model_copy(update={"verified": ()})
-    predicted = None if memory is None else (eager or plan).stages[stage_of[memory.stage]]
+    plan_slice = plan_slice if ranks else plan_slice.model_copy(update={"verified": ()})
+    predicted = None if out_of_memory is None else (eager or plan).stages[stage_of[out_of_memory.stage]]
     if predicted is not None and eager is not None:
         _refuse_expected(predicted, plan)
     return ProbeResult(
@@ -41,18 +41,18 @@ def probe_result(
         device=ranks[0].device_name if ranks else options.device,
         torch_version=ranks[0].torch_version if ranks else "",
         inputs_sha256=plan.inputs_sha256,
-        slice=part,
+        slice=plan_slice,
         sleeps=run.sleep is not None,
         tolerance_fraction=options.tolerance_fraction,
         comparisons=tuple(comparisons),
         checks=tuple(run_checks(run, ranks) if complete else [check_finite(ranks)] if ranks else []),
         activity=activity(run, ranks) if complete else (),
         step_s=median(steps) if steps else step_s,
-        step_spread_s=max((max(seconds) - min(seconds) for seconds in repeated), default=0.0),
+        step_spread_s=max((max(seconds) - min(seconds) for seconds in steps_by_rank), default=0.0),
         loss=ranks[0].steps[-1].loss if complete and run.sleep is None else None,
         run=run,
         ranks=ranks,
-        out_of_memory=memory,
+        out_of_memory=out_of_memory,
         predicted_bytes=None if predicted is None else predicted.memory.total_bytes,
         plan_runtime=plan.runtime,
         plan_step_s=None if eager is None else plan.step.step_s,

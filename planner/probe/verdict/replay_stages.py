@@ -23,10 +23,10 @@ def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:
 
 def durations_alone(priced: Repriced, stages: Sequence[RankResult]) -> Durations:
     """Durations of every virtual stage: compute as measured for stages alone, exchanges and host time as planned."""
-    planned, seconds, taken = priced.durations, [], [0] * len(stages)
+    planned, seconds, num_chunks_seen = priced.durations, [], [0] * len(stages)
     for stage, (rank, cost) in enumerate(zip(priced.order.stage_to_rank, priced.costs, strict=True)):
-        chunk = stages[rank].chunks[taken[rank]]
-        taken[rank] += 1
+        chunk = stages[rank].chunks[num_chunks_seen[rank]]
+        num_chunks_seen[rank] += 1
         weight_grad_s = min(chunk.weight_grad_s or 0.0, chunk.backward_s)
         forward_s = chunk.forward_s + planned.forward_s[stage] - float(cost.forward_s)
         beside_s = planned.input_grad_s[stage] - float(cost.input_grad_s)

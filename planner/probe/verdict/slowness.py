@@ -65,24 +65,24 @@ def slowness(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple
     _require_same_stages(layout, result, where)
     pp, alone = layout.parallelism.pp, result.mode == "stages"
     stage_of = list(range(pp)) if alone else sampled_stages(pp, result.run.pp)
-    found = {
+    factors = {
         stage_of[stage]: _factor(layout, stage_of[stage], [rank for rank in result.ranks if rank.stage == stage], alone)
         for stage in sorted({rank.stage for rank in result.ranks})
     }
-    ran = {stage: Slowness(factor) for stage, factor in found.items()}
-    return tuple(ran.get(stage) or _guess(layout, found, stage, alone) for stage in range(pp))
+    slowness_of_stage = {stage: Slowness(factor) for stage, factor in factors.items()}
+    return tuple(slowness_of_stage.get(stage) or _guess(layout, factors, stage, alone) for stage in range(pp))
 
 
 def _require_same_stages(layout: PricedLayout, result: ProbeResult, where: str) -> None:
     """Raise SpecError unless the probe's predictions are those of this layout; else it ran other layers."""
-    for found in result.comparisons:
-        if found.name == "forward" and found.stage is not None:
-            known = found.stage < len(layout.stages)
-            planned_s = _planned_s(layout.stages[found.stage], result.mode == "stages") if known else 0.0
-            if not isclose(found.predicted, planned_s, rel_tol=SAME):
-                planned = f"{found.predicted:.6g} s a forward, here {planned_s:.6g}"
+    for comparison in result.comparisons:
+        if comparison.name == "forward" and comparison.stage is not None:
+            is_in_plan = comparison.stage < len(layout.stages)
+            planned_s = _planned_s(layout.stages[comparison.stage], result.mode == "stages") if is_in_plan else 0.0
+            if not isclose(comparison.predicted, planned_s, rel_tol=SAME):
+                planned = f"{comparison.predicted:.6g} s a forward, here {planned_s:.6g}"
                 raise SpecError(
-                    f"{where}: stage {found.stage} was predicted {planned}",
+                    f"{where}: stage {comparison.stage} was predicted {planned}",
                     "probe this very plan: plan probe plan.json -o probe.json",
                 )
 
@@ -96,15 +96,15 @@ def _factor(layout: PricedLayout, stage: int, ranks: Sequence[RankResult], alone
     planned = layout.stages[stage]
     exchanged_s = planned.forward_comm_s + planned.backward_comm_s
     measured_s = max(sum(chunk.forward_s + chunk.backward_s for chunk in rank.chunks) for rank in ranks)
-    known = layout.rank_factors[stage] if layout.rank_factors else 1.0
+    layout_factor = layout.rank_factors[stage] if layout.rank_factors else 1.0
     total_s = planned.forward_s + planned.backward_s + exchanged_s
-    return known * (measured_s + (exchanged_s if alone else 0.0)) / total_s
+    return layout_factor * (measured_s + (exchanged_s if alone else 0.0)) / total_s
 
 
-def _guess(layout: PricedLayout, found: dict[int, float], stage: int, alone: bool) -> Slowness:
+def _guess(layout: PricedLayout, factors: dict[int, float], stage: int, alone: bool) -> Slowness:
     holds = layout.stages[stage].holds
-    alike = [other for other in found if layout.stages[other].holds == holds] if alone else []
-    if alike:
-        nearest = min(alike, key=lambda other: (abs(other - stage), other))
-        return Slowness(found[nearest], f"like stage {nearest}")
-    return Slowness(median(found.values()), "median" if len(found) > 1 else f"like stage {min(found)}")
+    similar_stages = [other for other in factors if layout.stages[other].holds == holds] if alone else []
+    if similar_stages:
+        nearest = min(similar_stages, key=lambda other: (abs(other - stage), other))
+        return Slowness(factors[nearest], f"like stage {nearest}")
+    return Slowness(median(factors.values()), "median" if len(factors) > 1 else f"like stage {min(factors)}")

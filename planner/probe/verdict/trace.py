@@ -30,11 +30,11 @@ def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
     if result.mode == "ranks" and result.ranks:
         events = [*_measured(result), *_predicted(plan, result)]
     elif result.mode == "stages":
-        found = {rank.stage: rank for rank in result.ranks}
+        rank_of_stage = {rank.stage: rank for rank in result.ranks}
         eager = in_eager_torch(plan)
         stands_for, priced = stand_in_stages(eager.best), repriced(eager)
-        if found.keys() >= set(stands_for):
-            alone = durations_alone(priced, [found[stage] for stage in stands_for])
+        if rank_of_stage.keys() >= set(stands_for):
+            alone = durations_alone(priced, [rank_of_stage[stage] for stage in stands_for])
             events = [
                 *_replayed(MEASURED, f"replayed from stages measured alone on {result.device}", result, alone),
                 *_replayed(PREDICTED, "predicted", result, priced.durations),

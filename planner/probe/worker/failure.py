@@ -42,8 +42,8 @@ def run_worker(make: Callable[[], Worker], folder: Path, rank: int) -> Failure |
         worker = make()
         worker.main()
     except Exception as error:
-        where = "start" if worker is None else str(worker.status)
-        failure = failure_of(error, rank, None if worker is None else worker.run, where)
+        phase = "start" if worker is None else str(worker.status)
+        failure = failure_of(error, rank, None if worker is None else worker.run, phase)
         if worker is not None:
             worker.status.at(failure.message)  # the status file has its space already
         with suppress(PlannerError):  # a full disk: the launcher still has the log
@@ -52,15 +52,15 @@ def run_worker(make: Callable[[], Worker], folder: Path, rank: int) -> Failure |
     return None
 
 
-def failure_of(error: BaseException, rank: int, run: ProbeRun | None, where: str) -> Failure:
+def failure_of(error: BaseException, rank: int, run: ProbeRun | None, phase: str) -> Failure:
     """The record of an exception, as the launcher reads it from a file."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+    first_line = f"{type(error).__name__}: {error}".splitlines()[0][:500]
     return Failure(
         rank=rank,
         stage=0 if run is None else run.place(rank).pp,
-        phase=where,
+        phase=phase,
         kind=kind_of(error),
-        message=text,
+        message=first_line,
         traceback="".join(traceback.format_exception(error)),
         time_s=time.monotonic(),
         asked_bytes=asked_bytes(str(error)),
@@ -70,11 +70,11 @@ def failure_of(error: BaseException, rank: int, run: ProbeRun | None, where: str
 def kind_of(error: BaseException) -> FailureKind:
     """The kind of failure that an exception means."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in NO_MEMORY):
+    if isinstance(error, torch.OutOfMemoryError) or any(message in text for message in NO_MEMORY):
         return "out_of_memory"
     if isinstance(error, MemoryError) or NO_HOST_MEMORY in text:
         return "host_memory"
-    return "lost_peer" if any(sign in text for sign in LOST_PEER) else "error"
+    return "lost_peer" if any(message in text for message in LOST_PEER) else "error"
 
 
 def out_of_memory_result(run: ProbeRun, failure: Failure) -> MeasuredRun:

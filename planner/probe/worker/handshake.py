@@ -18,10 +18,10 @@ class Identity(NamedTuple):
     """The unique id of the GPU; empty on a CPU."""
 
 
-def compare(store: Any, rank: int, world_size: int, mine: Identity) -> None:
+def require_agreement(store: Any, rank: int, world_size: int, identity: Identity) -> None:
     """Raise RuntimeError on every rank if two ranks do not fit together. The ranks compare through the store, because
     NCCL would fail or hang."""
-    store.set(f"rank {rank}", json.dumps(mine))
+    store.set(f"rank {rank}", json.dumps(identity))
     if rank == 0:
         everyone = [Identity(*json.loads(store.get(f"rank {other}"))) for other in range(world_size)]
         store.set("verdict", disagreement(everyone) or AGREED)

@@ -15,13 +15,13 @@ def chunk_seconds(actions: Iterable[ActionTimes]) -> tuple[ChunkSeconds, ...]:
     for timed in actions:
         seconds.setdefault((timed.action.stage, timed.action.kind), []).append(timed.end_s - timed.start_s)
     medians = {key: median(values) for key, values in seconds.items()}
-    found = []
+    report = []
     for stage in sorted({stage for stage, _ in medians}):
-        parts = [medians.get((stage, kind)) for kind in "FBIW"]
-        forward_s, backward_s, input_grad_s, weight_grad_s = parts
+        by_kind = [medians.get((stage, kind)) for kind in "FBIW"]
+        forward_s, backward_s, input_grad_s, weight_grad_s = by_kind
         if backward_s is None:
             backward_s = (input_grad_s or 0.0) + (weight_grad_s or 0.0)
-        found.append(
+        report.append(
             ChunkSeconds(
                 stage=stage,
                 forward_s=forward_s or 0.0,
@@ -30,4 +30,4 @@ def chunk_seconds(actions: Iterable[ActionTimes]) -> tuple[ChunkSeconds, ...]:
                 weight_grad_s=weight_grad_s,
             )
         )
-    return tuple(found)
+    return tuple(report)

@@ -13,11 +13,10 @@ START_TIMEOUT_S = 60.0
 
 
 class Progress(NamedTuple):
-    """The phase of a rank, its present action, and the times when both began (host's monotonic clock)."""
+    """The phase of a rank, its present action, and the time when that began (host's monotonic clock)."""
 
     phase: str
     detail: str
-    phase_since_s: float
     since_s: float
 
     def __str__(self) -> str:
@@ -25,8 +24,8 @@ class Progress(NamedTuple):
 
     def stands_still(self, timeout_s: float) -> bool:
         """True if nothing has moved for `timeout_s`, or for START_TIMEOUT_S where the steps have not begun."""
-        begun = self.phase.startswith(("warm-up", "step"))
-        return self.still_s > (timeout_s if begun else max(timeout_s, START_TIMEOUT_S))
+        steps_have_begun = self.phase.startswith(("warm-up", "step"))
+        return self.still_s > (timeout_s if steps_have_begun else max(timeout_s, START_TIMEOUT_S))
 
     @property
     def still_s(self) -> float:
@@ -45,18 +44,18 @@ class StatusFile:
         path.write_bytes(b" " * SIZE)
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), SIZE)
-        self.phase, self.detail, self._phase_since_s = "", "", 0.0
+        self.phase, self.detail = "", ""
         self.enter("start")
 
     def enter(self, phase: str) -> None:
         """Begin a phase; its timeout starts now."""
-        self.phase, self._phase_since_s = phase, time.monotonic()
+        self.phase = phase
         self.at("")
 
     def at(self, detail: object) -> None:
         """Record an action within the phase."""
         self.detail = str(detail).replace("|", "/")[:MAX_DETAIL]
-        line = f"{self.phase}|{self.detail}|{self._phase_since_s:.3f}|{time.monotonic():.3f}|"
+        line = f"{self.phase}|{self.detail}|{time.monotonic():.3f}|"
         self._map[:] = line.encode("ascii", "replace")[:SIZE].ljust(SIZE)
 
     def __str__(self) -> str:
@@ -66,7 +65,7 @@ class StatusFile:
 def read_status(path: Path) -> Progress | None:
     """The progress that a rank wrote, or None if it has not written any yet."""
     try:
-        phase, detail, phase_since_s, since_s, _ = path.read_text(errors="replace").split("|")
-        return Progress(phase, detail, float(phase_since_s), float(since_s))
+        phase, detail, since_s, _ = path.read_text(errors="replace").split("|")
+        return Progress(phase, detail, float(since_s))
     except (OSError, ValueError):
         return None

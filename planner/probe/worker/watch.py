@@ -18,10 +18,10 @@ from planner.probe.worker.status import read_status
 def watch_progress(run: ProbeRun, folder: Path, rank: int, done: threading.Event) -> None:
     """End the process, stacks first, when its rank makes no progress."""
     while not done.wait(min(1.0, run.timeout_s / 4)):
-        where = read_status(folder / STATUS_FILE.format(rank))
-        if where is not None and where.stands_still(run.timeout_s):
+        progress = read_status(folder / STATUS_FILE.format(rank))
+        if progress is not None and progress.stands_still(run.timeout_s):
             name = f"rank {rank} ({run.place(rank)})"
-            sys.stderr.write(f"error: {name} hangs in {where}: no progress for {run.timeout_s:g} s\n")
+            sys.stderr.write(f"error: {name} hangs in {progress}: no progress for {run.timeout_s:g} s\n")
             sys.stderr.write("hint: its stacks follow; --timeout gives slow ranks longer\n")
             sys.stderr.flush()
             faulthandler.dump_traceback(all_threads=True)

@@ -22,7 +22,7 @@ from planner.probe.rank.wires import GroupWires
 from planner.probe.result import Check, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE, STATUS_FILE
-from planner.probe.worker.handshake import Identity, compare
+from planner.probe.worker.handshake import Identity, require_agreement
 from planner.probe.worker.report import chunk_seconds
 from planner.probe.worker.status import START_TIMEOUT_S, StatusFile
 
@@ -86,8 +86,8 @@ class Worker:
         """Connect the ranks after checking that they run the same software on devices of their own."""
         self.use_device()
         store.set_timeout(self.timeout)
-        mine = Identity(torch.__version__, os.uname().nodename, self.device_id())
-        compare(store, self.rank, self.run.world_size, mine)
+        identity = Identity(torch.__version__, os.uname().nodename, self.device_id())
+        require_agreement(store, self.rank, self.run.world_size, identity)
         dist.init_process_group(
             "gloo" if self.run.device == "cpu" else "nccl",
             store=store,
@@ -156,9 +156,9 @@ class Worker:
     def reference(self, num_steps: int) -> Reference:
         """The results of one process, which rank 0 computes and sends to the others."""
         self.status.enter("reference")
-        told: list[Any] = [compute_reference(self.run, num_steps) if self.rank == 0 else None]
-        dist.broadcast_object_list(told)
-        return cast(Reference, told[0])
+        results: list[Any] = [compute_reference(self.run, num_steps) if self.rank == 0 else None]
+        dist.broadcast_object_list(results)
+        return cast(Reference, results[0])
 
     def check(self, trainer: Trainer, reference: Reference | None, checks: list[Check]) -> None:
         if reference is not None:
