@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from planner.answer import Plan
-from planner.layout.replan import Repriced, layout_again, reprice
+from planner.layout.candidate import Candidate
+from planner.layout.replan import layout_again, reprice
 from planner.probe.plan_side.chunks import recompute_modules
 from planner.specs.training import TrainingSpec
 from planner.trainers.load import load_runtime
@@ -29,11 +30,10 @@ def in_eager_torch(plan: Plan) -> Plan:
             "training": training_of(plan.training.seq_length, plan.training.global_batch_size),
         }
     )
-    priced = repriced(eager)
-    return eager.model_copy(update={"best": layout_again(eager, priced, priced.split, plan.best.rank_factors)})
+    return eager.model_copy(update={"best": layout_again(eager, repriced(eager))})
 
 
-def repriced(plan: Plan) -> Repriced:
+def repriced(plan: Plan) -> Candidate:
     """Prices of a plan in eager torch, stage by stage. Selective recomputation covers the modules that the probe can
     recompute."""
     return reprice(plan, plan.best, recompute_modules(plan.best))

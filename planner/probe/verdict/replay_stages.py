@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.answer import Plan
-from planner.layout.replan import Repriced
+from planner.layout.candidate import Candidate
 from planner.probe.plan_side.eager import repriced
 from planner.probe.plan_side.planned_seconds import replay_durations
 from planner.probe.result import RankResult
@@ -21,7 +21,7 @@ def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:
     return eager.step.step_s + measured_s - makespan_s(priced.order, priced.durations)
 
 
-def durations_alone(priced: Repriced, stages: Sequence[RankResult]) -> Durations:
+def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Durations:
     """Durations of every virtual stage: compute as measured for stages alone, exchanges and host time as planned."""
     planned, seconds, num_chunks_seen = priced.durations, [], [0] * len(stages)
     for stage, (rank, cost) in enumerate(zip(priced.order.stage_to_rank, priced.costs, strict=True)):
