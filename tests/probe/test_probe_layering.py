@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
+PARTS = ("plan_side", "model", "rank", "worker", "launch", "verdict")
+"""The folders of the probe. A module imports only from its own folder and from those before it."""
+ENTRY = "planner.probe.worker.__main__"
+"""The program that torchrun starts: it lies where exported files look for it, and starts what lies above it."""
 MOST_MODULES = 20
 """A folder with more modules than this hides the one that a reader looks for."""
 
@@ -55,6 +59,21 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
     graph = import_graph(REPOSITORY / "planner" / package)
     assert graph, "no modules were found"
     assert cycle_in(graph) == []
+
+
+def test_each_part_of_the_probe_imports_only_parts_before_it() -> None:
+    def part(name: str) -> int:
+        folder = name.split(".")[2]
+        return PARTS.index(folder) if folder in PARTS else {"run": -1, "result": -1}.get(folder, len(PARTS))
+
+    graph = import_graph(REPOSITORY / "planner" / "probe")
+    upward = {
+        f"{name} imports {imported}"
+        for name, imports in graph.items()
+        for imported in imports - {"planner.probe"}
+        if name not in (ENTRY, "planner.probe") and part(imported) > part(name)
+    }
+    assert upward == set()
 
 
 @pytest.mark.parametrize("package", ["probe", "profile"])
