@@ -109,8 +109,8 @@ def test_sinks_take_their_share_from_what_the_flash_kernel_returns(monkeypatch: 
     for name, stand_in in (("_kernel", kernel), ("_kernel_backward", kernel_backward)):
         monkeypatch.setattr(f"planner.probe.model.attention_kernels.{name}", stand_in)
     monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: True)
-    for found, one in zip(attend(), expected, strict=True):
-        torch.testing.assert_close(found, one)
+    for result, wanted in zip(attend(), expected, strict=True):
+        torch.testing.assert_close(result, wanted)
 
 
 @pytest.mark.parametrize("seq_length", [6, 8])

@@ -113,8 +113,10 @@ def probe_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def probe(plan: Plan, factor: float, *options: str) -> tuple[int, ProbeResult]:
         def launch(run: ProbeRun, child: Any = None, ranks: Any = ()) -> MeasuredRun:
-            found = (rank_as_priced(plan, run, rank, factor, bool(ranks)) for rank in ranks or range(run.world_size))
-            return MeasuredRun(run=run, ranks=tuple(found))
+            ranks_as_priced = (
+                rank_as_priced(plan, run, rank, factor, bool(ranks)) for rank in ranks or range(run.world_size)
+            )
+            return MeasuredRun(run=run, ranks=tuple(ranks_as_priced))
 
         monkeypatch.setattr("planner.probe.probe.launch", launch)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -134,16 +136,22 @@ def test_gpus_as_fast_as_eager_torch_is_priced_agree_and_slower_ones_do_not(
 ) -> None:
     plan = make_plan(**PLANS[name])
     code, result = probe_it(plan, 1.0, *options)
-    assert [(found.name, found.stage) for found in result.comparisons if found.agrees is False] == []
+    assert [
+        (comparison.name, comparison.stage) for comparison in result.comparisons if comparison.agrees is False
+    ] == []
     assert code == 0
-    judged = {found.name for found in result.comparisons if found.agrees}
+    judged = {comparison.name for comparison in result.comparisons if comparison.agrees}
     assert judged >= {"forward", "backward", "optimizer", "static memory", "step" if options else "pipeline"}
     assert (result.plan_runtime, result.plan_step_s) == (plan.runtime, plan.step.step_s)
     assert any(f"{plan.runtime}'s own kernels" in what for what in result.slice.extrapolated)
     assert result.uses_tolerance
     code, result = probe_it(plan, 1.2, *options)
     assert code == 6
-    assert {found.name for found in result.comparisons if found.agrees is False} >= {"forward", "backward", "optimizer"}
+    assert {comparison.name for comparison in result.comparisons if comparison.agrees is False} >= {
+        "forward",
+        "backward",
+        "optimizer",
+    }
 
 
 @pytest.mark.parametrize("options", [(), ("--stage", "all")], ids=["ranks", "stages"])
@@ -152,7 +160,7 @@ def test_seconds_with_gathered_weights_in_them_are_shown(options: tuple[str, ...
     code, result = probe_it(plan, 1.2, *options)
     assert result.run.fully_sharded
     assert code == 0
-    assert {found.agrees for found in result.comparisons} == {None}
+    assert {comparison.agrees for comparison in result.comparisons} == {None}
     assert any("passes that gather weights" in what for what in result.slice.extrapolated)
     if not options:
         with pytest.raises(SpecError, match="its passes waited for gathered weights"):
@@ -162,7 +170,7 @@ def test_seconds_with_gathered_weights_in_them_are_shown(options: tuple[str, ...
 def test_a_tables_update_and_that_for_several_ranks_are_shown(probe_it: Any) -> None:
     def judged(plan: Plan) -> list[bool]:
         _, result = probe_it(plan, 1.0)
-        return [found.agrees is not None for found in result.comparisons if found.name == "optimizer"]
+        return [comparison.agrees is not None for comparison in result.comparisons if comparison.name == "optimizer"]
 
     assert judged(make_plan()) == [False, True, True, True]
     assert judged(make_plan(num_gpus=16, dp=2)) == [False] * 4

@@ -79,9 +79,9 @@ def test_a_stage_alone_under_zero_3_holds_its_shard() -> None:
 
 
 def error_of(comparisons: tuple[ComparedQuantity, ...], name: str) -> float:
-    found = next(comparison for comparison in comparisons if comparison.name == name)
-    assert found.error_fraction is not None
-    return abs(found.error_fraction)
+    comparison = next(comparison for comparison in comparisons if comparison.name == name)
+    assert comparison.error_fraction is not None
+    return abs(comparison.error_fraction)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_the_bubble_of_sleeping_ranks(schedule: str, layout: dict[str, int]) -> 
     plan = small_plan(schedule=schedule, **layout)
     for _ in range(8):  # a busy machine may wake one rank late
         result = run(plan, sleep=True)
-        bubble = next(found for found in result.comparisons if found.name == "bubble")
+        bubble = next(comparison for comparison in result.comparisons if comparison.name == "bubble")
         if bubble.agrees:
             break
     assert result.agrees
@@ -95,10 +95,10 @@ def test_stages_alone() -> None:
     result = run(plan, stages="all")
     assert result.mode == "stages"
     assert [rank.stage for rank in result.ranks] == [0, 1, 2]
-    names = {found.name for found in result.comparisons}
+    names = {comparison.name for comparison in result.comparisons}
     assert names == {"forward", "backward", "weight gradient", "optimizer", "step"}
     # seconds of a CPU are not held against a GPU's
-    assert all(found.agrees is None for found in result.comparisons)
+    assert all(comparison.agrees is None for comparison in result.comparisons)
     assert all(chunk.input_grad_s and chunk.weight_grad_s for rank in result.ranks for chunk in rank.chunks)
     assert result.step_s is not None
     assert result.slice.verified == ("compute seconds of each stage that ran",)
@@ -110,8 +110,8 @@ def test_stages_alone() -> None:
     stage = plan.best.stages[1]
     assert took["1F0"] == pytest.approx(1e6 * (result.ranks[1].chunks[0].forward_s + stage.forward_comm_s))
     # of one stage there is no pipeline to draw
-    one = result.model_copy(update={"ranks": result.ranks[:1]})
-    assert trace_events(plan, one)["traceEvents"] == []
+    first_stage = result.model_copy(update={"ranks": result.ranks[:1]})
+    assert trace_events(plan, first_stage)["traceEvents"] == []
 
 
 def test_a_stage_alone_repeats_its_step_and_has_finite_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
