@@ -14,8 +14,8 @@ from planner.probe.rank.messages import needed_by
 from planner.probe.rank.rank_alone import trainer_alone
 from planner.probe.rank.training import Trainer
 from planner.probe.result import ChunkSeconds
+from planner.probe.worker.chunk_seconds import chunk_seconds
 from planner.probe.worker.process import run_in_own_process
-from planner.probe.worker.report import chunk_seconds
 from planner.probe.worker.worker import Worker
 from planner.schedule.actions import Action
 

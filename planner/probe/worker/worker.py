@@ -21,9 +21,9 @@ from planner.probe.rank.training import Trainer
 from planner.probe.rank.wires import GroupWires
 from planner.probe.result import Check, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
+from planner.probe.worker.chunk_seconds import chunk_seconds
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE, STATUS_FILE
 from planner.probe.worker.handshake import Identity, require_agreement
-from planner.probe.worker.report import chunk_seconds
 from planner.probe.worker.status import START_TIMEOUT_S, StatusFile
 
 
