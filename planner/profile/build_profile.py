@@ -25,8 +25,9 @@ from planner.profile.record import Machine, Record
 from planner.profile.shapes_to_measure import StageShape, shapes_to_measure
 from planner.profile.tables import Table
 from planner.shape import FloatArray
-from planner.specs.cluster import ClusterSpec, HardwareSpec, ReservedMemory
+from planner.specs.cluster import ClusterSpec
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
+from planner.specs.hardware import HardwareSpec, ReservedMemory
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GB, GIB, TERA
 

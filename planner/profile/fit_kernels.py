@@ -23,8 +23,8 @@ from planner.profile.stage_problem import steps_problem
 from planner.profile.tables import has_table, measured_gpus
 from planner.shape import FloatArray
 from planner.specs.base import Spec
-from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import AttentionEfficiency
+from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import load_hardware
 
 PROBLEMS: tuple[tuple[str, Callable[[str], FitProblem]], ...] = (

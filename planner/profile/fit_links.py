@@ -11,7 +11,7 @@ from planner.profile.fitting import Residuals
 from planner.profile.record import Record
 from planner.profile.tables import Table
 from planner.shape import FloatArray
-from planner.specs.cluster import HardwareSpec, LinkTier
+from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.units import GB
 
 UNKNOWN_NETWORK = LinkTier(

@@ -11,7 +11,7 @@ from planner.profile.kernel_problems import FitProblem
 from planner.profile.least_squares import least_squares, soft_l1
 from planner.shape import FloatArray
 from planner.specs.base import Spec
-from planner.specs.cluster import HardwareSpec
+from planner.specs.hardware import HardwareSpec
 
 BENCH = "bench."
 NUM_FOLDS = 8

@@ -22,12 +22,13 @@ from planner.search.bounds import pipeline as bounds
 from planner.search.deadline import Deadline
 from planner.search.enumerate import Rejections, scalar
 from planner.search.exhaustive import few_splits, fitting, least_step_s
-from planner.search.frontier import ONE_SET, Frontier, Open, Prices, nodes_of
+from planner.search.frontier import Frontier, Open, Prices, nodes_of
 from planner.search.ilp.program import solve
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import Screen
 from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
+from planner.search.uneven import SHAPES, improved, level_split, level_step_s
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
 
@@ -69,6 +70,8 @@ class Branch:
     """Nodes of which every split was replayed."""
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
+    any_chunks_bound_s: float = 0.0
+    """The same for interleaved chunks of any length; 0 where nobody asked."""
     complete: bool = True
     tables: dict[Prices, CostTable] = field(default_factory=dict)
     """Prices, whatever the vpp."""
@@ -97,7 +100,7 @@ class Branch:
         coarse = np.min([_coarse_bound_s(screen, limits) for screen, limits in screens], axis=0)
         order = np.argsort(coarse, kind="stable")
         blocks = iter([order[start : start + BLOCK] for start in range(0, len(order), BLOCK)])
-        block, frontier = next(blocks, None), Frontier([*self.choices, ONE_SET])
+        block, frontier = next(blocks, None), Frontier(self.choices)
         while True:
             cutoff = self.cutoff_s(self.limits.gap_fraction)
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
@@ -130,6 +133,50 @@ class Branch:
             chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
             where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
             self.rejections.add("no_schedule", int((~opened).sum()), f"no schedule runs {where}")
+
+    def try_uneven_chunks(self, frontier: Frontier) -> None:
+        """Try inner chunks of different lengths in the shapes that could gain by them.
+
+        First every shape is bounded for chunks of any length, whatever their memory. If that bound is near enough to
+        the best, uneven chunks cannot help. Else the most promising shapes are tried, with the layers levelled.
+        """
+        best = self.best
+        if best is None or not best.pricing.runtime.uneven_chunks or self._late():
+            return
+        blocks = frontier.all_nodes()
+        levels_s = [level_step_s(nodes, any_memory=True) for nodes in blocks]
+        self.any_chunks_bound_s = min([self.lower_bound_s, *(float(step_s.min(initial=np.inf)) for step_s in levels_s)])
+        for base in dict.fromkeys(("none", best.split.base)):
+            if self.any_chunks_bound_s >= self.cutoff_s(self.limits.gap_fraction):
+                return
+            ranked = [level_step_s(nodes, any_memory=False) for nodes in blocks] if base == "none" else levels_s
+            promising = [
+                (float(step_s[row]), number, row)
+                for number, step_s in enumerate(ranked)
+                for row in np.argsort(step_s, kind="stable")[:SHAPES].tolist()
+                if step_s[row] < self.cutoff_s(self.limits.gap_fraction)
+            ]
+            for _, number, row in sorted(promising)[:SHAPES]:
+                nodes = blocks[number]
+                shape, pricing = scalar(nodes.screen.shape, row), nodes.screen.pricing
+                if base != "none":
+                    pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
+                start = Candidate(pricing, pricing.table(shape), Split((), base), nodes.schedules[row])
+                candidate = improved(start.with_split(level_split(start)), best.step_s)
+                if candidate.fits:
+                    self._keep(candidate)
+                if self._late():
+                    return
+
+    def bound_of_chunks(self, step_s: float) -> tuple[bool, float]:
+        """Whether the proof is about chunks of any length, and its lower bound.
+
+        It is where that bound closes the gap, or where a best step below the bound of equal chunks leaves no other.
+        """
+        closes = self.any_chunks_bound_s >= step_s / (1 + self.limits.gap_fraction) * (1 - 1e-12)
+        if closes or step_s < self.lower_bound_s:
+            return True, self.any_chunks_bound_s
+        return False, self.lower_bound_s
 
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""

@@ -13,8 +13,8 @@ from planner.profile.least_squares import least_squares
 from planner.profile.stage_problem import steps_problem
 from planner.profile.tables import read_table
 from planner.shape import FloatArray
-from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
+from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import load_hardware
 from planner.trainers.load import load_runtime
 

@@ -16,7 +16,8 @@ from planner.profile.probe_calibration import chunk_costs
 from planner.profile.record import Machine, MeasuredRow, Record, sidecar
 from planner.profile.shapes_to_measure import CPU, GPU, QUICK, shapes_to_measure
 from planner.profile.tables import Table, read_table
-from planner.specs.cluster import ClusterSpec, LinkTier
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import LinkTier
 from planner.specs.registry import load_hardware
 from planner.specs.units import GIB
 
