@@ -17,7 +17,8 @@ import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
 
 class PlannerError(Exception):
@@ -66,13 +67,27 @@ class Unsupported(SpecError):
 
 
 class Infeasible(PlannerError):
-    """No layout is legal and fits; `rejections` counts why by reason."""
+    """No layout is legal and fits.
+
+    `rejections` counts shapes by the reason that excludes them, `nearest` is the layout that lacks least memory and
+    `remedy` the smallest change that makes something fit (its `options` are words of the command line); both as plain
+    data for JSON, None where nobody worked them out.
+    """
 
     exit_code = 3
 
-    def __init__(self, message: str, hint: str = "", rejections: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        rejections: dict[str, int] | None = None,
+        *,
+        nearest: Mapping[str, Any] | None = None,
+        remedy: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(message, hint)
         self.rejections = rejections or {}
+        self.nearest, self.remedy = nearest, remedy
 
 
 class SolverError(PlannerError):

@@ -1,0 +1,207 @@
+"""The smallest change of what was asked after which some layout fits: each is planned with before it is named.
+
+Pinned axes come first, those that cost least when they move before the others, then the headroom, then more GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import log
+from typing import Any
+
+from planner.answer import Plan, PricedLayout
+from planner.errors import Infeasible, SolverError, SpecError
+from planner.schedule.orders import SCHEDULES
+from planner.search.case import Case
+from planner.search.why.misses import NothingFits, nearest_miss
+from planner.search.why.refused import NothingLegal, listed, shapes_of
+from planner.trainers.load import RUNTIMES
+
+LONGEST_TRY_FRACTION = 0.25
+"""Of the time that is left: the most that one search may take."""
+VALUES_TRIED = 6
+"""Values that are tried in place of a pinned one."""
+DOUBLINGS = 8
+"""How often the number of nodes is doubled in search of enough."""
+DOES_NOT_FIT = "does_not_fit"
+_UNTRIED = "add GPUs, or free a pinned axis"
+_NONE = "use GPUs with more memory, a shorter sequence or a smaller model"
+_AXES = (
+    "recompute", "micro_batch_size", "pp", "tp", "cp", "ep", "etp", "dp", "vpp", "zero_stage", "shard_size", "schedule",
+)  # fmt: skip
+"""Pins in the order in which they are freed."""
+_LIFTED_BY_GPUS = (DOES_NOT_FIT, "more_ranks_than_gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change after which some layout fits."""
+
+    options: tuple[str, ...]
+    """Words of the command line; they take the place of what was given for the same option."""
+    says: str
+    case: Case
+    """The case with the change."""
+    replaced: str = ""
+    """The value that the option had; empty where it had none."""
+
+    @property
+    def as_data(self) -> dict[str, Any]:
+        """The options and the sentence as plain data."""
+        return {"options": list(self.options), "says": self.says}
+
+
+@dataclass(slots=True)
+class Trials:
+    """Short searches, as long as there is time: each ends with the first layout that fits."""
+
+    search: Callable[[Case], Plan]
+    left_s: Callable[[], float]
+    """Seconds left for all trials to come."""
+    cut_short: bool = False
+    """Whether some trial had no time, or too little, to say whether anything fits."""
+
+    def fitting(self, case: Case) -> PricedLayout | None:
+        """Some layout of the case that fits; None where none was found."""
+        left_s = self.left_s()
+        if left_s <= 0:
+            self.cut_short = True
+            return None
+        try:
+            return self.search(case.limited(top=1, time_limit_s=LONGEST_TRY_FRACTION * left_s, gap_fraction=1.0)).best
+        except SolverError:
+            self.cut_short = True
+        except (Infeasible, SpecError):
+            pass
+        return None
+
+
+def with_remedy(
+    error: Infeasible, case: Case, search: Callable[[Case], Plan], left_s: Callable[[], float]
+) -> Infeasible:
+    """The search's refusal with the nearest miss and a remedy; `left_s` says how long one may be looked for."""
+    trials = Trials(search, left_s)
+    if isinstance(error, NothingLegal):
+        remedy = first_remedy(case, error.reason, trials)
+        data = None if remedy is None else remedy.as_data
+        return Infeasible(error.message, error.hint, error.rejections, remedy=data)
+    if not isinstance(error, NothingFits):
+        return error
+    miss, remedy = nearest_miss(case), first_remedy(case, DOES_NOT_FIT, trials)
+    hint = _UNTRIED if trials.cut_short else _NONE
+    return Infeasible(
+        f"{error.where}{'' if miss is None else f': the nearest miss, {miss}'} ({listed(error.rejections)})",
+        hint if remedy is None else remedy.says,
+        error.rejections,
+        nearest=None if miss is None else miss.as_data,
+        remedy=None if remedy is None else remedy.as_data,
+    )
+
+
+def first_remedy(case: Case, reason: str, trials: Trials) -> Remedy | None:
+    """The smallest change that was found to help against `reason`."""
+    more_gpus = _more_gpus(case, trials) if reason in _LIFTED_BY_GPUS else ()
+    return next(chain(remedies(case, reason, trials), more_gpus), None)
+
+
+def remedies(case: Case, reason: str, trials: Trials) -> Iterator[Remedy]:
+    """Changes that help on the same GPUs, one at a time: a permission, another value of each pin, no headroom."""
+    if reason == "schedule_not_in_trainer":
+        yield from _other_trainers(case, trials)
+    if reason == "tp_across_nvlink_domains":
+        allowed = case.limited(tp_across_nodes=True)
+        if trials.fitting(allowed):
+            yield Remedy(("--tp-across-nodes",), "let tp leave the NVLink domain: add --tp-across-nodes", allowed)
+    for axis in _AXES:
+        if axis in case.pins:
+            yield from _other_value(case, axis, trials)
+    headroom_gib = case.limits.memory_headroom_gib
+    if headroom_gib:
+        without = case.limited(memory_headroom_gib=0.0)
+        if trials.fitting(without):
+            says = f"lower --memory-headroom from {headroom_gib:g} GiB to 0"
+            yield Remedy(("--memory-headroom", "0"), says, without, f"{headroom_gib:g}")
+
+
+def _other_trainers(case: Case, trials: Trials) -> Iterator[Remedy]:
+    for runtime in RUNTIMES.values():
+        changed = replace(case, runtime=runtime)
+        if set(case.limits.schedule or ()) <= set(runtime.schedules) and trials.fitting(changed):
+            yield Remedy(("--runtime", runtime.name), f"use --runtime {runtime.name}", changed)
+
+
+def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Remedy]:
+    """The value of a pinned axis nearest to the pinned ones with which something fits."""
+    free = trials.fitting(case.limited(**{axis: None}))
+    # schedules that are not tried unless they are named may hold less than those that are
+    if free is None and axis != "schedule":
+        return
+    values = _values(case, axis)[:VALUES_TRIED]
+    if free is not None and (value := getattr(free.parallelism, axis)) not in (*values, "none", *case.pins[axis]):
+        values.append(value)
+    option = f"--{axis.replace('_', '-')}"
+    for value in values:
+        changed = case.limited(**{axis: (value,)})
+        if trials.fitting(changed):
+            says = f"do not pin {option[2:]}: a layout fits with {option} {value}"
+            yield Remedy((option, str(value)), says, changed, ",".join(map(str, case.pins[axis])))
+            return
+
+
+def _values(case: Case, axis: str) -> list[Any]:
+    """Other values of a pinned axis, near to the pinned ones first: modes, schedules, or sizes of legal shapes."""
+    pinned = case.pins[axis]
+    others: set[int]
+    match axis:
+        case "recompute":
+            return [mode for mode in ("selective", "full", "none") if mode not in pinned]
+        case "schedule":
+            return [name for name in case.runtime.schedules if name not in pinned and name in SCHEDULES]
+        case "vpp":
+            others = set(range(1, case.model.num_hidden_layers + 1))
+        case _:
+            shapes, _ = shapes_of(case.limited(**{axis: None}))
+            others = set(getattr(shapes, axis).tolist())
+    return sorted(others - set(pinned), key=lambda v: (min(abs(log((v + 1) / (pin + 1))) for pin in pinned), v))
+
+
+def _more_gpus(case: Case, trials: Trials) -> Iterator[Remedy]:
+    """The least number of GPUs that is enough."""
+    cluster = case.cluster
+    enough = fewest_gpus(
+        cluster.num_gpus, cluster.node_size, lambda num_gpus: trials.fitting(case.on_gpus(num_gpus)) is not None
+    )
+    if enough is None:
+        return
+    num_nodes, rest = divmod(enough, cluster.node_size)
+    nodes = "" if rest or num_nodes == 1 else f", {num_nodes:,} nodes"
+    fewer = "; there was no time to try whether fewer are enough" if trials.cut_short else ""
+    yield Remedy(
+        ("--gpus", str(enough)), f"it fits on {enough} GPUs{nodes}{fewer}", case.on_gpus(enough), str(cluster.num_gpus)
+    )
+
+
+def fewest_gpus(num_gpus: int, node_size: int, enough: Callable[[int], bool]) -> int | None:
+    """The least number of GPUs above `num_gpus` that is enough: within one node any number, beyond it whole nodes.
+
+    More than enough are taken to be enough. None where even 2**DOUBLINGS times as many nodes are not.
+    """
+    if num_gpus < node_size and enough(node_size):
+        return _least(num_gpus, node_size, enough)
+    low = max(num_gpus // node_size, num_gpus < node_size)
+    high = low + 1
+    for _ in range(DOUBLINGS):
+        if enough(high * node_size):
+            return node_size * _least(low, high, lambda num_nodes: enough(num_nodes * node_size))
+        low, high = high, 2 * high
+    return None
+
+
+def _least(too_few: int, sufficient: int, enough: Callable[[int], bool]) -> int:
+    """The least number above `too_few` that is enough, where `sufficient` is."""
+    while sufficient - too_few > 1:
+        middle = (too_few + sufficient) // 2
+        too_few, sufficient = (too_few, middle) if enough(middle) else (middle, sufficient)
+    return sufficient
