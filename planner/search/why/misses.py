@@ -117,16 +117,17 @@ def modes_allowed(case: Case) -> tuple[Recompute, ...]:
 
 
 def _estimate_bytes(screen: Screen, modes: Sequence[Recompute]) -> FloatArray:
-    """About how much each shape lacks on its first rank: an equal share of the layers, and the embedding.
+    """About how much the first rank of each shape lacks for its share of the layers.
 
     It only orders shapes; nobody is told this number.
     """
     pp = np.asarray(screen.shape.pp)
     in_flight = np.minimum(np.asarray(screen.shape.num_microbatches), pp)[:, None].astype(float)
-    per_kind = np.min([layer_bytes(screen, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
+    layers_bytes = np.min([layer_bytes(screen, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
     counts = np.array(list(screen.pricing.kind_counts.values()))
-    embedding = screen.static_bytes(screen.table.embedding)
-    return np.asarray(counts @ per_kind / pp + embedding - screen.pricing.usable_bytes(screen.shape))
+    # the fullest rank has a whole number of layers
+    share = np.ceil(counts.sum() / pp) / counts.sum()
+    return np.asarray(counts @ layers_bytes * share - screen.pricing.usable_bytes(screen.shape))
 
 
 def _misses(case: Case, screen: Screen, rows: IntArray) -> Iterator[Miss]:
