@@ -9,12 +9,11 @@ import pulp
 import pytest
 from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.room import split_fits
-from planner.layout.seconds import step_s
+from planner.layout.candidate import Candidate
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.search.ilp.node import Node
-from planner.search.ilp.nodes import RecomputeChoice, node_of
+from planner.search.ilp.translate import RecomputeChoice, node_of
 from planner.search.search import plan
 from planner.specs.units import GIB
 
@@ -165,8 +164,8 @@ def test_with_real_transfers_it_lies_between_bound_and_replay(name: str) -> None
     assert joint.optimum_s <= answer.step.step_s * (1 + 1e-6)
     assert answer.step.step_s == pytest.approx(joint.optimum_s, rel=0.02)
     option, split = joint.chosen
-    assert split_fits(problem.pricing, option.table, split, option.schedule)
-    replayed = step_s(problem.pricing, option.table, split, option.schedule)
+    assert Candidate(problem.pricing, option.table, split, option.schedule).fits
+    replayed = Candidate(problem.pricing, option.table, split, option.schedule).step_s
     assert replayed >= answer.step.step_s * (1 - 1e-4)
 
 

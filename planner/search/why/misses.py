@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from planner.errors import Infeasible, SpecError
+from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of, selective_modules
 from planner.layout.given import given_layout
-from planner.layout.room import excess_bytes
 from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
@@ -51,39 +51,47 @@ class Miss:
 
     layout: Parallelism
     """The layout as `plan evaluate` is told; only the fields that have to be said are set."""
-    stage: int
-    """The stage that lacks most."""
-    shortfall_bytes: float
-    """Bytes that the stage needs beyond the GPU's memory less the headroom."""
+    candidate: Candidate
+    """The same layout with its prices."""
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """The layout as words of the command line."""
-        return tuple(word for field, value in self._fields.items() for word in _typed(field, value))
+    def shortfall_bytes(self) -> float:
+        """Bytes that the fullest stage needs beyond the GPU's memory, headroom kept free."""
+        return max(self.candidate.excess_bytes)
+
+    @property
+    def stage(self) -> int:
+        """The fullest stage."""
+        return self.candidate.excess_bytes.index(self.shortfall_bytes)
 
     @property
     def as_data(self) -> dict[str, Any]:
-        """The layout field by field, its options, and what it lacks."""
+        """The layout field by field, its words on the command line, the stage, and what that lacks."""
         return {
-            **self._fields,
-            "options": list(self.options),
+            **_fields(self.layout),
+            "options": options_of(self.layout),
             "stage": self.stage,
             "shortfall_gib": gib(self.shortfall_bytes),
         }
 
-    @property
-    def _fields(self) -> dict[str, Any]:
-        return self.layout.model_dump(mode="json", include=self.layout.model_fields_set)
-
     def __str__(self) -> str:
-        return f"{' '.join(self.options)}, lacks {gib(self.shortfall_bytes):,.1f} GiB on stage {self.stage}"
+        return f"{' '.join(options_of(self.layout))}, lacks {gib(self.shortfall_bytes):,.1f} GiB on stage {self.stage}"
 
 
-def _typed(field: str, value: Any) -> tuple[str, ...]:
-    option = field.replace("_", "-")
-    if isinstance(value, bool):
-        return (f"--{option}" if value else f"--no-{option}",)
-    return (f"--{option}", ",".join(value) if isinstance(value, list) else str(value))
+def options_of(layout: Parallelism) -> list[str]:
+    """A layout as words of the command line."""
+    words = []
+    for field, value in _fields(layout).items():
+        option = field.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", ",".join(value) if isinstance(value, list) else str(value)]
+    return words
+
+
+def _fields(layout: Parallelism) -> dict[str, Any]:
+    return layout.model_dump(mode="json", include=layout.model_fields_set)
 
 
 def nearest_miss(case: Case) -> Miss | None:
@@ -148,9 +156,9 @@ def _misses(case: Case, screen: Screen, rows: IntArray) -> Iterator[Miss]:
                     split = given_layout(pricing, layout).split
                 except SpecError:
                     continue
-                excess = excess_bytes(pricing, replace(table.take(position), shape=shape), split, schedule)
-                if max(excess) > 0:
-                    yield Miss(layout, excess.index(max(excess)), max(excess))
+                candidate = Candidate(pricing, replace(table.take(position), shape=shape), split, schedule)
+                if not candidate.fits:
+                    yield Miss(layout, candidate)
 
 
 def _fewest_chunks(case: Case, shape: Shape) -> Iterator[tuple[Shape, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,15 @@ from planner.cli import main
 from planner.errors import Infeasible
 from planner.layout.evaluate import evaluate, price_given
 from planner.search.case import Case
+from planner.search.enumerate import scalar
 from planner.search.priced_shapes import screen_of
 from planner.search.search import search
 from planner.search.why import misses
-from planner.search.why.misses import Miss, nearest_miss
+from planner.search.why.misses import layout_of, nearest_miss, options_of
 from planner.search.why.refused import shapes_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import Parallelism, Recompute, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import RUNTIMES, load_runtime
 
@@ -101,7 +103,7 @@ def test_the_options_can_be_typed(pins: str, capsys: pytest.CaptureFixture[str])
     training = TrainingSpec(seq_length=8192, global_batch_size=64)
     miss = nearest_miss(Case(case.model, case.cluster, training, case.runtime, limits))
     assert miss is not None
-    assert main(["evaluate", *job, *trainer, *miss.options, "--json"]) == 0
+    assert main(["evaluate", *job, *trainer, *options_of(miss.layout), "--json"]) == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
     total = max(stage["memory"]["total_bytes"] for stage in stages)
     assert miss.shortfall_bytes == total - case.cluster.hardware.memory_bytes
@@ -128,21 +130,33 @@ def test_shapes_left_out_are_shown_by_one_that_lacks_what_evaluating_it_says() -
     example = search(case).rejection_examples["does_not_fit"]
     options, lacks = example.split(", lacks ")
     words = options.split()
-    layout = Parallelism(**{k[2:].replace("-", "_"): v for k, v in zip(words[::2], words[1::2], strict=True)})
+    pairs = {option[2:].replace("-", "_"): value for option, value in zip(words[::2], words[1::2], strict=True)}
+    layout = Parallelism(**{field: int(value) if value.isdigit() else value for field, value in pairs.items()})
     shortfall_gib = evaluated_shortfall_bytes(case, layout) / GIB
     assert lacks.startswith(f"{shortfall_gib:,.1f} GiB")
     assert shortfall_gib > 0
 
 
 def test_a_miss_says_only_what_evaluate_would_not_take_by_itself() -> None:
-    layout = Parallelism(tp=2, pp=4, dp=1, micro_batch_size=1, sequence_parallel=False, recompute="selective",
-                         recompute_modules=("layernorm", "mlp"))  # fmt: skip
-    miss = Miss(layout, 3, 2.5 * GIB)
-    assert " ".join(miss.options) == (
-        "--tp 2 --pp 4 --dp 1 --micro-batch-size 1 --no-sequence-parallel --recompute selective "
-        "--recompute-modules layernorm,mlp"
-    )
-    assert str(miss).endswith("lacks 2.5 GiB on stage 3")
+    case = real_case("405b", 96)
+    shape = scalar(shapes_of(case)[0], 0)
+    told = {
+        (): "--tp 8 --pp 12 --dp 1 --micro-batch-size 1",
+        ("full",): "--recompute full",
+        ("selective",): "--recompute selective --recompute-modules mlp",
+        ("flat",): "--no-sequence-parallel",
+        ("zero",): "--zero-stage 2",
+        ("group",): "--zero-stage 3 --fsdp 4",
+    }
+    changes: dict[tuple[str, ...], dict[str, int]] = {
+        ("flat",): {"sequence_parallel": 0}, ("zero",): {"zero_stage": 2},
+        ("group",): {"dp": 8, "shard_size": 4, "zero_stage": 3},
+    }  # fmt: skip
+    shape = replace(shape, tp=8, cp=1, pp=12, dp=1, etp=8, micro_batch_size=1, sequence_parallel=1, shard_size=1)
+    for change, words in told.items():
+        mode: Recompute = "full" if "full" in change else "selective" if "selective" in change else "none"
+        layout = layout_of(case, replace(shape, **changes.get(change, {})), "1f1b", mode)
+        assert words in " ".join(options_of(layout))
 
 
 def test_a_search_that_finds_nothing_names_no_miss_before_it_is_asked() -> None:
