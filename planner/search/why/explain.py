@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from planner.answer import Plan
-from planner.errors import Infeasible
+from planner.errors import Infeasible, SolverError
 from planner.layout.evaluate import price_given, runtime_of
 from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
 from planner.search.case import Case
@@ -113,8 +113,11 @@ def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Change,
     """Every change that helps on the same GPUs, with the best layout that it allows."""
     changes = []
     for remedy in list(remedies(case, reason, trials)):
+        try:
+            chosen = aside(remedy.case)
+        except (Infeasible, SolverError):  # there was time for the trial, and not for this
+            continue
         instead = f" instead of {remedy.replaced}" if remedy.replaced else ""
-        chosen = aside(remedy.case)
         changes.append(
             Change(
                 change=f"{' '.join(remedy.options)}{instead}",

@@ -40,8 +40,9 @@ class NothingFits(Infeasible):
     """Some shapes are legal, and no layout of them fits."""
 
     def __init__(self, case: Case, rejections: dict[str, int]) -> None:
-        hardware = case.cluster.hardware
-        self.where = f"nothing fits in {hardware.memory_gib:g} GiB of {case.cluster.num_gpus} × {hardware.name}"
+        hardware, headroom_gib = case.cluster.hardware, case.limits.memory_headroom_gib
+        room = f"{hardware.memory_gib:g} GiB{f' less {headroom_gib:g} of headroom' if headroom_gib else ''}"
+        self.where = f"nothing fits in {room} of {case.cluster.num_gpus} × {hardware.name}"
         super().__init__(f"{self.where} ({listed(rejections)})", rejections=rejections)
 
 
@@ -95,15 +96,28 @@ def _fields(layout: Parallelism) -> dict[str, Any]:
 
 
 def nearest_miss(case: Case) -> Miss | None:
-    """The layout that lacks least memory among those of the most promising shapes; None where none can be priced.
+    """The layout that lacks least memory among those of the most promising shapes; None where none lacks any.
 
     Layers are cut as trainers cut them when they are told nothing, since that is what can be typed in a line.
     """
+    misses = (Miss(layout, candidate) for layout, candidate in _promising(case) if not candidate.fits)
+    return min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
+
+
+def fitting_candidate(case: Case) -> Candidate | None:
+    """Some layout of the most promising shapes that fits, by the exact memory; None does not mean that nothing fits."""
+    return next((candidate for _, candidate in _promising(case) if candidate.fits), None)
+
+
+def _promising(case: Case) -> Iterator[tuple[Parallelism, Candidate]]:
+    """The layouts of the shapes that probably need least memory."""
     shapes, _ = shapes_of(case)
+    if not len(shapes.tp):
+        return
     pricing = pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits)
     screen = screen_of(pricing, shapes)
-    promising = np.argsort(_estimate_bytes(screen, modes_allowed(case)), kind="stable")[:PROMISING]
-    return min(_misses(case, screen, promising), key=lambda miss: miss.shortfall_bytes, default=None)
+    rows = np.argsort(_estimate_bytes(screen, modes_allowed(case)), kind="stable")[:PROMISING]
+    yield from candidates_of(case, shapes.take(rows))
 
 
 def count_misfits(case: Case, screen: Screen, may_fit: Sequence[int] | IntArray, rejections: Rejections) -> None:
@@ -111,11 +125,12 @@ def count_misfits(case: Case, screen: Screen, may_fit: Sequence[int] | IntArray,
     misfits = np.setdiff1d(np.arange(len(screen.kernel)), may_fit)
     if not len(misfits):
         return
-    estimate = _estimate_bytes(screen.take(misfits), modes_allowed(case))
-    worst = misfits[np.argmax(estimate)]
-    misses = _misses(case, screen, np.array([worst]))
+    worst = misfits[[np.argmax(_estimate_bytes(screen.take(misfits), modes_allowed(case)))]]
+    misses = (Miss(layout, candidate) for layout, candidate in candidates_of(case, screen.shape.take(worst)))
     least = min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
-    rejections.add("does_not_fit", len(misfits), "no rank has the room" if least is None else str(least))
+    rejections.add(
+        "does_not_fit", len(misfits), "the ranks have no room for the layers" if least is None else str(least)
+    )
 
 
 def modes_allowed(case: Case) -> tuple[Recompute, ...]:
@@ -138,12 +153,11 @@ def _estimate_bytes(screen: Screen, modes: Sequence[Recompute]) -> FloatArray:
     return np.asarray(counts @ layers_bytes * share - screen.pricing.usable_bytes(screen.shape))
 
 
-def _misses(case: Case, screen: Screen, rows: IntArray) -> Iterator[Miss]:
-    """Layouts of some shapes that do not fit: every schedule with its fewest chunks, every way to recompute."""
-    shapes = screen.shape.take(rows)
+def candidates_of(case: Case, shapes: Shape) -> Iterator[tuple[Parallelism, Candidate]]:
+    """The layouts of some shapes: every schedule with its fewest chunks, every way to recompute."""
     tables: dict[RuntimeSpec, tuple[Pricing, CostTable]] = {}
-    for position in range(len(rows)):
-        for shape, schedule in _fewest_chunks(case, scalar(shapes, position)):
+    for row in range(len(shapes.tp)):
+        for shape, schedule in _fewest_chunks(case, scalar(shapes, row)):
             runtime = case.runtime.for_schedules(SCHEDULES[schedule].splits_backward)
             if runtime not in tables:
                 modules = selective_modules(case.model, case.runtime)
@@ -153,12 +167,11 @@ def _misses(case: Case, screen: Screen, rows: IntArray) -> Iterator[Miss]:
             for mode in modes_allowed(case):
                 layout = layout_of(case, shape, schedule, mode)
                 try:
-                    split = given_layout(pricing, layout).split
+                    given = given_layout(pricing, layout)
                 except SpecError:
                     continue
-                candidate = Candidate(pricing, replace(table.take(position), shape=shape), split, schedule)
-                if not candidate.fits:
-                    yield Miss(layout, candidate)
+                if not given.warnings:
+                    yield layout, Candidate(pricing, replace(table.take(row), shape=shape), given.split, schedule)
 
 
 def _fewest_chunks(case: Case, shape: Shape) -> Iterator[tuple[Shape, str]]:

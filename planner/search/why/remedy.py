@@ -11,11 +11,11 @@ from itertools import chain
 from math import log
 from typing import Any
 
-from planner.answer import Plan, PricedLayout
+from planner.answer import Plan
 from planner.errors import Infeasible, SolverError, SpecError
 from planner.schedule.orders import SCHEDULES
 from planner.search.case import Case
-from planner.search.why.misses import NothingFits, nearest_miss
+from planner.search.why.misses import NothingFits, fitting_candidate, nearest_miss
 from planner.search.why.refused import NothingLegal, listed, shapes_of
 from planner.trainers.load import RUNTIMES
 
@@ -28,9 +28,8 @@ DOUBLINGS = 8
 DOES_NOT_FIT = "does_not_fit"
 _UNTRIED = "add GPUs, or free a pinned axis"
 _NONE = "use GPUs with more memory, a shorter sequence or a smaller model"
-_AXES = (
-    "recompute", "micro_batch_size", "pp", "tp", "cp", "ep", "etp", "dp", "vpp", "zero_stage", "shard_size", "schedule",
-)  # fmt: skip
+_SIZES = ("micro_batch_size", "pp", "tp", "cp", "ep", "etp", "dp", "vpp", "zero_stage", "shard_size")
+_AXES = ("recompute", *_SIZES, "schedule")
 """Pins in the order in which they are freed."""
 _LIFTED_BY_GPUS = (DOES_NOT_FIT, "more_ranks_than_gpus")
 
@@ -55,7 +54,11 @@ class Remedy:
 
 @dataclass(slots=True)
 class Trials:
-    """Short searches, as long as there is time: each ends with the first layout that fits."""
+    """Answers to whether anything fits, as long as there is time.
+
+    A layout that fits by its exact memory is enough; where the most promising ones do not, a short search decides,
+    which ends with the first layout that fits.
+    """
 
     search: Callable[[Case], Plan]
     left_s: Callable[[], float]
@@ -63,14 +66,21 @@ class Trials:
     cut_short: bool = False
     """Whether some trial had no time, or too little, to say whether anything fits."""
 
-    def fitting(self, case: Case) -> PricedLayout | None:
-        """Some layout of the case that fits; None where none was found."""
-        left_s = self.left_s()
-        if left_s <= 0:
+    def fitting(self, case: Case) -> dict[str, Any] | None:
+        """The axes of some layout of the case that fits; None where none was found."""
+        if self.left_s() <= 0:
             self.cut_short = True
             return None
         try:
-            return self.search(case.limited(top=1, time_limit_s=LONGEST_TRY_FRACTION * left_s, gap_fraction=1.0)).best
+            candidate = fitting_candidate(case)
+            if candidate is not None:
+                split, shape = candidate.split, candidate.shape
+                recompute = "full" if any(map(any, split.recomputed)) else split.base
+                sizes = {axis: int(getattr(shape, axis)) for axis in _SIZES}
+                return {**sizes, "recompute": recompute, "schedule": candidate.schedule}
+            time_limit_s = LONGEST_TRY_FRACTION * self.left_s()
+            best = self.search(case.limited(top=1, time_limit_s=time_limit_s, gap_fraction=1.0)).best
+            return {axis: getattr(best.parallelism, axis) for axis in (*_SIZES, "recompute", "schedule")}
         except SolverError:
             self.cut_short = True
         except (Infeasible, SpecError):
@@ -85,8 +95,10 @@ def with_remedy(
     trials = Trials(search, left_s)
     if isinstance(error, NothingLegal):
         remedy = first_remedy(case, error.reason, trials)
-        data = None if remedy is None else remedy.as_data
-        return Infeasible(error.message, error.hint, error.rejections, remedy=data)
+        if remedy is None:
+            return error
+        hint = f"{error.hint}; {' '.join(remedy.options)} works"
+        return Infeasible(error.message, hint, error.rejections, remedy=remedy.as_data)
     if not isinstance(error, NothingFits):
         return error
     miss, remedy = nearest_miss(case), first_remedy(case, DOES_NOT_FIT, trials)
@@ -108,12 +120,9 @@ def first_remedy(case: Case, reason: str, trials: Trials) -> Remedy | None:
 
 def remedies(case: Case, reason: str, trials: Trials) -> Iterator[Remedy]:
     """Changes that help on the same GPUs, one at a time: a permission, another value of each pin, no headroom."""
-    if reason == "schedule_not_in_trainer":
-        yield from _other_trainers(case, trials)
-    if reason == "tp_across_nvlink_domains":
-        allowed = case.limited(tp_across_nodes=True)
-        if trials.fitting(allowed):
-            yield Remedy(("--tp-across-nodes",), "let tp leave the NVLink domain: add --tp-across-nodes", allowed)
+    for permission in _permissions(case, reason):
+        if trials.fitting(permission.case):
+            yield permission
     for axis in _AXES:
         if axis in case.pins:
             yield from _other_value(case, axis, trials)
@@ -125,11 +134,16 @@ def remedies(case: Case, reason: str, trials: Trials) -> Iterator[Remedy]:
             yield Remedy(("--memory-headroom", "0"), says, without, f"{headroom_gib:g}")
 
 
-def _other_trainers(case: Case, trials: Trials) -> Iterator[Remedy]:
-    for runtime in RUNTIMES.values():
-        changed = replace(case, runtime=runtime)
-        if set(case.limits.schedule or ()) <= set(runtime.schedules) and trials.fitting(changed):
-            yield Remedy(("--runtime", runtime.name), f"use --runtime {runtime.name}", changed)
+def _permissions(case: Case, reason: str) -> Iterator[Remedy]:
+    """Changes that lift one rule by name, not tried yet."""
+    if reason == "tp_across_nvlink_domains":
+        allowed = case.limited(tp_across_nodes=True)
+        yield Remedy(("--tp-across-nodes",), "let tp leave the NVLink domain: add --tp-across-nodes", allowed)
+    if reason == "schedule_not_in_trainer":
+        for runtime in RUNTIMES.values():
+            if set(case.limits.schedule or ()) <= set(runtime.schedules):
+                changed = replace(case, runtime=runtime)
+                yield Remedy(("--runtime", runtime.name), f"use --runtime {runtime.name}", changed)
 
 
 def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Remedy]:
@@ -139,7 +153,7 @@ def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Remedy]:
     if free is None and axis != "schedule":
         return
     values = _values(case, axis)[:VALUES_TRIED]
-    if free is not None and (value := getattr(free.parallelism, axis)) not in (*values, "none", *case.pins[axis]):
+    if free is not None and (value := free[axis]) not in (*values, "none", *case.pins[axis]):
         values.append(value)
     option = f"--{axis.replace('_', '-')}"
     for value in values:

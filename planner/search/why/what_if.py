@@ -23,7 +23,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.units import GIB
 
 TIME_LIMIT_S = 10.0
-"""Of each search beside the two that were asked for."""
+"""The most that a search may take beside the two that were asked for."""
 WORTH_PROCESSES_S = 3.0
 """Searches that take less, all together, are run one after another: a process needs half a second to start."""
 MEMORY, ROOM = 0.05, 0.1
@@ -49,8 +49,9 @@ class Outcome:
     """What is chosen under a change, beside what the choice of now would then take."""
 
     chosen: PricedLayout | None
-    """None where nothing fits any more."""
+    """The best layout then; None where nothing fits any more."""
     kept_s: float
+    """Seconds of a step that the choice of now takes then."""
     kept_fits: bool
 
     def moves(self, kept: PricedLayout, gap_fraction: float) -> bool:

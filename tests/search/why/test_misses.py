@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
@@ -17,10 +16,8 @@ from planner.errors import Infeasible
 from planner.layout.evaluate import evaluate, price_given
 from planner.search.case import Case
 from planner.search.enumerate import scalar
-from planner.search.priced_shapes import screen_of
 from planner.search.search import search
-from planner.search.why import misses
-from planner.search.why.misses import layout_of, nearest_miss, options_of
+from planner.search.why.misses import candidates_of, fitting_candidate, layout_of, nearest_miss, options_of
 from planner.search.why.refused import shapes_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
@@ -77,6 +74,19 @@ def test_a_miss_lacks_what_evaluating_it_says(seed: int) -> None:
     assert miss.stage == stage.stage
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_where_a_candidate_fits_the_search_finds_a_layout(seed: int) -> None:
+    rng = random.Random(seed)
+    case = random_case(seed)
+    hardware = case.cluster.hardware.model_copy(update={"memory_gib": rng.uniform(1.0, 3.0)})
+    case = replace(case.limited(top=1, time_limit_s=600.0), cluster=toy_cluster(case.cluster.num_gpus))
+    case = replace(case, cluster=case.cluster.model_copy(update={"hardware": hardware}))
+    candidate = fitting_candidate(case)
+    if candidate is not None:
+        assert candidate.fits
+        assert search(case).best.fits
+
+
 @pytest.mark.parametrize(
     ("model", "num_gpus", "memory_gib", "shortfall_gib"), [("405b", 96, None, 3.0), ("1b", 1, 24.0, 1.6)]
 )
@@ -120,9 +130,8 @@ def test_no_shape_misses_by_less(seed: int) -> None:
     case = case_of(problem)
     miss = nearest_miss(case)
     assert miss is not None
-    screen = screen_of(problem.pricing, shapes_of(case)[0])
-    everything = misses._misses(case, screen, np.arange(len(screen.kernel)))
-    assert miss.shortfall_bytes <= min(other.shortfall_bytes for other in everything) * 1.02
+    everything = candidates_of(case, shapes_of(case)[0])
+    assert miss.shortfall_bytes <= min(max(candidate.excess_bytes) for _, candidate in everything) * 1.02
 
 
 def test_shapes_left_out_are_shown_by_one_that_lacks_what_evaluating_it_says() -> None:
