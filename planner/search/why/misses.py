@@ -22,15 +22,15 @@ from planner.schedule.orders import SCHEDULES
 from planner.search.bounds.memory import layer_bytes
 from planner.search.case import Case
 from planner.search.enumerate import IntArray, Rejections, scalar
-from planner.search.priced_shapes import Screen, screen_of
-from planner.search.schedules import schedule_options
+from planner.search.priced_shapes import Screen, fits, screen_of
+from planner.search.schedules import schedule_options, schedules_tried
 from planner.search.why.refused import listed, shapes_of
 from planner.shape import FloatArray, Shape
 from planner.specs.training import Parallelism, Recompute
 from planner.specs.units import gib
 from planner.trainers.spec import RuntimeSpec
 
-PROMISING = 24
+PROMISING = 12
 """Shapes whose exact memory is looked at."""
 MODES: tuple[Recompute, ...] = ("full", "selective", "none")
 """Ways to recompute, mostly the least memory first."""
@@ -106,18 +106,21 @@ def nearest_miss(case: Case) -> Miss | None:
 
 def fitting_candidate(case: Case) -> Candidate | None:
     """Some layout of the most promising shapes that fits, by the exact memory; None does not mean that nothing fits."""
-    return next((candidate for _, candidate in _promising(case) if candidate.fits), None)
+    candidates = (candidate for _, candidate in _promising(case, may_fit=True))
+    return next((candidate for candidate in candidates if candidate.fits), None)
 
 
-def _promising(case: Case) -> Iterator[tuple[Parallelism, Candidate]]:
-    """The layouts of the shapes that probably need least memory."""
+def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism, Candidate]]:
+    """The layouts of the shapes that probably need least memory; `may_fit`: of those alone that pass the screen."""
     shapes, _ = shapes_of(case)
     if not len(shapes.tp):
         return
     pricing = pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits)
     screen = screen_of(pricing, shapes)
+    if may_fit:
+        screen = screen.take(np.flatnonzero(fits(screen, schedules_tried(case.limits, case.runtime))))
     rows = np.argsort(_estimate_bytes(screen, modes_allowed(case)), kind="stable")[:PROMISING]
-    yield from candidates_of(case, shapes.take(rows))
+    yield from candidates_of(case, screen.shape.take(rows))
 
 
 def count_misfits(case: Case, screen: Screen, may_fit: Sequence[int] | IntArray, rejections: Rejections) -> None:

@@ -15,6 +15,7 @@ from planner.answer import Plan
 from planner.errors import Infeasible, SolverError, SpecError
 from planner.schedule.orders import SCHEDULES
 from planner.search.case import Case
+from planner.search.schedules import DEFAULT_SCHEDULES
 from planner.search.why.misses import NothingFits, fitting_candidate, nearest_miss
 from planner.search.why.refused import NothingLegal, listed, shapes_of
 from planner.trainers.load import RUNTIMES
@@ -149,12 +150,11 @@ def _permissions(case: Case, reason: str) -> Iterator[Remedy]:
 def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Remedy]:
     """The value of a pinned axis nearest to the pinned ones with which something fits."""
     free = trials.fitting(case.limited(**{axis: None}))
-    # schedules that are not tried unless they are named may hold less than those that are
-    if free is None and axis != "schedule":
+    if free is None:
         return
     values = _values(case, axis)[:VALUES_TRIED]
-    if free is not None and (value := free[axis]) not in (*values, "none", *case.pins[axis]):
-        values.append(value)
+    if free[axis] not in (*values, *case.pins[axis]):
+        values.append(free[axis])
     option = f"--{axis.replace('_', '-')}"
     for value in values:
         changed = case.limited(**{axis: (value,)})
@@ -172,7 +172,8 @@ def _values(case: Case, axis: str) -> list[Any]:
         case "recompute":
             return [mode for mode in ("selective", "full", "none") if mode not in pinned]
         case "schedule":
-            return [name for name in case.runtime.schedules if name not in pinned and name in SCHEDULES]
+            known = [name for name in (*DEFAULT_SCHEDULES, *case.runtime.schedules) if name in case.runtime.schedules]
+            return [name for name in dict.fromkeys(known) if name in SCHEDULES and name not in (*pinned, "none")]
         case "vpp":
             others = set(range(1, case.model.num_hidden_layers + 1))
         case _:
