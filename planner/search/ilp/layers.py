@@ -54,15 +54,17 @@ class Chunks(NamedTuple):
     """How many layers fewer the last virtual stage holds."""
 
 
-class Held(NamedTuple):
-    """Layers that the ranks hold, as `_add_runs` and `_add_recurring` write them."""
+class LayerSums(NamedTuple):
+    """Layers that the ranks hold, as sums of the variables of `_add_runs` or `_add_recurring`."""
 
     first_row: list[Expression]
     """Layers of each rank's first virtual stage."""
     totals: list[Expression]
     """Layers of each rank."""
     by_kind: list[dict[LayerKind, Expression]]
-    """Layers of each rank by kind: sums, which `add_layers` gives a variable each."""
+    """Layers of each rank by kind; `add_layers` gives each sum a variable."""
+    in_flight: list[dict[LayerKind, Expression]]
+    """The same, each layer as often as there are micro-batches of its chunk in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class LayersOnRanks:
     """Layers of each rank."""
     by_kind: list[dict[LayerKind, Expression]]
     """Layers of each rank by kind; each is a variable, since it enters many rows."""
+    in_flight: list[dict[LayerKind, Expression]]
+    """Layers of each rank by kind, each as often as there are micro-batches of its chunk in flight."""
     chunks: Chunks
 
     def counts(self, node: Node) -> tuple[int, ...]:
@@ -91,20 +95,20 @@ def add_layers(program: Formulation, node: Node) -> LayersOnRanks:
     """Add rows 1 to 3."""
     chunks = _add_chunks(program, node) if node.vpp > 1 else Chunks(constant(0), constant(0), constant(0))
     pattern = recurring(node.runs)
-    held = _add_recurring(program, node, pattern, chunks) if pattern else _add_runs(program, node, chunks)
+    sums = _add_recurring(program, node, pattern, chunks) if pattern else _add_runs(program, node, chunks)
     by_kind = [
         {
             kind: program.named("layers", f"layers_{rank}_{number}", f"{kind} layers on rank {rank}", expression)
             for number, (kind, expression) in enumerate(kinds.items())
         }
-        for rank, kinds in enumerate(held.by_kind)
+        for rank, kinds in enumerate(sums.by_kind)
     ]
     if node.vpp == 1:
-        for rank, total in enumerate(held.totals):
+        for rank, total in enumerate(sums.totals):
             may_be_empty = node.empty_ends and rank in (0, node.pp - 1) and node.pp > 1
             program.add_row("chunks", f"held_{rank}", total >= (0 if may_be_empty else 1))
     last_row = [chunks.length] * (node.pp - 1) + [chunks.length - chunks.missing_last]
-    return LayersOnRanks(held.first_row, last_row, held.totals, by_kind, chunks)
+    return LayersOnRanks(sums.first_row, last_row, sums.totals, by_kind, sums.in_flight, chunks)
 
 
 def _add_chunks(program: Formulation, node: Node) -> Chunks:
@@ -114,13 +118,13 @@ def _add_chunks(program: Formulation, node: Node) -> Chunks:
     missing = []
     for end in ("first", "last"):
         meaning = f"layers that the {end} virtual stage holds fewer than a chunk"
-        missing.append(program.variable(f"missing_{end}", meaning, most, integer=True))
-    for end, lacking in zip(("first", "last"), missing, strict=True):
-        program.add_row("chunks", f"held_missing_{end}", lacking <= chunk - (0 if node.empty_ends else 1))
+        missing_at_end = program.variable(f"missing_{end}", meaning, most, integer=True)
+        program.add_row("chunks", f"held_missing_{end}", missing_at_end <= chunk - (0 if node.empty_ends else 1))
+        missing.append(missing_at_end)
     return Chunks(chunk, *missing)
 
 
-def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks: Chunks) -> Held:
+def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks: Chunks) -> LayerSums:
     """Rows 1 and 2 of layers that repeat: where each virtual stage ends, and how many of each kind lie before that.
 
     `ends[j]` layers lie on the virtual stages 0 … j, `before[j]` of them are of one kind; the layers of the commonest
@@ -131,7 +135,7 @@ def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks:
         if node.vpp > 1:
             ends.append((stage + 1) * chunks.length - chunks.missing_first)
         else:
-            meaning = f"layers on the stages 0 … {stage}"
+            meaning = f"layers on the virtual stages 0 … {stage}"
             ends.append(program.variable(f"filled_{stage}", meaning, node.num_layers, integer=True))
     if node.vpp > 1:
         missing = add_up((chunks.missing_first, chunks.missing_last))
@@ -140,33 +144,51 @@ def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks:
     lengths = [_difference(ends, stage) for stage in range(node.num_stages)]
     stages_of = [[j for j, rank in enumerate(node.placement) if rank == r] for r in range(node.pp)]
     totals = [add_up(lengths[stage] for stage in stages) for stages in stages_of]
+    weights = [node.in_flight_of(rank) for rank in range(node.pp)]
+    kept = [_weighted(weights[rank], [lengths[stage] for stage in stages]) for rank, stages in enumerate(stages_of)]
     counted: list[dict[LayerKind, Expression]] = [{} for _ in stages_of]
+    counted_in_flight: list[dict[LayerKind, Expression]] = [{} for _ in stages_of]
     for kind, places in pattern.places.items():
         before = [_add_places(program, node, pattern.period, places, stage, end) for stage, end in enumerate(ends[:-1])]
         before.append(constant(sum(length for run_kind, length in node.runs if run_kind == kind)))
         for rank, stages in enumerate(stages_of):
-            counted[rank][kind] = add_up(_difference(before, stage) for stage in stages)
+            of_kind = [_difference(before, stage) for stage in stages]
+            counted[rank][kind] = add_up(of_kind)
+            counted_in_flight[rank][kind] = _weighted(weights[rank], of_kind)
+    by_kind = _with_commonest(node, counted, totals)
+    return LayerSums(lengths[: node.pp], totals, by_kind, _with_commonest(node, counted_in_flight, kept))
+
+
+def _with_commonest(
+    node: Node, counted: Sequence[dict[LayerKind, Expression]], totals: Sequence[Expression]
+) -> list[dict[LayerKind, Expression]]:
+    """Sums by kind of each rank; the commonest kind, which is not counted, has the rest of the total."""
     left = [total - add_up(kinds.values()) for kinds, total in zip(counted, totals, strict=True)]
-    by_kind = [{kind: counted[rank].get(kind, left[rank]) for kind in node.kinds} for rank in range(node.pp)]
-    return Held(lengths[: node.pp], totals, by_kind)
+    return [{kind: counted[rank].get(kind, left[rank]) for kind in node.kinds} for rank in range(node.pp)]
+
+
+def _weighted(weights: Sequence[float], numbers: Sequence[Expression]) -> Expression:
+    return add_up(weight * number for weight, number in zip(weights, numbers, strict=True))
 
 
 def _add_places(
     program: Formulation, node: Node, period: int, places: Sequence[int], stage: int, end: Expression
 ) -> Expression:
-    """Layers at `places` of the pattern among the first `end` layers, which are those on the virtual stages 0 … j."""
-    names = [f"recurring_{stage}_{place}" for place in places]
+    """Layers at `places` of the pattern among the first `end` layers, those on the virtual stages 0 … `stage`."""
     counts = []
-    for name, place in zip(names, places, strict=True):
-        meaning = f"layers at place {place} of the pattern on the virtual stages 0 … {stage}"
-        counts.append(program.variable(name, meaning, node.num_layers, integer=True))
-    for name, place, number in zip(names, places, counts, strict=True):
+    for place in places:
+        name, meaning = (
+            f"recurring_{stage}_{place}",
+            f"layers at place {place} of the pattern on the stages 0 … {stage}",
+        )
+        number = program.variable(name, meaning, node.num_layers, integer=True)
         program.add_row("order", f"{name}_most", period * number <= end + period - 1 - place)
         program.add_row("order", f"{name}_least", period * number >= end - place)
+        counts.append(number)
     return add_up(counts)
 
 
-def _add_runs(program: Formulation, node: Node, chunks: Chunks) -> Held:
+def _add_runs(program: Formulation, node: Node, chunks: Chunks) -> LayerSums:
     """Rows 1 and 2 of runs of equal layers: each rank's first chunk; where stages interleave, also its later ones."""
     lengths = [length for _, length in node.runs]
     filled = _add_filled(program, node, lengths)
@@ -182,14 +204,24 @@ def _add_runs(program: Formulation, node: Node, chunks: Chunks) -> Held:
         later = _add_later_chunks(program, node, chunks, first_row)
         program.add_row("layers", "layers", equal(add_up(later) + filled[-1][-1], lengths[-1]))
     totals = [row + rest for row, rest in zip(first_row, later, strict=True)]
-    by_kind = []
-    for numbers, rest in zip(first, later, strict=True):
-        parts: dict[LayerKind, list[Expression]] = {kind: [] for kind in node.kinds}
-        for (kind, _), number in zip(node.runs, numbers, strict=True):
-            parts[kind].append(number)
-        parts[node.runs[-1][0]].append(rest)
-        by_kind.append({kind: add_up(numbers) for kind, numbers in parts.items()})
-    return Held(first_row, totals, by_kind)
+    by_kind, in_flight = [], []
+    for rank, (numbers, rest) in enumerate(zip(first, later, strict=True)):
+        by_kind.append(_of_runs(node, numbers, rest))
+        first_weight, *weights = node.in_flight_of(rank)
+        rest_in_flight = sum(weights) * chunks.length
+        if weights and rank == node.placement[-1]:
+            rest_in_flight = rest_in_flight - weights[-1] * chunks.missing_last
+        in_flight.append(_of_runs(node, [first_weight * number for number in numbers], rest_in_flight))
+    return LayerSums(first_row, totals, by_kind, in_flight)
+
+
+def _of_runs(node: Node, numbers: Sequence[Expression], rest: Expression) -> dict[LayerKind, Expression]:
+    """Layers by kind, where `numbers` are of each run on the first chunk, and `rest` of the last run on later ones."""
+    parts: dict[LayerKind, list[Expression]] = {kind: [] for kind in node.kinds}
+    for (kind, _), number in zip(node.runs, numbers, strict=True):
+        parts[kind].append(number)
+    parts[node.runs[-1][0]].append(rest)
+    return {kind: add_up(numbers) for kind, numbers in parts.items()}
 
 
 def _add_filled(program: Formulation, node: Node, lengths: Sequence[int]) -> list[list[Expression]]:

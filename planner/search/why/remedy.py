@@ -96,10 +96,9 @@ def with_remedy(
     trials = Trials(search, left_s)
     if isinstance(error, NothingLegal):
         remedy = first_remedy(case, error.reason, trials)
-        if remedy is None:
-            return error
-        hint = f"{error.hint}; {' '.join(remedy.options)} works"
-        return Infeasible(error.message, hint, error.rejections, remedy=remedy.as_data)
+        works = "" if remedy is None else f"; {' '.join(remedy.options)} works"
+        data = None if remedy is None else remedy.as_data
+        return Infeasible(error.message, f"{error.hint}{works}", error.rejections, remedy=data)
     if not isinstance(error, NothingFits):
         return error
     miss, remedy = nearest_miss(case), first_remedy(case, DOES_NOT_FIT, trials)
@@ -153,7 +152,7 @@ def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Remedy]:
     if free is None:
         return
     values = _values(case, axis)[:VALUES_TRIED]
-    if free[axis] not in (*values, *case.pins[axis]):
+    if free[axis] not in (*values, *case.pins[axis], "none"):
         values.append(free[axis])
     option = f"--{axis.replace('_', '-')}"
     for value in values:
