@@ -1,5 +1,6 @@
-"""The smallest change of what was asked after which some layout fits: each is planned with before it is named.
+"""The smallest change of what was asked after which some layout fits.
 
+A change is named only after a layout was found with it: one that fits by its exact memory, or a short search's answer.
 Pinned axes come first, those that cost least when they move before the others, then the headroom, then more GPUs.
 """
 
@@ -21,9 +22,9 @@ from planner.search.why.refused import NothingLegal, listed, shapes_of
 from planner.trainers.load import RUNTIMES
 
 LONGEST_TRY_FRACTION = 0.25
-"""Of the time that is left: the most that one search may take."""
+"""The most that one search may take of the time that is left."""
 VALUES_TRIED = 6
-"""Values that are tried in place of a pinned one."""
+"""How many other values are tried in place of those that an axis is pinned to."""
 DOUBLINGS = 8
 """How often the number of nodes is doubled in search of enough."""
 DOES_NOT_FIT = "does_not_fit"

@@ -105,7 +105,7 @@ def test_within_a_node_any_number_of_gpus_is_named_and_beyond_it_whole_nodes(num
 
 
 def counted(enough_gpus: int, num_tries: int) -> tuple[Trials, list[Case]]:
-    """Trials that have time for so many searches, of which those on enough GPUs find a layout; nothing fits by itself."""
+    """Trials that have time for so many searches, of which those on enough GPUs find a layout."""
     tried: list[Case] = []
     answer = solved(toy_problem(top=1))
 
