@@ -113,7 +113,7 @@ def fitting_candidate(case: Case) -> Candidate | None:
 def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism, Candidate]]:
     """The layouts of the shapes that probably need least memory; `may_fit`: of those alone that pass the screen."""
     shapes, _ = shapes_of(case)
-    if not len(shapes.tp):
+    if not len(shapes.tp) or not modes_allowed(case):
         return
     pricing = pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits)
     screen = screen_of(pricing, shapes)
