@@ -7,7 +7,6 @@ from the busiest rank as long as the replay gets faster. Nothing is answered tha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -18,6 +17,7 @@ from planner.layout.assemble import run_cost
 from planner.layout.candidate import Candidate
 from planner.layout.replan import layout_again, reprice
 from planner.layout.split import Split
+from planner.search.deadline import Deadline
 from planner.search.ilp.node import Whole
 from planner.search.ilp.program import solve
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of
@@ -55,7 +55,7 @@ def rebalance(plan: Plan, rank_factors: Sequence[float], time_limit_s: float = 1
         listed = ", ".join(f"{factor:g}" for factor in rank_factors)
         raise SpecError(f"rank_factors: {listed}: not {pp} factors above 0, at most {MAX_FACTOR:g}", "one a stage")
     slow = replace(reprice(plan, plan.best), rank_factors=tuple(rank_factors))
-    balanced = _Rebalancing(plan, slow, time.monotonic() + time_limit_s).fastest()
+    balanced = _Rebalancing(plan, slow, Deadline(time_limit_s)).fastest()
     before, after = layout_again(plan, slow), layout_again(plan, balanced)
     if after.step.step_s >= before.step.step_s:
         after = before
@@ -70,7 +70,7 @@ class _Rebalancing:
     plan: Plan
     start: Candidate
     """The plan's layout with its ranks as slow as they are."""
-    deadline_s: float
+    deadline: Deadline
 
     def fastest(self) -> Candidate:
         """The fastest split that was found; the old one where none is faster."""
@@ -91,7 +91,7 @@ class _Rebalancing:
                 start.pricing, start.table, choice, start.schedule, short_bytes, rank_factors=start.rank_factors
             )
             try:
-                solution = solve(node, self.deadline_s - time.monotonic())
+                solution = solve(node, self.deadline.left_s)
             except SolverError:  # out of time: single layers may still move
                 return None
             if solution is None:
@@ -106,7 +106,7 @@ class _Rebalancing:
     def _improved(self, candidate: Candidate) -> Candidate | None:
         """The first move of a layer off the busiest rank that makes the step shorter."""
         for split in self._moves(candidate):
-            if time.monotonic() > self.deadline_s:
+            if self.deadline.passed:
                 return None
             moved = candidate.with_split(split)
             if _fitting_step_s(moved) < _fitting_step_s(candidate) * (1 - LEAST_GAIN):

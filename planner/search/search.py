@@ -19,6 +19,7 @@ from planner.physics.layers import ModelTotals, model_totals
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import Branch, key_of
 from planner.search.case import Case
+from planner.search.deadline import Deadline
 from planner.search.enumerate import enumerate_shapes
 from planner.search.frontier import ANY_SET, ONE_SET
 from planner.search.ilp.translate import RecomputeChoice
@@ -47,16 +48,17 @@ def plan(
     allows to look for one, and SpecError when the inputs contradict each other.
     """
     case = Case(model, cluster, training, runtime_of(runtime), limits or SearchLimits())
-    deadline_s = time.monotonic() + case.limits.time_limit_s
+    deadline = Deadline(case.limits.time_limit_s)
     try:
         return search(case)
     except Infeasible as error:
-        raise with_remedy(error, case, search, lambda: deadline_s - time.monotonic()) from None
+        raise with_remedy(error, case, search, deadline) from None
 
 
 def search(case: Case) -> Plan:
     """The plan of one case; NothingLegal or NothingFits where there is none."""
     started = time.monotonic()
+    deadline = Deadline(case.limits.time_limit_s)
     model, cluster, training, runtime, limits = case.model, case.cluster, case.training, case.runtime, case.limits
     check_expressible(limits, runtime)
     pricings = [
@@ -66,15 +68,17 @@ def search(case: Case) -> Plan:
     shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
     if not len(np.atleast_1d(shapes.tp)):
         raise NothingLegal(rejections)
+    deadline.check("enumerating shapes")
     choices = recompute_choices(model, runtime, limits)
     with_sets = any(choice.base == "selective" for choice in choices)
     screens = [(screen_of(pricing, shapes, with_sets), tried) for pricing, tried in pricings]
     if screens[0][0].module_sets is not None:
         choices = tuple(ANY_SET if choice == ONE_SET else choice for choice in choices)
+    deadline.check("pricing shapes")
     may_fit = [fits(screen, schedules_tried(tried, screen.pricing.runtime)) for screen, tried in screens]
     screen, fitting = screens[0][0], np.flatnonzero(np.any(may_fit, axis=0))
     count_misfits(case, screen, fitting, rejections)
-    branch = Branch(limits, choices, started + limits.time_limit_s, rejections)
+    branch = Branch(limits, choices, deadline, rejections)
     frontier = branch.run([(screen.take(fitting), tried) for screen, tried in screens])
     branch.run_alternatives(frontier)
     best = branch.best

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from planner.answer import Plan
@@ -10,6 +9,7 @@ from planner.errors import Infeasible, SolverError
 from planner.layout.evaluate import price_given, runtime_of
 from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
 from planner.search.case import Case
+from planner.search.deadline import Deadline
 from planner.search.search import plan, search
 from planner.search.why.explanation import Beaten, Change, ChangedAssumption, Constraint, Explanation
 from planner.search.why.misses import nearest_miss
@@ -105,8 +105,7 @@ def _why_no_room(case: Case, best: Plan, error: Infeasible) -> Explanation:
 
 def _trials(case: Case) -> Trials:
     """Short searches that together take no longer than one search may."""
-    deadline_s = time.monotonic() + case.limits.time_limit_s
-    return Trials(search, lambda: deadline_s - time.monotonic())
+    return Trials(search, Deadline(case.limits.time_limit_s))
 
 
 def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Change, ...]:

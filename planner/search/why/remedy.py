@@ -16,6 +16,7 @@ from planner.answer import Plan
 from planner.errors import Infeasible, SolverError, SpecError
 from planner.schedule.orders import SCHEDULES
 from planner.search.case import Case
+from planner.search.deadline import Deadline
 from planner.search.schedules import DEFAULT_SCHEDULES
 from planner.search.why.misses import NothingFits, fitting_candidate, nearest_miss
 from planner.search.why.refused import NothingLegal, listed, shapes_of
@@ -63,14 +64,14 @@ class Trials:
     """
 
     search: Callable[[Case], Plan]
-    left_s: Callable[[], float]
-    """Seconds left for all trials to come."""
+    deadline: Deadline
+    """The end of all trials."""
     cut_short: bool = False
     """Whether some trial had no time, or too little, to say whether anything fits."""
 
     def fitting(self, case: Case) -> dict[str, Any] | None:
         """The axes of some layout of the case that fits; None where none was found."""
-        if self.left_s() <= 0:
+        if self.deadline.passed:
             self.cut_short = True
             return None
         try:
@@ -80,7 +81,7 @@ class Trials:
                 recompute = "full" if any(map(any, split.recomputed)) else split.base
                 sizes = {axis: int(getattr(shape, axis)) for axis in _SIZES}
                 return {**sizes, "recompute": recompute, "schedule": candidate.schedule}
-            time_limit_s = LONGEST_TRY_FRACTION * self.left_s()
+            time_limit_s = LONGEST_TRY_FRACTION * self.deadline.left_s
             best = self.search(case.limited(top=1, time_limit_s=time_limit_s, gap_fraction=1.0)).best
             return {axis: getattr(best.parallelism, axis) for axis in (*_SIZES, "recompute", "schedule")}
         except SolverError:
@@ -90,11 +91,9 @@ class Trials:
         return None
 
 
-def with_remedy(
-    error: Infeasible, case: Case, search: Callable[[Case], Plan], left_s: Callable[[], float]
-) -> Infeasible:
-    """The search's refusal with the nearest miss and a remedy; `left_s` says how long one may be looked for."""
-    trials = Trials(search, left_s)
+def with_remedy(error: Infeasible, case: Case, search: Callable[[Case], Plan], deadline: Deadline) -> Infeasible:
+    """The search's refusal with the nearest miss and a remedy, which is looked for until the deadline."""
+    trials = Trials(search, deadline)
     if isinstance(error, NothingLegal):
         remedy = first_remedy(case, error.reason, trials)
         works = "" if remedy is None else f"; {' '.join(remedy.options)} works"

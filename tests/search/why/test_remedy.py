@@ -14,8 +14,10 @@ from planner.cli import main
 from planner.cli.inputs import read_job, read_limits
 from planner.errors import Infeasible, SolverError
 from planner.search.case import Case
+from planner.search.deadline import Deadline
 from planner.search.search import plan
-from planner.search.why.remedy import DOES_NOT_FIT, Trials, fewest_gpus, first_remedy
+from planner.search.why.misses import NothingFits
+from planner.search.why.remedy import DOES_NOT_FIT, Trials, fewest_gpus, first_remedy, with_remedy
 
 PATIENT_S = 600.0
 """More than any search here takes, also on a machine that does much else."""
@@ -115,7 +117,7 @@ def counted(enough_gpus: int, num_tries: int) -> tuple[Trials, list[Case]]:
             raise Infeasible("nothing fits")
         return answer
 
-    return Trials(stub, lambda: float(num_tries - len(tried))), tried
+    return Trials(stub, Deadline(num_tries, lambda: float(len(tried)))), tried
 
 
 def toy_case(**changes: Any) -> Case:
@@ -139,16 +141,23 @@ def test_without_time_nothing_is_tried_and_more_time_brings_the_number_down() ->
     assert said == sorted(said, reverse=True)
     assert len(set(said)) > 2
     assert said[-1] == 36
-    assert refusal(model=toy_model(12), cluster=toy_cluster(4, memory_gib=0.9), time_limit_s=1e-9).hint == (
-        "add GPUs, or free a pinned axis"
-    )
+
+
+def test_a_refusal_without_time_for_a_remedy_says_what_was_not_tried() -> None:
+    case = toy_case(cluster=toy_cluster(4, memory_gib=0.01))
+    trials, tried = counted(36, 0)
+    error = with_remedy(NothingFits(case, {"does_not_fit": 3}), case, trials.search, trials.deadline)
+    assert not tried
+    assert error.hint == "add GPUs, or free a pinned axis"
+    assert error.remedy is None
+    assert error.nearest is not None
 
 
 def test_a_search_that_had_too_little_time_says_nothing_about_fewer_gpus() -> None:
     def late(case: Case) -> Plan:
         raise SolverError("found no split in time")
 
-    trials = Trials(late, lambda: 1.0)
+    trials = Trials(late, Deadline(1.0, lambda: 0.0))
     assert first_remedy(toy_case(cluster=toy_cluster(8, memory_gib=0.01)), DOES_NOT_FIT, trials) is None
     assert trials.cut_short
 
