@@ -21,14 +21,16 @@ ALLOWED = {
     "trainers": {"errors", "shape", "specs"},
     "schedule": {"errors", "shape"},
     "physics": {"errors", "shape", "specs", "trainers"},
-    "answer": {"shape", "specs", "trainers"},
+    # a plan loads itself, and shows its report in a notebook
+    "answer": {"errors", "files", "shape", "specs", "trainers", "plan_file", "report.page"},
+    "plan_file": {"errors", "specs", "answer"},
     "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer"},
     # what `explain` answers is sentences, with the numbers written as the reports write them
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "report.causes"},
     # a target's constraints are written once, and the search holds candidates against them too
     "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer"},
     # the answer of `explain` is a type of its own, and rendered as the plan is
-    "report": {"errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation"},
+    "report": {"errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "layout.replan"},
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
     # ranks ran beside what the plan's layout costs in the program that they are

@@ -22,12 +22,13 @@ from planner.search.bounds import pipeline as bounds
 from planner.search.deadline import Deadline
 from planner.search.enumerate import Rejections, scalar
 from planner.search.exhaustive import few_splits, fitting, least_step_s
-from planner.search.frontier import ONE_SET, Frontier, Open, Prices, nodes_of
+from planner.search.frontier import Frontier, Open, Prices, nodes_of
 from planner.search.ilp.program import solve
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import Screen
 from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
+from planner.search.uneven import SHAPES, improved, level_split, level_step_s
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
 
@@ -97,7 +98,7 @@ class Branch:
         coarse = np.min([_coarse_bound_s(screen, limits) for screen, limits in screens], axis=0)
         order = np.argsort(coarse, kind="stable")
         blocks = iter([order[start : start + BLOCK] for start in range(0, len(order), BLOCK)])
-        block, frontier = next(blocks, None), Frontier([*self.choices, ONE_SET])
+        block, frontier = next(blocks, None), Frontier(self.choices)
         while True:
             cutoff = self.cutoff_s(self.limits.gap_fraction)
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
@@ -130,6 +131,34 @@ class Branch:
             chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
             where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
             self.rejections.add("no_schedule", int((~opened).sum()), f"no schedule runs {where}")
+
+    def try_uneven_chunks(self, frontier: Frontier) -> None:
+        """Try inner chunks of different lengths in the shapes that could gain by them.
+
+        If one is the best then, it is outside the splits that the search has bounded.
+        """
+        best = self.best
+        if best is None or not best.pricing.runtime.uneven_chunks or self._late():
+            return
+        for base in dict.fromkeys(("none", best.split.base)):
+            levelled = [(nodes, level_step_s(nodes, base != "none")) for nodes in frontier.all_nodes()]
+            promising = [
+                (float(step_s[row]), number, row)
+                for number, (_, step_s) in enumerate(levelled)
+                for row in np.argsort(step_s, kind="stable")[:SHAPES].tolist()
+                if step_s[row] < self.cutoff_s(self.limits.gap_fraction)
+            ]
+            for _, number, row in sorted(promising)[:SHAPES]:
+                nodes = levelled[number][0]
+                shape, pricing = scalar(nodes.screen.shape, row), nodes.screen.pricing
+                if base != "none":
+                    pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
+                start = Candidate(pricing, pricing.table(shape), Split((), base), nodes.schedules[row])
+                candidate = improved(start.with_split(level_split(start)), best.step_s)
+                if candidate.fits:
+                    self._keep(candidate)
+                if self._late():
+                    break
 
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""

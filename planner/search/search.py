@@ -30,12 +30,13 @@ from planner.search.why.refused import NothingLegal
 from planner.search.why.remedy import with_remedy
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.registry import model_of
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.spec import RuntimeSpec
 
 
 def plan(
-    model: ModelSpec,
+    model: ModelSpec | str,
     cluster: ClusterSpec,
     training: TrainingSpec,
     *,
@@ -47,7 +48,7 @@ def plan(
     Raises Infeasible when nothing is legal and fits, with the nearest miss and a remedy as far as the time limit
     allows to look for one, and SpecError when the inputs contradict each other.
     """
-    case = Case(model, cluster, training, runtime_of(runtime), limits or SearchLimits())
+    case = Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits())
     deadline = Deadline(case.limits.time_limit_s)
     try:
         return search(case)
@@ -80,6 +81,7 @@ def search(case: Case) -> Plan:
     count_misfits(case, screen, fitting, rejections)
     branch = Branch(limits, choices, deadline, rejections)
     frontier = branch.run([(screen.take(fitting), tried) for screen, tried in screens])
+    branch.try_uneven_chunks(frontier)
     branch.run_alternatives(frontier)
     best = branch.best
     if best is not None and AUTO in (limits.schedule or ()) and not best.pricing.runtime.compiled:

@@ -18,12 +18,13 @@ from planner.search.why.remedy import DOES_NOT_FIT, Trials, first_remedy, remedi
 from planner.search.why.what_if import Outcome, WhatIf, aside, other_assumptions, other_limits, outcomes
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.registry import model_of
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.spec import RuntimeSpec
 
 
 def explain(
-    model: ModelSpec,
+    model: ModelSpec | str,
     cluster: ClusterSpec,
     training: TrainingSpec,
     *,
@@ -36,7 +37,7 @@ def explain(
     without, what decides against each alternative and what would change the choice. Raises Infeasible where nothing
     fits even without pins.
     """
-    case = Case(model, cluster, training, runtime_of(runtime), limits or SearchLimits())
+    case = Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits())
     return _why_not(case) if case.pins else _why_this(case)
 
 

@@ -20,7 +20,7 @@ from planner.search.deadline import Deadline
 from planner.search.schedules import DEFAULT_SCHEDULES
 from planner.search.why.misses import NothingFits, fitting_candidate, nearest_miss
 from planner.search.why.refused import NothingLegal, listed, shapes_of
-from planner.trainers.load import RUNTIMES
+from planner.trainers.load import RUNTIMES, load_runtime
 
 LONGEST_TRY_FRACTION = 0.25
 """The most that one search may take of the time that is left."""
@@ -140,7 +140,7 @@ def _permissions(case: Case, reason: str) -> Iterator[Remedy]:
         allowed = case.limited(tp_across_nodes=True)
         yield Remedy(("--tp-across-nodes",), "let tp leave the NVLink domain: add --tp-across-nodes", allowed)
     if reason == "schedule_not_in_trainer":
-        for runtime in RUNTIMES.values():
+        for runtime in map(load_runtime, RUNTIMES):
             if set(case.limits.schedule or ()) <= set(runtime.schedules):
                 changed = replace(case, runtime=runtime)
                 yield Remedy(("--runtime", runtime.name), f"use --runtime {runtime.name}", changed)

@@ -55,9 +55,9 @@ def random_case(seed: int) -> Case:
     limits = {
         "recompute": (None, ("none",), ("full",), ("none", "selective"))[rng.randrange(4)],
         "memory_headroom_gib": rng.choice([0.0, 0.3]),
-        "schedule": rng.choice([None, RUNTIMES[runtime].schedules[:3]]),
+        "schedule": rng.choice([None, load_runtime(runtime).schedules[:3]]),
     }
-    if limits["recompute"] == ("none", "selective") and not RUNTIMES[runtime].has_sequence_parallel:
+    if limits["recompute"] == ("none", "selective") and not load_runtime(runtime).has_sequence_parallel:
         limits["recompute"] = ("none",)
     return case_of(toy_problem(model, cluster, training, runtime, **limits))
 

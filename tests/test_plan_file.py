@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from planner.cli.plan_file import read_plan
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
+from planner.plan_file import read_plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
