@@ -25,6 +25,8 @@ class PlannerError(Exception):
     """A failure the user can act on: one `error:` line and one `hint:` line, never a traceback."""
 
     exit_code = 1
+    follows_answer = False
+    """Whether stdout has its answer already when this is raised: the exit code is then a verdict on that answer."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -34,7 +36,16 @@ class PlannerError(Exception):
     def lines(self) -> str:
         """The lines that stderr shows: `error:` and, where there is one, `hint:`, each on one line."""
         labels = (("error", self.message), ("hint", self.hint))
-        return "".join(f"{label}: {' '.join(text.split())}\n" for label, text in labels if text)
+        return "".join(f"{label}: {printable(' '.join(text.split()))}\n" for label, text in labels if text)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `--json` prints in place of an answer, as plain data."""
+        return {"error": {"type": type(self).__name__, "message": self.message, "hint": self.hint}}
+
+
+def printable(text: str) -> str:
+    """`text` without the escape sequences by which a file that somebody wrote could steer the terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def exit_code_of(main: Callable[[Sequence[str]], None]) -> int:
@@ -89,6 +100,9 @@ class Infeasible(PlannerError):
         self.rejections = rejections or {}
         self.nearest, self.remedy = nearest, remedy
 
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "rejections": self.rejections, "nearest": self.nearest, "remedy": self.remedy}
+
 
 class SolverError(PlannerError):
     """The solver failed, or found nothing before the time limit."""
@@ -106,3 +120,4 @@ class ProbeMismatch(PlannerError):
     """The probe ran, and measured something beyond the tolerance."""
 
     exit_code = 6
+    follows_answer = True

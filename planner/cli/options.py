@@ -49,6 +49,11 @@ def number(panel: str, names: str, what: str, metavar: str = "N", convert: Calla
     return text(panel, names, metavar, what, parser=parse)
 
 
+PlanFile = Annotated[
+    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
+]
+"""The plan that a command reads."""
+
 Model = Annotated[
     str | None,
     text(

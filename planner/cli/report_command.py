@@ -5,19 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Annotated
 
-import typer
-
 from planner.cli import options as o
 
 _log = logging.getLogger(__name__)
-PlanFile = Annotated[
-    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
-]
 Output = Annotated[str, o.text(o.OUTPUT, "--output -o", "FILE", "File to write; - is stdout. [report.html]")]
 Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Replace the file.")]
 
 
-def report_command(plan: PlanFile, output: Output = "report.html", force: Force = False) -> None:
+def report_command(plan: o.PlanFile, output: Output = "report.html", force: Force = False) -> None:
     """Write a plan as one HTML file that needs nothing else: stages, memory, seconds, schedule, alternatives, inputs.
 
     \b

@@ -6,23 +6,18 @@ import json as json_module
 import logging
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from planner.cli import options as o
 
 if TYPE_CHECKING:
     from planner.layout.candidate import Candidate
-    from planner.report.trace import Slice
+    from planner.report.trace import TraceSlice
     from planner.schedule.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 _STEP, _OUTPUT = "Step", "Output"
 MAX_ACTIONS = 200_000
-"""Of one step: a trace of more takes Perfetto minutes to open."""
+"""Actions of one step; Perfetto takes minutes to open a trace of more."""
 
-PlanFile = Annotated[
-    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
-]
 Alternative = Annotated[int | None, o.number(_STEP, "--alternative", "Trace the plan's N-th alternative.")]
 MicroBatches = Annotated[
     int | None, o.number(_STEP, "--micro-batches -m", "Trace a step of fewer micro-batches. [the plan's]")
@@ -32,7 +27,7 @@ Force = Annotated[bool, o.text(_OUTPUT, "--force", None, "Replace the file.")]
 
 
 def trace_command(
-    plan: PlanFile,
+    plan: o.PlanFile,
     alternative: Alternative = None,
     micro_batches: MicroBatches = None,
     output: Output = "trace.json",
@@ -68,12 +63,12 @@ def trace_command(
         _log.info("wrote %s: open it at ui.perfetto.dev", output)
 
 
-def _exchanges(priced: Candidate, timeline: Timeline) -> list[Slice]:
-    """What every rank does beside the pipeline and after it, to the end of the plan's step.
+def _exchanges(priced: Candidate, timeline: Timeline) -> list[TraceSlice]:
+    """Work of every rank beside the pipeline and after it, to the end of the plan's step.
 
-    Of all exchanges shows what the plan says; gathers behind the next step's forward are not drawn otherwise.
+    "exposed exchanges" is as long as the plan says; gathers behind the next step's forward are not drawn otherwise.
     """
-    from planner.report.trace import Slice
+    from planner.report.trace import TraceSlice
 
     slices = []
     exchanged_s = timeline.makespan_s + priced.outside.exposed_dp_s
@@ -86,7 +81,7 @@ def _exchanges(priced: Candidate, timeline: Timeline) -> list[Slice]:
             ("optimizer", exchanged_s, exchanged_s + float(cost.optimizer_s)),
             ("gradient norm and host", updated_s, updated_s + priced.outside.tail_s),
         ]
-        slices += [Slice(rank, "data-parallel exchange", *span) for span in spans if span[1] < span[2]]
+        slices += [TraceSlice(rank, "data-parallel exchange", *span) for span in spans if span[1] < span[2]]
     return slices
 
 

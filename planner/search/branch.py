@@ -70,6 +70,8 @@ class Branch:
     """Nodes of which every split was replayed."""
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
+    any_chunks_bound_s: float = 0.0
+    """The same for interleaved chunks of any length; 0 where nobody asked."""
     complete: bool = True
     tables: dict[Prices, CostTable] = field(default_factory=dict)
     """Prices, whatever the vpp."""
@@ -135,21 +137,27 @@ class Branch:
     def try_uneven_chunks(self, frontier: Frontier) -> None:
         """Try inner chunks of different lengths in the shapes that could gain by them.
 
-        If one is the best then, it is outside the splits that the search has bounded.
+        First every shape is bounded for chunks of any length, whatever their memory. If that bound is near enough to
+        the best, uneven chunks cannot help. Else the most promising shapes are tried, with the layers levelled.
         """
         best = self.best
         if best is None or not best.pricing.runtime.uneven_chunks or self._late():
             return
+        blocks = frontier.all_nodes()
+        levels_s = [level_step_s(nodes, any_memory=True) for nodes in blocks]
+        self.any_chunks_bound_s = min([self.lower_bound_s, *(float(step_s.min(initial=np.inf)) for step_s in levels_s)])
         for base in dict.fromkeys(("none", best.split.base)):
-            levelled = [(nodes, level_step_s(nodes, base != "none")) for nodes in frontier.all_nodes()]
+            if self.any_chunks_bound_s >= self.cutoff_s(self.limits.gap_fraction):
+                return
+            ranked = [level_step_s(nodes, any_memory=False) for nodes in blocks] if base == "none" else levels_s
             promising = [
                 (float(step_s[row]), number, row)
-                for number, (_, step_s) in enumerate(levelled)
+                for number, step_s in enumerate(ranked)
                 for row in np.argsort(step_s, kind="stable")[:SHAPES].tolist()
                 if step_s[row] < self.cutoff_s(self.limits.gap_fraction)
             ]
             for _, number, row in sorted(promising)[:SHAPES]:
-                nodes = levelled[number][0]
+                nodes = blocks[number]
                 shape, pricing = scalar(nodes.screen.shape, row), nodes.screen.pricing
                 if base != "none":
                     pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
@@ -158,7 +166,17 @@ class Branch:
                 if candidate.fits:
                     self._keep(candidate)
                 if self._late():
-                    break
+                    return
+
+    def bound_of_chunks(self, step_s: float) -> tuple[bool, float]:
+        """Whether the proof is about chunks of any length, and its lower bound.
+
+        It is where that bound closes the gap, or where a best step below the bound of equal chunks leaves no other.
+        """
+        closes = self.any_chunks_bound_s >= step_s / (1 + self.limits.gap_fraction) * (1 - 1e-12)
+        if closes or step_s < self.lower_bound_s:
+            return True, self.any_chunks_bound_s
+        return False, self.lower_bound_s
 
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""

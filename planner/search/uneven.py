@@ -28,13 +28,14 @@ MOVES = 24
 """Replays of moved layers in one shape."""
 
 
-def level_step_s(nodes: Nodes, recomputes: bool) -> FloatArray:
-    """Seconds that each row would take if ranks could hold any number of layers; infinite where none interleave.
+def level_step_s(nodes: Nodes, any_memory: bool) -> FloatArray:
+    """Least seconds of each row if its ranks could hold any number of layers; infinite where stages do not interleave.
 
-    Layers are not recomputed; where the split to be tried `recomputes`, no memory is asked for.
+    Layers are not recomputed. With `any_memory` all of them fit, which makes this a lower bound for chunks of any
+    length, however many layers are recomputed.
     """
     orders, screen = nodes.orders, nodes.screen
-    if recomputes:
+    if any_memory:
         screen = replace(screen, pricing=replace(screen.pricing, headroom_bytes=-BOUNDLESS_BYTES))
     no_trips = np.zeros(orders.full.shape)
     busiest = busiest_rank_s(screen, "none", False, orders, no_trips)
