@@ -26,10 +26,12 @@ ALLOWED = {
     # a saved order that was made to measure is checked by the reader of such orders
     "plan_file": {"errors", "specs", "answer", "schedule", "export.torch.order"},
     "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer"},
-    "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout"},
+    # what `explain` answers is sentences, with the numbers written as the reports write them
+    "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "report.causes"},
     # a target's constraints are written once, and the search holds candidates against them too
     "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer"},
-    "report": {"errors", "files", "specs", "trainers", "schedule", "answer", "layout.replan"},
+    # the answer of `explain` is a type of its own, and rendered as the plan is
+    "report": {"errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "layout.replan"},
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
     # ranks ran beside what the plan's layout costs in the program that they are
