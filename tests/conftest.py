@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.context import BaseContext
+from multiprocessing.forkserver import set_forkserver_preload
 from typing import Any
 
 import pytest
@@ -142,6 +144,21 @@ def _plan(
         run_cost=RunCost(tokens=15e12, days=228.7, gpu_hours=11_240_000, usd=35_970_000, mwh=19_108),
         **answer,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_share_what_torch_imports_late() -> Iterator[None]:
+    """The server that forks a probe's ranks imports torch's compiler once.
+
+    Torch imports it where it makes an optimizer, which is two seconds of CPU for each rank that has to do it itself.
+    """
+
+    def preload(context: BaseContext, names: Sequence[str]) -> None:
+        set_forkserver_preload([*names, "torch._dynamo"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseContext, "set_forkserver_preload", preload)
+        yield
 
 
 @pytest.fixture(scope="session")
