@@ -28,9 +28,12 @@ from planner.specs.training import TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
 
+# a shell ignores Ctrl-C in what it starts in the background, and nohup the terminal's end; so would every process that
+# a test interrupts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # a shell ignores Ctrl-C in what it starts in the background, and so would every process that a test interrupts
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _stage(stage: int, pp: int, num_layers: int, first: int, total_gib: float, recompute: dict[str, int]) -> StagePlan:
