@@ -1,0 +1,154 @@
+"""Which tests run which lines: recorded once with coverage, then asked which tests a changed line is to meet."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from mutations import Mutation
+
+MOST_TESTS, MOST_TESTS_S = 40, 15.0
+"""Tests that meet one change, and their seconds together when nothing is changed."""
+
+
+class Recorder:
+    """A pytest plugin: which test runs which lines, how long it takes, whether it passes.
+
+    Lines that a fixture of a module or a session runs count for every test that uses it. What the code under test has
+    cached is forgotten before each test, so that lines behind a cache count for all who need them.
+    """
+
+    def __init__(self, coverage: Any, root: Path) -> None:
+        self.coverage, self.root, self.context = coverage, str(root), ""
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.not_passed: set[str] = set()
+        self.fixtures: dict[str, list[str]] = {}
+
+    @contextmanager
+    def _as(self, context: str) -> Iterator[None]:
+        before, self.context = self.context, context
+        self.coverage.switch_context(context)
+        try:
+            yield
+        finally:
+            self.context = before
+            self.coverage.switch_context(before)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Any:
+        used = item._fixtureinfo.name2fixturedefs.values()
+        self.fixtures[item.nodeid] = [_name(defs[-1]) for defs in used if defs[-1].scope != "function"]
+        self._forget_caches()
+        with self._as(item.nodeid):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Any:
+        with self._as(self.context if fixturedef.scope == "function" else _name(fixturedef)):
+            return (yield)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] += report.duration
+        if not report.passed:
+            self.not_passed.add(report.nodeid)
+
+    def _forget_caches(self) -> None:
+        for module in list(sys.modules.values()):
+            if (getattr(module, "__file__", None) or "").startswith(self.root):
+                for value in list(vars(module).values()):
+                    for cached in (value, *(vars(value).values() if isinstance(value, type) else ())):
+                        if callable(forget := getattr(cached, "cache_clear", None)):
+                            forget()
+
+
+def _name(fixture: Any) -> str:
+    return f"fixture {fixture.baseid}::{fixture.argname}"
+
+
+def record(root: Path, rooms: Sequence[str], tests: Sequence[str], path: Path) -> NoReturn:
+    """Run all tests once and write the map: tests with their seconds, and for each line the numbers of its tests."""
+    from coverage import Coverage
+
+    enter(root)
+    coverage = Coverage(data_file=None, config_file=False, source=[str(root / room) for room in rooms])
+    recorder = Recorder(coverage, root)
+    coverage.start()
+    pytest.main([*tests, "-p", "no:cacheprovider", "-p", "no:xdist"], plugins=[recorder])
+    coverage.stop()
+    names = [name for name in recorder.seconds if name not in recorder.not_passed]
+    users: dict[str, set[int]] = defaultdict(set)
+    for number, name in enumerate(names):
+        for context in (name, *recorder.fixtures[name]):
+            users[context].add(number)
+    data, lines = coverage.get_data(), {}
+    for file in data.measured_files():
+        contexts = data.contexts_by_lineno(file).items()
+        lines[str(Path(file).relative_to(root))] = {
+            line: sorted(set().union(*(users[context] for context in of_line))) for line, of_line in contexts
+        }
+    libraries = [name for name, module in list(sys.modules.items()) if "site-packages" in str(module)]
+    found = {"tests": names, "seconds": [recorder.seconds[name] for name in names], "lines": lines}
+    with gzip.open(path.with_suffix(".part"), "wt") as out:
+        json.dump(found | {"libraries": libraries, "not_passed": sorted(recorder.not_passed)}, out)
+    path.with_suffix(".part").rename(path)
+    leave(0)
+
+
+def enter(root: Path) -> None:
+    """Have this process import the code under test from `root`."""
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    os.environ["PYTHONPATH"] = str(root)
+    sys.argv = ["pytest"]
+
+
+def leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Map:
+    """The recorded map, asked for the tests that a change is to meet."""
+
+    def __init__(self, path: Path) -> None:
+        with gzip.open(path, "rt") as file:
+            found = json.load(file)
+        self.tests, self.seconds, self.libraries = found["tests"], found["seconds"], found["libraries"]
+        self.not_passed = found["not_passed"]
+        self.lines = {file: {int(n): tests for n, tests in lines.items()} for file, lines in found["lines"].items()}
+        self.breadth = Counter(test for lines in self.lines.values() for tests in lines.values() for test in tests)
+
+    def tests_of(self, file: str, mutation: Mutation) -> list[int]:
+        """All tests that run one of the lines; those that run anything of the file where it runs on import."""
+        lines = self.lines[file]
+        changed = [lines[n] for n in range(mutation.line, mutation.end_line + 1) if n in lines]
+        return sorted(set().union(*changed) or set().union(*lines.values())) if changed else []
+
+    def chosen(self, tests: Sequence[int]) -> list[int]:
+        """The tests that run the fewest other lines, of each test function in turn; fast ones first, file by file."""
+        functions: dict[str, list[int]] = defaultdict(list)
+        for test in sorted(tests, key=lambda test: (self.breadth[test], self.seconds[test])):
+            functions[self.tests[test].split("[")[0]].append(test)
+        chosen: list[int] = []
+        for test in (test for turn in zip_longest(*functions.values()) for test in turn if test is not None):
+            if not chosen or sum(self.seconds[t] for t in [*chosen, test]) <= MOST_TESTS_S:
+                chosen.append(test)
+            if len(chosen) == MOST_TESTS:
+                break
+        fastest: dict[str, float] = {}
+        for test in chosen:
+            fastest[self.file_of(test)] = min(fastest.get(self.file_of(test), self.seconds[test]), self.seconds[test])
+        return sorted(chosen, key=lambda test: (fastest[self.file_of(test)], self.file_of(test), self.seconds[test]))
+
+    def file_of(self, test: int) -> str:
+        return self.tests[test].split("::")[0]
