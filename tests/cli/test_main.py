@@ -15,7 +15,7 @@ import pytest
 from planner.answer import Plan
 from planner.cli import main
 
-SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "60"]
+SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "3600"]
 LAYOUT = ["evaluate", "--model", "405b", "--gpus", "2048", "--tp", "8", "--pp", "16"]
 PLAN = [sys.executable, "-m", "planner.cli"]
 
