@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,9 +28,9 @@ class Recorder:
     cached is forgotten before each test, so that lines behind a cache count for all who need them.
     """
 
-    def __init__(self, coverage: Any, root: Path) -> None:
-        self.coverage, self.root, self.context = coverage, str(root), ""
-        self.seconds: dict[str, float] = defaultdict(float)
+    def __init__(self, coverage: Any, root: Path, part: int, parts: int) -> None:
+        self.coverage, self.root, self.context, self.part = coverage, str(root), "", slice(part, None, parts)
+        self.seconds: dict[str, float] = {}
         self.not_passed: set[str] = set()
         self.fixtures: dict[str, list[str]] = {}
 
@@ -43,13 +44,19 @@ class Recorder:
             self.context = before
             self.coverage.switch_context(before)
 
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = items[self.part]
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
         used = item._fixtureinfo.name2fixturedefs.values()
         self.fixtures[item.nodeid] = [_name(defs[-1]) for defs in used if defs[-1].scope != "function"]
         self._forget_caches()
+        start_s = time.process_time()
         with self._as(item.nodeid):
-            return (yield)
+            result = yield
+        self.seconds[item.nodeid] = time.process_time() - start_s
+        return result
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Any:
@@ -57,7 +64,6 @@ class Recorder:
             return (yield)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.seconds[report.nodeid] += report.duration
         if not report.passed:
             self.not_passed.add(report.nodeid)
 
@@ -74,13 +80,23 @@ def _name(fixture: Any) -> str:
     return f"fixture {fixture.baseid}::{fixture.argname}"
 
 
-def record(root: Path, rooms: Sequence[str], tests: Sequence[str], path: Path) -> NoReturn:
-    """Run all tests once and write the map: tests with their seconds, and for each line the numbers of its tests."""
+def record(root: Path, rooms: Sequence[str], tests: Sequence[str], paths: Sequence[Path]) -> None:
+    """Run all tests once, some for each of `paths`, and write there: tests, their seconds, the tests of each line."""
+    pids = []
+    for part, path in enumerate(paths):
+        if not (pid := os.fork()):
+            _record(root, rooms, tests, path, part, len(paths))
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def _record(root: Path, rooms: Sequence[str], tests: Sequence[str], path: Path, part: int, parts: int) -> NoReturn:
     from coverage import Coverage
 
     enter(root)
     coverage = Coverage(data_file=None, config_file=False, source=[str(root / room) for room in rooms])
-    recorder = Recorder(coverage, root)
+    recorder = Recorder(coverage, root, part, parts)
     coverage.start()
     pytest.main([*tests, "-p", "no:cacheprovider", "-p", "no:xdist"], plugins=[recorder])
     coverage.stop()
@@ -118,14 +134,22 @@ def leave(code: int) -> NoReturn:
 
 
 class Map:
-    """The recorded map, asked for the tests that a change is to meet."""
+    """What was recorded, asked for the tests that a change is to meet."""
 
-    def __init__(self, path: Path) -> None:
-        with gzip.open(path, "rt") as file:
-            found = json.load(file)
-        self.tests, self.seconds, self.libraries = found["tests"], found["seconds"], found["libraries"]
-        self.not_passed = found["not_passed"]
-        self.lines = {file: {int(n): tests for n, tests in lines.items()} for file, lines in found["lines"].items()}
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.tests: list[str] = []
+        self.seconds: list[float] = []
+        self.libraries: list[str] = []
+        self.not_passed: list[str] = []
+        self.lines: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for path in paths:
+            with gzip.open(path, "rt") as file:
+                part = json.load(file)
+            for name, lines in part["lines"].items():
+                for line, tests in lines.items():
+                    self.lines[name][int(line)] |= {len(self.tests) + test for test in tests}
+            for kind in ("tests", "seconds", "libraries", "not_passed"):
+                getattr(self, kind).extend(part[kind])
         self.breadth = Counter(test for lines in self.lines.values() for tests in lines.values() for test in tests)
 
     def tests_of(self, file: str, mutation: Mutation) -> list[int]:
