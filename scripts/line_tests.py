@@ -31,6 +31,8 @@ class Recorder:
     def __init__(self, coverage: Any, root: Path, part: int, parts: int) -> None:
         self.coverage, self.root, self.context, self.part = coverage, str(root), "", slice(part, None, parts)
         self.seconds: dict[str, float] = {}
+        self.fixture_s: dict[str, float] = {}
+        self.shared_s = 0.0
         self.not_passed: set[str] = set()
         self.fixtures: dict[str, list[str]] = {}
 
@@ -52,16 +54,24 @@ class Recorder:
         used = item._fixtureinfo.name2fixturedefs.values()
         self.fixtures[item.nodeid] = [_name(defs[-1]) for defs in used if defs[-1].scope != "function"]
         self._forget_caches()
-        start_s = time.process_time()
+        start_s, self.shared_s = time.process_time(), 0.0
         with self._as(item.nodeid):
             result = yield
-        self.seconds[item.nodeid] = time.process_time() - start_s
+        own_s = time.process_time() - start_s - self.shared_s
+        # alone, a test makes all of its fixtures itself
+        self.seconds[item.nodeid] = own_s + sum(self.fixture_s.get(name, 0.0) for name in self.fixtures[item.nodeid])
         return result
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Any:
-        with self._as(self.context if fixturedef.scope == "function" else _name(fixturedef)):
+        if fixturedef.scope == "function":
             return (yield)
+        start_s = time.process_time()
+        with self._as(_name(fixturedef)):
+            result = yield
+        self.fixture_s[_name(fixturedef)] = time.process_time() - start_s
+        self.shared_s += self.fixture_s[_name(fixturedef)]
+        return result
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if not report.passed:
