@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -19,6 +19,8 @@ from mutations import Mutation
 
 MOST_TESTS, MOST_TESTS_S = 40, 15.0
 """Tests that meet one change, and their seconds together when nothing is changed."""
+QUIETLY = ("-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""Options of pytest that leave no files, start no processes, and let it be given modules that are imported already."""
 
 
 class Recorder:
@@ -108,7 +110,7 @@ def _record(root: Path, rooms: Sequence[str], tests: Sequence[str], path: Path, 
     coverage = Coverage(data_file=None, config_file=False, source=[str(root / room) for room in rooms])
     recorder = Recorder(coverage, root, part, parts)
     coverage.start()
-    pytest.main([*tests, "-p", "no:cacheprovider", "-p", "no:xdist"], plugins=[recorder])
+    pytest.main([*tests, *QUIETLY], plugins=[recorder])
     coverage.stop()
     names = [name for name in recorder.seconds if name not in recorder.not_passed]
     users: dict[str, set[int]] = defaultdict(set)
@@ -162,27 +164,33 @@ class Map:
                 getattr(self, kind).extend(part[kind])
         self.breadth = Counter(test for lines in self.lines.values() for tests in lines.values() for test in tests)
 
-    def tests_of(self, file: str, mutation: Mutation) -> list[int]:
-        """All tests that run one of the lines; those that run anything of the file where it runs on import."""
-        lines = self.lines[file]
-        changed = [lines[n] for n in range(mutation.line, mutation.end_line + 1) if n in lines]
-        return sorted(set().union(*changed) or set().union(*lines.values())) if changed else []
+    def tests_for(self, file: str, mutation: Mutation) -> list[int]:
+        """The tests that a change is to meet, in the order in which they run.
 
-    def chosen(self, tests: Sequence[int]) -> list[int]:
-        """The tests that run the fewest other lines, of each test function in turn; fast ones first, file by file."""
+        Of all that run one of its lines those that run the fewest other lines, of each test function in turn. A line
+        that runs on import is every test's that runs anything of its file; thrice as many may be needed there.
+        """
+        lines = self.lines[file]
+        changed = set().union(*(lines[n] for n in range(mutation.line, mutation.end_line + 1) if n in lines))
+        chosen = self._most_specific(changed or set().union(*lines.values()), 1 if changed else 3)
+        fastest: dict[str, float] = {}
+        for test in chosen:
+            fastest[self._file(test)] = min(fastest.get(self._file(test), self.seconds[test]), self.seconds[test])
+        return sorted(chosen, key=lambda test: (fastest[self._file(test)], self._file(test), self.seconds[test]))
+
+    def _most_specific(self, tests: Iterable[int], times: int) -> list[int]:
         functions: dict[str, list[int]] = defaultdict(list)
         for test in sorted(tests, key=lambda test: (self.breadth[test], self.seconds[test])):
             functions[self.tests[test].split("[")[0]].append(test)
         chosen: list[int] = []
+        seconds = 0.0
         for test in (test for turn in zip_longest(*functions.values()) for test in turn if test is not None):
-            if not chosen or sum(self.seconds[t] for t in [*chosen, test]) <= MOST_TESTS_S:
+            if not chosen or seconds + self.seconds[test] <= times * MOST_TESTS_S:
                 chosen.append(test)
-            if len(chosen) == MOST_TESTS:
+                seconds += self.seconds[test]
+            if len(chosen) == times * MOST_TESTS:
                 break
-        fastest: dict[str, float] = {}
-        for test in chosen:
-            fastest[self.file_of(test)] = min(fastest.get(self.file_of(test), self.seconds[test]), self.seconds[test])
-        return sorted(chosen, key=lambda test: (fastest[self.file_of(test)], self.file_of(test), self.seconds[test]))
+        return chosen
 
-    def file_of(self, test: int) -> str:
+    def _file(self, test: int) -> str:
         return self.tests[test].split("::")[0]
