@@ -11,7 +11,7 @@ import typer
 from planner.cli import options as o
 
 if TYPE_CHECKING:
-    from planner.layout.replan import Repriced
+    from planner.layout.candidate import Candidate
     from planner.report.trace import Slice
     from planner.schedule.timeline import Timeline
 
@@ -68,31 +68,30 @@ def trace_command(
         _log.info("wrote %s: open it at ui.perfetto.dev", output)
 
 
-def _exchanges(priced: Repriced, timeline: Timeline) -> list[Slice]:
+def _exchanges(priced: Candidate, timeline: Timeline) -> list[Slice]:
     """What every rank does beside the pipeline and after it, to the end of the plan's step.
 
     Of all exchanges shows what the plan says; gathers behind the next step's forward are not drawn otherwise.
     """
-    from planner.layout.seconds import cost_by_rank
     from planner.report.trace import Slice
 
     slices = []
-    exchanged_s = timeline.makespan_s + priced.ends.exposed_dp_s
-    updated_s = exchanged_s + priced.ends.optimizer_s
-    for rank, cost in enumerate(cost_by_rank(priced.costs, priced.order.stage_to_rank)):
+    exchanged_s = timeline.makespan_s + priced.outside.exposed_dp_s
+    updated_s = exchanged_s + priced.outside.optimizer_s
+    for rank, cost in enumerate(priced.rank_costs):
         reductions = _reductions(priced, timeline, rank, float(cost.reduce_s), exchanged_s)
         spans = [("reduce gradients", start, end) for start, end in reductions]
         spans += [
             ("exposed exchanges", max([timeline.makespan_s, *(end for _, end in reductions)]), exchanged_s),
             ("optimizer", exchanged_s, exchanged_s + float(cost.optimizer_s)),
-            ("gradient norm and host", updated_s, updated_s + priced.ends.tail_s),
+            ("gradient norm and host", updated_s, updated_s + priced.outside.tail_s),
         ]
         slices += [Slice(rank, "data-parallel exchange", *span) for span in spans if span[1] < span[2]]
     return slices
 
 
 def _reductions(
-    priced: Repriced, timeline: Timeline, rank: int, reduce_s: float, exchanged_s: float
+    priced: Candidate, timeline: Timeline, rank: int, reduce_s: float, exchanged_s: float
 ) -> list[tuple[float, float]]:
     """Gradients of each chunk reduced behind its last backward, or behind all of them where ZeRO has them so.
 

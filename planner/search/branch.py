@@ -15,19 +15,16 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from planner.errors import SolverError
-from planner.layout.room import excess_bytes, shorter
-from planner.layout.seconds import step_s
-from planner.layout.split import Split
+from planner.layout.candidate import Candidate
 from planner.physics.cost import CostTable
-from planner.physics.pricing import Pricing
-from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES
 from planner.search.bounds import pipeline as bounds
 from planner.search.enumerate import Rejections, scalar
 from planner.search.frontier import Frontier, Open, nodes_of
-from planner.search.ilp.nodes import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.ilp.program import solve
+from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import Screen
+from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
@@ -47,26 +44,12 @@ ALTERNATIVE_GAP = 0.01
 """How many times slower than the best an alternative may be, and how near its own optimum it is solved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One solved and replayed layout."""
-
-    step_s: float
-    pricing: Pricing
-    table: CostTable
-    split: Split
-    schedule: str
-    order: Schedule | None = None
-    """Where the order was made to measure: its action lists."""
-
-    @property
-    def key(self) -> tuple[int, ...]:
-        """What makes two layouts different ones to a reader: the grid and the micro-batch."""
-        return key_of(self.table.shape)
+Key = tuple[int, ...]
+"""The grid and the micro-batch: two layouts that differ in nothing else are one to a reader."""
 
 
-def key_of(shape: Shape) -> tuple[int, ...]:
-    """The grid and the micro-batch."""
+def key_of(shape: Shape) -> Key:
+    """The sizes by which a reader tells layouts apart."""
     return tuple(int(v) for v in (shape.tp, shape.cp, shape.ep, shape.etp, shape.pp, shape.micro_batch_size))
 
 
@@ -78,8 +61,8 @@ class Branch:
     choices: tuple[RecomputeChoice, ...]
     deadline_s: float
     rejections: Rejections
-    found: dict[tuple[int, ...], Found] = field(default_factory=dict)
-    """The fastest layout of each key."""
+    candidates: dict[Key, Candidate] = field(default_factory=dict)
+    """The fastest candidate of each key."""
     num_ilps: int = 0
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
@@ -90,14 +73,8 @@ class Branch:
     """Once alternatives are wanted: how many times slower than the best they may be."""
 
     @property
-    def best(self) -> Found | None:
-        return min(self.found.values(), key=self._order, default=None)
-
-    def _order(self, found: Found) -> tuple[float, ...]:
-        """Faster first; equal to a thousandth of a percent: less memory, less tensor parallelism, fewer stages."""
-        shape = found.table.shape
-        memory = max(float(part.static_bytes) for part in found.table.layers.values())
-        return (float(f"{found.step_s:.5g}"), memory, float(shape.tp), float(shape.pp), found.step_s)
+    def best(self) -> Candidate | None:
+        return min(self.candidates.values(), key=_rank, default=None)
 
     def cutoff_s(self, gap_fraction: float) -> float:
         """A node whose bound is not below this cannot beat the incumbent by more than the gap."""
@@ -106,7 +83,7 @@ class Branch:
             return np.inf
         if self.slack is None:
             return best.step_s * (1 - gap_fraction)
-        ranked = sorted(found.step_s for found in self.found.values())
+        ranked = sorted(candidate.step_s for candidate in self.candidates.values())
         return ranked[self.limits.top] if len(ranked) > self.limits.top else best.step_s * self.slack
 
     def run(self, screens: Sequence[tuple[Screen, SearchLimits]]) -> Frontier:
@@ -130,7 +107,7 @@ class Branch:
             if node.prices not in self.tables:
                 self._price([node, *frontier.most_promising(PRICED)])
             self._solve(node)
-            if key_of(node.shape) not in self.found:
+            if key_of(node.shape) not in self.candidates:
                 frontier.put_aside([node])
         self._leave(min(frontier.least_bound_s, node.bound_s if node else np.inf))
         self._leave(float(coarse[block[0]]) if block is not None else np.inf)
@@ -157,7 +134,11 @@ class Branch:
         tried: dict[tuple[int, ...], int] = {}
         for node in frontier.runners_up:
             key = key_of(node.shape)
-            if key in self.found or tried.get(key, 0) >= NODES_PER_ALTERNATIVE or node.bound_s >= self.cutoff_s(0.0):
+            if (
+                key in self.candidates
+                or tried.get(key, 0) >= NODES_PER_ALTERNATIVE
+                or node.bound_s >= self.cutoff_s(0.0)
+            ):
                 continue
             if len(tried) >= RUNNERS_UP or self._late():
                 break
@@ -208,7 +189,7 @@ class Branch:
             try:
                 solution = solve(problem, self.deadline_s - time.monotonic())
             except SolverError:
-                if not self.found:
+                if not self.candidates:
                     raise
                 # time is up; what was found stands, unproven
                 self.complete = False
@@ -222,20 +203,21 @@ class Branch:
             if solution.bound_s >= self.cutoff_s(0.0):
                 break
             splits = [split_of(pricing, problem, each) for each in (solution, *with_shorter_chunks(problem, solution))]
-            excess = [excess_bytes(pricing, table, split, node.schedule) for split in splits]
-            for split, over in zip(splits, excess, strict=True):
-                if max(over) <= 0:
-                    seconds = step_s(pricing, table, split, node.schedule)
-                    self._keep(Found(seconds, pricing, table, split, node.schedule))
-            if min(map(max, excess)) <= 0:
+            candidates = [Candidate(pricing, table, split, node.schedule) for split in splits]
+            for candidate in candidates:
+                if candidate.fits:
+                    self._keep(candidate)
+            if any(candidate.fits for candidate in candidates):
                 break
-            short_bytes = shorter(short_bytes, excess[0], solution.free_bytes)
+            short_bytes = shorter(short_bytes, candidates[0].excess_bytes, solution.free_bytes)
         return float(bound)
 
-    def _keep(self, found: Found) -> None:
-        known = self.found.get(found.key)
-        if known is None or found.step_s < known.step_s:
-            self.found[found.key] = found
+    def _keep(self, candidate: Candidate) -> None:
+        """Remember the candidate if it is the fastest of its key."""
+        key = key_of(candidate.shape)
+        known = self.candidates.get(key)
+        if known is None or candidate.step_s < known.step_s:
+            self.candidates[key] = candidate
 
     def _leave(self, bound_s: float) -> None:
         """Remember the least bound of what will not be looked at further."""
@@ -243,10 +225,17 @@ class Branch:
 
     def _late(self) -> bool:
         """Whether time is up; the search then stops and its outcome is no proof."""
-        if time.monotonic() < self.deadline_s or not self.found:
+        if time.monotonic() < self.deadline_s or not self.candidates:
             return False
         self.complete = False
         return True
+
+
+def _rank(candidate: Candidate) -> tuple[float, ...]:
+    """Faster first; equal to a thousandth of a percent: less memory, less tensor parallelism, fewer stages."""
+    shape, step_s = candidate.shape, candidate.step_s
+    memory = max(float(part.static_bytes) for part in candidate.table.layers.values())
+    return (float(f"{step_s:.5g}"), memory, float(shape.tp), float(shape.pp), step_s)
 
 
 def _coarse_bound_s(screen: Screen, limits: SearchLimits) -> FloatArray:

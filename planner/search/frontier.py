@@ -16,7 +16,7 @@ from planner.search.bounds.outside_pipeline import with_ends_s
 from planner.search.bounds.pipeline import pipeline_bound_s
 from planner.search.enumerate import IntArray, scalar
 from planner.search.ilp.node import Whole
-from planner.search.ilp.nodes import RecomputeChoice
+from planner.search.ilp.translate import RecomputeChoice
 from planner.search.priced_shapes import Screen
 from planner.search.schedules import schedules_of
 from planner.shape import FloatArray, Shape

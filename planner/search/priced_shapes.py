@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from planner.physics import memory
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import static_bytes
 from planner.schedule.orders import SCHEDULES, placement
 from planner.shape import FloatArray, Number, Shape
 from planner.specs.model import LayerKind
@@ -22,6 +22,10 @@ from planner.specs.training import Recompute
 
 FRUGAL = frozenset({"v-half", "v-min"})
 """Schedules that hold less than 1F1B."""
+
+
+_COUNTED = ("parameters", "expert_parameters", "wide_parameters")
+"""Of a part, what its weights, gradients and optimizer are counted from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +54,10 @@ class Screen:
 
     def static_bytes(self, part: PartCost) -> FloatArray:
         """Weights, gradients and optimizer of a part under each shape's sharding."""
-        expert = self.part(part, "expert_parameters")
-        dense = self.part(part, "parameters") - expert
-        runtime, dtype = self.pricing.runtime, self.pricing.training.dtype
-        total: FloatArray = (
-            memory.weights_bytes(dense, expert, self.shape, runtime, dtype)
-            + memory.gradients_bytes(dense, expert, self.shape, runtime)
-            + memory.optimizer_bytes(dense, expert, self.shape, runtime)
+        counted = PartCost(**{name: self.part(part, name) for name in _COUNTED})
+        return np.asarray(
+            static_bytes(counted, self.shape, self.pricing.runtime, self.pricing.training.dtype), dtype=float
         )
-        return total
 
     def take(self, index: npt.NDArray[np.int64]) -> Screen:
         """The shapes at `index`."""

@@ -10,14 +10,15 @@ import numpy as np
 from planner.answer import Plan, PricedLayout, SearchReport
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
+from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of, runtime_of
 from planner.layout.expressible import export_warnings
 from planner.layout.price import price_layout
 from planner.physics.layers import ModelTotals, model_totals
 from planner.search.auto import AUTO, made_to_measure
-from planner.search.branch import Branch, Found
+from planner.search.branch import Branch, key_of
 from planner.search.enumerate import enumerate_shapes
-from planner.search.ilp.nodes import RecomputeChoice
+from planner.search.ilp.translate import RecomputeChoice
 from planner.search.priced_shapes import Screen, fits, screen_of
 from planner.search.schedules import by_runtime, check_expressible, schedules_tried
 from planner.search.why import explain
@@ -63,14 +64,14 @@ def plan(
         raise explain.nothing_legal(rejections)
     if best is None:
         raise explain.nothing_fits(screen.pricing, limits, screen, rejections)
-    others = (found for found in branch.found.values() if found.key != best.key)
-    found = [best, *sorted(others, key=lambda one: one.step_s)[: limits.top]]
+    others = (other for key, other in branch.candidates.items() if key != key_of(best.shape))
+    candidates = [best, *sorted(others, key=lambda other: other.step_s)[: limits.top]]
     totals = model_totals(model, runtime, training.seq_length)
-    layouts = [_priced(one, best, totals) for one in found]
+    layouts = [_priced(candidate, best, totals) for candidate in candidates]
     layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(best.pricing)})
     step_s, seconds = layouts[0].step.step_s, time.monotonic() - started
     report = _report(branch, screens, step_s, len(fitting), seconds)
-    told = told_assumptions(best.pricing, best.table, best.split, best.schedule)
+    told = told_assumptions(best)
     return assemble(best.pricing, totals, layouts, told, report, rejections.counts, rejections.examples)
 
 
@@ -92,10 +93,9 @@ def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimi
     return tuple(choices)
 
 
-def _priced(found: Found, best: Found, totals: ModelTotals) -> PricedLayout:
-    pricing, exact = found.pricing, found is best
-    num_gpus, runtime = pricing.cluster.num_gpus, pricing.runtime
-    layout = price_layout(pricing, found.table, found.split, found.schedule, num_gpus, totals, exact, found.order)
+def _priced(candidate: Candidate, best: Candidate, totals: ModelTotals) -> PricedLayout:
+    runtime = candidate.pricing.runtime
+    layout = price_layout(candidate, totals, exact=candidate is best)
     return layout if runtime == best.pricing.runtime else layout.model_copy(update={"runtime_spec": runtime})
 
 

@@ -13,19 +13,17 @@ import numpy as np
 import pytest
 from toys import MOE, NO_LIMIT_S, Problem, legal_splits, toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.outside_pipeline import ends_of
-from planner.layout.room import split_fits
-from planner.layout.seconds import build_order, cost_by_rank, durations_of
-from planner.layout.split import Split, stage_costs
+from planner.layout.candidate import Candidate
+from planner.layout.split import Split
 from planner.physics.cost import CostTable
-from planner.schedule.orders import SCHEDULES, placement
+from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import makespan_s
 from planner.search.bounds.outside_pipeline import all_optimizers_s, beyond_s, showing_s, with_ends_s
 from planner.search.bounds.pipeline import coarse_bound_s
 from planner.search.enumerate import enumerate_shapes, scalar
 from planner.search.frontier import nodes_of
-from planner.search.ilp.nodes import RecomputeChoice, node_of
 from planner.search.ilp.program import solve
+from planner.search.ilp.translate import RecomputeChoice, node_of
 from planner.search.priced_shapes import fits, room_layers, screen_of
 from planner.search.schedules import schedules_tried
 from planner.specs.model import ModelSpec
@@ -100,13 +98,10 @@ class Bounded:
 
     def step_s(self, split: Split) -> float:
         """Every action of the whole step replayed, and what comes beside the pipeline; ∞ where it does not fit."""
-        pricing, table = self.problem.pricing, self.table
-        if not split_fits(pricing, table, split, self.schedule):
+        candidate = Candidate(self.problem.pricing, self.table, split, self.schedule)
+        if not candidate.fits:
             return math.inf
-        ranks = placement(self.schedule, int(table.shape.pp), int(table.shape.vpp))
-        costs = stage_costs(table, self.problem.model, split, ranks)
-        pipeline = makespan_s(build_order(table, self.schedule), durations_of(table, costs, pricing))
-        return pipeline + sum(ends_of(pricing, table, cost_by_rank(costs, ranks), self.schedule))
+        return makespan_s(candidate.order, candidate.durations) + sum(candidate.outside)
 
 
 def bounded_nodes(problem: Problem, rng: random.Random) -> Iterator[Bounded]:
