@@ -20,7 +20,7 @@ from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
 from planner.search.bounds import pipeline as bounds
 from planner.search.enumerate import Rejections, scalar
-from planner.search.frontier import Frontier, Open, nodes_of
+from planner.search.frontier import ONE_SET, Frontier, Open, Prices, nodes_of
 from planner.search.ilp.program import solve
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import Screen
@@ -28,7 +28,6 @@ from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
-from planner.trainers.spec import RuntimeSpec
 
 BLOCK = 1024
 """Shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
@@ -67,8 +66,8 @@ class Branch:
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
     complete: bool = True
-    tables: dict[tuple[RuntimeSpec, Shape], CostTable] = field(default_factory=dict)
-    """Prices by runtime and shape, whatever its vpp."""
+    tables: dict[Prices, CostTable] = field(default_factory=dict)
+    """Prices, whatever the vpp."""
     slack: float | None = None
     """Once alternatives are wanted: how many times slower than the best they may be."""
 
@@ -94,13 +93,15 @@ class Branch:
         coarse = np.min([_coarse_bound_s(screen, limits) for screen, limits in screens], axis=0)
         order = np.argsort(coarse, kind="stable")
         blocks = iter([order[start : start + BLOCK] for start in range(0, len(order), BLOCK)])
-        block, frontier = next(blocks, None), Frontier(self.choices)
+        block, frontier = next(blocks, None), Frontier([*self.choices, ONE_SET])
         while True:
             cutoff = self.cutoff_s(self.limits.gap_fraction)
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
                 self._open([(screen.take(block), limits) for screen, limits in screens], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
+            if not self._late() and frontier.open_sets(PRICED):
+                continue
             node = frontier.take()
             if node is None or self._late():
                 break
@@ -144,18 +145,19 @@ class Branch:
                 break
             tried[key] = tried.get(key, 0) + 1
             # how many layers to recompute is worth an integer program for the best layout, not for the runners-up
-            choice = node.choice if node.choice.whole != "one_count" else RecomputeChoice(node.choice.base, "none")
+            several = node.choice.whole in ("one_count", "any_modules")
+            choice = RecomputeChoice(node.choice.base, "none") if several else node.choice
             self._solve_choice(node, choice)
         self.lower_bound_s, self.complete = proof
 
     def _price(self, nodes: Sequence[Open]) -> None:
         """Price the shapes of several nodes together, which takes little longer than one."""
         new = {node.prices: node.pricing for node in nodes if node.prices not in self.tables}
-        for runtime, pricing in {pricing.runtime: pricing for pricing in new.values()}.items():
-            shapes = [shape for of, shape in new if of == runtime]
-            columns = {f.name: np.array([getattr(shape, f.name) for shape in shapes]) for f in fields(Shape)}
+        for pricing in {prices[:2]: pricing for prices, pricing in new.items()}.values():
+            alike = [prices for prices in new if prices[:2] == (pricing.runtime, pricing.selective_modules)]
+            columns = {f.name: np.array([getattr(shape, f.name) for *_, shape in alike]) for f in fields(Shape)}
             together = pricing.table(Shape(**columns))
-            self.tables |= {(runtime, shape): together.take(row) for row, shape in enumerate(shapes)}
+            self.tables |= {prices: together.take(row) for row, prices in enumerate(alike)}
 
     def _table(self, node: Open) -> CostTable:
         """The prices of a node's shape."""

@@ -18,6 +18,7 @@ from planner.physics.layers import ModelTotals, model_totals
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import Branch, key_of
 from planner.search.enumerate import enumerate_shapes
+from planner.search.frontier import ANY_SET, ONE_SET
 from planner.search.ilp.translate import RecomputeChoice
 from planner.search.priced_shapes import Screen, fits, screen_of
 from planner.search.schedules import by_runtime, check_expressible, schedules_tried
@@ -50,11 +51,15 @@ def plan(
     shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
     if not len(np.atleast_1d(shapes.tp)):
         raise explain.nothing_legal(rejections)
-    screens = [(screen_of(pricing, shapes), tried) for pricing, tried in pricings]
+    choices = recompute_choices(model, runtime, limits)
+    with_sets = any(choice.base == "selective" for choice in choices)
+    screens = [(screen_of(pricing, shapes, with_sets), tried) for pricing, tried in pricings]
+    if screens[0][0].module_sets is not None:
+        choices = tuple(ANY_SET if choice == ONE_SET else choice for choice in choices)
     may_fit = [fits(screen, schedules_tried(tried, screen.pricing.runtime)) for screen, tried in screens]
     screen, fitting = screens[0][0], np.flatnonzero(np.any(may_fit, axis=0))
     explain.count_misfits(screen, len(fitting), rejections)
-    branch = Branch(limits, recompute_choices(model, runtime, limits), started + limits.time_limit_s, rejections)
+    branch = Branch(limits, choices, started + limits.time_limit_s, rejections)
     frontier = branch.run([(screen.take(fitting), tried) for screen, tried in screens])
     branch.run_alternatives(frontier)
     best = branch.best

@@ -14,6 +14,7 @@ import pytest
 from toys import MOE, NO_LIMIT_S, Problem, legal_splits, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.layout.candidate import Candidate
+from planner.layout.evaluate import pricing_of
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
@@ -26,7 +27,10 @@ from planner.search.ilp.program import solve
 from planner.search.ilp.translate import RecomputeChoice, node_of
 from planner.search.priced_shapes import fits, room_layers, screen_of
 from planner.search.schedules import schedules_tried
+from planner.shape import Shape
+from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.registry import load_hardware, load_model
 from planner.trainers.load import RUNTIMES
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -298,3 +302,24 @@ def test_prices_looked_up_by_kernel_are_those_of_the_shape() -> None:
                 assert screen.part(part, quantity)[index] == pytest.approx(float(getattr(table.layers[key], quantity)))
             assert screen.static_bytes(part)[index] == pytest.approx(float(table.layers[key].static_bytes))
         assert screen.p2p_s[index] == pytest.approx(float(table.p2p_s))
+
+
+def test_a_first_chunk_that_keeps_less_is_counted_by_its_own_bytes() -> None:
+    """The first of DeepSeek-V2-Lite's layers is dense and recomputes its MLP; of its chunk most is in flight.
+
+    Priced with the mean of the rank's chunks the layout did not fit, and the bound was 5% above its step.
+    """
+    model, runtime = load_model("deepseek-v2-lite"), RUNTIMES["megatron"]
+    cluster = ClusterSpec(hardware=load_hardware("a100"), num_gpus=8)
+    training = toy_training(64, seq_length=4096)
+    pricing = pricing_of(model, cluster, training, runtime, modules=("mlp",))
+    shape = Shape(
+        ep=2, pp=2, vpp=14, dp=4, micro_batch_size=2, num_microbatches=8, seq_length=4096, shard_size=4
+    )  # fmt: skip
+    table = pricing.table(shape)
+    candidate = Candidate(pricing, table, Split((1,) * 27 + (0,), "selective"), "interleaved-1f1b")
+    assert candidate.fits
+    solution = solve(node_of(pricing, table, RecomputeChoice("selective", "none"), "interleaved-1f1b"), 20.0)
+    assert solution is not None
+    assert solution.bound_s <= candidate.step_s
+    assert solution.counts == candidate.split.counts

@@ -12,7 +12,7 @@ import pytest
 from brute_force import Candidate, brute_force_s, candidates, fits, pipeline_s, step_s
 
 from planner.physics.cost import PartCost
-from planner.schedule.orders import first_chunk_in_flight, in_flight_microbatches
+from planner.schedule.orders import chunks_in_flight, in_flight_microbatches
 from planner.search.ilp.layers import recurring
 from planner.search.ilp.node import Node
 from planner.search.ilp.program import Solution, solve
@@ -109,7 +109,7 @@ def interleaved_node(seed: int) -> Node:
         num_microbatches=steps,
         whole=rng.choice(["none", "all"]),
         in_flight=in_flight_microbatches("interleaved-1f1b", pp, vpp, steps),
-        first_in_flight=first_chunk_in_flight("interleaved-1f1b", pp, vpp, steps),
+        chunk_in_flight=chunks_in_flight("interleaved-1f1b", pp, vpp, steps),
         bound="interleaved",
         placement=tuple(range(pp)) * vpp,
         usable_bytes=rng.choice([1e6, rng.uniform(8, 25)]) * GIB,

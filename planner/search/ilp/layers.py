@@ -63,6 +63,8 @@ class LayerSums(NamedTuple):
     """Layers of each rank."""
     by_kind: list[dict[LayerKind, Expression]]
     """Layers of each rank by kind; `add_layers` gives each sum a variable."""
+    in_flight: list[dict[LayerKind, Expression]]
+    """The same, each layer as often as there are micro-batches of its chunk in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class LayersOnRanks:
     """Layers of each rank."""
     by_kind: list[dict[LayerKind, Expression]]
     """Layers of each rank by kind; each is a variable, since it enters many rows."""
+    in_flight: list[dict[LayerKind, Expression]]
+    """Layers of each rank by kind, each as often as there are micro-batches of its chunk in flight."""
     chunks: Chunks
 
     def counts(self, node: Node) -> tuple[int, ...]:
@@ -104,7 +108,7 @@ def add_layers(program: Formulation, node: Node) -> LayersOnRanks:
             may_be_empty = node.empty_ends and rank in (0, node.pp - 1) and node.pp > 1
             program.add_row("chunks", f"held_{rank}", total >= (0 if may_be_empty else 1))
     last_row = [chunks.length] * (node.pp - 1) + [chunks.length - chunks.missing_last]
-    return LayersOnRanks(sums.first_row, last_row, sums.totals, by_kind, chunks)
+    return LayersOnRanks(sums.first_row, last_row, sums.totals, by_kind, sums.in_flight, chunks)
 
 
 def _add_chunks(program: Formulation, node: Node) -> Chunks:
@@ -140,15 +144,31 @@ def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks:
     lengths = [_difference(ends, stage) for stage in range(node.num_stages)]
     stages_of = [[j for j, rank in enumerate(node.placement) if rank == r] for r in range(node.pp)]
     totals = [add_up(lengths[stage] for stage in stages) for stages in stages_of]
+    weights = [node.in_flight_of(rank) for rank in range(node.pp)]
+    kept = [_weighted(weights[rank], [lengths[stage] for stage in stages]) for rank, stages in enumerate(stages_of)]
     counted: list[dict[LayerKind, Expression]] = [{} for _ in stages_of]
+    counted_in_flight: list[dict[LayerKind, Expression]] = [{} for _ in stages_of]
     for kind, places in pattern.places.items():
         before = [_add_places(program, node, pattern.period, places, stage, end) for stage, end in enumerate(ends[:-1])]
         before.append(constant(sum(length for run_kind, length in node.runs if run_kind == kind)))
         for rank, stages in enumerate(stages_of):
-            counted[rank][kind] = add_up(_difference(before, stage) for stage in stages)
+            of_kind = [_difference(before, stage) for stage in stages]
+            counted[rank][kind] = add_up(of_kind)
+            counted_in_flight[rank][kind] = _weighted(weights[rank], of_kind)
+    by_kind = _with_commonest(node, counted, totals)
+    return LayerSums(lengths[: node.pp], totals, by_kind, _with_commonest(node, counted_in_flight, kept))
+
+
+def _with_commonest(
+    node: Node, counted: Sequence[dict[LayerKind, Expression]], totals: Sequence[Expression]
+) -> list[dict[LayerKind, Expression]]:
+    """Sums by kind of each rank; the commonest kind, which is not counted, has the rest of the total."""
     left = [total - add_up(kinds.values()) for kinds, total in zip(counted, totals, strict=True)]
-    by_kind = [{kind: counted[rank].get(kind, left[rank]) for kind in node.kinds} for rank in range(node.pp)]
-    return LayerSums(lengths[: node.pp], totals, by_kind)
+    return [{kind: counted[rank].get(kind, left[rank]) for kind in node.kinds} for rank in range(node.pp)]
+
+
+def _weighted(weights: Sequence[float], numbers: Sequence[Expression]) -> Expression:
+    return add_up(weight * number for weight, number in zip(weights, numbers, strict=True))
 
 
 def _add_places(
@@ -184,14 +204,24 @@ def _add_runs(program: Formulation, node: Node, chunks: Chunks) -> LayerSums:
         later = _add_later_chunks(program, node, chunks, first_row)
         program.add_row("layers", "layers", equal(add_up(later) + filled[-1][-1], lengths[-1]))
     totals = [row + rest for row, rest in zip(first_row, later, strict=True)]
-    by_kind = []
-    for numbers, rest in zip(first, later, strict=True):
-        parts: dict[LayerKind, list[Expression]] = {kind: [] for kind in node.kinds}
-        for (kind, _), number in zip(node.runs, numbers, strict=True):
-            parts[kind].append(number)
-        parts[node.runs[-1][0]].append(rest)
-        by_kind.append({kind: add_up(numbers) for kind, numbers in parts.items()})
-    return LayerSums(first_row, totals, by_kind)
+    by_kind, in_flight = [], []
+    for rank, (numbers, rest) in enumerate(zip(first, later, strict=True)):
+        by_kind.append(_of_runs(node, numbers, rest))
+        first_weight, *weights = node.in_flight_of(rank)
+        rest_in_flight = sum(weights) * chunks.length
+        if weights and rank == node.placement[-1]:
+            rest_in_flight = rest_in_flight - weights[-1] * chunks.missing_last
+        in_flight.append(_of_runs(node, [first_weight * number for number in numbers], rest_in_flight))
+    return LayerSums(first_row, totals, by_kind, in_flight)
+
+
+def _of_runs(node: Node, numbers: Sequence[Expression], rest: Expression) -> dict[LayerKind, Expression]:
+    """Layers by kind, where `numbers` are of each run on the first chunk, and `rest` of the last run on later ones."""
+    parts: dict[LayerKind, list[Expression]] = {kind: [] for kind in node.kinds}
+    for (kind, _), number in zip(node.runs, numbers, strict=True):
+        parts[kind].append(number)
+    parts[node.runs[-1][0]].append(rest)
+    return {kind: add_up(numbers) for kind, numbers in parts.items()}
 
 
 def _add_filled(program: Formulation, node: Node, lengths: Sequence[int]) -> list[list[Expression]]:

@@ -43,14 +43,11 @@ def add_memory(program: Formulation, sums: RankSums) -> list[Expression]:
 def _live_bytes(sums: RankSums, rank: int) -> Expression:
     """Bytes that a rank keeps from forward to backward of all micro-batches in flight."""
     node = sums.node
-    live_bytes = node.in_flight[rank] * sums.of_layers(rank, "live_bytes") + sums.of_ends(rank, "live_bytes")
+    in_flight = node.in_flight_of(rank)
+    layers = in_flight[0] * sums.of_layers(rank, "live_bytes") if node.vpp == 1 else sums.in_flight_bytes(rank)
+    live_bytes = layers + sums.of_ends(rank, "live_bytes")
     if rank == 0:
-        live_bytes = live_bytes + (node.in_flight[0] - 1) * float(node.embedding.live_bytes)
-    if rank == 0 and node.vpp > 1:
-        # the layers that the first chunk lacks would be in flight more often than those of the other chunks
-        largest = max(float(node.layers[kind, mode].live_bytes) for kind in node.kinds for mode in node.modes)
-        more_in_flight = max(node.first_in_flight - node.in_flight[0], 0.0)
-        live_bytes = live_bytes - more_in_flight * largest * sums.layers.chunks.missing_first
+        live_bytes = live_bytes + (in_flight[0] - 1) * float(node.embedding.live_bytes)
     return live_bytes
 
 

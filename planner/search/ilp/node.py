@@ -17,7 +17,7 @@ _SLOWED = frozenset({*PASSES, "input_grad_total_s", "total_s", "optimizer_s"})
 """Quantities that take a slow rank longer."""
 FULL: Recompute = "full"
 
-Whole = Literal["none", "all", "one_count", "per_stage"]
+Whole = Literal["none", "all", "one_count", "per_stage", "any_modules"]
 """How many layers are recomputed whole: none, all, the same number on every virtual stage, or each rank's own."""
 
 Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
@@ -45,8 +45,8 @@ class Node:
     whole: Whole
     in_flight: Sequence[float]
     """Micro-batches that each rank holds at its fullest, in units of all its chunks."""
-    first_in_flight: float = 0.0
-    """Of them, those of rank 0's first chunk alone (interleaving only)."""
+    chunk_in_flight: Sequence[Sequence[float]] = ()
+    """Micro-batches of each chunk that each rank holds at its fullest; empty: as many of one chunk as of another."""
     usable_bytes: float
     p2p_s: float
     bound: Bound
@@ -99,6 +99,10 @@ class Node:
         """Recompute modes that a layer may be in."""
         only: dict[Whole, tuple[Recompute, ...]] = {"none": (self.base,), "all": (FULL,)}
         return only.get(self.whole, (self.base, FULL))
+
+    def in_flight_of(self, rank: int) -> Sequence[float]:
+        """Micro-batches of each of the rank's chunks that it holds at its fullest."""
+        return self.chunk_in_flight[rank] if self.chunk_in_flight else [self.in_flight[rank]] * self.vpp
 
     def slowness(self, rank: int, quantity: str) -> float:
         """How many times as much of a quantity a rank takes as the costs say; 1 for all but seconds of computing."""

@@ -37,6 +37,24 @@ class RankSums:
                 terms.append((full - plain) * self.recomputed.by_kind[rank][kind])
         return add_up(terms)
 
+    def in_flight_bytes(self, rank: int) -> Expression:
+        """Bytes that the layers of an interleaved rank keep, each for its chunk's micro-batches in flight.
+
+        Recomputed layers are one number a chunk (one_count), or spread evenly over the chunks (per_stage), the chunks
+        with more in flight taken to have one more of them each.
+        """
+        node, weights = self.node, self.node.in_flight_of(rank)
+        mean = sum(weights) / len(weights)
+        uneven = 0.0 if node.whole == "one_count" else sum(max(weight - mean, 0.0) for weight in weights)
+        terms = []
+        for kind, number in self.layers.in_flight[rank].items():
+            plain = float(node.layers[kind, node.modes[0]].live_bytes)
+            terms.append(plain * number)
+            if node.whole in ("one_count", "per_stage"):
+                saved = plain - float(node.layers[kind, FULL].live_bytes)
+                terms.append(-saved * (mean * self.recomputed.by_kind[rank][kind] + uneven))
+        return add_up(terms)
+
     def of_ends(self, rank: int, quantity: str, *, first_row: bool = True, last_row: bool = True) -> float:
         """A quantity of the embedding and the head that a rank holds.
 

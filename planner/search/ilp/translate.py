@@ -13,7 +13,7 @@ from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import fixed_bytes
 from planner.schedule.orders import (
     SCHEDULES,
-    first_chunk_in_flight,
+    chunks_in_flight,
     in_flight_microbatches,
     lead_passes,
     passes_behind,
@@ -81,7 +81,7 @@ def node_of(
         base=choice.base,
         whole=choice.whole,
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
-        first_in_flight=first_chunk_in_flight(schedule, pp, vpp, microbatches) if vpp > 1 else 0.0,
+        chunk_in_flight=chunks_in_flight(schedule, pp, vpp, microbatches) if vpp > 1 else (),
         usable_bytes=float(table.usable_bytes) - fixed_bytes(pricing, table),
         short_bytes=short_bytes,
         p2p_s=float(table.p2p_s),
