@@ -32,7 +32,7 @@ def read_probe(path: str) -> ProbeResult:
 
 def read_calibration(path: str, cluster: ClusterSpec) -> Calibration:
     """What a saved probe measured beyond the profile of `cluster`, told as notes line by line."""
-    from planner.profile.probed import from_probe
+    from planner.profile.probe_calibration import from_probe
 
     result = read_probe(path)
     calibration = from_probe(result, cluster, label(path))

@@ -8,7 +8,7 @@ import pytest
 
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
-from planner.profile.stages import measured_model
+from planner.profile.stage_problem import measured_model
 from planner.profile.tables import read_table
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware

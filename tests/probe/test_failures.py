@@ -23,10 +23,10 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import faulty
 import torch
 
-from planner.probe.compare import run_checks
-from planner.probe.launch import launch
-from planner.probe.meeting import Identity, compare, disagreement
-from planner.probe.process import asked_bytes, failure_of
+from planner.probe.launch.launcher import launch
+from planner.probe.verdict.checks import run_checks
+from planner.probe.worker.failure import asked_bytes, failure_of
+from planner.probe.worker.handshake import Identity, disagreement, require_agreement
 
 HERE = Path(__file__).parent
 PATIENCE_S = 600.0
@@ -79,7 +79,7 @@ def test_a_hang_behind_the_pipeline(fault: Any, phase: str, make_run: Any) -> No
 def test_results_are_not_lost_on_a_rank_that_does_not_end(
     make_run: Any, monkeypatch: pytest.MonkeyPatch, own_tmp: Path
 ) -> None:
-    monkeypatch.setattr("planner.probe.launch.STOPPED_S", 1.0)
+    monkeypatch.setattr("planner.probe.launch.launcher.STOPPED_S", 1.0)
     measured = launch(small(make_run), faulty.hanging_at_its_end)
     assert [rank.rank for rank in measured.ranks] == [0, 1]
     assert not (own_tmp / faulty.ENDED).exists()
@@ -94,10 +94,10 @@ def test_an_order_that_deadlocks(make_run: Any) -> None:
 
 def test_out_of_memory_is_a_result(make_run: Any, own_tmp: Path) -> None:
     measured = launch(small(make_run), faulty.out_of_memory)
-    found = measured.out_of_memory
-    assert found is not None
-    assert (found.rank, found.stage, found.phase) == (1, 1, "step 0, at 1F1 (computing)")
-    assert found.asked_bytes == 5 * 2**29
+    out_of_memory = measured.out_of_memory
+    assert out_of_memory is not None
+    assert (out_of_memory.rank, out_of_memory.stage, out_of_memory.phase) == (1, 1, "step 0, at 1F1 (computing)")
+    assert out_of_memory.asked_bytes == 5 * 2**29
     assert list(own_tmp.glob("plan-probe-*")) == []
 
 
@@ -112,8 +112,8 @@ def test_a_host_without_memory_says_nothing_of_the_plan(make_run: Any) -> None:
 def test_a_loss_that_is_no_number_is_a_failed_check(check: bool, make_run: Any) -> None:
     measured = launch(small(make_run).model_copy(update={"check": check}), faulty.diverged)
     assert [step.loss for rank in measured.ranks for step in rank.steps] == [None, None]
-    failed = [found for found in run_checks(measured.run, measured.ranks) if not found.passed]
-    assert [found.name for found in failed] == ["loss" if check else "finite"]
+    failed = [result for result in run_checks(measured.run, measured.ranks) if not result.passed]
+    assert [result.name for result in failed] == ["loss" if check else "finite"]
     assert "not finite" in failed[0].detail
     json.dumps(measured.model_dump(mode="json"), allow_nan=False)
 
@@ -149,8 +149,8 @@ def test_two_ranks_on_one_gpu() -> None:
     def ranks(*places: tuple[str, str]) -> list[Identity]:
         return [Identity("2.9", host, device) for host, device in places]
 
-    found = disagreement(ranks(("node", "GPU-a"), ("node", "GPU-b"), ("node", "GPU-a")))
-    assert found == "ranks 0 and 2 share one GPU (GPU-a of node)"
+    mismatch = disagreement(ranks(("node", "GPU-a"), ("node", "GPU-b"), ("node", "GPU-a")))
+    assert mismatch == "ranks 0 and 2 share one GPU (GPU-a of node)"
     assert disagreement(ranks(("node", "GPU-a"), ("other", "GPU-a"))) is None
     assert disagreement(ranks(("node", ""), ("node", ""))) is None
 
@@ -162,7 +162,7 @@ def test_every_rank_hears_that_they_do_not_go_together(own_tmp: Path) -> None:
     def rank(number: int) -> None:
         store = torch.distributed.FileStore(str(own_tmp / "store"), 2)
         try:
-            compare(store, number, 2, Identity("2.9", "node", "GPU-a"))
+            require_agreement(store, number, 2, Identity("2.9", "node", "GPU-a"))
         except RuntimeError as error:
             heard.append(str(error))
 
