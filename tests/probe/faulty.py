@@ -26,6 +26,7 @@ from planner.probe.worker.stage_worker import stage_process
 
 SICK_RANK = 1
 NUM_CHUNKS = 2
+ENDED = "ended"
 
 
 def _at(action_text: str, fault: Callable[[], None]) -> None:
@@ -96,8 +97,14 @@ def hanging_in_optimizer(folder: Path, rank: int, local_rank: int) -> None:
 
 
 def hanging_at_its_end(folder: Path, rank: int, local_rank: int) -> None:
+    """One rank leaves a file beside the folder of its run, should it ever come to its end."""
+
+    def late() -> None:
+        time.sleep(60)
+        (folder.parent / ENDED).touch()
+
     if rank == SICK_RANK:
-        dist.destroy_process_group = lambda: time.sleep(60)
+        dist.destroy_process_group = late
     rank_process(folder, rank, local_rank)
 
 
