@@ -104,8 +104,8 @@ def _numbers(data: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 def _wrong_order(layout: PricedLayout) -> str | None:
     """A problem of the actions of a schedule that was made to measure."""
-    from planner.export.torch.order import order_of
     from planner.schedule.actions import Action
+    from planner.schedule.torch_csv import made_order
 
     sizes = layout.parallelism
     if not layout.actions:
@@ -114,7 +114,7 @@ def _wrong_order(layout: PricedLayout) -> str | None:
         actions = [Action.parse(word) for line in layout.actions for word in line.split()]
         if any(a.stage >= sizes.pp * sizes.vpp or a.microbatch >= sizes.num_microbatches for a in actions):
             return "actions name a stage or a micro-batch that the layout does not have"
-        order = order_of(layout)
+        order = made_order(layout.actions, sizes.schedule)
     except SpecError as error:
         return f"actions: {error.message}"
     holders = Counter(order.stage_to_rank)

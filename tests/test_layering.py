@@ -29,8 +29,7 @@ ALLOWED = {
     "physics": {"errors", "shape", "specs", "trainers"},
     # a plan loads itself, and shows its report in a notebook
     "answer": {"errors", "files", "shape", "specs", "trainers", "plan_file", "report.page"},
-    # a saved order that was made to measure is checked by the reader of such orders
-    "plan_file": {"errors", "specs", "answer", "schedule", "export.torch.order"},
+    "plan_file": {"errors", "specs", "answer", "schedule"},
     "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer"},
     # what `explain` answers is sentences, with the numbers written as the reports write them
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "report.causes"},
@@ -58,21 +57,18 @@ EXTERNAL = {
 """Libraries that only these files or folders may import."""
 
 CYCLES = {
-    ("search.why.explain", "search.search"): "a remedy is planned with before an error names it",
-    ("probe.worker", "probe.exported"): "to be mended: a rank rewrites its own rank of the exported plan",
+    ("answer", "plan_file"): "Plan.load reads as the commands do, inside the method",
+    ("answer", "report.page"): "a notebook shows a plan as its report, drawn inside the method",
 }
 """Imports that may close a cycle, and why."""
 
 MAX_MODULES = 20
-LARGE_FOLDERS = {"cli", "probe"}
+LARGE_FOLDERS = {"cli"}
 """Folders not cut yet."""
 
 RIDDLES = ("Of ", "What ", "Where ", "Whether ")
 """Beginnings of a docstring that is no sentence and names no quantity."""
-ROOMS_WITH_RIDDLES = {
-    "answer", "cli", "errors", "export", "layout", "physics", "probe", "profile", "report", "schedule", "search",
-    "specs", "trainers", "validate",
-}  # fmt: skip
+ROOMS_WITH_RIDDLES: set[str] = set()
 """Rooms not rewritten yet."""
 
 

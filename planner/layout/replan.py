@@ -8,8 +8,9 @@ from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
 from planner.layout.split import Split
 from planner.physics.pricing import Pricing
-from planner.schedule.actions import Action, Schedule
+from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule
+from planner.schedule.torch_csv import made_order
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
@@ -77,11 +78,7 @@ def order_of(layout: PricedLayout) -> Schedule:
     chosen = layout.parallelism
     if not layout.actions:
         return build_schedule(chosen.schedule, chosen.pp, chosen.vpp, chosen.num_microbatches)
-    ranks = tuple(tuple(map(Action.parse, line.split())) for line in layout.actions)
-    holders = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
-    splits = any(action.kind == "W" for actions in ranks for action in actions)
-    placement = tuple(holders[stage] for stage in sorted(holders))
-    return Schedule(chosen.schedule, ranks, placement, chosen.num_microbatches, splits_backward=splits)
+    return made_order(layout.actions, chosen.schedule)
 
 
 def _split(plan: Plan, layout: PricedLayout, order: Schedule) -> Split:

@@ -19,9 +19,9 @@ from layouts import SIZES, expressible
 from planner.answer import Plan
 from planner.export.common.refusal import Inexpressible
 from planner.export.common.stages import virtual_stages
-from planner.export.torch.schedule_csv import to_torch_csv
 from planner.export.torchtitan.write import RECIPE, export_torchtitan
 from planner.schedule.orders import build_schedule
+from planner.schedule.torch_csv import to_torch_csv
 from planner.specs.registry import load_model
 from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
 

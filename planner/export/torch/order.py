@@ -6,9 +6,9 @@ from planner.answer import Plan, PricedLayout
 from planner.errors import SpecError
 from planner.export.common.refusal import Objections
 from planner.export.common.stages import VirtualStage
-from planner.export.torch.schedule_csv import from_torch_csv, to_torch_csv
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule
+from planner.schedule.torch_csv import made_order, to_torch_csv
 
 ORDER_FILE = "schedule.csv"
 
@@ -18,7 +18,7 @@ def order_of(layout: PricedLayout) -> Schedule:
     chosen = layout.parallelism
     if not layout.actions:
         return build_schedule(chosen.schedule, chosen.pp, chosen.vpp, chosen.num_microbatches)
-    return from_torch_csv("\n".join(",".join(row.split()) for row in layout.actions), chosen.schedule)
+    return made_order(layout.actions, chosen.schedule)
 
 
 def check_order(plan: Plan, stages: tuple[VirtualStage, ...], objections: Objections) -> None:

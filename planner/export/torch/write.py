@@ -14,8 +14,8 @@ from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
-from planner.export.torch.schedule_csv import to_torch_csv
 from planner.schedule.actions import Schedule
+from planner.schedule.torch_csv import to_torch_csv
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
 

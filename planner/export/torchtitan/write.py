@@ -9,9 +9,9 @@ from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
-from planner.export.torch.schedule_csv import to_torch_csv
 from planner.export.torchtitan.model_source import DEFAULT_ROTARY_BASE
 from planner.export.torchtitan.recipe import has_order_of_its_own, recipe_source, splits_backward
+from planner.schedule.torch_csv import to_torch_csv
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.torch import TORCH_SCHEDULE_RULES, UNCOMPILED
 from planner.trainers.rules.torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 
 from planner.errors import SpecError
 from planner.schedule.actions import Action, Schedule
@@ -61,6 +62,11 @@ def from_torch_csv(text: str, name: str = "csv") -> Schedule:
     schedule = _schedule(name, tuple(ranks), tuple(overlapped))
     compile_schedule(schedule)
     return schedule
+
+
+def made_order(lines: Sequence[str], name: str) -> Schedule:
+    """The order of a saved layout's actions, one line a rank; SpecError unless they form a schedule that can run."""
+    return from_torch_csv("\n".join(",".join(line.split()) for line in lines), name)
 
 
 def _schedule(name: str, ranks: tuple[tuple[Action, ...], ...], overlapped: tuple[tuple[int, ...], ...]) -> Schedule:
