@@ -45,9 +45,6 @@ def _contradiction(layout: PricedLayout, plan: Plan) -> str | None:
     ranks = sizes.tp * sizes.cp * sizes.pp * sizes.dp
     if not ranks == sizes.num_gpus_used <= plan.cluster.num_gpus:
         return f"{ranks} ranks, num_gpus_used {sizes.num_gpus_used}, num_gpus {plan.cluster.num_gpus}"
-    batch = sizes.dp * sizes.micro_batch_size * sizes.num_microbatches
-    if batch != plan.training.global_batch_size:
-        return f"dp · micro-batch · micro-batches = {batch}, global_batch_size {plan.training.global_batch_size}"
     if len(stages) != sizes.pp or any(len(stage.chunks) != sizes.vpp for stage in stages):
         return f"stages are not pp {sizes.pp} of vpp {sizes.vpp} chunks"
     if layout.rank_factors and (len(layout.rank_factors) != sizes.pp or min(layout.rank_factors) <= 0):
@@ -124,7 +121,11 @@ def _wrong_order(layout: PricedLayout) -> str | None:
 
 
 def _impossible(plan: Plan) -> str | None:
-    """A number that no search and no cost has, or a text that no report has."""
+    """A batch, a number of the search or of the cost, or a text that no plan has."""
+    sizes = plan.parallelism
+    batch = sizes.dp * sizes.micro_batch_size * sizes.num_microbatches
+    if batch != plan.training.global_batch_size:
+        return f"best: dp · micro-batch · micro-batches = {batch}, global_batch_size {plan.training.global_batch_size}"
     for name, spec in (("search", plan.search), ("run_cost", plan.run_cost)):
         for field, value in _numbers({} if spec is None else spec.model_dump()):
             if not _ROUNDING <= value < inf:
