@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from html import escape
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import Field
 
+from planner.files import write_text
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -305,3 +308,27 @@ class Plan(Spec):
     def from_json(cls, data: dict[str, Any]) -> Plan:
         """Read what `to_json` wrote; pydantic's ValidationError where it does not fit."""
         return cls.model_validate({key: value for key, value in data.items() if key != "inputs_sha256"})
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the plan as JSON to a file that `load` and every command read; `-` is stdout.
+
+        Without the search's own seconds, so that the same inputs make the same bytes. Raises SpecError where the file
+        exists and `force` is not given.
+        """
+        search = None if self.search is None else self.search.model_copy(update={"seconds": None})
+        data = self.model_copy(update={"search": search}).to_json()
+        write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n", force)
+
+    # load and _repr_html_ are the imports that climb: users ask the plan itself
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The plan in a file that `save` wrote; `-` is stdin. SpecError where it holds no plan of this version."""
+        from planner.plan_file import read_plan
+
+        return read_plan(str(path))
+
+    def _repr_html_(self) -> str:
+        """The report, for notebooks: in a frame, so that its styles stay its own."""
+        from planner.report.page import report_page
+
+        return f'<iframe srcdoc="{escape(report_page(self))}" style="width: 100%; height: 40em; border: 0"></iframe>'

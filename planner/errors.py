@@ -34,7 +34,7 @@ class PlannerError(Exception):
         self.hint = hint
 
     def lines(self) -> str:
-        """What stderr shows: `error:` and, where there is one, `hint:`, each on one line."""
+        """The lines that stderr shows: `error:` and, where there is one, `hint:`, each on one line."""
         labels = (("error", self.message), ("hint", self.hint))
         return "".join(f"{label}: {printable(' '.join(text.split()))}\n" for label, text in labels if text)
 
@@ -68,13 +68,13 @@ def defect(error: Exception) -> PlannerError:
 
 
 class SpecError(PlannerError):
-    """What the user gave is wrong: the message names file, field and value."""
+    """The user's input is wrong: the message names file, field and value."""
 
     exit_code = 2
 
 
 class Unsupported(SpecError):
-    """What the user asks for exists and is outside what is modelled: no number rather than a bad one."""
+    """The user asks for something that exists and is outside what is modelled: no number rather than a bad one."""
 
 
 class Infeasible(PlannerError):

@@ -21,12 +21,14 @@ ALLOWED = {
     "trainers": {"errors", "shape", "specs"},
     "schedule": {"errors", "shape"},
     "physics": {"errors", "shape", "specs", "trainers"},
-    "answer": {"shape", "specs", "trainers"},
+    # a plan loads itself, and shows its report in a notebook
+    "answer": {"errors", "files", "shape", "specs", "trainers", "plan_file", "report.page"},
+    "plan_file": {"errors", "specs", "schedule", "answer"},
     "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer"},
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout"},
     # a target's constraints are written once, and the search holds candidates against them too
     "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer"},
-    "report": {"errors", "files", "specs", "trainers", "schedule", "answer"},
+    "report": {"errors", "files", "specs", "trainers", "schedule", "answer", "layout.replan"},
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
     # ranks ran beside what the plan's layout costs in the program that they are

@@ -21,7 +21,8 @@ from planner.search.ilp.translate import RecomputeChoice
 from planner.search.schedules import schedule_options
 from planner.search.search import recompute_choices
 from planner.shape import Shape
-from planner.specs.cluster import ClusterSpec, HardwareSpec, LinkTier, ReservedMemory
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
 from planner.specs.model import ModelSpec
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime

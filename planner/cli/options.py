@@ -82,7 +82,7 @@ Dtype = Annotated[
 Runtime = Annotated[
     str | None,
     text(
-        JOB, "--runtime", "NAME", f"The trainer: {', '.join(RUNTIMES)}. [{DEFAULT_RUNTIME}]",
+        JOB, "--runtime", "NAME", f"The trainer: {', '.join(RUNTIMES)}, or a YAML. [{DEFAULT_RUNTIME}]",
         autocompletion=starting_with(lambda: RUNTIMES),
     ),
 ]  # fmt: skip

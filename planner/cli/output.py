@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 
 import planner
 from planner.answer import Plan
-from planner.files import STDOUT, write_text
+from planner.files import STDOUT
 from planner.report.terminal import render
 
 _log = logging.getLogger(__name__)
@@ -39,17 +39,10 @@ def save(plan: Plan, output: str | None, force: bool) -> bool:
     """Write the plan file that other commands read; true where stdout has thereby got its answer."""
     if output is None:
         return False
-    write_text(output, dumps(saved(plan).to_json()), force)
+    plan.save(output, force=force)
     if output != STDOUT:
         _log.info("wrote %s", output)
     return output == STDOUT
-
-
-def saved(plan: Plan) -> Plan:
-    """The plan as files hold it: without the search's own seconds, so that the same inputs make the same bytes."""
-    if plan.search is None:
-        return plan
-    return plan.model_copy(update={"search": plan.search.model_copy(update={"seconds": None})})
 
 
 @contextmanager

@@ -66,10 +66,10 @@ def probe_command(
       plan probe plan.json --device cuda --stage all
     """
     from planner.cli.output import dumps, show
-    from planner.cli.plan_file import read_plan
     from planner.cli.probe_report import render
     from planner.errors import ProbeMismatch
     from planner.files import STDOUT, write_text
+    from planner.plan_file import read_plan
 
     _refuse_files(output, trace, stage, force)
     read = read_plan(plan)

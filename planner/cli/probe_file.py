@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from planner.errors import SpecError
 from planner.specs.checking import checked
-from planner.specs.cluster import ClusterSpec, HardwareSpec
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec
 from planner.specs.reading import label, load_yaml
 
 if TYPE_CHECKING:

@@ -45,8 +45,8 @@ def rebalance_command(
       plan rebalance plan.json --slow-stage 3:1.2
     """
     from planner.cli.output import dumps, save, show
-    from planner.cli.plan_file import read_plan
     from planner.files import refuse_to_overwrite
+    from planner.plan_file import read_plan
     from planner.search.rebalance import rebalance
 
     if output is not None:

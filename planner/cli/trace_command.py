@@ -40,10 +40,10 @@ def trace_command(
       plan trace plan.json -o trace.json
       plan trace plan.json -m 32 -o - | gzip > trace.json.gz
     """
-    from planner.cli.plan_file import read_plan, with_alternative
     from planner.errors import SpecError
     from planner.files import STDOUT, write_text
     from planner.layout.replan import reprice, with_microbatches
+    from planner.plan_file import read_plan, with_alternative
     from planner.report.trace import trace_events
     from planner.schedule.replay import replay
 

@@ -16,6 +16,7 @@ from planner.schedule.orders import SCHEDULES
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
+from planner.specs.registry import model_of
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
@@ -23,7 +24,7 @@ from planner.trainers.spec import RuntimeSpec
 
 
 def evaluate(
-    model: ModelSpec,
+    model: ModelSpec | str,
     cluster: ClusterSpec,
     training: TrainingSpec,
     parallelism: Parallelism,
@@ -34,6 +35,7 @@ def evaluate(
 
     Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
     """
+    model = model_of(model)
     candidate, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime))
     totals = model_totals(model, candidate.pricing.runtime, training.seq_length)
     return assemble(candidate.pricing, totals, [priced], told_assumptions(candidate))

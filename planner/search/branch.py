@@ -8,7 +8,6 @@ incumbent less the gap asked for, or when time is up; either way it says how far
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -16,16 +15,20 @@ import numpy as np
 
 from planner.errors import SolverError
 from planner.layout.candidate import Candidate
+from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
 from planner.search.bounds import pipeline as bounds
+from planner.search.deadline import Deadline
 from planner.search.enumerate import Rejections, scalar
-from planner.search.frontier import ONE_SET, Frontier, Open, Prices, nodes_of
+from planner.search.exhaustive import few_splits, fitting, least_step_s
+from planner.search.frontier import Frontier, Open, Prices, nodes_of
 from planner.search.ilp.program import solve
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import Screen
 from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
+from planner.search.uneven import SHAPES, improved, level_split, level_step_s
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
 
@@ -58,11 +61,13 @@ class Branch:
 
     limits: SearchLimits
     choices: tuple[RecomputeChoice, ...]
-    deadline_s: float
+    deadline: Deadline
     rejections: Rejections
     candidates: dict[Key, Candidate] = field(default_factory=dict)
     """The fastest candidate of each key."""
     num_ilps: int = 0
+    num_exhausted: int = 0
+    """Nodes of which every split was replayed."""
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
     complete: bool = True
@@ -81,7 +86,7 @@ class Branch:
         if best is None:
             return np.inf
         if self.slack is None:
-            return best.step_s * (1 - gap_fraction)
+            return best.step_s / (1 + gap_fraction)
         ranked = sorted(candidate.step_s for candidate in self.candidates.values())
         return ranked[self.limits.top] if len(ranked) > self.limits.top else best.step_s * self.slack
 
@@ -93,7 +98,7 @@ class Branch:
         coarse = np.min([_coarse_bound_s(screen, limits) for screen, limits in screens], axis=0)
         order = np.argsort(coarse, kind="stable")
         blocks = iter([order[start : start + BLOCK] for start in range(0, len(order), BLOCK)])
-        block, frontier = next(blocks, None), Frontier([*self.choices, ONE_SET])
+        block, frontier = next(blocks, None), Frontier(self.choices)
         while True:
             cutoff = self.cutoff_s(self.limits.gap_fraction)
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
@@ -126,6 +131,34 @@ class Branch:
             chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
             where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
             self.rejections.add("no_schedule", int((~opened).sum()), f"no schedule runs {where}")
+
+    def try_uneven_chunks(self, frontier: Frontier) -> None:
+        """Try inner chunks of different lengths in the shapes that could gain by them.
+
+        If one is the best then, it is outside the splits that the search has bounded.
+        """
+        best = self.best
+        if best is None or not best.pricing.runtime.uneven_chunks or self._late():
+            return
+        for base in dict.fromkeys(("none", best.split.base)):
+            levelled = [(nodes, level_step_s(nodes, base != "none")) for nodes in frontier.all_nodes()]
+            promising = [
+                (float(step_s[row]), number, row)
+                for number, (_, step_s) in enumerate(levelled)
+                for row in np.argsort(step_s, kind="stable")[:SHAPES].tolist()
+                if step_s[row] < self.cutoff_s(self.limits.gap_fraction)
+            ]
+            for _, number, row in sorted(promising)[:SHAPES]:
+                nodes = levelled[number][0]
+                shape, pricing = scalar(nodes.screen.shape, row), nodes.screen.pricing
+                if base != "none":
+                    pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
+                start = Candidate(pricing, pricing.table(shape), Split((), base), nodes.schedules[row])
+                candidate = improved(start.with_split(level_split(start)), best.step_s)
+                if candidate.fits:
+                    self._keep(candidate)
+                if self._late():
+                    break
 
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""
@@ -179,7 +212,29 @@ class Branch:
         self._leave(max(node.bound_s, min(without, self._solve_choice(node, node.choice))))
 
     def _solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
-        """Solve, replay, keep the split where it is the fastest of its kind; the solver's bound (∞: nothing fits)."""
+        """Find the node's best split; a bound of all of its splits (∞: nothing fits).
+
+        Where the program's bound leaves a gap to its replay, and the node has few splits, all of them are replayed.
+        """
+        bound_s = self._solve_program(node, choice)
+        if self.slack is not None or bound_s >= self.cutoff_s(self.limits.gap_fraction):
+            return bound_s
+        shape = Candidate(node.pricing, self._table(node), Split(()), node.schedule)
+        splits = few_splits(shape, choice)
+        if splits is None:
+            return bound_s
+        self.num_exhausted += 1
+        fastest_s = np.inf
+        for candidate in fitting(shape, choice, splits):
+            least_s = least_step_s(candidate)
+            if least_s < self.cutoff_s(self.limits.gap_fraction):
+                self._keep(candidate)
+                least_s = candidate.step_s
+            fastest_s = min(fastest_s, least_s)
+        return max(bound_s, fastest_s)
+
+    def _solve_program(self, node: Open, choice: RecomputeChoice) -> float:
+        """Solve the integer program, replay its split, keep the fastest of its key; the solver's bound."""
         bound, pricing, table = np.inf, node.pricing, self._table(node)
         short_bytes: list[float] = []
         for _ in range(MAX_TRIES):
@@ -189,11 +244,11 @@ class Branch:
                 problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
             self.num_ilps += 1
             try:
-                solution = solve(problem, self.deadline_s - time.monotonic())
+                solution = solve(problem, self.deadline.left_s)
             except SolverError:
                 if not self.candidates:
                     raise
-                # time is up; what was found stands, unproven
+                # time is up; the candidates stand, unproven
                 self.complete = False
                 return 0.0
             if problem.of_mean_layers:
@@ -226,9 +281,14 @@ class Branch:
         self.lower_bound_s = min(self.lower_bound_s, bound_s)
 
     def _late(self) -> bool:
-        """Whether time is up; the search then stops and its outcome is no proof."""
-        if time.monotonic() < self.deadline_s or not self.candidates:
+        """Whether time is up; the search then stops with the best candidate, and its outcome is no proof.
+
+        Raises SolverError where there is none yet.
+        """
+        if not self.deadline.passed:
             return False
+        if not self.candidates:
+            self.deadline.check("solving nodes")
         self.complete = False
         return True
 

@@ -146,8 +146,10 @@ class Frontier:
     _nodes: list[Nodes] = field(default_factory=list)
     _bound_s: FloatArray = field(default_factory=lambda: np.empty(0))
     _guess_s: FloatArray = field(default_factory=lambda: np.empty(0))
+    _known: list[RecomputeChoice] = field(default_factory=list)
+    """Every choice that any node was opened under."""
     _place: IntArray = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
-    """Of each open node: which of `_nodes`, its row there, its choice."""
+    """Of each open node: which of `_nodes`, its row there, which of `_known`."""
 
     @property
     def least_guess_s(self) -> float:
@@ -159,9 +161,10 @@ class Frontier:
 
     def add(self, nodes: Nodes, least_s: FloatArray, choices: Sequence[RecomputeChoice] = ()) -> None:
         """Open nodes, of which `least_s` is known, under every choice, or those given."""
-        for number, choice in enumerate(self.choices):
-            if choices and choice not in choices:
-                continue
+        for choice in choices or self.choices:
+            if choice not in self._known:
+                self._known.append(choice)
+            number = self._known.index(choice)
             bound_s = np.maximum(nodes.bound_s(choice), least_s)
             rows = np.flatnonzero(np.isfinite(bound_s))
             place = np.stack([np.full(len(rows), len(self._nodes)), rows, np.full(len(rows), number)], axis=1)
@@ -193,7 +196,11 @@ class Frontier:
         return True
 
     def _stands_for_sets(self, index: int) -> bool:
-        return self.choices[int(self._place[index, 2])].whole == "any_modules"
+        return self._known[int(self._place[index, 2])].whole == "any_modules"
+
+    def all_nodes(self) -> Sequence[Nodes]:
+        """Every node that was opened, as blocks."""
+        return self._nodes
 
     def cut(self, cutoff_s: float) -> float:
         """Close the nodes whose bound is not below `cutoff_s`; the least of their bounds."""
@@ -228,7 +235,7 @@ class Frontier:
         nodes = self._nodes[block]
         shape = scalar(nodes.screen.shape, int(row))
         bound_s, guess_s = float(self._bound_s[index]), float(self._guess_s[index])
-        return Open(bound_s, guess_s, nodes.screen.pricing, shape, nodes.schedules[row], self.choices[choice])
+        return Open(bound_s, guess_s, nodes.screen.pricing, shape, nodes.schedules[row], self._known[choice])
 
     def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
         self._bound_s, self._guess_s, self._place = self._bound_s[kept], self._guess_s[kept], self._place[kept]

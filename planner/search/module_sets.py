@@ -27,6 +27,8 @@ MAX_SETS = 16
 """Sets that are tried at most; beyond that those that lie most evenly between saving nothing and all."""
 SAMPLES = (0.0, 0.5, 1.0)
 """Kernels on which sets are compared: the least, the median and the most bytes kept of a micro-batch."""
+TINY = 1e-9
+"""Relative difference of two sums that are the same."""
 NEGLIGIBLE = 1e-3
 """Share of a layer's kept bytes below which a module is not worth recomputing."""
 
@@ -45,7 +47,7 @@ def useful_sets(pricing: Pricing, table: CostTable) -> tuple[Modules, ...]:
     modules = []
     for module in pricing.runtime.selective_recompute_modules:
         alone = replace(pricing, selective_modules=(module,)).selective_table(table)
-        saved_bytes, again_s = _changes(pricing, alone)
+        saved_bytes, again_s = _changes(pricing, alone, "selective")
         if (saved_bytes > NEGLIGIBLE * _kept_bytes(pricing, table)).any():
             modules.append(module)
             saved.append(saved_bytes)
@@ -54,9 +56,12 @@ def useful_sets(pricing: Pricing, table: CostTable) -> tuple[Modules, ...]:
     if not sets:
         return (own,)
     member = np.array([[index in chosen for index in range(len(modules))] for chosen in sets], dtype=float)
-    useful = _undominated(member @ np.array(saved), member @ np.array(seconds))
-    chosen_sets = [tuple(modules[index] for index in sets[number]) for number in useful]
-    return tuple(dict.fromkeys((own, *_spread(chosen_sets))))
+    saved_by_all, again_by_all_s = _changes(pricing, table, "full")
+    useful = _undominated(
+        np.vstack([member @ np.array(saved), saved_by_all]), np.vstack([member @ np.array(seconds), again_by_all_s])
+    )
+    names = [tuple(modules[index] for index in sets[number]) for number in useful if number < len(sets)]
+    return (own, *(chosen for chosen in _spread(names) if set(chosen) != set(own)))
 
 
 def _samples(pricing: Pricing, table: CostTable) -> npt.NDArray[np.int64]:
@@ -70,10 +75,10 @@ def _kept_bytes(pricing: Pricing, table: CostTable) -> FloatArray:
     return _over_layers(pricing, table, "none", "live_bytes")
 
 
-def _changes(pricing: Pricing, table: CostTable) -> tuple[FloatArray, FloatArray]:
-    """Bytes that all layers save, and seconds that they take longer, in the table's selective mode."""
-    saved = _over_layers(pricing, table, "none", "live_bytes") - _over_layers(pricing, table, "selective", "live_bytes")
-    again = _over_layers(pricing, table, "selective", "total_s") - _over_layers(pricing, table, "none", "total_s")
+def _changes(pricing: Pricing, table: CostTable, mode: Recompute) -> tuple[FloatArray, FloatArray]:
+    """Bytes that all layers save, and seconds that they take longer, in a mode of the table."""
+    saved = _over_layers(pricing, table, "none", "live_bytes") - _over_layers(pricing, table, mode, "live_bytes")
+    again = _over_layers(pricing, table, mode, "total_s") - _over_layers(pricing, table, "none", "total_s")
     return saved, again
 
 
@@ -82,12 +87,44 @@ def _over_layers(pricing: Pricing, table: CostTable, mode: Recompute, quantity: 
     return np.atleast_1d(np.asarray(sum(count * getattr(part, quantity) for part, count in parts), dtype=float))
 
 
+def _is_beaten(modules: Modules, tables: dict[Modules, CostTable]) -> bool:
+    """Whether another set, or recomputing all, takes no longer and keeps no more for any kernel and kind of layer.
+
+    Of sets that are equal the first stays.
+    """
+    parts = _selective_parts(tables[modules])
+    if _is_no_worse([part for (_, mode), part in tables[modules].layers.items() if mode == "full"], parts):
+        return True
+    names = list(tables)
+    for other in names:
+        if other == modules:
+            continue
+        others = _selective_parts(tables[other])
+        is_equal = _is_no_worse(parts, others)
+        if _is_no_worse(others, parts) and (not is_equal or names.index(other) < names.index(modules)):
+            return True
+    return False
+
+
+def _selective_parts(table: CostTable) -> list[PartCost]:
+    return [part for (_, mode), part in table.layers.items() if mode == "selective"]
+
+
+def _is_no_worse(parts: Sequence[PartCost], others: Sequence[PartCost]) -> bool:
+    """Whether `parts` take no longer and keep no more than `others`, kind by kind."""
+    return all(
+        bool(np.all(np.asarray(part.total_s <= other.total_s * (1 + TINY))))
+        and bool(np.all(np.asarray(part.live_bytes <= other.live_bytes * (1 + TINY))))
+        for part, other in zip(parts, others, strict=True)
+    )
+
+
 def _undominated(saved: FloatArray, seconds: FloatArray) -> list[int]:
     """Rows (sets) that, in some column (kernel), no other row beats in both respects."""
     useful = []
     for row in range(len(saved)):
         no_worse = (saved >= saved[row]) & (seconds <= seconds[row])
-        better = (saved > saved[row]) | (seconds < seconds[row])
+        better = (saved > saved[row] * (1 + TINY)) | (seconds < seconds[row] * (1 - TINY))
         earlier = np.arange(len(saved))[:, None] < row  # of equal sets the smallest stays
         if not (no_worse & (better | earlier)).any(axis=0).all():
             useful.append(row)
@@ -112,7 +149,9 @@ class ModuleSets:
     def of(cls, pricing: Pricing, table: CostTable, sets: Sequence[Modules]) -> ModuleSets:
         """Price the sets; `table` has the kernels in all modes, the selective one for the pricing's own set."""
         pricings = {modules: replace(pricing, selective_modules=modules) for modules in sets}
-        return cls(pricings, {modules: each.selective_table(table) for modules, each in pricings.items()})
+        tables = {modules: each.selective_table(table) for modules, each in pricings.items()}
+        useful = {modules: priced for modules, priced in tables.items() if not _is_beaten(modules, tables)}
+        return cls({modules: pricings[modules] for modules in useful}, useful)
 
     @cached_property
     def together(self) -> CostTable:

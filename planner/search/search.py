@@ -17,6 +17,7 @@ from planner.layout.price import price_layout
 from planner.physics.layers import ModelTotals, model_totals
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import Branch, key_of
+from planner.search.deadline import Deadline
 from planner.search.enumerate import enumerate_shapes
 from planner.search.frontier import ANY_SET, ONE_SET
 from planner.search.ilp.translate import RecomputeChoice
@@ -25,12 +26,13 @@ from planner.search.schedules import by_runtime, check_expressible, schedules_tr
 from planner.search.why import explain
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.registry import model_of
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.spec import RuntimeSpec
 
 
 def plan(
-    model: ModelSpec,
+    model: ModelSpec | str,
     cluster: ClusterSpec,
     training: TrainingSpec,
     *,
@@ -42,7 +44,8 @@ def plan(
     Raises Infeasible when nothing is legal and fits, SpecError when the inputs contradict each other.
     """
     started = time.monotonic()
-    limits, runtime = limits or SearchLimits(), runtime_of(runtime)
+    deadline = Deadline((limits or SearchLimits()).time_limit_s)
+    model, limits, runtime = model_of(model), limits or SearchLimits(), runtime_of(runtime)
     check_expressible(limits, runtime)
     pricings = [
         (pricing_of(model, cluster, training, priced_as, limits), tried)
@@ -51,16 +54,19 @@ def plan(
     shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
     if not len(np.atleast_1d(shapes.tp)):
         raise explain.nothing_legal(rejections)
+    deadline.check("enumerating shapes")
     choices = recompute_choices(model, runtime, limits)
     with_sets = any(choice.base == "selective" for choice in choices)
     screens = [(screen_of(pricing, shapes, with_sets), tried) for pricing, tried in pricings]
     if screens[0][0].module_sets is not None:
         choices = tuple(ANY_SET if choice == ONE_SET else choice for choice in choices)
+    deadline.check("pricing shapes")
     may_fit = [fits(screen, schedules_tried(tried, screen.pricing.runtime)) for screen, tried in screens]
     screen, fitting = screens[0][0], np.flatnonzero(np.any(may_fit, axis=0))
     explain.count_misfits(screen, len(fitting), rejections)
-    branch = Branch(limits, choices, started + limits.time_limit_s, rejections)
+    branch = Branch(limits, choices, deadline, rejections)
     frontier = branch.run([(screen.take(fitting), tried) for screen, tried in screens])
+    branch.try_uneven_chunks(frontier)
     branch.run_alternatives(frontier)
     best = branch.best
     if best is not None and AUTO in (limits.schedule or ()) and not best.pricing.runtime.compiled:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from planner.cli import main
-from planner.cli.plan_file import read_plan
 from planner.cli.probe_file import read_probe
+from planner.plan_file import read_plan
 from planner.specs.registry import load_hardware
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")

@@ -31,7 +31,7 @@ from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.trainers.load import RUNTIMES
+from planner.trainers.load import RUNTIMES, load_runtime
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -58,7 +58,7 @@ def random_problem(seed: int, design: dict[str, Any] | None = None, trainer: str
     """A job of `trainer` (None: one of three), with any of its schedules, dtypes and link rates."""
     rng = random.Random(seed)
     name = trainer or rng.choice(["megatron", "torchtitan", "torch-eager"])
-    runtime = RUNTIMES[name]
+    runtime = load_runtime(name)
     limits: dict[str, Any] = {}
     if runtime.has_sequence_parallel:
         limits["recompute"] = rng.choice([None, ("none",), ("full",), ("none", "selective")])
@@ -309,7 +309,7 @@ def test_a_first_chunk_that_keeps_less_is_counted_by_its_own_bytes() -> None:
 
     Priced with the mean of the rank's chunks the layout did not fit, and the bound was 5% above its step.
     """
-    model, runtime = load_model("deepseek-v2-lite"), RUNTIMES["megatron"]
+    model, runtime = load_model("deepseek-v2-lite"), load_runtime("megatron")
     cluster = ClusterSpec(hardware=load_hardware("a100"), num_gpus=8)
     training = toy_training(64, seq_length=4096)
     pricing = pricing_of(model, cluster, training, runtime, modules=("mlp",))

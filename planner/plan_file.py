@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from planner.answer import SCHEMA_VERSION, Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
+from planner.schedule.actions import Action, Schedule
+from planner.schedule.graph import compile_schedule
 from planner.specs.checking import checked
 from planner.specs.model import ModelSpec
 from planner.specs.reading import label, load_yaml
@@ -101,22 +103,23 @@ def _numbers(data: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 def _wrong_order(layout: PricedLayout) -> str | None:
     """A problem of the actions of a schedule that was made to measure."""
-    from planner.export.torch_csv import order_of
-    from planner.schedule.actions import Action
-
     sizes = layout.parallelism
     if not layout.actions:
         return None
     try:
-        actions = [Action.parse(word) for line in layout.actions for word in line.split()]
-        if any(a.stage >= sizes.pp * sizes.vpp or a.microbatch >= sizes.num_microbatches for a in actions):
+        ranks = tuple(tuple(map(Action.parse, line.split())) for line in layout.actions)
+        rank_of = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
+        placement = tuple(rank_of[stage] for stage in sorted(rank_of))
+        chunks = Counter(placement)
+        if len(ranks) != sizes.pp or [chunks[rank] for rank in range(sizes.pp)] != [sizes.vpp] * sizes.pp:
+            return f"actions are not of pp {sizes.pp} ranks with {sizes.vpp} chunks each"
+        last = max(action.microbatch for actions in ranks for action in actions)
+        if max(rank_of) >= len(rank_of) or last >= sizes.num_microbatches:
             return "actions name a stage or a micro-batch that the layout does not have"
-        order = order_of(layout)
+        splits = any(action.kind == "W" for actions in ranks for action in actions)
+        compile_schedule(Schedule(sizes.schedule, ranks, placement, sizes.num_microbatches, splits_backward=splits))
     except SpecError as error:
         return f"actions: {error.message}"
-    holders = Counter(order.stage_to_rank)
-    if len(order.ranks) != sizes.pp or set(holders.values()) != {sizes.vpp}:
-        return f"actions are not of pp {sizes.pp} ranks with {sizes.vpp} chunks each"
     return None
 
 
