@@ -192,7 +192,7 @@ def _number(name: str, text: str) -> int:
 def _read_order(path: str | None) -> Schedule | None:
     if path is None:
         return None
-    from planner.export.torch_csv import from_torch_csv
+    from planner.export.torch.schedule_csv import from_torch_csv
     from planner.specs.reading import read_text
 
     return from_torch_csv(read_text(path))

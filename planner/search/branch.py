@@ -28,7 +28,7 @@ from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, wit
 from planner.search.priced_shapes import Screen
 from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
-from planner.search.uneven import SHAPES, improved, level_split, level_step_s
+from planner.search.uneven import SHAPES, any_chunks_bound_s, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
 
@@ -70,6 +70,8 @@ class Branch:
     """Nodes of which every split was replayed."""
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
+    any_chunks_bound_s: float = 0.0
+    """The same for interleaved chunks of any length; 0 where nobody asked."""
     complete: bool = True
     tables: dict[Prices, CostTable] = field(default_factory=dict)
     """Prices, whatever the vpp."""
@@ -135,21 +137,22 @@ class Branch:
     def try_uneven_chunks(self, frontier: Frontier) -> None:
         """Try inner chunks of different lengths in the shapes that could gain by them.
 
-        If one is the best then, it is outside the splits that the search has bounded.
+        If one of them is the best then, every shape is bounded for chunks of any length.
         """
         best = self.best
         if best is None or not best.pricing.runtime.uneven_chunks or self._late():
             return
+        blocks = frontier.all_nodes()
         for base in dict.fromkeys(("none", best.split.base)):
-            levelled = [(nodes, level_step_s(nodes, base != "none")) for nodes in frontier.all_nodes()]
+            ranked = [level_guess_s(nodes, any_memory=base != "none") for nodes in blocks]
             promising = [
                 (float(step_s[row]), number, row)
-                for number, (_, step_s) in enumerate(levelled)
+                for number, step_s in enumerate(ranked)
                 for row in np.argsort(step_s, kind="stable")[:SHAPES].tolist()
                 if step_s[row] < self.cutoff_s(self.limits.gap_fraction)
             ]
             for _, number, row in sorted(promising)[:SHAPES]:
-                nodes = levelled[number][0]
+                nodes = blocks[number]
                 shape, pricing = scalar(nodes.screen.shape, row), nodes.screen.pricing
                 if base != "none":
                     pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
@@ -158,7 +161,18 @@ class Branch:
                 if candidate.fits:
                     self._keep(candidate)
                 if self._late():
-                    break
+                    return
+        if self.best is not best:
+            least_s = [float(any_chunks_bound_s(nodes, self.choices).min(initial=np.inf)) for nodes in blocks]
+            self.any_chunks_bound_s = min([self.lower_bound_s, *least_s])
+
+    def bound_of_chunks(self, step_s: float) -> tuple[bool, float]:
+        """Whether the proof is about chunks of any length, and its lower bound.
+
+        A best step that is below the bound of equal chunks leaves no other.
+        """
+        is_any = step_s < self.lower_bound_s and self.any_chunks_bound_s > 0
+        return is_any, self.any_chunks_bound_s if is_any else self.lower_bound_s
 
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from planner.answer import Plan, PricedLayout, SearchReport
+from planner.answer import Plan, PricedLayout, Searched, SearchReport
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
@@ -21,6 +21,7 @@ from planner.search.deadline import Deadline
 from planner.search.enumerate import enumerate_shapes
 from planner.search.frontier import ANY_SET, ONE_SET
 from planner.search.ilp.translate import RecomputeChoice
+from planner.search.module_sets import MAX_SETS, Modules
 from planner.search.priced_shapes import Screen, fits, screen_of
 from planner.search.schedules import by_runtime, check_expressible, schedules_tried
 from planner.search.why import explain
@@ -117,17 +118,53 @@ def _report(
     num_fitting: int,
     seconds: float,
 ) -> SearchReport:
-    """A search is proven when it ended by itself; its gap is how far the replayed best is from the least bound left."""
-    bound = min(branch.lower_bound_s, step_s)
+    """How sure the answer is: proven within the gap that was asked, bounded by a wider one, or stopped by the deadline.
+
+    The gap is how far the replayed best is above the least bound of all that was not replayed. A best layout with
+    uneven chunks is outside what the search has bounded; then the bound is one of any chunks.
+    """
+    is_any, bound_s = branch.bound_of_chunks(step_s)
+    bound_s = min(bound_s, step_s)
     tried = [name for screen, limits in screens for name in schedules_tried(limits, screen.pricing.runtime)]
+    schedules = tuple(name for name in dict.fromkeys(tried) if name != "none")
+    gap = step_s / bound_s - 1
+    is_closed = gap <= branch.limits.gap_fraction * (1 + 1e-9)
     return SearchReport(
         num_shapes=len(screens[0][0].kernel),
         num_fitting=num_fitting,
         num_ilps=branch.num_ilps,
         seconds=seconds,
-        outcome="proven" if branch.complete else "feasible",
-        lower_bound_s=bound,
-        gap=step_s / bound - 1,
+        outcome="feasible" if not branch.complete else "proven" if is_closed else "bounded",
+        lower_bound_s=bound_s,
+        gap=gap,
         asked_gap_fraction=branch.limits.gap_fraction,
-        schedules=tuple(name for name in dict.fromkeys(tried) if name != "none"),
+        schedules=schedules,
+        searched=Searched(
+            schedules=schedules,
+            recompute_modules=_module_sets(branch, screens),
+            switches={},
+            chunks="any" if is_any else "equal",
+        ),
+        unsearched=tuple(_unsearched(screens[0][0], is_any)),
     )
+
+
+def _module_sets(branch: Branch, screens: Sequence[tuple[Screen, SearchLimits]]) -> tuple[Modules, ...]:
+    """The sets of modules that selective recomputing was tried with."""
+    if all(choice.base != "selective" for choice in branch.choices):
+        return ()
+    sets = [
+        modules
+        for screen, _ in screens
+        for modules in (screen.module_sets.tables if screen.module_sets else (screen.pricing.selective_modules,))
+    ]
+    return tuple(dict.fromkeys(sets))
+
+
+def _unsearched(screen: Screen, any_chunks: bool) -> Iterator[str]:
+    """What the trainer could be told and the search left out."""
+    if screen.pricing.runtime.uneven_chunks and not any_chunks:
+        yield "uneven inner chunks beyond those tried around the best"
+    if screen.module_sets is not None and len(screen.module_sets.tables) >= MAX_SETS:
+        yield "other sets of modules"
+    yield "other switches than the trainer's defaults"

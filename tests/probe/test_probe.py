@@ -12,7 +12,7 @@ from probes import probe_result, probe_run
 
 from planner.answer import Plan
 from planner.errors import ProbeError, SpecError
-from planner.export.torch_csv import to_torch_csv
+from planner.export.torch.schedule_csv import to_torch_csv
 from planner.layout.evaluate import evaluate
 from planner.schedule.orders import build_schedule
 from planner.specs.cluster import ClusterSpec
