@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from planner.answer import SCHEMA_VERSION, Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
+from planner.schedule.actions import Action
+from planner.schedule.torch_csv import made_order
 from planner.specs.checking import checked
 from planner.specs.model import ModelSpec
 from planner.specs.reading import label, load_yaml
@@ -45,9 +47,6 @@ def _contradiction(layout: PricedLayout, plan: Plan) -> str | None:
     ranks = sizes.tp * sizes.cp * sizes.pp * sizes.dp
     if not ranks == sizes.num_gpus_used <= plan.cluster.num_gpus:
         return f"{ranks} ranks, num_gpus_used {sizes.num_gpus_used}, num_gpus {plan.cluster.num_gpus}"
-    batch = sizes.dp * sizes.micro_batch_size * sizes.num_microbatches
-    if batch != plan.training.global_batch_size:
-        return f"dp · micro-batch · micro-batches = {batch}, global_batch_size {plan.training.global_batch_size}"
     if len(stages) != sizes.pp or any(len(stage.chunks) != sizes.vpp for stage in stages):
         return f"stages are not pp {sizes.pp} of vpp {sizes.vpp} chunks"
     if layout.rank_factors and (len(layout.rank_factors) != sizes.pp or min(layout.rank_factors) <= 0):
@@ -104,27 +103,31 @@ def _numbers(data: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 def _wrong_order(layout: PricedLayout) -> str | None:
     """A problem of the actions of a schedule that was made to measure."""
-    from planner.schedule.actions import Action
-    from planner.schedule.torch_csv import made_order
-
     sizes = layout.parallelism
     if not layout.actions:
         return None
     try:
-        actions = [Action.parse(word) for line in layout.actions for word in line.split()]
-        if any(a.stage >= sizes.pp * sizes.vpp or a.microbatch >= sizes.num_microbatches for a in actions):
+        ranks = tuple(tuple(map(Action.parse, line.split())) for line in layout.actions)
+        rank_of = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
+        placement = tuple(rank_of[stage] for stage in sorted(rank_of))
+        chunks = Counter(placement)
+        if len(ranks) != sizes.pp or [chunks[rank] for rank in range(sizes.pp)] != [sizes.vpp] * sizes.pp:
+            return f"actions are not of pp {sizes.pp} ranks with {sizes.vpp} chunks each"
+        last = max(action.microbatch for actions in ranks for action in actions)
+        if max(rank_of) >= len(rank_of) or last >= sizes.num_microbatches:
             return "actions name a stage or a micro-batch that the layout does not have"
-        order = made_order(layout.actions, sizes.schedule)
+        made_order(layout.actions, sizes.schedule)
     except SpecError as error:
         return f"actions: {error.message}"
-    holders = Counter(order.stage_to_rank)
-    if len(order.ranks) != sizes.pp or set(holders.values()) != {sizes.vpp}:
-        return f"actions are not of pp {sizes.pp} ranks with {sizes.vpp} chunks each"
     return None
 
 
 def _impossible(plan: Plan) -> str | None:
-    """A number that no search and no cost has, or a text that no report has."""
+    """A batch, a number of the search or of the cost, or a text that no plan has."""
+    sizes = plan.parallelism
+    batch = sizes.dp * sizes.micro_batch_size * sizes.num_microbatches
+    if batch != plan.training.global_batch_size:
+        return f"best: dp · micro-batch · micro-batches = {batch}, global_batch_size {plan.training.global_batch_size}"
     for name, spec in (("search", plan.search), ("run_cost", plan.run_cost)):
         for field, value in _numbers({} if spec is None else spec.model_dump()):
             if not _ROUNDING <= value < inf:

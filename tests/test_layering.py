@@ -29,7 +29,7 @@ ALLOWED = {
     "physics": {"errors", "shape", "specs", "trainers"},
     # a plan loads itself, and shows its report in a notebook
     "answer": {"errors", "files", "shape", "specs", "trainers", "plan_file", "report.page"},
-    "plan_file": {"errors", "specs", "answer", "schedule"},
+    "plan_file": {"errors", "specs", "schedule", "answer"},
     "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer"},
     # what `explain` answers is sentences, with the numbers written as the reports write them
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "report.causes"},

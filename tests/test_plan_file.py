@@ -53,9 +53,9 @@ def change(name: str, value: int) -> Callable[[dict[str, Any]], None]:
         (lambda plan: plan["best"]["stages"][0]["memory"].update(total_bytes=-5), "best: total_bytes is -5"),
         (lambda plan: plan["best"].update(rank_factors=[1.0]), "not one factor above 0 for each of 4 stages"),
         (lambda plan: plan["best"].update(actions=["x"] * 4), "actions: 'x' is not a schedule action"),
-        (lambda plan: plan["best"].update(actions=["0F0 0B0"] * 4), "best: actions: "),
+        (lambda plan: plan["best"].update(actions=["0F0 4F0", "1F0 5F0", "2F0 6F0", "3F0 7F0"]), "best: actions: "),
         (
-            lambda plan: plan["best"].update(actions=["999999999F0"]),
+            lambda plan: plan["best"].update(actions=["0F0 4F0", "1F0 5F0", "2F0 6F0", "3F0 999999999F0"]),
             "actions name a stage or a micro-batch",
         ),
         (

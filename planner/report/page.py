@@ -15,7 +15,8 @@ from planner.schedule.orders import violation
 from planner.schedule.replay import replay
 
 BARS, FINE = 64, 160
-"""Bars per rank: a step of more is drawn shorter, of two rounds of pp micro-batches at least; more have no edges."""
+"""Bars of a rank. A step with more than BARS is drawn with fewer micro-batches, two rounds of pp at least; a drawing
+with more than FINE has no edges."""
 NAMED = 6_000
 """Bars of a drawing beyond which they have no tooltips, which are most of the file."""
 
@@ -53,7 +54,7 @@ def _drawing(plan: Plan) -> Drawing:
 
 
 def _drawn_microbatches(plan: Plan) -> int:
-    """How many micro-batches are drawn: as many as can carry their numbers, two rounds of pp at least.
+    """Micro-batches to draw: few enough to carry their numbers, yet two rounds of pp at least.
 
     All of them where the schedule allows no smaller number, or was made for just this one.
     """
