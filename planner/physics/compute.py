@@ -6,7 +6,7 @@ launches. All sizes may be numpy arrays; one call prices thousands of shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -78,16 +78,50 @@ def part_seconds(
 ) -> PassSeconds:
     """Seconds of operators that run one after another: max(Σ GPU, Σ host), since the host runs ahead of the GPU.
 
-    What the host needs beyond the GPU in the backward counts as input gradient.
+    The backward's two gradients share both sums (`at_host_pace`).
     """
-    gpu, host = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-    for op in operators:
-        gpu = [a + b for a, b in zip(gpu, operator_seconds(op, hardware, dtype, runtime), strict=True)]
-        host = [a + b for a, b in zip(host, host_seconds(op, hardware, runtime), strict=True)]
+    gpu, host = gpu_seconds(operators, hardware, dtype, runtime), issue_seconds(operators, hardware, runtime)
+    return with_host(gpu, host, runtime)
+
+
+def with_host(gpu: PassSeconds, host: PassSeconds, runtime: RuntimeSpec) -> PassSeconds:
+    """Seconds of a part on a GPU that needs `gpu` for it, behind a host that needs `host` to issue it."""
     if runtime.blocking_launches:
         return PassSeconds(gpu[0] + host[0], gpu[1] + host[1], gpu[2] + host[2])
-    waits = np.maximum(host[1] + host[2] - gpu[1] - gpu[2], 0.0)
-    return PassSeconds(np.maximum(gpu[0], host[0]), gpu[1] + waits, gpu[2])
+    return PassSeconds(np.maximum(gpu.forward_s, host.forward_s), *at_host_pace(gpu[1:], host[1:]))
+
+
+def at_host_pace(gpu_s: Sequence[Number], host_s: Sequence[Number]) -> tuple[Number, Number]:
+    """Seconds of two passes in turn, which together take max(Σ gpu_s, Σ host_s), since the host runs ahead of the GPU.
+
+    Neither is shorter than the host needs to issue it; what the host is late in one, the GPU makes up for in the other
+    as far as it is later there. So neither gets longer where the GPU needs less for either.
+    """
+    first_gpu_s, second_gpu_s = gpu_s
+    first_host_s, second_host_s = host_s
+    first_late_s = np.maximum(first_host_s - first_gpu_s, 0.0)
+    second_late_s = np.maximum(second_host_s - second_gpu_s, 0.0)
+    return (
+        np.maximum(first_gpu_s - second_late_s, first_host_s),
+        np.maximum(second_gpu_s - first_late_s, second_host_s),
+    )
+
+
+def gpu_seconds(operators: Iterable[Operator], hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
+    """Seconds that the GPU needs for `operators`, one after another, whatever the host does."""
+    return _sums(operator_seconds(op, hardware, dtype, runtime) for op in operators)
+
+
+def issue_seconds(operators: Iterable[Operator], hardware: HardwareSpec, runtime: RuntimeSpec) -> PassSeconds:
+    """Seconds that the host needs to issue all kernels of `operators`."""
+    return _sums(host_seconds(op, hardware, runtime) for op in operators)
+
+
+def _sums(seconds: Iterable[PassSeconds]) -> PassSeconds:
+    forward_s, dgrad_s, wgrad_s = 0.0, 0.0, 0.0
+    for passes in seconds:
+        forward_s, dgrad_s, wgrad_s = forward_s + passes[0], dgrad_s + passes[1], wgrad_s + passes[2]
+    return PassSeconds(forward_s, dgrad_s, wgrad_s)
 
 
 def issue_s(hardware: HardwareSpec, runtime: RuntimeSpec) -> float:

@@ -114,12 +114,17 @@ class Pricing:
 
     def _seconds(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """Seconds of a part by pass and kind, exposed exchanges only."""
-        seconds: dict[str, Number] = dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), 0.0)
-        seconds.update({f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")})
-        slow = 1 + self.training.straggler_fraction
-        passes = compute.part_seconds(operators_of(items), self.cluster.hardware, self.training.dtype, self.runtime)
+        seconds: dict[str, Number] = {f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")}
+        slow, operators = 1 + self.training.straggler_fraction, operators_of(items)
+        hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
+        gpu = compute.gpu_seconds(operators, hardware, dtype, runtime)
+        passes = compute.with_host(gpu, compute.issue_seconds(operators, hardware, runtime), runtime)
         for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
             seconds[key] = slow * value
+        # while the GPU waits for the host, exchanges go on
+        idle = 0.0 if runtime.blocking_launches else 1.0
+        idle_s = {"forward": idle * (passes[0] - gpu[0]), "backward": idle * (sum(passes[1:]) - sum(gpu[1:]))}
+        shown_of_hideable: dict[str, Number] = dict.fromkeys(seconds, 0.0)
         behind = dict.fromkeys(("ep_forward_s", "ep_backward_s"), np.zeros(()))
         for exchange in collectives_of(items):
             group = "ep" if exchange.group == "etp" else exchange.group
@@ -131,7 +136,7 @@ class Pricing:
             sync_s = waits * sync_us * MICRO * np.log2(size)
             sent = self.training.dtype if self.runtime.narrow_exchanges else "bf16"
             exchanged_s = exchange_s(exchange, shape, self.cluster, sent) + sync_s
-            hidden_s = hidden * exchanged_s
+            hideable_s = hidden_s = hidden * exchanged_s
             if exchange.overlap == "cp":
                 hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
             if exchange.beside and np.any(hidden_s):
@@ -139,11 +144,19 @@ class Pricing:
             if exchange.overlap == "ep":
                 behind[key] = behind[key] + hidden_s
             seconds[key] = seconds[key] + exchanged_s - hidden_s
-        # another micro-batch's pass through the same part hides no more than it takes
-        all_s = sum(behind.values())
-        shown_fraction = np.maximum(all_s - sum(passes), 0.0) / np.where(all_s > 0, all_s, 1.0)
-        for key, hidden_s in behind.items():
-            seconds[key] = seconds[key] + shown_fraction * hidden_s
+            shown_of_hideable[key] = shown_of_hideable[key] + hideable_s - hidden_s
+        for way in ("forward", "backward"):
+            # what waits for no product waits for the host beside it
+            keys = [f"{g}_{way}_s" for g in COMM_GROUPS]
+            all_s = sum(shown_of_hideable[key] for key in keys)
+            hidden_fraction = np.minimum(all_s, idle_s[way]) / np.where(all_s > 0, all_s, 1.0)
+            for key in keys:
+                seconds[key] = seconds[key] - hidden_fraction * shown_of_hideable[key]
+        # the same pass of another micro-batch hides no more than it takes
+        for way, pass_s in (("forward", passes[0]), ("backward", passes[1] + passes[2])):
+            beside_s = pass_s + seconds[f"tp_{way}_s"] + seconds[f"cp_{way}_s"]
+            key = f"ep_{way}_s"
+            seconds[key] = seconds[key] + np.maximum(behind[key] - beside_s, 0.0)
         return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
 
     def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:
@@ -160,7 +173,7 @@ class Pricing:
     def _other_blocks_s(self, items: Sequence[Item], exchange: Collective, size: Number) -> Number:
         """Seconds of attention to all blocks of keys in a ring but one: what hides the exchange of the others."""
         attention = [op for op in operators_of(items) if op.kind == "attention"]
-        passes = compute.part_seconds(attention, self.cluster.hardware, self.training.dtype, self.runtime)
+        passes = compute.gpu_seconds(attention, self.cluster.hardware, self.training.dtype, self.runtime)
         seconds = sum(passes[1:]) if exchange.backward else passes[0]
         return seconds * (1 - 1 / np.asarray(size, dtype=float))
 
@@ -192,12 +205,14 @@ class Pricing:
         host_s = self._mixture_host_s(shape)
         part = PartCost(**seconds)
         forward_s, backward_s = part.forward_total_s, part.backward_total_s
-        if not self.runtime.awaits_token_counts:
-            late_s = np.maximum(2 * host_s - forward_s - backward_s, 0.0)
-            return seconds | {"input_grad_s": seconds["input_grad_s"] + late_s}
+        if self.runtime.awaits_token_counts:
+            late_s = np.maximum(host_s - forward_s, 0.0), np.maximum(host_s - backward_s, 0.0)
+        else:
+            paced = compute.at_host_pace((forward_s, backward_s), (host_s, host_s))
+            late_s = paced[0] - forward_s, paced[1] - backward_s
         return seconds | {
-            "forward_s": seconds["forward_s"] + np.maximum(host_s - forward_s, 0.0),
-            "input_grad_s": seconds["input_grad_s"] + np.maximum(host_s - backward_s, 0.0),
+            "forward_s": seconds["forward_s"] + late_s[0],
+            "input_grad_s": seconds["input_grad_s"] + late_s[1],
         }
 
     def _is_mixture(self, items: Sequence[Item]) -> bool:
