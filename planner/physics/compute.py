@@ -118,7 +118,9 @@ def issue_seconds(operators: Iterable[Operator], hardware: HardwareSpec, runtime
 
 
 def _sums(seconds: Iterable[PassSeconds]) -> PassSeconds:
-    forward_s, dgrad_s, wgrad_s = 0.0, 0.0, 0.0
+    forward_s: Number = 0.0
+    dgrad_s: Number = 0.0
+    wgrad_s: Number = 0.0
     for passes in seconds:
         forward_s, dgrad_s, wgrad_s = forward_s + passes[0], dgrad_s + passes[1], wgrad_s + passes[2]
     return PassSeconds(forward_s, dgrad_s, wgrad_s)
@@ -137,9 +139,7 @@ def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> 
     if op.kind == "attention":
         return PassSeconds(each_s, ATTENTION_BACKWARD_KERNELS * each_s, 0.0)
     forward, backward = op.forward_kernels * each_s, op.backward_kernels * each_s
-    return PassSeconds(
-        forward * (np.asarray(op.forward_bytes) > 0), backward * (np.asarray(op.backward_bytes) > 0), 0.0
-    )
+    return PassSeconds(forward * (op.forward_bytes > 0), backward * (op.backward_bytes > 0), 0.0)
 
 
 def gemm_s(
@@ -187,7 +187,7 @@ def _cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:
     A transposed copy, where products need one, is written beside the cast, or made of the whole that was gathered: read
     and written.
     """
-    ranks = np.asarray(shards if runtime.narrow_exchanges else 1, dtype=float)
+    ranks = shards if runtime.narrow_exchanges else 1
     share = CAST_BYTES[dtype] / ranks
     transposed = np.where(ranks > 1, 2 * FP8, FP8)
     return share + transposed * (runtime.fp8_copies - 1) if dtype == "fp8" else share
@@ -225,7 +225,7 @@ def product_s(
     # prologue and epilogue take the same time whatever the dtype of the products
     steps = k + gemm.ramp_k * peak / wide_peak
     flops_per_step = 2 * count * m * n
-    grouped = np.where(np.asarray(count) > 1, gemm.grouped_factor, 1.0)
+    grouped = np.where(count > 1, gemm.grouped_factor, 1.0)
     rate = _narrow_factor(gemm, dtype, narrow) * peak
     power_s = flops_per_step * steps / (power_fraction * rate)
     wave_s = steps * _tile_waves(gemm.tile_overhead, num_sms, count, m, n) * (num_sms / (gemm.wave_fraction * rate))
@@ -272,7 +272,7 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     qk_dim: Number = np.ceil(op.qk_dim / multiple) * multiple
     v_dim: Number = np.ceil(op.v_dim / multiple) * multiple
     rate = peak * _head_dim_factor(attention, qk_dim, v_dim) * (attention.sink_factor if op.has_sinks else 1.0)
-    width: Number = np.where(np.asarray(op.window) > 0, np.minimum(op.window, op.kv_len), op.kv_len)
+    width: Number = np.where(op.window > 0, np.minimum(op.window, op.kv_len), op.kv_len)
     diagonal = np.minimum(width, op.q_len)
     scores = op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction * op.imbalance
     seconds: list[Number] = []
@@ -301,7 +301,7 @@ def stream_s(hardware: HardwareSpec, num_bytes: Number, num_kernels: Number, fam
     """Seconds of `num_kernels` memory-bound kernels that move `num_bytes` together: bytes / bandwidth + launches."""
     efficiency = hardware.efficiency
     bytes_per_s = efficiency.of_family(family) * hardware.hbm_bytes_per_s / efficiency.stream_factor
-    return num_bytes / bytes_per_s + num_kernels * launch_s(hardware) * (np.asarray(num_bytes) > 0)
+    return num_bytes / bytes_per_s + num_kernels * launch_s(hardware) * (num_bytes > 0)
 
 
 def optimizer_s(

@@ -132,7 +132,7 @@ class Pricing:
             size, _ = group_of(exchange.group, shape)
             hidden = self._hidden_fraction(exchange, size)
             sync_us = 0.0 if exchange.choices else self.runtime.collective_sync_us
-            waits = (REPLAYED if self.runtime.cuda_graphs else 1.0) * (np.asarray(exchange.num_bytes) > 0)
+            waits = (REPLAYED if self.runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
             sync_s = waits * sync_us * MICRO * np.log2(size)
             sent = self.training.dtype if self.runtime.narrow_exchanges else "bf16"
             exchanged_s = exchange_s(exchange, shape, self.cluster, sent) + sync_s
@@ -168,26 +168,27 @@ class Pricing:
             return 0.0
         where = "mla_" if exchange.overlap == "tp" and self.model.mla is not None else ""
         fraction = float(getattr(self.runtime, f"{where}{exchange.overlap}_overlap_fraction"))
-        return fraction * (1 - 1 / np.asarray(size, dtype=float)) if exchange.overlap == "tp" else fraction
+        return fraction * (1 - 1 / size) if exchange.overlap == "tp" else fraction
 
     def _other_blocks_s(self, items: Sequence[Item], exchange: Collective, size: Number) -> Number:
         """Seconds of attention to all blocks of keys in a ring but one: what hides the exchange of the others."""
         attention = [op for op in operators_of(items) if op.kind == "attention"]
         passes = compute.gpu_seconds(attention, self.cluster.hardware, self.training.dtype, self.runtime)
         seconds = sum(passes[1:]) if exchange.backward else passes[0]
-        return seconds * (1 - 1 / np.asarray(size, dtype=float))
+        return seconds * (1 - 1 / size)
 
     def _products_s(self, exchange: Collective) -> Number:
         """Seconds of the products beside an exchange of tensor parallelism, which hides no longer than they take."""
         hardware, dtype = self.cluster.hardware, self.training.dtype
         passes = [compute.operator_seconds(op, hardware, dtype, self.runtime) for op in exchange.beside]
-        return sum(getattr(each, exchange.beside_pass) for each in passes)
+        seconds: Number = sum(getattr(each, exchange.beside_pass) for each in passes)
+        return seconds
 
     def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """`seconds` with what tensor-parallel ranks wait for the slowest of them, in proportion to its compute."""
         if not any(exchange.group == "tp" for exchange in collectives_of(items)):
             return seconds
-        late = self.runtime.tp_jitter_fraction * np.log2(np.asarray(shape.tp, dtype=float))
+        late = self.runtime.tp_jitter_fraction * np.log2(shape.tp)
         backward_s = seconds["input_grad_s"] + seconds["weight_grad_s"]
         return seconds | {
             "tp_forward_s": seconds["tp_forward_s"] + late * seconds["forward_s"],
@@ -246,8 +247,8 @@ class Pricing:
         wide = wide_parameters(items)
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
         seconds = self._seconds(items, shape)
-        alone, zero = np.asarray(shape.pp) == 1, np.asarray(shape.zero_stage)
-        gathered = (dense + expert) * (zero == 3) * alone * (np.asarray(shape.shard_size) > 1)
+        alone, zero = shape.pp == 1, shape.zero_stage
+        gathered = (dense + expert) * (zero == 3) * alone * (shape.shard_size > 1)
         # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered; a
         # pipeline stage does so once a step
         seconds["forward_s"] = seconds["forward_s"] + compute.stream_s(hardware, 2 * BF16 * gathered, 1)
@@ -305,7 +306,7 @@ class Pricing:
         """Every multi-token-prediction block, its layer recomputed by mode; of several stages, theirs also embeds."""
         model, runtime, last = self.model, self.runtime, self.model.layers[-1]
         block = self._plain(mtp_block(model, shape, runtime, self.training.moe_imbalance), shape)
-        copy = self._plain(embedding(model, shape, runtime), shape).times(np.where(np.asarray(shape.pp) > 1, 1, 0))
+        copy = self._plain(embedding(model, shape, runtime), shape).times(np.where(shape.pp > 1, 1, 0))
         parts: dict[Recompute, PartCost] = {"none": block}
         for mode in modes if runtime.recomputes_mtp else ():
             if mode != "none":
@@ -331,7 +332,7 @@ class Pricing:
         In bf16, also where blocks of values are scaled: these are cast on arrival, in both directions.
         """
         in_fp8 = self.runtime.narrow_parameters and self.training.dtype == "fp8"
-        sharded = np.asarray(shape.zero_stage) >= 1
+        sharded = shape.zero_stage >= 1
         return self._data_parallel_s(dense, expert, shape, 1 if in_fp8 else BF16, reduces=False) * sharded
 
     def _data_parallel_s(
@@ -339,7 +340,7 @@ class Pricing:
     ) -> Number:
         seconds: Number = 0.0
         # one parameter at a time, ZeRO-3's exchanges are small
-        rate = np.where(np.asarray(shape.zero_stage) == 3, self.runtime.fsdp_rate_fraction, 1.0)
+        rate = np.where(shape.zero_stage == 3, self.runtime.fsdp_rate_fraction, 1.0)
         groups = ((dense, shape.dp * shape.cp, shape.tp), (expert, shape.expert_dp, shape.ep * shape.etp))
         for parameters, size, stride in groups:
             shard = np.minimum(shape.shard_size, size)
@@ -353,7 +354,7 @@ class Pricing:
                 continue
             replicas = seconds_of("all_reduce", payload / shard, size / shard, stride * shard)
             whole = seconds_of("all_reduce", payload, size, stride)
-            scatters = (np.asarray(shape.zero_stage) >= 1) & (not self.runtime.all_reduces_gradients)
+            scatters = (shape.zero_stage >= 1) & (not self.runtime.all_reduces_gradients)
             seconds = seconds + np.where(scatters, scatter + replicas, whole)
         return seconds
 
@@ -363,7 +364,7 @@ class Pricing:
         Where stages exchange slices, the gathering on arrival is included.
         """
         num_bytes = BF16 * shape.shard_tokens * self.model.hidden_size
-        distance, is_piped = shape.tp * shape.cp * shape.dp, np.asarray(shape.pp) > 1
+        distance, is_piped = shape.tp * shape.cp * shape.dp, shape.pp > 1
         if not self.runtime.scatters_p2p:
             return p2p_s(num_bytes, distance, self.cluster) * is_piped
         slices = np.where(shape.sequence_parallel, 1, shape.tp)
@@ -376,6 +377,6 @@ class Pricing:
         tied_s: Number = 0.0
         if self.model.tie_word_embeddings:
             vocab = self.model.vocab_size / shape.tp * self.model.hidden_size * self.runtime.gradient_bytes
-            distance = shape.tp * shape.cp * shape.dp * np.maximum(np.asarray(shape.pp) - 1, 1)
-            tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (np.asarray(shape.pp) > 1)
+            distance = shape.tp * shape.cp * shape.dp * np.maximum(shape.pp - 1, 1)
+            tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (shape.pp > 1)
         return norm_s + tied_s + self.runtime.step_overhead_s

@@ -53,7 +53,7 @@ class Screen:
         expert = self.part(part, "expert_parameters")
         dense = self.part(part, "parameters") - expert
         runtime, dtype = self.pricing.runtime, self.pricing.training.dtype
-        total: FloatArray = (
+        total: FloatArray = np.asarray(
             memory.weights_bytes(dense, expert, self.shape, runtime, dtype)
             + memory.gradients_bytes(dense, expert, self.shape, runtime)
             + memory.optimizer_bytes(dense, expert, self.shape, runtime)

@@ -56,7 +56,7 @@ def refusal(case: Case) -> Refusal | None:
         return Refusal("schedule_not_in_trainer", says, Rejections())
     check_expressible(case.limits, case.runtime)
     shapes, rejections = _shapes(case)
-    if not len(shapes.tp):
+    if not np.size(shapes.tp):
         # rules are applied one after the other: the last that refused any left nothing over
         reason = next(reversed(rejections.counts))
         says = _no_data_parallel(case) if reason == "no_data_parallel_size" else ""
@@ -64,7 +64,7 @@ def refusal(case: Case) -> Refusal | None:
     if any(schedule_options(shape, case.model, case.limits, case.runtime) for shape in _each(shapes)):
         return None
     says = _no_schedule(case, next(_each(shapes)))
-    rejections.add("no_schedule", len(shapes.tp), says)
+    rejections.add("no_schedule", np.size(shapes.tp), says)
     return Refusal("no_schedule", says, rejections)
 
 
@@ -73,7 +73,7 @@ def _shapes(case: Case) -> tuple[Shape, Rejections]:
 
 
 def _each(shapes: Shape) -> Iterator[Shape]:
-    return (scalar(shapes, index) for index in range(len(shapes.tp)))
+    return (scalar(shapes, index) for index in range(np.size(shapes.tp)))
 
 
 def _no_data_parallel(case: Case) -> str:
