@@ -1,4 +1,22 @@
-"""Prices of a shape: operators and exchanges folded into the cost table."""
+"""Prices of a shape: operators and exchanges folded into the cost table.
+
+A layer of Llama 3.1 8B on eight GPUs, tensor-parallel:
+
+>>> from planner.specs.registry import load_hardware, load_model
+>>> from planner.trainers.load import load_runtime
+>>> pricing = Pricing(
+...     model=load_model("8b"),
+...     training=TrainingSpec(seq_length=8192, global_batch_size=8),
+...     cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=8),
+...     runtime=load_runtime("megatron"),
+... )
+>>> table = pricing.table(Shape.of(tp=8, seq_length=8192, sequence_parallel=1))
+>>> layer = table.layers[pricing.model.kinds[0], "none"]
+>>> print(f"{layer.parameters:,.0f} parameters, {layer.live_bytes / GIB:.3f} GiB kept of a micro-batch")
+27,271,168 parameters, 0.133 GiB kept of a micro-batch
+>>> print(layer.forward_total_s < layer.backward_total_s)
+True
+"""
 
 from __future__ import annotations
 
