@@ -1,60 +1,95 @@
 """Plans how to lay a large model out on N GPUs.
 
-    from planner import ClusterSpec, TrainingSpec, load_hardware, load_model, plan
+    from planner import ClusterSpec, TrainingSpec, plan
 
-    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=2048)
-    training = TrainingSpec(seq_length=8192, global_batch_size=2048)
-    print(plan(load_model("405b"), cluster, training).parallelism)
+    cluster = ClusterSpec(hardware="h100", num_gpus=2048)
+    best = plan("405b", cluster, TrainingSpec(seq_length=8192, global_batch_size=2048))
+    print(best.parallelism, best.step.step_s)
+    best.save("plan.json")
 
 Names are loaded when they are first asked for, so that importing the package costs nothing.
 """
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.answer import Plan
+    from planner.errors import (
+        Infeasible,
+        PlannerError,
+        ProbeError,
+        ProbeMismatch,
+        SolverError,
+        SpecError,
+        Unsupported,
+    )
     from planner.layout.evaluate import evaluate
+    from planner.report.page import write_report
     from planner.search.search import plan
     from planner.specs.cluster import ClusterSpec
+    from planner.specs.hardware import HardwareSpec
     from planner.specs.model import ModelSpec
     from planner.specs.registry import load_hardware, load_model
     from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+    from planner.trainers.load import load_runtime
     from planner.trainers.spec import RuntimeSpec
+    from planner.validate.score import validate_runs
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ClusterSpec",
+    "HardwareSpec",
+    "Infeasible",
     "ModelSpec",
     "Parallelism",
     "Plan",
+    "PlannerError",
+    "ProbeError",
+    "ProbeMismatch",
     "RuntimeSpec",
     "SearchLimits",
+    "SolverError",
+    "SpecError",
     "TrainingSpec",
+    "Unsupported",
     "evaluate",
     "load_hardware",
     "load_model",
+    "load_runtime",
     "plan",
+    "validate_runs",
+    "write_report",
 ]
 
 _HOMES = {
     "ClusterSpec": "planner.specs.cluster",
+    "HardwareSpec": "planner.specs.hardware",
+    "Infeasible": "planner.errors",
     "ModelSpec": "planner.specs.model",
     "Parallelism": "planner.specs.training",
     "Plan": "planner.answer",
+    "PlannerError": "planner.errors",
+    "ProbeError": "planner.errors",
+    "ProbeMismatch": "planner.errors",
     "RuntimeSpec": "planner.trainers.spec",
     "SearchLimits": "planner.specs.training",
+    "SolverError": "planner.errors",
+    "SpecError": "planner.errors",
     "TrainingSpec": "planner.specs.training",
+    "Unsupported": "planner.errors",
     "evaluate": "planner.layout.evaluate",
     "load_hardware": "planner.specs.registry",
     "load_model": "planner.specs.registry",
+    "load_runtime": "planner.trainers.load",
     "plan": "planner.search.search",
+    "validate_runs": "planner.validate.score",
+    "write_report": "planner.report.page",
 }
+"""The module that each name is loaded from."""
 
 
 def __getattr__(name: str) -> Any:
@@ -63,19 +98,5 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_HOMES[name]), name)
 
 
-class _Package(ModuleType):
-    """This package, where `plan` is the function although a module has the same name.
-
-    Loading planner/plan.py sets it as the package's attribute `plan`; a property takes that and keeps to the function.
-    """
-
-    @property
-    def plan(self) -> Any:
-        return __getattr__("plan")
-
-    @plan.setter
-    def plan(self, module: ModuleType) -> None:
-        pass
-
-
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted((*__all__, "__version__"))

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from html import escape
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import Field
 
+from planner.files import write_text
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -48,13 +51,18 @@ class Layout(Spec):
     num_gpus_spare: int = 0
     """GPUs that no rank uses."""
 
-    def __str__(self) -> str:
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The sizes of the grid that are worth saying, such as `TP 8` and `PP 16`."""
         axes = [("TP", self.tp), ("CP", self.cp), ("PP", self.pp), ("VPP", self.vpp), ("DP", self.dp), ("EP", self.ep)]
         shown = [f"{name} {size}" for name, size in axes if size > 1 or name in ("TP", "PP", "DP")]
         # dense layers have no etp of their own; experts are whole where they are spread, and cut as the rest if not
         if self.etp != (1 if self.ep > 1 else self.tp):
             shown.append(f"ETP {self.etp}")
-        return f"{' × '.join(shown)} · micro-batch {self.micro_batch_size} × {self.num_microbatches}"
+        return tuple(shown)
+
+    def __str__(self) -> str:
+        return f"{' × '.join(self.axes)} · micro-batch {self.micro_batch_size} × {self.num_microbatches}"
 
 
 class StageMemory(Spec):
@@ -83,19 +91,19 @@ class StagePlan(Spec):
     """[first layer, last layer exclusive) of each virtual stage, in the order a micro-batch meets them."""
     num_layers: int
     holds: tuple[str, ...]
-    """Of embedding, head, mtp."""
+    """Those of embedding, head and mtp that the stage holds."""
     recompute: dict[str, int]
     """Layers per recompute mode."""
     num_recomputed: tuple[tuple[int, ...], ...] = ()
-    """Of each chunk and layer kind (in model order), how many layers, its first ones, are recomputed whole; empty where
-    none are on any stage, and in files that say no more than `recompute`."""
+    """How many layers, counted from the first, are recomputed whole in each chunk and layer kind (in model order);
+    empty where none are on any stage, and in files that say no more than `recompute`."""
     in_flight_microbatches: float
     forward_s: float
     """Compute of one micro-batch's forward; exchanges are beside it."""
     backward_s: float
     """Compute of one micro-batch's backward, recomputation included."""
     weight_grad_s: float
-    """Of backward_s, the weight gradients, which split-backward schedules move."""
+    """The part of backward_s that weight gradients take, which split-backward schedules move."""
     forward_comm_s: float
     """Exposed tensor-, context- and expert-parallel exchanges of one forward."""
     backward_comm_s: float
@@ -147,13 +155,13 @@ class PricedLayout(Spec):
     step: StepTime
     warnings: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
-    """Of a schedule made to measure (`auto`): each rank's actions in order, as torch spells them."""
+    """Each rank's actions in order, as torch spells them, where the schedule was made to measure (`auto`)."""
     rank_factors: tuple[float, ...] = ()
     """Measured: how many times as long each pipeline rank takes as the profile says; empty: all take as long."""
     runtime_spec: RuntimeSpec | None = None
-    """Of an alternative that another runtime priced than the best: one splits backwards, the other does not."""
+    """The runtime that priced an alternative where the best has another: one splits backwards, the other does not."""
     trade: str = ""
-    """Of an alternative: what it trades against the best plan."""
+    """What an alternative trades against the best plan."""
 
     @property
     def worst_stage(self) -> StagePlan:
@@ -176,6 +184,19 @@ class ModelSummary(Spec):
     spec: ModelSpec
 
 
+class Searched(Spec):
+    """What the search tried, and so which layouts its bound holds for."""
+
+    schedules: tuple[str, ...]
+    """Schedules of the pipelines."""
+    recompute_modules: tuple[tuple[str, ...], ...]
+    """Sets of modules that selective recompute was tried with; an empty set is no selective recompute."""
+    switches: dict[str, tuple[str, ...]]
+    """Values that each performance switch was tried with, as the command line spells them."""
+    chunks: Literal["equal", "any"]
+    """`equal` where all inner chunks of an interleaved pipeline hold equally many layers."""
+
+
 class SearchReport(Spec):
     """How the choice was made, and how sure the solver is."""
 
@@ -186,15 +207,21 @@ class SearchReport(Spec):
     num_ilps: int
     seconds: float | None = None
     """Wall seconds of the search; null in saved files, which are the same for the same inputs."""
-    outcome: Literal["proven", "feasible"]
+    outcome: Literal["proven", "bounded", "feasible"]
+    """`proven`: the search ended within the gap that was asked for. `bounded`: it ended with a wider one. `feasible`:
+    time ran out before it ended."""
     lower_bound_s: float
-    """No legal shape that fits has a shorter step than this, in the stated model, under the schedules searched."""
+    """No legal shape that fits has a shorter step than this, in the stated model, among the layouts searched."""
     gap: float
-    """step_s / lower_bound_s − 1; a search may end by itself with a wider one than was asked for."""
+    """step_s / lower_bound_s − 1."""
     asked_gap_fraction: float | None = None
-    """Of the step, how far above the bound it was to be at most; null in files that do not say."""
+    """How far above the bound the step was allowed to be, as a fraction of the step; null in files that do not say."""
     schedules: tuple[str, ...] = ()
-    """Those that pipelines were searched under; empty in files that do not say."""
+    """Those that pipelines were searched under; empty in files that do not say. `searched` says more."""
+    searched: Searched | None = None
+    """What the search tried; null in files that do not say."""
+    unsearched: tuple[str, ...] = ()
+    """What the search left out, in the words that the sentence of the proof ends with."""
 
 
 class RunCost(Spec):
@@ -273,10 +300,35 @@ class Plan(Spec):
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data in the contract's form."""
-        return {**self.model_dump(mode="json"), "inputs_sha256": self.inputs_sha256}
+        """Plain data in the contract's form; without `search` where nothing was searched."""
+        left_out = {"search"} if self.search is None else None
+        return {**self.model_dump(mode="json", exclude=left_out), "inputs_sha256": self.inputs_sha256}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
         """Read what `to_json` wrote; pydantic's ValidationError where it does not fit."""
         return cls.model_validate({key: value for key, value in data.items() if key != "inputs_sha256"})
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the plan as JSON to a file that `load` and every command read; `-` is stdout.
+
+        Without the search's own seconds, so that the same inputs make the same bytes. Raises SpecError where the file
+        exists and `force` is not given.
+        """
+        search = None if self.search is None else self.search.model_copy(update={"seconds": None})
+        data = self.model_copy(update={"search": search}).to_json()
+        write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n", force)
+
+    # load and _repr_html_ are the imports that climb: users ask the plan itself
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The plan in a file that `save` wrote; `-` is stdin. SpecError where it holds no plan of this version."""
+        from planner.plan_file import read_plan
+
+        return read_plan(str(path))
+
+    def _repr_html_(self) -> str:
+        """The report, for notebooks: in a frame, so that its styles stay its own."""
+        from planner.report.page import report_page
+
+        return f'<iframe srcdoc="{escape(report_page(self))}" style="width: 100%; height: 40em; border: 0"></iframe>'

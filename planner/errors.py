@@ -17,13 +17,16 @@ import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
 
 class PlannerError(Exception):
     """A failure the user can act on: one `error:` line and one `hint:` line, never a traceback."""
 
     exit_code = 1
+    follows_answer = False
+    """Whether stdout has its answer already when this is raised: the exit code is then a verdict on that answer."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -31,9 +34,18 @@ class PlannerError(Exception):
         self.hint = hint
 
     def lines(self) -> str:
-        """What stderr shows: `error:` and, where there is one, `hint:`, each on one line."""
+        """The lines that stderr shows: `error:` and, where there is one, `hint:`, each on one line."""
         labels = (("error", self.message), ("hint", self.hint))
-        return "".join(f"{label}: {' '.join(text.split())}\n" for label, text in labels if text)
+        return "".join(f"{label}: {printable(' '.join(text.split()))}\n" for label, text in labels if text)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `--json` prints in place of an answer, as plain data."""
+        return {"error": {"type": type(self).__name__, "message": self.message, "hint": self.hint}}
+
+
+def printable(text: str) -> str:
+    """`text` without the escape sequences by which a file that somebody wrote could steer the terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def exit_code_of(main: Callable[[Sequence[str]], None]) -> int:
@@ -56,23 +68,40 @@ def defect(error: Exception) -> PlannerError:
 
 
 class SpecError(PlannerError):
-    """What the user gave is wrong: the message names file, field and value."""
+    """The user's input is wrong: the message names file, field and value."""
 
     exit_code = 2
 
 
 class Unsupported(SpecError):
-    """What the user asks for exists and is outside what is modelled: no number rather than a bad one."""
+    """The user asks for something that exists and is outside what is modelled: no number rather than a bad one."""
 
 
 class Infeasible(PlannerError):
-    """No layout is legal and fits; `rejections` counts why by reason."""
+    """No layout is legal and fits.
+
+    `rejections` counts shapes by the reason that excludes them, `nearest` is the layout that lacks least memory and
+    `remedy` the smallest change that makes something fit (its `options` are words of the command line); both as plain
+    data for JSON, None where nobody worked them out.
+    """
 
     exit_code = 3
 
-    def __init__(self, message: str, hint: str = "", rejections: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        rejections: dict[str, int] | None = None,
+        *,
+        nearest: Mapping[str, Any] | None = None,
+        remedy: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(message, hint)
         self.rejections = rejections or {}
+        self.nearest, self.remedy = nearest, remedy
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "rejections": self.rejections, "nearest": self.nearest, "remedy": self.remedy}
 
 
 class SolverError(PlannerError):
@@ -91,3 +120,4 @@ class ProbeMismatch(PlannerError):
     """The probe ran, and measured something beyond the tolerance."""
 
     exit_code = 6
+    follows_answer = True

@@ -87,12 +87,15 @@ def fits(node: Node, candidate: Candidate) -> bool:
         ]
         moment = max([least, *moments])
         needed = total(node, candidate, rank, "static_bytes")
-        needed += node.in_flight[rank] * total(node, candidate, rank, "live_bytes", ends=False)
-        needed += node.in_flight[0] * node.embedding.live_bytes if rank == 0 else 0.0
-        if rank == 0 and node.vpp > 1:
-            longest = max(node.layers[kind, mode].live_bytes for kind, _ in node.runs)
-            missing = candidate.counts[1] - candidate.counts[0]
-            needed -= max(node.first_in_flight - node.in_flight[0], 0.0) * missing * longest
+        in_flight = node.in_flight_of(rank)
+        if node.vpp == 1:
+            needed += in_flight[0] * total(node, candidate, rank, "live_bytes", ends=False)
+        else:
+            (kind, _), *_ = node.runs
+            chunks = candidate.counts[rank :: node.pp]
+            kept = sum(number * count for number, count in zip(in_flight, chunks, strict=True))
+            needed += kept * node.layers[kind, mode].live_bytes
+        needed += in_flight[0] * node.embedding.live_bytes if rank == 0 else 0.0
         last = rank == node.pp - 1
         needed += node.head.live_bytes if last else 0.0
         needed += max(moment, node.head.transient_bytes) if last else moment

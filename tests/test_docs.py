@@ -1,4 +1,4 @@
-"""What the documents say is what the program does."""
+"""The documents say what the program does."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_the_outputs_in_the_readme_are_what_the_commands_print(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("code", PYTHON)
-def test_the_python_of_the_readme_works(code: str) -> None:
+def test_the_python_of_the_readme_works(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
 
 

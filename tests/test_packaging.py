@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import planner
+from planner.trainers.load import RUNTIMES
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,6 +37,8 @@ def test_every_module_model_and_profile_is_in_the_wheel(wheel: zipfile.ZipFile) 
 
 
 def test_data_files_of_the_package_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    trainers = {f"planner/trainers/data/{name}.yaml" for name in (*RUNTIMES, "shared/nccl")}
+    assert {"planner/py.typed", *trainers} <= set(wheel.namelist())
     data = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "planner").rglob("*")

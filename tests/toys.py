@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
-from planner.layout.room import split_fits
-from planner.layout.seconds import step_s
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
 from planner.search.enumerate import enumerate_shapes, scalar
-from planner.search.ilp.nodes import RecomputeChoice
+from planner.search.ilp.translate import RecomputeChoice
 from planner.search.schedules import schedule_options
 from planner.search.search import recompute_choices
 from planner.shape import Shape
-from planner.specs.cluster import ClusterSpec, HardwareSpec, LinkTier, ReservedMemory
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
 from planner.specs.model import ModelSpec
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime
@@ -145,8 +145,8 @@ class Problem:
         """Replayed seconds of every split of one node that fits."""
         pricing = self.pricing
         for split in legal_splits(self.model, table.shape, choice, self.runtime.head_only_stage):
-            if split_fits(pricing, table, split, schedule):
-                yield step_s(pricing, table, split, schedule)
+            if Candidate(pricing, table, split, schedule).fits:
+                yield Candidate(pricing, table, split, schedule).step_s
 
     def best_step_s(self) -> float:
         """The fastest of all layouts, by replaying every one of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 import traceback
@@ -37,7 +38,19 @@ def main(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         known = error if isinstance(error, PlannerError) else _as_planner_error(error)
         sys.stderr.write(known.lines())
+        if "--json" in given and not known.follows_answer:
+            _print_json(known)
         return known.exit_code
+
+
+def _print_json(error: PlannerError) -> None:
+    """The error on stdout, in one line, so that it may end a file of JSON lines too."""
+    from planner.answer import SCHEMA_VERSION
+
+    try:
+        print(json.dumps({"schema_version": SCHEMA_VERSION, **error.to_json()}), flush=True)
+    except OSError:  # stdout is full or closed, and stderr has said what is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _as_planner_error(error: Exception) -> PlannerError:

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from planner.cli.plan_command import plan_command
-from planner.errors import SpecError
+from planner.errors import SpecError, printable
 from planner.specs.problems import nearest
 
 COMMANDS = {
@@ -29,11 +29,18 @@ COMMANDS = {
     "profile": ("planner.cli.profile_command", "profile_command"),
     "rebalance": ("planner.cli.rebalance_command", "rebalance_command"),
 }
-"""Every command beside the main job: where its function lives. Heavy imports belong inside that function."""
+"""Module and function of every command beside the main job. Heavy imports belong inside that function."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _ClickException: Any = typer.BadParameter.__mro__[2]
 """Typer carries its own copy of click from some version on; this is the class of whichever it uses."""
+
+
+class _OneLine(logging.Formatter):
+    """Notes and warnings as lines that hold nothing but text, whatever the file that they quote holds."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _Sections:
@@ -61,8 +68,8 @@ def _first_sentence(text: str) -> str:
     return text.split("\n\n")[0].split(". ")[0].replace("\n", " ")
 
 
-class Command(_Sections, TyperCommand):
-    """One command."""
+class Subcommand(_Sections, TyperCommand):
+    """A command beside the main job."""
 
 
 class Commands(_Sections, TyperGroup):
@@ -85,7 +92,9 @@ class Commands(_Sections, TyperGroup):
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; PlannerError where it is wrong or cannot be done."""
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO, force=True)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
     logging.addLevelName(logging.WARNING, "warning")
     logging.addLevelName(logging.INFO, "note")
     try:
@@ -110,7 +119,7 @@ def _root() -> Any:
 
 def _command(name: str, function: Any) -> Any:
     app = typer.Typer(context_settings=_SETTINGS, add_completion=False, rich_markup_mode=None)
-    app.command(name, cls=Command)(function)
+    app.command(name, cls=Subcommand)(function)
     command = typer.main.get_command(app)
     command.params += _parameters(_everywhere)
     return command
@@ -163,7 +172,7 @@ def _at_the_top(
 
 
 def _usage_error(error: Any) -> SpecError:
-    """What the parser did not understand, as every other mistake of the user."""
+    """The error for words that the parser did not understand."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "plan"
     return SpecError(error.format_message().rstrip("."), f"`{command} -h` lists the options, with an example")

@@ -105,7 +105,7 @@ def _print(data: Any) -> None:
 
 
 def _show_yaml(data: dict[str, Any]) -> None:
-    """As `--model` or `--hardware` would read it. PyYAML breaks a line one word after `width`."""
+    """Print YAML that `--model` or `--hardware` can read. PyYAML breaks a line one word after `width`."""
     import yaml
 
     sys.stdout.write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=50))

@@ -10,7 +10,8 @@ import typer
 
 from planner.answer import PricedLayout
 from planner.cli import options as o
-from planner.errors import PlannerError, SpecError
+from planner.cli.job_options import LayoutOptions, job_options
+from planner.errors import PlannerError, SpecError, printable
 from planner.files import STDOUT as STDIN
 from planner.files import refuse_to_overwrite
 from planner.specs.training import SearchLimits
@@ -26,40 +27,11 @@ Runs = Annotated[
 ]
 
 
+@job_options
 def evaluate_command(
     ctx: typer.Context,
-    model: o.Model = None,
-    gpus: o.Gpus = None,
-    hardware: o.Hardware = None,
-    gpus_per_node: o.GpusPerNode = None,
-    seq_length: o.SeqLength = None,
-    global_batch_size: o.GlobalBatchSize = None,
-    batch_tokens: o.BatchTokens = None,
-    dtype: o.Dtype = None,
-    runtime: o.Runtime = None,
-    tokens: o.Tokens = None,
+    asked: LayoutOptions,
     runs: Runs = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    dp: o.Dp = None,
-    cp: o.Cp = None,
-    ep: o.Ep = None,
-    etp: o.Etp = None,
-    vpp: o.Vpp = None,
-    micro_batch_size: o.MicroBatchSize = None,
-    schedule: o.Schedule = None,
-    zero_stage: o.ZeroStage = None,
-    fsdp: o.Fsdp = None,
-    sequence_parallel: o.SequenceParallel = None,
-    recompute: o.Recompute = None,
-    recompute_modules: o.RecomputeModules = None,
-    recompute_num_layers: o.RecomputeLayers = None,
-    layers_per_stage: o.LayersPerStage = None,
-    layout: o.LayoutString = None,
-    moe_imbalance: o.Imbalance = None,
-    straggler_fraction: o.Straggler = None,
-    assume: o.Assume = None,
-    calibration: o.Calibration = None,
     json: o.Json = False,
     output: o.Output = None,
     force: o.Force = False,
@@ -79,21 +51,21 @@ def evaluate_command(
     from planner.layout.evaluate import evaluate
     from planner.report.terminal import render
 
-    job = read_job(ctx.params)
-    parallelism = read_parallelism(ctx.params)
+    job = read_job(asked)
+    parallelism = read_parallelism(asked)
     if output is not None:
         refuse_to_overwrite(output, force)
     plan = evaluate(job.model, job.cluster, job.training, parallelism, runtime=job.runtime_spec)
     if save(plan, output, force):
         return
     if json:
-        sys.stdout.write(dumps(plan.best.model_dump(mode="json")))
+        sys.stdout.write(dumps(plan.to_json()))
     else:
         show(render(plan, _own_choice(job)))
 
 
 def _own_choice(job: Job) -> PricedLayout | None:
-    """What the planner would do with the same job; nothing where it finds no layout that fits."""
+    """The planner's choice for the same job; None where it finds no layout that fits."""
     from planner.cli.output import waiting
     from planner.search.search import plan
 
@@ -118,8 +90,8 @@ def _evaluate_runs(ctx: typer.Context, path: str, as_json: bool) -> None:
             if as_json:
                 sys.stdout.write(dumps(run.to_json(), indent=None))
             else:
-                told = summary(run.layout) if run.layout else f"error: {run.error}"
-                sys.stdout.write(f"{run.id}\n    {told}\n")
+                text = summary(run.layout) if run.layout else f"error: {run.error}"
+                sys.stdout.write(f"{printable(str(run.id))}\n    {printable(text)}\n")
             sys.stdout.flush()
 
 

@@ -5,50 +5,20 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from planner.cli import options as o
+from planner.cli.job_options import SearchOptions, job_options
 from planner.errors import Infeasible
 
 if TYPE_CHECKING:
     from planner.answer import Plan
-    from planner.report.explain import Assumption, Change, Constraint, Explanation
+    from planner.report.explain import Change, ChangedAssumption, Constraint, Explanation
     from planner.search.why.refused import Refusal
     from planner.search.why.what_if import Case, Outcome, WhatIf
 
 
+@job_options
 def explain_command(
-    ctx: typer.Context,
-    model: o.Model = None,
-    gpus: o.Gpus = None,
-    hardware: o.Hardware = None,
-    gpus_per_node: o.GpusPerNode = None,
-    seq_length: o.SeqLength = None,
-    global_batch_size: o.GlobalBatchSize = None,
-    batch_tokens: o.BatchTokens = None,
-    dtype: o.Dtype = None,
-    runtime: o.Runtime = None,
-    tokens: o.Tokens = None,
-    tp: o.Tps = None,
-    pp: o.Pps = None,
-    dp: o.Dps = None,
-    cp: o.Cps = None,
-    ep: o.Eps = None,
-    etp: o.Etps = None,
-    vpp: o.Vpps = None,
-    micro_batch_size: o.MicroBatchSizes = None,
-    schedule: o.Schedules = None,
-    zero_stage: o.ZeroStages = None,
-    shard_size: o.ShardSizes = None,
-    recompute: o.Recomputes = None,
-    top: o.Top = None,
-    time_limit: o.TimeLimit = None,
-    tp_across_nodes: o.TpAcrossNodes = False,
-    memory_headroom: o.Headroom = None,
-    moe_imbalance: o.Imbalance = None,
-    straggler_fraction: o.Straggler = None,
-    assume: o.Assume = None,
-    calibration: o.Calibration = None,
+    asked: SearchOptions,
     json: o.Json = False,
 ) -> None:
     """Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.
@@ -66,14 +36,14 @@ def explain_command(
     from planner.report.explain import render_explanation
     from planner.search.why.what_if import Case
 
-    job = read_job(ctx.params)
-    case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(ctx.params))
+    job = read_job(asked)
+    case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(asked))
     with waiting("searching"):
-        told = _why_not(case) if case.pins else _why_this(case)
+        explanation = _why_not(case) if case.pins else _why_this(case)
     if json:
-        sys.stdout.write(dumps(told.to_json()))
+        sys.stdout.write(dumps(explanation.to_json()))
     else:
-        show(render_explanation(told))
+        show(render_explanation(explanation))
 
 
 def _told(case: Case, best: Plan, **answer: Any) -> Explanation:
@@ -165,7 +135,7 @@ def _why_slower(case: Case, best: Plan, pinned: Plan) -> Explanation:
 
 
 def _why_this(case: Case) -> Explanation:
-    """What decides against each alternative, and what would change the choice."""
+    """Explain what decides against each alternative, and what would change the choice."""
     from planner.report.causes import largest_cause, says_best
     from planner.report.explain import Beaten
     from planner.search.why.what_if import other_assumptions, other_limits, outcomes
@@ -180,15 +150,17 @@ def _why_this(case: Case) -> Explanation:
         verdict="chosen",
         says=says_best(best),
         beaten=tuple(beaten),
-        assumptions=tuple(_assumption(case, best, *one) for one in zip(assumptions, then, strict=False)),
-        constraints=tuple(_constraint(case, best, *one) for one in zip(limits, then[len(assumptions) :], strict=True)),
+        assumptions=tuple(_assumption(case, best, *judged) for judged in zip(assumptions, then, strict=False)),
+        constraints=tuple(
+            _constraint(case, best, *judged) for judged in zip(limits, then[len(assumptions) :], strict=True)
+        ),
     )
 
 
-def _assumption(case: Case, best: Plan, other: WhatIf, then: Outcome) -> Assumption:
-    from planner.report.explain import Assumption
+def _assumption(case: Case, best: Plan, other: WhatIf, then: Outcome) -> ChangedAssumption:
+    from planner.report.explain import ChangedAssumption
 
-    return Assumption(
+    return ChangedAssumption(
         name=other.name,
         says=other.says,
         changes_the_choice=then.moves(best.best, case.limits.gap_fraction),

@@ -67,11 +67,11 @@ def export_command(
     from pathlib import Path
 
     from planner.cli.output import dumps
-    from planner.cli.plan_file import read_plan, with_alternative
     from planner.export.arguments import slug
     from planner.export.bundle import write_bundle
     from planner.export.launch import IMAGE
     from planner.export.targets import export
+    from planner.plan_file import read_plan, with_alternative
 
     chosen = with_alternative(read_plan(plan), alternative)
     bundle = export(chosen, [name.strip() for name in to.split(",")], image or IMAGE)

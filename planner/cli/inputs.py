@@ -1,4 +1,4 @@
-"""Command-line values to specs: what was given, the model's published training for the rest, SpecError for nonsense."""
+"""Options of the command line as specs. The model's published training stands in for what was not given."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
 from planner.cli.probe_file import read_calibration
 from planner.errors import SpecError
@@ -30,8 +31,8 @@ _OPTION_OF = {
 }
 """Fields that an option spells differently."""
 _NETWORK = ("network_gb_per_s",)
-"""What can be assumed otherwise of a cluster."""
-_SWITCH = {"true": True, "false": False}
+"""Fields of a cluster that can be assumed otherwise; --assume names them beside those of the runtime."""
+_TRUTH = {"true": True, "false": False}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30}
 _MAX_ENTRIES = 10_000
 S = TypeVar("S", bound=Spec)
@@ -40,7 +41,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to train, on what, with what."""
+    """A model, the cluster and the trainer that train it, and how."""
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -49,43 +50,43 @@ class Job:
     runtime_spec: RuntimeSpec
 
 
-def read_job(options: Mapping[str, Any]) -> Job:
+def read_job(asked: JobOptions) -> Job:
     """The job that the options describe; SpecError naming the option."""
-    for name in ("model", "gpus"):
-        if options.get(name) is None:
-            raise SpecError(f"--{name}: is missing", "for example plan --model 405b --gpus 2048")
-    if options["model"] == options.get("hardware") == "-":
+    if asked.model is None or asked.gpus is None:
+        missing = "model" if asked.model is None else "gpus"
+        raise SpecError(f"--{missing}: is missing", "for example plan --model 405b --gpus 2048")
+    if asked.model == asked.hardware == "-":
         raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
-    model = load_model(options["model"])
-    cluster = {
-        "hardware": load_hardware(DEFAULT_HARDWARE if options.get("hardware") is None else options["hardware"]),
-        "num_gpus": options["gpus"],
-        "gpus_per_node": options.get("gpus_per_node"),
+    model = load_model(asked.model)
+    assumed = _assumed(asked.assume or "")
+    values = {
+        "hardware": load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware),
+        "num_gpus": asked.gpus,
+        "gpus_per_node": asked.gpus_per_node,
+        **{field: assumed.pop(field) for field in _NETWORK if field in assumed},
     }
-    name = options.get("runtime") or DEFAULT_RUNTIME
-    of_runtime = _assumed(options.get("assume") or "")
-    cluster |= {field: of_runtime.pop(field) for field in _NETWORK if field in of_runtime}
-    given, runtime = _checked(ClusterSpec, cluster), load_runtime(name)
-    if of_runtime:
-        runtime = checked(RuntimeSpec, {**runtime.model_dump(), **of_runtime}, where="--assume")
-    if options.get("calibration") is not None:
-        calibration = read_calibration(options["calibration"], given)
-        given, runtime = calibration.of_cluster(given), calibration.of_runtime(runtime)
-    return Job(model, given, _training(options, model), name, runtime)
+    name = asked.runtime or DEFAULT_RUNTIME
+    cluster, runtime = _checked(ClusterSpec, values), load_runtime(name)
+    if assumed:
+        runtime = checked(RuntimeSpec, {**runtime.model_dump(), **assumed}, where="--assume")
+    if asked.calibration is not None:
+        calibration = read_calibration(asked.calibration, cluster)
+        cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
+    return Job(model, cluster, _training(asked, model), name, runtime)
 
 
-def read_limits(options: Mapping[str, Any]) -> SearchLimits:
+def read_limits(asked: SearchOptions) -> SearchLimits:
     """Axes pinned by comma lists, and how to search."""
-    values = _given(options, SearchLimits)
+    values = _given(asked, SearchLimits)
     for name in PINS:
         if name in values:
             values[name] = _list(name, values[name], str if name in ("recompute", "schedule") else int)
     return _checked(SearchLimits, values)
 
 
-def read_parallelism(options: Mapping[str, Any]) -> Parallelism:
+def read_parallelism(asked: LayoutOptions) -> Parallelism:
     """One layout; what was not given is unset."""
-    values = _given(options, Parallelism)
+    values = _given(asked, Parallelism)
     if "layers_per_stage" in values:
         values["layers_per_stage"] = _list("layers_per_stage", values["layers_per_stage"], int)
     if "recompute_modules" in values:
@@ -102,19 +103,20 @@ def _assumed(text: str) -> dict[str, float | bool]:
         if field not in known:
             raise SpecError(f"--assume: {field[:60]!r} is unknown", f"one of {', '.join(known)}{nearest(field, known)}")
         try:
-            assumed[field] = _SWITCH[value] if value in _SWITCH else float(value)
+            assumed[field] = _TRUTH[value] if value in _TRUTH else float(value)
         except ValueError:
             raise SpecError(f"--assume: {field}: {value[:60]!r} is no number", f"write {field}=0") from None
     return assumed
 
 
 def option(field: str) -> str:
-    """How the command line spells a field."""
+    """The command line's spelling of a field."""
     return "--" + _OPTION_OF.get(field, field).replace("_", "-")
 
 
-def _given(options: Mapping[str, Any], spec: type[Spec]) -> dict[str, Any]:
-    pairs = ((field, options.get(_OPTION_OF.get(field, field))) for field in spec.model_fields)
+def _given(asked: JobOptions, spec: type[Spec]) -> dict[str, Any]:
+    """Values of the fields of `spec` that options were given for."""
+    pairs = ((field, getattr(asked, _OPTION_OF.get(field, field), None)) for field in spec.model_fields)
     return {field: value for field, value in pairs if value is not None}
 
 
@@ -137,9 +139,8 @@ def _list(field: str, text: str, convert: Callable[[str], V]) -> tuple[V, ...]:
     return values
 
 
-def _training(options: Mapping[str, Any], model: ModelSpec) -> TrainingSpec:
-    published = model.training
-    seq_length = options.get("seq_length")
+def _training(asked: JobOptions, model: ModelSpec) -> TrainingSpec:
+    published, seq_length = model.training, asked.seq_length
     if seq_length is None:
         if published is None:
             raise SpecError(f"--seq-length: is missing, and {model.name} states no training", "add --seq-length 8192")
@@ -147,23 +148,20 @@ def _training(options: Mapping[str, Any], model: ModelSpec) -> TrainingSpec:
     values = {
         "seq_length": seq_length,
         "global_batch_size": 1,
-        "tokens": None if options.get("tokens") is None else _count("tokens", options["tokens"]),
+        "tokens": None if asked.tokens is None else _count("tokens", asked.tokens),
     }
-    values |= {
-        name: options[name]
-        for name in ("dtype", "moe_imbalance", "straggler_fraction")
-        if options.get(name) is not None
-    }
+    others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
+    values |= {name: value for name, value in others.items() if value is not None}
     _checked(TrainingSpec, values)  # the batch is counted in sequences of a sane length
-    return _checked(TrainingSpec, {**values, "global_batch_size": _global_batch_size(options, model, seq_length)})
+    return _checked(TrainingSpec, {**values, "global_batch_size": _global_batch_size(asked, model, seq_length)})
 
 
-def _global_batch_size(options: Mapping[str, Any], model: ModelSpec, seq_length: int) -> int:
-    sequences, tokens = options.get("global_batch_size"), options.get("batch_tokens")
+def _global_batch_size(asked: JobOptions, model: ModelSpec, seq_length: int) -> int:
+    sequences, tokens = asked.global_batch_size, asked.batch_tokens
     if sequences is not None and tokens is not None:
         raise SpecError("--global-batch-size and --batch-tokens: both given", "give one of them")
     if sequences is not None:
-        return int(sequences)
+        return sequences
     if tokens is not None:
         return _whole_sequences("--batch-tokens", _batch_tokens(tokens, seq_length), seq_length)
     if model.training is None:

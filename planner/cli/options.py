@@ -49,6 +49,11 @@ def number(panel: str, names: str, what: str, metavar: str = "N", convert: Calla
     return text(panel, names, metavar, what, parser=parse)
 
 
+PlanFile = Annotated[
+    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
+]
+"""The plan that a command reads."""
+
 Model = Annotated[
     str | None,
     text(
@@ -77,7 +82,7 @@ Dtype = Annotated[
 Runtime = Annotated[
     str | None,
     text(
-        JOB, "--runtime", "NAME", f"The trainer: {', '.join(RUNTIMES)}. [{DEFAULT_RUNTIME}]",
+        JOB, "--runtime", "NAME", f"The trainer: {', '.join(RUNTIMES)}, or a YAML. [{DEFAULT_RUNTIME}]",
         autocompletion=starting_with(lambda: RUNTIMES),
     ),
 ]  # fmt: skip

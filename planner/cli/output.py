@@ -1,4 +1,4 @@
-"""What commands print: answers on stdout, as JSON or for eyes."""
+"""Answers on stdout, as JSON or as a report, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from threading import Timer
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console, RenderableType
 
 import planner
 from planner.answer import Plan
-from planner.files import STDOUT, write_text
+from planner.files import STDOUT
 from planner.report.terminal import render
 
 _log = logging.getLogger(__name__)
@@ -38,17 +39,10 @@ def save(plan: Plan, output: str | None, force: bool) -> bool:
     """Write the plan file that other commands read; true where stdout has thereby got its answer."""
     if output is None:
         return False
-    write_text(output, dumps(saved(plan).to_json()), force)
+    plan.save(output, force=force)
     if output != STDOUT:
         _log.info("wrote %s", output)
     return output == STDOUT
-
-
-def saved(plan: Plan) -> Plan:
-    """The plan as files hold it: without the search's own seconds, so that the same inputs make the same bytes."""
-    if plan.search is None:
-        return plan
-    return plan.model_copy(update={"search": plan.search.model_copy(update={"seconds": None})})
 
 
 @contextmanager
@@ -88,9 +82,11 @@ def dumps(data: Any, indent: int | None = 2) -> str:
 
 def show(*renderables: RenderableType) -> None:
     """Renderables on stdout: colour on a terminal only, and no blanks at the ends of lines."""
-    console = Console(highlight=False)
+    # text in [brackets] or between :colons: is text, also where a file that somebody wrote holds it
+    plain = partial(Console, highlight=False, markup=False, emoji=False)
+    console = plain()
     if console.no_color:  # nor bold or dim
-        console = Console(highlight=False, color_system=None)
+        console = plain(color_system=None)
     console.width = min(max(console.width, MIN_WIDTH), MAX_WIDTH)
     with console.capture() as capture:
         for renderable in renderables:

@@ -5,41 +5,14 @@ from __future__ import annotations
 import typer
 
 from planner.cli import options as o
+from planner.cli.job_options import SearchOptions, job_options
 from planner.errors import SpecError
 
 
+@job_options
 def plan_command(
     ctx: typer.Context,
-    model: o.Model = None,
-    gpus: o.Gpus = None,
-    hardware: o.Hardware = None,
-    gpus_per_node: o.GpusPerNode = None,
-    seq_length: o.SeqLength = None,
-    global_batch_size: o.GlobalBatchSize = None,
-    batch_tokens: o.BatchTokens = None,
-    dtype: o.Dtype = None,
-    runtime: o.Runtime = None,
-    tokens: o.Tokens = None,
-    tp: o.Tps = None,
-    pp: o.Pps = None,
-    dp: o.Dps = None,
-    cp: o.Cps = None,
-    ep: o.Eps = None,
-    etp: o.Etps = None,
-    vpp: o.Vpps = None,
-    micro_batch_size: o.MicroBatchSizes = None,
-    schedule: o.Schedules = None,
-    zero_stage: o.ZeroStages = None,
-    shard_size: o.ShardSizes = None,
-    recompute: o.Recomputes = None,
-    top: o.Top = None,
-    time_limit: o.TimeLimit = None,
-    tp_across_nodes: o.TpAcrossNodes = False,
-    memory_headroom: o.Headroom = None,
-    moe_imbalance: o.Imbalance = None,
-    straggler_fraction: o.Straggler = None,
-    assume: o.Assume = None,
-    calibration: o.Calibration = None,
+    asked: SearchOptions,
     json: o.Json = False,
     output: o.Output = None,
     force: o.Force = False,
@@ -62,12 +35,12 @@ def plan_command(
     from planner.files import refuse_to_overwrite
     from planner.search.search import plan
 
-    job, limits = read_job(ctx.params), read_limits(ctx.params)
+    job, limits = read_job(asked), read_limits(asked)
     if output is not None:
         refuse_to_overwrite(output, force)
     with waiting("searching"):
-        found = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
-    answer(found, json, output, force)
+        best = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
+    answer(best, json, output, force)
 
 
 def _refuse_options_before(ctx: typer.Context) -> None:

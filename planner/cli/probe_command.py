@@ -24,9 +24,6 @@ def _option(panel: str, name: str, metavar: str | None, help_text: str) -> Any:
     return typer.Option(*name.split(), metavar=metavar, help=help_text, show_default=False, rich_help_panel=panel)
 
 
-PlanFile = Annotated[
-    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
-]
 Device = Annotated[str | None, _option(_WHERE, "--device", "cpu|cuda", "What computes. [cuda where torch sees one]")]
 Stage = Annotated[str | None, _option(_WHERE, "--stage", "R|all", "One stage at a time, its peers emulated.")]
 Steps = Annotated[int, _option(_WHERE, "--steps", "N", "Steps to measure. [3]")]
@@ -43,7 +40,7 @@ Trace = Annotated[str | None, _option(_OUTPUT, "--trace", "FILE", "Measured besi
 
 
 def probe_command(
-    plan: PlanFile,
+    plan: o.PlanFile,
     device: Device = None,
     stage: Stage = None,
     steps: Steps = 3,
@@ -69,10 +66,10 @@ def probe_command(
       plan probe plan.json --device cuda --stage all
     """
     from planner.cli.output import dumps, show
-    from planner.cli.plan_file import read_plan
     from planner.cli.probe_report import render
     from planner.errors import ProbeMismatch
     from planner.files import STDOUT, write_text
+    from planner.plan_file import read_plan
 
     _refuse_files(output, trace, stage, force)
     read = read_plan(plan)
@@ -109,7 +106,7 @@ def _refuse_files(output: str | None, trace: str | None, stage: str | None, forc
 
 
 def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
-    """Of another GPU than the plan's, and of a tolerance that judges nothing."""
+    """Warn of a GPU that is not the plan's, and of a tolerance that judges nothing."""
     from planner.cli.probe_file import doubt_device
 
     if result.run.device == "cuda":

@@ -1,4 +1,4 @@
-"""What `plan probe -o` saved, read back; and what it says of the hardware, as a calibration."""
+"""Files that `plan probe -o` saved, read back as results and as calibrations of the hardware."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from planner.errors import SpecError
 from planner.specs.checking import checked
-from planner.specs.cluster import ClusterSpec, HardwareSpec
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec
 from planner.specs.reading import label, load_yaml
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 MAX_BYTES = 2**28
-"""Every action of every rank is in the file."""
+"""The file holds every action of every rank."""
 
 
 def read_probe(path: str) -> ProbeResult:
@@ -31,7 +32,7 @@ def read_probe(path: str) -> ProbeResult:
 
 
 def read_calibration(path: str, cluster: ClusterSpec) -> Calibration:
-    """What a saved probe measured beyond the profile of `cluster`, told as notes line by line."""
+    """The calibration of `cluster` that a saved probe measured; its lines are logged as notes."""
     from planner.profile.probed import from_probe
 
     result = read_probe(path)
@@ -49,6 +50,6 @@ def doubt_device(result: ProbeResult, hardware: HardwareSpec, where: str) -> Non
 
 
 def _is_named(hardware: HardwareSpec, device: str) -> bool:
-    """Whether the device's own name has the kind of GPU in it that the profile is named after (h200 in NVIDIA H200)."""
+    """True where the device's own name holds the kind of GPU that the profile is named after (h200 in NVIDIA H200)."""
     words = set(re.split(r"[^a-z0-9]+", device.lower()))
     return any(name.lower().split("-")[0] in words for name in (hardware.name, *hardware.aliases))

@@ -59,7 +59,7 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
 
 
 def _step(result: ProbeResult) -> str:
-    """Of all ranks together as measured, or replayed with the seconds of stages that ran alone."""
+    """The step of all ranks together: measured, or replayed with the seconds of stages that ran alone."""
     assert result.step_s is not None
     if result.mode == "stages":
         return f"{seconds(result.step_s)}, replayed with what the stages took"
@@ -84,21 +84,21 @@ def _comparisons(comparisons: tuple[Comparison, ...]) -> Table:
     table.show_header = True
     for column, head in zip(table.columns, ("", "stage", "predicted", "measured", "error", ""), strict=True):
         column.header = head
-    for found in comparisons:
-        error = found.error_fraction
+    for comparison in comparisons:
+        error = comparison.error_fraction
         table.add_row(
-            found.name,
-            "" if found.stage is None else str(found.stage),
-            _SHOWN[found.unit](found.predicted),
-            _SHOWN[found.unit](found.measured),
+            comparison.name,
+            "" if comparison.stage is None else str(comparison.stage),
+            _SHOWN[comparison.unit](comparison.predicted),
+            _SHOWN[comparison.unit](comparison.measured),
             "" if error is None else f"{100 * error:+.1f}%",
-            {None: "", True: "ok", False: "OFF"}[found.agrees],
+            {None: "", True: "ok", False: "OFF"}[comparison.agrees],
         )
     return table
 
 
 def _activity(result: ProbeResult) -> Table:
-    """Which rank of a stage is shown where it has several."""
+    """A row for each stage; it names the rank that it shows where a stage has several."""
     table, has_peers = columns("r", "r", "r", "r", None), result.run.world_size > result.run.pp
     table.show_header = True
     for column, head in zip(table.columns, ("stage", "busy", "waits", "queue", "idle by cause"), strict=True):
@@ -116,18 +116,18 @@ def _activity(result: ProbeResult) -> Table:
 
 
 def _exchanges(result: ProbeResult) -> Iterator[str]:
-    """Of each kind the slowest rank's."""
+    """A line for each kind of exchange, with the seconds of the slowest rank."""
     from planner.probe.result import slowest_exchanges
 
-    for found in slowest_exchanges(result.ranks):
+    for exchange in slowest_exchanges(result.ranks):
         yield (
-            f"{found.name} of {_size(found.num_bytes)} over {found.size} ranks: {seconds(found.seconds)}, "
-            f"{digits(found.bus_gb_per_s)} GB/s on the bus"
+            f"{exchange.name} of {_size(exchange.num_bytes)} over {exchange.size} ranks: {seconds(exchange.seconds)}, "
+            f"{digits(exchange.bus_gb_per_s)} GB/s on the bus"
         )
 
 
 def _size(num_bytes: int) -> str:
-    """In the largest unit of which it is at least one."""
+    """Bytes in the largest unit of which there is at least one."""
     unit = min(2, max(0, num_bytes.bit_length() - 1) // 10)
     return f"{digits(num_bytes / 1024**unit)} {('B', 'KiB', 'MiB')[unit]}"
 
@@ -154,8 +154,8 @@ def _verdict(result: ProbeResult) -> str:
         return "the run agrees with the plan"
     wrong = [check.name for check in result.checks if not check.passed]
     wrong += [
-        found.name if found.stage is None else f"{found.name} of stage {found.stage}"
-        for found in result.comparisons
-        if found.agrees is False
+        comparison.name if comparison.stage is None else f"{comparison.name} of stage {comparison.stage}"
+        for comparison in result.comparisons
+        if comparison.agrees is False
     ]
     return f"the run contradicts the plan: {', '.join(wrong) or 'out of memory'}"

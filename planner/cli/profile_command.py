@@ -117,7 +117,7 @@ def _exchange(record: Record, kind: Device, quick: bool, ranks: object) -> None:
 
 
 def _yaml(profiled: Profiled) -> str:
-    """As --hardware reads it, what the fit leaves unexplained in comments."""
+    """YAML that --hardware reads; comments tell what the fit leaves unexplained."""
     import yaml
 
     data = profiled.hardware.model_dump(mode="json", exclude_none=True, exclude_defaults=True)

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from planner.search.rebalance import Rebalanced
 
 _MEASURED = "How slow the stages are"
-PlanFile = Annotated[
-    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
-]
 ProbeFile = Annotated[
     str | None,
     typer.Argument(metavar="PROBE.json", help="What `plan probe PLAN.json -o` measured.", show_default=False),
@@ -30,7 +27,7 @@ TimeLimit = Annotated[float | None, o.number(o.SEARCH, "--time-limit", "Seconds 
 
 
 def rebalance_command(
-    plan: PlanFile,
+    plan: o.PlanFile,
     probe: ProbeFile = None,
     slow_stage: SlowStage = None,
     time_limit: TimeLimit = None,
@@ -48,21 +45,21 @@ def rebalance_command(
       plan rebalance plan.json --slow-stage 3:1.2
     """
     from planner.cli.output import dumps, save, show
-    from planner.cli.plan_file import read_plan
     from planner.files import refuse_to_overwrite
+    from planner.plan_file import read_plan
     from planner.search.rebalance import rebalance
 
     if output is not None:
         refuse_to_overwrite(output, force)
     saved = read_plan(plan)
     factors, guessed = _factors(saved, probe, slow_stage)
-    found = rebalance(saved, factors, *([] if time_limit is None else [_positive(time_limit)]))
-    if save(found.plan, output, force):
+    balanced = rebalance(saved, factors, *([] if time_limit is None else [_positive(time_limit)]))
+    if save(balanced.plan, output, force):
         return
     if json:
-        sys.stdout.write(dumps(_to_json(found, guessed)))
+        sys.stdout.write(dumps(_to_json(balanced, guessed)))
     else:
-        show(*_render(found, guessed))
+        show(*_render(balanced, guessed))
 
 
 def _factors(plan: Plan, probe: str | None, slow_stage: str | None) -> tuple[tuple[float, ...], list[str]]:
@@ -109,7 +106,7 @@ def _positive(time_limit: float) -> float:
     return time_limit
 
 
-def _to_json(found: Rebalanced, guessed: list[str]) -> dict[str, Any]:
+def _to_json(balanced: Rebalanced, guessed: list[str]) -> dict[str, Any]:
     stages = [
         {
             "stage": before.stage,
@@ -120,14 +117,16 @@ def _to_json(found: Rebalanced, guessed: list[str]) -> dict[str, Any]:
             "microbatch_before_s": _microbatch_s(before),
             "microbatch_after_s": _microbatch_s(after),
         }
-        for before, after, factor in zip(found.before.stages, found.after.stages, found.after.rank_factors, strict=True)
+        for before, after, factor in zip(
+            balanced.before.stages, balanced.after.stages, balanced.after.rank_factors, strict=True
+        )
     ]
     return {
-        "step_before_s": found.before.step.step_s,
-        "step_after_s": found.after.step.step_s,
-        "gain_fraction": found.gain_fraction,
+        "step_before_s": balanced.before.step.step_s,
+        "step_after_s": balanced.after.step.step_s,
+        "gain_fraction": balanced.gain_fraction,
         "stages": stages,
-        "best": found.after.model_dump(mode="json"),
+        "best": balanced.after.model_dump(mode="json"),
     }
 
 
@@ -135,7 +134,7 @@ def _microbatch_s(stage: StagePlan) -> float:
     return stage.forward_s + stage.backward_s + stage.forward_comm_s + stage.backward_comm_s
 
 
-def _render(found: Rebalanced, guessed: list[str]) -> list[RenderableType]:
+def _render(balanced: Rebalanced, guessed: list[str]) -> list[RenderableType]:
     from rich.text import Text
 
     from planner.report.format import percent, seconds
@@ -146,7 +145,9 @@ def _render(found: Rebalanced, guessed: list[str]) -> list[RenderableType]:
     heads = ("stage", "slowness", "layers", "then", "mb ms", "then")
     for column, head in zip(table.columns, heads, strict=True):
         column.header = head
-    for before, after, factor in zip(found.before.stages, found.after.stages, found.after.rank_factors, strict=True):
+    for before, after, factor in zip(
+        balanced.before.stages, balanced.after.stages, balanced.after.rank_factors, strict=True
+    ):
         changed = after.num_layers - before.num_layers
         table.add_row(
             str(before.stage),
@@ -156,14 +157,14 @@ def _render(found: Rebalanced, guessed: list[str]) -> list[RenderableType]:
             f"{1e3 * _microbatch_s(before):.1f}",
             f"{1e3 * _microbatch_s(after):.1f}",
         )
-    before_s, after_s = found.before.step.step_s, found.after.step.step_s
-    if found.gain_fraction > 0:
-        told = f"step {seconds(before_s)} → {seconds(after_s)}: {percent(found.gain_fraction)} shorter"
+    before_s, after_s = balanced.before.step.step_s, balanced.after.step.step_s
+    if balanced.gain_fraction > 0:
+        verdict = f"step {seconds(before_s)} → {seconds(after_s)}: {percent(balanced.gain_fraction)} shorter"
     else:
-        told = f"step {seconds(before_s)}: no layer that may move makes it shorter"
-    room = "" if found.after.fits else "\nit does not fit in memory, as before"
+        verdict = f"step {seconds(before_s)}: no layer that may move makes it shorter"
+    room = "" if balanced.after.fits else "\nit does not fit in memory, as before"
     return [
-        Text(f"{found.plan.parallelism} · {found.plan.parallelism.schedule}", style="bold"),
+        Text(f"{balanced.plan.parallelism} · {balanced.plan.parallelism.schedule}", style="bold"),
         section("Stages, as slow as they are", table),
-        Text(f"\n{told}{room}", style="bold"),
+        Text(f"\n{verdict}{room}", style="bold"),
     ]

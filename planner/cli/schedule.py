@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STAGES, FILES = "Stages", "Files"
 AUTO = "auto"
 MAX_CHUNKS = 2**21
-"""Of all micro-batches on all virtual stages: more would take minutes and gigabytes."""
+"""Micro-batches times virtual stages; more would take minutes and gigabytes."""
 
 
 def _names() -> list[str]:
@@ -102,14 +102,10 @@ def schedule_command(
       plan schedule auto --pp 4 -m 12 --forward 1,1,1.1,1.3 --in-flight 4
       plan schedule --compare --pp 8 --micro-batches 64
     """
-    from planner.files import refuse_to_overwrite
-
-    for path in (svg, trace, csv):
-        if path is not None:
-            refuse_to_overwrite(path, force)
+    _refuse_files({"--svg": svg, "--trace": trace, "--csv": csv}, force)
     read = _read_csv(name) if name is not None and name.endswith(".csv") else None
     pp = pp if read is None else read.pp
-    _check_sizes(pp, 1 if vpp is None else vpp, micro_batches)
+    _check_sizes(pp, 1 if vpp is None else vpp, micro_batches, in_flight)
     slow = slow_stages_of(slow_stage, pp), slow_links_of(slow_link, pp)
     seconds = rank_seconds(pp, forward, backward, weight_grad, p2p, blocking, sizes, *slow)
     if compare:
@@ -126,6 +122,22 @@ def schedule_command(
     _print(timeline, synthesis, _straggler(schedule, seconds), json)
 
 
+def _refuse_files(paths: dict[str, str | None], force: bool) -> None:
+    from os.path import realpath
+
+    from planner.errors import SpecError
+    from planner.files import refuse_to_overwrite
+
+    named: dict[str, str] = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        other = named.setdefault(realpath(path), option)
+        if other != option:
+            raise SpecError(f"{other}, {option}: both name {path}", "name two files")
+        refuse_to_overwrite(path, force)
+
+
 def _refuse_beside_compare(**options: object) -> None:
     from planner.errors import SpecError
 
@@ -134,7 +146,7 @@ def _refuse_beside_compare(**options: object) -> None:
         raise SpecError(f"--compare and {given[0]}: all schedules are only compared", "name one schedule for it")
 
 
-def _check_sizes(pp: int, vpp: int, micro_batches: int) -> None:
+def _check_sizes(pp: int, vpp: int, micro_batches: int, in_flight: float | None) -> None:
     from planner.errors import SpecError
 
     if min(pp, vpp, micro_batches) < 1 or pp * vpp * micro_batches > MAX_CHUNKS:
@@ -143,6 +155,8 @@ def _check_sizes(pp: int, vpp: int, micro_batches: int) -> None:
             f"{MAX_CHUNKS:,}",
             "plan schedule 1f1b --pp 4 --micro-batches 8",
         )
+    if in_flight is not None and not in_flight > 0:
+        raise SpecError(f"--in-flight {in_flight:g}: a rank holds some micro-batches", "a number above 0, such as 4")
 
 
 def _print(timeline: Timeline, synthesis: Synthesis | None, straggler: StragglerCost | None, json: bool) -> None:
@@ -164,8 +178,8 @@ def _order(
 
     pp = len(seconds.forward_s)
     if name == AUTO:
-        found = find_order(seconds, micro_batches, 1 if vpp is None else vpp, in_flight)
-        return found.schedule, found
+        synthesis = find_order(seconds, micro_batches, 1 if vpp is None else vpp, in_flight)
+        return synthesis.schedule, synthesis
     fewest = SCHEDULES[name].min_vpp if name in SCHEDULES else 1
     return build_schedule(name, pp, fewest if vpp is None else vpp, micro_batches, group), None
 

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from planner.schedule.compare import RankSeconds
 
+MIN_SECONDS, MAX_SECONDS = 1e-12, 1e9
+"""Less and more than any step takes; what lies between can be added up and drawn. 0 is allowed beside them."""
+
 
 def rank_seconds(
     pp: int,
@@ -19,11 +22,12 @@ def rank_seconds(
     slow_ranks: dict[int, float],
     slow_links: dict[tuple[int, int], float],
 ) -> RankSeconds:
+    """Seconds of each rank's passes and transfers; SpecError naming the option that makes no sense."""
     from planner.errors import SpecError
     from planner.schedule.compare import RankSeconds
 
     def per_rank(option: str, values: tuple[float, ...]) -> tuple[float, ...]:
-        if len(values) not in (1, pp) or not all(0 <= value < float("inf") for value in values):
+        if len(values) not in (1, pp) or not all(value == 0 or _is_time(value) for value in values):
             raise SpecError(
                 f"{option} {','.join(f'{value:g}' for value in values)}: not one time, nor one for each of {pp} ranks",
                 f"{option} 1",
@@ -39,6 +43,8 @@ def rank_seconds(
         raise SpecError("--forward 0 and --backward 0: no stage takes any time", "leave one of them out")
     input_grad_s = tuple(b - w for b, w in zip(backward_s, weight_grad_s, strict=True))
     (p2p_s,) = per_rank("--p2p", (p2p,))[:1]
+    if sizes is not None and not all(map(_is_time, sizes)):
+        raise SpecError("--sizes: a micro-batch has no length above 0", "--sizes 1,1,2 for three micro-batches")
     return RankSeconds(
         forward_s, input_grad_s, weight_grad_s, p2p_s, blocking, sizes, slow_ranks=slow_ranks, slow_links=slow_links
     )
@@ -69,6 +75,10 @@ def slow_links_of(words: list[str] | None, pp: int) -> dict[tuple[int, int], flo
             raise SpecError(f"--slow-link {word}: not two ranks below {pp} and a factor", "--slow-link 1-2:5")
         factors[int(ends[0]), int(ends[1])] = float(factor)
     return factors
+
+
+def _is_time(value: float) -> bool:
+    return MIN_SECONDS <= value <= MAX_SECONDS
 
 
 def _is_factor(word: str) -> bool:

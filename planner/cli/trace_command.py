@@ -6,23 +6,18 @@ import json as json_module
 import logging
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from planner.cli import options as o
 
 if TYPE_CHECKING:
-    from planner.layout.replan import Repriced
-    from planner.report.trace import Slice
+    from planner.layout.candidate import Candidate
+    from planner.report.trace import TraceSlice
     from planner.schedule.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 _STEP, _OUTPUT = "Step", "Output"
 MAX_ACTIONS = 200_000
-"""Of one step: a trace of more takes Perfetto minutes to open."""
+"""Actions of one step; Perfetto takes minutes to open a trace of more."""
 
-PlanFile = Annotated[
-    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
-]
 Alternative = Annotated[int | None, o.number(_STEP, "--alternative", "Trace the plan's N-th alternative.")]
 MicroBatches = Annotated[
     int | None, o.number(_STEP, "--micro-batches -m", "Trace a step of fewer micro-batches. [the plan's]")
@@ -32,7 +27,7 @@ Force = Annotated[bool, o.text(_OUTPUT, "--force", None, "Replace the file.")]
 
 
 def trace_command(
-    plan: PlanFile,
+    plan: o.PlanFile,
     alternative: Alternative = None,
     micro_batches: MicroBatches = None,
     output: Output = "trace.json",
@@ -45,10 +40,10 @@ def trace_command(
       plan trace plan.json -o trace.json
       plan trace plan.json -m 32 -o - | gzip > trace.json.gz
     """
-    from planner.cli.plan_file import read_plan, with_alternative
     from planner.errors import SpecError
     from planner.files import STDOUT, write_text
     from planner.layout.replan import reprice, with_microbatches
+    from planner.plan_file import read_plan, with_alternative
     from planner.report.trace import trace_events
     from planner.schedule.replay import replay
 
@@ -68,31 +63,30 @@ def trace_command(
         _log.info("wrote %s: open it at ui.perfetto.dev", output)
 
 
-def _exchanges(priced: Repriced, timeline: Timeline) -> list[Slice]:
-    """What every rank does beside the pipeline and after it, to the end of the plan's step.
+def _exchanges(priced: Candidate, timeline: Timeline) -> list[TraceSlice]:
+    """Work of every rank beside the pipeline and after it, to the end of the plan's step.
 
-    Of all exchanges shows what the plan says; gathers behind the next step's forward are not drawn otherwise.
+    "exposed exchanges" is as long as the plan says; gathers behind the next step's forward are not drawn otherwise.
     """
-    from planner.layout.seconds import cost_by_rank
-    from planner.report.trace import Slice
+    from planner.report.trace import TraceSlice
 
     slices = []
-    exchanged_s = timeline.makespan_s + priced.ends.exposed_dp_s
-    updated_s = exchanged_s + priced.ends.optimizer_s
-    for rank, cost in enumerate(cost_by_rank(priced.costs, priced.order.stage_to_rank)):
+    exchanged_s = timeline.makespan_s + priced.outside.exposed_dp_s
+    updated_s = exchanged_s + priced.outside.optimizer_s
+    for rank, cost in enumerate(priced.rank_costs):
         reductions = _reductions(priced, timeline, rank, float(cost.reduce_s), exchanged_s)
         spans = [("reduce gradients", start, end) for start, end in reductions]
         spans += [
             ("exposed exchanges", max([timeline.makespan_s, *(end for _, end in reductions)]), exchanged_s),
             ("optimizer", exchanged_s, exchanged_s + float(cost.optimizer_s)),
-            ("gradient norm and host", updated_s, updated_s + priced.ends.tail_s),
+            ("gradient norm and host", updated_s, updated_s + priced.outside.tail_s),
         ]
-        slices += [Slice(rank, "data-parallel exchange", *span) for span in spans if span[1] < span[2]]
+        slices += [TraceSlice(rank, "data-parallel exchange", *span) for span in spans if span[1] < span[2]]
     return slices
 
 
 def _reductions(
-    priced: Repriced, timeline: Timeline, rank: int, reduce_s: float, exchanged_s: float
+    priced: Candidate, timeline: Timeline, rank: int, reduce_s: float, exchanged_s: float
 ) -> list[tuple[float, float]]:
     """Gradients of each chunk reduced behind its last backward, or behind all of them where ZeRO has them so.
 

@@ -59,12 +59,15 @@ def validate_command(
         raise SpecError(f"--family: {family!r} is unknown", f"one of {', '.join(families)}, all")
     scored = evaluate_rows([row for row in rows if family in (None, "all", row.family)])
     if plot is not None:
-        _draw(plot, [one for one in scored if family is not None or one.row.counts], force)
+        _draw(plot, [run for run in scored if family is not None or run.row.counts], force)
         if plot == STDOUT:
             return
     beside = _beside(scored) if plans else []
     if json:
-        answer = {"families": [asdict(one) for one in by_family(scored)], "rows": [_described(one) for one in scored]}
+        answer = {
+            "families": [asdict(score) for score in by_family(scored)],
+            "rows": [_described(run) for run in scored],
+        }
         sys.stdout.write(dumps({**answer, **_plans_described(beside)} if plans else answer))
     elif plans:
         show(_gain_table(beside) if family is None else _beside_table(beside))
@@ -86,9 +89,15 @@ def _draw(target: str, scored: Sequence[Scored], force: bool) -> None:
     from planner.report.scatter import Point, scatter_page
 
     points = [
-        Point(one.row.id, one.row.family, one.row.measured.step_s, one.layout.step.step_s, one.row.counts)
-        for one in scored
-        if one.layout is not None
+        Point(
+            run.row.id,
+            run.row.family,
+            run.row.measured.step_s,
+            run.layout.step.step_s,
+            run.row.counts,
+        )
+        for run in scored
+        if run.layout is not None
     ]
     write_text(target, scatter_page(points), force)
     if target != STDOUT:
@@ -104,50 +113,52 @@ def _beside(scored: Sequence[Scored]) -> list[Beside]:
 
 
 def _point_out(beside: Sequence[Beside]) -> None:
-    """Findings, on stderr: what the search could have chosen and did not, though it is faster."""
-    for one in beside:
-        if one.note == "slower" and one.chosen is not None and one.speedup is not None:
+    """Warn of every published layout that the search could have chosen and that is faster than its choice."""
+    for pair in beside:
+        if pair.note == "slower" and pair.chosen is not None and pair.speedup is not None:
             _log.warning(
-                "%s: the published layout is %.1f%% faster than the plan, %s", one.row.id, 100 * (1 / one.speedup - 1),
-                one.chosen.parallelism,
-            )  # fmt: skip
+                "%s: the published layout is %.1f%% faster than the plan, %s",
+                pair.row.id,
+                100 * (1 / pair.speedup - 1),
+                pair.chosen.parallelism,
+            )
 
 
 def _plans_described(beside: Sequence[Beside]) -> dict[str, object]:
     from planner.validate.plans import gains
 
     return {
-        "plan_families": [asdict(one) for one in gains(beside)],
+        "plan_families": [asdict(gain) for gain in gains(beside)],
         "plans": [
             {
-                "id": one.row.id,
-                "published": one.published.parallelism.model_dump(mode="json"),
-                "published_step_s": one.published.step.step_s,
-                "chosen": None if one.chosen is None else one.chosen.parallelism.model_dump(mode="json"),
-                "chosen_step_s": None if one.chosen is None else one.chosen.step.step_s,
-                "outcome": None if one.chosen is None or one.chosen.search is None else one.chosen.search.outcome,
-                "speedup": one.speedup,
-                "note": one.note,
+                "id": pair.row.id,
+                "published": pair.published.parallelism.model_dump(mode="json"),
+                "published_step_s": pair.published.step.step_s,
+                "chosen": None if pair.chosen is None else pair.chosen.parallelism.model_dump(mode="json"),
+                "chosen_step_s": None if pair.chosen is None else pair.chosen.step.step_s,
+                "outcome": None if pair.chosen is None or pair.chosen.search is None else pair.chosen.search.outcome,
+                "speedup": pair.speedup,
+                "note": pair.note,
             }
-            for one in beside
+            for pair in beside
         ],
     }
 
 
-def _described(one: Scored) -> dict[str, object]:
-    row, layout = one.row, one.layout
+def _described(run: Scored) -> dict[str, object]:
+    row, layout = run.row, run.layout
     about = {
         "id": row.id, "source": row.source, "family": row.family, "trust": row.trust, "weight": row.weight,
         "assumed": row.assumed, "held_out": row.held_out, "measured_step_s": row.measured.step_s,
     }  # fmt: skip
     if layout is None:
-        return {**about, "unsupported": str(one.error)}
+        return {**about, "unsupported": str(run.error)}
     return {
         **about,
         "predicted_step_s": layout.step.step_s,
         "step_s_interval": layout.step.step_s_interval,
-        "step_error": one.step_error,
-        "memory_error": one.memory_error,
+        "step_error": run.step_error,
+        "memory_error": run.memory_error,
     }
 
 
@@ -160,12 +171,12 @@ def _family_table(scores: list[Score]) -> Table:
 
     table = columns("l", *"rrrrrrrrr", gap=1)
     table.add_row("family", "n", "median", "p90", "mean", "bias", "worst", "rank", "memory", "in 80%", style="dim")
-    for one in scores:
-        memory = "" if one.memory_mean is None else percent(one.memory_mean)
+    for score in scores:
+        memory = "" if score.memory_mean is None else percent(score.memory_mean)
         table.add_row(
-            one.name, str(one.num_rows), percent(one.median), percent(one.p90), percent(one.mean),
-            f"{100 * one.bias:+.1f}%", f"{100 * one.worst:+.1f}%", maybe(one.rank_correlation), memory,
-            "" if one.coverage is None else percent(one.coverage, 0), style="bold" if one.name == "all" else None,
+            score.name, str(score.num_rows), percent(score.median), percent(score.p90), percent(score.mean),
+            f"{100 * score.bias:+.1f}%", f"{100 * score.worst:+.1f}%", maybe(score.rank_correlation), memory,
+            "" if score.coverage is None else percent(score.coverage, 0), style="bold" if score.name == "all" else None,
         )  # fmt: skip
     return table
 
@@ -173,17 +184,17 @@ def _family_table(scores: list[Score]) -> Table:
 def _noisy(scores: Sequence[Score]) -> list[str]:
     """Families whose measurements differ from each other so much that no prediction could rank their layouts right."""
     return [
-        f"{one.name}: a run measured again differs by {100 * one.repeat_spread:.1f}%, so that a perfect prediction "
-        f"would rank {one.rank_ceiling:.2f}"
-        for one in scores
-        if one.repeat_spread is not None and one.rank_ceiling is not None and one.rank_ceiling < RANKED_RIGHT
+        f"{score.name}: a run measured again differs by {100 * score.repeat_spread:.1f}%, so that a perfect prediction "
+        f"would rank {score.rank_ceiling:.2f}"
+        for score in scores
+        if score.repeat_spread is not None and score.rank_ceiling is not None and score.rank_ceiling < RANKED_RIGHT
     ]
 
 
 def _unsupported(scored: Sequence[Scored]) -> list[str]:
-    """How many runs were not priced, by what they did that is not modelled."""
-    why = Counter(f"{one.row.family}: {one.error}" for one in scored if one.layout is None and one.row.counts)
-    return [f"{count} unsupported of {reason}" for reason, count in why.most_common()]
+    """A line for each thing that runs did and that is not modelled: how many runs were not priced for it."""
+    reasons = Counter(f"{run.row.family}: {run.error}" for run in scored if run.layout is None and run.row.counts)
+    return [f"{count} unsupported of {reason}" for reason, count in reasons.most_common()]
 
 
 def _row_table(scored: list[Scored]) -> Table:
@@ -192,14 +203,14 @@ def _row_table(scored: list[Scored]) -> Table:
 
     table = columns(None, *"rrrr")
     table.add_row("run", "measured", "predicted", "error", "memory", style="dim")
-    for one in scored:
-        measured = one.row.measured.step_s
-        if one.layout is None:
-            table.add_row(one.row.id, seconds(measured), f"unsupported: {one.error}", "", "")
+    for run in scored:
+        measured = run.row.measured.step_s
+        if run.layout is None:
+            table.add_row(run.row.id, seconds(measured), f"unsupported: {run.error}", "", "")
             continue
-        memory = "" if one.memory_error is None else f"{100 * one.memory_error:+.1f}%"
-        predicted = seconds(one.layout.step.step_s)
-        table.add_row(one.row.id, seconds(measured), predicted, f"{100 * one.step_error:+.1f}%", memory)
+        memory = "" if run.memory_error is None else f"{100 * run.memory_error:+.1f}%"
+        predicted = seconds(run.layout.step.step_s)
+        table.add_row(run.row.id, seconds(measured), predicted, f"{100 * run.step_error:+.1f}%", memory)
     return table
 
 
@@ -210,10 +221,10 @@ def _gain_table(beside: Sequence[Beside]) -> Table:
     table = columns("l", *"rrrrrrrr", gap=1)
     heads = ("family", "n", "median", "least", "no fit", "refused", "unsearched", "late", "slower")
     table.add_row(*heads, style="dim")
-    for one in gains(beside):
+    for gain in gains(beside):
         table.add_row(
-            one.name, str(one.num_rows), _times(one.median), _times(one.least), *_counts(one),
-            style="bold" if one.name == "all" else None,
+            gain.name, str(gain.num_rows), _times(gain.median), _times(gain.least), *_counts(gain),
+            style="bold" if gain.name == "all" else None,
         )  # fmt: skip
     return table
 
@@ -222,8 +233,8 @@ def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}×"
 
 
-def _counts(one: Gain) -> list[str]:
-    numbers = (one.num_misfits, one.num_refused, one.num_not_searched, one.num_unfinished, one.num_slower)
+def _counts(gain: Gain) -> list[str]:
+    numbers = (gain.num_misfits, gain.num_refused, gain.num_not_searched, gain.num_unfinished, gain.num_slower)
     return [str(number) if number else "" for number in numbers]
 
 
@@ -233,12 +244,12 @@ def _beside_table(beside: Sequence[Beside]) -> Table:
 
     table = columns(None, "r", "r", "r", None, None)
     table.add_row("run", "published", "chosen", "speed-up", "choice", "", style="dim")
-    for one in beside:
-        published = one.published.step.step_s
-        style = "bold red" if one.note == "slower" else None
-        if one.chosen is None:
-            table.add_row(one.row.id, seconds(published), "", "", "", one.note)
+    for pair in beside:
+        published = pair.published.step.step_s
+        style = "bold red" if pair.note == "slower" else None
+        if pair.chosen is None:
+            table.add_row(pair.row.id, seconds(published), "", "", "", pair.note)
             continue
-        layout, chosen = str(one.chosen.parallelism), seconds(one.chosen.step.step_s)
-        table.add_row(one.row.id, seconds(published), chosen, _times(one.speedup), layout, one.note, style=style)
+        layout, chosen = str(pair.chosen.parallelism), seconds(pair.chosen.step.step_s)
+        table.add_row(pair.row.id, seconds(published), chosen, _times(pair.speedup), layout, pair.note, style=style)
     return table

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.layout.seconds import step_s
-from planner.layout.split import Split
-from planner.physics.cost import CostTable
+from planner.layout.candidate import Candidate
 from planner.physics.pricing import Pricing
 from planner.specs.cluster import ClusterSpec
 from planner.trainers.features import EP_OVERLAP
@@ -81,11 +79,15 @@ def other_assumptions(pricing: Pricing) -> Iterator[Assumption]:
         yield Assumption("network", says, f"--assume network_gb_per_s={rate:g}", replace(pricing, cluster=slow))
 
 
-def told_assumptions(pricing: Pricing, table: CostTable, split: Split, schedule: str) -> tuple[str, ...]:
-    """The assumptions that move this layout's step by more than 2%, the largest first: effect, change, option."""
-    now_s, effects = step_s(pricing, table, split, schedule), []
-    for other in other_assumptions(pricing):
-        then_s = step_s(other.pricing, other.pricing.table(table.shape), split, schedule)
-        effects.append((then_s / now_s - 1, other))
+def told_assumptions(candidate: Candidate) -> tuple[str, ...]:
+    """The assumptions that move this layout's step by more than 2%, the largest first: effect, change, option.
+
+    An order that was made to measure is judged as the named schedule that it started from.
+    """
+    plain = replace(candidate, made_order=None)
+    effects = []
+    for other in other_assumptions(candidate.pricing):
+        changed = replace(plain, pricing=other.pricing, table=other.pricing.table(candidate.shape))
+        effects.append((changed.step_s / plain.step_s - 1, other))
     effects.sort(key=lambda pair: -abs(pair[0]))
     return tuple(f"{effect:+.1%} if {o.says} ({o.option})" for effect, o in effects if abs(effect) > TOLD_FRACTION)

@@ -6,8 +6,9 @@ from planner.answer import Plan, PricedLayout
 from planner.errors import SpecError
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
+from planner.layout.candidate import Candidate
 from planner.layout.expressible import export_warnings
-from planner.layout.given import GivenLayout, given_layout
+from planner.layout.given import given_layout
 from planner.layout.price import price_layout
 from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
@@ -15,6 +16,7 @@ from planner.schedule.orders import SCHEDULES
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
+from planner.specs.registry import model_of
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
@@ -22,7 +24,7 @@ from planner.trainers.spec import RuntimeSpec
 
 
 def evaluate(
-    model: ModelSpec,
+    model: ModelSpec | str,
     cluster: ClusterSpec,
     training: TrainingSpec,
     parallelism: Parallelism,
@@ -33,29 +35,31 @@ def evaluate(
 
     Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
     """
-    pricing, given, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime))
-    told = told_assumptions(pricing, pricing.table(given.shape), given.split, given.schedule)
-    return assemble(pricing, model_totals(model, pricing.runtime, training.seq_length), [priced], told)
+    model = model_of(model)
+    candidate, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime))
+    totals = model_totals(model, candidate.pricing.runtime, training.seq_length)
+    return assemble(candidate.pricing, totals, [priced], told_assumptions(candidate))
 
 
 def price_given(
     model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
 ) -> PricedLayout:
     """What `evaluate` says of the layout, without the report around it: for many runs."""
-    return _priced_as_given(model, cluster, training, parallelism, runtime)[2]
+    return _priced_as_given(model, cluster, training, parallelism, runtime)[1]
 
 
 def _priced_as_given(
     model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
-) -> tuple[Pricing, GivenLayout, PricedLayout]:
+) -> tuple[Candidate, PricedLayout]:
     split = SCHEDULES.get(parallelism.schedule or "")
     runtime = runtime.for_schedules(split is not None and split.splits_backward)
     modules = parallelism.recompute_modules or runtime.selective_default
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     given = given_layout(pricing, parallelism)
-    priced = price_layout(pricing, pricing.table(given.shape), given.split, given.schedule, cluster.num_gpus)
+    candidate = Candidate(pricing, pricing.table(given.shape), given.split, given.schedule)
+    priced = price_layout(candidate)
     warnings = given.warnings + export_warnings(pricing)
-    return pricing, given, priced.model_copy(update={"warnings": warnings})
+    return candidate, priced.model_copy(update={"warnings": warnings})
 
 
 def runtime_of(runtime: RuntimeSpec | str) -> RuntimeSpec:

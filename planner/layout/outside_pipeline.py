@@ -14,7 +14,7 @@ from planner.shape import Number, Shape
 from planner.trainers.spec import RuntimeSpec
 
 
-class Ends(NamedTuple):
+class OutsidePipeline(NamedTuple):
     """Seconds of a step outside the pipeline."""
 
     exposed_dp_s: float
@@ -22,8 +22,10 @@ class Ends(NamedTuple):
     tail_s: float
 
 
-def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], schedule: str) -> Ends:
-    """Gradients are reduced behind the last micro-batch's backward, parameters gathered behind the first one's forward.
+def outside_pipeline(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], schedule: str) -> OutsidePipeline:
+    """Seconds of the exposed data-parallel exchange, of the optimizer, and of the tail on every rank.
+
+    Gradients are reduced behind the last micro-batch's backward, parameters gathered behind the first one's forward.
 
     A rank has as long for its own as a micro-batch takes through a chunk of each rank before it, there or back
     (`lead_passes`). Of what its chunks exchange, each an equal part, the last one's hides behind its own pass, and all
@@ -54,7 +56,7 @@ def ends_of(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], sched
             shown = max(shown, max(showing, (exchanged - hidden) / vpp, exchanged - passes * hidden) - before_s)
             before_s += lead * passing_s
         exposed += shown
-    return Ends(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
+    return OutsidePipeline(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
 
 
 def reduce_overlap_fraction(runtime: RuntimeSpec, shape: Shape) -> Number:

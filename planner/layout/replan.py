@@ -1,41 +1,21 @@
-"""From a plan back to what it was priced from, so that it can be replayed, traced or changed."""
+"""From a saved plan back to the candidate that it was, so that it can be replayed, traced or changed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
-from planner.layout.outside_pipeline import Ends, ends_of
+from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
-from planner.layout.seconds import cost_by_rank, durations_of
-from planner.layout.split import Split, stage_costs
-from planner.physics.cost import CostTable, PartCost
+from planner.layout.split import Split
 from planner.physics.pricing import Pricing
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.orders import build_schedule
-from planner.schedule.replay import Durations
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
 
 
-@dataclass(frozen=True, slots=True)
-class Repriced:
-    """One layout of a plan with its prices."""
-
-    pricing: Pricing
-    table: CostTable
-    split: Split
-    order: Schedule
-    costs: tuple[PartCost, ...]
-    """Of each virtual stage."""
-    durations: Durations
-    ends: Ends
-
-
-def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = None) -> Repriced:
+def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = None) -> Candidate:
     """Price `layout` again from the plan's own specs; the same numbers come out, but where other `modules` than its own
     are recomputed selectively."""
     chosen = layout.parallelism
@@ -55,29 +35,20 @@ def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = 
         shard_size=chosen.shard_size,
     )
     order = order_of(layout)
-    split = _split(plan, layout, order)
-    table = pricing.table(shape)
-    costs = stage_costs(table, plan.model.spec, split, order.stage_to_rank, layout.rank_factors)
-    ends = ends_of(pricing, table, cost_by_rank(costs, order.stage_to_rank), order.name)
-    return Repriced(pricing, table, split, order, tuple(costs), durations_of(table, costs, pricing), ends)
-
-
-def layout_again(
-    plan: Plan, priced: Repriced, split: Split, rank_factors: Sequence[float] = (), exact: bool = True
-) -> PricedLayout:
-    """The plan's best layout with the prices of `priced`, its layers split as `split`, its ranks as slow as given."""
-    old = plan.best
-    layout = price_layout(
-        priced.pricing,
-        priced.table,
-        split,
-        named_schedule(old, priced.order),
-        plan.cluster.num_gpus,
-        exact=exact,
-        order=priced.order if old.actions else None,
-        rank_factors=rank_factors,
+    return Candidate(
+        pricing=pricing,
+        table=pricing.table(shape),
+        split=_split(plan, layout, order),
+        schedule=named_schedule(layout, order),
+        made_order=order if layout.actions else None,
+        rank_factors=tuple(layout.rank_factors),
     )
-    return layout.model_copy(update={"warnings": old.warnings, "id": old.id})
+
+
+def layout_again(plan: Plan, candidate: Candidate, exact: bool = True) -> PricedLayout:
+    """The plan's best layout as `candidate` has it, with the warnings that it had."""
+    layout = price_layout(candidate, exact=exact)
+    return layout.model_copy(update={"warnings": plan.best.warnings, "id": plan.best.id})
 
 
 def named_schedule(layout: PricedLayout, order: Schedule) -> str:

@@ -1,4 +1,4 @@
-"""Seconds of a step: a split replayed in its schedule's order, and what comes beside the pipeline."""
+"""Seconds of a pipeline: a split replayed in its schedule's order."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.layout.outside_pipeline import ends_of
-from planner.layout.split import Split, stage_costs
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, placement
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.schedule.timeline import Timeline
-from planner.shape import FloatArray
+from planner.shape import FloatArray, Shape
 
 STEADY_ROUNDS = (3, 4)
-"""Rounds of pp micro-batches after which a pipeline repeats itself: the search replays these and extrapolates; what is
-reported is replayed in full."""
+"""Rounds of pp micro-batches after which a pipeline repeats itself: the search replays these and extrapolates; the step
+that is reported is replayed in full."""
 SETTLED = 1e-3
 """How much slower than its busiest rank a pipeline may be that repeats itself."""
+LONG_ACTIONS = 1 << 20
+"""Actions of a step beyond which no step is replayed in full: a million take seconds and a gigabyte."""
+LONG_ROUNDS = 256
+"""Most rounds that are replayed of such a step."""
 
 
-def durations_of(table: CostTable, costs: list[PartCost], pricing: Pricing) -> Durations:
+def durations_of(pricing: Pricing, table: CostTable, costs: Sequence[PartCost]) -> Durations:
     """Seconds of every virtual stage as the replay takes them, the trainer's host time per micro-batch included."""
-    host_s = pricing.runtime.microbatch_overhead_s / 2
     runtime = pricing.runtime
+    host_s = runtime.microbatch_overhead_s / 2
     overlaps = runtime.interleaved_p2p_overlap if int(table.shape.vpp) > 1 else runtime.p2p_overlap
     return Durations(
         forward_s=[float(cost.forward_total_s) + host_s for cost in costs],
@@ -41,7 +43,7 @@ def durations_of(table: CostTable, costs: list[PartCost], pricing: Pricing) -> D
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What the replay says of one step's pipeline; arrays are per rank."""
+    """One step's pipeline as replayed; arrays are per rank."""
 
     num_microbatches: int
     makespan_s: float
@@ -56,35 +58,67 @@ class Pipeline:
         return 1 - float(self.busy_s.mean()) / self.makespan_s if self.makespan_s else 0.0
 
 
+def is_long(shape: Shape) -> bool:
+    """Whether a step of `shape` has more actions than are replayed."""
+    return 2 * int(shape.pp) * int(shape.vpp) * int(shape.num_microbatches) > LONG_ACTIONS
+
+
+def pipeline_s(shape: Shape, durations: Durations, schedule: str) -> float:
+    """Seconds of one step's pipeline: from two short replays where it repeats itself, else from a full one."""
+    settled_s = _extrapolated_s(shape, durations, schedule)
+    if settled_s is not None:
+        return settled_s
+    return makespan_s(build_schedule(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches)), durations)
+
+
 def run_pipeline(
-    table: CostTable, durations: Durations, schedule: str, exact: bool = True, order: Schedule | None = None
+    shape: Shape, durations: Durations, schedule: str, exact: bool = True, order: Schedule | None = None
 ) -> Pipeline:
-    """Replay one step; unless `exact`, a few rounds of it, the rest like the last of them."""
+    """The replay of one step; unless `exact`, of a few rounds of it, the rest like the last of them.
+
+    Steps of more than `LONG_ACTIONS` actions are never replayed in full.
+    """
     if order is not None:
         return _pipeline(replay(order, durations))
-    shape = table.shape
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
-    makespan = None if exact else _extrapolated_s(table, durations, schedule)
+    makespan = None if exact and not is_long(shape) else _extrapolated_s(shape, durations, schedule)
     if makespan is None:
         return _pipeline(replay(build_schedule(schedule, pp, vpp, wanted), durations))
-    rounds = _pipeline(replay(build_schedule(schedule, pp, vpp, STEADY_ROUNDS[1] * pp), durations))
+    rounds = _pipeline(replay(build_schedule(schedule, pp, vpp, _short_of(shape, STEADY_ROUNDS[1])), durations))
     times = wanted / rounds.num_microbatches
     busy = rounds.busy_s * times
-    # the fill's transfers are no more for a longer step: what a rank does not compute is the most it can wait
+    # the fill's transfers are no more for a longer step: the time that a rank does not compute is the most it can wait
     transfer = np.minimum(rounds.transfer_s * times, np.maximum(makespan - busy, 0.0))
     return replace(rounds, num_microbatches=wanted, makespan_s=makespan, busy_s=busy, transfer_s=transfer)
 
 
-def _extrapolated_s(table: CostTable, durations: Durations, schedule: str) -> float | None:
-    """The makespan from two short replays, where beyond them every further micro-batch adds the same; else None."""
-    shape = table.shape
+def _short_of(shape: Shape, rounds: int) -> int:
+    """Micro-batches of a step of so many rounds that ends as the whole one does."""
+    pp = int(shape.pp)
+    return rounds * pp + int(shape.num_microbatches) % pp
+
+
+def _extrapolated_s(shape: Shape, durations: Durations, schedule: str) -> float | None:
+    """The makespan from two short replays, where beyond them every further micro-batch adds the same; else None.
+
+    Of a long step more and more rounds are replayed until it does, or `LONG_ROUNDS` are.
+    """
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
-    short, long = (rounds * pp for rounds in STEADY_ROUNDS)
-    if pp == 1 or wanted <= long or wanted % pp:
+    long = is_long(shape)
+    if not long and (pp == 1 or wanted <= STEADY_ROUNDS[1] * pp or wanted % pp):
         return None
-    few, more = (makespan_s(build_schedule(schedule, pp, vpp, m), durations) for m in (short, long))
-    slope = (more - few) / (long - short)
-    return more + slope * (wanted - long) if _is_settled(slope, durations, placement_of(table, schedule)) else None
+    first, second = STEADY_ROUNDS
+    while True:
+        few, more = (_short_of(shape, rounds) for rounds in (first, second))
+        few_s, more_s = (makespan_s(build_schedule(schedule, pp, vpp, m), durations) for m in (few, more))
+        slope_s = (more_s - few_s) / (more - few)
+        if _is_settled(slope_s, durations, placement(schedule, pp, vpp)):
+            return more_s + slope_s * (wanted - more)
+        if not long:
+            return None
+        if second >= LONG_ROUNDS:
+            return more_s + slope_s * (wanted - more)
+        first, second = second, 2 * second
 
 
 def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int]) -> bool:
@@ -111,34 +145,3 @@ def _pipeline(timeline: Timeline) -> Pipeline:
         transfer_s=timeline.idle_s["transfer"],
         in_flight_microbatches=timeline.peak_in_flight_microbatches,
     )
-
-
-def step_s(
-    pricing: Pricing, table: CostTable, split: Split, schedule: str, rank_factors: Sequence[float] = ()
-) -> float:
-    """Seconds of one step: what the search compares, without the report around it."""
-    ranks_of = placement_of(table, schedule)
-    costs = stage_costs(table, pricing.model, split, ranks_of, rank_factors)
-    durations = durations_of(table, costs, pricing)
-    pipeline = _extrapolated_s(table, durations, schedule)
-    if pipeline is None:
-        pipeline = makespan_s(build_order(table, schedule), durations)
-    return pipeline + sum(ends_of(pricing, table, cost_by_rank(costs, ranks_of), schedule))
-
-
-def cost_by_rank(costs: Sequence[PartCost], placement: Sequence[int]) -> list[PartCost]:
-    """Costs of all chunks of each rank together."""
-    totals: dict[int, PartCost] = {}
-    for cost, rank in zip(costs, placement, strict=True):
-        totals[rank] = totals[rank] + cost if rank in totals else cost
-    return [totals[rank] for rank in range(len(totals))]
-
-
-def placement_of(table: CostTable, schedule: str) -> tuple[int, ...]:
-    return placement(schedule, int(table.shape.pp), int(table.shape.vpp))
-
-
-def build_order(table: CostTable, schedule: str) -> Schedule:
-    """The whole step's action lists."""
-    shape = table.shape
-    return build_schedule(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))

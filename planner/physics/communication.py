@@ -13,7 +13,8 @@ import numpy as np
 
 from planner.physics.operators import BF16, NARROW_BYTES, Collective, Group
 from planner.shape import Number, Shape
-from planner.specs.cluster import ClusterSpec, LinkTier
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import LinkTier
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
 

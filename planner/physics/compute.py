@@ -13,8 +13,8 @@ import numpy as np
 
 from planner.physics.operators import BF16, FP32, Operator
 from planner.shape import Number
-from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import AttentionEfficiency, GemmEfficiency
+from planner.specs.hardware import HardwareSpec
 from planner.specs.units import MICRO
 from planner.trainers.spec import RuntimeSpec
 

@@ -84,6 +84,16 @@ class PartCost:
         scaled["transient_bytes"] = np.where(count > 0, self.transient_bytes, 0.0)
         return PartCost(**scaled)
 
+    def changed_by(self, before: PartCost, after: PartCost, count: int = 1) -> PartCost:
+        """This part, in which `count` parts that cost `before` cost `after` instead."""
+        times = {f.name: 1 if f.name == "transient_bytes" else count for f in fields(self)}
+        return PartCost(
+            **{
+                name: getattr(self, name) + number * (getattr(after, name) - getattr(before, name))
+                for name, number in times.items()
+            }
+        )
+
     def __add__(self, other: PartCost) -> PartCost:
         """Both parts on one rank: all adds up, but of what is needed for a moment the larger counts."""
         total = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}

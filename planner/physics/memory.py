@@ -8,7 +8,7 @@ import numpy as np
 
 from planner.physics.operators import BF16, FP32, INT64, NARROW_BYTES, Item, Operator, operators_of
 from planner.shape import Number, Shape
-from planner.specs.cluster import HardwareSpec
+from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.trainers.spec import RuntimeSpec
 

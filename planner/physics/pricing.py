@@ -21,7 +21,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -105,30 +105,45 @@ class Pricing:
         )
 
     def _modes(self, items: Sequence[Item], shape: Shape, modes: Sequence[Recompute]) -> dict[Recompute, PartCost]:
-        """One layer under each recompute mode: what is run again moves into the backward, what it saved is not kept."""
-        plain, chosen, dtype = self._plain(items, shape), frozenset(self.selective_modules), self.training.dtype
-        parts: dict[Recompute, PartCost] = {}
-        for mode in modes:
-            if mode == "none":
-                parts[mode] = plain
-                continue
-            if mode == "full":
-                again = up_to_last_saved(items) if self.runtime.stops_recompute_early else items
-                live = BF16 * shape.shard_tokens * self.model.hidden_size
-            else:
-                again = [item for item in items if not chosen.isdisjoint(item.modules)]
-                live = saved_bytes(items, chosen, dtype)
-            repeat, whole = self._seconds(again, shape), saved_bytes(items, frozenset(), dtype)
-            changed = {
-                "input_grad_s": plain.input_grad_s + repeat["forward_s"],
-                **{
-                    f"{g}_backward_s": getattr(plain, f"{g}_backward_s") + repeat[f"{g}_forward_s"] for g in COMM_GROUPS
-                },
-                "live_bytes": live,
-                "transient_bytes": plain.transient_bytes + whole - live,
-            }
-            parts[mode] = PartCost(**{f.name: changed.get(f.name, getattr(plain, f.name)) for f in fields(plain)})
-        return parts
+        """One layer under each recompute mode."""
+        plain = self._plain(items, shape)
+        return {mode: plain if mode == "none" else self._recomputed(items, shape, plain, mode) for mode in modes}
+
+    def _recomputed(self, items: Sequence[Item], shape: Shape, plain: PartCost, mode: Recompute) -> PartCost:
+        """A layer whose cost is `plain` without recomputing, in another mode.
+
+        Its recomputed forward moves into the backward, and tensors that it saved are not kept.
+        """
+        if mode == "full":
+            again = up_to_last_saved(items) if self.runtime.stops_recompute_early else items
+            live = BF16 * shape.shard_tokens * self.model.hidden_size
+        else:
+            chosen = frozenset(self.selective_modules)
+            again = [item for item in items if not chosen.isdisjoint(item.modules)]
+            live = saved_bytes(items, chosen, self.training.dtype)
+        repeat, whole = self._seconds(again, shape), saved_bytes(items, frozenset(), self.training.dtype)
+        return replace(
+            plain,
+            input_grad_s=plain.input_grad_s + repeat["forward_s"],
+            live_bytes=live,
+            transient_bytes=plain.transient_bytes + whole - live,
+            **{f"{g}_backward_s": getattr(plain, f"{g}_backward_s") + repeat[f"{g}_forward_s"] for g in COMM_GROUPS},
+        )
+
+    def selective_table(self, table: CostTable) -> CostTable:
+        """`table` with its selective mode priced for the modules that this pricing recomputes; the rest stays."""
+        model, shape, runtime = self.model, table.shape, self.runtime
+        layers = dict(table.layers)
+        for kind in model.kinds:
+            items = decoder_layer(model, kind, shape, runtime, self.training.moe_imbalance)
+            layers[kind, "selective"] = self._recomputed(items, shape, table.layers[kind, "none"], "selective")
+        mtp_recomputed = table.mtp_recomputed
+        if mtp_recomputed and table.mtp is not None:
+            last = model.layers[-1]
+            plain, selective = layers[last, "none"], layers[last, "selective"]
+            changed = table.mtp.changed_by(plain, selective, model.num_nextn_predict_layers)
+            mtp_recomputed = mtp_recomputed | {"selective": changed}
+        return replace(table, layers=layers, mtp_recomputed=mtp_recomputed)
 
     def _seconds(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """Seconds of a part by pass and kind, exposed exchanges only."""
@@ -328,10 +343,7 @@ class Pricing:
         parts: dict[Recompute, PartCost] = {"none": block}
         for mode in modes if runtime.recomputes_mtp else ():
             if mode != "none":
-                layer, plain = layers[last, mode], layers[last, "none"]
-                names = [field.name for field in fields(PartCost)]
-                more = {name: getattr(layer, name) - getattr(plain, name) for name in names}
-                parts[mode] = PartCost(**{name: getattr(block, name) + more[name] for name in names})
+                parts[mode] = block.changed_by(layers[last, "none"], layers[last, mode])
         return {mode: part.times(model.num_nextn_predict_layers) + copy for mode, part in parts.items()}
 
     def update_s(self, dense: Number, expert: Number, shape: Shape) -> Number:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from planner.answer import Plan
-from planner.layout.replan import Repriced, layout_again, reprice
+from planner.layout.candidate import Candidate
+from planner.layout.replan import layout_again, reprice
 from planner.probe.slices import recompute_modules
 from planner.specs.training import TrainingSpec
 from planner.trainers.load import load_runtime
@@ -29,11 +30,10 @@ def in_eager_torch(plan: Plan) -> Plan:
             "training": training_of(plan.training.seq_length, plan.training.global_batch_size),
         }
     )
-    priced = repriced(ours)
-    return ours.model_copy(update={"best": layout_again(ours, priced, priced.split, plan.best.rank_factors)})
+    return ours.model_copy(update={"best": layout_again(ours, repriced(ours))})
 
 
-def repriced(plan: Plan) -> Repriced:
+def repriced(plan: Plan) -> Candidate:
     """Prices of a plan in eager torch, stage by stage: selectively recomputed is what the ranks can recompute."""
     return reprice(plan, plan.best, recompute_modules(plan.best))
 

@@ -15,7 +15,7 @@ from planner.errors import SpecError
 from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult, RankResult
 from planner.probe.slices import sampled_stages
-from planner.specs.cluster import HardwareSpec
+from planner.specs.hardware import HardwareSpec
 
 SAME = 1e-6
 """Relative difference below which two predictions are the same."""

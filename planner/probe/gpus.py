@@ -10,7 +10,7 @@ import torch
 
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import ProbeError, SpecError
-from planner.layout.replan import Repriced
+from planner.layout.candidate import Candidate
 from planner.probe import slices
 from planner.probe.activity import durations
 from planner.probe.compare import (
@@ -193,7 +193,7 @@ def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:
     return eager.step.step_s + measured_s - makespan_s(priced.order, priced.durations)
 
 
-def durations_alone(priced: Repriced, stages: Sequence[RankResult]) -> Durations:
+def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Durations:
     """Of every virtual stage: compute as the stages measured it alone; exchanges and the host as planned."""
     planned, seconds, taken = priced.durations, [], [0] * len(stages)
     for stage, (rank, cost) in enumerate(zip(priced.order.stage_to_rank, priced.costs, strict=True)):

@@ -16,8 +16,8 @@ from planner.profile.solve import least_squares, soft_l1
 from planner.profile.tables import has_table, measured_gpus
 from planner.shape import FloatArray
 from planner.specs.base import Spec
-from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import AttentionEfficiency
+from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import load_hardware
 
 BENCH = "bench."

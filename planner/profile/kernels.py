@@ -13,7 +13,7 @@ from planner.physics.compute import attention_s, gemm_s, product_s, stream_s
 from planner.physics.operators import BF16, FP32, Operator
 from planner.profile.tables import Table, Tables, read_table
 from planner.shape import FloatArray
-from planner.specs.cluster import HardwareSpec
+from planner.specs.hardware import HardwareSpec
 from planner.specs.units import MICRO
 
 Bounds = tuple[float, float, float]

@@ -18,8 +18,9 @@ from planner.profile.probed import chunk_costs
 from planner.profile.record import Machine, Record
 from planner.profile.tables import Table
 from planner.shape import FloatArray
-from planner.specs.cluster import ClusterSpec, HardwareSpec, LinkTier, ReservedMemory
+from planner.specs.cluster import ClusterSpec
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
+from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GB, GIB, TERA
 

@@ -20,7 +20,8 @@ from planner.probe.run import ProbeRun
 from planner.profile.fit_kernels import Residuals, fit, log_errors
 from planner.profile.kernels import Bench, Problem
 from planner.shape import FloatArray, Shape
-from planner.specs.cluster import ClusterSpec, HardwareSpec
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec
 from planner.specs.training import Recompute
 from planner.specs.units import GB, GIB
 from planner.trainers.calibration import Calibration, Factor, Quantity, Share

@@ -13,7 +13,7 @@ from planner.physics.operators import Item, Operator, num_parameters, operators_
 from planner.profile.kernels import COLD, Bench, Problem, cold
 from planner.profile.tables import Table, read_table
 from planner.shape import FloatArray, Shape
-from planner.specs.cluster import HardwareSpec
+from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.trainers.load import load_runtime

@@ -1,29 +1,16 @@
-"""What makes one layout slower than another: the seconds and bytes item by item, and the largest cause in words."""
+"""Two layouts compared: their seconds and bytes item by item, and the largest cause of the difference in words."""
 
 from __future__ import annotations
 
 from planner.answer import Layout, Plan, PricedLayout
 from planner.report.format import digits, gibibytes, large, percent, seconds
-from planner.report.proof import says_bound
-from planner.report.terminal import _BREAKDOWN as BREAKDOWN
+from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY
+from planner.report.proof import is_proven, says_bound
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.units import GIB
 
-MEMORY = {
-    "weights_bytes": "weights",
-    "gradients_bytes": "gradients",
-    "optimizer_bytes": "optimizer",
-    "activations_bytes": "activations",
-    "logits_bytes": "logits",
-    "workspace_bytes": "workspace",
-    "reserved_bytes": "reserved",
-    "total_bytes": "total",
-}
-"""The items of a stage's memory, as they are called."""
 _RECOMPUTED = {"none": 0, "selective": 1, "full": 2}
-_LEAST_SHARE = 0.0005
-"""Of a step: a smaller difference is none."""
 
 
 class Difference(Spec):
@@ -50,43 +37,43 @@ class Cause(Spec):
 
 def step_differences(best: PricedLayout, other: PricedLayout) -> tuple[Difference, ...]:
     """The breakdowns of two steps, item by item; what differs most comes first."""
-    found = [
+    differences = [
         Difference(
             item=name, label=label, best=getattr(best.step.breakdown, name), other=getattr(other.step.breakdown, name)
         )
         for name, label in BREAKDOWN.items()
     ]
-    return tuple(sorted(found, key=lambda one: -abs(one.change)))
+    return tuple(sorted(differences, key=lambda difference: -abs(difference.change)))
 
 
 def memory_differences(best: PricedLayout, other: PricedLayout) -> tuple[Difference, ...]:
     """Bytes of both layouts' fullest stages, item by item."""
-    one, two = best.worst_stage.memory, other.worst_stage.memory
+    best_memory, other_memory = best.worst_stage.memory, other.worst_stage.memory
     return tuple(
-        Difference(item=name, label=label, best=getattr(one, name), other=getattr(two, name))
+        Difference(item=name, label=label, best=getattr(best_memory, name), other=getattr(other_memory, name))
         for name, label in MEMORY.items()
     )
 
 
 def matters(difference: Difference, step_s: float) -> bool:
-    """Whether an item of the step is there at all."""
-    return max(difference.best, difference.other) >= _LEAST_SHARE * step_s
+    """True where an item takes a share of the step that is worth showing."""
+    return max(difference.best, difference.other) >= LEAST_SHARE * step_s
 
 
 def largest_cause(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> Cause:
-    """Where `other`, the slower one, loses most."""
-    worst = max(step_differences(best, other), key=lambda one: one.change)
+    """The item in which `other`, the slower layout, loses most."""
+    worst = max(step_differences(best, other), key=lambda difference: difference.change)
     because = _REASONS[worst.item](best, other, cluster)
     return Cause(item=worst.item, label=worst.label, difference_s=worst.change, because=because)
 
 
 def says_slower(best: Plan, pinned: Plan, cause: Cause | None, gap_fraction: float) -> str:
-    """How the best layout that obeys the pins stands to the best of all."""
+    """A sentence that compares the best layout that obeys the pins with the best of all."""
     if cause is None:
         return "It is what the planner chooses by itself."
     more = pinned.step.step_s / best.step.step_s - 1
     if more < -gap_fraction:
-        saved = min(step_differences(best.best, pinned.best), key=lambda one: one.change)
+        saved = min(step_differences(best.best, pinned.best), key=lambda difference: difference.change)
         much = f"{saved.label}, {seconds(-saved.change, best.step.step_s)} less"
         return f"It is {percent(-more)} faster, mostly by {much}: the search does not try it unless it is asked to."
     if more <= gap_fraction:
@@ -97,16 +84,20 @@ def says_slower(best: Plan, pinned: Plan, cause: Cause | None, gap_fraction: flo
 
 
 def _more_cost(best: Plan, pinned: Plan) -> str:
-    """What the whole run would take more."""
-    one, two = best.run_cost, pinned.run_cost
-    if one is None or two is None:
+    """Days and dollars that the whole run would take more, in brackets."""
+    best_cost, pinned_cost = best.run_cost, pinned.run_cost
+    if best_cost is None or pinned_cost is None:
         return ""
-    usd = f" and ${large(two.usd - one.usd)}" if one.usd is not None and two.usd is not None else ""
-    return f" ({digits(two.days - one.days)} days{usd} more over {large(one.tokens)} tokens)"
+    usd = (
+        f" and ${large(pinned_cost.usd - best_cost.usd)}"
+        if best_cost.usd is not None and pinned_cost.usd is not None
+        else ""
+    )
+    return f" ({digits(pinned_cost.days - best_cost.days)} days{usd} more over {large(best_cost.tokens)} tokens)"
 
 
 def says_misfit(nearest: PricedLayout, cluster: ClusterSpec, headroom_gib: float) -> str:
-    """Which stage of the nearest miss lacks how much, and what takes most of it."""
+    """A sentence that names the stage which lacks memory, how much it lacks, and what takes most of it."""
     stage, capacity = nearest.worst_stage, cluster.hardware.memory_bytes - headroom_gib * GIB
     memory = stage.memory
     item = max((name for name in MEMORY if name != "total_bytes"), key=lambda name: int(getattr(memory, name)))
@@ -120,15 +111,17 @@ def says_misfit(nearest: PricedLayout, cluster: ClusterSpec, headroom_gib: float
 
 
 def says_best(best: Plan) -> str:
-    """What was proven about the best layout."""
+    """A sentence that tells what was proven about the best layout."""
     report, step_s = best.search, best.step.step_s
     assert report is not None
-    late = "" if report.outcome == "proven" else "time was up before it was proven the fastest: "
-    return f"{best.parallelism} takes {seconds(step_s)}, and {late}{says_bound(report)}."
+    short = "" if is_proven(report) else f"it is within {percent(report.gap, 2)} of what could be proven: "
+    if report.outcome == "feasible":
+        short = "time was up before it was proven the fastest: "
+    return f"{best.parallelism} takes {seconds(step_s)}, and {short}{says_bound(report)}."
 
 
 def now(constraint: str, best: Plan) -> str:
-    """Where the best layout stands to a constraint."""
+    """How close the best layout comes to a constraint, in words."""
     layout, stage = best.parallelism, best.best.worst_stage
     if constraint == "memory":
         filled = stage.memory.total_bytes / best.cluster.hardware.memory_bytes
@@ -175,7 +168,7 @@ def _recomputed(layout: PricedLayout) -> str:
 
 
 def _unevenness(layout: PricedLayout) -> float:
-    """How much longer the slowest stage computes than the mean."""
+    """Fraction by which the slowest stage computes longer than the mean."""
     times = [stage.forward_s + stage.backward_s for stage in layout.stages]
     return max(times) * len(times) / sum(times) - 1 if sum(times) else 0.0
 
@@ -224,11 +217,13 @@ def _passes(layout: Layout) -> str:
 
 
 def _data(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
-    one, two = (max(stage.num_parameters for stage in layout.stages) for layout in (best, other))
+    best_parameters, other_parameters = (
+        max(stage.num_parameters for stage in layout.stages) for layout in (best, other)
+    )
     a, b = best.parallelism, other.parallelism
     return (
-        f"{large(two)} parameters a rank are exchanged over {_group(b)} and one micro-batch hides too little of it; "
-        f"in the best {large(one)} over {_group(a)}"
+        f"{large(other_parameters)} parameters a rank are exchanged over {_group(b)} and one micro-batch hides too "
+        f"little of it; in the best {large(best_parameters)} over {_group(a)}"
     )
 
 

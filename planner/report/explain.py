@@ -1,4 +1,4 @@
-"""Why this and why not that, for eyes: the best layout beside the one asked for, or beside everything it beat."""
+"""The answer of `plan explain`: the best layout beside the one asked for, or beside everything it beat."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.answer import SCHEMA_VERSION, Layout, PricedLayout
-from planner.report.causes import MEMORY, Cause, Difference, matters, memory_differences, step_differences
+from planner.report.causes import Cause, Difference, matters, memory_differences, step_differences
 from planner.report.format import gibibytes, percent, seconds
+from planner.report.labels import MEMORY, manner, sizes
 from planner.report.pieces import bullets, columns, section
-from planner.report.terminal import _manner as manner
-from planner.report.terminal import _sizes as sizes
 from planner.specs.base import Spec
 
 Verdict = Literal["chosen", "as_fast", "faster", "slower", "does_not_fit", "refused"]
@@ -38,8 +37,8 @@ class Beaten(Spec):
     cause: Cause
 
 
-class Assumption(Spec):
-    """What a changed assumption would do to the choice."""
+class ChangedAssumption(Spec):
+    """An assumption made otherwise, and what the choice would be then."""
 
     name: str
     says: str
@@ -48,18 +47,18 @@ class Assumption(Spec):
     """Chosen then; null where nothing fits."""
     step_s: float | None
     kept_step_s: float
-    """What the choice of now would take then."""
+    """Seconds that the present choice would take then."""
     kept_fits: bool
 
 
 class Constraint(Spec):
-    """What a job has to obey, and what it would gain if it had not."""
+    """A limit that a job obeys, and what it would gain with a wider one."""
 
     name: str
     now: str
     moved: str
     gain_fraction: float
-    """More tokens a second."""
+    """Tokens a second with the wider limit over those of now, less one."""
     binds: bool
 
 
@@ -74,19 +73,19 @@ class Explanation(Spec):
     says: str
     """The answer in one sentence."""
     reason: str | None = None
-    """Of a refusal: the rule, or does_not_fit."""
+    """The rule that refuses the pins, or does_not_fit."""
     rejections: dict[str, int] = Field(default_factory=dict)
     rejection_examples: dict[str, str] = Field(default_factory=dict)
     lifts: tuple[Change, ...] = ()
     hint: str | None = None
-    """Where no change of a pin helps."""
+    """Advice where no change of a pin helps."""
     capacity_bytes: int
     best: PricedLayout
     pinned: PricedLayout | None = None
     """The best layout that obeys the pins, or the one that lacks least memory."""
     cause: Cause | None = None
     beaten: tuple[Beaten, ...] = ()
-    assumptions: tuple[Assumption, ...] = ()
+    assumptions: tuple[ChangedAssumption, ...] = ()
     constraints: tuple[Constraint, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -100,8 +99,13 @@ class Explanation(Spec):
 
 def _plain(differences: Iterable[Difference], unit: str) -> list[dict[str, Any]]:
     return [
-        {"item": one.item, f"best{unit}": one.best, f"pinned{unit}": one.other, f"difference{unit}": one.change}
-        for one in differences
+        {
+            "item": difference.item,
+            f"best{unit}": difference.best,
+            f"pinned{unit}": difference.other,
+            f"difference{unit}": difference.change,
+        }
+        for difference in differences
     ]
 
 
@@ -115,61 +119,63 @@ def _named(layout: Layout, best: Layout) -> str:
     return ", ".join([sizes(layout), *(part for part in manner(layout) if part not in manner(best))])
 
 
-def render_explanation(told: Explanation) -> Group:
+def render_explanation(answer: Explanation) -> Group:
     """The whole answer, made for 80 columns."""
-    return Group(*_sections(told))
+    return Group(*_sections(answer))
 
 
-def _sections(told: Explanation) -> Iterator[RenderableType]:
-    question = f"Why not {asked(told.asked)}?" if told.asked else "Why this layout?"
-    yield Text(f"{question} {told.job}", style="bold")
+def _sections(answer: Explanation) -> Iterator[RenderableType]:
+    question = f"Why not {asked(answer.asked)}?" if answer.asked else "Why this layout?"
+    yield Text(f"{question} {answer.job}", style="bold")
     yield ""
-    yield Text(told.says)
-    if not told.asked:
-        yield from _why_this(told)
+    yield Text(answer.says)
+    if not answer.asked:
+        yield from _why_this(answer)
         return
-    yield section("The layouts", _layouts(told))
-    if told.reason is not None:
-        yield from _why_refused(told)
-    if told.pinned is not None and told.verdict != "chosen":
-        if told.pinned.fits:
-            differences = step_differences(told.best, told.pinned)
-            shown = [one for one in differences if matters(one, told.best.step.step_s)]
-            yield section("Where the seconds differ", _seconds(told, told.pinned, shown))
-        yield section("Memory of the fullest stage, GiB", _memory(told, told.pinned))
+    yield section("The layouts", _layouts(answer))
+    if answer.reason is not None:
+        yield from _why_refused(answer)
+    if answer.pinned is not None and answer.verdict != "chosen":
+        if answer.pinned.fits:
+            differences = step_differences(answer.best, answer.pinned)
+            shown = [difference for difference in differences if matters(difference, answer.best.step.step_s)]
+            yield section("Where the seconds differ", _seconds(answer, answer.pinned, shown))
+        yield section("Memory of the fullest stage, GiB", _memory(answer, answer.pinned))
 
 
-def _layouts(told: Explanation) -> Table:
+def _layouts(answer: Explanation) -> Table:
     table = columns("l", None, "r")
-    table.add_row("best", sizes(told.best.parallelism), seconds(told.best.step.step_s))
-    if told.pinned is None:
-        table.add_row("asked", asked(told.asked), "none")
-    elif not told.pinned.fits:
-        table.add_row("nearest", _named(told.pinned.parallelism, told.best.parallelism), "does not fit")
-    elif told.verdict != "chosen":
-        table.add_row("asked", _named(told.pinned.parallelism, told.best.parallelism), seconds(told.pinned.step.step_s))
+    table.add_row("best", sizes(answer.best.parallelism), seconds(answer.best.step.step_s))
+    if answer.pinned is None:
+        table.add_row("asked", asked(answer.asked), "none")
+    elif not answer.pinned.fits:
+        table.add_row("nearest", _named(answer.pinned.parallelism, answer.best.parallelism), "does not fit")
+    elif answer.verdict != "chosen":
+        table.add_row(
+            "asked", _named(answer.pinned.parallelism, answer.best.parallelism), seconds(answer.pinned.step.step_s)
+        )
     return table
 
 
-def _why_refused(told: Explanation) -> Iterator[RenderableType]:
+def _why_refused(answer: Explanation) -> Iterator[RenderableType]:
     table = columns("r", "l", None)
-    for reason, count in told.rejections.items():
-        example = Text(told.rejection_examples.get(reason, ""), style="dim")
+    for reason, count in answer.rejections.items():
+        example = Text(answer.rejection_examples.get(reason, ""), style="dim")
         table.add_row(f"{count:,}", reason.replace("_", " "), example)
-    if told.rejections:
+    if answer.rejections:
         yield section("Refused shapes among those asked for, by reason", table)
-    if told.lifts:
-        yield section("What would lift it, one change at a time", _lifts(told))
-    elif told.hint:
-        yield section("What would lift it", bullets([told.hint]))
+    if answer.lifts:
+        yield section("What would lift it, one change at a time", _lifts(answer))
+    elif answer.hint:
+        yield section("What would lift it", bullets([answer.hint]))
 
 
-def _lifts(told: Explanation) -> Table:
+def _lifts(answer: Explanation) -> Table:
     table = columns("l", None, "r", "r")
-    for lift in told.lifts:
+    for lift in answer.lifts:
         table.add_row(
             lift.change,
-            _named(lift.parallelism, told.best.parallelism),
+            _named(lift.parallelism, answer.best.parallelism),
             seconds(lift.step_s),
             f"{lift.more_fraction:+.1%}",
         )
@@ -180,12 +186,17 @@ def _heads(table: Table, *heads: str) -> None:
     table.add_row(*(Text(head, style="dim") for head in heads))
 
 
-def _seconds(told: Explanation, pinned: PricedLayout, shown: Iterable[Difference]) -> Table:
-    table, like_s = columns("l", "r", "r", "r"), told.best.step.step_s
+def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Difference]) -> Table:
+    table, like_s = columns("l", "r", "r", "r"), answer.best.step.step_s
     _heads(table, "", "best", "asked", "difference")
-    for one in shown:
-        table.add_row(one.label, seconds(one.best, like_s), seconds(one.other, like_s), _signed(one.change, like_s))
-    step = (told.best.step.step_s, pinned.step.step_s)
+    for difference in shown:
+        table.add_row(
+            difference.label,
+            seconds(difference.best, like_s),
+            seconds(difference.other, like_s),
+            _signed(difference.change, like_s),
+        )
+    step = (answer.best.step.step_s, pinned.step.step_s)
     table.add_row("step", *(seconds(value, like_s) for value in step), _signed(step[1] - step[0], like_s), style="bold")
     return table
 
@@ -195,21 +206,21 @@ def _signed(change_s: float, like_s: float) -> str:
     return f"{'-' if change_s < 0 else '+'}{size}" if size.strip("0. µms") else "0 s"
 
 
-def _memory(told: Explanation, pinned: PricedLayout) -> Table:
+def _memory(answer: Explanation, pinned: PricedLayout) -> Table:
     table = columns("l", "r", "r", "r")
     _heads(
         table,
         "",
-        f"best, stage {told.best.worst_stage.stage}",
+        f"best, stage {answer.best.worst_stage.stage}",
         f"{'asked' if pinned.fits else 'nearest'}, stage {pinned.worst_stage.stage}",
         "difference",
     )
-    for one in memory_differences(told.best, pinned):
-        if one.best or one.other:
-            style = "bold" if one.label == MEMORY["total_bytes"] else None
-            row = (gibibytes(one.best), gibibytes(one.other), _signed_gib(one.change))
-            table.add_row(one.label, *row, style=style)
-    capacity = gibibytes(told.capacity_bytes)
+    for difference in memory_differences(answer.best, pinned):
+        if difference.best or difference.other:
+            style = "bold" if difference.label == MEMORY["total_bytes"] else None
+            row = (gibibytes(difference.best), gibibytes(difference.other), _signed_gib(difference.change))
+            table.add_row(difference.label, *row, style=style)
+    capacity = gibibytes(answer.capacity_bytes)
     table.add_row("of the GPU", capacity, capacity, "")
     return table
 
@@ -219,44 +230,52 @@ def _signed_gib(change_bytes: float) -> str:
     return size if float(size.replace(",", "")) == 0 else f"{'-' if change_bytes < 0 else '+'}{size}"
 
 
-def _why_this(told: Explanation) -> Iterator[RenderableType]:
-    if told.beaten:
-        yield section("What decides against each alternative", _beaten(told))
-    yield section("Assumptions that would change the choice", _assumptions(told))
-    yield section("Which constraint binds", _constraints(told.constraints))
+def _why_this(answer: Explanation) -> Iterator[RenderableType]:
+    if answer.beaten:
+        yield section("What decides against each alternative", _beaten(answer))
+    yield section("Assumptions that would change the choice", _assumptions(answer))
+    yield section("Which constraint binds", _constraints(answer.constraints))
 
 
-def _beaten(told: Explanation) -> Table:
+def _beaten(answer: Explanation) -> Table:
     table = columns("r", "r", None)
-    for rank, one in enumerate(told.beaten, start=1):
-        more = one.layout.step.step_s / told.best.step.step_s - 1
+    for rank, beaten in enumerate(answer.beaten, start=1):
+        more = beaten.layout.step.step_s / answer.best.step.step_s - 1
         table.add_row(
-            f"{rank}.", f"{more:+.1%}", Text(_named(one.layout.parallelism, told.best.parallelism), style="bold")
+            f"{rank}.", f"{more:+.1%}", Text(_named(beaten.layout.parallelism, answer.best.parallelism), style="bold")
         )
-        like_s = told.best.step.step_s
-        table.add_row("", "", Text(f"{_signed(one.cause.difference_s, like_s)} {one.cause.label}: {one.cause.because}"))
+        like_s = answer.best.step.step_s
+        table.add_row(
+            "", "", Text(f"{_signed(beaten.cause.difference_s, like_s)} {beaten.cause.label}: {beaten.cause.because}")
+        )
     return table
 
 
-def _assumptions(told: Explanation) -> Table:
+def _assumptions(answer: Explanation) -> Table:
     table = columns("l", None)
-    for one in sorted(told.assumptions, key=lambda one: not one.changes_the_choice):
-        table.add_row("yes" if one.changes_the_choice else "no", Text(f"if {one.says}"))
-        if one.changes_the_choice:
-            table.add_row("", Text(_instead(one, told.best.parallelism), style="dim"))
+    for assumption in sorted(answer.assumptions, key=lambda assumption: not assumption.changes_the_choice):
+        table.add_row("yes" if assumption.changes_the_choice else "no", Text(f"if {assumption.says}"))
+        if assumption.changes_the_choice:
+            table.add_row("", Text(_instead(assumption, answer.best.parallelism), style="dim"))
     return table
 
 
-def _instead(one: Assumption, best: Layout) -> str:
-    if one.parallelism is None or one.step_s is None:
+def _instead(assumption: ChangedAssumption, best: Layout) -> str:
+    if assumption.parallelism is None or assumption.step_s is None:
         return "nothing fits then"
-    kept = f"today's choice {seconds(one.kept_step_s)}" if one.kept_fits else "today's choice does not fit"
-    return f"{_named(one.parallelism, best)}: {seconds(one.step_s)}, {kept}"
+    kept = (
+        f"today's choice {seconds(assumption.kept_step_s)}" if assumption.kept_fits else "today's choice does not fit"
+    )
+    return f"{_named(assumption.parallelism, best)}: {seconds(assumption.step_s)}, {kept}"
 
 
 def _constraints(constraints: Iterable[Constraint]) -> Table:
     table = columns("l", "l", None)
-    for one in constraints:
-        gain = f"{percent(one.gain_fraction)} more tokens a second" if one.binds else "nothing gained"
-        table.add_row(one.name, "binds" if one.binds else "slack", f"{one.now}; with {one.moved}: {gain}")
+    for constraint in constraints:
+        gain = f"{percent(constraint.gain_fraction)} more tokens a second" if constraint.binds else "nothing gained"
+        table.add_row(
+            constraint.name,
+            "binds" if constraint.binds else "slack",
+            f"{constraint.now}; with {constraint.moved}: {gain}",
+        )
     return table

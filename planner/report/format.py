@@ -8,20 +8,20 @@ _LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"))
 _UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))
 
 
-def _unit(like_s: float) -> tuple[float, str]:
-    """How many of the unit that suits `like_s` are a second, and its name."""
+def unit_for(like_s: float) -> tuple[float, str]:
+    """The unit that suits `like_s`: how many of it make a second, and its name."""
     return next((factor, unit) for least, factor, unit in _UNITS if like_s >= least)
 
 
 def seconds(value_s: float, like_s: float | None = None) -> str:
     """`22.08 s`, `812 ms`, `0 s`; in the unit that suits `like_s` where columns are to be compared."""
-    factor, unit = _unit(like_s or value_s)
+    factor, unit = unit_for(like_s or value_s)
     return f"{digits(value_s * factor) if like_s is None else f'{value_s * factor:,.2f}'} {unit}" if value_s else "0 s"
 
 
 def span(low_s: float, high_s: float, like_s: float) -> str:
     """`16.00–21.00 ms`: both ends in the unit that suits `like_s`."""
-    factor, unit = _unit(like_s)
+    factor, unit = unit_for(like_s)
     return f"{digits(low_s * factor)}–{digits(high_s * factor)} {unit}"
 
 

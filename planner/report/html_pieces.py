@@ -1,4 +1,4 @@
-"""What the HTML report is made of: escaped text, tables, key figures, bars as inline SVG."""
+"""The pieces of an HTML report: escaped text, tables, key figures, bars as inline SVG."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def page(title: str, *body: Html) -> str:
         Html(f"\n<style>{STYLE}</style>\n"),
     )
     main = tag("main", Html("\n"), joined(body), Html("\n"))
-    whole = f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{main}\n</body>\n</html>\n'
-    return whole.encode("utf-8", "replace").decode()
+    document = f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{main}\n</body>\n</html>\n'
+    return document.encode("utf-8", "replace").decode()
 
 
 def section(title: str, *body: Html, id_: str = "") -> Html:
@@ -58,9 +58,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], align: str, bo
     sides = [_SIDES[side] for side in align]
     lines = [list(row) for row in rows]
     body = []
-    for at, row in enumerate(lines):
+    for index, row in enumerate(lines):
         cells = joined((tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True)), "")
-        body.append(tag("tr", cells, class_="total" if bold_last and at == len(lines) - 1 else ""))
+        body.append(tag("tr", cells, class_="total" if bold_last and index == len(lines) - 1 else ""))
     head = joined((tag("th", name, class_=side, scope="col") for name, side in zip(heads, sides, strict=True)), "")
     top = tag("thead", tag("tr", head)) if any(heads) else Html("")
     return tag("div", tag("table", top, Html("\n"), tag("tbody", joined(body))), class_="wide")
@@ -111,10 +111,10 @@ def stacked_bars(rows: Sequence[tuple[str, Sequence[Part], str]], capacity: floa
     """A row per stage: its parts one after the other on one scale, its figure beside, and a line at `capacity`."""
     most = max([capacity, *(sum(part.size for part in parts) for _, parts, _ in rows)])
     scale, height = _WIDE / (1.02 * most), _ROW * len(rows) + 22
-    at = _LABEL + scale * capacity
+    capacity_x = _LABEL + scale * capacity
     drawn = [piece for index, row in enumerate(rows) for piece in _stack(row, _ROW * index + 18, scale)]
-    line = tag("line", x1=f"{at:.1f}", x2=f"{at:.1f}", y1="14", y2=height, class_="capacity")
-    label = tag("text", capacity_text, x=f"{at:.1f}", y="10", text_anchor="end")
+    line = tag("line", x1=f"{capacity_x:.1f}", x2=f"{capacity_x:.1f}", y1="14", y2=height, class_="capacity")
+    label = tag("text", capacity_text, x=f"{capacity_x:.1f}", y="10", text_anchor="end")
     names = dict.fromkeys(part.name for _, parts, _ in rows for part in parts if part.size > 0)
     keys = joined((tag("span", tag("i", class_=f"key {_class(name)}"), " ", name) for name in names), " ")
     box = f"0 0 {_LABEL + _WIDE + _FIGURE} {height}"

@@ -1,4 +1,4 @@
-"""What reports are made of: sections, tables without lines, bars, bullets. Each is a rich renderable."""
+"""The pieces of a terminal report: sections, tables without lines, bars, bullets. Each is a rich renderable."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What the point says when the pointer rests on it."""
+        """The text that appears when the pointer rests on the point."""
         return (
             f"{self.name} ({self.family}): measured {seconds(self.measured_s)}, "
             f"predicted {seconds(self.predicted_s)}, {100 * self.error:+.1f}%"
@@ -124,5 +124,5 @@ def _dots(points: Sequence[Point], colours: dict[str, str], scale: _Scale) -> It
 
 
 def _circle(x: float, y: float, radius: float, colour: str, hint: str = "", class_: str = "") -> Html:
-    at = {"cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": f"{radius:g}"}
-    return tag("circle", hint, **at, fill=colour, stroke=colour, class_=class_)
+    place = {"cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": f"{radius:g}"}
+    return tag("circle", hint, **place, fill=colour, stroke=colour, class_=class_)

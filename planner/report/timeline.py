@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from html import escape
+from math import floor, log10
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.report.format import percent, seconds
+from planner.report.format import percent, seconds, unit_for
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.compare import Comparison, StragglerCost
 from planner.schedule.synthesis import Synthesis
@@ -54,15 +55,15 @@ def drawing(timeline: Timeline, width: int) -> list[Text]:
     rows = []
     for rank, actions in enumerate(timeline.schedule.ranks):
         row = Text(f"{rank} ".rjust(label), style="dim")
-        at = 0
+        column = 0
         spans = zip(actions, timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist(), strict=True)
         for action, start_s, end_s in spans:
-            first, last = max(at, round(start_s * scale)), min(columns, round(end_s * scale))
+            first, last = max(column, round(start_s * scale)), min(columns, round(end_s * scale))
             if last > first:
-                row.append(IDLE * (first - at), style="dim")
+                row.append(IDLE * (first - column), style="dim")
                 row.append(_block(action, timeline.schedule, last - first), style=_STYLE[action.kind])
-                at = last
-        row.append(IDLE * (columns - at), style="dim")
+                column = last
+        row.append(IDLE * (columns - column), style="dim")
         rows.append(row)
     return rows
 
@@ -74,15 +75,15 @@ def _chunks(schedule: Schedule) -> str:
 
 
 def _chunk(action: Action, schedule: Schedule) -> int:
-    """Which of its rank's stages the action is on."""
+    """Number of the chunk that an action works on, counted on its rank from 0."""
     rank = schedule.stage_to_rank[action.stage]
     return sum(holder == rank for holder in schedule.stage_to_rank[: action.stage])
 
 
 def _block(action: Action, schedule: Schedule, columns: int) -> str:
     kind = action.kind.lower() if _chunk(action, schedule) % 2 else action.kind
-    whole = f"{kind}{action.microbatch}"
-    return (whole if len(whole) <= columns else kind).ljust(columns, "─")
+    label = f"{kind}{action.microbatch}"
+    return (label if len(label) <= columns else kind).ljust(columns, "─")
 
 
 def _legend(schedule: Schedule) -> Text:
@@ -133,18 +134,18 @@ def render_comparison(rows: Sequence[Comparison]) -> Table:
     return table
 
 
-def render_synthesis(found: Synthesis) -> Text:
-    """How the order found stands to the best named schedule and to the bound."""
+def render_synthesis(synthesis: Synthesis) -> Text:
+    """A sentence that compares the order that was found with the best named schedule and with the bound."""
     beside = "no named schedule fits"
-    if found.named is not None:
-        saved = percent(1 - found.makespan_s / found.named_makespan_s, 2)
-        beside = f"{saved} less than {found.named}, the best named schedule that fits"
-    gap = percent(found.gap_fraction, 2)
-    return Text(f"{beside}; at most {gap} above the best possible ({seconds(found.lower_bound_s)})")
+    if synthesis.named is not None:
+        saved = percent(1 - synthesis.makespan_s / synthesis.named_makespan_s, 2)
+        beside = f"{saved} less than {synthesis.named}, the best named schedule that fits"
+    gap = percent(synthesis.gap_fraction, 2)
+    return Text(f"{beside}; at most {gap} above the best possible ({seconds(synthesis.lower_bound_s)})")
 
 
 def render_straggler(cost: StragglerCost) -> Text:
-    """What slow ranks cost, and what moving layers off them would give back."""
+    """A sentence about the seconds that slow ranks cost, and what moving layers off them would give back."""
     lost, back = cost.slow_s - cost.even_s, cost.slow_s - cost.rebalanced_s
     return Text(
         f"slow ranks cost {seconds(lost)} ({percent(lost / cost.even_s)} more than {seconds(cost.even_s)}); "
@@ -213,6 +214,17 @@ def _svg_rank(timeline: Timeline, rank: int, lefts: Sequence[float], scale: floa
 
 
 def _svg_axis(timeline: Timeline, y: float, scale: float) -> Iterable[str]:
-    for tenth in range(0, 11, 2):
-        at_s = timeline.makespan_s * tenth / 10
-        yield f'<text x="{_MARGIN + scale * at_s:.2f}" y="{y}" text-anchor="middle">{at_s:.4g} s</text>'
+    """Five to twelve ticks at round numbers of the unit that suits the whole; none where nothing takes time."""
+    if not timeline.makespan_s:
+        return
+    factor, unit = unit_for(timeline.makespan_s)
+    tick_s = _round_below(timeline.makespan_s / 5)
+    for number in range(int(timeline.makespan_s / tick_s * (1 + 1e-9)) + 1):
+        at_s = number * tick_s
+        yield f'<text x="{_MARGIN + scale * at_s:.2f}" y="{y}" text-anchor="middle">{at_s * factor:.6g} {unit}</text>'
+
+
+def _round_below(value_s: float) -> float:
+    """The largest of 1, 2 or 5 times a power of ten that is at most `value_s`."""
+    power = 10.0 ** floor(log10(value_s))
+    return next(factor * power for factor in (5, 2, 1) if factor * power <= value_s * (1 + 1e-9))

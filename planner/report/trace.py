@@ -21,7 +21,7 @@ _MICROSECONDS = 1e6
 Event = dict[str, Any]
 
 
-class Slice(NamedTuple):
+class TraceSlice(NamedTuple):
     """Something beside the pipeline to be shown, such as the gradient reduction behind the last backward."""
 
     rank: int
@@ -33,7 +33,7 @@ class Slice(NamedTuple):
 
 def trace_events(
     timeline: Timeline,
-    extra: Iterable[Slice] = (),
+    extra: Iterable[TraceSlice] = (),
     rank_names: Sequence[str] = (),
     counts_bytes: bool = True,
 ) -> dict[str, Any]:
@@ -121,8 +121,11 @@ def _waits(timeline: Timeline, rank: int) -> Iterator[Event]:
 
 
 def _transfers(timeline: Timeline, rank: int) -> Iterator[Event]:
-    """What arrives on the rank, drawn while it is on its way; slices of a thread must not overlap, so that a transfer
-    under way with the one before it is drawn from that one's end, and says its own seconds."""
+    """Transfers to the rank, drawn while they are on their way.
+
+    Slices of a thread must not overlap: a transfer that starts before the one in front of it has ended is drawn from
+    that end, and its arguments hold its own seconds.
+    """
     spans = zip(timeline.schedule.ranks[rank], timeline.arrival_s[rank], timeline.hop_s[rank], strict=True)
     last_s = {ACTIVATIONS: 0.0, GRADIENTS: 0.0}
     for arrival_s, hop_s, action in sorted((arrival, hop, action) for action, arrival, hop in spans if hop > 0):
@@ -135,8 +138,8 @@ def _transfers(timeline: Timeline, rank: int) -> Iterator[Event]:
 
 
 def _memory(timeline: Timeline, rank: int, unit: str) -> Iterator[Event]:
-    times_s, held = timeline.activation_times_s[rank], timeline.activation_held_bytes[rank]
-    for index, (time_s, value) in enumerate(zip(times_s.tolist(), held.tolist(), strict=True)):
+    times_s, held_bytes = timeline.activation_times_s[rank], timeline.activation_held_bytes[rank]
+    for index, (time_s, value) in enumerate(zip(times_s.tolist(), held_bytes.tolist(), strict=True)):
         if index + 1 == len(times_s) or times_s[index + 1] > time_s:
             yield {
                 "ph": "C",

@@ -25,6 +25,7 @@ __all__ = [
     "Schedule",
     "ScheduleKind",
     "build_schedule",
+    "chunks_in_flight",
     "in_flight_chunks",
     "in_flight_microbatches",
     "interleaved_one_f_one_b",
@@ -341,20 +342,30 @@ def in_flight_microbatches(
     return [count / vpp for count in chunks]
 
 
-def first_chunk_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> int:
-    """Of the activations that rank 0 holds at its fullest, those of its first virtual stage.
+@lru_cache(maxsize=256)
+def chunks_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches of each of its chunks that each rank holds when it first holds the most activations.
 
-    More than a vpp-th of them: each group of micro-batches enters there first.
+    Interleaved: a rank is fullest at the end of its warm-up, of which each pp·vpp forwards are pp of every chunk, the
+    first chunk's first; so the first chunk has more in flight than the others. GPipe and breadth-first: M of each.
     """
     if SCHEDULES[name].bound == "interleaved":
-        groups, rest = divmod(in_flight_chunks(name, pp, vpp, num_microbatches)[0], pp * vpp)
-        return groups * pp + min(rest, pp)
+        counts = []
+        for held in in_flight_chunks(name, pp, vpp, num_microbatches):
+            groups, rest = divmod(held, pp * vpp)
+            counts.append(tuple(groups * pp + min(max(rest - chunk * pp, 0), pp) for chunk in range(vpp)))
+        return tuple(counts)
     if SCHEDULES[name].holds_all:
-        return num_microbatches
-    actions = ActionList.of(build_schedule(name, pp, vpp, num_microbatches).ranks[0])
-    change = HELD_BY_PLACE[actions.kind]
-    fullest = slice(np.cumsum(change).argmax() + 1)
-    return int(change[fullest][actions.stage[fullest] == 0].sum())
+        return ((num_microbatches,) * vpp,) * pp
+    stages = placement(name, pp, vpp)
+    held_by_rank = []
+    for rank, order in enumerate(build_schedule(name, pp, vpp, num_microbatches).ranks):
+        actions = ActionList.of(order)
+        change = HELD_BY_PLACE[actions.kind]
+        fullest = slice(np.cumsum(change).argmax() + 1)
+        chunks = [stage for stage, holder in enumerate(stages) if holder == rank]
+        held_by_rank.append(tuple(int(change[fullest][actions.stage[fullest] == stage].sum()) for stage in chunks))
+    return tuple(held_by_rank)
 
 
 def _counted_chunks(schedule: Schedule) -> list[int]:

@@ -8,30 +8,29 @@ incumbent less the gap asked for, or when time is up; either way it says how far
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
 from planner.errors import SolverError
-from planner.layout.room import excess_bytes, shorter
-from planner.layout.seconds import step_s
+from planner.layout.candidate import Candidate
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
-from planner.physics.pricing import Pricing
-from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES
 from planner.search.bounds import pipeline as bounds
+from planner.search.deadline import Deadline
 from planner.search.enumerate import Rejections, scalar
-from planner.search.frontier import Frontier, Open, nodes_of
-from planner.search.ilp.nodes import RecomputeChoice, node_of, split_of, with_shorter_chunks
+from planner.search.exhaustive import few_splits, fitting, least_step_s
+from planner.search.frontier import Frontier, Open, Prices, nodes_of
 from planner.search.ilp.program import solve
+from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import Screen
+from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
+from planner.search.uneven import SHAPES, improved, level_split, level_step_s
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
-from planner.trainers.spec import RuntimeSpec
 
 BLOCK = 1024
 """Shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
@@ -47,26 +46,12 @@ ALTERNATIVE_GAP = 0.01
 """How many times slower than the best an alternative may be, and how near its own optimum it is solved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One solved and replayed layout."""
-
-    step_s: float
-    pricing: Pricing
-    table: CostTable
-    split: Split
-    schedule: str
-    order: Schedule | None = None
-    """Where the order was made to measure: its action lists."""
-
-    @property
-    def key(self) -> tuple[int, ...]:
-        """What makes two layouts different ones to a reader: the grid and the micro-batch."""
-        return key_of(self.table.shape)
+Key = tuple[int, ...]
+"""The grid and the micro-batch: two layouts that differ in nothing else are one to a reader."""
 
 
-def key_of(shape: Shape) -> tuple[int, ...]:
-    """The grid and the micro-batch."""
+def key_of(shape: Shape) -> Key:
+    """The sizes by which a reader tells layouts apart."""
     return tuple(int(v) for v in (shape.tp, shape.cp, shape.ep, shape.etp, shape.pp, shape.micro_batch_size))
 
 
@@ -76,28 +61,26 @@ class Branch:
 
     limits: SearchLimits
     choices: tuple[RecomputeChoice, ...]
-    deadline_s: float
+    deadline: Deadline
     rejections: Rejections
-    found: dict[tuple[int, ...], Found] = field(default_factory=dict)
-    """The fastest layout of each key."""
+    candidates: dict[Key, Candidate] = field(default_factory=dict)
+    """The fastest candidate of each key."""
     num_ilps: int = 0
+    num_exhausted: int = 0
+    """Nodes of which every split was replayed."""
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
+    any_chunks_bound_s: float = 0.0
+    """The same for interleaved chunks of any length; 0 where nobody asked."""
     complete: bool = True
-    tables: dict[tuple[RuntimeSpec, Shape], CostTable] = field(default_factory=dict)
-    """Prices by runtime and shape, whatever its vpp."""
+    tables: dict[Prices, CostTable] = field(default_factory=dict)
+    """Prices, whatever the vpp."""
     slack: float | None = None
     """Once alternatives are wanted: how many times slower than the best they may be."""
 
     @property
-    def best(self) -> Found | None:
-        return min(self.found.values(), key=self._order, default=None)
-
-    def _order(self, found: Found) -> tuple[float, ...]:
-        """Faster first; equal to a thousandth of a percent: less memory, less tensor parallelism, fewer stages."""
-        shape = found.table.shape
-        memory = max(float(part.static_bytes) for part in found.table.layers.values())
-        return (float(f"{found.step_s:.5g}"), memory, float(shape.tp), float(shape.pp), found.step_s)
+    def best(self) -> Candidate | None:
+        return min(self.candidates.values(), key=_rank, default=None)
 
     def cutoff_s(self, gap_fraction: float) -> float:
         """A node whose bound is not below this cannot beat the incumbent by more than the gap."""
@@ -105,8 +88,8 @@ class Branch:
         if best is None:
             return np.inf
         if self.slack is None:
-            return best.step_s * (1 - gap_fraction)
-        ranked = sorted(found.step_s for found in self.found.values())
+            return best.step_s / (1 + gap_fraction)
+        ranked = sorted(candidate.step_s for candidate in self.candidates.values())
         return ranked[self.limits.top] if len(ranked) > self.limits.top else best.step_s * self.slack
 
     def run(self, screens: Sequence[tuple[Screen, SearchLimits]]) -> Frontier:
@@ -124,13 +107,15 @@ class Branch:
                 self._open([(screen.take(block), limits) for screen, limits in screens], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
+            if not self._late() and frontier.open_sets(PRICED):
+                continue
             node = frontier.take()
             if node is None or self._late():
                 break
             if node.prices not in self.tables:
                 self._price([node, *frontier.most_promising(PRICED)])
             self._solve(node)
-            if key_of(node.shape) not in self.found:
+            if key_of(node.shape) not in self.candidates:
                 frontier.put_aside([node])
         self._leave(min(frontier.least_bound_s, node.bound_s if node else np.inf))
         self._leave(float(coarse[block[0]]) if block is not None else np.inf)
@@ -149,6 +134,50 @@ class Branch:
             where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
             self.rejections.add("no_schedule", int((~opened).sum()), f"no schedule runs {where}")
 
+    def try_uneven_chunks(self, frontier: Frontier) -> None:
+        """Try inner chunks of different lengths in the shapes that could gain by them.
+
+        First every shape is bounded for chunks of any length, whatever their memory. If that bound is near enough to
+        the best, uneven chunks cannot help. Else the most promising shapes are tried, with the layers levelled.
+        """
+        best = self.best
+        if best is None or not best.pricing.runtime.uneven_chunks or self._late():
+            return
+        blocks = frontier.all_nodes()
+        levels_s = [level_step_s(nodes, any_memory=True) for nodes in blocks]
+        self.any_chunks_bound_s = min([self.lower_bound_s, *(float(step_s.min(initial=np.inf)) for step_s in levels_s)])
+        for base in dict.fromkeys(("none", best.split.base)):
+            if self.any_chunks_bound_s >= self.cutoff_s(self.limits.gap_fraction):
+                return
+            ranked = [level_step_s(nodes, any_memory=False) for nodes in blocks] if base == "none" else levels_s
+            promising = [
+                (float(step_s[row]), number, row)
+                for number, step_s in enumerate(ranked)
+                for row in np.argsort(step_s, kind="stable")[:SHAPES].tolist()
+                if step_s[row] < self.cutoff_s(self.limits.gap_fraction)
+            ]
+            for _, number, row in sorted(promising)[:SHAPES]:
+                nodes = blocks[number]
+                shape, pricing = scalar(nodes.screen.shape, row), nodes.screen.pricing
+                if base != "none":
+                    pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
+                start = Candidate(pricing, pricing.table(shape), Split((), base), nodes.schedules[row])
+                candidate = improved(start.with_split(level_split(start)), best.step_s)
+                if candidate.fits:
+                    self._keep(candidate)
+                if self._late():
+                    return
+
+    def bound_of_chunks(self, step_s: float) -> tuple[bool, float]:
+        """Whether the proof is about chunks of any length, and its lower bound.
+
+        It is where that bound closes the gap, or where a best step below the bound of equal chunks leaves no other.
+        """
+        closes = self.any_chunks_bound_s >= step_s / (1 + self.limits.gap_fraction) * (1 - 1e-12)
+        if closes or step_s < self.lower_bound_s:
+            return True, self.any_chunks_bound_s
+        return False, self.lower_bound_s
+
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""
         proof = self.lower_bound_s, self.complete
@@ -157,24 +186,29 @@ class Branch:
         tried: dict[tuple[int, ...], int] = {}
         for node in frontier.runners_up:
             key = key_of(node.shape)
-            if key in self.found or tried.get(key, 0) >= NODES_PER_ALTERNATIVE or node.bound_s >= self.cutoff_s(0.0):
+            if (
+                key in self.candidates
+                or tried.get(key, 0) >= NODES_PER_ALTERNATIVE
+                or node.bound_s >= self.cutoff_s(0.0)
+            ):
                 continue
             if len(tried) >= RUNNERS_UP or self._late():
                 break
             tried[key] = tried.get(key, 0) + 1
             # how many layers to recompute is worth an integer program for the best layout, not for the runners-up
-            choice = node.choice if node.choice.whole != "one_count" else RecomputeChoice(node.choice.base, "none")
+            several = node.choice.whole in ("one_count", "any_modules")
+            choice = RecomputeChoice(node.choice.base, "none") if several else node.choice
             self._solve_choice(node, choice)
         self.lower_bound_s, self.complete = proof
 
     def _price(self, nodes: Sequence[Open]) -> None:
         """Price the shapes of several nodes together, which takes little longer than one."""
         new = {node.prices: node.pricing for node in nodes if node.prices not in self.tables}
-        for runtime, pricing in {pricing.runtime: pricing for pricing in new.values()}.items():
-            shapes = [shape for of, shape in new if of == runtime]
-            columns = {f.name: np.array([getattr(shape, f.name) for shape in shapes]) for f in fields(Shape)}
+        for pricing in {prices[:2]: pricing for prices, pricing in new.items()}.values():
+            alike = [prices for prices in new if prices[:2] == (pricing.runtime, pricing.selective_modules)]
+            columns = {f.name: np.array([getattr(shape, f.name) for *_, shape in alike]) for f in fields(Shape)}
             together = pricing.table(Shape(**columns))
-            self.tables |= {(runtime, shape): together.take(row) for row, shape in enumerate(shapes)}
+            self.tables |= {prices: together.take(row) for row, prices in enumerate(alike)}
 
     def _table(self, node: Open) -> CostTable:
         """The prices of a node's shape."""
@@ -196,7 +230,29 @@ class Branch:
         self._leave(max(node.bound_s, min(without, self._solve_choice(node, node.choice))))
 
     def _solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
-        """Solve, replay, keep the split where it is the fastest of its kind; the solver's bound (∞: nothing fits)."""
+        """Find the node's best split; a bound of all of its splits (∞: nothing fits).
+
+        Where the program's bound leaves a gap to its replay, and the node has few splits, all of them are replayed.
+        """
+        bound_s = self._solve_program(node, choice)
+        if self.slack is not None or bound_s >= self.cutoff_s(self.limits.gap_fraction):
+            return bound_s
+        shape = Candidate(node.pricing, self._table(node), Split(()), node.schedule)
+        splits = few_splits(shape, choice)
+        if splits is None:
+            return bound_s
+        self.num_exhausted += 1
+        fastest_s = np.inf
+        for candidate in fitting(shape, choice, splits):
+            least_s = least_step_s(candidate)
+            if least_s < self.cutoff_s(self.limits.gap_fraction):
+                self._keep(candidate)
+                least_s = candidate.step_s
+            fastest_s = min(fastest_s, least_s)
+        return max(bound_s, fastest_s)
+
+    def _solve_program(self, node: Open, choice: RecomputeChoice) -> float:
+        """Solve the integer program, replay its split, keep the fastest of its key; the solver's bound."""
         bound, pricing, table = np.inf, node.pricing, self._table(node)
         short_bytes: list[float] = []
         for _ in range(MAX_TRIES):
@@ -206,11 +262,11 @@ class Branch:
                 problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
             self.num_ilps += 1
             try:
-                solution = solve(problem, self.deadline_s - time.monotonic())
+                solution = solve(problem, self.deadline.left_s)
             except SolverError:
-                if not self.found:
+                if not self.candidates:
                     raise
-                # time is up; what was found stands, unproven
+                # time is up; the candidates stand, unproven
                 self.complete = False
                 return 0.0
             if problem.of_mean_layers:
@@ -222,31 +278,44 @@ class Branch:
             if solution.bound_s >= self.cutoff_s(0.0):
                 break
             splits = [split_of(pricing, problem, each) for each in (solution, *with_shorter_chunks(problem, solution))]
-            excess = [excess_bytes(pricing, table, split, node.schedule) for split in splits]
-            for split, over in zip(splits, excess, strict=True):
-                if max(over) <= 0:
-                    seconds = step_s(pricing, table, split, node.schedule)
-                    self._keep(Found(seconds, pricing, table, split, node.schedule))
-            if min(map(max, excess)) <= 0:
+            candidates = [Candidate(pricing, table, split, node.schedule) for split in splits]
+            for candidate in candidates:
+                if candidate.fits:
+                    self._keep(candidate)
+            if any(candidate.fits for candidate in candidates):
                 break
-            short_bytes = shorter(short_bytes, excess[0], solution.free_bytes)
+            short_bytes = shorter(short_bytes, candidates[0].excess_bytes, solution.free_bytes)
         return float(bound)
 
-    def _keep(self, found: Found) -> None:
-        known = self.found.get(found.key)
-        if known is None or found.step_s < known.step_s:
-            self.found[found.key] = found
+    def _keep(self, candidate: Candidate) -> None:
+        """Remember the candidate if it is the fastest of its key."""
+        key = key_of(candidate.shape)
+        known = self.candidates.get(key)
+        if known is None or candidate.step_s < known.step_s:
+            self.candidates[key] = candidate
 
     def _leave(self, bound_s: float) -> None:
         """Remember the least bound of what will not be looked at further."""
         self.lower_bound_s = min(self.lower_bound_s, bound_s)
 
     def _late(self) -> bool:
-        """Whether time is up; the search then stops and its outcome is no proof."""
-        if time.monotonic() < self.deadline_s or not self.found:
+        """Whether time is up; the search then stops with the best candidate, and its outcome is no proof.
+
+        Raises SolverError where there is none yet.
+        """
+        if not self.deadline.passed:
             return False
+        if not self.candidates:
+            self.deadline.check("solving nodes")
         self.complete = False
         return True
+
+
+def _rank(candidate: Candidate) -> tuple[float, ...]:
+    """Faster first; equal to a thousandth of a percent: less memory, less tensor parallelism, fewer stages."""
+    shape, step_s = candidate.shape, candidate.step_s
+    memory = max(float(part.static_bytes) for part in candidate.table.layers.values())
+    return (float(f"{step_s:.5g}"), memory, float(shape.tp), float(shape.pp), step_s)
 
 
 def _coarse_bound_s(screen: Screen, limits: SearchLimits) -> FloatArray:

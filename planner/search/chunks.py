@@ -22,6 +22,15 @@ def chunk_lengths(num_layers: int, num_stages: int, empty_ends: bool) -> Iterato
     return takewhile(lambda chunk: num_stages * chunk - num_layers <= 2 * (chunk - least), lengths)
 
 
+def equal_chunk_counts(num_layers: int, num_stages: int, empty_ends: bool) -> Iterator[tuple[int, ...]]:
+    """Layers of each virtual stage, in every split into equal chunks of which the first and the last may be shorter."""
+    least = 0 if empty_ends else 1
+    for chunk in chunk_lengths(num_layers, num_stages, empty_ends):
+        missing = num_stages * chunk - num_layers
+        for at_first in range(max(0, missing - chunk + least), min(missing, chunk - least) + 1):
+            yield (chunk - at_first, *[chunk] * (num_stages - 2), chunk - missing + at_first)
+
+
 @cache
 def fewest_of_kinds(layers: Sequence[LayerKind], ranks: Sequence[int], empty_ends: bool) -> FloatArray:
     """The fewest layers of each kind (rows, as they first come) on each rank (columns) over all legal splits.

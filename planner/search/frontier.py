@@ -11,15 +11,18 @@ import numpy.typing as npt
 
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import placement
-from planner.search.bounds.orders import Orders, orders_of
+from planner.search.bounds.orders import Kinds, Orders, orders_of
 from planner.search.bounds.outside_pipeline import with_ends_s
 from planner.search.bounds.pipeline import pipeline_bound_s
 from planner.search.enumerate import IntArray, scalar
+from planner.search.ilp.layers import recurring
 from planner.search.ilp.node import Whole
-from planner.search.ilp.nodes import RecomputeChoice
+from planner.search.ilp.translate import RecomputeChoice
+from planner.search.module_sets import Modules
 from planner.search.priced_shapes import Screen
 from planner.search.schedules import schedules_of
 from planner.shape import FloatArray, Shape
+from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits
 from planner.trainers.spec import RuntimeSpec
 
@@ -29,8 +32,17 @@ WIDTHS = (0, 2, 4, 8, 16, 32, 1 << 30)
 BOUNDLESS_BYTES = 1e18
 """More than any GPU has."""
 
+ONE_SET = RecomputeChoice("selective", "none")
+"""Selective recomputing of one set of modules."""
+ANY_SET = RecomputeChoice("selective", "any_modules")
+"""Selective recomputing of any set: what a node stands for until its sets are opened one by one."""
+
 KEPT = 64
 """Nodes remembered of those cut, for the alternatives to come from."""
+
+
+Prices = tuple[RuntimeSpec, Modules, Shape]
+"""Runtime, recomputed modules and shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +58,9 @@ class Open:
     choice: RecomputeChoice
 
     @property
-    def prices(self) -> tuple[RuntimeSpec, Shape]:
+    def prices(self) -> Prices:
         """What its prices are known by; chunks change none."""
-        return self.pricing.runtime, replace(self.shape, vpp=1)
+        return self.pricing.runtime, self.pricing.selective_modules, replace(self.shape, vpp=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,8 @@ class Nodes:
         """
         if choice.whole in ("none", "all"):
             return self._step_s(self.screen, choice.mode, choice.mode)
+        if choice.whole == "any_modules":
+            return self._step_s(self.screen.with_any_modules(), "none", "selective", choice.whole)
         bound_s = self._step_s(self.screen, choice.mode, "full", choice.whole)
         if choice.whole == "one_count":
             boundless = replace(self.screen, pricing=replace(self.screen.pricing, headroom_bytes=-BOUNDLESS_BYTES))
@@ -82,11 +96,19 @@ class Nodes:
     def guess_s(self, choice: RecomputeChoice) -> FloatArray:
         """Seconds of the pipeline with layers spread as evenly as they go, and its fill."""
         screen, model = self.screen, self.screen.pricing.model
+        mode = "none" if choice.whole == "any_modules" else choice.mode
         pp, vpp = np.asarray(screen.shape.pp), np.asarray(screen.shape.vpp)
-        mean_s = (screen.work_s(choice.mode) - screen.ends_s) / pp
+        mean_s = (screen.work_s(mode) - screen.ends_s) / pp
         busiest = np.ceil(np.ceil(model.num_hidden_layers / pp) / vpp) * vpp / (model.num_hidden_layers / pp)
         fill_s = (pp - 1) * (mean_s / vpp + 2 * screen.p2p_s)
         return np.asarray(np.asarray(screen.shape.num_microbatches) * mean_s * busiest + fill_s)
+
+
+def kinds_of(model: ModelSpec) -> Kinds:
+    """How the model's layers differ."""
+    if len(model.kinds) == 1:
+        return "one"
+    return "in a pattern" if recurring(model.runs) is not None or len(model.runs) > len(model.kinds) else "in runs"
 
 
 def nodes_of(screen: Screen, limits: SearchLimits) -> Iterator[tuple[IntArray, Nodes]]:
@@ -111,21 +133,23 @@ def nodes_of(screen: Screen, limits: SearchLimits) -> Iterator[tuple[IntArray, N
         vpps = np.array([vpp for _, _, vpp, _ in kinds])
         folded = np.array([placement(name, pp, vpp)[-1] == 0 for name, pp, vpp, _ in kinds])
         chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind])
-        yield index, Nodes(chosen, [kinds[k][0] for k in kind], orders_of(kinds).take(kind))
+        yield index, Nodes(chosen, [kinds[k][0] for k in kind], orders_of(kinds, kinds_of(pricing.model)).take(kind))
 
 
 @dataclass(slots=True)
 class Frontier:
     """Open nodes: the most promising is taken, those that cannot win are cut."""
 
-    choices: tuple[RecomputeChoice, ...]
+    choices: Sequence[RecomputeChoice]
     runners_up: list[Open] = field(default_factory=list)
     """The most promising of those cut."""
     _nodes: list[Nodes] = field(default_factory=list)
     _bound_s: FloatArray = field(default_factory=lambda: np.empty(0))
     _guess_s: FloatArray = field(default_factory=lambda: np.empty(0))
+    _known: list[RecomputeChoice] = field(default_factory=list)
+    """Every choice that any node was opened under."""
     _place: IntArray = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
-    """Of each open node: which of `_nodes`, its row there, its choice."""
+    """Of each open node: which of `_nodes`, its row there, which of `_known`."""
 
     @property
     def least_guess_s(self) -> float:
@@ -135,9 +159,12 @@ class Frontier:
     def least_bound_s(self) -> float:
         return float(self._bound_s.min(initial=np.inf))
 
-    def add(self, nodes: Nodes, least_s: FloatArray) -> None:
-        """Open nodes, of which `least_s` is known, under every choice."""
-        for number, choice in enumerate(self.choices):
+    def add(self, nodes: Nodes, least_s: FloatArray, choices: Sequence[RecomputeChoice] = ()) -> None:
+        """Open nodes, of which `least_s` is known, under every choice, or those given."""
+        for choice in choices or self.choices:
+            if choice not in self._known:
+                self._known.append(choice)
+            number = self._known.index(choice)
             bound_s = np.maximum(nodes.bound_s(choice), least_s)
             rows = np.flatnonzero(np.isfinite(bound_s))
             place = np.stack([np.full(len(rows), len(self._nodes)), rows, np.full(len(rows), number)], axis=1)
@@ -145,6 +172,35 @@ class Frontier:
             self._guess_s = np.append(self._guess_s, np.maximum(nodes.guess_s(choice), bound_s)[rows])
             self._place = np.append(self._place, place, axis=0)
         self._nodes.append(nodes)
+
+    def open_sets(self, most: int) -> bool:
+        """Open the sets of modules of the most promising node, and of `most` like it; False where it has none.
+
+        Nodes that stand for any set of modules are bounded together first; now each set has its own.
+        """
+        if not len(self._guess_s) or not self._stands_for_sets(int(np.argmin(self._guess_s))):
+            return False
+        ranked = np.argsort(self._guess_s, kind="stable")
+        taken = [index for index in ranked.tolist() if self._stands_for_sets(index)][:most]
+        place, bound_s = self._place[taken], self._bound_s[taken]
+        self._keep(~np.isin(np.arange(len(self._guess_s)), taken))
+        for block in np.unique(place[:, 0]).tolist():
+            at = place[:, 0] == block
+            nodes, rows = self._nodes[block], place[at, 1]
+            sets = nodes.screen.module_sets
+            assert sets is not None
+            for modules in sets.tables:
+                screen = nodes.screen.with_modules(modules).take(rows)
+                some = Nodes(screen, [nodes.schedules[row] for row in rows.tolist()], nodes.orders.take(rows))
+                self.add(some, bound_s[at], (ONE_SET,))
+        return True
+
+    def _stands_for_sets(self, index: int) -> bool:
+        return self._known[int(self._place[index, 2])].whole == "any_modules"
+
+    def all_nodes(self) -> Sequence[Nodes]:
+        """Every node that was opened, as blocks."""
+        return self._nodes
 
     def cut(self, cutoff_s: float) -> float:
         """Close the nodes whose bound is not below `cutoff_s`; the least of their bounds."""
@@ -179,7 +235,7 @@ class Frontier:
         nodes = self._nodes[block]
         shape = scalar(nodes.screen.shape, int(row))
         bound_s, guess_s = float(self._bound_s[index]), float(self._guess_s[index])
-        return Open(bound_s, guess_s, nodes.screen.pricing, shape, nodes.schedules[row], self.choices[choice])
+        return Open(bound_s, guess_s, nodes.screen.pricing, shape, nodes.schedules[row], self._known[choice])
 
     def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
         self._bound_s, self._guess_s, self._place = self._bound_s[kept], self._guess_s[kept], self._place[kept]

@@ -12,16 +12,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from planner.physics import memory
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import static_bytes
 from planner.schedule.orders import SCHEDULES, placement
+from planner.search.module_sets import Modules, ModuleSets, useful_sets
 from planner.shape import FloatArray, Number, Shape
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
 FRUGAL = frozenset({"v-half", "v-min"})
 """Schedules that hold less than 1F1B."""
+
+
+_COUNTED = ("parameters", "expert_parameters", "wide_parameters")
+"""Of a part, what its weights, gradients and optimizer are counted from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,19 @@ class Screen:
     """Row of the table for each shape."""
     folded: npt.NDArray[np.bool_]
     """Whether the last virtual stage is on the first rank, the head beside the embedding."""
+    module_sets: ModuleSets | None = None
+    """The sets of modules that selective recomputing may mean; None where it means the pricing's own."""
+
+    def with_modules(self, modules: Modules) -> Screen:
+        """The same shapes where selective recomputing means `modules`."""
+        assert self.module_sets is not None
+        sets = self.module_sets
+        return replace(self, pricing=sets.pricings[modules], table=sets.tables[modules])
+
+    def with_any_modules(self) -> Screen:
+        """The same shapes where a layer recomputed whole is no dearer than under any set (`ModuleSets.together`)."""
+        assert self.module_sets is not None
+        return replace(self, table=self.module_sets.together)
 
     def part(self, part: PartCost, quantity: str) -> FloatArray:
         """A quantity of a part for every shape; the head is beside its embedding where the pipeline is folded."""
@@ -50,15 +68,10 @@ class Screen:
 
     def static_bytes(self, part: PartCost) -> FloatArray:
         """Weights, gradients and optimizer of a part under each shape's sharding."""
-        expert = self.part(part, "expert_parameters")
-        dense = self.part(part, "parameters") - expert
-        runtime, dtype = self.pricing.runtime, self.pricing.training.dtype
-        total: FloatArray = np.asarray(
-            memory.weights_bytes(dense, expert, self.shape, runtime, dtype)
-            + memory.gradients_bytes(dense, expert, self.shape, runtime)
-            + memory.optimizer_bytes(dense, expert, self.shape, runtime)
+        counted = PartCost(**{name: self.part(part, name) for name in _COUNTED})
+        return np.asarray(
+            static_bytes(counted, self.shape, self.pricing.runtime, self.pricing.training.dtype), dtype=float
         )
-        return total
 
     def take(self, index: npt.NDArray[np.int64]) -> Screen:
         """The shapes at `index`."""
@@ -136,8 +149,8 @@ class Screen:
         return np.asarray(np.maximum(free - (rank == 0) * self.static_bytes(self.table.embedding)[:, None], 0.0))
 
 
-def screen_of(pricing: Pricing, shape: Shape) -> Screen:
-    """Price every distinct kernel of `shape` once.
+def screen_of(pricing: Pricing, shape: Shape, with_sets: bool = False) -> Screen:
+    """Price every distinct kernel of `shape` once; `with_sets`, for every useful set of modules to recompute too.
 
     Without a pipeline a micro-batch's seconds also depend on how ZeRO-2 and ZeRO-3 shard (`Pricing._plain`).
     """
@@ -155,7 +168,10 @@ def screen_of(pricing: Pricing, shape: Shape) -> Screen:
         seq_length=few.seq_length, sequence_parallel=few.sequence_parallel, dp=few.ep * few.etp,
         zero_stage=sharding[0][first], shard_size=sharding[1][first],
     )  # fmt: skip
-    return Screen(pricing, shape, pricing.table(kernels), kernel.astype(np.int64), np.asarray(shape.pp) == 1)
+    table = pricing.table(kernels)
+    sets = useful_sets(pricing, table) if with_sets else ()
+    module_sets = ModuleSets.of(pricing, table, sets) if len(sets) > 1 else None
+    return Screen(pricing, shape, table, kernel.astype(np.int64), np.asarray(shape.pp) == 1, module_sets)
 
 
 def room_layers(screen: Screen, kind: LayerKind, schedules: Sequence[str] = ()) -> FloatArray:

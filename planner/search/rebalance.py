@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from planner.answer import Plan, PricedLayout
 from planner.errors import SolverError, SpecError
 from planner.layout.assemble import run_cost
-from planner.layout.replan import Repriced, layout_again, named_schedule, reprice
-from planner.layout.room import excess_bytes, shorter, split_fits
-from planner.layout.seconds import cost_by_rank, step_s
-from planner.layout.split import Split, stage_costs
+from planner.layout.candidate import Candidate
+from planner.layout.replan import layout_again, named_schedule, reprice
+from planner.layout.split import Split
 from planner.search.ilp.node import Whole
-from planner.search.ilp.nodes import RecomputeChoice, node_of, split_of
 from planner.search.ilp.program import solve
+from planner.search.ilp.translate import RecomputeChoice, node_of, split_of
+from planner.search.retry import shorter
 from planner.specs.model import ModelSpec
 
 MAX_TRIES = 4
@@ -66,7 +66,7 @@ class _Case:
     """One layout, what its ranks are like, and how long to look."""
 
     plan: Plan
-    priced: Repriced
+    priced: Candidate
     factors: tuple[float, ...]
     deadline_s: float
 
@@ -76,17 +76,16 @@ class _Case:
 
     def price(self, split: Split, exact: bool = True) -> PricedLayout:
         """The layout with `split`, its ranks as slow as they are."""
-        return layout_again(self.plan, self.priced, split, self.factors, exact)
+        return layout_again(self.plan, self._with(split), exact)
 
     def seconds(self, split: Split) -> float | None:
         """Of a step; None where the split does not fit."""
-        pricing, table = self.priced.pricing, self.priced.table
-        if self.plan.best.actions:
-            layout = self.price(split, exact=False)
-            return layout.step.step_s if layout.fits else None
-        if not split_fits(pricing, table, split, self.schedule):
-            return None
-        return step_s(pricing, table, split, self.schedule, self.factors)
+        candidate = self._with(split)
+        return candidate.step_s if candidate.fits else None
+
+    def _with(self, split: Split) -> Candidate:
+        """The plan's candidate with another split, its ranks as slow as they are."""
+        return replace(self.priced, split=split, rank_factors=self.factors)
 
     def best(self) -> Split:
         """The fastest split that was found; the old one where none is faster."""
@@ -120,8 +119,7 @@ class _Case:
             seconds = self.seconds(split)
             if seconds is not None:
                 return split, seconds
-            excess = excess_bytes(priced.pricing, priced.table, split, self.schedule)
-            short_bytes = shorter(short_bytes, excess, solution.free_bytes)
+            short_bytes = shorter(short_bytes, self._with(split).excess_bytes, solution.free_bytes)
         return None
 
     def _improved(self, split: Split, least_s: float) -> tuple[Split, float] | None:
@@ -137,8 +135,7 @@ class _Case:
     def _moves(self, split: Split) -> Iterator[Split]:
         """One layer less on a stage of the busiest rank and one more elsewhere, on the idlest rank first."""
         model, ranks = self.plan.model.spec, self.priced.order.stage_to_rank
-        costs = cost_by_rank(stage_costs(self.priced.table, model, split, ranks, self.factors), ranks)
-        busy = [float(cost.total_s) for cost in costs]
+        busy = [float(cost.total_s) for cost in self._with(split).rank_costs]
         busiest, last = busy.index(max(busy)), len(split.counts) - 1
         ends_may_be_empty = self.priced.pricing.runtime.head_only_stage
         targets = sorted((j for j in range(last + 1) if ranks[j] != busiest), key=lambda j: (busy[ranks[j]], j))

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from planner.answer import Plan, PricedLayout, SearchReport
+from planner.answer import Plan, PricedLayout, Searched, SearchReport
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
+from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of, runtime_of
 from planner.layout.expressible import export_warnings
 from planner.layout.price import price_layout
 from planner.physics.layers import ModelTotals, model_totals
 from planner.search.auto import AUTO, made_to_measure
-from planner.search.branch import Branch, Found
+from planner.search.branch import Branch, key_of
+from planner.search.deadline import Deadline
 from planner.search.enumerate import enumerate_shapes
-from planner.search.ilp.nodes import RecomputeChoice
+from planner.search.frontier import ANY_SET, ONE_SET
+from planner.search.ilp.translate import RecomputeChoice
+from planner.search.module_sets import MAX_SETS, Modules
 from planner.search.priced_shapes import Screen, fits, screen_of
 from planner.search.schedules import by_runtime, check_expressible, schedules_tried
 from planner.search.why import explain
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.registry import model_of
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.spec import RuntimeSpec
 
 
 def plan(
-    model: ModelSpec,
+    model: ModelSpec | str,
     cluster: ClusterSpec,
     training: TrainingSpec,
     *,
@@ -40,7 +45,8 @@ def plan(
     Raises Infeasible when nothing is legal and fits, SpecError when the inputs contradict each other.
     """
     started = time.monotonic()
-    limits, runtime = limits or SearchLimits(), runtime_of(runtime)
+    deadline = Deadline((limits or SearchLimits()).time_limit_s)
+    model, limits, runtime = model_of(model), limits or SearchLimits(), runtime_of(runtime)
     check_expressible(limits, runtime)
     pricings = [
         (pricing_of(model, cluster, training, priced_as, limits), tried)
@@ -49,12 +55,19 @@ def plan(
     shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
     if not len(np.atleast_1d(shapes.tp)):
         raise explain.nothing_legal(rejections)
-    screens = [(screen_of(pricing, shapes), tried) for pricing, tried in pricings]
+    deadline.check("enumerating shapes")
+    choices = recompute_choices(model, runtime, limits)
+    with_sets = any(choice.base == "selective" for choice in choices)
+    screens = [(screen_of(pricing, shapes, with_sets), tried) for pricing, tried in pricings]
+    if screens[0][0].module_sets is not None:
+        choices = tuple(ANY_SET if choice == ONE_SET else choice for choice in choices)
+    deadline.check("pricing shapes")
     may_fit = [fits(screen, schedules_tried(tried, screen.pricing.runtime)) for screen, tried in screens]
     screen, fitting = screens[0][0], np.flatnonzero(np.any(may_fit, axis=0))
     explain.count_misfits(screen, len(fitting), rejections)
-    branch = Branch(limits, recompute_choices(model, runtime, limits), started + limits.time_limit_s, rejections)
+    branch = Branch(limits, choices, deadline, rejections)
     frontier = branch.run([(screen.take(fitting), tried) for screen, tried in screens])
+    branch.try_uneven_chunks(frontier)
     branch.run_alternatives(frontier)
     best = branch.best
     if best is not None and AUTO in (limits.schedule or ()) and not best.pricing.runtime.compiled:
@@ -63,14 +76,14 @@ def plan(
         raise explain.nothing_legal(rejections)
     if best is None:
         raise explain.nothing_fits(screen.pricing, limits, screen, rejections)
-    others = (found for found in branch.found.values() if found.key != best.key)
-    found = [best, *sorted(others, key=lambda one: one.step_s)[: limits.top]]
+    others = (other for key, other in branch.candidates.items() if key != key_of(best.shape))
+    candidates = [best, *sorted(others, key=lambda other: other.step_s)[: limits.top]]
     totals = model_totals(model, runtime, training.seq_length)
-    layouts = [_priced(one, best, totals) for one in found]
+    layouts = [_priced(candidate, best, totals) for candidate in candidates]
     layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(best.pricing)})
     step_s, seconds = layouts[0].step.step_s, time.monotonic() - started
     report = _report(branch, screens, step_s, len(fitting), seconds)
-    told = told_assumptions(best.pricing, best.table, best.split, best.schedule)
+    told = told_assumptions(best)
     return assemble(best.pricing, totals, layouts, told, report, rejections.counts, rejections.examples)
 
 
@@ -92,10 +105,9 @@ def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimi
     return tuple(choices)
 
 
-def _priced(found: Found, best: Found, totals: ModelTotals) -> PricedLayout:
-    pricing, exact = found.pricing, found is best
-    num_gpus, runtime = pricing.cluster.num_gpus, pricing.runtime
-    layout = price_layout(pricing, found.table, found.split, found.schedule, num_gpus, totals, exact, found.order)
+def _priced(candidate: Candidate, best: Candidate, totals: ModelTotals) -> PricedLayout:
+    runtime = candidate.pricing.runtime
+    layout = price_layout(candidate, totals, exact=candidate is best)
     return layout if runtime == best.pricing.runtime else layout.model_copy(update={"runtime_spec": runtime})
 
 
@@ -106,17 +118,53 @@ def _report(
     num_fitting: int,
     seconds: float,
 ) -> SearchReport:
-    """A search is proven when it ended by itself; its gap is how far the replayed best is from the least bound left."""
-    bound = min(branch.lower_bound_s, step_s)
+    """How sure the answer is: proven within the gap that was asked, bounded by a wider one, or stopped by the deadline.
+
+    The gap is how far the replayed best is above the least bound of all that was not replayed. A best layout with
+    uneven chunks is outside what the search has bounded; then the bound is one of any chunks.
+    """
+    is_any, bound_s = branch.bound_of_chunks(step_s)
+    bound_s = min(bound_s, step_s)
     tried = [name for screen, limits in screens for name in schedules_tried(limits, screen.pricing.runtime)]
+    schedules = tuple(name for name in dict.fromkeys(tried) if name != "none")
+    gap = step_s / bound_s - 1
+    is_closed = gap <= branch.limits.gap_fraction * (1 + 1e-9)
     return SearchReport(
         num_shapes=len(screens[0][0].kernel),
         num_fitting=num_fitting,
         num_ilps=branch.num_ilps,
         seconds=seconds,
-        outcome="proven" if branch.complete else "feasible",
-        lower_bound_s=bound,
-        gap=step_s / bound - 1,
+        outcome="feasible" if not branch.complete else "proven" if is_closed else "bounded",
+        lower_bound_s=bound_s,
+        gap=gap,
         asked_gap_fraction=branch.limits.gap_fraction,
-        schedules=tuple(name for name in dict.fromkeys(tried) if name != "none"),
+        schedules=schedules,
+        searched=Searched(
+            schedules=schedules,
+            recompute_modules=_module_sets(branch, screens),
+            switches={},
+            chunks="any" if is_any else "equal",
+        ),
+        unsearched=tuple(_unsearched(screens[0][0], is_any)),
     )
+
+
+def _module_sets(branch: Branch, screens: Sequence[tuple[Screen, SearchLimits]]) -> tuple[Modules, ...]:
+    """The sets of modules that selective recomputing was tried with."""
+    if all(choice.base != "selective" for choice in branch.choices):
+        return ()
+    sets = [
+        modules
+        for screen, _ in screens
+        for modules in (screen.module_sets.tables if screen.module_sets else (screen.pricing.selective_modules,))
+    ]
+    return tuple(dict.fromkeys(sets))
+
+
+def _unsearched(screen: Screen, any_chunks: bool) -> Iterator[str]:
+    """What the trainer could be told and the search left out."""
+    if screen.pricing.runtime.uneven_chunks and not any_chunks:
+        yield "uneven inner chunks beyond those tried around the best"
+    if screen.module_sets is not None and len(screen.module_sets.tables) >= MAX_SETS:
+        yield "other sets of modules"
+    yield "other switches than the trainer's defaults"

@@ -1,7 +1,7 @@
-"""What each Hugging Face architecture calls things: one row of a table per `model_type`.
+"""Hugging Face architectures: a row per `model_type` that says how its `config.json` spells a ModelSpec.
 
-A row says which key holds which field, what transformers 5.23 assumes for absent keys, what is the same for every model
-of the architecture, and what has to be worked out (`derivations`).
+A row holds the config key of each field, the values that transformers 5.23 assumes for absent keys, the fields that are
+the same for every model of the architecture, and the functions that work out the others (`derivations`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from planner.specs.derivations import Config, Derived
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How one `model_type` spells a ModelSpec."""
+    """The spelling of a ModelSpec under one `model_type`."""
 
     keys: dict[str, tuple[str, ...]]
-    """Our field: the config keys that may hold it, first choice first."""
+    """The config keys that may hold each of our fields, first choice first."""
     defaults: dict[str, Any]
-    """By config key, what transformers assumes."""
+    """The values that transformers assumes, by config key."""
     derive: tuple[Callable[[Config], Derived], ...]
     fixed: dict[str, Any] = field(default_factory=dict)
 
 
 def _keys(*same: str, **other: str | tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    named = {ours: (theirs,) if isinstance(theirs, str) else theirs for ours, theirs in other.items()}
-    return {key: (key,) for key in same} | named
+    """Config keys by field: `same` are spelled alike, `other` are fields with the keys that hold them."""
+    renamed = {name: (keys,) if isinstance(keys, str) else keys for name, keys in other.items()}
+    return {key: (key,) for key in same} | renamed
 
 
 _BLOCK = (

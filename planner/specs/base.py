@@ -23,10 +23,10 @@ def _printable(text: str) -> str:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
-"""What reports and files call a thing: one line, without escape sequences for the terminal."""
+"""A name in reports and files: one line, without escape sequences for the terminal."""
 
 
 class Spec(BaseModel):
     """A value the user gives or reads: immutable, unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

@@ -1,127 +1,44 @@
-"""The cluster: one GPU, the links between GPUs by tier, and how many of them there are."""
+"""The cluster: how many GPUs of which kind, in nodes of which size."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import pairwise
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
-from planner.specs.base import Fraction, Name, NonNegativeFloat, PositiveFloat, PositiveInt, Spec
-from planner.specs.efficiency import Efficiency
-from planner.specs.units import GB, GIB, MICRO, TERA
-
-
-class LinkTier(Spec):
-    """One level of the network: the fastest link between any two GPUs whose ranks lie within `num_gpus`."""
-
-    name: str
-    num_gpus: PositiveInt | None = None
-    """GPUs under this tier (an NVLink domain, a pod); null for the outermost."""
-    gb_per_s: PositiveFloat
-    """Per GPU and direction, as the data sheet has it, 10^9 bytes a second."""
-    latency_us: NonNegativeFloat
-    efficiency_fraction: Fraction = 0.8
-    """Share of gb_per_s that large collectives reach."""
-    oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
-    """Uplink contention: bandwidth per GPU is divided by this."""
-    link_gb_per_s: PositiveFloat | None = None
-    """Of what joins a GPU to one other, where no switch does: n of them have n − 1 such links each."""
-    source: str = ""
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Achieved bytes per second and GPU of a large transfer."""
-        return self.gb_per_s * GB * self.efficiency_fraction / self.oversubscription
-
-    @property
-    def latency_s(self) -> float:
-        return self.latency_us * MICRO
-
-
-class ReservedMemory(Spec):
-    """Device memory that no tensor holds: CUDA context, communicator buffers, allocator fragmentation."""
-
-    context_gib: NonNegativeFloat = 1.0
-    communicator_gib: NonNegativeFloat = 0.3
-    """NCCL buffers, per communicator that spans more than one rank."""
-    fragmentation_fraction: Fraction = 0.03
-    """Of allocated memory, held by the allocator and unusable."""
-    source: str = ""
-
-    @property
-    def context_bytes(self) -> float:
-        return self.context_gib * GIB
-
-    @property
-    def communicator_bytes(self) -> float:
-        return self.communicator_gib * GIB
-
-
-class HardwareSpec(Spec):
-    """One kind of GPU in one kind of node, as `hardware_profiles/*.yaml` describes it."""
-
-    name: Name
-    aliases: tuple[str, ...] = ()
-    source: str
-    architecture: str
-    """Silicon generation (volta, ampere, ada, hopper, blackwell, cdna3, cdna4)."""
-    memory_gib: PositiveFloat
-    """What the driver reports as total memory."""
-    hbm_gb_per_s: PositiveFloat
-    peak_tflops: dict[str, PositiveFloat]
-    """Dense peak per dtype, without sparsity."""
-    num_sms: PositiveInt
-    gpus_per_node: PositiveInt = 8
-    tiers: tuple[LinkTier, ...] = Field(min_length=1)
-    """Links, innermost first."""
-    reserved: ReservedMemory = ReservedMemory()
-    efficiency: Efficiency = Efficiency()
-    """Given none, what a GPU commonly reaches of its data sheet."""
-    usd_per_gpu_hour: PositiveFloat | None = None
-    watts_per_gpu: PositiveFloat | None = None
-    """Facility power per GPU, CPUs and network included."""
-    price_source: str = ""
-
-    @model_validator(mode="after")
-    def _tiers_widen(self) -> HardwareSpec:
-        sizes = [tier.num_gpus for tier in self.tiers[:-1]]
-        if None in sizes or any(a >= b for a, b in pairwise(sizes) if a and b):
-            raise ValueError("tiers: every tier but the last needs num_gpus, each larger than the one before")
-        if "bf16" not in self.peak_tflops and "fp16" not in self.peak_tflops:
-            raise ValueError("peak_tflops: needs bf16 or fp16")
-        return self
-
-    def peak_flops(self, dtype: str) -> float | None:
-        """Dense FLOP/s of `dtype`, or None where this GPU has none; fp16 and bf16 stand in for each other."""
-        other = {"bf16": "fp16", "fp16": "bf16"}.get(dtype, dtype)
-        tflops = self.peak_tflops.get(dtype, self.peak_tflops.get(other))
-        return None if tflops is None else tflops * TERA
-
-    @property
-    def memory_bytes(self) -> int:
-        return round(self.memory_gib * GIB)
-
-    @property
-    def hbm_bytes_per_s(self) -> float:
-        return self.hbm_gb_per_s * GB
-
-    @property
-    def nvlink_domain_size(self) -> int:
-        """GPUs of the innermost tier; all of a node where there is only one tier."""
-        return self.tiers[0].num_gpus or self.gpus_per_node
+from planner.specs.base import PositiveFloat, PositiveInt, Spec
+from planner.specs.hardware import HardwareSpec, LinkTier
+from planner.specs.registry import load_hardware
 
 
 class ClusterSpec(Spec):
     """`num_gpus` GPUs of one kind."""
 
     hardware: HardwareSpec
+    """The profile; the name, alias or file of one is loaded."""
     num_gpus: PositiveInt = Field(le=10_000_000)
+    """GPUs of the cluster."""
     gpus_per_node: PositiveInt | None = None
     """Given none, the profile's; given another number, tiers as wide as a node shrink or grow with it."""
     network_gb_per_s: PositiveFloat | None = None
     """Network rate per GPU and direction between nodes; given none, the profile's."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            hardware: HardwareSpec | str,
+            num_gpus: int,
+            gpus_per_node: int | None = None,
+            network_gb_per_s: float | None = None,
+        ) -> None: ...
+
+    @field_validator("hardware", mode="before")
+    @classmethod
+    def _named_hardware(cls, hardware: object) -> object:
+        return load_hardware(hardware) if isinstance(hardware, str) else hardware
 
     @cached_property
     def node_size(self) -> int:

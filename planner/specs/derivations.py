@@ -1,4 +1,4 @@
-"""What a Hugging Face config says of a model in a roundabout way, worked out field by field.
+"""Fields of a ModelSpec that a Hugging Face config states in a roundabout way.
 
 Each function takes the config of one `model_type` and returns fields of a ModelSpec.
 """
@@ -23,7 +23,7 @@ _SWITCHES = (
     "qkv_bias", "tie_word_embeddings", "use_bias", "use_qk_norm", "use_qkv_bias", "use_sliding_window",
 )  # fmt: skip
 _MAX_LAYERS = 10_000
-"""What ModelSpec allows; keeps a nonsense layer count from becoming a list of that length here."""
+"""The most layers that ModelSpec allows; keeps a nonsense count from becoming a list of that length here."""
 
 
 class InexpressibleError(Exception):
@@ -56,30 +56,33 @@ def activation(config: Config) -> Derived:
 
 
 def attention_bias(config: Config) -> Derived:
-    """One switch for all four projections."""
+    """Biases on all four projections or on none, by one switch."""
     return {"attention_bias": "all" if config.get("attention_bias") else "none"}
 
 
 def qkv_bias(config: Config) -> Derived:
-    """Queries, keys and values only (Qwen2)."""
+    """Biases on queries, keys and values only (Qwen2)."""
     return {"attention_bias": "qkv" if config.get("qkv_bias", True) else "none"}
 
 
 def no_output_bias(config: Config) -> Derived:
-    """Queries, keys and values only, unless a switch of its own says otherwise (GLM-4, Seed-OSS)."""
+    """Biases on queries, keys and values only, unless the output's own switch is on (GLM-4, Seed-OSS)."""
     inner, output = config.get("attention_bias"), config.get("attention_out_bias")
     return {"attention_bias": "all" if inner and output else "qkv" if inner else "none"}
 
 
 def whole_heads(config: Config) -> Derived:
-    """Heads as wide as hidden_size holds whole ones, where they are given no width."""
+    """Heads that are given no width: hidden_size // num_attention_heads."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     known = config.get("head_dim") is not None or not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0)
     return {} if known else {"head_dim": hidden // heads}  # type: ignore[operator]
 
 
 def window(is_full: Callable[[Config, int], bool], key: str = "sliding_window") -> Callable[[Config], Derived]:
-    """Which layers slide (or attend in chunks: `key` holds how far), by `layer_types` or the architecture's rule."""
+    """A function that finds the layers which slide (or attend in chunks), by `layer_types` or the architecture's rule.
+
+    The width of the window, or of a chunk, stands under `key`.
+    """
 
     def derive(config: Config) -> Derived:
         span, types = config.get(key), config.get("layer_types")
@@ -153,7 +156,7 @@ def qwen_full(config: Config, layer: int) -> bool:
 
 
 def moe_layers(is_moe: Callable[[Config, int], bool]) -> Callable[[Config], Derived]:
-    """Which layers are MoE, as first_k_dense_replace and moe_layer_freq."""
+    """A function that writes the layers with experts as first_k_dense_replace and moe_layer_freq."""
 
     def derive(config: Config) -> Derived:
         layers = [layer for layer in range(_num_layers(config)) if is_moe(config, layer)]
@@ -174,7 +177,7 @@ def qwen_moe(config: Config, layer: int) -> bool:
 
 
 def deepseek_moe(config: Config, layer: int) -> bool:
-    """From first_k_dense_replace on every n-th layer, or those that moe_layer_freq lists a 1 for."""
+    """Every n-th layer from first_k_dense_replace on has experts, or those for which moe_layer_freq lists a 1."""
     freq = config.get("moe_layer_freq")
     if isinstance(freq, list) and len(freq) == config.get("num_hidden_layers"):
         listed = bool(freq[layer])
@@ -185,7 +188,7 @@ def deepseek_moe(config: Config, layer: int) -> bool:
 
 
 def sparse_mlp(config: Config, layer: int) -> bool:
-    """Those that mlp_layer_types calls sparse, else all after the first few (GLM-4.7-Flash)."""
+    """Layers that mlp_layer_types calls sparse have experts, else all after the first few (GLM-4.7-Flash)."""
     types = config.get("mlp_layer_types")
     if types is None:
         return layer >= _whole(config, "first_k_dense_replace")
@@ -202,7 +205,7 @@ def ernie_moe(config: Config, layer: int) -> bool:
 
 
 def _times(count: Any, size: Any) -> Any:
-    """Their product; what is no integer is left for ModelSpec to complain of."""
+    """count · size; a value that is no integer is left for ModelSpec to complain of."""
     return count * size if isinstance(count, int) and isinstance(size, int) else size
 
 
@@ -222,7 +225,7 @@ def latent_heads(config: Config) -> Derived:
 
 
 def opt_sizes(config: Config) -> Derived:
-    """Positions count from 2."""
+    """A position table of two rows more than positions, since positions count from 2."""
     if config.get("do_layer_norm_before") is False:
         raise InexpressibleError("do_layer_norm_before: norms after attention and MLP alone")
     if config.get("word_embed_proj_dim") not in (None, config.get("hidden_size")):

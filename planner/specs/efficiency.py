@@ -1,4 +1,4 @@
-"""How much of its data sheet a GPU reaches: a few numbers per kind of kernel, each with a physical meaning.
+"""Efficiency: the share of its data sheet that a GPU reaches, in a few numbers per kind of kernel.
 
 Everything is relative to the data sheet of the GPU (peak of the dtype, HBM bandwidth, number of SMs), so that one block
 describes a silicon generation: what is measured on one GPU carries over to its siblings.
@@ -34,18 +34,18 @@ class GemmEfficiency(Spec):
     memory_fraction: Share = 0.9
     """Share of HBM bandwidth at which thin products stream their operands."""
     accumulate_fraction: Fraction = 0.6
-    """Of what a product moves to add its result to a main gradient, the share that it does not hide behind its FLOPs:
-    0.50 on A100 and 0.63 on B200 (`scripts/calibrate kernels a100-pcie`, `b200`)."""
+    """Share that its FLOPs do not hide of the bytes which a product moves to add its result to a main gradient: 0.50 on
+    A100 and 0.63 on B200 (`scripts/calibrate kernels a100-pcie`, `b200`)."""
     fp8_factor: PositiveFloat = 1.0
-    """Of the bf16 fractions, for 8-bit and narrower dtypes; below 1 where scaling costs more than it saves."""
+    """Factor on the bf16 fractions for 8-bit and narrower dtypes; below 1 where scaling costs more than it saves."""
     mx_factor: PositiveFloat = 1.0
-    """Of fp8_factor, for mxfp8: every 32 values have a scale of their own."""
+    """Factor on fp8_factor for mxfp8, where every 32 values have a scale of their own."""
     fp4_factor: PositiveFloat = 1.0
-    """Of the bf16 fractions, for 4-bit dtypes."""
+    """Factor on the bf16 fractions for 4-bit dtypes."""
     grouped_factor: PositiveFloat = 0.95
-    """Of the bf16 fractions, for grouped products (several experts, or heads, in one launch)."""
+    """Factor on the bf16 fractions for grouped products (several experts, or heads, in one launch)."""
     unaligned_factor: PositiveFloat = 0.1
-    """Of the rate, for products of attention heads whose dimension is no multiple of 8 (BLOOM's trials on A100)."""
+    """Factor on the rate of products of heads whose dimension is no multiple of 8 (BLOOM's trials on A100)."""
 
 
 class AttentionEfficiency(Spec):
@@ -54,17 +54,19 @@ class AttentionEfficiency(Spec):
     forward_fraction: Share = 0.6
     """Share of peak that long sequences reach at head dimension 128."""
     backward_fraction: Share = 0.5
+    """Share of peak that the backward of long sequences reaches at head dimension 128."""
     forward_ramp_keys: NonNegativeFloat = 250.0
     """Masked corners and prologue, in keys a query: efficiency s / (s + ramp_keys)."""
     backward_ramp_keys: NonNegativeFloat = 450.0
+    """`forward_ramp_keys` of the backward."""
     tail_fraction: NonNegativeFloat = 0.4
     """Idle SMs at the end, in rows of 128 queries over all keys: causal rows differ in length."""
     half_head_dim: NonNegativeFloat = 50.0
-    """Softmax beside the products: efficiency d / (d + half_head_dim)."""
+    """The loss to softmax beside the products: efficiency d / (d + half_head_dim)."""
     wide_factor: PositiveFloat = 0.9
-    """Of the fractions, where keys are wider than 128: tiles must shrink."""
+    """Factor on the fractions where keys are wider than 128: tiles must shrink."""
     sink_factor: PositiveFloat = 1.0
-    """Of the fractions, where every head has a learned sink (gpt-oss)."""
+    """Factor on the fractions where every head has a learned sink (gpt-oss)."""
     head_dim_multiple: PositiveInt = 64
     """Head dimensions are padded to a multiple of this."""
 
@@ -75,7 +77,9 @@ class Efficiency(Spec):
     evidence: Literal["probed", "measured", "family", "spec_sheet"] = "spec_sheet"
     """Corrected by a probe of a plan, measured on this GPU, on another of its silicon generation, or on neither."""
     source: str = ""
+    """Where the block's numbers come from."""
     gemm: GemmEfficiency = GemmEfficiency()
+    """Products."""
     flash: AttentionEfficiency = AttentionEfficiency(
         forward_fraction=0.36, backward_fraction=0.34, half_head_dim=20.0, head_dim_multiple=32
     )
@@ -88,7 +92,8 @@ class Efficiency(Spec):
     stream_fraction: Fraction = 0.85
     """Share of HBM bandwidth of a plain copy of large tensors; families not named below run at it."""
     family_fraction: dict[str, Fraction] = Field(default_factory=dict)
-    """The same for families that reach less: norm, loss, optimizer, accumulate, permute, strided (on views), cast."""
+    """Share of HBM bandwidth of families that reach less: norm, loss, optimizer, accumulate, permute, strided (on
+    views), cast."""
     launch_us: NonNegativeFloat = 3.0
     """A kernel's own start and drain when kernels follow each other without gaps."""
     host_us: NonNegativeFloat = 12.0
@@ -100,16 +105,20 @@ class Efficiency(Spec):
     sustained_fraction: Share = 0.98
     """Rate of products and attention inside a training step relative to the same kernels timed alone: power, clocks."""
     backward_sustained_fraction: Share = 0.96
-    """The same in the backward, which draws more power: gradients of both operands, and accumulation beside them."""
+    """`sustained_fraction` of the backward, which draws more power: gradients of both operands, and accumulation beside
+    them."""
     narrow_sustained_fraction: Share = 1.0
-    """The same, beyond those two, of products in 8 and 4 bits."""
+    """A further factor on these two for products in 8 and 4 bits."""
     gemm_factor: PositiveFloat = 1.0
-    """Seconds of products are multiplied by this; 1 unless whole steps ask for more. Likewise below."""
+    """Factor on seconds of products; 1 unless whole steps ask for more. Likewise below."""
     untuned_factor: PositiveFloat = 1.0
-    """The same where torch chooses their kernels, not a trainer whose vendor tuned them (`tuned_products`)."""
+    """A further factor where torch chooses their kernels, not a trainer whose vendor tuned them (`tuned_products`)."""
     attention_factor: PositiveFloat = 1.0
+    """Factor on seconds of attention."""
     stream_factor: PositiveFloat = 1.0
+    """Factor on seconds of memory-bound kernels."""
     launch_factor: PositiveFloat = 1.0
+    """Factor on launch_us."""
 
     @property
     def attention(self) -> AttentionEfficiency:

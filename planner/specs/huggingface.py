@@ -24,9 +24,10 @@ def from_config(config: Config, where: str) -> ModelSpec:
     config = {**_rotary_base(config), **config}
     given = {**row.defaults, **config}
     keys = {
-        ours: _first(theirs, config) or _first(theirs, row.defaults) or theirs[0] for ours, theirs in row.keys.items()
+        name: _first(spellings, config) or _first(spellings, row.defaults) or spellings[0]
+        for name, spellings in row.keys.items()
     }
-    fields: Derived = {ours: given[key] for ours, key in keys.items() if key in given} | row.fixed
+    fields: Derived = {name: given[key] for name, key in keys.items() if key in given} | row.fixed
     try:
         check_switches(config)
         for derive in row.derive:
@@ -88,11 +89,11 @@ def _name(config: Config, where: str) -> str:
 
 
 def _spelling(keys: Mapping[str, str], config: Config) -> dict[str, str]:
-    """Our field paths to the config's keys, so that a message names what the user wrote."""
+    """The config's keys by our field paths, so that a message names what the user wrote."""
     sections = {"moe": MoESpec.model_fields, "mla": MLASpec.model_fields}
     activation = _first(("activation_function", "hidden_activation"), config)
     spelling = {"activation": activation or "hidden_act"}
-    for ours, theirs in keys.items():
-        section = next((name for name, names in sections.items() if ours in names), None)
-        spelling[f"{section}.{ours}" if section else ours] = theirs
+    for field, key in keys.items():
+        section = next((name for name, names in sections.items() if field in names), None)
+        spelling[f"{section}.{field}" if section else field] = key
     return spelling

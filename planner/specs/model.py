@@ -14,7 +14,7 @@ AttentionKind = Literal["full", "sliding", "chunked"]
 
 
 class LayerKind(NamedTuple):
-    """What one decoder layer is made of; layers of the same kind cost the same."""
+    """The make of a decoder layer; layers of the same kind cost the same."""
 
     attention: AttentionKind
     mlp: Literal["dense", "moe"]
@@ -39,7 +39,7 @@ class MoESpec(Spec):
     first_k_dense_replace: NonNegativeInt = 0
     """The first k layers have a dense MLP."""
     moe_layer_freq: PositiveInt = 1
-    """Of the layers after the first k, every n-th (the n-th, 2n-th, …) is MoE."""
+    """Every n-th layer (the n-th, 2n-th, …) after the first k is MoE."""
     router_bias: bool = False
     """One learned number per expert beside the router matrix (DeepSeek-V3, gpt-oss)."""
 
@@ -58,17 +58,24 @@ class MLASpec(Spec):
     q_lora_rank: PositiveInt | None = None
     """Rank of the query down-projection; null when queries are projected directly."""
     kv_lora_rank: PositiveInt
+    """Rank of the latents that keys and values share."""
     qk_nope_head_dim: PositiveInt
+    """Width of a query or key head without rotary positions."""
     qk_rope_head_dim: PositiveInt
+    """Width of its rotated part."""
     v_head_dim: PositiveInt
+    """Width of a value head."""
 
 
 class TrainingDefaults(Spec):
-    """How the model was published to be trained; used where the user says nothing."""
+    """The training that the model was published with; used where the user says nothing."""
 
     seq_length: PositiveInt
+    """Tokens of a sequence."""
     tokens_per_step: PositiveInt
+    """Tokens of an optimizer step."""
     source: str = ""
+    """Where these numbers come from."""
 
 
 _MOE_FIELDS = frozenset(MoESpec.model_fields)
@@ -82,28 +89,41 @@ class ModelSpec(Spec):
     """Sections whose fields may also be given at the top, as a `config.json` does."""
 
     name: Name
+    """The model's name."""
     aliases: tuple[str, ...] = ()
+    """Other names, in lower case."""
     source: str = ""
+    """The model's report and its config."""
     num_hidden_layers: PositiveInt = Field(le=10_000)
+    """Decoder layers."""
     hidden_size: PositiveInt = Field(le=10**6)
+    """Width of the residual stream."""
     intermediate_size: PositiveInt | None = Field(default=None, le=10**7)
     """Width of the dense MLP; null when every layer is MoE."""
     num_attention_heads: PositiveInt = Field(le=10**5)
+    """Query heads."""
     num_key_value_heads: PositiveInt
     """Key-value heads (grouped-query attention); given none, as many as query heads."""
     head_dim: PositiveInt
     """Given none, hidden_size / num_attention_heads."""
     vocab_size: PositiveInt = Field(le=10**8)
+    """Tokens of the vocabulary, before padding."""
     tie_word_embeddings: bool = False
+    """Embedding and head share one matrix."""
     gated_mlp: bool = True
     """SwiGLU and its kin: gate and up projections; false for a plain two-matrix MLP."""
     activation: Literal["silu", "gelu", "relu", "relu2"] = "silu"
+    """Activation of the MLP."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Kind of the layers' norms."""
     bias: bool = False
     """Every linear layer of the block has a bias (and so has LayerNorm), unless a field below says otherwise."""
     norm_bias: bool | None = None
+    """LayerNorms have biases; given none, as `bias`."""
     attention_bias: Literal["none", "qkv", "all"] | None = None
+    """Projections of attention that have biases; given none, as `bias`."""
     mlp_bias: bool | None = None
+    """Linear layers of the MLP have biases; given none, as `bias`."""
     qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys (Qwen3, Gemma 3)."""
     post_norms: bool = False
@@ -117,20 +137,23 @@ class ModelSpec(Spec):
     rope_theta: PositiveFloat | None = None
     """Base of the rotary frequencies: no size and no price depends on it, a trainer's configuration does."""
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    """Share of every head that is rotated; likewise."""
+    """Share of every head that is rotated; no size and no price depends on it either."""
     max_position_embeddings: PositiveInt | None = None
     """Rows of a learned position table; without meaning for the others."""
     sliding_window: PositiveInt | None = None
     """Keys each query sees on sliding layers, itself included."""
     attention_chunk_size: PositiveInt | None = None
-    """Keys of the query's own chunk of so many tokens are all that it sees on such layers (Llama 4)."""
+    """Tokens of a chunk, beyond which a query sees no keys on such layers (Llama 4)."""
     sliding_window_pattern: PositiveInt | None = None
     """Every n-th layer has full attention, the others slide or attend in chunks; null: all do."""
     moe: MoESpec | None = None
+    """The mixture of experts; null for dense models."""
     mla: MLASpec | None = None
+    """Latent attention; null where attention is not latent."""
     num_nextn_predict_layers: NonNegativeInt = Field(default=0, le=16)
     """Multi-token-prediction blocks after the last layer (DeepSeek-V3)."""
     training: TrainingDefaults | None = None
+    """The training that it was published with."""
 
     @model_validator(mode="before")
     @classmethod
@@ -200,7 +223,7 @@ class ModelSpec(Spec):
 
     @property
     def output_bias(self) -> bool:
-        """Whether attention's output projection has a bias."""
+        """True where attention's output projection has a bias."""
         return self.bias if self.attention_bias is None else self.attention_bias == "all"
 
     @property

@@ -1,10 +1,10 @@
-"""What pydantic found wrong, said in plain words: file, field, value, and what to write instead."""
+"""Errors of pydantic in plain words: file, field, value, and what to write instead."""
 
 from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -18,6 +18,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean …?` with the closest known names, or nothing."""
     close = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def check_names(where: str, key: str, names: Iterable[str], known: Collection[str], problem: str = "") -> None:
+    """Raise SpecError for the first of `names` that is not known, with those nearest to it."""
+    for name in names:
+        if name not in known:
+            close = nearest(name, known).removeprefix("; ") or f"one of {', '.join(sorted(known))}"
+            raise SpecError(f"{where}: {key}: {problem or f'unknown {name[:60]!r}'}", close)
 
 
 def spec_error(
@@ -131,4 +139,4 @@ def _nested(annotation: Any) -> type[BaseModel] | None:
     """The spec inside an annotation such as `MoESpec | None` or `tuple[LinkTier, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for found in map(_nested, get_args(annotation)) if found), None)
+    return next((spec for spec in map(_nested, get_args(annotation)) if spec), None)

@@ -23,7 +23,7 @@ MAX_BYTES = 2**20
 """A spec is a page of text; anything larger was named by mistake."""
 
 MAX_DEPTH = 1000
-"""Of nested YAML: libyaml composes by recursion in C, and deeper nesting would overflow its stack."""
+"""The deepest nesting of YAML: libyaml composes by recursion in C, and deeper nesting would overflow its stack."""
 
 STDIN = "-"
 
@@ -45,7 +45,7 @@ def load_yaml(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def label(path: str | Path) -> str:
-    """How messages name a file."""
+    """A file as messages name it."""
     return "stdin" if str(path) == STDIN else printable(str(path))
 
 
@@ -103,7 +103,7 @@ def parse_mapping(text: str, where: str) -> dict[str, Any]:
 
 
 def kind_of(value: object) -> str:
-    """What a user would call the type of `value`."""
+    """The type of `value` in a user's words."""
     names = {type(None): "nothing", bool: "true or false", int: "an integer", float: "a number", str: "text",
              list: "a list", tuple: "a list", dict: "a mapping"}  # fmt: skip
     return names.get(type(value), f"a {type(value).__name__}")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from planner.errors import SpecError
 from planner.specs.base import Spec
-from planner.specs.cluster import HardwareSpec
+from planner.specs.hardware import HardwareSpec
 from planner.specs.huggingface import from_config
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest, spec_error
@@ -47,6 +47,11 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     if path.name == "config.json" or "model_type" in data or "architectures" in data:
         return from_config(data, label(path))
     return _validate(ModelSpec, {"name": _stem(path), **data}, label(path))
+
+
+def model_of(model: ModelSpec | str) -> ModelSpec:
+    """`model` itself, or the one that `load_model` finds under that name."""
+    return load_model(model) if isinstance(model, str) else model
 
 
 def load_hardware(name_or_path: str | Path) -> HardwareSpec:
@@ -94,9 +99,9 @@ def _locate(kind: Kind, name: str) -> tuple[Path, bool]:
     separators = [sep for sep in (os.sep, os.altsep) if sep]
     looks_like_path = name == STDIN or name.lower().endswith(_SUFFIXES) or any(sep in name for sep in separators)
     if not looks_like_path:
-        found = _find(kind, name.lower())
-        if found is not None:
-            return found, True
+        shipped = _find(kind, name.lower())
+        if shipped is not None:
+            return shipped, True
     if os.path.exists(name) or (looks_like_path and not _is_missing(name)):
         return Path(name), False
     names = _names(kind)
@@ -109,7 +114,7 @@ def _locate(kind: Kind, name: str) -> tuple[Path, bool]:
 
 
 def _is_missing(path: str) -> bool:
-    """Whether there is surely no such file; what cannot be told is told when it is read."""
+    """True where there is surely no such file; where it cannot be told, reading the file will tell."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from planner.specs.base import NonNegativeFloat, PositiveFloat, PositiveInt, Spec
 
 Dtype = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
-"""What the GEMMs compute in; everything else stays in 16 bits."""
+"""The dtype of products; everything else stays in 16 bits."""
 
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = str
@@ -23,15 +23,17 @@ class TrainingSpec(Spec):
     """One optimizer step, and how many tokens in all."""
 
     seq_length: PositiveInt = Field(le=2**27)
+    """Tokens of a sequence."""
     global_batch_size: PositiveInt = Field(le=2**31)
     """Sequences per optimizer step."""
     dtype: Dtype = "bf16"
+    """Dtype of products; everything else stays in 16 bits."""
     tokens: PositiveFloat | None = None
     """Tokens of the whole training run, for days and cost."""
     moe_imbalance: PositiveFloat = Field(default=1.0, ge=1.0, le=100.0)
     """Tokens on the most loaded expert rank over the mean: 1 is forced balance."""
     straggler_fraction: NonNegativeFloat = Field(default=0.0, le=10.0)
-    """How much slower the slowest rank computes than the profile says."""
+    """Share by which the slowest rank computes slower than the profile says."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -46,25 +48,34 @@ class Parallelism(Spec):
     """
 
     tp: PositiveInt = 1
+    """Size of tensor parallelism."""
     cp: PositiveInt = 1
+    """Size of context parallelism."""
     pp: PositiveInt = 1
+    """Number of pipeline stages."""
     vpp: PositiveInt = 1
+    """Number of model chunks that a rank holds."""
     dp: PositiveInt = 1
+    """Number of data-parallel ranks."""
     ep: PositiveInt = 1
+    """Size of expert parallelism."""
     etp: PositiveInt | None = None
     """Tensor parallelism inside an expert; given none, tp for dense models and 1 for MoE."""
     micro_batch_size: PositiveInt = 1
+    """Sequences of a micro-batch."""
     schedule: ScheduleName | None = None
     """Given none: 1f1b, interleaved-1f1b where vpp > 1, none where pp = 1."""
     sequence_parallel: bool | None = None
     """Given none: on where tp > 1."""
     recompute: Recompute = "none"
+    """Activations that are recomputed: none, those of some modules, or those of whole layers."""
     recompute_modules: tuple[str, ...] = ()
     """Megatron's module names; given none, `selective` means core attention, and some under `none` mean `selective`."""
     recompute_num_layers: PositiveInt | None = None
     """Under full recompute: how many layers of each stage (the first ones); given none, all."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """What is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 gradients, 3 weights; given none, 1."""
+    """ZeRO's stage, the last of what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 gradients, 3 weights; given
+    none, 1."""
     fsdp: int | str | None = None
     """Fully sharded data parallel (zero_stage 3 where none is given); a number in it is the size of the group that
     shards whatever zero_stage says (HSDP)."""
@@ -134,26 +145,38 @@ PINS = (
 
 
 class SearchLimits(Spec):
-    """What the search may choose from: each axis pinned to a list of values, or free (null)."""
+    """The search's choices: each axis pinned to a list of values, or free (null)."""
 
     tp: tuple[PositiveInt, ...] | None = None
+    """Sizes of tensor parallelism."""
     cp: tuple[PositiveInt, ...] | None = None
+    """Sizes of context parallelism."""
     ep: tuple[PositiveInt, ...] | None = None
+    """Sizes of expert parallelism."""
     etp: tuple[PositiveInt, ...] | None = None
+    """Sizes of tensor parallelism inside an expert."""
     pp: tuple[PositiveInt, ...] | None = None
+    """Numbers of pipeline stages."""
     vpp: tuple[PositiveInt, ...] | None = None
+    """Numbers of model chunks that a rank holds."""
     dp: tuple[PositiveInt, ...] | None = None
+    """Numbers of data-parallel ranks."""
     micro_batch_size: tuple[PositiveInt, ...] | None = None
+    """Sequences of a micro-batch."""
     recompute: tuple[Recompute, ...] | None = None
+    """Modes of recomputing."""
     zero_stage: tuple[Literal[0, 1, 2, 3], ...] | None = None
+    """ZeRO stages, as in Parallelism."""
     shard_size: tuple[PositiveInt, ...] | None = None
     """Ranks that share what ZeRO shards: dp·cp, or a divisor of it (HSDP)."""
     schedule: tuple[ScheduleName, ...] | None = None
+    """Schedules of the pipeline."""
     tp_across_nodes: bool = False
     """Let a tensor-parallel group leave its NVLink domain."""
     top: PositiveInt = Field(default=5, le=1000)
     """Alternatives to report beside the best plan."""
     time_limit_s: PositiveFloat = 30.0
+    """Seconds after which the search answers with the best that it has."""
     gap_fraction: NonNegativeFloat = Field(default=0.005, le=1.0)
     """A shape is cut when its bound is within this fraction of the incumbent."""
     memory_headroom_gib: NonNegativeFloat = 0.0
@@ -161,7 +184,7 @@ class SearchLimits(Spec):
 
 
 def tokens_split(cp: Any, shards: Any) -> Any:
-    """What sequences are cut into, numbers or arrays: two equal chunks for each rank of cp, `shards` for tp.
+    """Number of parts that a sequence is cut into: two equal chunks for each rank of cp, `shards` for tp.
 
     lcm(2, shards) · cp where cp > 1, else shards.
     """

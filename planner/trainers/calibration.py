@@ -1,4 +1,4 @@
-"""What a probe measured of a machine, laid over its hardware profile without touching the profile's file."""
+"""Calibrations: measurements of a machine, laid over its hardware profile without touching the profile's file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import Field
 
 from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, Spec
-from planner.specs.cluster import ClusterSpec, HardwareSpec, LinkTier
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.trainers.spec import RuntimeSpec
 
 
@@ -16,7 +17,7 @@ class Factor(Spec):
 
     value: PositiveFloat
     source: str
-    """What it was measured from."""
+    """The measurement."""
 
 
 class Share(Spec):
@@ -34,26 +35,26 @@ class Quantity(Spec):
 
 
 class Calibration(Spec):
-    """What was measured; null where the profile and the runtime stay as they are."""
+    """Measured numbers; null where the profile and the runtime stay as they are."""
 
     source: str
     """Device, software and run."""
     gemm_factor: Factor | None = None
-    """Products' seconds."""
+    """Factor on seconds of products."""
     attention_factor: Factor | None = None
     stream_factor: Factor | None = None
-    """Memory-bound kernels' seconds: norms, activations, loss, optimizer."""
+    """Factor on seconds of memory-bound kernels: norms, activations, loss, optimizer."""
     efficiency_fraction: dict[str, Share] = Field(default_factory=dict)
-    """Of each link tier by name, the share of its data-sheet rate that exchanges reach."""
+    """Share of a link tier's data-sheet rate that exchanges reach, by the tier's name."""
     context_gib: Quantity | None = None
     """Device memory outside the allocator: context, libraries, communicators of other kinds."""
     fragmentation_fraction: Share | None = None
-    """Memory that the allocator holds beyond what is allocated, of the latter."""
+    """Memory that the allocator holds beyond what is allocated, as a share of what is allocated."""
     microbatch_overhead_s: Quantity | None = None
     """Host time per micro-batch and stage that no kernel hides."""
 
     def of_cluster(self, cluster: ClusterSpec) -> ClusterSpec:
-        """`cluster` with what was measured in place; its evidence is then `probed`."""
+        """`cluster` with measured numbers in place of its own; its evidence is then `probed`."""
         return ClusterSpec(
             hardware=self.of_hardware(cluster.hardware),
             num_gpus=cluster.num_gpus,
@@ -70,13 +71,15 @@ class Calibration(Spec):
             if factor is not None:
                 changes[name] = getattr(before, name) * factor.value
         measured = {"context_gib": self.context_gib, "fragmentation_fraction": self.fragmentation_fraction}
-        kept = {name: found.value for name, found in measured.items() if found is not None}
-        source = {"source": "; ".join(found.source for found in measured.values() if found is not None)} if kept else {}
+        given = {name: number for name, number in measured.items() if number is not None}
+        reserved: dict[str, Any] = {name: number.value for name, number in given.items()}
+        if given:
+            reserved["source"] = "; ".join(number.source for number in given.values())
         return hardware.model_copy(
             update={
                 "efficiency": before.model_copy(update=changes),
                 "tiers": tuple(map(self._tier, hardware.tiers)),
-                "reserved": hardware.reserved.model_copy(update=kept | source),
+                "reserved": hardware.reserved.model_copy(update=reserved),
             }
         )
 

@@ -1,231 +1,128 @@
-"""The trainers that are known, a RuntimeSpec each, in the generations that differ."""
+"""Trainers as data: one YAML file each, with switches as `key: value` and numbers as `key: {value: …, source: …}`.
+
+`base` names the file whose values hold where a file says nothing else: another trainer, or one of `shared/`. `features`
+are what the trainer switches on, spelled as in a run. A number without a source is refused.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from planner.errors import SpecError
-from planner.specs.registry import nearest
-from planner.trainers.features import ONE_SCALE, SCALES_BY_ROW
+from planner.specs.checking import checked
+from planner.specs.problems import check_names, nearest
+from planner.specs.reading import label, load_yaml, printable
+from planner.trainers.features import FEATURES, changes
+from planner.trainers.rules.named import EXPORT_RULES, RULES
 from planner.trainers.spec import RuntimeSpec
 
-TORCH_SCHEDULES = (
-    "none", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
-    "dualpipe-v", "auto",
-)  # fmt: skip
-"""What torch.distributed.pipelining runs: its own classes; any order through its CSV runtime (`auto`)."""
-
-NCCL_WAIT_US = 46.77
-"""What ranks of today's trainers wait for the last one in an exchange, per doubling of the group."""
-
-_EAGER: dict[str, Any] = {
-    "fused_rotary": False,
-    "fused_activation": False,
-    "fused_permute": False,
-    "fused_cross_entropy": False,
-    "fused_grad_accumulation": False,
-    "fused_bias_gradients": False,
-    "tuned_products": False,
-    "collective_sync_us": NCCL_WAIT_US,
-    "vocab_divisible_by": 1,
-}
-"""torch as it comes: a kernel for each operation."""
-
-_TORCHTITAN: dict[str, Any] = {
-    "compiled": True,
-    "attention_kernel": "flash",
-    "cp_comm_type": "all_gather",
-    "keeps_gathered_keys": True,
-    "keeps_gathered_inputs": True,
-    "stops_recompute_early": True,
-    "collective_sync_us": NCCL_WAIT_US,
-    "weights_expert_outputs": True,
-    "has_torch_stages": True,
-    **SCALES_BY_ROW,
-    "fused_projections": False,
-    "casts_weights": True,
-    "selective_recompute_modules": ("op",),
-    "selective_default": ("op",),
-    "fused_grad_accumulation": False,
-    "fused_bias_gradients": False,
-    "tuned_products": False,
-    "weight_bytes": 4,
-    "optimizer_bytes": 8,
-    "vocab_divisible_by": 1,
-    "balances_in_buffers": True,
-    "splits_mtp_projection": False,
-    "zero_stages": (3,),
-    "schedules": TORCH_SCHEDULES,
-    "min_microbatches_is_pp": True,
-}
-
-_TORCHTITAN_BEFORE_2026: dict[str, Any] = {
-    **_TORCHTITAN,
-    "architectures": ("ampere", "hopper"),
-    "repeats_keys": True,
-    "cp_comm_type": "p2p",
-    "keeps_gathered_keys": False,
-    "balances_context": False,
-    **ONE_SCALE,
-}
-"""torch's own attention: keys repeated until January 2026 (pull request 2259), and taken block by block over ranks that
-share a sequence. Its report of 2024 slows down over cp 1, 2, 4, 8 as if parts were dealt in order (tables 2 and 6),
-although the code deals heads with tails. Until February 2026 an 8-bit recipe meant one scale a tensor; now there are
-rows and blocks alone."""
-
-_BEFORE_FLASH: dict[str, Any] = {
-    "architectures": ("volta", "ampere"),
-    "has_context_parallel": False,
-    "flash_attention": False,
-    "dropout": True,
-    "fused_cross_entropy": False,
-    "loss_in_place": True,
-    "fused_bias_gradients": False,
-    "gradient_bytes": 2,
-    "sequence_parallel": False,
-    "scatters_p2p": True,
-    "interleaved_p2p_overlap": False,
-    "gradient_overlap_fraction": 0.0,
-    "parameter_overlap_fraction": 0.0,
-}
-"""Trainers before FlashAttention and overlapped reductions (2021 and 2022); gradients of mixed precision in fp16."""
-
-RUNTIMES: dict[str, RuntimeSpec] = {
-    spec.name: spec
-    for spec in (
-        RuntimeSpec(
-            name="megatron",
-            host_factor=1.3,
-            step_overhead_s=0.01046,
-            loss_in_place=True,
-            balances_in_buffers=True,
-            narrow_parameters=True,
-            narrow_gradient_bytes=2,
-            hands_unused_gradients=True,
-            head_only_stage=True,
-            recomputes_mtp=True,
-            widens_gradients=True,
-            # what NeMo and Megatron-Bridge set; Megatron-LM by itself, 10⁶ a rank and 4·10⁷ at least
-            bucket_parameters=128 * 2**20,
-            tp_overlap_fraction=0.5457,
-            tp_async_overlap_fraction=0.9,
-            ep_row_bytes=8419.0,
-            moe_kernels=55.13,
-            narrow_host_factor=1.248,
-            collective_sync_us=NCCL_WAIT_US,
-            expert_kernels=0.8918,
-            ep_overlap_host_factor=1.471,
-            sends_tokens_once=True,
-            groups_products=False,
-            selective_recompute_modules=(
-                "core_attn",
-                "moe_act",
-                "layernorm",
-                "mla_up_proj",
-                "mlp",
-                "moe",
-                "shared_experts",
-            ),
-            zero_stages=(0, 1),
-        ),
-        RuntimeSpec(name="torchtitan", **_TORCHTITAN),
-        RuntimeSpec(
-            # torch.compile was for layers alone; the loss made fp32 copies
-            name="torchtitan-2024",
-            trainer="torchtitan",
-            fused_cross_entropy=False,
-            **_TORCHTITAN_BEFORE_2026,
-        ),
-        RuntimeSpec(name="torchtitan-2025", trainer="torchtitan", **_TORCHTITAN_BEFORE_2026),
-        RuntimeSpec(
-            name="torch-eager",
-            head_backward_factor=0.6741,
-            keeps_tables=True,
-            clips_gradients=False,
-            schedules=TORCH_SCHEDULES,
-            clones_embedding_shard=False,
-            zero_stages=(0, 1),
-            recompute_per_stage=True,
-            head_only_stage=True,
-            interleaved_microbatch_multiple=False,
-            cp_comm_type="all_gather",
-            cp_overlap_fraction=0.0,
-            gradient_overlap_fraction=0.0,
-            parameter_overlap_fraction=0.0,
-            **_EAGER,
-        ),
-        RuntimeSpec(
-            # FullyShardedDataParallel around each layer: Composer and LLM Foundry, Accelerate, Lightning
-            name="torch-fsdp",
-            has_model_parallel=False,
-            attention_kernel="flash",
-            weight_bytes=4,
-            optimizer_bytes=8,
-            casts_weights=True,
-            schedules=("none",),
-            zero_stages=(2, 3),
-            **_EAGER,
-        ),
-        RuntimeSpec(
-            # read from its sources of February 2025 and after; what its Python costs, from the runs of the playbook
-            name="nanotron",
-            attention_kernel="flash",
-            fused_activation=False,
-            fused_cross_entropy=False,
-            loss_in_place=True,
-            fused_grad_accumulation=False,
-            fused_bias_gradients=False,
-            tuned_products=False,
-            kept_gradient_bytes=2,
-            all_reduces_gradients=True,
-            keeps_gathered_inputs=True,
-            parameter_overlap_fraction=0.0,
-            tp_async_overlap_fraction=0.9,
-            collective_sync_us=NCCL_WAIT_US,
-            host_factor=1.855,
-            zero_stages=(0, 1),
-            vocab_divisible_by=1,
-        ),
-        RuntimeSpec(
-            name="megatron-2021",
-            trainer="megatron",
-            widens_gradients=True,
-            fsdp_overlap_fraction=0.5,
-            fsdp_rate_fraction=0.2,
-            zero_stages=(0,),
-            has_sequence_parallel=False,
-            fused_grad_accumulation=False,
-            **_BEFORE_FLASH,
-        ),
-        RuntimeSpec(
-            name="megatron-2022",
-            trainer="megatron",
-            widens_gradients=True,
-            zero_stages=(0,),
-            **{**_BEFORE_FLASH, "gradient_bytes": 4},
-        ),
-        RuntimeSpec(
-            name="megatron-deepspeed",
-            collective_sync_us=324.5,
-            tp_jitter_fraction=0.05201,
-            zero_stages=(0, 1, 3),
-            blocking_launches=True,
-            fused_grad_accumulation=False,
-            has_sequence_parallel=False,
-            fp16_gradient_bytes=2,
-            kept_gradient_bytes=2,
-            reserved_gib=11.0,
-            **{**_BEFORE_FLASH, "gradient_bytes": 4, "host_factor": 0.5129},
-        ),
-    )
-}
+_DATA = Path(__file__).parent / "data"
+_SUFFIXES = (".yaml", ".yml")
+RUNTIMES = tuple(sorted(path.stem for path in _DATA.glob("*.yaml")))
+"""Names of the trainers that ship with the planner."""
+_BASES = (*RUNTIMES, *sorted(f"shared/{path.stem}" for path in (_DATA / "shared").glob("*.yaml")))
+_FILE_KEYS = ("source", "base", "features")
+"""Keys of a trainer's file beside the fields of RuntimeSpec."""
 
 
-def load_runtime(name: str) -> RuntimeSpec:
-    """The runtime called `name`; SpecError with the nearest names when there is none."""
-    try:
-        return RUNTIMES[name]
-    except KeyError:
+class TrainerFile(NamedTuple):
+    """A trainer's values, those of its base included, and the source of each number."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+
+
+def load_runtime(name_or_path: str | Path) -> RuntimeSpec:
+    """The trainer of a name or of a YAML file. Raises SpecError naming the nearest names, or file, field and value."""
+    path = _path(str(name_or_path))
+    return _shipped(path) if path.parent == _DATA else _runtime(path)
+
+
+def sources_of(name_or_path: str | Path) -> dict[str, str]:
+    """The source of each number of a trainer, by field; other numbers are the defaults of RuntimeSpec."""
+    return _read(_path(str(name_or_path))).sources
+
+
+def _path(name: str) -> Path:
+    if name in RUNTIMES:
+        return _DATA / f"{name}.yaml"
+    if name.lower().endswith(_SUFFIXES) or os.sep in name:
+        return Path(name)
+    raise SpecError(f"runtime: unknown {name[:100]!r}", f"one of {', '.join(RUNTIMES)}{nearest(name, RUNTIMES)}")
+
+
+@cache
+def _shipped(path: Path) -> RuntimeSpec:
+    return _runtime(path)
+
+
+def _runtime(path: Path) -> RuntimeSpec:
+    where = _where(path)
+    runtime = checked(RuntimeSpec, {"name": path.stem, **_read(path).values}, where)
+    check_names(where, "rules", runtime.rules, RULES)
+    check_names(where, "export_rules", runtime.export_rules, EXPORT_RULES)
+    check_names(where, "trainer", (runtime.trainer,) if runtime.trainer else (), RUNTIMES)
+    return runtime
+
+
+def _read(path: Path) -> TrainerFile:
+    where, data = _where(path), load_yaml(path)
+    for key in data:
+        check_names(
+            where, printable(str(key), 60), (str(key),), (*RuntimeSpec.model_fields, *_FILE_KEYS), "unknown key"
+        )
+    if not isinstance(data.get("source"), str):
+        raise SpecError(f"{where}: source: is missing", "add `source:`, what the switches were read from")
+    values, sources = _base(where, data.get("base"))
+    features = data.get("features", {})
+    changed = _changed(where, features)
+    values |= changed
+    sources |= dict.fromkeys(changed, f"features {features}: planner/trainers/features.py")
+    for key in [key for key in data if key not in _FILE_KEYS]:
+        values[key], source = _value(where, key, data[key])
+        sources.pop(key, None)
+        sources |= {key: source} if source else {}
+    return TrainerFile(values, sources)
+
+
+def _base(where: str, name: Any) -> TrainerFile:
+    """The values of the file that another one builds on; a file that builds on a trainer is a kind of that trainer."""
+    if name is None:
+        return TrainerFile({}, {})
+    check_names(where, "base", (str(name),), _BASES)
+    values, sources = _read(_DATA / f"{name}.yaml")
+    return TrainerFile({"trainer": name, **values} if name in RUNTIMES else values, sources)
+
+
+def _changed(where: str, features: Any) -> dict[str, Any]:
+    """The fields that a file's `features` change."""
+    if not isinstance(features, dict):
+        raise SpecError(f"{where}: features: {features!r:.60} is no mapping", "write `features: {name: value}`")
+    changed, unknown = changes(features)
+    if unknown:
+        raise SpecError(f"{where}: features: {unknown[0]}: unknown", f"one of {', '.join(FEATURES)}")
+    return changed
+
+
+def _value(where: str, key: str, given: Any) -> tuple[Any, str | None]:
+    """The value of an entry, and its source where the value is a number."""
+    entry = given if isinstance(given, dict) else {"value": given}
+    value, source = entry.get("value"), entry.get("source")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not entry.keys() <= {"value", "source"} or "value" not in entry:
         raise SpecError(
-            f"runtime: unknown {name!r}", f"one of {', '.join(RUNTIMES)}{nearest(name, RUNTIMES)}"
-        ) from None
+            f"{where}: {key}: has keys other than value and source", f"write `{key}: {{value: …, source: …}}`"
+        )
+    if is_number and not (isinstance(source, str) and source):
+        raise SpecError(
+            f"{where}: {key}: {value} has no source", f"write `{key}: {{value: {value}, source: where it comes from}}`"
+        )
+    return value, source if is_number else None
+
+
+def _where(path: Path) -> str:
+    """A trainer's file as messages name it."""
+    return f"trainers/data/{path.relative_to(_DATA)}" if path.is_relative_to(_DATA) else label(path)

@@ -6,29 +6,48 @@ is legal; nothing else in the planner knows one trainer from another.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from planner.errors import Unsupported
-from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
-from planner.trainers.features import FEATURES, NOT_MODELLED
+from pydantic import model_validator
+
+from planner.specs.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.trainers.features import changes
 
 CHUNK_PARAMETERS = 2**18
-"""Of each rank in a bucket of parameters, at least: 512 KiB in bf16, what NCCL's rings hand on at a time."""
+"""The fewest parameters that a rank has in a bucket: 512 KiB in bf16, which NCCL's rings hand on at a time."""
+
+_RETIRED = ("interleaved_microbatch_multiple", "min_microbatches_is_pp")
 
 
 class RuntimeSpec(Spec):
     """One trainer's kernels, overlaps and limits. `*_overlap_fraction`: share of a transfer hidden where it can be."""
 
-    name: str
+    name: Name
+    """The name of the trainer, or of this kind of it."""
     trainer: str = ""
-    """Whose layouts and options these are; given none, the name says it."""
+    """The shipped trainer that this is a kind of, whose rules and options it has; given none, that of its name."""
+    rules: tuple[str, ...] = ()
+    """Names of the rules that its layouts obey (planner/trainers/rules/named.py); given none, those of `trainer`."""
+    export_rules: tuple[str, ...] = ()
+    """Names of the rules that its export sets to models and dtypes; given none, those of `trainer`."""
+    # a generation of the past
+    year: PositiveInt | None = None
+    """The year of the software; none for that of today."""
     architectures: tuple[str, ...] = ()
-    """Of a generation of the past: the silicon of its day. Empty for software of today."""
+    """The silicon of its day. Empty for software of today."""
+    models: Literal["any", "gpt"] = "any"
+    """The models that its day knew: any, or GPTs as of 2021 in the layouts of their time."""
+    later_features: tuple[str, ...] = ()
+    """Features that came after it: a run that uses one is later. `scaling`: a recipe that says what shares a scale."""
+    graphs_routing_on_racks: bool = False
+    """A run on an NVL72 rack replays the routing of experts in CUDA graphs unless it says otherwise. Megatron-Bridge's
+    recipes do so there since their first release, since Grace launches slowly; elsewhere some do and some do not."""
     # kernels
     flash_attention: bool = True
     """Without: scores and probabilities (s² per head) are written to memory and kept."""
     attention_kernel: Literal["fastest", "flash", "flash1"] = "fastest"
-    """Which fused kernel: the GPU's fastest (cuDNN's, FlashAttention-3), FlashAttention-2, or the first."""
+    """The fused attention kernel: the GPU's fastest (cuDNN's, FlashAttention-3), FlashAttention-2, or the first."""
     fused_norm: bool = True
     """Without: a norm is several kernels in fp32, each of which passes over its input again."""
     fused_rotary: bool = True
@@ -38,15 +57,16 @@ class RuntimeSpec(Spec):
     fused_projections: bool = True
     """Query, key and value are one product, and gate and up another; without: three and two."""
     groups_products: bool = True
-    """One kernel computes the products of all experts of a rank; without: a few experts' at a time."""
+    """One kernel computes the products of all experts of a rank; without: those of a few experts at a time."""
     narrow_head: bool = False
     """Under an 8- or 4-bit recipe the head is of its dtype too."""
     fused_permute: bool = True
     """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
     weights_expert_outputs: bool = False
-    """Rows are weighted when they are back from the experts, and kept for the router's gradient; else within."""
+    """Rows are weighted when they are back from the experts, and kept for the router's gradient; without: the experts
+    weight them."""
     recomputes_mtp: bool = False
-    """Layers of multi-token prediction are recomputed as all others are, but where those are counted by stage."""
+    """Layers of multi-token prediction are recomputed as all others are, except where those are counted by stage."""
     clones_embedding_shard: bool = True
     """Without: the sequence shard of the embedding is a view that keeps the whole output alive."""
     fused_cross_entropy: bool = True
@@ -55,13 +75,14 @@ class RuntimeSpec(Spec):
     """Unfused, it makes one copy and overwrites it: shifted, exponentials, softmax, gradient (Megatron-LM,
     tensor_parallel/cross_entropy.py)."""
     loss_metrics: NonNegativeInt = 0
-    """How many metrics compute the loss again from the logits of every micro-batch."""
+    """Number of metrics that compute the loss again from the logits of every micro-batch."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
     tuned_products: bool = True
-    """Kernels of products come from the vendor's tables, not from what torch chooses for itself: on AMD it matters."""
+    """Kernels of products come from the vendor's tables; without: torch chooses them, which on AMD costs time."""
     fused_bias_gradients: bool = True
-    """Products give them along (Transformer Engine); else each is a sum that reads the output's gradient once more."""
+    """Products give bias gradients along (Transformer Engine); without: each is a sum that reads the output's gradient
+    once more."""
     clips_gradients: bool = True
     """Gradients are measured and scaled between backward and optimizer, and zeroed after."""
     keeps_tables: bool = False
@@ -75,149 +96,153 @@ class RuntimeSpec(Spec):
     dropout: bool = False
     """Dropout after attention and MLP keeps a one-byte mask."""
     narrow_exchanges: bool = True
-    """Tensor-parallel ranks cast what they gather before they send it; else (torchao's scales of rows) after."""
+    """Tensor-parallel ranks cast what they gather before they send it; without (torchao's scales of rows): after."""
     casts_weights: bool = False
-    """Weights are cast to 8 bits in every pass, since ZeRO-3 gathers them anew; else once a step."""
+    """Weights are cast to 8 bits in every pass, since ZeRO-3 gathers them anew; without: once a step."""
     narrow_factor: PositiveFloat = 1.0
-    """Seconds of 8- and 4-bit products are multiplied by this: what its kernels lose to Transformer Engine's."""
+    """Seconds of 8- and 4-bit products over those of Transformer Engine's kernels."""
     # bytes per parameter
     weight_bytes: PositiveInt = 2
-    """Of the weights a rank keeps; 4 where the sharded weights are the fp32 masters themselves (FSDP2)."""
+    """Bytes per parameter of the weights; 4 where the sharded weights are the fp32 masters themselves (FSDP2)."""
     gradient_bytes: PositiveInt = 4
+    """Bytes per parameter of the gradients that micro-batches add to."""
     fp16_gradient_bytes: PositiveInt | None = None
-    """The same in fp16, where that differs: scaled losses let gradients be summed in 16 bits."""
+    """`gradient_bytes` in fp16, where that differs: scaled losses let gradients be summed in 16 bits."""
     widens_gradients: bool = False
     """The optimizer makes fp32 copies of gradients that are 16 bits wide (Megatron-LM, optimizer.py: .float())."""
     kept_gradient_bytes: NonNegativeInt = 0
-    """16-bit gradients beside fp32 main ones, zeroed after every micro-batch and never freed."""
+    """Bytes per parameter of 16-bit gradients beside the fp32 sums, zeroed after every micro-batch and never freed."""
     optimizer_bytes: PositiveInt = 12
-    """fp32 master weights (unless they are the weights) and two Adam moments."""
+    """Bytes per parameter of fp32 master weights (unless they are the weights) and two Adam moments."""
     narrow_gradient_bytes: PositiveInt | None = None
-    """Of main gradients under an 8- or 4-bit recipe, where that differs: Megatron-Bridge's performance recipes sum and
-    reduce them in bf16."""
+    """`gradient_bytes` under an 8- or 4-bit recipe, where that differs: Megatron-Bridge's performance recipes sum and
+    reduce gradients in bf16."""
     narrow_parameters: bool = False
     """Under an 8- or 4-bit recipe the weights are of its dtype (Megatron's --fp8-param-gather, as in all recipes of
-    Megatron-Bridge); else 16-bit weights are cast and stay beside."""
+    Megatron-Bridge); without: 16-bit weights are cast, and both are kept."""
     fp8_copies: PositiveInt = 2
-    """Of a tensor with one scale: as it is and transposed, since products by rows alone are what GPUs had before
-    Blackwell, where one is enough."""
+    """Copies of a tensor with one scale: as it is and transposed, since GPUs before Blackwell multiply by rows alone;
+    on Blackwell one is enough."""
     vocab_divisible_by: PositiveInt = 128
     """The vocabulary is padded to a multiple of this times tp."""
     balances_in_buffers: bool = False
-    """The numbers that balance the load of experts without a gradient (DeepSeek-V3) are buffers, no parameters."""
+    """The numbers that balance the load of experts without a gradient (DeepSeek-V3) are buffers and no parameters."""
     splits_mtp_projection: bool = True
-    """The projection before a multi-token-prediction block is split over tp; else every rank has all of it."""
+    """The projection before a multi-token-prediction block is split over tp; without: every rank has all of it."""
     reserved_gib: NonNegativeFloat = 0.0
     """Device memory that this trainer takes beyond the tensors named here, whatever the layout, and others do not.
 
     Megatron-DeepSpeed: flat buckets to reduce and to gather (5·10⁸ elements each), the gradients laid out anew for the
-    step, communicators for pairs of stages, blocks kept by an allocator that could not yet grow them. nvidia-smi showed
-    11 GiB of it in the BLOOM trials (chronicles-prequel, 384 A100), with 15 as with 60 GiB of tensors beside it."""
+    step, communicators for pairs of stages, blocks kept by an allocator that could not yet grow them."""
     head_backward_factor: PositiveFloat = 1.0
-    """Of the seconds of the head's two gradient products: measured in all stages with a head on one H200 (TP 1 and 2,
-    4,096 and 8,192 tokens), where weights were untrained and data made up. Presumably the loss's gradient is then so
-    nearly one value that its products take less power, and clocks stay up."""
+    """Seconds of the head's two gradient products over those of others of their size. Below 1 where weights are
+    untrained and data made up: presumably the loss's gradient is then so nearly one value that its products take less
+    power, and clocks stay up."""
     # overlap
     tp_overlap_fraction: Fraction = 0.0
-    """Of tensor-parallel gathers and scatters, behind the GEMM they feed (user buffers, async TP): of all pieces, one a
-    rank, but the first."""
+    """Share of tensor-parallel gathers and scatters that hides behind the GEMM they feed (user buffers, async TP). They
+    go in pieces, one a rank, of which the first hides behind nothing."""
     mla_tp_overlap_fraction: Fraction = 0.0
-    """The same in a model with latent attention: Megatron-LM has no user buffers for its projections, and switches them
-    off for all layers where it meets one."""
+    """`tp_overlap_fraction` in a model with latent attention: Megatron-LM has no user buffers for its projections, and
+    switches them off for all layers where it meets one."""
     tp_async_overlap_fraction: Fraction = 0.0
-    """Of the backward's second all-gather behind dgrad and of its reduce-scatter behind wgrad."""
+    """Share that hides of the backward's second all-gather, behind dgrad, and of its reduce-scatter, behind wgrad."""
     keeps_gathered_inputs: bool = False
-    """What tensor-parallel ranks gather for a column-parallel product is kept for its weight gradient; else each keeps
-    its shard, and they gather it again."""
+    """Tensor-parallel ranks keep what they gather for a column-parallel product until its weight gradient; without:
+    each keeps its shard, and they gather it again."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
-    """How context parallelism exchanges keys and values: ring, all-gather, or heads for tokens."""
+    """The exchange of keys and values in context parallelism: ring, all-gather, or heads for tokens."""
     repeats_keys: bool = False
-    """Keys and values are copied for every query head before attention, and exchanged so: each of them once a head."""
+    """Keys and values are copied for every query head before attention, and ranks exchange all the copies."""
     balances_context: bool = True
     """Ranks that split a sequence attend to equally many keys (the k-th part from each end goes to the k-th rank);
-    without, the last of them to 2 - 1 / cp times the mean."""
+    without: the last of them attends to 2 - 1 / cp times the mean."""
     keeps_gathered_keys: bool = False
-    """All-gathered keys and values are kept for the backward; else they are gathered again."""
+    """All-gathered keys and values are kept for the backward; without: they are gathered again."""
     cp_overlap_fraction: Fraction = 0.95
-    """Of the ring exchange, behind the attention to the block before, as far as that takes as long."""
+    """Share of the ring exchange that hides behind the attention to the block before, and no more seconds than that
+    takes. A first guess, fitted to nothing."""
     ep_overlap_fraction: Fraction = 0.0
+    """Share of expert exchanges that hides behind another micro-batch's products."""
     ep_row_bytes: NonNegativeFloat = 0.0
-    """A token's activation that is shorter than this takes as long on the innermost links: rows are handed to the
-    experts' ranks one by one."""
+    """A token's activation that is shorter than this takes as long as one of this length on the innermost links: rows
+    are handed to the experts' ranks one by one."""
     gradient_overlap_fraction: Fraction = 0.9
-    """Of the window behind the last micro-batch's backward."""
+    """Share of the last micro-batch's backward that reductions of gradients can hide behind. A first guess."""
     parameter_overlap_fraction: Fraction = 0.9
-    """Of the window behind the first micro-batch's forward."""
+    """Share of the first micro-batch's forward that gathers of weights can hide behind. A first guess."""
     bucket_parameters: PositiveInt | None = None
-    """Gradients and weights are exchanged so many parameters at a time, or more among many ranks; else a layer's are
+    """Parameters whose gradients or weights are exchanged at a time, or more among many ranks; given none, a layer's
     (FSDP)."""
     all_reduces_gradients: bool = False
-    """A sharded optimizer's gradients are all-reduced too, not reduce-scattered (hooks of DistributedDataParallel)."""
+    """Gradients of a sharded optimizer are all-reduced (hooks of DistributedDataParallel), not reduce-scattered."""
     contention_fraction: Fraction = 0.1896
-    """Of an exchange of gradients or weights, what a step takes longer though compute hides it: its kernels take SMs
-    and memory bandwidth from those that they run beside."""
+    """Share of an exchange of gradients or weights by which a step is longer although compute hides it: its kernels
+    take SMs and memory bandwidth from those that they run beside. Fitted (trainers/data/shared/nccl.yaml)."""
     fsdp_overlap_fraction: Fraction = 0.9
-    """Of a micro-batch's compute: what ZeRO-3 hides its gathers and reductions behind."""
+    """Share of a micro-batch's compute that ZeRO-3's gathers and reductions can hide behind. A first guess."""
     fsdp_rate_fraction: Fraction = 1.0
-    """Share of the links' rate that ZeRO-3's exchanges reach: one parameter at a time, they are small."""
+    """Share of the links' rate that ZeRO-3's exchanges reach; below 1 where they go one parameter at a time."""
     has_torch_stages: bool = False
-    """torch.distributed.pipelining runs the pipeline: every micro-batch of a step has its receive buffers, and sharded
-    gradients are reduced, and waited for, after a stage's last backward (torch 2.13, pipelining/stage.py)."""
+    """torch.distributed.pipelining runs the pipeline: every micro-batch of a step has its own receive buffers, and
+    sharded gradients are reduced, and waited for, after a stage's last backward (torch 2.13, pipelining/stage.py)."""
     scatters_p2p: bool = False
-    """Stages exchange what tensor-parallel ranks hold in common in slices, one a rank, gathered on arrival."""
+    """Tensor-parallel ranks each send a slice of what they hold in common to the next stage, which gathers it."""
     p2p_overlap: bool = False
     """Under 1F1B, sends and receives run beside compute."""
     interleaved_p2p_overlap: bool = True
-    """The same under interleaved schedules."""
+    """Under interleaved schedules, sends and receives run beside compute."""
     # what can be expressed
     schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "none")
+    """Schedules of a pipeline that it runs."""
     zero_stages: tuple[int, ...] = (0, 1)
+    """ZeRO stages that it has."""
+    uneven_chunks: bool = False
+    """Interleaved stages may hold any number of layers each, as a layout string says."""
     recompute_per_stage: bool = False
-    """Each stage may recompute its own number of layers; else one setting holds for all."""
+    """Each stage may recompute its own number of layers; without: one setting holds for all."""
     sequence_parallel: bool = True
-    """Whether tensor parallelism comes with sequence parallelism where a run does not say."""
+    """Tensor parallelism comes with sequence parallelism where a run does not say."""
     has_sequence_parallel: bool = True
     """Sequence parallelism and selective recompute exist (Korthikanti et al. 2022)."""
     has_model_parallel: bool = True
-    """Layers, tensors, sequences and experts can be split over ranks; else weights are sharded, and that is all."""
+    """Layers, tensors, sequences and experts can be split over ranks; without: weights are sharded and nothing else."""
     has_context_parallel: bool = True
     """Sequences can be split over ranks in attention too (Megatron-LM since 2023)."""
     stops_recompute_early: bool = False
     """Recomputing a layer ends with the last tensor that its backward needs: no down projection, no exchange after it
-    (torch.utils.checkpoint, and graphs that torch.compile partitions); else all of it runs again."""
+    (torch.utils.checkpoint, and graphs that torch.compile partitions); without: all of it runs again."""
     selective_recompute_modules: tuple[str, ...] = ("core_attn",)
+    """Modules that it can recompute by themselves."""
     selective_default: tuple[str, ...] = ("core_attn",)
-    """What `selective` means where no modules are named."""
+    """The modules that `selective` recomputes where none are named."""
     head_only_stage: bool = False
     """The last stage may hold the head and no decoder layer (and the first the embedding alone)."""
-    interleaved_microbatch_multiple: bool = True
-    """Interleaving needs num_microbatches to be a multiple of pp."""
-    min_microbatches_is_pp: bool = False
-    """The trainer refuses fewer micro-batches than stages."""
     # host
     blocking_launches: bool = False
     """Every kernel waits for the one before (CUDA_LAUNCH_BLOCKING=1): host time adds to GPU time."""
     collective_sync_us: NonNegativeFloat = 0.0
-    """Of an exchange in a layer beyond its bytes, per doubling of the group: ranks wait for the last (half as long in a
-    CUDA graph), but where kernels that send tokens wait for each rank by itself (DeepEP, HybridEP)."""
+    """Microseconds that ranks wait for the last one in an exchange of a layer, per doubling of the group; half as long
+    in a CUDA graph. Kernels that send tokens and wait for each rank by itself (DeepEP, HybridEP) do not."""
     tp_jitter_fraction: Fraction = 0.0
-    """Of its compute, by which the slowest rank of a tensor-parallel group keeps the others waiting, per doubling."""
+    """Share of its compute by which the slowest rank of a tensor-parallel group keeps the others waiting, per doubling
+    of the group."""
     host_factor: NonNegativeFloat = 1.0
-    """Of host_us: what this trainer's Python adds around a kernel, Transformer Engine's modules a third (small GPTs of
-    Megatron-LM's CI on DGX H100); below 1 where one call issues several."""
+    """Host seconds of a kernel over the profile's host_us: above 1 by what this trainer's Python adds around it, below
+    1 where one call issues several."""
     moe_kernels: NonNegativeFloat = 0.0
-    """Host time of a mixture-of-experts layer, forward and again backward, in kernels of an eager layer: routing and
-    exchanges too. The GPU's must hide it, unless a CUDA graph replays the whole iteration."""
+    """Host time of a mixture-of-experts layer, forward and again backward, routing and exchanges included, counted in
+    kernels of an eager layer. It shows unless the GPU takes longer or a CUDA graph replays the whole iteration."""
     expert_kernels: NonNegativeFloat = 0.0
-    """The same for each expert of the rank, whose products and casts are launched one by one."""
+    """Host time for each expert of the rank, whose products and casts are launched one by one; counted likewise."""
     awaits_token_counts: bool = True
-    """How many tokens each expert gets comes to the host, which cannot run ahead of it."""
+    """The host waits for the numbers of tokens that experts get, and cannot run ahead of the GPU."""
     moe_host_factor: NonNegativeFloat = 1.0
-    """Of moe_kernels: less where CUDA graphs replay a part of the layer, or no counts are awaited."""
+    """Factor on moe_kernels: below 1 where CUDA graphs replay a part of the layer, or no counts are awaited."""
     narrow_host_factor: NonNegativeFloat = 1.0
-    """Of both in 8 or 4 bits: Transformer Engine's modules issue the casts as well."""
+    """Factor on moe_kernels and expert_kernels in 8 or 4 bits: Transformer Engine's modules issue the casts as well."""
     ep_overlap_host_factor: NonNegativeFloat = 1.0
-    """Of both where exchanges hide behind another micro-batch's products: the layer runs in pieces, each with an
+    """Factor on both where exchanges hide behind another micro-batch's products: the layer runs in pieces, each with an
     autograd of its own. CUDA graphs of some of them take that back (Megatron-LM, pull request 2168)."""
     sends_tokens_once: bool = False
     """The dispatcher sends a token to a node once and there to a rank once, however many of its experts they hold
@@ -226,6 +251,12 @@ class RuntimeSpec(Spec):
     """Host time per micro-batch and stage that no kernel hides."""
     step_overhead_s: NonNegativeFloat = 0.0
     """Host time per optimizer step: data, logging, gradient norm on the host."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired_fields(cls, data: Any) -> Any:
+        """`data` without the fields that plans saved by earlier versions carry and that nothing ever read."""
+        return {key: data[key] for key in data if key not in _RETIRED} if isinstance(data, dict) else data
 
     def bucket_among(self, ranks: Any) -> Any:
         """Parameters that `ranks`, a number or an array, exchange at a time: `bucket_parameters`, or a chunk each."""
@@ -256,24 +287,10 @@ class RuntimeSpec(Spec):
             return self
         return self.model_copy(update={"compiled": False, "fused_norm": False, "fused_activation": False})
 
-    def with_features(self, features: dict[str, Any]) -> tuple[RuntimeSpec, tuple[str, ...]]:
+    def with_features(self, features: Mapping[str, Any]) -> tuple[RuntimeSpec, tuple[str, ...]]:
         """This runtime with what a run's `features` switched on or off, and the names, or values, it does not know.
 
         Raises Unsupported where the run did what is not modelled.
         """
-        update: dict[str, Any] = {}
-        unknown = []
-        # what is said of a thing itself comes after what implies it
-        for key, value in sorted(features.items(), key=lambda pair: pair[0] != "cuda_graph"):
-            effect = FEATURES.get(key)
-            if key in NOT_MODELLED and value:
-                raise Unsupported(
-                    f"features: {key}: {NOT_MODELLED[key]} are not modelled",
-                    "leave it out to price the run as if the GPU kept them",
-                )
-            changed = effect(value) if effect is not None else None
-            if changed is not None:
-                update.update(changed)
-            elif key not in NOT_MODELLED:
-                unknown.append(key if effect is None else f"{key}: {value!r:.60}")
-        return self.model_copy(update=update), tuple(unknown)
+        changed, unknown = changes(features)
+        return self.model_copy(update=changed), unknown

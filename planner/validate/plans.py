@@ -1,11 +1,11 @@
 """The planner's own choice for the jobs that others published, beside the layouts they ran, both priced alike.
 
-A speed-up is published / chosen seconds of a step, both predicted: what the search finds, not what was measured.
+A speed-up is published / chosen seconds of a step. Both are predicted: it says what the search finds, not what was
+measured.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import numpy as np
 from planner.answer import Plan, PricedLayout
 from planner.errors import PlannerError
 from planner.layout.evaluate import selective_modules
-from planner.layout.runs import Run, parse_run
+from planner.layout.runs import Run
 from planner.search.enumerate import enumerate_shapes
 from planner.search.schedules import schedule_options
 from planner.search.search import plan
@@ -30,12 +30,13 @@ GAP = 0.01
 """A choice that is slower than a published layout by more than this is a finding, if it could have been that layout."""
 
 Note = Literal["", "does not fit", "refused", "not searched", "out of time", "no plan", "slower"]
-"""What keeps the published layout from being the choice: memory, the trainer's rules, the search's; else `slower`."""
+"""The reason why the published layout is not the choice: memory, the trainer's rules, those of the search; `slower`
+where there is none of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A published layout, and what the planner would have run instead; no plan where the search found none."""
+    """A published layout and the plan that the planner would have run instead; None where the search found none."""
 
     row: Row
     published: PricedLayout
@@ -50,7 +51,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Speed-ups of a set of rows; median and least are of those that fit, are not refused and have a plan."""
+    """Speed-ups of a set of rows; median and least count the rows that fit, are not refused and have a plan."""
 
     name: str
     num_rows: int
@@ -70,7 +71,7 @@ class Gain:
 
 def counted(scored: Iterable[Scored]) -> list[Scored]:
     """The rows that are compared: those that count and could be priced."""
-    return [one for one in scored if one.row.counts and one.layout is not None]
+    return [answer for answer in scored if answer.row.counts and answer.layout is not None]
 
 
 def plans_beside(
@@ -79,13 +80,14 @@ def plans_beside(
     """The choice beside each published layout, searched once per distinct job; `done` is called after every row."""
     chosen: dict[str, Plan | None] = {}
     beside = []
-    for one in counted(scored):
-        assert one.layout is not None
-        run = parse_run(json.loads(one.row.to_line()))
+    for answer in counted(scored):
+        run, published = answer.run, answer.layout
+        assert run is not None
+        assert published is not None
         job = _job(run)
         if job not in chosen:
             chosen[job] = _choice(run, time_limit_s)
-        beside.append(Beside(one.row, one.layout, chosen[job], _note(run, one.layout, chosen[job])))
+        beside.append(Beside(answer.row, published, chosen[job], _note(run, published, chosen[job])))
         done()
     return beside
 
@@ -93,38 +95,39 @@ def plans_beside(
 def gains(beside: Iterable[Beside]) -> list[Gain]:
     """Speed-ups per family, in order of appearance; the last is of all rows."""
     families: dict[str, list[Beside]] = defaultdict(list)
-    for one in beside:
-        families[one.row.family].append(one)
-    everything = [one for members in families.values() for one in members]
+    for pair in beside:
+        families[pair.row.family].append(pair)
+    everything = [pair for members in families.values() for pair in members]
     return [_gain(name, members) for name, members in (*families.items(), ("all", everything)) if members]
 
 
 def _gain(name: str, members: Sequence[Beside]) -> Gain:
-    ran = [(one.speedup, one.row) for one in members if one.note not in ("does not fit", "refused")]
-    compared = [(speedup, row) for speedup, row in ran if speedup is not None]
-    speedups, weights = (np.array(values) for values in ([s for s, _ in compared], [r.weight for _, r in compared]))
+    runnable = [(pair.speedup, pair.row) for pair in members if pair.note not in ("does not fit", "refused")]
+    compared = [(speedup, row) for speedup, row in runnable if speedup is not None]
+    speedups = np.array([speedup for speedup, _ in compared])
+    weights = np.array([row.weight for _, row in compared])
     least, least_row = min(compared, key=lambda pair: pair[0]) if compared else (None, None)
-    noted = partial(_num_noted, members)
+    num_noted = partial(_num_noted, members)
     return Gain(
         name=name,
         num_rows=len(members),
         median=weighted_quantile(speedups, weights, 0.5) if compared else None,
         least=least,
         least_id=least_row.id if least_row else None,
-        num_misfits=noted("does not fit"),
-        num_refused=noted("refused"),
-        num_not_searched=noted("not searched"),
-        num_unfinished=noted("out of time", "no plan"),
-        num_slower=noted("slower"),
+        num_misfits=num_noted("does not fit"),
+        num_refused=num_noted("refused"),
+        num_not_searched=num_noted("not searched"),
+        num_unfinished=num_noted("out of time", "no plan"),
+        num_slower=num_noted("slower"),
     )
 
 
 def _num_noted(members: Sequence[Beside], *notes: Note) -> int:
-    return sum(one.note in notes for one in members)
+    return sum(pair.note in notes for pair in members)
 
 
 def _job(run: Run) -> str:
-    """What the search is asked, as a key."""
+    """A key that is the same for runs which ask the search the same."""
     return "\n".join(spec.model_dump_json() for spec in (run.model, run.cluster, run.training, run.runtime))
 
 
@@ -148,11 +151,11 @@ def _note(run: Run, published: PricedLayout, chosen: Plan | None) -> Note:
     if not _searched(run, published):
         return "not searched"
     assert chosen.search is not None
-    return "slower" if chosen.search.outcome == "proven" else "out of time"
+    return "out of time" if chosen.search.outcome == "feasible" else "slower"
 
 
 def _searched(run: Run, published: PricedLayout) -> bool:
-    """Whether the published layout, its split of layers aside, is a candidate of the search."""
+    """True where the published layout, its split of layers aside, is a candidate of the search."""
     layout = published.parallelism
     pinned = SearchLimits(
         tp=(layout.tp,),

@@ -11,16 +11,18 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
+from planner.layout.runs import Run, parse_run
 from planner.specs.base import PositiveFloat, Spec
 
 HELD_OUT = ("mlperf", "nemo-2022", "llm-foundry", "torchtitan-docs", "fms-fsdp", "nemo-gb200")
 """Families that no coefficient is fitted to, neither with others nor alone."""
 MemoryKind = Literal["allocated", "allocated on rank 0", "reserved", "nvidia-smi", "unverified"]
-"""What the source calls peak memory: of torch's allocator (on the worst rank unless it names one), or nvidia-smi's."""
+"""The kind of peak memory that a source reports: torch's allocator's (on the worst rank unless it names one), or
+nvidia-smi's."""
 
 
 class Measured(Spec):
-    """What the source reports of the run."""
+    """The numbers that the source reports of the run."""
 
     step_s: PositiveFloat
     """Seconds of an optimizer step; throughput is inverted with the source's own convention."""
@@ -35,35 +37,38 @@ class Row(Spec):
     source: str
     """Document and table."""
     family: str
-    """Where it comes from: rows of one family share hardware, software and habits, and are left out together."""
+    """Rows of one family come from one place, share hardware, software and habits, and are left out together."""
     trust: Literal["A", "B", "C"]
     """A fully specified and consistent, B one field inferred, C to be used with care."""
     weight: PositiveFloat
     """One over how often the same configuration was published."""
     run: dict[str, Any]
-    """The run, as `plan evaluate --runs` reads it."""
+    """The run, in the form of `plan evaluate --runs`."""
     measured: Measured
     assumed: tuple[str, ...] = ()
     """Fields of the run that the source does not state."""
 
     @property
     def counts(self) -> bool:
-        """Whether errors on this row are scored: trusted, and nothing about it assumed."""
+        """True where errors on this row are scored: it is trusted, and nothing about it is assumed."""
         return self.trust in ("A", "B") and not self.assumed
 
     @property
     def held_out(self) -> bool:
-        """Whether coefficients are fitted without it."""
+        """True where coefficients are fitted without this row."""
         return self.family in HELD_OUT
 
     @property
     def run_key(self) -> str:
-        """The same for rows that publish the same run again."""
+        """A key that is the same for rows which publish the same run again."""
         return json.dumps(self.run, sort_keys=True)
 
-    def to_line(self) -> str:
-        """The run as one line of `plan evaluate --runs`."""
-        return json.dumps({"id": self.id, "run": self.run})
+    def parsed(self) -> Run:
+        """The run with its model, cluster and runtime looked up, as `plan evaluate --runs` would read it.
+
+        Raises Unsupported where the run did what is not modelled.
+        """
+        return parse_run({"id": self.id, "run": self.run}, self.id)
 
 
 @cache

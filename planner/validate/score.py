@@ -1,4 +1,4 @@
-"""How far predictions are from published runs: per row, per family, and in all."""
+"""Errors of predictions against published runs: per row, per family, and in all."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.answer import PricedLayout
-from planner.errors import PlannerError
-from planner.layout.runs import evaluate_lines
+from planner.errors import PlannerError, SpecError
+from planner.layout.runs import Run
 from planner.shape import FloatArray
+from planner.specs.problems import nearest
 from planner.specs.units import GIB
-from planner.validate.rows import Row
+from planner.validate.rows import Row, load_rows
 
 MIN_RANKED = 3
-"""Layouts of one group whose order says something."""
+"""The fewest layouts in a group whose order says something."""
 MIN_REPEATS = 5
-"""Runs measured again that say how far two measurements of the same run are apart."""
+"""The fewest runs measured again that tell how far two measurements of the same run are apart."""
 NUM_DRAWS = 200
-"""Of noise, for the rank that a perfect prediction would be seen to have."""
+"""Draws of noise for the rank correlation that a perfect prediction would be seen to have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A published run and what the planner says of it: a priced layout, or why there is none."""
+    """A published run with the planner's answer: a priced layout, or the error that says why there is none."""
 
     row: Row
     layout: PricedLayout | None
     error: PlannerError | None = None
+    run: Run | None = None
+    """The run as it was priced."""
 
     @property
     def step_error(self) -> float:
-        """predicted / measured − 1 of the step's seconds; only where the run was priced."""
+        """The step's predicted / measured seconds − 1; only where the run was priced."""
         assert self.layout is not None
         return self.layout.step.step_s / self.row.measured.step_s - 1
 
     @property
     def memory_error(self) -> float | None:
-        """The same of peak memory, of the kind that was measured; None where nothing comparable was."""
+        """Predicted / measured peak memory − 1, of the kind that was measured; None where nothing comparable was."""
         assert self.layout is not None
         measured = self.row.measured
         if measured.peak_memory_gib is None or measured.memory_kind in (None, "unverified"):
@@ -55,7 +58,7 @@ class Scored:
 
     @property
     def in_interval(self) -> bool | None:
-        """Whether the measured step lies in the predicted interval; None where there is none."""
+        """True where the measured step lies in the predicted interval; None where there is no interval."""
         assert self.layout is not None
         interval = self.layout.step.step_s_interval
         return None if interval is None else interval[0] <= self.row.measured.step_s <= interval[1]
@@ -69,7 +72,7 @@ class Score:
     num_rows: int
     num_unsupported: int
     median: float
-    """Of |step error|; likewise p90 and mean."""
+    """Median of |step error|; likewise p90 and mean."""
     p90: float
     mean: float
     bias: float
@@ -90,32 +93,51 @@ class Score:
     """Share of rows inside their 80% interval."""
 
 
-def evaluate_rows(rows: Sequence[Row]) -> list[Scored]:
+def validate_runs(family: str | None = None) -> list[Score]:
+    """The planner's errors on the published runs that come with it, per family and in all: `plan validate`.
+
+    Only rows that count are scored. `family` names one source. Raises SpecError where there is none of that name.
+    """
+    rows = [row for row in load_rows() if row.counts]
+    families = list(dict.fromkeys(row.family for row in rows))
+    if family is not None and family not in families:
+        raise SpecError(f"family: {family!r} is unknown", f"one of {', '.join(families)}{nearest(family, families)}")
+    return by_family(evaluate_rows([row for row in rows if family in (None, row.family)]))
+
+
+def evaluate_rows(rows: Iterable[Row]) -> list[Scored]:
     """Every row priced as `plan evaluate --runs` would."""
-    answers = evaluate_lines(row.to_line() for row in rows)
-    return [Scored(row, answer.layout, answer.error) for row, answer in zip(rows, answers, strict=True)]
+    return [_priced(row) for row in rows]
+
+
+def _priced(row: Row) -> Scored:
+    try:
+        run = row.parsed()
+        return Scored(row, run.evaluate(), run=run)
+    except PlannerError as error:
+        return Scored(row, None, error)
 
 
 def score(name: str, scored: Iterable[Scored]) -> Score | None:
     """The errors of `scored` in numbers; None where no row was priced."""
-    everything = list(scored)
-    priced = [s for s in everything if s.layout is not None]
+    answers = list(scored)
+    priced = [answer for answer in answers if answer.layout is not None]
     if not priced:
         return None
-    errors = np.array([s.step_error for s in priced])
-    weights = np.array([s.row.weight for s in priced])
-    size = np.abs(errors)
-    worst = int(size.argmax())
-    memory = [(abs(s.memory_error), s.row.weight) for s in priced if s.memory_error is not None]
-    spread, groups = repeat_spread([s.row for s in priced]), _ranked(priced)
-    covered = [(float(s.in_interval), s.row.weight) for s in priced if s.in_interval is not None]
+    errors = np.array([answer.step_error for answer in priced])
+    weights = np.array([answer.row.weight for answer in priced])
+    sizes = np.abs(errors)
+    worst = int(sizes.argmax())
+    memory = [(abs(p.memory_error), p.row.weight) for p in priced if p.memory_error is not None]
+    spread, groups = repeat_spread([answer.row for answer in priced]), _ranked(priced)
+    covered = [(float(p.in_interval), p.row.weight) for p in priced if p.in_interval is not None]
     return Score(
         name=name,
         num_rows=len(priced),
-        num_unsupported=len(everything) - len(priced),
-        median=weighted_quantile(size, weights, 0.5),
-        p90=weighted_quantile(size, weights, 0.9),
-        mean=float(np.average(size, weights=weights)),
+        num_unsupported=len(answers) - len(priced),
+        median=weighted_quantile(sizes, weights, 0.5),
+        p90=weighted_quantile(sizes, weights, 0.9),
+        mean=float(np.average(sizes, weights=weights)),
         bias=float(np.average(errors, weights=weights)),
         worst=float(errors[worst]),
         worst_id=priced[worst].row.id,
@@ -132,11 +154,11 @@ def score(name: str, scored: Iterable[Scored]) -> Score | None:
 def by_family(scored: Iterable[Scored], counts: Callable[[Row], bool] = lambda row: row.counts) -> list[Score]:
     """A score per family, in order of appearance, of the rows that `counts`; the last one is of all of them."""
     families: dict[str, list[Scored]] = defaultdict(list)
-    for one in scored:
-        if counts(one.row):
-            families[one.row.family].append(one)
+    for answer in scored:
+        if counts(answer.row):
+            families[answer.row.family].append(answer)
     scores = [score(name, members) for name, members in families.items()]
-    scores.append(score("all", [one for members in families.values() for one in members]))
+    scores.append(score("all", [answer for members in families.values() for answer in members]))
     return [s for s in scores if s is not None]
 
 
@@ -154,21 +176,21 @@ def _mean(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 def repeat_spread(rows: Sequence[Row]) -> float | None:
     """√( Σ (log seconds − their mean)² / Σ (n − 1) ) over runs that were measured n > 1 times."""
-    again: dict[str, list[float]] = defaultdict(list)
+    log_seconds: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        again[row.run_key].append(np.log(row.measured.step_s))
-    repeats = sum(len(logs) - 1 for logs in again.values())
-    if repeats < MIN_REPEATS:
+        log_seconds[row.run_key].append(np.log(row.measured.step_s))
+    num_repeats = sum(len(logs) - 1 for logs in log_seconds.values())
+    if num_repeats < MIN_REPEATS:
         return None
-    return float(np.sqrt(sum(len(logs) * np.var(logs) for logs in again.values()) / repeats))
+    return float(np.sqrt(sum(len(logs) * np.var(logs) for logs in log_seconds.values()) / num_repeats))
 
 
 def _ranked(priced: list[Scored]) -> list[list[Scored]]:
     """Groups of the same model, GPUs and sequence length, large enough to rank."""
     groups: dict[tuple[object, ...], list[Scored]] = defaultdict(list)
-    for one in priced:
-        run = one.row.run
-        groups[run["model"]["name"], run["hardware"], run["num_gpus"], run["seq_length"]].append(one)
+    for answer in priced:
+        run = answer.row.run
+        groups[run["model"]["name"], run["hardware"], run["num_gpus"], run["seq_length"]].append(answer)
     return [members for members in groups.values() if len(members) >= MIN_RANKED]
 
 
@@ -179,16 +201,16 @@ def _per_sequence(scored: Sequence[Scored]) -> tuple[FloatArray, FloatArray]:
 
 
 def _rank_ceiling(groups: Sequence[Sequence[Scored]], spread: float) -> float | None:
-    """Were predictions the truth: their mean rank correlation with themselves times lognormal noise."""
+    """Mean rank correlation of the predictions with themselves times lognormal noise, as if they were the truth."""
     rng = np.random.default_rng(0)
-    found = []
+    ceilings = []
     for group in groups:
         truth, _ = _per_sequence(group)
         ranks, noise = _ranks(truth), np.exp(rng.normal(0.0, spread, (NUM_DRAWS, len(truth))))
         # noise leaves no ties: positions in sorted order are the ranks
         seen = np.corrcoef(ranks, (truth * noise).argsort(axis=1).argsort(axis=1))[0, 1:] if ranks.std() else 0.0
-        found.append((float(np.mean(seen)), len(group)))
-    return _mean(found)
+        ceilings.append((float(np.mean(seen)), len(group)))
+    return _mean(ceilings)
 
 
 def spearman(a: FloatArray, b: FloatArray) -> float:

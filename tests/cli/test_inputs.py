@@ -8,10 +8,25 @@ from typing import Any
 
 import pytest
 
-from planner.cli.inputs import read_job, read_limits, read_parallelism
+from planner.cli import inputs
+from planner.cli.inputs import Job
+from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
 from planner.errors import SpecError
+from planner.specs.training import Parallelism, SearchLimits
 
 JOB = {"model": "405b", "gpus": 2048}
+
+
+def read_job(options: dict[str, Any]) -> Job:
+    return inputs.read_job(JobOptions(**options))
+
+
+def read_limits(options: dict[str, Any]) -> SearchLimits:
+    return inputs.read_limits(SearchOptions(**options))
+
+
+def read_parallelism(options: dict[str, Any]) -> Parallelism:
+    return inputs.read_parallelism(LayoutOptions(**options))
 
 
 def problem(read: Any, **options: Any) -> SpecError:

@@ -14,6 +14,9 @@ import pytest
 
 from planner.answer import Plan
 from planner.cli import main
+from planner.cli.output import show
+from planner.errors import Infeasible
+from planner.report.pieces import bullets
 
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "60"]
 LAYOUT = ["evaluate", "--model", "405b", "--gpus", "2048", "--tp", "8", "--pp", "16"]
@@ -76,12 +79,16 @@ def test_a_dash_saves_to_stdout_alone(small: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == small.read_text()
 
 
-def test_evaluate_gives_one_layout_with_its_id_field(capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_answers_as_the_main_job_does_without_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LAYOUT, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["id"] is None
-    assert data["parallelism"]["dp"] == 16
-    assert sum(stage["num_layers"] for stage in data["stages"]) == 126
+    assert {"schema_version", "model", "cluster", "training", "runtime", "best", "inputs_sha256"} <= data.keys()
+    assert "search" not in data
+    assert (data["model"]["name"], data["cluster"]["hardware"]["name"]) == ("llama-3.1-405b", "h100-sxm-80gb")
+    assert data["best"]["id"] is None
+    assert data["best"]["parallelism"]["dp"] == 16
+    assert sum(stage["num_layers"] for stage in data["best"]["stages"]) == 126
+    assert Plan.from_json(data).to_json() == data
 
 
 def test_evaluate_says_when_a_layout_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +107,7 @@ def test_evaluate_shows_the_planners_own_choice_beside_it(capsys: pytest.Capture
 def test_evaluate_takes_an_uneven_split(capsys: pytest.CaptureFixture[str]) -> None:
     layers = [7, *[8] * 14, 7]
     assert main([*LAYOUT, "--layers-per-stage", ",".join(map(str, layers)), "--json"]) == 0
-    assert [stage["num_layers"] for stage in json.loads(capsys.readouterr().out)["stages"]] == layers
+    assert [stage["num_layers"] for stage in json.loads(capsys.readouterr().out)["best"]["stages"]] == layers
 
 
 @pytest.mark.parametrize(
@@ -134,6 +141,73 @@ def test_mistakes_are_one_error_line_one_hint_line_and_a_code(
     assert len(lines) == 2
     assert lines[0].startswith(f"error: {message}")
     assert lines[1].startswith("hint: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error_type"),
+    [
+        (["--model", "405", "--gpus", "8"], 2, "SpecError"),
+        (["--modle", "405b"], 2, "SpecError"),
+        (["evalute"], 2, "SpecError"),
+        (["evaluate", "--runs", "nowhere.jsonl"], 2, "SpecError"),
+        (["evaluate", "--model", "405b", "--gpus", "8", "--tp", "3"], 2, "SpecError"),
+        (["explain", "--model", "70b", "--gpus", "8", "-s", "4096", "-b", "8", "--tp", "8"], 3, "Infeasible"),
+        (["schedule", "nonesuch"], 2, "SpecError"),
+        (["schedule", "auto", "--in-flight", "0.5"], 3, "Infeasible"),
+        (["export", "nowhere.json", "--to", "megatron"], 2, "SpecError"),
+        (["import", "nowhere.sh"], 2, "SpecError"),
+        (["rebalance", "nowhere.json", "--slow-stage", "0:2"], 2, "SpecError"),
+        (["validate", "--family", "nonesuch"], 2, "SpecError"),
+        (["models", "nonesuch"], 2, "SpecError"),
+        (["hardware", "nonesuch"], 2, "SpecError"),
+    ],
+)
+def test_with_json_a_mistake_is_json_on_stdout_beside_its_two_lines(
+    arguments: list[str], code: int, error_type: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--json"]) == code
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["schema_version"] == 1
+    assert answer["error"]["type"] == error_type
+    assert err.startswith(f"error: {' '.join(answer['error']['message'].split())}\n")
+    assert answer["error"]["hint"] in err
+    assert ("rejections" in answer) == (error_type == "Infeasible")
+
+
+def test_what_cannot_fit_says_in_json_what_excludes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "405b", "--gpus", "8", "--json"]) == 3
+    answer = json.loads(capsys.readouterr().out)
+    assert answer.keys() == {"schema_version", "error", "rejections", "nearest", "remedy"}
+    assert sum(answer["rejections"].values()) > 0
+
+
+def test_what_an_error_knows_of_a_remedy_is_in_its_json() -> None:
+    error = Infeasible(
+        "nothing fits", "more GPUs", {"memory": 3}, nearest={"tp": 8}, remedy={"options": ["--gpus", "48"]}
+    )
+    assert error.to_json() == {
+        "error": {"type": "Infeasible", "message": "nothing fits", "hint": "more GPUs"},
+        "rejections": {"memory": 3},
+        "nearest": {"tp": 8},
+        "remedy": {"options": ["--gpus", "48"]},
+    }
+
+
+def test_a_file_of_runs_that_breaks_off_ends_in_a_line_of_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(b'{"id": "a", "run": {}}\n\x00')
+    assert main(["evaluate", "--runs", str(path), "--json"]) == 2
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["error"]["type"] for answer in answers] == ["SpecError", "SpecError"]
+
+
+def test_an_error_that_nobody_can_read_is_no_defect() -> None:
+    command = f"{sys.executable} -m planner.cli models no-such-model --json > /dev/full"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 2)
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +262,21 @@ def test_runs_answer_line_by_line_in_order(tmp_path: Path, capsys: pytest.Captur
     assert "not JSON" in answers[2]["error"]["message"]
     assert {**answers[3], "id": "good"} == answers[0]
     assert err == "warning: line 1: features: warp_drive: unknown, ignored\n"
+
+
+def test_a_file_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"id": "\\u001b[2Ja", "run": {"\\u001b[31m": 1}}\n')
+    assert main(["evaluate", "--runs", str(path)]) == 0
+    assert main(["models", "\x1b[2J"]) == 2
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err
+    assert out.startswith("?[2Ja\n")
+
+
+def test_brackets_in_a_text_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    show(bullets(["[bold]two[/bold] of [/] and :smile:"]))
+    assert capsys.readouterr().out == "·  [bold]two[/bold] of [/] and :smile:\n"
 
 
 def test_runs_without_json_are_two_lines_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

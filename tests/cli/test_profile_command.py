@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from planner.cli import main
-from planner.cli.plan_file import read_plan
 from planner.cli.probe_file import read_probe
+from planner.plan_file import read_plan
 from planner.specs.registry import load_hardware
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
@@ -59,7 +59,7 @@ def test_profile_plan_probe_compare_and_plan_again(
     assert {"forward", "backward", "step"} <= judged, "a CPU's seconds are judged where the profile is a CPU's"
     capsys.readouterr()
     assert main(["evaluate", *job, "--pp", "2", "--calibration", str(probe), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["evidence"] == "probed"
+    assert json.loads(capsys.readouterr().out)["best"]["evidence"] == "probed"
     assert main(["rebalance", str(plan), str(probe), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert sum(stage["num_layers_after"] for stage in data["stages"]) == 4

@@ -9,7 +9,7 @@ import pytest
 from probes import probe_result
 
 from planner.cli import main
-from planner.cli.plan_file import read_plan
+from planner.plan_file import read_plan
 
 
 @pytest.fixture(scope="module")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from planner.answer import Plan
 from planner.cli.inputs import read_job
+from planner.cli.job_options import JobOptions
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.specs.training import Parallelism
 
-OPTIONS = {"model": "deepseek-v3", "gpus": 256, "hardware": "h100", "seq_length": 4096, "global_batch_size": 512}
+OPTIONS = JobOptions(model="deepseek-v3", gpus=256, hardware="h100", seq_length=4096, global_batch_size=512)
 
 
-def _evaluated(**more: object) -> Plan:
-    job = read_job({**OPTIONS, **more})
+def _evaluated(**more: Any) -> Plan:
+    job = read_job(replace(OPTIONS, **more))
     layout = Parallelism(pp=8, dp=32, ep=32, micro_batch_size=1)
     return evaluate(job.model, job.cluster, job.training, layout, runtime=job.runtime_spec)
 
@@ -37,7 +40,7 @@ def test_the_largest_effect_comes_first() -> None:
 
 
 def test_an_assumption_that_does_not_matter_is_not_told() -> None:
-    alone = read_job({"model": "8b", "gpus": 1, "hardware": "h100", "global_batch_size": 8})
+    alone = read_job(JobOptions(model="8b", gpus=1, hardware="h100", global_batch_size=8))
     told = evaluate(alone.model, alone.cluster, alone.training, Parallelism()).assumptions
     assert [line for line in told if "overlap" in line] == []
 
@@ -55,6 +58,6 @@ def test_an_assumption_that_does_not_matter_is_not_told() -> None:
 )
 def test_assumptions_that_make_no_sense_are_named(text: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
-        read_job({**OPTIONS, "assume": text})
+        read_job(replace(OPTIONS, assume=text))
     assert caught.value.message.startswith(message)
     assert caught.value.hint

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from toys import toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.outside_pipeline import ends_of
+from planner.layout.outside_pipeline import outside_pipeline
 from planner.shape import Shape
 
 FIRST = {"reduce_s": 5.0, "gather_s": 3.0, "forward_s": 1.0, "input_grad_s": 2.0, "weight_grad_s": 0.0}
@@ -26,7 +26,7 @@ def exposed(
     table = pricing.table(shape)
     nothing = dict.fromkeys((name for name in table.head.__slots__ if name.endswith("_s")), 0.0)
     costs = [replace(table.head, **{**nothing, **seconds}) for seconds in ranks or [FIRST] * pp]
-    return ends_of(pricing, table, costs, schedule).exposed_dp_s
+    return outside_pipeline(pricing, table, costs, schedule).exposed_dp_s
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import pytest
 from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, PricedLayout
-from planner.cli.plan_file import with_alternative
 from planner.errors import SpecError
 from planner.layout.replan import order_of, reprice, with_microbatches
-from planner.layout.seconds import cost_by_rank
+from planner.plan_file import with_alternative
 from planner.schedule.replay import makespan_s
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
@@ -49,8 +48,9 @@ def test_a_saved_plan_is_priced_again_to_the_same_seconds(model: str, limits: di
     again = reprice(saved, saved.best)
     expected = _pipeline_s(saved.best, float(again.table.tail_s))
     assert makespan_s(again.order, again.durations) == pytest.approx(expected, rel=1e-9)
-    ranks = cost_by_rank(again.costs, again.order.stage_to_rank)
-    assert [round(float(rank.parameters)) for rank in ranks] == [stage.num_parameters for stage in saved.stages]
+    assert [round(float(rank.parameters)) for rank in again.rank_costs] == [
+        stage.num_parameters for stage in saved.stages
+    ]
 
 
 def _searched(problem: Problem) -> Plan:

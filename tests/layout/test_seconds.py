@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from toys import Problem, legal_counts, toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.outside_pipeline import ends_of
-from planner.layout.room import peak_activation_bytes, split_fits, stage_memory
-from planner.layout.seconds import build_order, cost_by_rank, durations_of, run_pipeline, step_s
+from planner.layout.activations import activation_peaks_bytes
+from planner.layout.candidate import Candidate, by_rank
+from planner.layout.seconds import run_pipeline
 from planner.layout.split import Split, stage_costs
 from planner.physics.cost import CostTable
-from planner.schedule.orders import build_schedule, placement
+from planner.physics.stage_memory import stage_memory
+from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations, makespan_s
 from planner.shape import Shape
 
@@ -29,24 +30,21 @@ def test_long_steps_are_what_their_full_replay_says(schedule: str, pp: int) -> N
     """Uneven splits too, where the busiest rank sets the pace only after many micro-batches."""
     rng, vpp = random.Random(pp), 2 if schedule.startswith("interleaved") else 1
     problem = toy_problem(toy_model(9), toy_cluster(8, network_gb_per_s=5.0))
-    ranks, splits = placement(schedule, pp, vpp), list(legal_counts(9, pp, vpp, empty_ends=True))
+    splits = list(legal_counts(9, pp, vpp, empty_ends=True))
     for rounds in (5, 16, 40):
         table = priced(problem, pp=pp, vpp=vpp, num_microbatches=pp * rounds)
         # the nearer to even, the longer it takes the busiest rank to set the pace
         even = sorted(splits, key=lambda counts: max(counts) - min(counts))[:12]
         for counts in {*even, *rng.sample(splits, min(6, len(splits)))}:
-            split = Split(counts)
-            costs = stage_costs(table, problem.model, split, ranks)
-            durations = durations_of(table, costs, problem.pricing)
-            exact_s = makespan_s(build_order(table, schedule), durations)
-            quick = run_pipeline(table, durations, schedule, exact=False)
+            candidate = Candidate(problem.pricing, table, Split(counts), schedule)
+            exact_s = makespan_s(candidate.order, candidate.durations)
+            quick = candidate.run(exact=False)
             assert quick.makespan_s == pytest.approx(exact_s, rel=3e-3), (counts, rounds)
-            full = run_pipeline(table, durations, schedule)
+            full = candidate.run()
             assert full.makespan_s == pytest.approx(exact_s, rel=1e-12)
             assert quick.busy_s == pytest.approx(full.busy_s)
             assert quick.num_microbatches == full.num_microbatches == pp * rounds
-            ends = ends_of(problem.pricing, table, cost_by_rank(costs, ranks), schedule)
-            assert step_s(problem.pricing, table, split, schedule) == pytest.approx(exact_s + sum(ends), rel=3e-3)
+            assert candidate.step_s == pytest.approx(exact_s + sum(candidate.outside), rel=3e-3)
 
 
 def test_a_rank_that_sets_the_pace_late_is_waited_for() -> None:
@@ -54,8 +52,8 @@ def test_a_rank_that_sets_the_pace_late_is_waited_for() -> None:
     table = priced(toy_problem(toy_model(8)), pp=4, num_microbatches=48)
     halves = [0.9, 0.594, 0.594, 0.85]
     durations = Durations([0.82, 0.53, 0.53, 0.82], halves, halves, p2p_s=0.017, blocking_p2p=True)
-    exact_s = makespan_s(build_order(table, "1f1b"), durations)
-    assert run_pipeline(table, durations, "1f1b", exact=False).makespan_s == pytest.approx(exact_s, rel=1e-6)
+    exact_s = makespan_s(build_schedule("1f1b", 4, 1, 48), durations)
+    assert run_pipeline(table.shape, durations, "1f1b", exact=False).makespan_s == pytest.approx(exact_s, rel=1e-6)
     few, more = (makespan_s(build_schedule("1f1b", 4, 1, m), durations) for m in (12, 16))
     assert more + (more - few) / 4 * 32 < 0.98 * exact_s
 
@@ -64,10 +62,10 @@ def test_parts_on_one_rank_add_up() -> None:
     problem = toy_problem(toy_model(8))
     table = priced(problem, pp=2, vpp=2, num_microbatches=4)
     costs = stage_costs(table, problem.model, Split((1, 2, 3, 2)), (0, 1, 0, 1))
-    first, second = cost_by_rank(costs, (0, 1, 0, 1))
+    first, second = by_rank(costs, (0, 1, 0, 1))
     assert first.total_s == pytest.approx(costs[0].total_s + costs[2].total_s)
     assert second.static_bytes == pytest.approx(costs[1].static_bytes + costs[3].static_bytes)
-    folded = cost_by_rank(costs, (0, 1, 1, 0))
+    folded = by_rank(costs, (0, 1, 1, 0))
     assert folded[0].live_bytes == pytest.approx(costs[0].live_bytes + costs[3].live_bytes)
 
 
@@ -75,10 +73,9 @@ def test_parts_on_one_rank_add_up() -> None:
 def test_activations_held_are_those_of_the_order(schedule: str) -> None:
     """Stage by stage: what is kept from a forward to its backward, whatever the stages keep."""
     pp, vpp = 3, 2 if schedule == "interleaved-1f1b" else 1
-    problem = toy_problem(toy_model(6))
-    order = build_order(priced(problem, pp=pp, vpp=vpp, num_microbatches=9), schedule)
+    order = build_schedule(schedule, pp, vpp, 9)
     live = [1.0, 10.0, 100.0, 1000.0, 10_000.0, 100_000.0][: pp * vpp]
-    for rank, peak in enumerate(peak_activation_bytes(order, live)):
+    for rank, peak in enumerate(activation_peaks_bytes(order, live)):
         held = most = 0.0
         for action in order.ranks[rank]:
             held += live[action.stage] if action.kind == "F" else -live[action.stage]
@@ -86,7 +83,7 @@ def test_activations_held_are_those_of_the_order(schedule: str) -> None:
         assert held == 0
         assert peak == most
     if vpp == 1:
-        assert peak_activation_bytes(order, [1.0] * 3) == [3.0, 2.0, 1.0]
+        assert activation_peaks_bytes(order, [1.0] * 3) == [3.0, 2.0, 1.0]
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
@@ -106,10 +103,8 @@ def test_memory_is_that_of_the_worst_moment(zero_stage: int) -> None:
 def test_fitting_is_to_the_byte() -> None:
     problem = toy_problem(toy_model(6))
     table, split = priced(problem, pp=2, num_microbatches=8), Split((3, 3))
-    costs = stage_costs(table, problem.model, split, (0, 1))
-    peaks = peak_activation_bytes(build_order(table, "1f1b"), [float(cost.live_bytes) for cost in costs])
-    memories = [stage_memory(problem.pricing, table, c, p) for c, p in zip(costs, peaks, strict=True)]
+    memories = Candidate(problem.pricing, table, split, "1f1b").memory
     needed_gib = max(memory.total_bytes for memory in memories) / 2**30
     for gib, fits in ((needed_gib + 1e-9, True), (needed_gib - 1e-6, False)):
         other = toy_problem(toy_model(6), toy_cluster(8, memory_gib=gib), toy_training(16))
-        assert split_fits(other.pricing, table, split, "1f1b") is fits
+        assert Candidate(other.pricing, table, split, "1f1b").fits is fits

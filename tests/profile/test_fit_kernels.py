@@ -22,8 +22,8 @@ from planner.profile.kernels import Problem
 from planner.profile.solve import least_squares
 from planner.profile.tables import read_table
 from planner.shape import FloatArray
-from planner.specs.cluster import HardwareSpec
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
+from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import load_hardware
 from planner.trainers.load import load_runtime
 

@@ -15,7 +15,8 @@ from planner.profile.machine import fitted_tier, known_profile, profile_of
 from planner.profile.probed import chunk_costs
 from planner.profile.record import Machine, Record, Row, sidecar
 from planner.profile.tables import Table, read_table
-from planner.specs.cluster import ClusterSpec, LinkTier
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import LinkTier
 from planner.specs.registry import load_hardware
 from planner.specs.units import GIB
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan, PricedLayout
-from planner.report.causes import MEMORY, largest_cause, memory_differences, says_misfit, says_slower, step_differences
+from planner.report.causes import largest_cause, memory_differences, says_misfit, says_slower, step_differences
+from planner.report.labels import MEMORY
 
 MakePlan = Callable[..., Plan]
 

@@ -96,3 +96,19 @@ def test_svg_has_a_bar_per_action_at_its_place() -> None:
     assert len(bars) == 4 * 8 * 2
     bar = bars["3B0: backward, 4 to 6 s"]
     assert (bar.get("x"), bar.get("width")) == ("100.00", "20.00")
+
+
+@pytest.mark.parametrize(
+    ("pass_s", "ticks"),
+    [
+        (1.0, ["0 s", "5 s", "10 s", "15 s", "20 s", "25 s", "30 s"]),
+        (0.9994 / 3.3, ["0 s", "1 s", "2 s", "3 s", "4 s", "5 s", "6 s", "7 s", "8 s", "9 s"]),
+        (1e-5, ["0 µs", "50 µs", "100 µs", "150 µs", "200 µs", "250 µs", "300 µs"]),
+    ],
+)
+def test_the_axis_of_the_svg_has_round_ticks(pass_s: float, ticks: list[str]) -> None:
+    ranks = (pass_s,) * 4
+    timeline = RankSeconds(ranks, ranks, ranks).replayed(build_schedule("1f1b", 4, 1, 8))
+    root = ElementTree.fromstring(timeline_svg(timeline, width=60 + 10 + 330))
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[-len(ticks) :] == ticks

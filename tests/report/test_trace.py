@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from planner.report.trace import Slice, trace_events
+from planner.report.trace import TraceSlice, trace_events
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations, replay
 
@@ -84,7 +84,7 @@ def test_memory_is_a_counter() -> None:
 def test_the_caller_adds_what_surrounds_the_pipeline() -> None:
     ones = [1.0, 1.0]
     timeline = replay(build_schedule("1f1b", 2, 1, 2), Durations(ones, ones, ones))
-    extra = [Slice(0, "data parallel", "reduce gradients", 9.0, 9.5)]
+    extra = [TraceSlice(0, "data parallel", "reduce gradients", 9.0, 9.5)]
     events = trace_events(timeline, extra, rank_names=["stage 0", "stage 1"])["traceEvents"]
     (thread,) = {e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == "data parallel"}
     assert {"ph": "X", "pid": 0, "tid": thread, "name": "reduce gradients", "ts": 9e6, "dur": 0.5e6} in events

@@ -13,11 +13,12 @@ from planner.schedule.orders import (
     SCHEDULES,
     Action,
     build_schedule,
-    first_chunk_in_flight,
+    chunks_in_flight,
     in_flight_chunks,
     in_flight_microbatches,
     interleaved_one_f_one_b,
     passes_behind,
+    placement,
     violation,
 )
 from planner.schedule.replay import Durations, replay
@@ -87,8 +88,9 @@ def test_of_what_the_first_rank_holds_the_first_chunk_is_counted(random_shape: R
         actions = list(build_schedule(name, pp, vpp, num_microbatches).ranks[0])
         held = [sum(change[action.kind] for action in actions[: end + 1]) for end in range(len(actions))]
         fullest = actions[: held.index(max(held)) + 1]
-        first = sum(change[action.kind] for action in fullest if action.stage == 0)
-        assert first_chunk_in_flight(name, pp, vpp, num_microbatches) == first
+        stages = [stage for stage, rank in enumerate(placement(name, pp, vpp)) if rank == 0]
+        by_chunk = [sum(change[action.kind] for action in fullest if action.stage == stage) for stage in stages]
+        assert list(chunks_in_flight(name, pp, vpp, num_microbatches)[0]) == by_chunk
 
 
 def test_in_flight_by_hand() -> None:
@@ -96,9 +98,8 @@ def test_in_flight_by_hand() -> None:
     assert in_flight_chunks("1f1b", 4, 1, 2) == [2, 2, 2, 1]
     assert in_flight_chunks("gpipe", 4, 1, 8) == [8] * 4
     assert in_flight_chunks("interleaved-1f1b", 4, 2, 8) == [11, 9, 7, 5]  # 2·(4 − r − 1) + 4 + 1
-    assert (
-        first_chunk_in_flight("interleaved-1f1b", 4, 2, 8) == 7
-    )  # 0 to 3 of both chunks, then 4, 5 and 6 of the first
+    # 0 to 3 of both chunks, then 4, 5 and 6 of the first
+    assert chunks_in_flight("interleaved-1f1b", 4, 2, 8)[0] == (7, 4)
     assert in_flight_microbatches("interleaved-1f1b", 4, 2, 8) == [5.5, 4.5, 3.5, 2.5]
     assert in_flight_chunks("breadth-first", 4, 2, 8) == [16] * 4
     assert in_flight_chunks("zb-h1", 4, 1, 12) == [4] * 4

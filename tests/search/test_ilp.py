@@ -12,7 +12,7 @@ import pytest
 from brute_force import Candidate, brute_force_s, candidates, fits, pipeline_s, step_s
 
 from planner.physics.cost import PartCost
-from planner.schedule.orders import first_chunk_in_flight, in_flight_microbatches
+from planner.schedule.orders import chunks_in_flight, in_flight_microbatches
 from planner.search.ilp.layers import recurring
 from planner.search.ilp.node import Node
 from planner.search.ilp.program import Solution, solve
@@ -109,7 +109,7 @@ def interleaved_node(seed: int) -> Node:
         num_microbatches=steps,
         whole=rng.choice(["none", "all"]),
         in_flight=in_flight_microbatches("interleaved-1f1b", pp, vpp, steps),
-        first_in_flight=first_chunk_in_flight("interleaved-1f1b", pp, vpp, steps),
+        chunk_in_flight=chunks_in_flight("interleaved-1f1b", pp, vpp, steps),
         bound="interleaved",
         placement=tuple(range(pp)) * vpp,
         usable_bytes=rng.choice([1e6, rng.uniform(8, 25)]) * GIB,
@@ -119,14 +119,14 @@ def interleaved_node(seed: int) -> Node:
 def chosen(node: Node, solution: Solution) -> Candidate:
     """The solver's answer among all candidates; it is there exactly once."""
     kinds = list(dict.fromkeys(kind for kind, _ in node.runs))
-    same = [
-        one
-        for one in candidates(node)
-        if one.counts == solution.counts
-        and solution.recomputed == tuple(tuple(rank[kind] for kind in kinds) for rank in one.recomputed)
+    equal = [
+        candidate
+        for candidate in candidates(node)
+        if candidate.counts == solution.counts
+        and solution.recomputed == tuple(tuple(rank[kind] for kind in kinds) for rank in candidate.recomputed)
     ]
-    assert len(same) == 1
-    return same[0]
+    assert len(equal) == 1
+    return equal[0]
 
 
 def check_optimum(node: Node) -> bool:
@@ -173,14 +173,14 @@ NONE = ["SSSS", "FFFSSS", "FSM", "SFSSFFSFSFF"]
 @pytest.mark.parametrize("pattern", [*PATTERNS, *NONE])
 def test_what_recurs_is_counted_by_a_floor(pattern: str) -> None:
     kinds = {"F": LayerKind("full", "dense"), "S": LayerKind("sliding", "dense"), "M": LayerKind("full", "moe")}
-    found = recurring([(kinds[kind], len(list(same))) for kind, same in groupby(pattern)])
-    assert (None if found is None else found.period) == PATTERNS.get(pattern)
-    if found is None:
+    repeated = recurring([(kinds[kind], len(list(same))) for kind, same in groupby(pattern)])
+    assert (None if repeated is None else repeated.period) == PATTERNS.get(pattern)
+    if repeated is None:
         return
-    assert len(found.places) == len(set(pattern)) - 1
-    for number, (kind, places) in product(range(len(pattern) + 1), found.places.items()):
-        held = [kinds[kind] for kind in pattern[:number]].count(kind)
-        assert held == sum((number + found.period - 1 - place) // found.period for place in places)
+    assert len(repeated.places) == len(set(pattern)) - 1
+    for number, (kind, places) in product(range(len(pattern) + 1), repeated.places.items()):
+        count = [kinds[kind] for kind in pattern[:number]].count(kind)
+        assert count == sum((number + repeated.period - 1 - place) // repeated.period for place in places)
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
@@ -196,7 +196,7 @@ def test_nothing_slower_than_the_cutoff_is_answered(seed: int) -> None:
     if solution is None:
         return
     pipeline = pipeline_s(node, chosen(node, solution))
-    fastest = min(pipeline_s(node, one) for one in candidates(node) if fits(node, one))
+    fastest = min(pipeline_s(node, candidate) for candidate in candidates(node) if fits(node, candidate))
     assert solve(replace(node, cutoff_s=0.999 * fastest), TIME_LIMIT_S) is None
     again = solve(replace(node, cutoff_s=1.001 * pipeline), TIME_LIMIT_S)
     assert again is not None

@@ -9,12 +9,11 @@ import pulp
 import pytest
 from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.room import split_fits
-from planner.layout.seconds import step_s
+from planner.layout.candidate import Candidate
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.search.ilp.node import Node
-from planner.search.ilp.nodes import RecomputeChoice, node_of
+from planner.search.ilp.translate import RecomputeChoice, node_of
 from planner.search.search import plan
 from planner.specs.units import GIB
 
@@ -82,13 +81,13 @@ def add_rows(program: pulp.LpProblem, node: Node, seconds: dict[str, Any], y: An
     layer = node.layers[kind, "full" if node.whole == "all" else node.base]
     pause = hop if node.blocking_p2p and pp > 1 else 0.0
 
-    def of(rank: int, quantity: str) -> Any:
-        held = getattr(node.embedding, quantity) * (rank == 0) + getattr(node.head, quantity) * (rank == pp - 1)
-        return float(getattr(layer, quantity)) * n[rank] + float(held) * y
+    def total(rank: int, quantity: str) -> Any:
+        ends = getattr(node.embedding, quantity) * (rank == 0) + getattr(node.head, quantity) * (rank == pp - 1)
+        return float(getattr(layer, quantity)) * n[rank] + float(ends) * y
 
     program += pulp.lpSum(n) == length * y
-    f = [of(rank, "forward_total_s") for rank in range(pp)]
-    b = [of(rank, "backward_total_s") for rank in range(pp)]
+    f = [total(rank, "forward_total_s") for rank in range(pp)]
+    b = [total(rank, "backward_total_s") for rank in range(pp)]
     for r in range(pp):
         program += n[r] <= length * y
         if not (node.empty_ends and r in (0, pp - 1)) or pp == 1:
@@ -103,19 +102,19 @@ def add_rows(program: pulp.LpProblem, node: Node, seconds: dict[str, Any], y: An
         for wait in [0, *waits]:
             program += seconds["T"] >= steps * (f[r] + b[r]) + pauses * pause * y + trip + wait
         live = node.in_flight[r] * float(layer.live_bytes) * n[r]
-        held = (node.in_flight[0] * node.embedding.live_bytes) * (r == 0) + node.head.live_bytes * (r == pp - 1)
-        moment = max(float(layer.transient_bytes), float(node.head.transient_bytes) * (r == pp - 1))
-        needed = of(r, "static_bytes") + live + float(held + moment) * y
+        ends = (node.in_flight[0] * node.embedding.live_bytes) * (r == 0) + node.head.live_bytes * (r == pp - 1)
+        transient = max(float(layer.transient_bytes), float(node.head.transient_bytes) * (r == pp - 1))
+        needed = total(r, "static_bytes") + live + float(ends + transient) * y
         program += needed * (1 / GIB) <= node.usable_bytes / GIB * y
-        program += seconds["optimizer"] >= of(r, "optimizer_s")
+        program += seconds["optimizer"] >= total(r, "optimizer_s")
     for name, exchange, hides, passes in (
         ("gradients", "reduce_s", node.gradient_overlap_fraction, b),
         ("parameters", "gather_s", node.parameter_overlap_fraction, f),
     ):
         for r in range(pp):
             late = seconds[name] + pulp.lpSum(passes[:r])
-            program += late >= of(r, exchange) - hides * passes[r]
-            program += late >= node.contention_fraction * of(r, exchange)
+            program += late >= total(r, exchange) - hides * passes[r]
+            program += late >= node.contention_fraction * total(r, exchange)
 
 
 PROBLEMS = {
@@ -165,8 +164,8 @@ def test_with_real_transfers_it_lies_between_bound_and_replay(name: str) -> None
     assert joint.optimum_s <= answer.step.step_s * (1 + 1e-6)
     assert answer.step.step_s == pytest.approx(joint.optimum_s, rel=0.02)
     option, split = joint.chosen
-    assert split_fits(problem.pricing, option.table, split, option.schedule)
-    replayed = step_s(problem.pricing, option.table, split, option.schedule)
+    assert Candidate(problem.pricing, option.table, split, option.schedule).fits
+    replayed = Candidate(problem.pricing, option.table, split, option.schedule).step_s
     assert replayed >= answer.step.step_s * (1 - 1e-4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +11,13 @@ from toys import legal_splits, toy_cluster, toy_model, toy_problem
 
 from planner.answer import Plan
 from planner.errors import SpecError
+from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate
 from planner.layout.replan import reprice
-from planner.layout.room import split_fits
-from planner.layout.seconds import step_s
 from planner.layout.split import Split
 from planner.schedule.replay import makespan_s
-from planner.search.ilp.nodes import node_of
 from planner.search.ilp.program import solve
+from planner.search.ilp.translate import node_of
 from planner.search.rebalance import Rebalanced, rebalance, recompute_of, recounted
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
@@ -50,9 +50,9 @@ def test_no_split_of_a_small_model_is_faster(seed: int) -> None:
     choice = recompute_of(case.split, saved)
     splits = legal_splits(problem.model, case.table.shape, choice, problem.runtime.head_only_stage)
     best_s = min(
-        step_s(case.pricing, case.table, split, "1f1b", factors)
+        Candidate(case.pricing, case.table, split, "1f1b", rank_factors=tuple(factors)).step_s
         for split in splits
-        if split_fits(case.pricing, case.table, split, "1f1b")
+        if Candidate(case.pricing, case.table, split, "1f1b").fits
     )
     assert found.after.step.step_s == pytest.approx(best_s, rel=2e-3)
     solution = solve(node_of(case.pricing, case.table, choice, "1f1b", rank_factors=factors), 10.0)
@@ -68,11 +68,12 @@ def test_the_programs_bound_holds_for_slow_ranks_under_any_schedule(schedule: st
         node_of(case.pricing, case.table, recompute_of(case.split, saved), schedule, rank_factors=factors), 10.0
     )
     assert solution is not None
+    slow = replace(case, schedule=schedule, rank_factors=tuple(factors))
     for counts in ((8, 8, 8, 8), (9, 5, 11, 7)):
         if vpp == 1:
             split = Split(counts)
-            assert solution.bound_s <= step_s(case.pricing, case.table, split, schedule, factors) * (1 + 1e-6)
-    assert solution.bound_s <= step_s(case.pricing, case.table, case.split, schedule, factors) * (1 + 1e-6)
+            assert solution.bound_s <= slow.with_split(split).step_s * (1 + 1e-6)
+    assert solution.bound_s <= slow.step_s * (1 + 1e-6)
 
 
 def test_a_slow_rank_gets_fewer_layers_and_the_step_shorter() -> None:

@@ -23,7 +23,7 @@ SOLD_GB = {
     "mi350x": 288,
     "mi355x": 288,
 }
-"""Where the name does not say it, or memory that corrects errors takes a sixteenth of it."""
+"""GiB on the box where the name does not say them, or where memory that corrects errors takes a sixteenth."""
 
 
 @pytest.mark.parametrize("name", hardware_names())

@@ -295,7 +295,7 @@ def test_a_language_model_whose_config_is_all_at_the_top(model_type: str) -> Non
 
 
 def test_the_top_says_whether_a_language_model_within_is_tied() -> None:
-    """What transformers 5.23 saves of Qwen2.5-VL-3B, and builds beside its vision tower."""
+    """The config of Qwen2.5-VL-3B as transformers 5.23 saves it, and the model that it builds of it."""
     sizes = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
              "num_key_value_heads": 2, "vocab_size": 151936}  # fmt: skip
     saved = {"model_type": "qwen2_5_vl", "tie_word_embeddings": True, "text_config": sizes}

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from planner.errors import SpecError
-from planner.specs.cluster import HardwareSpec
+from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import known_keys, nearest, spec_error
 from planner.specs.training import Parallelism, SearchLimits

@@ -14,7 +14,14 @@ import pytest
 
 from planner.errors import SpecError
 from planner.specs import registry
-from planner.specs.registry import hardware_names, load_hardware, load_model, model_names
+from planner.specs.base import Spec
+from planner.specs.cluster import ClusterSpec
+from planner.specs.efficiency import AttentionEfficiency, Efficiency, GemmEfficiency
+from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
+from planner.specs.model import MLASpec, ModelSpec, MoESpec, TrainingDefaults
+from planner.specs.registry import hardware_names, load_hardware, load_model, model_names, model_of
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.trainers.spec import RuntimeSpec
 
 TINY = """\
 num_hidden_layers: 2
@@ -200,3 +207,20 @@ def test_loading_specs_needs_no_torch() -> None:
         "import sys; from planner.specs.registry import load_model; load_model('405b'); print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_cluster_takes_its_hardware_by_name_and_refuses_it_as_load_hardware_does() -> None:
+    assert ClusterSpec(hardware="h200", num_gpus=8).hardware is load_hardware("h200")
+    assert model_of("405b") is model_of(load_model("405b"))
+    with pytest.raises(SpecError, match="hardware: unknown 'h299'") as error:
+        ClusterSpec(hardware="h299", num_gpus=8)
+    assert "did you mean h20 or h200" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [ClusterSpec, Efficiency, GemmEfficiency, AttentionEfficiency, HardwareSpec, LinkTier, MLASpec, ModelSpec, MoESpec,
+     Parallelism, ReservedMemory, RuntimeSpec, SearchLimits, TrainingDefaults, TrainingSpec],
+)  # fmt: skip
+def test_the_docstring_below_a_field_is_its_description(spec: type[Spec]) -> None:
+    assert [name for name, field in spec.model_fields.items() if not field.description] == []

@@ -1,4 +1,4 @@
-"""What a probe measured is laid over a profile: factors multiply, shares replace, the profile itself stays."""
+"""A calibration is laid over a profile: factors multiply, shares replace, and the profile itself stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run uses tells which generation of its trainer it ran on."""
+"""A run is dated by what it uses: the oldest generation of its trainer that knows all of it."""
 
 from __future__ import annotations
 

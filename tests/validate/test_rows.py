@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from planner.errors import Unsupported
 from planner.layout.runs import parse_run
 from planner.physics.layers import model_totals
 from planner.validate.rows import load_rows
@@ -24,10 +25,22 @@ def test_rows_with_assumed_fields_or_little_trust_are_not_scored() -> None:
     assert all(row.assumed or row.trust == "C" for row in left_out)
 
 
-def test_a_row_is_a_line_of_runs() -> None:
-    line = json.loads(load_rows()[0].to_line())
-    assert set(line) == {"id", "run"}
-    assert line["run"]["model"]["num_hidden_layers"] == 61
+def test_a_row_is_parsed_as_a_line_of_runs_is() -> None:
+    row = load_rows()[0]
+    assert row.parsed() == parse_run(json.loads(json.dumps({"id": row.id, "run": row.run})))
+    assert row.parsed().model.num_hidden_layers == 61
+
+
+def test_features_of_published_runs_are_known() -> None:
+    """A feature that nobody knows would be left out of a prediction without a word."""
+    unknown, num_unsupported = set(), 0
+    for row in load_rows():
+        try:
+            unknown |= set(row.parsed().unknown_features)
+        except Unsupported:
+            num_unsupported += 1
+    assert unknown == set()
+    assert 0 < num_unsupported < 20
 
 
 @pytest.mark.parametrize(
@@ -42,5 +55,5 @@ def test_models_have_the_parameters_that_their_tables_state(model: str, num_para
     """LLM Foundry's tables, of sequences of 2,048 tokens: positions are learned, one vector each."""
     rows = [row for row in load_rows() if row.family == "llm-foundry" and row.run["seq_length"] == 2048]
     row = next(row for row in rows if row.run["model"]["name"] == model)
-    run = parse_run({"id": row.id, "run": row.run})
+    run = row.parsed()
     assert model_totals(run.model, run.runtime, 2048).num_parameters == num_parameters

@@ -1,4 +1,4 @@
-"""What a score counts."""
+"""A score counts the rows that it should, with their weights."""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def chunked_bound_s(screen: Screen, base: Recompute, whole: Whole, orders: Order
         saved, again = screen.layer_s(base, "live_bytes"), screen.layer_s(FULL) - screen.layer_s(base)
         saved = np.maximum((saved - screen.layer_s(FULL, "live_bytes")).max(axis=0), 1.0)
         lacking = np.maximum(at_least(layer_bytes(screen, base, held)) - free, 0.0)
-        forced = np.ceil(lacking / (held * saved[:, None]) - 1e-9)
+        forced = lacking / (held * saved[:, None])
+        if whole != "any_modules":  # a set of modules saves a part of every layer
+            forced = np.ceil(forced - 1e-9)
         if whole == "one_count":
             # in every chunk, the ends' shorter ones among them
             of_each = np.ceil(forced.max(axis=1, initial=0.0) / np.asarray(screen.shape.vpp) - 1e-9)

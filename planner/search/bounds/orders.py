@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.schedule.orders import SCHEDULES, first_chunk_in_flight, in_flight_microbatches, placement
+from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_microbatches, placement
 from planner.search.priced_shapes import FRUGAL
 from planner.shape import FloatArray
 
@@ -31,12 +32,16 @@ class Orders:
         return Orders(self.plain[index], self.splits[index], self.in_flight[index], self.full[index])
 
 
-def orders_of(nodes: Sequence[tuple[str, int, int, int]]) -> Orders:
-    """Of nodes given as (schedule, pp, vpp, num_microbatches)."""
+Kinds = Literal["one", "in runs", "in a pattern"]
+"""How a model's layers differ: not at all, in a few runs of equal ones, or in a pattern that repeats."""
+
+
+def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") -> Orders:
+    """The orders of nodes given as (schedule, pp, vpp, num_microbatches), for layers of one kind or several."""
     width = max((pp for _, pp, _, _ in nodes), default=1)
     in_flight, full = np.ones((len(nodes), width)), np.zeros((len(nodes), width), dtype=bool)
     for row, (name, pp, vpp, microbatches) in enumerate(nodes):
-        in_flight[row, :pp] = _least_in_flight(name, pp, vpp, microbatches)
+        in_flight[row, :pp] = _least_in_flight(name, pp, vpp, microbatches, kinds)
         if vpp > 1:
             ranks = placement(name, pp, vpp)
             full[row, :pp] = True
@@ -49,10 +54,12 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]]) -> Orders:
     )
 
 
-def _least_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> Sequence[float]:
+def _least_in_flight(name: str, pp: int, vpp: int, num_microbatches: int, kinds: Kinds) -> Sequence[float]:
     """As the schedule has it where that is a formula; else what all of them hold: min(M, pp − r), or 1 if frugal.
 
-    Where stages interleave the first rank's first chunk, of which it holds most, may be missing.
+    Where stages interleave a rank holds most of its first chunk. That may be missing on the first rank, and keep fewer
+    bytes than the others on any rank if layers differ: then the other chunks' mean counts; in a pattern any chunk may
+    keep the fewest bytes: then the least counts.
     """
     if SCHEDULES[name].splits_backward:
         held = [1 if name in FRUGAL else min(num_microbatches, pp - rank) for rank in range(pp)]
@@ -60,5 +67,8 @@ def _least_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> Seq
     in_flight = in_flight_microbatches(name, pp, vpp, num_microbatches)
     if vpp == 1:
         return in_flight
-    first = first_chunk_in_flight(name, pp, vpp, num_microbatches)
-    return [(vpp * in_flight[0] - first) / (vpp - 1), *in_flight[1:]]
+    counts = chunks_in_flight(name, pp, vpp, num_microbatches)
+    if kinds == "in a pattern":
+        return [float(min(chunks[1:] if rank == 0 else chunks)) for rank, chunks in enumerate(counts)]
+    later = [sum(chunks[1:]) / (vpp - 1) for chunks in counts]
+    return later if kinds == "in runs" else [later[0], *in_flight[1:]]

@@ -1,28 +1,23 @@
 """Rows 1 to 3 of the integer program: which layers of the model are on which rank, as integers and sums of them.
 
-Two ways to say that layers stay in order, each exact where it is used. Where the model is a few runs of equal layers a
-binary says of each rank whether a run is finished there. Where the layers repeat every p (every second slides), the
-first n hold ⌊(n + c) / p⌋ of those at place p − 1 − c: the one integer s with (n + c − p + 1) / p ≤ s ≤ (n + c) / p.
+There are two ways to say that layers stay in order, each exact where it is used. Where the model is a few runs of equal
+layers, a binary says of each rank whether a run is finished there (`_add_runs`). Where the layers repeat every p (every
+second one slides), the first n layers hold ⌊(n + c) / p⌋ of those at place p − 1 − c of the pattern, which is the one
+integer s with (n + c − p + 1) / p ≤ s ≤ (n + c) / p (`_add_recurring`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import pulp
-
+from planner.search.ilp.formulation import Expression, Formulation, add_up, constant, count, equal
+from planner.search.ilp.node import Node, Runs
 from planner.specs.model import LayerKind
 
-Expression = Any
-"""A pulp expression, a variable or a number."""
-
-Runs = Sequence[tuple[LayerKind, int]]
-"""Maximal runs of equal layers: kind and length."""
-
-
 MAX_PLACES = 4
-"""Counted ones of a pattern that repeats: each is an integer for every virtual stage."""
+"""Places of a pattern whose layers are counted: each is an integer for every virtual stage."""
 
 
 class Recurring(NamedTuple):
@@ -30,11 +25,11 @@ class Recurring(NamedTuple):
 
     period: int
     places: dict[LayerKind, list[int]]
-    """Where in the pattern the layers of each kind are, but those of the commonest."""
+    """Where in the pattern the layers of each kind are; the commonest kind is left out."""
 
 
 def recurring(runs: Runs) -> Recurring | None:
-    """The pattern that repeats; None where no kind comes back, or too many places are to be counted."""
+    """The pattern that repeats; None where no kind comes back, or too many places would have to be counted."""
     layers = [kind for kind, length in runs for _ in range(length)]
     kinds = list(dict.fromkeys(layers))
     period = next((p for p in range(1, len(layers)) if layers[p:] == layers[:-p]), len(layers))
@@ -45,163 +40,225 @@ def recurring(runs: Runs) -> Recurring | None:
     return Recurring(period, places)
 
 
-class Rows:
-    """A program under construction."""
+class Chunks(NamedTuple):
+    """Layers of the virtual stages where stages interleave: all hold the same number, but for the first and the last.
 
-    problem: Any
+    Without interleaving all three are 0 and stand in no row.
+    """
 
-    def _variable(self, name: str, most: float | None = None, integer: bool = False) -> Any:
-        category = pulp.LpInteger if integer else pulp.LpContinuous
-        return self.problem.add_variable(name, lowBound=0, upBound=most, cat=category)
-
-    def _named(self, name: str, expression: Expression) -> Any:
-        """A variable equal to `expression`, so that a long sum enters many rows as one term."""
-        variable = self._variable(name)
-        self.problem += variable == expression, f"is_{name}"
-        return variable
+    length: Expression
+    """Layers of every virtual stage but the first and the last."""
+    missing_first: Expression
+    """How many layers fewer the first virtual stage holds."""
+    missing_last: Expression
+    """How many layers fewer the last virtual stage holds."""
 
 
-class HeldLayers(Rows):
-    """Variables and rows of what each rank holds, added to `problem`."""
+class LayerSums(NamedTuple):
+    """Layers that the ranks hold, as sums of the variables of `_add_runs` or `_add_recurring`."""
 
     first_row: list[Expression]
     """Layers of each rank's first virtual stage."""
     totals: list[Expression]
     """Layers of each rank."""
-    by_kind: list[dict[LayerKind, Any]]
-    """Layers of each rank by kind, a variable each: they enter every other row."""
-    chunk: Any = None
-    """Layers of every virtual stage but the first and the last, where stages interleave."""
+    by_kind: list[dict[LayerKind, Expression]]
+    """Layers of each rank by kind; `add_layers` gives each sum a variable."""
+    in_flight: list[dict[LayerKind, Expression]]
+    """The same, each layer as often as there are micro-batches of its chunk in flight."""
 
-    def __init__(
-        self, problem: Any, runs: Runs, *, pp: int, vpp: int, placement: Sequence[int], empty_ends: bool
-    ) -> None:
-        self.problem, self.runs = problem, runs
-        self.pp, self.vpp, self.placement, self.empty_ends = pp, vpp, placement, empty_ends
-        self.num_layers = sum(length for _, length in runs)
-        self.kinds = list(dict.fromkeys(kind for kind, _ in runs))
-        if vpp > 1:
-            self.chunk = self._variable("chunk", self.num_layers, integer=True)
-            self.missing = [
-                self._variable(f"missing_{end}", self.num_layers, integer=True) for end in ("first", "last")
-            ]
-            for end in self.missing:
-                problem += end <= self.chunk - (0 if empty_ends else 1), f"held_{end.name}"
-        special = recurring(runs)
-        if special is not None:
-            self._add_recurring(special)
-        else:
-            self._add_runs()
-        if vpp == 1:
-            for rank, total in enumerate(self.totals):
-                empty = empty_ends and rank in (0, pp - 1) and pp > 1
-                problem += total >= (0 if empty else 1), f"held_{rank}"
 
-    @property
-    def last_row(self) -> list[Expression]:
-        """Layers of the last pp virtual stages, where stages interleave."""
-        return [self.chunk] * (self.pp - 1) + [self.chunk - self.missing[1]]
+@dataclass(frozen=True, slots=True)
+class LayersOnRanks:
+    """Layers of each rank, as expressions that the other rows are made of."""
 
-    def counts(self) -> tuple[int, ...]:
+    first_row: list[Expression]
+    """Layers of each rank's first virtual stage."""
+    last_row: list[Expression]
+    """Layers of the last pp virtual stages, where stages interleave."""
+    totals: list[Expression]
+    """Layers of each rank."""
+    by_kind: list[dict[LayerKind, Expression]]
+    """Layers of each rank by kind; each is a variable, since it enters many rows."""
+    in_flight: list[dict[LayerKind, Expression]]
+    """Layers of each rank by kind, each as often as there are micro-batches of its chunk in flight."""
+    chunks: Chunks
+
+    def counts(self, node: Node) -> tuple[int, ...]:
         """Layers of each virtual stage as the solver chose them."""
-        if self.vpp == 1:
-            return tuple(map(as_count, self.totals))
-        later = [as_count(self.chunk)] * (self.pp * (self.vpp - 1))
-        later[-1] -= as_count(self.missing[1])
-        return (*map(as_count, self.first_row), *later)
+        if node.vpp == 1:
+            return tuple(map(count, self.totals))
+        inner = [count(self.chunks.length)] * (node.pp * (node.vpp - 2))
+        return (*map(count, self.first_row), *inner, *map(count, self.last_row))
 
-    def _name_kinds(self, rows: Sequence[dict[LayerKind, Expression]]) -> list[dict[LayerKind, Any]]:
-        return [
-            {
-                kind: self._named(f"layers_{rank}_{number}", expression)
-                for number, (kind, expression) in enumerate(row.items())
-            }
-            for rank, row in enumerate(rows)
-        ]
 
-    def _add_recurring(self, pattern: Recurring) -> None:
-        """`ends[j]` layers lie up to virtual stage j, `found[j]` of them of a kind; the commonest is what is left."""
-        num_stages = self.pp * self.vpp
-        ends: list[Expression] = [
-            (stage + 1) * self.chunk - self.missing[0]
-            if self.vpp > 1
-            else self._variable(f"filled_{stage}", self.num_layers, integer=True)
-            for stage in range(num_stages - 1)
-        ]
-        if self.vpp > 1:
-            self.problem += num_stages * self.chunk - pulp.lpSum(self.missing) == self.num_layers, "layers"
-        layers = [_difference([*ends, self.num_layers], stage) for stage in range(num_stages)]
-        self.first_row = layers[: self.pp]
-        on_rank = [[j for j, rank in enumerate(self.placement) if rank == r] for r in range(self.pp)]
-        self.totals = [pulp.lpSum(layers[stage] for stage in stages) for stages in on_rank]
-        rows: list[dict[LayerKind, Expression]] = [{} for _ in on_rank]
-        for kind, places in pattern.places.items():
-            whole = sum(length for held, length in self.runs if held == kind)
-            found = [*(self._found(pattern.period, places, stage, end) for stage, end in enumerate(ends)), whole]
-            for row, stages in zip(rows, on_rank, strict=True):
-                row[kind] = pulp.lpSum(_difference(found, stage) for stage in stages)
-        left = [total - pulp.lpSum(row.values()) for row, total in zip(rows, self.totals, strict=True)]
-        self.by_kind = self._name_kinds(
-            [{kind: row.get(kind, rest) for kind in self.kinds} for row, rest in zip(rows, left, strict=True)]
+def add_layers(program: Formulation, node: Node) -> LayersOnRanks:
+    """Add rows 1 to 3."""
+    chunks = _add_chunks(program, node) if node.vpp > 1 else Chunks(constant(0), constant(0), constant(0))
+    pattern = recurring(node.runs)
+    sums = _add_recurring(program, node, pattern, chunks) if pattern else _add_runs(program, node, chunks)
+    by_kind = [
+        {
+            kind: program.named("layers", f"layers_{rank}_{number}", f"{kind} layers on rank {rank}", expression)
+            for number, (kind, expression) in enumerate(kinds.items())
+        }
+        for rank, kinds in enumerate(sums.by_kind)
+    ]
+    if node.vpp == 1:
+        for rank, total in enumerate(sums.totals):
+            may_be_empty = node.empty_ends and rank in (0, node.pp - 1) and node.pp > 1
+            program.add_row("chunks", f"held_{rank}", total >= (0 if may_be_empty else 1))
+    last_row = [chunks.length] * (node.pp - 1) + [chunks.length - chunks.missing_last]
+    return LayersOnRanks(sums.first_row, last_row, sums.totals, by_kind, sums.in_flight, chunks)
+
+
+def _add_chunks(program: Formulation, node: Node) -> Chunks:
+    """Row 3 where stages interleave: an end stage lacks some layers of a chunk, and all of them only if it may."""
+    most = node.num_layers
+    chunk = program.variable("chunk", "layers of every virtual stage but the first and the last", most, integer=True)
+    missing = []
+    for end in ("first", "last"):
+        meaning = f"layers that the {end} virtual stage holds fewer than a chunk"
+        missing_at_end = program.variable(f"missing_{end}", meaning, most, integer=True)
+        program.add_row("chunks", f"held_missing_{end}", missing_at_end <= chunk - (0 if node.empty_ends else 1))
+        missing.append(missing_at_end)
+    return Chunks(chunk, *missing)
+
+
+def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks: Chunks) -> LayerSums:
+    """Rows 1 and 2 of layers that repeat: where each virtual stage ends, and how many of each kind lie before that.
+
+    `ends[j]` layers lie on the virtual stages 0 … j, `before[j]` of them are of one kind; the layers of the commonest
+    kind are those that are left.
+    """
+    ends: list[Expression] = []
+    for stage in range(node.num_stages - 1):
+        if node.vpp > 1:
+            ends.append((stage + 1) * chunks.length - chunks.missing_first)
+        else:
+            meaning = f"layers on the virtual stages 0 … {stage}"
+            ends.append(program.variable(f"filled_{stage}", meaning, node.num_layers, integer=True))
+    if node.vpp > 1:
+        missing = add_up((chunks.missing_first, chunks.missing_last))
+        program.add_row("layers", "layers", equal(node.num_stages * chunks.length - missing, node.num_layers))
+    ends.append(constant(node.num_layers))
+    lengths = [_difference(ends, stage) for stage in range(node.num_stages)]
+    stages_of = [[j for j, rank in enumerate(node.placement) if rank == r] for r in range(node.pp)]
+    totals = [add_up(lengths[stage] for stage in stages) for stages in stages_of]
+    weights = [node.in_flight_of(rank) for rank in range(node.pp)]
+    kept = [_weighted(weights[rank], [lengths[stage] for stage in stages]) for rank, stages in enumerate(stages_of)]
+    counted: list[dict[LayerKind, Expression]] = [{} for _ in stages_of]
+    counted_in_flight: list[dict[LayerKind, Expression]] = [{} for _ in stages_of]
+    for kind, places in pattern.places.items():
+        before = [_add_places(program, node, pattern.period, places, stage, end) for stage, end in enumerate(ends[:-1])]
+        before.append(constant(sum(length for run_kind, length in node.runs if run_kind == kind)))
+        for rank, stages in enumerate(stages_of):
+            of_kind = [_difference(before, stage) for stage in stages]
+            counted[rank][kind] = add_up(of_kind)
+            counted_in_flight[rank][kind] = _weighted(weights[rank], of_kind)
+    by_kind = _with_commonest(node, counted, totals)
+    return LayerSums(lengths[: node.pp], totals, by_kind, _with_commonest(node, counted_in_flight, kept))
+
+
+def _with_commonest(
+    node: Node, counted: Sequence[dict[LayerKind, Expression]], totals: Sequence[Expression]
+) -> list[dict[LayerKind, Expression]]:
+    """Sums by kind of each rank; the commonest kind, which is not counted, has the rest of the total."""
+    left = [total - add_up(kinds.values()) for kinds, total in zip(counted, totals, strict=True)]
+    return [{kind: counted[rank].get(kind, left[rank]) for kind in node.kinds} for rank in range(node.pp)]
+
+
+def _weighted(weights: Sequence[float], numbers: Sequence[Expression]) -> Expression:
+    return add_up(weight * number for weight, number in zip(weights, numbers, strict=True))
+
+
+def _add_places(
+    program: Formulation, node: Node, period: int, places: Sequence[int], stage: int, end: Expression
+) -> Expression:
+    """Layers at `places` of the pattern among the first `end` layers, those on the virtual stages 0 … `stage`."""
+    counts = []
+    for place in places:
+        name, meaning = (
+            f"recurring_{stage}_{place}",
+            f"layers at place {place} of the pattern on the stages 0 … {stage}",
         )
+        number = program.variable(name, meaning, node.num_layers, integer=True)
+        program.add_row("order", f"{name}_most", period * number <= end + period - 1 - place)
+        program.add_row("order", f"{name}_least", period * number >= end - place)
+        counts.append(number)
+    return add_up(counts)
 
-    def _found(self, period: int, places: Sequence[int], stage: int, end: Expression) -> Expression:
-        """Layers at `places` of the pattern among the first `end`."""
-        counts = [self._variable(f"recurring_{stage}_{place}", self.num_layers, integer=True) for place in places]
-        for place, count in zip(places, counts, strict=True):
-            self.problem += period * count <= end + period - 1 - place, f"{count.name}_most"
-            self.problem += period * count >= end - place, f"{count.name}_least"
-        return pulp.lpSum(counts)
 
-    def _add_runs(self) -> None:
-        """`first[r][i]` layers of run i on rank r's first chunk, `rest[r]` of the last run on its others."""
-        lengths, pp = [length for _, length in self.runs], self.pp
-        num_runs, interleaved = len(lengths), self.vpp > 1
-        filled: list[list[Expression]] = []
-        for rank in range(pp):
-            row: list[Expression] = []
-            for run, length in enumerate(lengths):
-                complete = rank == pp - 1 and not (interleaved and run == num_runs - 1)
-                row.append(length if complete else self._variable(f"filled_{rank}_{run}", length, integer=True))
-            filled.append(row)
-            for run in range(num_runs - 1 if rank < pp - 1 else 0):
-                finished = row[run]  # a run of one layer is finished where it is filled
-                if lengths[run] > 1:
-                    finished = self._variable(f"finished_{rank}_{run}", 1, integer=True)
-                    self.problem += row[run] >= lengths[run] * finished, f"order_{rank}_{run}_full"
-                self.problem += row[run + 1] <= lengths[run + 1] * finished, f"order_{rank}_{run}_next"
-        first = [[_difference([row[run] for row in filled], rank) for run in range(num_runs)] for rank in range(pp)]
-        for rank in range(1, pp):
-            for run, count in enumerate(first[rank]):
-                self.problem += count >= 0, f"grows_{rank}_{run}"
-        self.first_row = [pulp.lpSum(row) for row in first]
-        rest = self._add_later_chunks() if interleaved else [0] * pp
-        if interleaved:
-            self.problem += pulp.lpSum(rest) + filled[-1][-1] == lengths[-1], "layers"
-        self.totals = [row + later for row, later in zip(self.first_row, rest, strict=True)]
-        rows = []
-        for row, later in zip(first, rest, strict=True):
-            parts: dict[LayerKind, list[Expression]] = {kind: [] for kind in self.kinds}
-            for (kind, _), count in zip(self.runs, row, strict=True):
-                parts[kind].append(count)
-            parts[self.runs[-1][0]].append(later)
-            rows.append({kind: pulp.lpSum(counts) for kind, counts in parts.items()})
-        self.by_kind = self._name_kinds(rows)
+def _add_runs(program: Formulation, node: Node, chunks: Chunks) -> LayerSums:
+    """Rows 1 and 2 of runs of equal layers: each rank's first chunk; where stages interleave, also its later ones."""
+    lengths = [length for _, length in node.runs]
+    filled = _add_filled(program, node, lengths)
+    first = [
+        [_difference([up_to[run] for up_to in filled], rank) for run in range(len(lengths))] for rank in range(node.pp)
+    ]
+    for rank in range(1, node.pp):
+        for run, number in enumerate(first[rank]):
+            program.add_row("layers", f"grows_{rank}_{run}", number >= 0)
+    first_row = [add_up(numbers) for numbers in first]
+    later = [constant(0)] * node.pp
+    if node.vpp > 1:
+        later = _add_later_chunks(program, node, chunks, first_row)
+        program.add_row("layers", "layers", equal(add_up(later) + filled[-1][-1], lengths[-1]))
+    totals = [row + rest for row, rest in zip(first_row, later, strict=True)]
+    by_kind, in_flight = [], []
+    for rank, (numbers, rest) in enumerate(zip(first, later, strict=True)):
+        by_kind.append(_of_runs(node, numbers, rest))
+        first_weight, *weights = node.in_flight_of(rank)
+        rest_in_flight = sum(weights) * chunks.length
+        if weights and rank == node.placement[-1]:
+            rest_in_flight = rest_in_flight - weights[-1] * chunks.missing_last
+        in_flight.append(_of_runs(node, [first_weight * number for number in numbers], rest_in_flight))
+    return LayerSums(first_row, totals, by_kind, in_flight)
 
-    def _add_later_chunks(self) -> list[Expression]:
-        """Row 3: the first row is of chunks; what each rank's others hold, all of the last run."""
-        rest: list[Expression] = []
-        for rank in range(self.pp):
-            missing = self.missing[0] if rank == 0 else 0
-            self.problem += self.first_row[rank] == self.chunk - missing, f"chunk_first_{rank}"
-            rest.append((self.vpp - 1) * self.chunk - (self.missing[1] if rank == self.placement[-1] else 0))
-        return rest
+
+def _of_runs(node: Node, numbers: Sequence[Expression], rest: Expression) -> dict[LayerKind, Expression]:
+    """Layers by kind, where `numbers` are of each run on the first chunk, and `rest` of the last run on later ones."""
+    parts: dict[LayerKind, list[Expression]] = {kind: [] for kind in node.kinds}
+    for (kind, _), number in zip(node.runs, numbers, strict=True):
+        parts[kind].append(number)
+    parts[node.runs[-1][0]].append(rest)
+    return {kind: add_up(numbers) for kind, numbers in parts.items()}
+
+
+def _add_filled(program: Formulation, node: Node, lengths: Sequence[int]) -> list[list[Expression]]:
+    """`filled[r][i]` layers of run i on the first-row stages 0 … r; a run begins where the run before is finished."""
+    last_rank, last_run = node.pp - 1, len(lengths) - 1
+    filled: list[list[Expression]] = []
+    for rank in range(node.pp):
+        row: list[Expression] = []
+        for run, length in enumerate(lengths):
+            if rank == last_rank and not (node.vpp > 1 and run == last_run):
+                row.append(constant(length))
+            else:
+                meaning = f"layers of run {run} on the first-row stages 0 … {rank}"
+                row.append(program.variable(f"filled_{rank}_{run}", meaning, length, integer=True))
+        filled.append(row)
+        for run in range(last_run if rank < last_rank else 0):
+            finished = row[run]  # a run of one layer is finished where it is filled
+            if lengths[run] > 1:
+                meaning = f"1 if run {run} is finished on the first-row stages 0 … {rank}"
+                finished = program.variable(f"finished_{rank}_{run}", meaning, 1, integer=True)
+                program.add_row("order", f"order_{rank}_{run}_full", row[run] >= lengths[run] * finished)
+            program.add_row("order", f"order_{rank}_{run}_next", row[run + 1] <= lengths[run + 1] * finished)
+    return filled
+
+
+def _add_later_chunks(
+    program: Formulation, node: Node, chunks: Chunks, first_row: Sequence[Expression]
+) -> list[Expression]:
+    """Row 3: the first row is of chunks. The result is the layers of each rank's later chunks, all of the last run."""
+    later: list[Expression] = []
+    for rank in range(node.pp):
+        missing = chunks.missing_first if rank == 0 else constant(0)
+        program.add_row("chunks", f"chunk_first_{rank}", equal(first_row[rank], chunks.length - missing))
+        later_chunks = (node.vpp - 1) * chunks.length
+        later.append(later_chunks - (chunks.missing_last if rank == node.placement[-1] else 0))
+    return later
 
 
 def _difference(ends: Sequence[Expression], index: int) -> Expression:
     return ends[index] - (ends[index - 1] if index else 0)
-
-
-def as_count(expression: Expression) -> int:
-    """The value of a solved expression."""
-    return round(float(pulp.value(expression)))

@@ -1,4 +1,4 @@
-"""What the integer program is of: one shape to be split, and what a rank's layers and ends come to as sums of them."""
+"""The numbers that the integer program of one shape is built from."""
 
 from __future__ import annotations
 
@@ -7,31 +7,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import pulp
-
 from planner.physics.cost import PartCost
-from planner.search.ilp.layers import Expression, HeldLayers, Rows
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
-WAYS = ("forward_total_s", "backward_total_s")
-_SLOWED = frozenset({*WAYS, "input_grad_total_s", "total_s", "optimizer_s"})
-"""What takes a slow rank longer."""
+PASSES = ("forward_total_s", "backward_total_s")
+"""The two passes of a micro-batch through a stage, as `PartCost` names their seconds, exchanges included."""
+_SLOWED = frozenset({*PASSES, "input_grad_total_s", "total_s", "optimizer_s"})
+"""Quantities that take a slow rank longer."""
 FULL: Recompute = "full"
 
-Whole = Literal["none", "all", "one_count", "per_stage"]
+Whole = Literal["none", "all", "one_count", "per_stage", "any_modules"]
 """How many layers are recomputed whole: none, all, the same number on every virtual stage, or each rank's own."""
+
+Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
+"""Lower bounds that hold for a schedule: those of its own order, or those of any order of passes."""
+
+Runs = Sequence[tuple[LayerKind, int]]
+"""The model's layers as maximal runs of equal layers: kind and number of layers of each run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One shape to be split."""
+    """One shape whose layers are to be split: schedule, prices and limits, as the rows of the program need them."""
 
-    runs: Sequence[tuple[LayerKind, int]]
+    runs: Runs
     layers: dict[tuple[LayerKind, Recompute], PartCost]
+    """Costs of one layer by its kind and recompute mode."""
     embedding: PartCost
     head: PartCost
-    """Everything the last virtual stage holds beside layers."""
+    """Costs of everything the last virtual stage holds beside layers."""
     pp: int
     vpp: int
     num_microbatches: int
@@ -40,11 +45,11 @@ class Node:
     whole: Whole
     in_flight: Sequence[float]
     """Micro-batches that each rank holds at its fullest, in units of all its chunks."""
-    first_in_flight: float = 0.0
-    """Of them, those of rank 0's first chunk alone (interleaving only)."""
+    chunk_in_flight: Sequence[Sequence[float]] = ()
+    """Micro-batches of each chunk that each rank holds at its fullest; empty: as many of one chunk as of another."""
     usable_bytes: float
     p2p_s: float
-    bound: Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
+    bound: Bound
     """Which lower bounds the schedule obeys."""
     placement: Sequence[int]
     """Rank of each virtual stage."""
@@ -55,9 +60,10 @@ class Node:
     gap_fraction: float = 1e-4
     """How near the optimum is near enough."""
     empty_ends: bool = False
-    """The first and the last virtual stage may hold no decoder layer."""
+    """Whether the first and the last virtual stage may hold no decoder layer."""
     sharded_each_time: int = 0
-    """2: gradients are reduced for every micro-batch; 3: and weights gathered twice (`ends.sharded_each_time`)."""
+    """2: gradients are reduced for every micro-batch; 3: and weights gathered twice
+    (`outside_pipeline.sharded_each_time`)."""
     passes_behind: float = 1.0
     """Micro-batches of a rank that hide what it exchanges (`orders.passes_behind`)."""
     lead_passes: float = 1.0
@@ -67,74 +73,37 @@ class Node:
     gradient_overlap_fraction: float = 0.0
     parameter_overlap_fraction: float = 0.0
     short_bytes: Sequence[float] = ()
-    """What each rank is to leave free of it, where a replay has shown that a split does not fit; empty: nothing."""
+    """Bytes that each rank is to leave free, where a replay has shown that a split does not fit; empty: none."""
     of_mean_layers: bool = False
     """Layers of several kinds are taken as so many of their mean: a good split, but its bound proves nothing."""
     rank_factors: Sequence[float] = ()
     """How many times the costs' seconds each rank takes; empty: all take as long as the costs say."""
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+        return sum(length for _, length in self.runs)
 
-class Quantities(Rows):
-    """Layers and recomputation of a node as variables (rows 1 to 4), and linear quantities of a rank."""
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages of the pipeline."""
+        return self.pp * self.vpp
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.problem = pulp.LpProblem("split", pulp.LpMinimize)
-        self.held = HeldLayers(
-            self.problem, node.runs, pp=node.pp, vpp=node.vpp, placement=node.placement, empty_ends=node.empty_ends
-        )
-        self.kinds = self.held.kinds
-        self._add_recompute()
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """Kinds of layers, in the order in which the model first has them."""
+        return list(dict.fromkeys(kind for kind, _ in self.runs))
 
-    def _add_recompute(self) -> None:
-        """Row 4: `whole[r][κ]` layers of kind κ that rank r recomputes whole."""
-        node = self.node
-        if node.whole in ("none", "all"):
-            nothing: dict[LayerKind, Expression] = dict.fromkeys(self.kinds, 0)
-            self.whole = [dict(row) if node.whole == "all" else dict(nothing) for row in self.held.by_kind]
-            return
-        most = sum(length for _, length in node.runs)
-        self.common = self._variable("recomputed", most, integer=True) if node.whole == "one_count" else None
-        self.whole = []
-        for rank, row in enumerate(self.held.by_kind):
-            counts: dict[LayerKind, Expression] = {}
-            for number, (kind, held) in enumerate(row.items()):
-                if self.common is not None:
-                    counts[kind] = node.vpp * self.common
-                else:
-                    counts[kind] = self._variable(f"recomputed_{rank}_{number}", most, integer=True)
-                self.problem += counts[kind] <= held, f"recompute_{rank}_{number}"
-            self.whole.append(counts)
+    @property
+    def modes(self) -> tuple[Recompute, ...]:
+        """Recompute modes that a layer may be in."""
+        only: dict[Whole, tuple[Recompute, ...]] = {"none": (self.base,), "all": (FULL,)}
+        return only.get(self.whole, (self.base, FULL))
 
-    def _layers(self, rank: int, quantity: str) -> Expression:
-        """A linear quantity of the layers on a rank, under their modes."""
-        node, slowness = self.node, self._slowness(rank, quantity)
-        terms = pulp.LpAffineExpression()
-        for kind, count in self.held.by_kind[rank].items():
-            plain = slowness * float(getattr(node.layers[kind, node.base], quantity))
-            terms.addterm(count, plain)
-            if node.whole != "none":
-                whole = slowness * float(getattr(node.layers[kind, FULL], quantity))
-                terms += (whole - plain) * self.whole[rank][kind]
-        return terms
+    def in_flight_of(self, rank: int) -> Sequence[float]:
+        """Micro-batches of each of the rank's chunks that it holds at its fullest."""
+        return self.chunk_in_flight[rank] if self.chunk_in_flight else [self.in_flight[rank]] * self.vpp
 
-    def _held(self, rank: int, quantity: str, last_row: bool | None = None) -> float:
-        """The same of the embedding (in the first row of chunks) and the head (in the last) that a rank holds."""
-        node = self.node
-        embedding = rank == 0 and last_row is not True
-        head = rank == node.placement[-1] and last_row is not False
-        held = [part for part, here in ((node.embedding, embedding), (node.head, head)) if here]
-        return self._slowness(rank, quantity) * sum(float(getattr(part, quantity)) for part in held)
-
-    def _rank(self, rank: int, quantity: str) -> Expression:
-        return self._layers(rank, quantity) + self._held(rank, quantity)
-
-    def _slowness(self, rank: int, quantity: str) -> float:
-        factors = self.node.rank_factors
-        return factors[rank] if factors and quantity in _SLOWED else 1.0
-
-    def _per_layer(self, rank: int, quantity: str) -> list[float]:
-        """A quantity of each kind of layer in the modes it may be in; recomputation counts for the slower ones only."""
-        node, slowness = self.node, self._slowness(rank, quantity)
-        modes = {"none": (node.base,), "all": (FULL,)}.get(node.whole, (node.base, FULL))
-        return [slowness * float(getattr(node.layers[kind, mode], quantity)) for kind in self.kinds for mode in modes]
+    def slowness(self, rank: int, quantity: str) -> float:
+        """How many times as much of a quantity a rank takes as the costs say; 1 for all but seconds of computing."""
+        return self.rank_factors[rank] if self.rank_factors and quantity in _SLOWED else 1.0

@@ -1,124 +1,154 @@
-"""Row 5 of the integer program: what each schedule takes at least, on every rank."""
+"""Row 5 of the integer program: T is at least every lower bound of the schedule on every rank, in seconds."""
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
 
-import pulp
+from planner.search.ilp.formulation import Expression, Formulation, add_up, constant
+from planner.search.ilp.node import PASSES
+from planner.search.ilp.rank_sums import RankSums
 
-from planner.search.ilp.layers import Expression
-from planner.search.ilp.node import WAYS, Node, Quantities
+_WORDS = {"forward_total_s": "forward seconds", "backward_total_s": "backward seconds"}
 
 
-class Times(Quantities):
-    """The makespan, above every lower bound of the node's schedule."""
+def add_time(program: Formulation, sums: RankSums) -> Expression:
+    """Add row 5 and give T, the seconds of the pipeline."""
+    node = sums.node
+    most_s = None if math.isinf(node.cutoff_s) else node.cutoff_s
+    pipeline_s = program.variable("T", "seconds of the pipeline, from the first forward to the last backward", most_s)
+    if node.bound == "one_f_one_b":
+        _add_one_f_one_b(program, sums, pipeline_s)
+    elif node.bound == "interleaved":
+        _add_interleaved(program, sums, pipeline_s)
+    else:
+        _add_any_order(program, sums, pipeline_s)
+    return pipeline_s
 
-    def __init__(self, node: Node) -> None:
-        super().__init__(node)
-        self._add_time()
 
-    def _named_free(self, name: str, expression: Expression) -> Any:
-        """The same for an expression that may be negative."""
-        variable = self.problem.add_variable(name, cat=pulp.LpContinuous)
-        self.problem += variable == expression, f"is_{name}"
-        return variable
+def _add_any_order(program: Formulation, sums: RankSums, pipeline_s: Expression) -> None:
+    """T ≥ trip to the rank + M·t + trip back.
 
-    def _add_time(self) -> None:
-        """Row 5."""
-        self.makespan = self._variable("T", None if math.isinf(self.node.cutoff_s) else self.node.cutoff_s)
-        if self.node.bound == "one_f_one_b":
-            self._add_one_f_one_b()
-        elif self.node.bound == "interleaved":
-            self._add_interleaved()
-        else:
-            self._add_any_order()
+    There is no way back where weight gradients may follow the last input gradient.
+    """
+    node = sums.node
+    splits = node.bound == "split_backward"
+    passes = PASSES[:1] if splits else PASSES
+    _add_trips(program, sums, pipeline_s, "input_grad_total_s" if splits else "backward_total_s")
+    before_s = constant(0)
+    for rank in range(node.pp):
+        quickest_s = sum(min(sums.per_layer(rank, name)) for name in passes)
+        busy_s = node.num_microbatches * sums.total(rank, "total_s")
+        hops_s = len(passes) * rank * node.p2p_s
+        program.add_row("time", f"time_{rank}", pipeline_s >= busy_s + before_s + hops_s)
+        ends_s = sum(sums.of_ends(rank, name, last_row=False) for name in passes)
+        meaning = f"seconds of one micro-batch on the first-row stages 0 … {rank}, at least"
+        trip_s = before_s + sums.layers.first_row[rank] * quickest_s + ends_s
+        before_s = program.named("time", f"before_{rank}", meaning, trip_s)
 
-    def _add_any_order(self) -> None:
-        """Trip to the rank + M·t + trip back; no way back where weight gradients may follow the last input gradient."""
-        node = self.node
-        ways = WAYS[:1] if node.bound == "split_backward" else WAYS
-        self._add_trips("input_grad_total_s" if node.bound == "split_backward" else "backward_total_s")
-        before: Expression = 0
-        for rank in range(node.pp):
-            quickest = sum(min(self._per_layer(rank, way)) for way in ways)
-            busy = node.num_microbatches * self._rank(rank, "total_s")
-            self.problem += self.makespan >= busy + before + len(ways) * rank * node.p2p_s, f"time_{rank}"
-            held = sum(self._held(rank, way, last_row=False) for way in ways)
-            before = self._named(f"before_{rank}", before + self.held.first_row[rank] * quickest + held)
 
-    def _add_trips(self, back: str) -> None:
-        """One micro-batch's whole trip, and M − 1 more passes of any stage, there or `back`: long where M is small."""
-        node, num_stages = self.node, self.node.pp * self.node.vpp
-        hops = sum(a != b for a, b in pairwise(node.placement)) if node.pp > 1 else 0
-        there = "forward_total_s"
-        parts = [self._rank(rank, way) for rank in range(node.pp) for way in (there, back)]
-        trip = self._named("trip", pulp.lpSum(parts) + 2 * hops * node.p2p_s)
-        for way in (there, back):
-            stages = [self._rank(rank, way) for rank in range(node.pp)] if node.vpp == 1 else []
-            if node.vpp > 1 and num_stages > 2:  # any stage but the first and the last
-                stages = [self.held.chunk * min(min(self._per_layer(rank, way)) for rank in range(node.pp))]
-            for number, stage in enumerate(stages):
-                self.problem += self.makespan >= trip + (node.num_microbatches - 1) * stage, f"trip_{number}_{way}"
+def _add_trips(program: Formulation, sums: RankSums, pipeline_s: Expression, back: str) -> None:
+    """T ≥ one micro-batch's whole trip + M − 1 more passes of any stage, there or `back`: long where M is small."""
+    node = sums.node
+    there = "forward_total_s"
+    hops = sum(a != b for a, b in pairwise(node.placement)) if node.pp > 1 else 0
+    trip_s = add_up(sums.total(rank, name) for rank in range(node.pp) for name in (there, back)) + 2 * hops * node.p2p_s
+    trip_s = program.named("time", "trip", "seconds of one micro-batch through all stages and back", trip_s)
+    for name in (there, back):
+        stages_s: list[Expression] = []
+        if node.vpp == 1:
+            stages_s = [sums.total(rank, name) for rank in range(node.pp)]
+        elif node.num_stages > 2:  # any stage but the first and the last
+            stages_s = [sums.layers.chunks.length * min(min(sums.per_layer(rank, name)) for rank in range(node.pp))]
+        for number, stage_s in enumerate(stages_s):
+            later_s = (node.num_microbatches - 1) * stage_s
+            program.add_row("time", f"trip_{number}_{name}", pipeline_s >= trip_s + later_s)
 
-    def _add_one_f_one_b(self) -> None:
-        """At most k = min(M, pp − r) in flight: what of the trip below a rank k passes cannot fill is idle.
 
-        Where transfers block, a rank spends c between any two of its 2M actions as well; but the first rank exchanges
-        nothing between a backward and the next forward, nor the last between a forward and its backward.
-        """
-        node, pp = self.node, self.node.pp
-        hop, pause = 2 * node.p2p_s, node.p2p_s if node.blocking_p2p and node.pp > 1 else 0.0
-        forward, backward, before = [], [], [0]
-        for rank in range(pp):
-            forward.append(self._named(f"forward_{rank}", self._rank(rank, "forward_total_s")))
-            backward.append(self._named(f"backward_{rank}", self._rank(rank, "backward_total_s")))
-            before.append(self._named(f"trip_{rank}", before[-1] + forward[rank] + backward[rank]))
-        for rank in range(pp):
-            held = min(node.num_microbatches, pp - rank)
-            steps = node.num_microbatches
-            pauses = steps - 1 if rank == pp - 1 else steps + held - 1 if rank == 0 else 2 * steps - 1
-            busy = steps * (forward[rank] + backward[rank]) + pauses * pause
-            below = before[pp] - before[rank + 1] + (pp - 1 - rank) * hop - held * pause
-            first, last = below - (held - 1) * forward[rank], below - (held - 1) * backward[rank]
-            waits = [0, first, last] + ([first + last] if steps > held else [])
-            for number, wait in enumerate(waits):
-                self.problem += self.makespan >= busy + before[rank] + rank * hop + wait, f"time_{rank}_{number}"
+def _add_one_f_one_b(program: Formulation, sums: RankSums, pipeline_s: Expression) -> None:
+    """At most k = min(M, pp − r) in flight: what of the trip below a rank k passes cannot fill is idle.
 
-    def _add_interleaved(self) -> None:
-        """At most k chunks in flight: head + M·t + tail + what of the trip below a rank k chunk passes cannot fill.
+    Where transfers block, a rank spends c between any two of its 2M actions as well; but the first rank exchanges
+    nothing between a backward and the next forward, nor the last between a forward and its backward.
+    """
+    node, pp, steps = sums.node, sums.node.pp, sums.node.num_microbatches
+    hop_s = 2 * node.p2p_s
+    pause_s = node.p2p_s if node.blocking_p2p and pp > 1 else 0.0
+    forward_s: list[Expression] = []
+    backward_s: list[Expression] = []
+    before_s = [constant(0)]
+    for rank in range(pp):
+        for name, quantity, passes_s in zip(("forward", "backward"), PASSES, (forward_s, backward_s), strict=True):
+            meaning = f"seconds of one micro-batch's {name} on rank {rank}"
+            passes_s.append(program.named("time", f"{name}_{rank}", meaning, sums.total(rank, quantity)))
+        meaning = f"seconds of one micro-batch's forward and backward on the ranks 0 … {rank}"
+        trip_s = before_s[-1] + forward_s[rank] + backward_s[rank]
+        before_s.append(program.named("time", f"trip_{rank}", meaning, trip_s))
+    for rank in range(pp):
+        k = min(steps, pp - rank)
+        pauses = steps - 1 if rank == pp - 1 else steps + k - 1 if rank == 0 else 2 * steps - 1
+        busy_s = steps * (forward_s[rank] + backward_s[rank]) + pauses * pause_s
+        below_s = before_s[pp] - before_s[rank + 1] + (pp - 1 - rank) * hop_s - k * pause_s
+        first_s, last_s = below_s - (k - 1) * forward_s[rank], below_s - (k - 1) * backward_s[rank]
+        waits_s = [constant(0), first_s, last_s]
+        if steps > k:
+            waits_s.append(first_s + last_s)
+        for number, wait_s in enumerate(waits_s):
+            least_s = busy_s + before_s[rank] + rank * hop_s + wait_s
+            program.add_row("time", f"time_{rank}_{number}", pipeline_s >= least_s)
 
-        With s the rank's first virtual stage and e its last: head and tail are the trips through the chunks before s; a
-        first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after Σ_{j>e} f_j + Σ_{j≥s} b_j.
-        """
-        node, pp = self.node, self.node.pp
-        hop, chunks = node.p2p_s, node.num_microbatches * node.vpp
-        total = {way: self._named(f"all_{way}", pulp.lpSum(self._rank(r, way) for r in range(pp))) for way in WAYS}
-        before: dict[str, Expression] = dict.fromkeys(WAYS, 0)
-        # of the last row, the stages behind the rank in question
-        behind: dict[str, list[Expression]] = {way: [0] * (pp + 1) for way in WAYS}
-        for rank in reversed(range(pp)):
-            for way in WAYS:
-                held = self.held.last_row[rank] * min(self._per_layer(rank, way)) + self._held(rank, way, last_row=True)
-                behind[way][rank] = self._named(f"behind_{rank}_{way}", behind[way][rank + 1] + held)
-        self._add_trips("backward_total_s")
-        for rank in range(pp):
-            trips = before["forward_total_s"] + before["backward_total_s"] + 2 * rank * hop
-            busy = self._named(f"busy_{rank}", node.num_microbatches * self._rank(rank, "total_s") + trips)
-            k = min(round(node.in_flight[rank] * node.vpp), chunks)
-            hops = (pp * node.vpp - 1 - rank + pp - 1 - rank) * hop
-            waits: list[Expression] = [0]
-            for way, back in zip(WAYS, reversed(WAYS), strict=True):
-                slowest = self.held.chunk * max(self._per_layer(rank, way)) + self._held(rank, way)
-                wait = total[way] - before[way] + behind[back][rank + 1] + hops - k * slowest
-                waits.append(self._named_free(f"wait_{rank}_{way}", wait))
-            if chunks > k:
-                waits.append(waits[1] + waits[2])
-            for number, wait in enumerate(waits):
-                self.problem += self.makespan - busy >= wait, f"time_{rank}_{number}"
-            for way in WAYS:
-                held = self.held.first_row[rank] * min(self._per_layer(rank, way)) + self._held(
-                    rank, way, last_row=False
-                )
-                before[way] = self._named(f"before_{rank}_{way}", before[way] + held)
+
+def _add_interleaved(program: Formulation, sums: RankSums, pipeline_s: Expression) -> None:
+    """At most k chunks in flight: head + M·t + tail + what of the trip below a rank k chunk passes cannot fill.
+
+    With s the rank's first virtual stage and e its last: head and tail are the trips through the chunks before s; a
+    first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after Σ_{j>e} f_j + Σ_{j≥s} b_j.
+    """
+    node, pp, hop_s = sums.node, sums.node.pp, sums.node.p2p_s
+    num_chunks = node.num_microbatches * node.vpp
+    all_s = {}
+    for name in PASSES:
+        meaning = f"{_WORDS[name]} of one micro-batch on all ranks"
+        all_s[name] = program.named(
+            "time", f"all_{name}", meaning, add_up(sums.total(rank, name) for rank in range(pp))
+        )
+    behind_s = _add_behind(program, sums)
+    _add_trips(program, sums, pipeline_s, "backward_total_s")
+    before_s = dict.fromkeys(PASSES, constant(0))
+    for rank in range(pp):
+        trips_s = before_s["forward_total_s"] + before_s["backward_total_s"] + 2 * rank * hop_s
+        meaning = f"seconds that rank {rank} works, and of the trips to its first virtual stage and back"
+        busy_s = node.num_microbatches * sums.total(rank, "total_s") + trips_s
+        busy_s = program.named("time", f"busy_{rank}", meaning, busy_s)
+        k = min(round(node.in_flight[rank] * node.vpp), num_chunks)
+        hops_s = (node.num_stages - 1 - rank + pp - 1 - rank) * hop_s
+        waits_s = [constant(0)]
+        for name, back in zip(PASSES, reversed(PASSES), strict=True):
+            slowest_s = sums.layers.chunks.length * max(sums.per_layer(rank, name)) + sums.of_ends(rank, name)
+            wait_s = all_s[name] - before_s[name] + behind_s[back][rank + 1] + hops_s - k * slowest_s
+            meaning = f"seconds of the trip below rank {rank} beyond the {_WORDS[name]} of {k} chunks; below 0: no wait"
+            waits_s.append(program.named("time", f"wait_{rank}_{name}", meaning, wait_s, least=None))
+        if num_chunks > k:
+            waits_s.append(waits_s[1] + waits_s[2])
+        for number, wait_s in enumerate(waits_s):
+            program.add_row("time", f"time_{rank}_{number}", pipeline_s - busy_s >= wait_s)
+        for name in PASSES:
+            quickest_s = sums.layers.first_row[rank] * min(sums.per_layer(rank, name))
+            trip_s = before_s[name] + (quickest_s + sums.of_ends(rank, name, last_row=False))
+            meaning = f"{_WORDS[name]} of one micro-batch on the first-row stages 0 … {rank}, at least"
+            before_s[name] = program.named("time", f"before_{rank}_{name}", meaning, trip_s)
+
+
+def _add_behind(program: Formulation, sums: RankSums) -> dict[str, list[Expression]]:
+    """For each pass and rank r, the seconds of a micro-batch on the last row's stages r … pp − 1, at least."""
+    pp = sums.node.pp
+    behind_s = {name: [constant(0)] * (pp + 1) for name in PASSES}
+    for rank in reversed(range(pp)):
+        for name in PASSES:
+            quickest_s = sums.layers.last_row[rank] * min(sums.per_layer(rank, name))
+            stage_s = quickest_s + sums.of_ends(rank, name, first_row=False)
+            meaning = f"{_WORDS[name]} of one micro-batch on the last-row stages {rank} … {pp - 1}, at least"
+            behind_s[name][rank] = program.named(
+                "time", f"behind_{rank}_{name}", meaning, behind_s[name][rank + 1] + stage_s
+            )
+    return behind_s

@@ -21,7 +21,7 @@ from planner.search.why.what_if import Case
 from planner.shape import Shape
 from planner.specs.training import Parallelism
 from planner.specs.units import GIB
-from planner.trainers.load import RUNTIMES
+from planner.trainers.load import RUNTIMES, load_runtime
 
 NEAREST = 6
 """Shapes priced in search of the one that lacks least; values tried in place of a pinned one."""
@@ -150,7 +150,7 @@ def lifts(case: Case, reason: str) -> Iterator[Lift]:
 
 
 def _other_trainers(case: Case) -> Iterator[Lift]:
-    for runtime in RUNTIMES.values():
+    for runtime in map(load_runtime, RUNTIMES):
         if set(case.limits.schedule or ()) <= set(runtime.schedules):
             changed = Case(case.model, case.cluster, case.training, runtime, case.limits)
             yield from _lift(f"--runtime {runtime.name}", changed)

@@ -15,8 +15,6 @@ from planner.answer import Plan, PricedLayout
 from planner.errors import Infeasible, SolverError
 from planner.layout import assumptions
 from planner.layout.replan import order_of, reprice, with_microbatches
-from planner.layout.room import peak_activation_bytes, stage_memory
-from planner.layout.seconds import cost_by_rank
 from planner.physics.pricing import Pricing
 from planner.schedule.replay import makespan_s
 from planner.search.search import plan
@@ -128,13 +126,8 @@ def _repriced(now: Plan, case: Case) -> tuple[float, float]:
     runtime = case.runtime.for_schedules(order_of(now.best).splits_backward)
     changed = {"cluster": case.cluster, "training": case.training, "runtime_spec": runtime}
     again = reprice(now.model_copy(update=changed), layout)
-    ranks = cost_by_rank(again.costs, again.order.stage_to_rank)
-    peaks = peak_activation_bytes(again.order, [float(cost.live_bytes) for cost in again.costs])
-    memories = [
-        stage_memory(again.pricing, again.table, cost, peak).total_bytes
-        for cost, peak in zip(ranks, peaks, strict=True)
-    ]
-    return makespan_s(again.order, again.durations) + sum(again.ends), max(memories)
+    step_s = makespan_s(again.order, again.durations) + sum(again.outside)
+    return step_s, max(stage.total_bytes for stage in again.memory)
 
 
 def other_assumptions(case: Case) -> Iterator[WhatIf]:

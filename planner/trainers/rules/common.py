@@ -1,4 +1,4 @@
-"""What a trainer refuses, as data: each rule says whether a shape is legal, why not, and with which numbers.
+"""Rules: each says whether a trainer takes a shape and, if not, why and with which numbers.
 
 The conditions are plain arithmetic on a `Shape`, so one call judges one shape or an array of them.
 """
@@ -21,13 +21,13 @@ class Rule:
     reason: str
     """Short name for counts of rejections."""
     holds: Callable[[ModelSpec, TrainingSpec, Shape], Any]
-    """Whether the shape is legal: a bool, or an array of them; written with `&` and `|`, which arrays know."""
+    """True where the shape is legal: a bool, or an array of them; written with `&` and `|`, which arrays know."""
     message: Callable[[ModelSpec, TrainingSpec, Shape], str]
-    """What is wrong with one shape, with its numbers."""
+    """A sentence that says why one shape is illegal, with its numbers."""
 
 
 def model_rule(reason: str, wrong: Callable[[ModelSpec], bool], message: Callable[[ModelSpec], str]) -> Rule:
-    """What a trainer cannot say about a model, whatever the layout: the rule reads no training and no shape."""
+    """A rule about the model alone, whatever training and layout are."""
     return Rule(reason, lambda model, training, shape: not wrong(model), lambda model, training, shape: message(model))
 
 
@@ -36,7 +36,7 @@ BF16_ONLY = Rule(
     lambda model, training, shape: training.dtype == "bf16",
     lambda model, training, shape: f"{training.dtype} is not exported, only bf16",
 )
-"""Of targets whose recipes know one precision."""
+"""The rule of targets whose recipes know one precision."""
 
 
 def first_broken(rules: Iterable[Rule], model: ModelSpec, training: TrainingSpec, shape: Shape) -> Rule | None:
@@ -50,7 +50,7 @@ def no_multiple(name: str, value: Any, axis: str, size: Any) -> str:
 
 
 def has_dense_layers(model: ModelSpec) -> bool:
-    """Whether any decoder layer has a dense MLP."""
+    """True where any decoder layer has a dense MLP."""
     return any(kind.mlp == "dense" for kind in model.layers)
 
 
@@ -100,4 +100,4 @@ ETP = Rule(
     lambda model, training, shape: (model.moe is not None) | (shape.etp == 1) | (shape.etp == shape.tp),
     lambda model, training, shape: f"etp {shape.etp} needs experts, the model has none",
 )
-"""Rules that trainers share."""
+"""These rules, from HEADS on, are shared by trainers."""

@@ -1,4 +1,4 @@
-"""What Megatron-LM (core 0.20.0) refuses about a shape: in its parser, its config classes, or only once a step runs."""
+"""Rules of Megatron-LM (core 0.20.0): shapes that its parser refuses, its config classes, or a step once it runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from planner.trainers.rules.common import (
     Rule,
     no_multiple,
 )
+from planner.trainers.spec import RuntimeSpec
 
 
 def _kv_heads(model: ModelSpec) -> int:
@@ -166,4 +167,9 @@ MEGATRON_CP_RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
 }
-"""Constraints by RuntimeSpec.cp_comm_type; Transformer Engine raises on them in the first forward."""
+"""Constraints by RuntimeSpec.cp_comm_type, on which Transformer Engine raises in the first forward."""
+
+
+def megatron_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:
+    """Constraints of Megatron-LM's layouts under the runtime's kind of context parallelism."""
+    return MEGATRON_RULES + MEGATRON_CP_RULES[runtime.cp_comm_type]

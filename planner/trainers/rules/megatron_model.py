@@ -1,4 +1,4 @@
-"""What Megatron-LM's arguments cannot say about a model, whatever the layout: no search avoids it."""
+"""Rules on models that Megatron-LM's arguments cannot describe, whatever the layout: no search avoids them."""
 
 from __future__ import annotations
 

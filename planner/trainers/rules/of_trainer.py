@@ -1,28 +1,50 @@
-"""Which rules a trainer's layouts obey."""
+"""The rules of a runtime: those of its own switches, and those that it or its trainer names."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from planner.errors import SpecError
+from planner.specs.problems import check_names
+from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.common import Rule
-from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.trainers.rules.torch import TORCH_EAGER_RULES
-from planner.trainers.rules.torchtitan import TORCHTITAN_RULES
+from planner.trainers.rules.named import EXPORT_RULES, RULES
 from planner.trainers.spec import RuntimeSpec
 
 
 def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
-    """The hard constraints of the trainer that a runtime describes."""
-    known, trainer = _known_to(runtime), runtime.family
-    if trainer == "torchtitan":
-        return known + TORCHTITAN_RULES
-    if trainer in ("megatron", "megatron-deepspeed", "nanotron"):
-        return known + MEGATRON_RULES + MEGATRON_CP_RULES[runtime.cp_comm_type]
-    return known + (TORCH_EAGER_RULES if trainer == "torch-eager" else ())
+    """The hard constraints that layouts of `runtime` obey.
+
+    Raises SpecError where it names rules or a trainer that are unknown, or neither.
+    """
+    if not (runtime.rules or runtime.trainer or runtime.name in RUNTIMES):
+        raise SpecError(
+            f"runtime {runtime.name}: names neither its trainer nor its rules",
+            f"give trainer, one of {', '.join(RUNTIMES)}, or rules, of {', '.join(RULES)}",
+        )
+    names = runtime.rules or _trainer_of(runtime).rules
+    check_names(f"runtime {runtime.name}", "rules", names, RULES)
+    return (*_switch_rules(runtime), *(rule for name in names for rule in RULES[name](runtime)))
 
 
-def _known_to(runtime: RuntimeSpec) -> tuple[Rule, ...]:
-    """What the trainer of a generation knows at all."""
+def export_rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
+    """The rules that the export of `runtime` sets to models and dtypes; software of the past is not exported to."""
+    if runtime.year is not None:
+        return ()
+    names = runtime.export_rules or _trainer_of(runtime).export_rules
+    check_names(f"runtime {runtime.name}", "export_rules", names, EXPORT_RULES)
+    return tuple(rule for name in names for rule in EXPORT_RULES[name])
+
+
+def _trainer_of(runtime: RuntimeSpec) -> RuntimeSpec:
+    """The shipped trainer that `runtime` is a kind of; itself where it names none."""
+    if runtime.trainer:
+        check_names(f"runtime {runtime.name}", "trainer", (runtime.trainer,), RUNTIMES)
+    return load_runtime(runtime.family) if runtime.family in RUNTIMES else runtime
+
+
+def _switch_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:
+    """The rules that follow from what the runtime's switches leave out."""
     return (
         Rule(
             "model_parallel_not_expressible",

@@ -1,4 +1,4 @@
-"""What torch.distributed.pipelining (torch 2.13) refuses about a shape, by schedule."""
+"""Rules of torch: what its sharding refuses, our own runner, and torch.distributed.pipelining (2.13) by schedule."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _tokens_split(shape: Shape) -> Any:
     return tokens_split(np.asarray(shape.cp), shards)
 
 
-def _unless_split(reason: str, what: str, has: Callable[[ModelSpec], bool]) -> Rule:
-    """Flash attention over split sequences takes windows, and neither a bias nor a key without a token."""
+def _unless_split(reason: str, feature: str, has: Callable[[ModelSpec], bool]) -> Rule:
+    """A rule of flash attention over split sequences, which takes windows but no bias and no key without a token."""
     return Rule(
         reason,
         lambda model, training, shape: (shape.cp == 1) | (not has(model)),
-        lambda model, training, shape: f"flash attention over split sequences (cp {shape.cp}) takes no {what}",
+        lambda model, training, shape: f"flash attention over split sequences (cp {shape.cp}) takes no {feature}",
     )
 
 

@@ -1,4 +1,4 @@
-"""What torchtitan (0.3.0, and main of August 2026) refuses about a shape."""
+"""Rules of torchtitan (0.3.0, and main of August 2026) on shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _fsdp_ranks(shape: Shape) -> Any:
 
 
 def _shards_experts(model: ModelSpec, shape: Shape) -> Any:
-    """Whether FSDP cuts every routed expert evenly.
+    """True where FSDP cuts every routed expert evenly.
 
     Ranks beyond the number of experts cut inside each expert, intermediate and hidden size, and FSDP pads only its
     first dimension (torchtitan/distributed/fsdp.py; FSDP2's "uneven sharding on dim 1").
@@ -40,9 +40,12 @@ def _shards_experts(model: ModelSpec, shape: Shape) -> Any:
     fsdp = _fsdp_ranks(shape)
     has_ep = np.asarray(shape.ep) > 1
     cut_by = np.where(has_ep, fsdp * shape.tp // shape.ep, fsdp)
-    whole = np.where(has_ep, cut_by * shape.ep, np.asarray(shape.dp) * shape.cp) <= model.moe.num_experts
+    num_shards = np.where(has_ep, cut_by * shape.ep, np.asarray(shape.dp) * shape.cp)
+    experts_stay_whole = num_shards <= model.moe.num_experts
     width = model.moe.moe_intermediate_size // np.where(has_ep, 1, shape.tp)
-    return whole | ((width % np.maximum(cut_by, 1) == 0) & (model.hidden_size % np.maximum(cut_by, 1) == 0))
+    return experts_stay_whole | (
+        (width % np.maximum(cut_by, 1) == 0) & (model.hidden_size % np.maximum(cut_by, 1) == 0)
+    )
 
 
 def _expert_sizes(model: ModelSpec) -> str:
@@ -50,7 +53,7 @@ def _expert_sizes(model: ModelSpec) -> str:
 
 
 def _when_interleaved(rule: Rule) -> Rule:
-    """`rule` where ranks hold several stages."""
+    """`rule`, held against shapes whose ranks hold several stages only."""
     return replace(rule, holds=lambda model, training, shape: (shape.vpp == 1) | rule.holds(model, training, shape))
 
 

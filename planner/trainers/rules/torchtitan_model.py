@@ -1,4 +1,4 @@
-"""What torchtitan's model builders cannot say about a model, whatever the layout."""
+"""Rules on models that torchtitan's builders cannot describe, whatever the layout."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import Rule, model_rule
 
 _GPT_OSS = {24: 32, 36: 128}
-"""Experts by layers of gpt-oss 20b and 120b, which its own module builds in these two sizes only."""
+"""Number of experts by number of layers of gpt-oss 20b and 120b, the two sizes that torchtitan's gpt_oss builds."""
 
 
 def is_gpt_oss(model: ModelSpec) -> bool:
-    """Whether the model is one of the two that torchtitan's gpt_oss builds."""
+    """True for the two models that torchtitan's gpt_oss builds."""
     return (
         model.attention_sinks
         and model.moe is not None

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from planner.cli.plan_file import read_plan
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
+from planner.plan_file import read_plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
@@ -43,6 +43,27 @@ def change(name: str, value: int) -> Callable[[dict[str, Any]], None]:
         (lambda plan: plan["best"]["stages"][1]["chunks"].__setitem__(0, [4, 9]), "do not hold layers 0 to 32"),
         (lambda plan: plan["best"]["stages"][1].update(num_recomputed=[[4], [5]]), "layers that they do not hold"),
         (lambda plan: plan["best"]["stages"][1].update(num_recomputed=[[4]]), "layers that they do not hold"),
+        (lambda plan: plan["best"]["stages"][1].update(recompute={"full": 99}), "layers that they do not hold"),
+        (change("etp", 0), "best: parallelism has a size below 1"),
+        (change("shard_size", 0), "best: parallelism has a size below 1"),
+        (lambda plan: plan["best"]["step"].update(step_s=-1e30), "best: step_s is -1e+30"),
+        (lambda plan: plan["best"]["step"].update(step_s=0.0), "s, step_s is 0"),
+        (lambda plan: plan["best"]["step"].update(step_s=1.0), "s, step_s is 1"),
+        (lambda plan: plan["best"]["step"].update(step_s_interval=[-5.0, 9.0]), "best: step_s_interval is -5"),
+        (lambda plan: plan["best"]["stages"][0]["memory"].update(total_bytes=-5), "best: total_bytes is -5"),
+        (lambda plan: plan["best"].update(rank_factors=[1.0]), "not one factor above 0 for each of 4 stages"),
+        (lambda plan: plan["best"].update(actions=["x"] * 4), "actions: 'x' is not a schedule action"),
+        (lambda plan: plan["best"].update(actions=["0F0 0B0"] * 4), "best: actions: "),
+        (
+            lambda plan: plan["best"].update(actions=["999999999F0"]),
+            "actions name a stage or a micro-batch",
+        ),
+        (
+            lambda plan: plan.update(alternatives=[{**plan["best"], "stages": []}]),
+            "alternatives[0]: stages are not",
+        ),
+        (lambda plan: plan["best"].update(warnings=["\x1b[2J"]), "has characters that cannot be printed"),
+        (lambda plan: plan.update(run_cost={"tokens": 1.0, "days": -1.0, "gpu_hours": 0.0}), "run_cost: days is -1"),
     ],
 )
 def test_what_was_edited_by_hand_is_refused(

@@ -1,37 +1,33 @@
-"""From a candidate to a solved split: the node's numbers for the integer program, and its answer as a split."""
+"""Translations into the integer program and back: a shape's prices become a `Node`, a `Solution` becomes a `Split`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 from planner.layout.outside_pipeline import reduce_overlap_fraction, sharded_each_time
-from planner.layout.room import fixed_bytes
 from planner.layout.split import Split, even_counts, held_parts
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import fixed_bytes
 from planner.schedule.orders import (
     SCHEDULES,
-    first_chunk_in_flight,
+    chunks_in_flight,
     in_flight_microbatches,
     lead_passes,
     passes_behind,
     placement,
 )
 from planner.search.ilp.layers import recurring
-from planner.search.ilp.node import Node, Whole
+from planner.search.ilp.node import Bound, Node, Runs, Whole
 from planner.search.ilp.program import Solution
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
 MAX_RUNS_INTERLEAVED = 4
-"""Beyond this many runs, or where all but the last outgrow the ranks' first chunks, interleaved chunks are balanced
-with layers of the mean kind; layers that repeat in a pattern are known exactly."""
-
-
-Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
+"""Beyond this many runs, or where all runs but the last do not fit into the ranks' first chunks, interleaved chunks are
+balanced with layers of the mean kind; layers that repeat in a pattern are counted exactly."""
 
 _BOUNDS: dict[str, Bound] = {"none": "one_f_one_b", "1f1b": "one_f_one_b", "interleaved-1f1b": "interleaved"}
 """Schedules with bounds of their own; the others obey what holds for any order."""
@@ -46,7 +42,7 @@ class RecomputeChoice:
 
     @property
     def mode(self) -> Recompute:
-        """Of a layer, unless it is one of some that are recomputed whole."""
+        """The recompute mode of a layer that is not one of some that are recomputed whole."""
         return "full" if self.whole == "all" else self.base
 
     def __str__(self) -> str:
@@ -62,15 +58,16 @@ def node_of(
     cutoff_s: float = math.inf,
     rank_factors: Sequence[float] = (),
 ) -> Node:
-    """The integer program's numbers for one shape."""
+    """The numbers of the integer program for one shape, schedule and way to recompute."""
     shape, runtime, model = table.shape, pricing.runtime, pricing.model
     pp, vpp, microbatches = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     ranks = placement(schedule, pp, vpp)
-    runs, layers = model.runs, table.layers
-    # the first chunks of all ranks hold this many layers at least, however few the first one has
-    first_row = (pp - 1) * -(-model.num_hidden_layers // (pp * vpp))
-    many = len(runs) > MAX_RUNS_INTERLEAVED or sum(length for _, length in runs[:-1]) > first_row
-    of_mean_layers = vpp > 1 and many and recurring(runs) is None
+    runs: Runs = model.runs
+    layers = table.layers
+    # the first chunks of all ranks hold at least this many layers, however few the first one holds
+    least_first_row = (pp - 1) * -(-model.num_hidden_layers // (pp * vpp))
+    too_many_runs = len(runs) > MAX_RUNS_INTERLEAVED or sum(length for _, length in runs[:-1]) > least_first_row
+    of_mean_layers = vpp > 1 and too_many_runs and recurring(runs) is None
     if of_mean_layers:
         runs, layers = _mean_kind(pricing, table)
     return Node(
@@ -84,7 +81,7 @@ def node_of(
         base=choice.base,
         whole=choice.whole,
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
-        first_in_flight=first_chunk_in_flight(schedule, pp, vpp, microbatches) if vpp > 1 else 0.0,
+        chunk_in_flight=chunks_in_flight(schedule, pp, vpp, microbatches) if vpp > 1 else (),
         usable_bytes=float(table.usable_bytes) - fixed_bytes(pricing, table),
         short_bytes=short_bytes,
         p2p_s=float(table.p2p_s),
@@ -106,17 +103,16 @@ def node_of(
 
 
 def _last_parts(pricing: Pricing, table: CostTable, choice: RecomputeChoice, ranks: Sequence[int]) -> PartCost:
-    """What the last virtual stage holds beside layers and embedding."""
-    stages, nothing = len(ranks), (0,) * len(pricing.model.kinds)
-    empty = Split((0,) * stages, choice.base, (nothing,) * stages if choice.whole == "all" else ())
-    held = held_parts(table, empty, stages - 1, folded=ranks[0] == ranks[-1])
-    return sum_parts(part for name, part in held if name != "embedding")
+    """Costs of all that the last virtual stage holds beside layers and embedding."""
+    num_stages, no_layers = len(ranks), (0,) * len(pricing.model.kinds)
+    recomputed = (no_layers,) * num_stages if choice.whole == "all" else ()
+    empty = Split((0,) * num_stages, choice.base, recomputed)
+    parts = held_parts(table, empty, num_stages - 1, folded=ranks[0] == ranks[-1])
+    return sum_parts(part for name, part in parts if name != "embedding")
 
 
-def _mean_kind(
-    pricing: Pricing, table: CostTable
-) -> tuple[tuple[tuple[LayerKind, int], ...], dict[tuple[LayerKind, Recompute], PartCost]]:
-    """One kind whose costs are the mean over the model's layers."""
+def _mean_kind(pricing: Pricing, table: CostTable) -> tuple[Runs, dict[tuple[LayerKind, Recompute], PartCost]]:
+    """One run of layers of one kind, whose costs are the mean over the model's layers."""
     model = pricing.model
     kind, num_layers = model.layers[0], model.num_hidden_layers
     shares = {kind: count / num_layers for kind, count in pricing.kind_counts.items()}
@@ -130,38 +126,38 @@ def _mean_kind(
 
 
 def with_shorter_chunks(node: Node, solution: Solution) -> Iterator[Solution]:
-    """The same on the shortest chunks that hold the layers, where the solver took longer ones with shorter ends.
+    """Solutions on the shortest chunks that hold the layers, where the solver chose longer chunks and shorter ends.
 
-    A rank's seconds are the same to the program; that the order stalls on ends much shorter than chunks only the replay
-    sees. What the ends lack is at both, or at the last as far as it goes.
+    To the program a rank's seconds are the same; only the replay sees that the order stalls on end stages much shorter
+    than the chunks. The layers that the end stages lack are shared by both, or lacking at the last as far as it goes.
     """
-    layers, stages = sum(solution.counts), len(solution.counts)
-    chunk = -(-layers // stages)  # long enough: `cuts_evenly` lets no other vpp through
+    num_layers, num_stages = sum(solution.counts), len(solution.counts)
+    chunk = -(-num_layers // num_stages)  # long enough: `cuts_evenly` lets no other vpp through
     if node.vpp == 1 or chunk >= max(solution.counts):
         return
-    missing, most = stages * chunk - layers, chunk - (0 if node.empty_ends else 1)
-    for at_last in dict.fromkeys((missing - missing // 2, min(missing, most))):
-        yield replace(solution, counts=(chunk - missing + at_last, *[chunk] * (stages - 2), chunk - at_last))
+    missing, most_at_last = num_stages * chunk - num_layers, chunk - (0 if node.empty_ends else 1)
+    for at_last in dict.fromkeys((missing - missing // 2, min(missing, most_at_last))):
+        counts = (chunk - missing + at_last, *[chunk] * (num_stages - 2), chunk - at_last)
+        yield replace(solution, counts=counts)
 
 
 def split_of(pricing: Pricing, node: Node, solution: Solution) -> Split:
     """The solver's counts as a split over virtual stages."""
-    model = pricing.model
-    counts = solution.counts
-    draft = Split(counts, node.base)
+    kinds, without = pricing.model.kinds, Split(solution.counts, node.base)
     if not any(map(any, solution.recomputed)):
-        return draft
+        return without
     recomputed = []
-    for stage in range(len(counts)):
-        first, last = draft.chunks[stage]
-        held = model.layers[first:last]
+    for stage, (first, last) in enumerate(without.chunks):
+        layers = pricing.model.layers[first:last]
+        on_rank = solution.recomputed[node.placement[stage]]
         if node.whole == "all":
-            recomputed.append(tuple(held.count(kind) for kind in model.kinds))
+            recomputed.append(tuple(layers.count(kind) for kind in kinds))
         elif node.whole == "one_count":
-            recomputed.append(tuple(min(n, len(held)) for n in solution.recomputed[node.placement[stage]]))
+            recomputed.append(tuple(min(number, len(layers)) for number in on_rank))
         else:
-            shares = [even_counts(n, node.vpp)[stage // node.pp] for n in solution.recomputed[node.placement[stage]]]
-            if len(shares) < len(model.kinds):  # of the mean kind: the first so many layers, of whatever kind
-                shares = [held[: shares[0]].count(kind) for kind in model.kinds]
-            recomputed.append(tuple(min(n, held.count(kind)) for n, kind in zip(shares, model.kinds, strict=True)))
-    return Split(counts, node.base, tuple(recomputed))
+            shares = [even_counts(number, node.vpp)[stage // node.pp] for number in on_rank]
+            if len(shares) < len(kinds):  # of the mean kind: the first so many layers, of whatever kind
+                shares = [layers[: shares[0]].count(kind) for kind in kinds]
+            on_stage = (min(number, layers.count(kind)) for number, kind in zip(shares, kinds, strict=True))
+            recomputed.append(tuple(on_stage))
+    return Split(solution.counts, node.base, tuple(recomputed))

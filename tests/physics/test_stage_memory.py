@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from toys import toy_model, toy_problem
 
-from planner.layout.room import few_rounds, fixed_workspace_bytes, peak_activation_bytes, stage_memory
+from planner.layout.activations import activation_peaks_bytes, peaks_of_schedule
+from planner.physics.stage_memory import fixed_workspace_bytes, stage_memory
 from planner.schedule.orders import SCHEDULES, build_schedule, violation
 from planner.shape import Shape
 
@@ -27,8 +28,7 @@ def test_a_few_rounds_hold_what_the_whole_step_holds(schedule: str, vpp: int) ->
     table = replace(table, shape=replace(table.shape, vpp=vpp, num_microbatches=NUM_MICROBATCHES))
     live_bytes = [float(stage + 1) for stage in range(PP * vpp)]
     whole = build_schedule(schedule, PP, vpp, NUM_MICROBATCHES)
-    few = few_rounds(table, schedule)
-    assert peak_activation_bytes(few, live_bytes) == peak_activation_bytes(whole, live_bytes)
+    assert peaks_of_schedule(table.shape, schedule, live_bytes) == activation_peaks_bytes(whole, live_bytes)
 
 
 @pytest.mark.parametrize(("pp", "vpp", "buffers"), [(1, 1, 0), (2, 1, 12), (4, 1, 24), (4, 2, 48)])

@@ -1,0 +1,116 @@
+"""The options that describe a job; `job_options` gives them to every command that plans or prices one.
+
+    @job_options
+    def plan_command(ctx: typer.Context, asked: SearchOptions, json: o.Json = False) -> None:
+
+A command declares one parameter of one of these classes, and typer sees the fields of the class in its place. What was
+not given is None, or False for a flag.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from typing import Any, get_type_hints
+
+from planner.cli import options as o
+
+_PANELS = (o.JOB, o.LAYOUT, o.SEARCH, o.ASSUMED, o.OUTPUT)
+"""The order of a command's headings in its help."""
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """A job: a model, the GPUs, the training, and the assumptions made otherwise."""
+
+    model: o.Model = None
+    gpus: o.Gpus = None
+    hardware: o.Hardware = None
+    gpus_per_node: o.GpusPerNode = None
+    seq_length: o.SeqLength = None
+    global_batch_size: o.GlobalBatchSize = None
+    batch_tokens: o.BatchTokens = None
+    dtype: o.Dtype = None
+    runtime: o.Runtime = None
+    tokens: o.Tokens = None
+    moe_imbalance: o.Imbalance = None
+    straggler_fraction: o.Straggler = None
+    assume: o.Assume = None
+    calibration: o.Calibration = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions(JobOptions):
+    """A job whose layout is searched: axes pinned by comma lists, and how to search."""
+
+    tp: o.Tps = None
+    pp: o.Pps = None
+    dp: o.Dps = None
+    cp: o.Cps = None
+    ep: o.Eps = None
+    etp: o.Etps = None
+    vpp: o.Vpps = None
+    micro_batch_size: o.MicroBatchSizes = None
+    schedule: o.Schedules = None
+    zero_stage: o.ZeroStages = None
+    shard_size: o.ShardSizes = None
+    recompute: o.Recomputes = None
+    top: o.Top = None
+    time_limit: o.TimeLimit = None
+    tp_across_nodes: o.TpAcrossNodes = False
+    memory_headroom: o.Headroom = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions(JobOptions):
+    """A job whose layout is given."""
+
+    tp: o.Tp = None
+    pp: o.Pp = None
+    dp: o.Dp = None
+    cp: o.Cp = None
+    ep: o.Ep = None
+    etp: o.Etp = None
+    vpp: o.Vpp = None
+    micro_batch_size: o.MicroBatchSize = None
+    schedule: o.Schedule = None
+    zero_stage: o.ZeroStage = None
+    fsdp: o.Fsdp = None
+    sequence_parallel: o.SequenceParallel = None
+    recompute: o.Recompute = None
+    recompute_modules: o.RecomputeModules = None
+    recompute_num_layers: o.RecomputeLayers = None
+    layers_per_stage: o.LayersPerStage = None
+    layout: o.LayoutString = None
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer reads it: its parameter of a class of options stands for the fields of that class."""
+    own = inspect.signature(command, eval_str=True).parameters
+    (name,) = (parameter.name for parameter in own.values() if is_dataclass(parameter.annotation))
+    options_class = own[name].annotation
+    hints, options = get_type_hints(options_class, include_extras=True), fields(options_class)
+    shared = [
+        inspect.Parameter(field.name, _KEYWORD, default=field.default, annotation=hints[field.name])
+        for field in options
+    ]
+    rest = [parameter.replace(kind=_KEYWORD) for parameter in own.values() if parameter.name != name]
+    parameters = sorted([*shared, *rest], key=_panel)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        asked = options_class(**{field.name: values.pop(field.name) for field in options})
+        command(**values, **{name: asked})
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _panel(parameter: inspect.Parameter) -> int:
+    """Place in the help of the heading that an option stands under."""
+    options = getattr(parameter.annotation, "__metadata__", ())
+    return max((_PANELS.index(option.rich_help_panel) for option in options), default=-1)

@@ -1,0 +1,42 @@
+"""Bytes that micro-batches in flight hold on each rank, read off the order of its actions; times do not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.layout.seconds import STEADY_ROUNDS, is_long
+from planner.schedule.actions import HELD_BY_PLACE, ActionList, Schedule
+from planner.schedule.orders import HOLDS_ALL, build_schedule, placement
+from planner.shape import FloatArray, Shape
+
+
+def activation_peaks_bytes(order: Schedule, live_bytes: Sequence[float]) -> list[float]:
+    """The most that each rank holds in `order`; `live_bytes` has a micro-batch's bytes on each virtual stage."""
+    live = np.asarray(live_bytes)
+    return [float(np.cumsum(sign * live[stage]).max()) for stage, sign in _held_changes(order)]
+
+
+@lru_cache(maxsize=64)
+def _held_changes(order: Schedule) -> tuple[tuple[npt.NDArray[np.int32], FloatArray], ...]:
+    """Per rank, along its actions: the virtual stage, and +1 where an activation is kept, −1 where it is freed."""
+    return tuple((actions.stage, HELD_BY_PLACE[actions.kind]) for actions in map(ActionList.of, order.ranks))
+
+
+def peaks_of_schedule(shape: Shape, schedule: str, live_bytes: Sequence[float]) -> list[float]:
+    """The same for a named schedule, read off as many micro-batches as it takes to hold all that it will ever hold."""
+    pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    few = STEADY_ROUNDS[0] * pp
+    if schedule in HOLDS_ALL and is_long(shape):
+        ranks = placement(schedule, pp, vpp)
+        return [
+            wanted * sum(live for live, at in zip(live_bytes, ranks, strict=True) if at == rank) for rank in range(pp)
+        ]
+    if is_long(shape):
+        few += wanted % pp
+    elif wanted % pp or schedule in HOLDS_ALL:
+        few = wanted
+    return activation_peaks_bytes(build_schedule(schedule, pp, vpp, min(few, wanted)), live_bytes)

@@ -1,0 +1,146 @@
+"""A candidate: one layout with its prices, the one thing that is judged.
+
+The search makes candidates and keeps the fastest, a given layout and a saved plan become one, and everything that is
+said of a layout (seconds, memory, whether it fits) is a property of it, computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from planner.layout.activations import activation_peaks_bytes, peaks_of_schedule
+from planner.layout.outside_pipeline import OutsidePipeline, outside_pipeline
+from planner.layout.seconds import Pipeline, durations_of, pipeline_s, run_pipeline
+from planner.layout.split import Split, stage_costs
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import StageBytes, fixed_bytes, stage_memory
+from planner.schedule.actions import Schedule
+from planner.schedule.orders import build_schedule, placement
+from planner.schedule.replay import Durations
+from planner.shape import Shape
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout: a shape with its prices, a split of the layers, and a schedule."""
+
+    pricing: Pricing
+    table: CostTable
+    """Prices of the shape."""
+    split: Split
+    schedule: str
+    made_order: Schedule | None = None
+    """Action lists that replace those of the named schedule, where an order was made to measure."""
+    rank_factors: tuple[float, ...] = ()
+    """How many times as long each rank takes; empty where all take as long as the table says."""
+
+    @property
+    def shape(self) -> Shape:
+        """The parallel shape: one, not an array."""
+        return self.table.shape
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step."""
+        return int(self.shape.num_microbatches)
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """Rank of each virtual stage."""
+        if self.made_order is not None:
+            return tuple(self.made_order.stage_to_rank)
+        return placement(self.schedule, int(self.shape.pp), int(self.shape.vpp))
+
+    @property
+    def order_name(self) -> str:
+        """Name of the schedule that runs: the made order's, where there is one."""
+        return self.made_order.name if self.made_order is not None else self.schedule
+
+    @cached_property
+    def order(self) -> Schedule:
+        """Action lists of the whole step."""
+        if self.made_order is not None:
+            return self.made_order
+        return build_schedule(self.schedule, int(self.shape.pp), int(self.shape.vpp), self.num_microbatches)
+
+    @cached_property
+    def costs(self) -> tuple[PartCost, ...]:
+        """Cost of each virtual stage."""
+        return tuple(stage_costs(self.table, self.pricing.model, self.split, self.placement, self.rank_factors))
+
+    @cached_property
+    def rank_costs(self) -> tuple[PartCost, ...]:
+        """Cost of each rank: all of its chunks together."""
+        return tuple(by_rank(self.costs, self.placement))
+
+    @cached_property
+    def durations(self) -> Durations:
+        """Seconds of each virtual stage as the replay takes them."""
+        return durations_of(self.pricing, self.table, self.costs)
+
+    @cached_property
+    def outside(self) -> OutsidePipeline:
+        """Seconds of a step outside the pipeline."""
+        return outside_pipeline(self.pricing, self.table, self.rank_costs, self.order_name)
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds of one step: the pipeline's replay and what comes outside it."""
+        if self.made_order is not None:
+            return self.run().makespan_s + sum(self.outside)
+        return pipeline_s(self.shape, self.durations, self.schedule) + sum(self.outside)
+
+    def run(self, exact: bool = True) -> Pipeline:
+        """The replay of one step; unless `exact`, of a few rounds of it, the rest like the last of them."""
+        return run_pipeline(self.shape, self.durations, self.schedule, exact, self.made_order)
+
+    @cached_property
+    def activation_peaks_bytes(self) -> tuple[float, ...]:
+        """The most that micro-batches in flight hold on each rank, in the order of its actions."""
+        live = [float(cost.live_bytes) for cost in self.costs]
+        if self.made_order is not None:
+            return tuple(activation_peaks_bytes(self.made_order, live))
+        return tuple(peaks_of_schedule(self.shape, self.schedule, live))
+
+    @cached_property
+    def memory(self) -> tuple[StageBytes, ...]:
+        """The peak of each rank."""
+        return tuple(
+            stage_memory(self.pricing, self.table, cost, peak)
+            for cost, peak in zip(self.rank_costs, self.activation_peaks_bytes, strict=True)
+        )
+
+    @cached_property
+    def excess_bytes(self) -> tuple[float, ...]:
+        """Bytes that each rank needs beyond its GPU's memory, headroom kept free; negative where there is room."""
+        capacity = self.pricing.cluster.hardware.memory_bytes - self.pricing.headroom_bytes
+        return tuple(stage.total_bytes - capacity for stage in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits."""
+        return max(self.excess_bytes) <= 0
+
+    @property
+    def activation_room_bytes(self) -> list[float]:
+        """Bytes that each rank has for activations beside all else at its peak."""
+        fixed = float(self.table.usable_bytes) - fixed_bytes(self.pricing, self.table)
+        return [
+            fixed - float(cost.static_bytes) - max(float(cost.transient_bytes), float(cost.logits_bytes))
+            for cost in self.rank_costs
+        ]
+
+    def with_split(self, split: Split) -> Candidate:
+        """The same shape and schedule with another split."""
+        return replace(self, split=split)
+
+
+def by_rank(costs: Sequence[PartCost], placement: Sequence[int]) -> list[PartCost]:
+    """Costs of all chunks of each rank together; `placement` has the rank of each virtual stage."""
+    totals: dict[int, PartCost] = {}
+    for cost, rank in zip(costs, placement, strict=True):
+        totals[rank] = totals[rank] + cost if rank in totals else cost
+    return [totals[rank] for rank in range(len(totals))]

@@ -1,0 +1,137 @@
+"""The peak memory of a rank: the one formula, exact, and the named relaxation that bounds and programs read.
+
+A rank's peak is
+
+    static_bytes + activations_bytes + max(transient_bytes, logits_bytes) + fixed_bytes        (`stage_memory`)
+
+with static_bytes of weights, gradients and optimizer, activations_bytes of the micro-batches in flight (read off the
+schedule's own order), transient_bytes of a layer's backward, and fixed_bytes of buffers that every rank holds. The
+driver and the allocator reserve more on top; `Pricing.usable_bytes` is the largest peak that leaves them room.
+
+Bounds and integer programs do not know the order yet. They take `relaxed_peak_bytes`, in which the micro-batches in
+flight are a number, and which is never above the exact peak where that number is not above what the order holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.physics import memory
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.memory import constant_bytes, reserved_bytes, sharded_parameters
+from planner.physics.operators import BF16, FP32
+from planner.physics.pricing import Pricing
+from planner.shape import Number, Shape
+from planner.specs.units import GIB
+from planner.trainers.spec import RuntimeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Bytes of a rank at its peak, item by item; `total_bytes` is what the GPU must have."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+    workspace_bytes: int
+    reserved_bytes: int
+    """Memory of the driver, the communicators and the allocator's slack."""
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The peak that torch's `max_memory_allocated` shows."""
+        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return state + self.activations_bytes + self.logits_bytes + self.workspace_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak and what is reserved beside it."""
+        return self.peak_allocated_bytes + self.reserved_bytes
+
+
+def stage_memory(pricing: Pricing, table: CostTable, cost: PartCost, activations_bytes: float) -> StageBytes:
+    """The exact peak of a rank whose parts together are `cost`, while micro-batches in flight hold `activations_bytes`.
+
+    The peak is either the loss, with all activations held and the logits on top, or a layer's backward after it, when
+    the logits are gone and the layer's transient bytes are needed. The optimizer runs when all of these are gone; it
+    may copy gradients, which counts where the copies are larger than what has gone.
+    """
+    constant = float(constant_bytes(pricing.model, table.shape, pricing.runtime))
+    transient, logits = float(cost.transient_bytes), float(cost.logits_bytes)
+    buffers = fixed_workspace_bytes(pricing, table)
+    peak_is_loss = 0 < transient <= logits
+    logits, workspace = (logits, buffers) if peak_is_loss else (0.0, transient + buffers)
+    copies = _copied_gradients_bytes(pricing, table, cost)
+    workspace += max(0.0, copies - activations_bytes - logits - workspace)
+    allocated = StageBytes(
+        weights_bytes=round(float(cost.weights_bytes + constant)),
+        gradients_bytes=round(float(cost.gradients_bytes)),
+        optimizer_bytes=round(float(cost.optimizer_bytes)),
+        activations_bytes=round(activations_bytes),
+        logits_bytes=round(logits),
+        workspace_bytes=round(workspace),
+        reserved_bytes=0,
+    )
+    reserve = float(reserved_bytes(allocated.peak_allocated_bytes, table.shape, pricing.cluster.hardware))
+    return replace(allocated, reserved_bytes=round(reserve + pricing.runtime.reserved_gib * GIB))
+
+
+def relaxed_peak_bytes(static_bytes: Any, activations_bytes: Any, transient_bytes: Any) -> Any:
+    """static + activations + transient: at most the exact peak less `fixed_bytes`.
+
+    Numbers, arrays over shapes and ranks, or sums of a program's variables. The transient may be any that the rank
+    certainly needs (the loss's, or that of a kind of layer it holds), the activations those of any micro-batches that
+    it certainly has in flight.
+    """
+    return static_bytes + activations_bytes + transient_bytes
+
+
+def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
+    """Bytes of weights, gradients and optimizer of `part`, sharded as `shape` says.
+
+    A part that was priced for one shape of its kernels has the right parameters for all, but not their sharding.
+    """
+    expert, wide = part.expert_parameters, part.wide_parameters
+    dense = part.parameters - expert
+    return (
+        memory.weights_bytes(dense, expert, shape, runtime, dtype, wide)
+        + memory.gradients_bytes(dense, expert, shape, runtime)
+        + memory.optimizer_bytes(dense, expert, shape, runtime)
+    )
+
+
+def fixed_bytes(pricing: Pricing, table: CostTable) -> float:
+    """Bytes that every rank holds whatever its layers: buffers, tables, token ids."""
+    tables = constant_bytes(pricing.model, table.shape, pricing.runtime)
+    return fixed_workspace_bytes(pricing, table) + float(tables)
+
+
+def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
+    """Buffers of every rank: the gradient from the next stage; the two layers that unpipelined ZeRO-3 gathers.
+
+    torch's stages have a buffer for every micro-batch, of each chunk's input and of its output's gradient (less one
+    chunk's on the first rank and the last). The input that a micro-batch in flight has received is counted with its
+    activations, but its outputs, which the buffers keep, are not: as many.
+    """
+    shape, runtime = table.shape, pricing.runtime
+    if int(shape.pp) > 1:
+        sent = BF16 * float(shape.shard_tokens) * pricing.model.hidden_size
+        num_buffers = (2 * int(shape.vpp) - (int(shape.pp) == 2)) * int(shape.num_microbatches)
+        return sent * (num_buffers if runtime.has_torch_stages else 1)
+    if int(shape.zero_stage) < 3:
+        return 0.0
+    # beside them, the gradients of the layer before, on their way to be scattered
+    layer = max(float(part.parameters) for part in table.layers.values())
+    return 2 * BF16 * layer + runtime.gradient_bytes * max(layer, float(table.head.parameters))
+
+
+def _copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
+    """fp32 copies that an optimizer makes of the 16-bit gradients of its shard."""
+    runtime = pricing.runtime
+    if not runtime.widens_gradients or runtime.gradient_bytes == FP32:
+        return 0.0
+    expert = cost.expert_parameters
+    return FP32 * float(sharded_parameters(cost.parameters - expert, expert, table.shape))

@@ -1,0 +1,59 @@
+"""The words for a layout, its seconds, its bytes and its evidence: every report calls them the same."""
+
+from __future__ import annotations
+
+from planner.answer import Layout
+
+BREAKDOWN = {
+    "compute_s": "compute",
+    "bubble_s": "pipeline bubble",
+    "tp_comm_s": "tensor-parallel exchanges",
+    "cp_comm_s": "context-parallel exchanges",
+    "ep_comm_s": "expert-parallel exchanges",
+    "pp_comm_s": "pipeline sends",
+    "exposed_dp_s": "data-parallel exchanges",
+    "optimizer_s": "optimizer",
+    "overhead_s": "host and other overhead",
+}
+"""The items of a step's seconds."""
+MEMORY = {
+    "weights_bytes": "weights",
+    "gradients_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "activations_bytes": "activations",
+    "logits_bytes": "logits",
+    "workspace_bytes": "workspace",
+    "reserved_bytes": "reserved",
+    "total_bytes": "total",
+}
+"""The items of a stage's memory, and their sum."""
+EVIDENCE = {
+    "spec_sheet": "spec sheet: peaks and typical efficiencies, nothing measured on this kind of GPU",
+    "calibrated": "calibrated on measurements of this GPU, or of others of its silicon",
+    "probed": "probed: corrected by a real run on this kind of GPU",
+}
+LEAST_SHARE = 0.0005
+"""A smaller share of a step is not shown: it would read 0.0%."""
+
+
+def sizes(layout: Layout) -> str:
+    """The sizes of a layout in few letters, to stand beside figures: `TP 8 PP 16 DP 16 · mb 1 × 128`."""
+    return f"{' '.join(layout.axes)} · mb {layout.micro_batch_size} × {layout.num_microbatches}"
+
+
+def manner(layout: Layout) -> tuple[str, ...]:
+    """The ways in which a layout is run, beside its sizes: schedule, ZeRO, recompute and the like."""
+    zero = f"ZeRO-{layout.zero_stage}"
+    if layout.zero_stage and layout.shard_size < layout.dp * layout.cp:
+        zero += f" over {layout.shard_size:,}"
+    recompute = "no recompute" if layout.recompute == "none" else f"{layout.recompute} recompute"
+    if layout.recompute == "selective" and layout.recompute_modules:
+        recompute += f" ({', '.join(layout.recompute_modules)})"
+    parts = [layout.schedule if layout.pp > 1 else "no pipeline", zero, recompute]
+    if layout.tp > 1:
+        parts.append("sequence parallel" if layout.sequence_parallel else "no sequence parallel")
+    if layout.ep > 1:
+        parts.append(f"expert TP {layout.etp}")
+    if layout.num_gpus_spare:
+        parts.append(f"{layout.num_gpus_spare:,} GPUs spare")
+    return tuple(parts)

@@ -1,0 +1,168 @@
+"""The rows of a report's tables: stages, shares of the step, layouts beside each other, rejected shapes.
+
+A row holds numbers with their units, and gives the texts of its columns, which every report shows alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planner.answer import PricedLayout, StagePlan
+from planner.report.format import gibibytes, percent, seconds
+from planner.report.labels import manner, sizes
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One pipeline stage, or a run of neighbouring stages that hold the same."""
+
+    stages: tuple[StagePlan, ...]
+    capacity_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that the fullest rank of these stages needs."""
+        return max(stage.memory.total_bytes for stage in self.stages)
+
+    @property
+    def filled_fraction(self) -> float:
+        """Share of the GPU's memory that the fullest rank needs; above 1 where it does not fit."""
+        return self.peak_bytes / self.capacity_bytes
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The texts of STAGE_HEADS; milliseconds are of one micro-batch, exchanges included, on the slowest stage."""
+        first, last = self.stages[0], self.stages[-1]
+        alone = len(self.stages) == 1
+        forward_s = max(stage.forward_s + stage.forward_comm_s for stage in self.stages)
+        backward_s = max(stage.backward_s + stage.backward_comm_s for stage in self.stages)
+        return (
+            str(first.stage) if alone else f"{first.stage}–{last.stage}",
+            _layers(first) if alone else f"{first.num_layers} each",
+            "+".join(first.holds).replace("embedding", "embed"),
+            _recomputed(first),
+            _first_to_last(first.in_flight_microbatches, last.in_flight_microbatches),
+            f"{1e3 * forward_s:,.1f}",
+            f"{1e3 * backward_s:,.1f}",
+            gibibytes(self.peak_bytes) + ("!" if self.filled_fraction > 1 else ""),
+        )
+
+
+STAGE_HEADS = ("stage", "layers", "holds", "recompute", "in flight", "fwd ms", "bwd ms", "GiB")
+RECOMPUTE_COLUMN = STAGE_HEADS.index("recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One item of the step, in seconds on the rank that decides it."""
+
+    name: str
+    value_s: float
+    step_s: float
+
+    @property
+    def fraction(self) -> float:
+        return self.value_s / self.step_s
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        return self.name, seconds(self.value_s, self.step_s), percent(self.fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A layout in one line beside others: sizes, seconds, memory; how it is run and what it trades."""
+
+    name: str
+    sizes: str
+    step_s: float
+    more_fraction: float | None
+    """step_s over the step of the layout it stands beside, less one; None for that layout itself."""
+    peak_bytes: int
+    """Bytes on its fullest rank."""
+    fits: bool
+    mfu: float
+    manner: str
+    """The ways in which it is run and the layout it stands beside is not."""
+    trade: str
+
+    @property
+    def step(self) -> str:
+        return seconds(self.step_s)
+
+    @property
+    def more(self) -> str:
+        return "" if self.more_fraction is None else f"{self.more_fraction:+.1%}"
+
+    @property
+    def peak(self) -> str:
+        """GiB of the fullest rank, marked where they do not fit."""
+        return gibibytes(self.peak_bytes) + ("" if self.fits else "!")
+
+    @property
+    def remark(self) -> str:
+        return "; ".join(part for part in (self.manner, self.trade) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Shapes that one reason excludes: how many, and one of them with its numbers."""
+
+    count: int
+    reason: str
+    example: str
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        return f"{self.count:,}", self.reason, self.example
+
+
+def entry_of(name: str, layout: PricedLayout, beside: PricedLayout | None = None) -> Entry:
+    """A layout in one line, by itself or beside another."""
+    known = manner(beside.parallelism) if beside else ()
+    return Entry(
+        name=name,
+        sizes=sizes(layout.parallelism),
+        step_s=layout.step.step_s,
+        more_fraction=layout.step.step_s / beside.step.step_s - 1 if beside else None,
+        peak_bytes=layout.worst_stage.memory.total_bytes,
+        fits=layout.fits,
+        mfu=layout.step.mfu,
+        manner=", ".join(part for part in manner(layout.parallelism) if part not in known),
+        trade=layout.trade,
+    )
+
+
+def runs_of_stages(rows: Iterable[StageRow]) -> tuple[StageRow, ...]:
+    """Neighbouring stages that hold the same, as one row each."""
+    runs: list[StageRow] = []
+    for row in rows:
+        before, stage = runs[-1].stages[-1] if runs else None, row.stages[0]
+        if before and _held(before) == _held(stage):
+            runs[-1] = StageRow((*runs[-1].stages, *row.stages), row.capacity_bytes)
+        else:
+            runs.append(row)
+    return tuple(runs)
+
+
+def _held(stage: StagePlan) -> tuple[object, ...]:
+    return stage.num_layers, stage.holds, stage.recompute
+
+
+def _layers(stage: StagePlan) -> str:
+    """`7 (0–6)`, or `8 in 4 chunks`."""
+    if len(stage.chunks) > 1:
+        return f"{stage.num_layers} in {len(stage.chunks)} chunks"
+    first, end = stage.chunks[0] if stage.chunks else (0, 0)
+    return f"{stage.num_layers} ({first}–{end - 1})" if end > first else "0"
+
+
+def _recomputed(stage: StagePlan) -> str:
+    return ", ".join(f"{count} {mode}" for mode, count in stage.recompute.items() if count and mode != "none") or "none"
+
+
+def _first_to_last(*values: float) -> str:
+    """One number, or two where the first differs from the last."""
+    first, last = (f"{round(value, 2):g}" for value in values)
+    return first if first == last else f"{first}–{last}"

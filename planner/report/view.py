@@ -1,0 +1,199 @@
+"""Everything that a report shows of a plan, worked out once: numbers with their units, and the words they are told in.
+
+`terminal` and `html` only lay these lines out, so that both say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from planner.answer import Plan, PricedLayout, StagePlan
+from planner.report.format import digits, gibibytes, large, percent, seconds, span
+from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, manner
+from planner.report.proof import says_bound, says_outcome
+from planner.report.rows import Entry, Rejection, Share, StageRow, entry_of
+from planner.specs.units import GIB
+
+Unit = Literal["s", "tokens/s", "TFLOP/s", "fraction", "bytes", "days", "GPU-hours", "USD", "MWh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number that people quote: one value in its unit, or the two ends of an interval, and how it is written."""
+
+    name: str
+    values: tuple[float, ...]
+    unit: Unit
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All lines of a report, in their order."""
+
+    job: str
+    """Model, GPUs and trainer."""
+    layout: str
+    fits: bool
+    manner: tuple[str, ...]
+    batch: str
+    misfit: str
+    """By how much a layout does not fit; empty where it does."""
+    figures: tuple[Figure, ...]
+    peak: Figure
+    """Memory of the fullest stage."""
+    tokens: float | None
+    """Tokens of the whole run, where a run was asked for."""
+    cost: tuple[Figure, ...]
+    given_and_own: tuple[Entry, ...]
+    """The layout that was given and the planner's own choice for the same job, where there is one."""
+    capacity_bytes: int
+    stages: tuple[StageRow, ...]
+    step_s: float
+    breakdown: tuple[Share, ...]
+    """The items of the step, the largest first, those below LEAST_SHARE left out."""
+    best: Entry
+    alternatives: tuple[Entry, ...]
+    rejections: tuple[Rejection, ...]
+    """The most frequent reason first."""
+    how_sure: tuple[tuple[str, str], ...]
+    """A subject and a sentence each."""
+    assumptions: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def capacity(self) -> str:
+        return f"{gibibytes(self.capacity_bytes)} GiB"
+
+    @property
+    def mixes_recompute(self) -> bool:
+        """True where some layers are recomputed otherwise than others."""
+        modes = {mode for row in self.stages for s in row.stages for mode, count in s.recompute.items() if count}
+        return len(modes) > 1
+
+    @property
+    def headings(self) -> dict[str, str]:
+        """The titles of the sections that every report has."""
+        return {
+            "given_and_own": "Beside the planner's own choice",
+            "stages": f"Stages, on GPUs of {self.capacity}",
+            "breakdown": f"Where the {seconds(self.step_s)} of a step go",
+            "alternatives": "Alternatives, and what each trades",
+            "rejections": "Rejected shapes, by reason",
+            "how_sure": "How sure",
+            "assumptions": "Assumptions that move the result",
+            "warnings": "Warnings",
+        }
+
+
+def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
+    """The lines of a plan, or of one evaluated layout beside `own`, the planner's choice for the same job."""
+    best, training, hardware = plan.best, plan.training, plan.cluster.hardware
+    return View(
+        job=f"{plan.model.name} on {plan.cluster.num_gpus:,} × {hardware.name}, {plan.runtime}",
+        layout=str(best.parallelism),
+        fits=best.fits,
+        manner=manner(best.parallelism),
+        batch=f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}",
+        misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
+        figures=_figures(plan),
+        peak=_peak(best),
+        tokens=None if plan.run_cost is None else plan.run_cost.tokens,
+        cost=_cost(plan),
+        given_and_own=() if own is None else (entry_of("given", best), entry_of("own", own, best)),
+        capacity_bytes=hardware.memory_bytes,
+        stages=tuple(StageRow((stage,), hardware.memory_bytes) for stage in plan.stages),
+        step_s=plan.step.step_s,
+        breakdown=_breakdown(plan),
+        best=entry_of("best", best),
+        alternatives=tuple(entry_of(f"{rank}.", other, best) for rank, other in enumerate(plan.alternatives, start=1)),
+        rejections=tuple(
+            Rejection(count, reason.replace("_", " "), plan.rejection_examples.get(reason, ""))
+            for reason, count in sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0]))
+        ),
+        how_sure=tuple(_how_sure(plan)),
+        assumptions=plan.assumptions,
+        warnings=plan.warnings,
+    )
+
+
+def _misfit(layout: PricedLayout, capacity_bytes: int) -> str:
+    worst = layout.worst_stage
+    return (
+        f"Does not fit: stage {worst.stage} needs {gibibytes(worst.memory.total_bytes)} GiB, "
+        f"{gibibytes(worst.memory.total_bytes - capacity_bytes)} more than the GPU's {gibibytes(capacity_bytes)}"
+    )
+
+
+def _peak(layout: PricedLayout) -> Figure:
+    peak_bytes = layout.worst_stage.memory.total_bytes
+    return Figure("fullest stage", (peak_bytes,), "bytes", f"{gibibytes(peak_bytes)} GiB")
+
+
+def _figures(plan: Plan) -> tuple[Figure, ...]:
+    """The six numbers that people quote; idle stages stand where the interval is not known."""
+    step, interval_s = plan.step, plan.step.step_s_interval
+    if interval_s is None:
+        sure = Figure("stages idle", (step.bubble_fraction,), "fraction", percent(step.bubble_fraction))
+    else:
+        sure = Figure("80% interval", interval_s, "s", span(*interval_s, like_s=step.step_s))
+    flops, each = step.model_tflops_per_gpu, step.tokens_per_s_per_gpu
+    return (
+        Figure("step", (step.step_s,), "s", seconds(step.step_s)),
+        Figure("tokens/s", (step.tokens_per_s,), "tokens/s", f"{step.tokens_per_s:,.0f}"),
+        Figure("TFLOP/s/GPU", (flops,), "TFLOP/s", digits(flops)),
+        sure,
+        Figure("tokens/s/GPU", (each,), "tokens/s", f"{each:,.1f}"),
+        Figure("MFU", (step.mfu,), "fraction", percent(step.mfu)),
+    )
+
+
+def _breakdown(plan: Plan) -> tuple[Share, ...]:
+    step_s = plan.step.step_s
+    shares = [Share(label, getattr(plan.step.breakdown, name), step_s) for name, label in BREAKDOWN.items()]
+    return tuple(share for share in sorted(shares, key=lambda share: -share.value_s) if share.fraction >= LEAST_SHARE)
+
+
+def _cost(plan: Plan) -> tuple[Figure, ...]:
+    """Days, GPU-hours, dollars and energy of the whole run, as far as they are known."""
+    cost = plan.run_cost
+    if cost is None:
+        return ()
+    figures = [
+        Figure("time", (cost.days,), "days", f"{digits(cost.days)} days"),
+        Figure("GPU time", (cost.gpu_hours,), "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
+    ]
+    if cost.usd is not None:
+        figures.append(Figure("price", (cost.usd,), "USD", f"${large(cost.usd)}"))
+    if cost.mwh is not None:
+        figures.append(Figure("energy", (cost.mwh,), "MWh", f"{digits(cost.mwh)} MWh"))
+    return tuple(figures)
+
+
+def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
+    """Evidence, what the search proved, and what could turn out otherwise."""
+    lines = [("evidence", EVIDENCE[plan.evidence])]
+    search = plan.search
+    if search is not None:
+        took = "" if search.seconds is None else f" in {seconds(search.seconds)}"
+        counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
+        lines.append(("search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"))
+        lines.append(("solver", f"{says_outcome(search)}: {says_bound(search)}"))
+    high_bytes, capacity_bytes = _highest_bytes(plan.stages), plan.cluster.hardware.memory_bytes
+    if plan.fits and high_bytes > capacity_bytes:
+        over = f"80% interval of the fullest rank ends at {gibibytes(high_bytes)} GiB"
+        headroom_gib = ceil((high_bytes - capacity_bytes) / GIB)
+        lines.append(("memory", f"{over}: --memory-headroom {headroom_gib} plans below it"))
+    if plan.undecided:
+        count, total = len(plan.undecided), len(plan.alternatives)
+        overlap = f"intervals of {count} of {total} overlap the best's: plan probe can tell them apart"
+        lines.append(("alternatives", overlap))
+    return lines
+
+
+def _highest_bytes(stages: Iterable[StagePlan]) -> float:
+    """The upper end of the fullest rank's memory interval; 0 where no stage has one."""
+    return max((high for s in stages for high in (s.memory.total_bytes_interval or ())[1:]), default=0.0)

@@ -1,0 +1,38 @@
+"""The time that a search has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from planner.errors import SolverError
+
+
+class Deadline:
+    """A moment by which a search ends, counted from when this object is made.
+
+    `clock` gives seconds; tests give one that counts how often it is asked.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] | None = None) -> None:
+        self.limit_s = limit_s
+        self._clock = clock or time.monotonic
+        self._end_s = self._clock() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left; negative when time is up."""
+        return self._end_s - self._clock()
+
+    @property
+    def passed(self) -> bool:
+        """Whether time is up."""
+        return self.left_s <= 0
+
+    def check(self, doing: str) -> None:
+        """Raise SolverError where time is up before anything was found."""
+        if self.passed:
+            raise SolverError(
+                f"time is up after {self.limit_s:g} s, {doing}: no layout was found yet",
+                "raise --time-limit, or pin axes to shrink the search",
+            )

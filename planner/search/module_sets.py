@@ -1,0 +1,191 @@
+"""Which modules of a layer to recompute: the sets that the trainer can be told, as far as they are worth a try.
+
+A trainer names parts of a layer that it can recompute by themselves. Each set of them saves some bytes of a micro-batch
+for some seconds. The search tries every set that is useful: no other saves as many bytes for fewer seconds, on kernels
+of the job itself. First it bounds all of them together (`ModuleSets.together`), since for most shapes no set is fast
+enough; then it bounds each set of those shapes that are left by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.pricing import Pricing
+from planner.shape import FloatArray
+from planner.specs.training import Recompute
+
+Modules = tuple[str, ...]
+
+MAX_SETS = 16
+"""Sets that are tried at most; beyond that those that lie most evenly between saving nothing and all."""
+SAMPLES = (0.0, 0.5, 1.0)
+"""Kernels on which sets are compared: the least, the median and the most bytes kept of a micro-batch."""
+TINY = 1e-9
+"""Relative difference of two sums that are the same."""
+NEGLIGIBLE = 1e-3
+"""Share of a layer's kept bytes below which a module is not worth recomputing."""
+
+
+def useful_sets(pricing: Pricing, table: CostTable) -> tuple[Modules, ...]:
+    """The sets of modules that the search tries, in the trainer's order of modules; the pricing's own is among them.
+
+    Seconds and bytes of a set are taken as the sums of its modules' here. That decides which sets are tried, not what
+    they cost.
+    """
+    own = pricing.selective_modules
+    if len(pricing.runtime.selective_recompute_modules) < 2:
+        return (own,)
+    table = table.take(_samples(pricing, table))
+    saved, seconds = [], []
+    modules = []
+    for module in pricing.runtime.selective_recompute_modules:
+        alone = replace(pricing, selective_modules=(module,)).selective_table(table)
+        saved_bytes, again_s = _changes(pricing, alone, "selective")
+        if (saved_bytes > NEGLIGIBLE * _kept_bytes(pricing, table)).any():
+            modules.append(module)
+            saved.append(saved_bytes)
+            seconds.append(again_s)
+    sets = [chosen for size in range(1, len(modules) + 1) for chosen in combinations(range(len(modules)), size)]
+    if not sets:
+        return (own,)
+    member = np.array([[index in chosen for index in range(len(modules))] for chosen in sets], dtype=float)
+    saved_by_all, again_by_all_s = _changes(pricing, table, "full")
+    useful = _undominated(
+        np.vstack([member @ np.array(saved), saved_by_all]), np.vstack([member @ np.array(seconds), again_by_all_s])
+    )
+    names = [tuple(modules[index] for index in sets[number]) for number in useful if number < len(sets)]
+    return (own, *(chosen for chosen in _spread(names) if set(chosen) != set(own)))
+
+
+def _samples(pricing: Pricing, table: CostTable) -> npt.NDArray[np.int64]:
+    """Rows of the table to compare sets on."""
+    ranked = np.argsort(_kept_bytes(pricing, table), kind="stable")
+    return np.unique([ranked[round(share * (len(ranked) - 1))] for share in SAMPLES])
+
+
+def _kept_bytes(pricing: Pricing, table: CostTable) -> FloatArray:
+    """Bytes of a micro-batch that all layers keep without recomputing."""
+    return _over_layers(pricing, table, "none", "live_bytes")
+
+
+def _changes(pricing: Pricing, table: CostTable, mode: Recompute) -> tuple[FloatArray, FloatArray]:
+    """Bytes that all layers save, and seconds that they take longer, in a mode of the table."""
+    saved = _over_layers(pricing, table, "none", "live_bytes") - _over_layers(pricing, table, mode, "live_bytes")
+    again = _over_layers(pricing, table, mode, "total_s") - _over_layers(pricing, table, "none", "total_s")
+    return saved, again
+
+
+def _over_layers(pricing: Pricing, table: CostTable, mode: Recompute, quantity: str) -> FloatArray:
+    parts = [(table.layers[kind, mode], count) for kind, count in pricing.kind_counts.items()]
+    return np.atleast_1d(np.asarray(sum(count * getattr(part, quantity) for part, count in parts), dtype=float))
+
+
+def _is_beaten(modules: Modules, tables: dict[Modules, CostTable]) -> bool:
+    """Whether another set, or recomputing all, takes no longer and keeps no more for any kernel and kind of layer.
+
+    Of sets that are equal the first stays.
+    """
+    parts = _selective_parts(tables[modules])
+    if _is_no_worse([part for (_, mode), part in tables[modules].layers.items() if mode == "full"], parts):
+        return True
+    names = list(tables)
+    for other in names:
+        if other == modules:
+            continue
+        others = _selective_parts(tables[other])
+        is_equal = _is_no_worse(parts, others)
+        if _is_no_worse(others, parts) and (not is_equal or names.index(other) < names.index(modules)):
+            return True
+    return False
+
+
+def _selective_parts(table: CostTable) -> list[PartCost]:
+    return [part for (_, mode), part in table.layers.items() if mode == "selective"]
+
+
+def _is_no_worse(parts: Sequence[PartCost], others: Sequence[PartCost]) -> bool:
+    """Whether `parts` take no longer and keep no more than `others`, kind by kind."""
+    return all(
+        bool(np.all(np.asarray(part.total_s <= other.total_s * (1 + TINY))))
+        and bool(np.all(np.asarray(part.live_bytes <= other.live_bytes * (1 + TINY))))
+        for part, other in zip(parts, others, strict=True)
+    )
+
+
+def _undominated(saved: FloatArray, seconds: FloatArray) -> list[int]:
+    """Rows (sets) that, in some column (kernel), no other row beats in both respects."""
+    useful = []
+    for row in range(len(saved)):
+        no_worse = (saved >= saved[row]) & (seconds <= seconds[row])
+        better = (saved > saved[row] * (1 + TINY)) | (seconds < seconds[row] * (1 - TINY))
+        earlier = np.arange(len(saved))[:, None] < row  # of equal sets the smallest stays
+        if not (no_worse & (better | earlier)).any(axis=0).all():
+            useful.append(row)
+    return sorted(useful, key=lambda row: float(saved[row].sum()))
+
+
+def _spread(sets: Sequence[Modules]) -> list[Modules]:
+    """At most `MAX_SETS` of the sets, evenly over their order."""
+    if len(sets) <= MAX_SETS:
+        return list(sets)
+    return [sets[round(index)] for index in np.linspace(0, len(sets) - 1, MAX_SETS)]
+
+
+@dataclass(frozen=True)
+class ModuleSets:
+    """The sets that are tried, each with the prices of a screen's kernels."""
+
+    pricings: dict[Modules, Pricing]
+    tables: dict[Modules, CostTable]
+
+    @classmethod
+    def of(cls, pricing: Pricing, table: CostTable, sets: Sequence[Modules]) -> ModuleSets:
+        """Price the sets; `table` has the kernels in all modes, the selective one for the pricing's own set."""
+        pricings = {modules: replace(pricing, selective_modules=modules) for modules in sets}
+        tables = {modules: each.selective_table(table) for modules, each in pricings.items()}
+        useful = {modules: priced for modules, priced in tables.items() if not _is_beaten(modules, tables)}
+        return cls({modules: pricings[modules] for modules in useful}, useful)
+
+    @cached_property
+    def together(self) -> CostTable:
+        """A table whose full mode is no dearer than any set, in a bound that mixes such layers with plain ones.
+
+        Such a layer keeps the least bytes of any set, for the fewest seconds that any set takes a byte that it saves:
+        a set's layers cost no less than some mixture of plain layers with these. Its selective mode has the longest
+        backward of any set, behind which most of an exchange hides.
+        """
+        tables = list(self.tables.values())
+        layers, mtp, mtp_recomputed = dict(tables[0].layers), tables[0].mtp, tables[0].mtp_recomputed
+        for kind in dict.fromkeys(kind for kind, _ in layers):
+            plain, sets = layers[kind, "none"], [table.layers[kind, "selective"] for table in tables]
+            layers[kind, "full"], layers[kind, "selective"] = _cheapest_mixture(plain, sets), _slowest(plain, sets)
+        if mtp is not None and mtp_recomputed:
+            sets = [table.mtp_recomputed["selective"] for table in tables]
+            mtp_recomputed = {"full": _cheapest_mixture(mtp, sets), "selective": _slowest(mtp, sets)}
+        return replace(tables[0], layers=layers, mtp_recomputed=mtp_recomputed)
+
+
+def _cheapest_mixture(plain: PartCost, sets: Sequence[PartCost]) -> PartCost:
+    """The part that keeps the least bytes, for the fewest seconds a byte that any of `sets` saves bytes for."""
+    saved = np.array([np.asarray(plain.live_bytes - part.live_bytes, dtype=float) for part in sets])
+    again = np.array([np.asarray(part.total_s - plain.total_s, dtype=float) for part in sets])
+    s_per_byte = np.where(saved > 0, np.maximum(again, 0.0) / np.where(saved > 0, saved, 1.0), np.inf).min(axis=0)
+    most = np.maximum(saved.max(axis=0), 0.0)
+    return replace(
+        plain,
+        input_grad_s=plain.input_grad_s + np.where(np.isfinite(s_per_byte), s_per_byte, 0.0) * most,
+        live_bytes=plain.live_bytes - most,
+    )
+
+
+def _slowest(plain: PartCost, sets: Sequence[PartCost]) -> PartCost:
+    """A part whose backward is as long as any of `sets` has it: the longest window to hide an exchange behind."""
+    longest_s = np.max([np.asarray(part.backward_total_s, dtype=float) for part in sets], axis=0)
+    return replace(plain, input_grad_s=plain.input_grad_s + longest_s - plain.backward_total_s)

@@ -1,0 +1,126 @@
+"""A hardware profile: one GPU, the links between GPUs by tier, and how much of the data sheet kernels reach."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from planner.specs.base import Fraction, Name, NonNegativeFloat, PositiveFloat, PositiveInt, Spec
+from planner.specs.efficiency import Efficiency
+from planner.specs.units import GB, GIB, MICRO, TERA
+
+
+class LinkTier(Spec):
+    """One level of the network: the fastest link between any two GPUs whose ranks lie within `num_gpus`."""
+
+    name: str
+    """A short name, such as nvlink or infiniband."""
+    num_gpus: PositiveInt | None = None
+    """GPUs under this tier (an NVLink domain, a pod); null for the outermost."""
+    gb_per_s: PositiveFloat
+    """Per GPU and direction, as the data sheet has it, 10^9 bytes a second."""
+    latency_us: NonNegativeFloat
+    """Microseconds that a message of no bytes takes over one link."""
+    efficiency_fraction: Fraction = 0.8
+    """Share of gb_per_s that large collectives reach."""
+    oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """Uplink contention: bandwidth per GPU is divided by this."""
+    link_gb_per_s: PositiveFloat | None = None
+    """Rate of the link between two GPUs where no switch joins them: among n GPUs each has n − 1 such links."""
+    source: str = ""
+    """Where the tier's numbers come from."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Achieved bytes per second and GPU of a large transfer."""
+        return self.gb_per_s * GB * self.efficiency_fraction / self.oversubscription
+
+    @property
+    def latency_s(self) -> float:
+        return self.latency_us * MICRO
+
+
+class ReservedMemory(Spec):
+    """Device memory that no tensor holds: CUDA context, communicator buffers, allocator fragmentation."""
+
+    context_gib: NonNegativeFloat = 1.0
+    """CUDA context and libraries."""
+    communicator_gib: NonNegativeFloat = 0.3
+    """NCCL buffers, per communicator that spans more than one rank."""
+    fragmentation_fraction: Fraction = 0.03
+    """Share of allocated memory that the allocator holds beside it and nobody can use."""
+    source: str = ""
+    """Where these numbers come from."""
+
+    @property
+    def context_bytes(self) -> float:
+        return self.context_gib * GIB
+
+    @property
+    def communicator_bytes(self) -> float:
+        return self.communicator_gib * GIB
+
+
+class HardwareSpec(Spec):
+    """One kind of GPU in one kind of node, as `hardware_profiles/*.yaml` describes it."""
+
+    name: Name
+    """The profile's name, which is that of its file."""
+    aliases: tuple[str, ...] = ()
+    """Other names, in lower case."""
+    source: str
+    """The data sheet."""
+    architecture: str
+    """Silicon generation (volta, ampere, ada, hopper, blackwell, cdna3, cdna4)."""
+    memory_gib: PositiveFloat
+    """Total memory as the driver reports it."""
+    hbm_gb_per_s: PositiveFloat
+    """Memory bandwidth as the data sheet has it, 10^9 bytes a second."""
+    peak_tflops: dict[str, PositiveFloat]
+    """Dense peak per dtype, without sparsity."""
+    num_sms: PositiveInt
+    """Streaming multiprocessors (compute units on AMD)."""
+    gpus_per_node: PositiveInt = 8
+    """GPUs of a node."""
+    tiers: tuple[LinkTier, ...] = Field(min_length=1)
+    """Links, innermost first."""
+    reserved: ReservedMemory = ReservedMemory()
+    """Device memory that no tensor holds."""
+    efficiency: Efficiency = Efficiency()
+    """Given none, what a GPU commonly reaches of its data sheet."""
+    usd_per_gpu_hour: PositiveFloat | None = None
+    """Price of one GPU for an hour."""
+    watts_per_gpu: PositiveFloat | None = None
+    """Facility power per GPU, CPUs and network included."""
+    price_source: str = ""
+    """Where price and power come from."""
+
+    @model_validator(mode="after")
+    def _tiers_widen(self) -> HardwareSpec:
+        sizes = [tier.num_gpus for tier in self.tiers[:-1]]
+        if None in sizes or any(a >= b for a, b in pairwise(sizes) if a and b):
+            raise ValueError("tiers: every tier but the last needs num_gpus, each larger than the one before")
+        if "bf16" not in self.peak_tflops and "fp16" not in self.peak_tflops:
+            raise ValueError("peak_tflops: needs bf16 or fp16")
+        return self
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """Dense FLOP/s of `dtype`, or None where this GPU has none; fp16 and bf16 stand in for each other."""
+        other = {"bf16": "fp16", "fp16": "bf16"}.get(dtype, dtype)
+        tflops = self.peak_tflops.get(dtype, self.peak_tflops.get(other))
+        return None if tflops is None else tflops * TERA
+
+    @property
+    def memory_bytes(self) -> int:
+        return round(self.memory_gib * GIB)
+
+    @property
+    def hbm_bytes_per_s(self) -> float:
+        return self.hbm_gb_per_s * GB
+
+    @property
+    def nvlink_domain_size(self) -> int:
+        """GPUs of the innermost tier; all of a node where there is only one tier."""
+        return self.tiers[0].num_gpus or self.gpus_per_node

@@ -1,0 +1,108 @@
+"""A plan's lines are worked out once: the terminal and the HTML report both show every one of them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_html import DRAWN, Page
+
+from planner.answer import Plan
+from planner.report.html import render_html
+from planner.report.rows import RECOMPUTE_COLUMN
+from planner.report.terminal import render
+from planner.report.view import View, view_of
+from planner.specs.units import GIB
+
+MakePlan = Callable[..., Plan]
+
+
+def terminal(plan: Plan) -> str:
+    """The terminal's report on one so wide that no line is broken."""
+    out = io.StringIO()
+    Console(file=out, width=400, highlight=False).print(render(plan))
+    return " ".join(out.getvalue().split())
+
+
+def lines(view: View) -> Iterator[str]:
+    """Every text of the view, a cell of a table at a time."""
+    headings = view.headings
+    yield from (view.job, view.layout, view.batch, view.misfit, *view.manner)
+    for figure in (*view.figures, *view.cost):
+        yield from (figure.text, figure.name if figure in view.figures else "")
+    yield from (headings["stages"], headings["breakdown"], headings["how_sure"])
+    for row in view.stages:
+        yield from (cell for column, cell in enumerate(row.cells) if column != RECOMPUTE_COLUMN or view.mixes_recompute)
+    for share in view.breakdown:
+        yield from share.cells
+    for entry in view.alternatives:
+        yield from (entry.name, entry.sizes, entry.step, entry.peak, entry.remark)
+    for rejection in view.rejections:
+        yield from rejection.cells
+    for name, text in view.how_sure:
+        yield from (name, text)
+    yield from (*view.assumptions, *view.warnings)
+
+
+def risky(plan: Plan) -> Plan:
+    """The plan with a memory interval that ends beyond the GPU, a warning, and a proof that says what it left out."""
+    memory = plan.stages[0].memory
+    wide = memory.model_copy(update={"total_bytes_interval": (0.9 * memory.total_bytes, 95 * GIB)})
+    stages = (plan.stages[0].model_copy(update={"memory": wide}), *plan.stages[1:])
+    search = plan.search and plan.search.model_copy(update={"unsearched": ("offloading",), "outcome": "bounded"})
+    best = plan.best.model_copy(update={"stages": stages, "warnings": ("the exporter rounds something",)})
+    return plan.model_copy(update={"best": best, "search": search})
+
+
+def uncalibrated(plan: Plan) -> Plan:
+    step = plan.step.model_copy(update={"step_s_interval": None})
+    return plan.model_copy(update={"best": plan.best.model_copy(update={"step": step})})
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"pp": 1, "num_microbatches": 4},
+        {"total_gib": 95.0, "fits": False},
+        {"stage_recompute": {"none": 5, "full": 3}},
+        {"searched": False},
+    ],
+)
+@pytest.mark.parametrize("change", [lambda plan: plan, risky, uncalibrated])
+def test_both_reports_show_every_line(
+    make_plan: MakePlan, sizes: dict[str, Any], change: Callable[[Plan], Plan]
+) -> None:
+    plan = change(make_plan(**sizes))
+    reports = {"terminal": terminal(plan), "html": Page(render_html(plan, DRAWN)).text}
+    shown = list(lines(view_of(plan)))
+    assert len(shown) > 30
+    missing = [(name, line) for name, text in reports.items() for line in shown if line not in text]
+    assert not missing
+
+
+def test_the_page_warns_of_memory_as_the_terminal_does(make_plan: MakePlan) -> None:
+    says = "80% interval of the fullest rank ends at 95.0 GiB: --memory-headroom 16 plans below it"
+    for report in (terminal, lambda plan: Page(render_html(plan, DRAWN)).text):
+        assert says in report(risky(make_plan()))
+
+
+def test_idle_stages_and_the_bubble_of_the_step_have_names_of_their_own(make_plan: MakePlan) -> None:
+    """The mean of all stages is another quantity than the wait of the rank that decides the step."""
+    plan = uncalibrated(make_plan())
+    for text in (terminal(plan), Page(render_html(plan, DRAWN)).text):
+        assert "stages idle 9.9%" in text
+        assert "pipeline bubble 2.21 s 10.0%" in text
+        assert text.count("bubble 9.9%") == 0
+
+
+def test_figures_hold_the_numbers_that_they_show(make_plan: MakePlan) -> None:
+    view = view_of(make_plan())
+    figures = {figure.name: (figure.values, figure.unit) for figure in (*view.figures, *view.cost)}
+    assert figures["step"] == ((22.08,), "s")
+    assert figures["80% interval"] == ((0.95 * 22.08, 1.06 * 22.08), "s")
+    assert figures["price"] == ((35_970_000,), "USD")
+    assert sum(share.fraction for share in view.breakdown) == pytest.approx(1)

@@ -1,0 +1,48 @@
+"""The examples of CONTRIBUTING.md, followed: each file is written, loaded and planned with, and the rule is broken."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import ClusterSpec, Infeasible, RuntimeSpec, SearchLimits, TrainingSpec, load_runtime, plan
+from planner.trainers.rules.megatron import MEGATRON_RULES
+from planner.trainers.rules.named import RULES
+from planner.trainers.rules.of_trainer import rules_for
+
+TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+FILES = dict(re.findall(r"```yaml\n# \S+/(\S+)\n(.*?)```", TEXT, re.DOTALL))
+TRAINING = TrainingSpec(seq_length=4096, global_batch_size=64)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_model_a_gpu_and_a_trainer_are_one_file_each(folder: Path) -> None:
+    assert sorted(FILES) == ["my-gpu-96gb.yaml", "my-model-7b.yaml", "my-trainer.yaml"]
+    cluster = ClusterSpec(hardware=str(folder / "my-gpu-96gb.yaml"), num_gpus=16)
+    runtime = load_runtime(folder / "my-trainer.yaml")
+    best = plan(str(folder / "my-model-7b.yaml"), cluster, TRAINING, runtime=runtime)
+    assert (best.model.name, best.cluster.hardware.name, best.runtime) == ("my-model-7b", "my-gpu-96gb", "my-trainer")
+    assert (best.runtime_spec.host_factor, best.runtime_spec.optimizer_bytes) == (1.6, 8)
+    assert best.fits
+    assert set(MEGATRON_RULES) <= set(rules_for(runtime))
+
+
+def test_a_rule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    rule = names["HIDDEN_SIZE"]
+    monkeypatch.setitem(RULES, "mine", lambda runtime: (rule,))
+    runtime, limits = RuntimeSpec(name="mine", rules=("mine",)), SearchLimits(tp=(3,))
+    with pytest.raises(Infeasible) as error:
+        plan("8b", ClusterSpec(hardware="h100", num_gpus=6), TRAINING, limits=limits, runtime=runtime)
+    assert rule.reason in error.value.rejections

@@ -1,0 +1,120 @@
+"""A trainer's file: every number has a source, and what is wrong with one is said with file, field and nearest name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.errors import SpecError
+from planner.profile.coefficients import COEFFICIENTS, Coefficient
+from planner.trainers.features import ROWWISE
+from planner.trainers.load import RUNTIMES, load_runtime, sources_of
+from planner.trainers.rules.of_trainer import export_rules_for, rules_for
+from planner.trainers.spec import RuntimeSpec
+
+DEFAULTS = RuntimeSpec(name="defaults")
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "my-trainer.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_a_trainer_loads_and_its_numbers_have_sources(name: str) -> None:
+    runtime, sources = load_runtime(name), sources_of(name)
+    assert runtime.name == name
+    numbers = {
+        field
+        for field, value in runtime
+        if isinstance(value, int | float) and not isinstance(value, bool) and value != getattr(DEFAULTS, field)
+    }
+    assert numbers <= sources.keys()
+    assert all(len(source) > 10 or source.startswith("arXiv") for source in sources.values())
+
+
+@pytest.mark.parametrize("coefficient", [c for c in COEFFICIENTS if c.of == "runtime" and c.feature is None])
+def test_a_fitted_number_names_the_coefficient_that_fits_it(coefficient: Coefficient) -> None:
+    """`scripts/calibrate runs` prints coefficients by name; that name leads to the lines of the files they stand in."""
+    for name in coefficient.names:
+        assert f'"{coefficient.name}"' in sources_of(name)[coefficient.path]
+    assert len({getattr(load_runtime(name), coefficient.path) for name in coefficient.names}) == 1
+
+
+def test_a_base_gives_what_the_file_does_not_say() -> None:
+    today, before = load_runtime("torchtitan"), load_runtime("torchtitan-2025")
+    assert before.family == load_runtime("torchtitan-2024").family == "torchtitan"
+    assert (before.weight_bytes, before.repeats_keys, today.repeats_keys) == (today.weight_bytes, True, False)
+    assert (today.narrow_factor, before.narrow_factor) == (ROWWISE, 1.0)
+
+
+def test_a_file_of_the_user_is_a_kind_of_its_base(tmp_path: Path) -> None:
+    text = "source: ours\nbase: torchtitan\nnarrow_factor: {value: 1.2, source: our GPUs}\ncasts_weights: false\n"
+    mine, theirs = load_runtime(written(tmp_path, text)), load_runtime("torchtitan")
+    assert (mine.name, mine.family, mine.narrow_factor, mine.casts_weights) == ("my-trainer", "torchtitan", 1.2, False)
+    assert {rule.reason for rule in rules_for(mine)} == {rule.reason for rule in rules_for(theirs)}
+    assert sources_of(tmp_path / "my-trainer.yaml")["narrow_factor"] == "our GPUs"
+
+
+@pytest.mark.parametrize("name", ["megatron", "torchtitan", "torch-eager"])
+def test_a_trainer_defined_in_python_has_the_rules_of_its_trainer(name: str) -> None:
+    mine, theirs = RuntimeSpec(name="mine", trainer=name), load_runtime(name)
+    assert len(rules_for(mine)) >= len(rules_for(theirs)) > 10
+    assert export_rules_for(mine) == export_rules_for(theirs) != ()
+    assert len(rules_for(RuntimeSpec(name="mine", rules=(name,)))) == len(rules_for(mine))
+
+
+def test_software_of_the_past_is_not_exported() -> None:
+    assert export_rules_for(load_runtime("megatron-2021")) == ()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "message", "hint"),
+    [
+        (RuntimeSpec(name="mine", trainer="megatorn"), "trainer: unknown 'megatorn'", "did you mean megatron"),
+        (RuntimeSpec(name="mine", rules=("megatorn",)), "rules: unknown 'megatorn'", "did you mean megatron"),
+        (RuntimeSpec(name="my-megatron"), "names neither its trainer nor its rules", "give trainer, one of megatron"),
+    ],
+)
+def test_a_runtime_that_does_not_say_whose_rules_it_obeys_is_refused(
+    runtime: RuntimeSpec, message: str, hint: str
+) -> None:
+    with pytest.raises(SpecError) as error:
+        rules_for(runtime)
+    assert message in error.value.message
+    assert hint in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("base: megatron", "source: is missing", "add `source:`"),
+        ("source: x\nhost_factr: {value: 1, source: y}", "host_factr: unknown key", "did you mean host_factor"),
+        ("source: x\nbas: megatron", "bas: unknown key", "did you mean base"),
+        ("source: x\nbase: megatorn", "base: unknown 'megatorn'", "did you mean megatron"),
+        ("source: x\nhost_factor: 1.3", "host_factor: 1.3 has no source", "write `host_factor: {value: 1.3, source:"),
+        ("source: x\nhost_factor: {value: 1, sorce: y}", "host_factor: has keys other than", "value: …, source: …"),
+        ("source: x\nhost_factor: {value: -1, source: y}", "host_factor: -1 must be at least 0", "mend the number"),
+        ("source: x\nrules: [megatorn]", "rules: unknown 'megatorn'", "did you mean megatron"),
+        ("source: x\nexport_rules: [fp8]", "export_rules: unknown 'fp8'", "one of bf16"),
+        ("source: x\ntrainer: megatorn", "trainer: unknown 'megatorn'", "did you mean megatron"),
+        ("source: x\nfeatures: {warp_drive: true}", "features: warp_drive: unknown", "one of"),
+        ("source: x\nfeatures: yes", "features: True is no mapping", "name: value"),
+        ('source: x\nname: "a\\eb"', "name: has characters that cannot be printed", "change"),
+        ("source: x\ncompiled: maybe", "compiled: 'maybe' is text, expected true or false", "true or false"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, message: str, hint: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(SpecError) as error:
+        load_runtime(path)
+    assert error.value.message.startswith(f"{path}: {message}")
+    assert hint in error.value.hint
+
+
+def test_a_name_that_no_trainer_has() -> None:
+    with pytest.raises(SpecError, match="runtime: unknown 'megatorn'") as error:
+        load_runtime("megatorn")
+    assert "did you mean megatron" in error.value.hint
