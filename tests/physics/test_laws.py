@@ -67,7 +67,7 @@ def on_grown(job: Job, resource: str, factor: float, tier: int) -> PricedLayout:
 def jobs(draw: st.DrawFn) -> Job:
     """A model, a cluster, a trainer and a layout with a schedule that the trainer runs."""
     model, hardware = MODELS[draw(st.sampled_from(sorted(MODELS)))], load_hardware(draw(st.sampled_from(HARDWARE)))
-    runtime = RUNTIMES[draw(st.sampled_from(sorted(RUNTIMES)))]
+    runtime = load_runtime(draw(st.sampled_from(RUNTIMES)))
     if runtime.name == "megatron":
         switches = st.fixed_dictionaries(
             {
