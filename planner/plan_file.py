@@ -104,7 +104,7 @@ def _numbers(data: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 def _wrong_order(layout: PricedLayout) -> str | None:
     """A problem of the actions of a schedule that was made to measure."""
-    from planner.export.torch_csv import order_of
+    from planner.export.torch.order import order_of
     from planner.schedule.actions import Action
 
     sizes = layout.parallelism

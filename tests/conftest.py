@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.context import BaseContext
+from multiprocessing.forkserver import set_forkserver_preload
 from typing import Any
 
 import pytest
@@ -25,10 +27,15 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
+from planner.validate.rows import load_rows
+from planner.validate.score import Scored, evaluate_rows
 
+# a shell ignores Ctrl-C in what it starts in the background, and nohup the terminal's end; so would every process that
+# a test interrupts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # a shell ignores Ctrl-C in what it starts in the background, and so would every process that a test interrupts
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _stage(stage: int, pp: int, num_layers: int, first: int, total_gib: float, recompute: dict[str, int]) -> StagePlan:
@@ -142,6 +149,27 @@ def _plan(
         run_cost=RunCost(tokens=15e12, days=228.7, gpu_hours=11_240_000, usd=35_970_000, mwh=19_108),
         **answer,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_share_what_torch_imports_late() -> Iterator[None]:
+    """The server that forks a probe's ranks imports torch's compiler once.
+
+    Torch imports it where it makes an optimizer, which is two seconds of CPU for each rank that has to do it itself.
+    """
+
+    def preload(context: BaseContext, names: Sequence[str]) -> None:
+        set_forkserver_preload([*names, "torch._dynamo"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseContext, "set_forkserver_preload", preload)
+        yield
+
+
+@pytest.fixture(scope="session")
+def published() -> list[Scored]:
+    """All published runs that count, priced; that takes half a minute of CPU, so that tests share it."""
+    return evaluate_rows([row for row in load_rows() if row.counts])
 
 
 @pytest.fixture(scope="session")

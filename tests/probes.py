@@ -6,11 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner.answer import Plan
-from planner.probe.compare import compared
-from planner.probe.eager import in_eager_torch
-from planner.probe.result import ChunkSeconds, Exchange, ProbeResult, RankMemory, RankResult, StepSeconds, TimedAction
+from planner.probe.plan_side.chunks import real_chunks, recompute_modules, slice_schedule
+from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.result import (
+    ChunkSeconds,
+    PlanSlice,
+    ProbeResult,
+    RankMemory,
+    RankResult,
+    StepSeconds,
+    TimedAction,
+    TimedExchange,
+)
 from planner.probe.run import ProbeRun
-from planner.probe.slices import Slice, real_chunks, recompute_modules, slice_schedule
+from planner.probe.verdict.compare import compared
 
 Seconds = Callable[[int], tuple[float, float]]
 """Forward and backward of a micro-batch through a virtual stage."""
@@ -45,7 +54,7 @@ def probe_result(
     *,
     stages: Sequence[int] | None = None,
     run: ProbeRun | None = None,
-    exchanges: tuple[Exchange, ...] = (),
+    exchanges: tuple[TimedExchange, ...] = (),
     memory: RankMemory | None = None,
     **changes: Any,
 ) -> ProbeResult:
@@ -64,7 +73,7 @@ def probe_result(
         "device": "NVIDIA H200",
         "torch_version": "2.11",
         "inputs_sha256": plan.inputs_sha256,
-        "slice": Slice(asked=str(plan.best.parallelism), run="all of it"),
+        "slice": PlanSlice(asked=str(plan.best.parallelism), run="all of it"),
         "tolerance_fraction": 0.1,
         "comparisons": tuple(comparisons),
         "checks": (),
@@ -79,7 +88,7 @@ def _rank(
     stage: int,
     virtual: Sequence[int],
     seconds: Seconds,
-    exchanges: tuple[Exchange, ...],
+    exchanges: tuple[TimedExchange, ...],
     memory: RankMemory | None,
 ) -> RankResult:
     times = {j: seconds(j) for j in virtual}

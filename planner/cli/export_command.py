@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options as o
+from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,12 +18,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _TARGET, _OUTPUT = "Target", "Output"
-
-
-def _complete_target(incomplete: str) -> list[str]:
-    from planner.export.targets import TARGETS
-
-    return [name for name in TARGETS if name.startswith(incomplete)]
 
 
 PlanFile = Annotated[
@@ -34,8 +29,8 @@ To = Annotated[
         _TARGET,
         "--to",
         "NAME,…",
-        "A trainer: megatron, bridge, torchtitan, torch or deepspeed; launchers: torchrun, slurm, kubernetes.",
-        autocompletion=_complete_target,
+        f"A trainer: {', '.join(TRAINERS)}; launchers: {', '.join(LAUNCHERS)}.",
+        autocompletion=o.starting_with(lambda: TARGETS),
     ),
 ]
 Alternative = Annotated[
@@ -67,20 +62,19 @@ def export_command(
     from pathlib import Path
 
     from planner.cli.output import dumps
-    from planner.export.arguments import slug
     from planner.export.bundle import write_bundle
-    from planner.export.launch import IMAGE
-    from planner.export.targets import export
+    from planner.export.common.trainer_files import IMAGE
+    from planner.export.export import bundle_of, default_folder
     from planner.plan_file import read_plan, with_alternative
 
     chosen = with_alternative(read_plan(plan), alternative)
-    bundle = export(chosen, [name.strip() for name in to.split(",")], image or IMAGE)
+    bundle = bundle_of(chosen, to, image or IMAGE)
     for note in bundle.notes:
         _log.info("%s", note)
     if dry_run:
         sys.stdout.write(dumps(_with_texts(bundle)) if json else _texts(bundle))
         return
-    folder = Path(output or f"{slug(chosen.model.name)}-{bundle.targets[0]}")
+    folder = Path(output or default_folder(chosen, bundle))
     paths = write_bundle(bundle, folder, force)
     sys.stdout.write(dumps({**bundle.manifest(), "folder": str(folder)}) if json else _listing(paths))
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options as o
+from planner.export.targets import SOURCES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.answer import Plan
-    from planner.export.reading.imported import Imported
+    from planner.export.common.imported_run import ImportedRun
     from planner.layout.runs import Run
 
 _log = logging.getLogger(__name__)
-MAX_BYTES = 4_000_000
 _READ = "What is read"
 
 Configuration = Annotated[
@@ -30,7 +30,14 @@ Configuration = Annotated[
     ),
 ]
 From = Annotated[
-    str | None, o.text(_READ, "--from", "NAME", "megatron, torchtitan or deepspeed. [what the file looks like]")
+    str | None,
+    o.text(
+        _READ,
+        "--from",
+        "NAME",
+        f"{', '.join(SOURCES)}. [what the file looks like]",
+        autocompletion=o.starting_with(lambda: SOURCES),
+    ),
 ]
 VocabSize = Annotated[int | None, o.number(_READ, "--vocab-size", "Where only the tokenizer knows.")]
 Output = Annotated[str | None, o.text("Output", "--output -o", "FILE", "Save the run; - is stdout.")]
@@ -65,12 +72,12 @@ def import_command(
       plan import ds_config.json --model llama-2-13b --gpus 64 --seq-length 4096
     """
     from planner.cli.output import dumps, show, waiting
-    from planner.export.reading.detect import read_configuration
+    from planner.export.read import read
     from planner.files import write_text
     from planner.layout.runs import parse_run
 
-    imported = read_configuration(_text(file), from_)
-    run_data = _run(imported, ctx.params)
+    imported = read(file, from_)
+    run_data = _completed(imported, ctx.params)
     run = parse_run({"run": run_data}, file)
     if output is not None:
         write_text(output, dumps({"id": None, "run": run_data}, indent=None), force)
@@ -95,46 +102,17 @@ def import_command(
     show(*_report(imported, evaluated, own, why))
 
 
-def _text(path: str) -> str:
-    from planner.errors import SpecError
-    from planner.files import STDOUT as STDIN
-
-    try:
-        if path == STDIN:
-            data = sys.stdin.buffer.read(MAX_BYTES + 1)
-        else:
-            with open(path, "rb") as file:
-                data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise SpecError(f"{path}: {error.strerror}", "name a file, or - for stdin") from None
-    if len(data) > MAX_BYTES or b"\0" in data:
-        raise SpecError(f"{path}: is no configuration", "give a script, YAML, Python, TOML or JSON file")
-    return data.decode(errors="replace")
-
-
-def _run(imported: Imported, given: dict[str, Any]) -> dict[str, Any]:
-    """The run with what the user adds; a model that is known by its sizes gets its name."""
-    from planner.export.reading.known import known_name
-
-    axes = {name: given[name] for name in ("tp", "pp") if given[name] is not None}
-    parallelism = {**imported.run["parallelism"], **axes}
-    known = {
-        name: given[option]
-        for name, option in (
-            ("model", "model"),
-            ("num_gpus", "gpus"),
-            ("gpus_per_node", "gpus_per_node"),
-            ("seq_length", "seq_length"),
-            ("global_batch_size", "global_batch_size"),
-        )
-    }
-    hardware = given["hardware"] or o.DEFAULT_HARDWARE
-    if given["gpus"] is not None and given["gpus"] != imported.run.get("num_gpus"):
-        parallelism.pop("dp", None)
-    run = imported.complete(vocab_size=given["vocab_size"], hardware=hardware, parallelism=parallelism, **known)
-    if isinstance(run["model"], dict):
-        run["model"]["name"] = known_name(run["model"]) or run["model"]["name"]
-    return run
+def _completed(imported: ImportedRun, given: dict[str, Any]) -> dict[str, Any]:
+    """The run with the options of the command line added."""
+    same_name = {name: given[name] for name in ("model", "gpus_per_node", "seq_length", "global_batch_size")}
+    return imported.complete(
+        vocab_size=given["vocab_size"],
+        tp=given["tp"],
+        pp=given["pp"],
+        hardware=given["hardware"] or o.DEFAULT_HARDWARE,
+        num_gpus=given["gpus"],
+        **same_name,
+    )
 
 
 def _evaluated(run: Run) -> Plan:
@@ -162,7 +140,7 @@ def _own(run: Run, evaluated: Plan) -> tuple[Plan | None, str]:
     return best, says_slower(best, evaluated, cause, limits.gap_fraction)
 
 
-def _report(imported: Imported, evaluated: Plan, own: Plan | None, why: str) -> list[RenderableType]:
+def _report(imported: ImportedRun, evaluated: Plan, own: Plan | None, why: str) -> list[RenderableType]:
     from planner.report.pieces import bullets, section
     from planner.report.terminal import render
 

@@ -12,7 +12,7 @@ from planner.cli import options as o
 
 if TYPE_CHECKING:
     from planner.answer import Plan
-    from planner.probe.outcome import Options
+    from planner.probe.plan_side.options import ProbeOptions
     from planner.probe.result import ProbeResult
     from planner.schedule.actions import Schedule
 
@@ -118,7 +118,7 @@ def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
 def _write_trace(path: str, plan: Plan, result: ProbeResult, force: bool) -> None:
     from planner.cli.output import dumps
     from planner.files import write_text
-    from planner.probe.trace import trace_events
+    from planner.probe.verdict.trace import trace_events
 
     traced = trace_events(plan, result)
     if traced["traceEvents"]:
@@ -148,13 +148,13 @@ def _probe(
         if value is not None and not value > 0:
             raise SpecError(f"{name} {value:g}: must be positive")
     try:
-        from planner.probe.gpus import default_device
-        from planner.probe.outcome import DEFAULT_TOLERANCE
-        from planner.probe.probe import Options, probe
+        from planner.probe.launch.devices import default_device
+        from planner.probe.plan_side.options import DEFAULT_TOLERANCE
+        from planner.probe.probe import ProbeOptions, probe
     except ModuleNotFoundError as error:
         raise ProbeError(f"the probe needs {error.name}", "pip install 'planner[probe]'") from None
     stages: Any = None if stage is None else "all" if stage == "all" else _number("--stage", stage)
-    options: Options = Options(
+    options: ProbeOptions = ProbeOptions(
         device=device or default_device(),  # type: ignore[arg-type]
         stages=stages,
         hidden_size=scale,
@@ -192,7 +192,7 @@ def _number(name: str, text: str) -> int:
 def _read_order(path: str | None) -> Schedule | None:
     if path is None:
         return None
-    from planner.export.torch_csv import from_torch_csv
+    from planner.export.torch.schedule_csv import from_torch_csv
     from planner.specs.reading import read_text
 
     return from_torch_csv(read_text(path))

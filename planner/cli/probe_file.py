@@ -33,7 +33,7 @@ def read_probe(path: str) -> ProbeResult:
 
 def read_calibration(path: str, cluster: ClusterSpec) -> Calibration:
     """The calibration of `cluster` that a saved probe measured; its lines are logged as notes."""
-    from planner.profile.probed import from_probe
+    from planner.profile.probe_calibration import from_probe
 
     result = read_probe(path)
     calibration = from_probe(result, cluster, label(path))

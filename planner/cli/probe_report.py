@@ -13,7 +13,7 @@ from planner.report.format import digits, gibibytes, percent, seconds
 from planner.report.pieces import bullets, columns, section
 
 if TYPE_CHECKING:
-    from planner.probe.result import Comparison, ProbeResult
+    from planner.probe.result import ComparedQuantity, ProbeResult
 
 _SHOWN: dict[str, Callable[[float], str]] = {
     "s": seconds,
@@ -79,7 +79,7 @@ def _checks(result: ProbeResult) -> Table:
     return table
 
 
-def _comparisons(comparisons: tuple[Comparison, ...]) -> Table:
+def _comparisons(comparisons: tuple[ComparedQuantity, ...]) -> Table:
     table = columns("l", "l", "r", "r", "r", "l")
     table.show_header = True
     for column, head in zip(table.columns, ("", "stage", "predicted", "measured", "error", ""), strict=True):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.probe.run import Device
-    from planner.profile.machine import Profiled
+    from planner.profile.build_profile import Profiled
     from planner.profile.record import Record
 
 _log = logging.getLogger(__name__)
@@ -51,12 +51,12 @@ def profile_command(
         from planner.profile.measure_links import Ranks, exchange_rows
     except ModuleNotFoundError as error:
         raise ProbeError(f"measuring needs {error.name}", "pip install 'planner[probe]'") from None
-    from planner.profile.grid import grid_of
-    from planner.profile.machine import profile_of
+    from planner.profile.build_profile import profile_of
+    from planner.profile.shapes_to_measure import shapes_to_measure
 
     kind, ranks = _device(device), Ranks.of_torchrun()
     if ranks is not None and ranks.rank:  # the first rank measures, writes and tells
-        exchange_rows(kind, ranks, grid_of(kind, quick).exchanged_bytes)
+        exchange_rows(kind, ranks, shapes_to_measure(kind, quick).exchanged_bytes)
         return
     refuse_to_overwrite(output, force)
     record = _measured(kind, quick, output, ranks)
@@ -73,7 +73,7 @@ def profile_command(
 
 def _device(name: str | None) -> Device:
     from planner.errors import SpecError
-    from planner.probe.gpus import default_device
+    from planner.probe.launch.devices import default_device
 
     if name not in (None, "cpu", "cuda"):
         raise SpecError(f"--device: {name!r} is unknown", "cpu or cuda")
@@ -83,15 +83,16 @@ def _device(name: str | None) -> Device:
 def _measured(kind: Device, quick: bool, output: str, ranks: object) -> Record:
     from planner.cli.output import progress
     from planner.files import STDOUT
-    from planner.profile.grid import grid_of
-    from planner.profile.measure import machine_of, measure, tasks
+    from planner.profile.measure import measure, tasks
     from planner.profile.record import Record, sidecar
+    from planner.profile.shapes_to_measure import shapes_to_measure
+    from planner.profile.this_machine import machine_of
 
     path: Path | None = None if output == STDOUT else sidecar(output, quick)
     record = Record(machine_of(kind), quick, datetime.date.today().isoformat(), path)
     if record.num_kept:
         _log.info("%s: %d measurements of an earlier run are kept", path, record.num_kept)
-    todo = list(tasks(kind, grid_of(kind, quick)))
+    todo = list(tasks(kind, shapes_to_measure(kind, quick)))
     with progress("measuring", len(todo)) as done:
         for line in measure(record, todo, done):
             _log.info("left out: %s", line)
@@ -102,10 +103,10 @@ def _measured(kind: Device, quick: bool, output: str, ranks: object) -> Record:
 def _exchange(record: Record, kind: Device, quick: bool, ranks: object) -> None:
     """Exchanges: among the ranks that torchrun started, else among processes started here, once."""
     from planner.errors import ProbeError
-    from planner.profile.grid import grid_of
     from planner.profile.measure_links import Ranks, exchange_rows, num_processes, spawned_rows
+    from planner.profile.shapes_to_measure import shapes_to_measure
 
-    sizes, tables = grid_of(kind, quick).exchanged_bytes, record.measured.tables
+    sizes, tables = shapes_to_measure(kind, quick).exchanged_bytes, record.measured.tables
     try:
         if isinstance(ranks, Ranks):
             tables["exchange"] = exchange_rows(kind, ranks, sizes)

@@ -186,7 +186,7 @@ def _order(
 
 def _read_csv(path: str) -> Schedule:
     from planner.errors import SpecError
-    from planner.export.torch_csv import from_torch_csv
+    from planner.export.torch.schedule_csv import from_torch_csv
     from planner.specs.reading import read_text
 
     schedule = from_torch_csv(read_text(path), path)
@@ -204,7 +204,7 @@ def _straggler(schedule: Schedule, seconds: RankSeconds) -> StragglerCost | None
 
 def _write_files(timeline: Timeline, svg: str | None, trace: str | None, csv: str | None, force: bool) -> None:
     from planner.cli.output import dumps
-    from planner.export.torch_csv import to_torch_csv
+    from planner.export.torch.schedule_csv import to_torch_csv
     from planner.files import write_text
     from planner.report.timeline import timeline_svg
     from planner.report.trace import trace_events

@@ -1,50 +1,36 @@
-"""The files of one export, their manifest, and how they reach the disk: all or none, never over others unasked."""
+"""All files of one export with their manifest, written to a folder: all or none, and never over others unasked."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
-from planner.export.arguments import comment
+from planner.export.common.trainer_files import ExportFile
 from planner.files import write_text
 
 MANIFEST = "manifest.json"
 
 
-@dataclass(frozen=True, slots=True)
-class ExportFile:
-    """One file of an export."""
-
-    name: str
-    text: str
-    executable: bool = False
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What an export writes: files for one trainer, and what the user should know about them."""
+    """The files of a trainer and of the launchers that start it, and what the user should know about them."""
 
     targets: tuple[str, ...]
+    """Names of the trainer, which comes first, and of the launchers."""
     written_for: tuple[str, ...]
     """Versions of the trainer the files were written for."""
     plan_sha256: str
+    inputs_sha256: str
     planner_version: str
+    world_size: int
+    """GPUs that the layout uses."""
     files: tuple[ExportFile, ...]
-    notes: tuple[str, ...] = ()
-    """What the plan does not decide and the export had to."""
-    inputs_sha256: str = ""
-    world_size: int = 0
+    notes: tuple[str, ...]
+    """Things that the plan does not decide and the export had to."""
 
     def manifest(self) -> dict[str, Any]:
         """Every file's sha256, the plan's hash and the versions."""
@@ -62,22 +48,6 @@ class Bundle:
     def with_manifest(self) -> tuple[ExportFile, ...]:
         """All files, the manifest last."""
         return (*self.files, ExportFile(MANIFEST, json.dumps(self.manifest(), indent=2) + "\n"))
-
-
-def plan_sha256(plan: Plan) -> str:
-    """Hash of the whole plan."""
-    return hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()
-
-
-def header(plan: Plan, written_for: str, notes: Sequence[str] = ()) -> str:
-    """Comment lines for the top of a file: the plan, its hash, the versions, what the plan does not decide."""
-    layout = plan.parallelism
-    lines = [
-        f"{plan.model.name} on {layout.num_gpus_used} of {plan.cluster.num_gpus} GPUs: {layout}",
-        f"exported by planner {plan.planner_version} for {written_for}; plan {plan_sha256(plan)[:16]}",
-        *notes,
-    ]
-    return comment("\n".join(lines))
 
 
 def write_bundle(bundle: Bundle, folder: Path, force: bool = False) -> list[Path]:

@@ -1,91 +1,99 @@
-"""Every export target by name: trainers, and launchers that start one of them."""
+"""The table of export targets: what each is called on the command line, who writes it and who reads it.
+
+A new target is a package beside this file and a row here. Writers and readers are named as `module:function` and loaded
+when they are used, so that help and completion can list the targets at no cost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from planner.answer import Plan
-from planner.errors import SpecError
-from planner.export.bridge import export_bridge
-from planner.export.bundle import Bundle, ExportFile, plan_sha256
-from planner.export.deepspeed import export_deepspeed
-from planner.export.exported import Exported
-from planner.export.launch import IMAGE, Command, kubernetes_manifest, slurm_script, torchrun_script
-from planner.export.megatron_target import export_megatron
-from planner.export.torch_plan import export_torch
-from planner.export.torchtitan import export_torchtitan
-from planner.specs.problems import nearest
+if TYPE_CHECKING:
+    from planner.answer import Plan
+    from planner.export.common.imported_run import ImportedRun
+    from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
 
-TRAINERS: dict[str, Callable[[Plan], Exported]] = {
-    "megatron": export_megatron,
-    "bridge": export_bridge,
-    "torchtitan": export_torchtitan,
-    "torch": export_torch,
-    "deepspeed": export_deepspeed,
-}
-LAUNCHERS = ("torchrun", "slurm", "kubernetes")
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A trainer whose files are written, and for some read."""
+
+    name: str
+    """The name that `--to` and `--from` take."""
+    writer: str
+    """(plan) → TrainerFiles; raises Inexpressible for a plan that the trainer cannot run."""
+    reader: str | None = None
+    """(text) → ImportedRun; raises SpecError for a text that is no configuration of the trainer."""
+    mark: str | None = None
+    """Regular expression that the trainer's configurations match and no other's do."""
+    runtime: str | None = None
+    """Name of the runtime that is this trainer: a launcher that is exported alone starts its plans with it."""
+
+    def write(self, plan: Plan) -> TrainerFiles:
+        files: TrainerFiles = _load(self.writer)(plan)
+        return files
+
+    def read(self, text: str) -> ImportedRun:
+        assert self.reader is not None
+        imported: ImportedRun = _load(self.reader)(text)
+        return imported
+
+    def recognises(self, text: str) -> bool:
+        """The text bears the mark of this trainer's configurations."""
+        return self.mark is not None and re.search(self.mark, text, re.MULTILINE) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A program that starts a trainer on every node."""
+
+    name: str
+    """The name that `--to` takes."""
+    writer: str
+    """(plan, command) → ExportFile."""
+
+    def write(self, plan: Plan, command: LaunchCommand) -> ExportFile:
+        file: ExportFile = _load(self.writer)(plan, command)
+        return file
+
+
+def _load(reference: str) -> Callable[..., Any]:
+    module, _, name = reference.partition(":")
+    function: Callable[..., Any] = getattr(import_module(f"planner.export.{module}"), name)
+    return function
+
+
+_TRAINERS = (
+    Trainer(
+        "megatron", "megatron.write:export_megatron", "megatron.read:read_megatron",
+        runtime="megatron",
+    ),
+    Trainer("bridge", "bridge.write:export_bridge"),
+    Trainer(
+        "torchtitan", "torchtitan.write:export_torchtitan", "torchtitan.read:read_torchtitan",
+        mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[parallelism\]", runtime="torchtitan",
+    ),
+    Trainer("torch", "torch.write:export_torch", runtime="torch-eager"),
+    Trainer(
+        "deepspeed", "deepspeed.write:export_deepspeed", "deepspeed.read:read_deepspeed",
+        mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu)"',
+    ),
+)  # fmt: skip
+_LAUNCHERS = (
+    Launcher("torchrun", "launch.torchrun:torchrun_script"),
+    Launcher("slurm", "launch.slurm:slurm_script"),
+    Launcher("kubernetes", "launch.kubernetes:kubernetes_manifest"),
+)
+
+TRAINERS = {trainer.name: trainer for trainer in _TRAINERS}
+LAUNCHERS = {launcher.name: launcher for launcher in _LAUNCHERS}
 TARGETS = (*TRAINERS, *LAUNCHERS)
-_TRAINER_OF = {"megatron": "megatron", "torchtitan": "torchtitan", "torch-eager": "torch"}
-"""Trainer of each runtime, for a launcher that is asked for alone."""
-
-
-def export(plan: Plan, targets: Sequence[str], image: str = IMAGE) -> Bundle:
-    """All files for `targets`: at most one trainer and any launchers.
-
-    A trainer alone comes with torchrun and Slurm launchers; a launcher alone starts the trainer the plan was made for.
-    Raises SpecError for unknown or contradicting targets, and Inexpressible where the trainer cannot run the plan.
-    """
-    unknown = [name for name in targets if name not in TARGETS]
-    if unknown or not targets:
-        name = unknown[0] if unknown else ""
-        raise SpecError(f"--to: unknown target {name!r}", f"one of {', '.join(TARGETS)}{nearest(name, TARGETS)}")
-    trainers = [name for name in dict.fromkeys(targets) if name in TRAINERS]
-    if len(trainers) > 1:
-        raise SpecError(f"--to: {' and '.join(trainers)} are two trainers", "export each into its own folder")
-    trainer = trainers[0] if trainers else _trainer_of(plan)
-    exported = TRAINERS[trainer](plan)
-    launchers = [name for name in dict.fromkeys(targets) if name in LAUNCHERS]
-    if not launchers and exported.command is not None:
-        launchers = ["torchrun", "slurm"]
-    return Bundle(
-        targets=(trainer, *launchers),
-        written_for=(exported.written_for,),
-        plan_sha256=plan_sha256(plan),
-        inputs_sha256=plan.inputs_sha256,
-        planner_version=plan.planner_version,
-        files=(*exported.files, *_launchers(plan, exported.command, launchers, image)),
-        notes=(*exported.notes, *_about(plan)),
-        world_size=plan.parallelism.num_gpus_used,
-    )
-
-
-def _about(plan: Plan) -> tuple[str, ...]:
-    """What the user should know about the plan itself."""
-    return () if plan.fits else ("this layout does not fit in the GPUs' memory as planned",)
-
-
-def _trainer_of(plan: Plan) -> str:
-    trainer = _TRAINER_OF.get(plan.runtime)
-    if trainer is None or trainer not in TRAINERS:
-        raise SpecError(
-            f"--to: the plan's runtime {plan.runtime!r} is no target", f"name a trainer too: {', '.join(TRAINERS)}"
-        )
-    return trainer
-
-
-def _launchers(plan: Plan, command: Command | None, names: Sequence[str], image: str) -> list[ExportFile]:
-    if not names:
-        return []
-    if command is None:
-        raise SpecError(
-            f"--to: {names[0]} has nothing to start", "this trainer is a library: your own script starts it"
-        )
-    files = []
-    for name in names:
-        if name == "torchrun":
-            files.append(torchrun_script(plan, command))
-        elif name == "slurm":
-            files.append(slurm_script(plan, command))
-        else:
-            files.append(kubernetes_manifest(plan, command, image))
-    return files
+"""Names for `--to`."""
+SOURCES = tuple(trainer.name for trainer in _TRAINERS if trainer.reader is not None)
+"""Names for `--from`."""
+UNMARKED = "megatron"
+"""The trainer of a configuration without a mark: a launch script of Megatron-LM has nothing that others lack."""

@@ -1,25 +1,50 @@
-"""`probe()`: run a plan, or the largest slice of it that fits here, and hold what it measures against what it says."""
+"""`probe()`: run a plan, or the largest part of it that fits here, and hold what it measures against what it says."""
 
 from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import torch
 
 from planner.answer import Plan
 from planner.errors import ProbeError
-from planner.probe.gpus import probe_ranks, probe_stages, require_gpu
-from planner.probe.joined import joins_others, probe_joined
-from planner.probe.laptop import probe_laptop
-from planner.probe.outcome import Options
-from planner.probe.result import ProbeResult
+from planner.probe.launch.devices import require_gpu
+from planner.probe.launch.joined import joins_others, rank_error, run_rank
+from planner.probe.launch.launcher import launch
+from planner.probe.plan_side.chunks import real_chunks, slice_schedule
+from planner.probe.plan_side.describe import describe_slice
+from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.plan_side.gpu_run import (
+    MICROBATCHES_PER_STAGE,
+    ranks_run,
+    real_run,
+    require_memory,
+    stage_asked_for,
+    stand_in_stages,
+)
+from planner.probe.plan_side.laptop_run import laptop_run
+from planner.probe.plan_side.options import ProbeOptions
+from planner.probe.plan_side.rank_grid import RankGrid, sharing_dp
+from planner.probe.result import ComparedQuantity, Failure, MeasuredRun, ProbeResult, RankResult
+from planner.probe.run import Place
+from planner.probe.verdict.compare import compare_stage, compared
+from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds
+from planner.probe.verdict.outcome import probe_result
+from planner.probe.verdict.replay_stages import replayed_step_s
+from planner.probe.worker.failure import out_of_memory_result
+from planner.probe.worker.stage_worker import stage_process
 from planner.specs.training import tokens_split
 
-__all__ = ["Options", "probe"]
+__all__ = ["ProbeOptions", "probe"]
 
 
-def probe(plan: Plan, options: Options) -> ProbeResult | None:
-    """Run what can be run of the plan's best layout, and compare; None where another rank has the result.
+def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
+    """Run as much of the plan's best layout as fits here, and compare. Returns None where another rank has the result.
 
-    Raises ProbeError naming rank, stage and phase when it cannot run; a disagreement is in the result.
+    Raises ProbeError, which names rank, stage and phase, when it cannot run. A disagreement is part of the result.
     """
     layout, model = plan.parallelism, plan.model.spec
     if model.moe is not None and layout.etp > 1:
@@ -37,7 +62,7 @@ def probe(plan: Plan, options: Options) -> ProbeResult | None:
     return probe_laptop(plan, options)
 
 
-def require_split(plan: Plan, options: Options) -> None:
+def require_split(plan: Plan, options: ProbeOptions) -> None:
     """Raise ProbeError where the probe cannot split the plan's sequences over its context-parallel ranks."""
     layout, model, seq_length = plan.parallelism, plan.model.spec, plan.training.seq_length
     if layout.cp == 1:
@@ -57,3 +82,85 @@ def require_split(plan: Plan, options: Options) -> None:
             f"flash attention over split sequences (cp {layout.cp}) takes no {unsplit}",
             "plan with --cp 1, or prove the order and the gradients with --device cpu",
         )
+
+
+def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult:
+    """Run as many whole tp × cp groups and stages as `num_gpus` hold. One process per GPU is started on this
+    machine."""
+    run, grid, stages = ranks_run(plan, options, num_gpus)
+    return judge_ranks(plan, options, launch(run), grid, stages)
+
+
+def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
+    """Run each distinct stage alone, then replay the whole pipeline with the measured seconds."""
+    eager = in_eager_torch(plan)
+    layout = eager.best
+    asked = layout.parallelism
+    order = slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
+    grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
+    run = real_run(plan, options, order, real_chunks(layout, order, range(asked.pp)), grid)
+    run = run.model_copy(update={"warm_up_steps": 2})
+    stands_for = stand_in_stages(layout)
+    is_judged = judges_seconds(plan, options) and not run.fully_sharded
+    tolerance = options.tolerance_fraction if is_judged else None
+    ranks: list[RankResult] = []
+    comparisons: list[ComparedQuantity] = []
+    measured = MeasuredRun(run=run, ranks=())
+    stages = sorted(set(stands_for)) if options.stages == "all" else [stage_asked_for(options.stages, asked.pp)]
+    if options.device == "cpu":
+        require_memory([layout.stages[stage] for stage in stages])
+    for stage in stages:
+        measured = launch(run, stage_process, ranks=(run.rank(Place(stage, 0, 0, 0)),))
+        if measured.out_of_memory is not None:
+            break
+        ranks += measured.ranks
+        comparisons += compare_stage(eager, stage, measured.ranks, tolerance, alone=True)
+    step_s = None
+    if options.stages == "all" and measured.out_of_memory is None:
+        rank_of_stage = {rank.stage: rank for rank in ranks}
+        step_s = replayed_step_s(eager, [rank_of_stage[stage] for stage in stands_for])
+        comparisons.append(compared("step", "s", layout.step.step_s, step_s, tolerance))
+    measured = measured.model_copy(update={"ranks": tuple(ranks)})
+    part = describe_slice(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
+    return probe_result(plan, options, part, measured, comparisons, step_s, eager)
+
+
+def probe_laptop(plan: Plan, options: ProbeOptions) -> ProbeResult:
+    """Prove order, exchanges, in-flight counts and gradients; or measure the bubble (options.sleep)."""
+    run, grid = laptop_run(plan, options)
+    return judge_laptop(plan, options, launch(run), grid)
+
+
+def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
+    """Run this process's rank. Returns the result on rank 0 and on a rank whose GPU ran out of memory, None on the
+    others.
+
+    Raises ProbeError where the rank fails.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if options.device == "cuda":
+        run, grid, stages = ranks_run(plan, options, world_size)
+    else:
+        run, grid = laptop_run(plan, options._replace(num_processes=world_size))
+        stages = []
+    if run.world_size != world_size:
+        raise ProbeError(
+            f"{world_size} ranks were started, the largest slice of the plan that fits has {run.world_size}",
+            f"start {run.world_size} ranks: {run.pp} stages × dp {run.dp} × cp {run.cp} × tp {run.tp}",
+        )
+    folder = Path(tempfile.mkdtemp(prefix=f"plan-probe-{rank}-"))
+    try:
+        outcome = run_rank(run, folder, rank)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if isinstance(outcome, Failure):
+        if outcome.kind != "out_of_memory":
+            raise rank_error(outcome, run)
+        measured = out_of_memory_result(run, outcome)
+    elif rank:
+        return None
+    else:
+        measured = MeasuredRun(run=run, ranks=outcome)
+    if options.device == "cuda":
+        return judge_ranks(plan, options, measured, grid, stages)
+    return judge_laptop(plan, options, measured, grid)

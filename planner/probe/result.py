@@ -1,4 +1,4 @@
-"""What a probe measured, rank by rank, and what became of it; read and written as JSON."""
+"""The result of a probe: the measurements of every rank and the verdict on the plan, read and written as JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 
 from planner.probe.run import ProbeRun
-from planner.probe.slices import Slice
 from planner.specs.base import Spec
 
 Finite = Annotated[float | None, AfterValidator(lambda value: value if value is None or isfinite(value) else None)]
-"""None where training has diverged: JSON has no word for what is not finite."""
+"""A number, or None where training has diverged: JSON has no word for a number that is not finite."""
 
 
 def shown(value: float | None, num_digits: int) -> str:
@@ -37,20 +36,21 @@ class ChunkSeconds(Spec):
     """Virtual stage."""
     forward_s: float
     backward_s: float
-    """Of whole backwards, or of input and weight gradient together where the schedule splits them."""
+    """Seconds of a whole backward, or of input and weight gradient together where the schedule splits them."""
     input_grad_s: float | None = None
     weight_grad_s: float | None = None
-    """Both measured apart: in the schedule itself where it splits backwards, else after the steps; null where not."""
+    """Input and weight gradient are measured apart in the schedule itself where it splits backwards, else after the
+    steps; both are null where they were not."""
 
 
-class Exchange(Spec):
+class TimedExchange(Spec):
     """One exchange timed by itself, after the steps."""
 
     name: str
     size: int
-    """Ranks that take part."""
+    """Number of ranks that take part."""
     num_bytes: int
-    """Of the whole tensor."""
+    """Bytes of the whole tensor."""
     seconds: float
     bus_gb_per_s: float
 
@@ -59,23 +59,23 @@ class RankMemory(Spec):
     """Device memory of a rank; none on the CPU, which keeps no account."""
 
     static_bytes: int
-    """Before the first forward."""
+    """Bytes allocated before the first forward."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     device_used_bytes: int
 
 
 class StepSeconds(Spec):
-    """Where a rank's step went."""
+    """Seconds of the parts of a rank's step."""
 
     pipeline_s: float
-    """From the first action's wait to the last action's end."""
+    """Seconds from the first action's wait to the last action's end."""
     reduce_s: float
-    """Gradients summed over ranks; the waits for others among it."""
+    """Seconds in which gradients are summed over ranks, waits for other ranks included."""
     optimizer_s: float
-    """Of this rank alone: its part of the norm, clipping, update, zeroed gradients."""
+    """Seconds of this rank's own work: its part of the norm, the clipping, the update and the zeroing of gradients."""
     gather_s: float = 0.0
-    """Weights from the ranks that updated them."""
+    """Seconds in which weights are gathered from the ranks that updated them."""
     step_s: float
     loss: Finite
     gradient_norm: Finite
@@ -90,7 +90,7 @@ class Check(Spec):
 
 
 class RankResult(Spec):
-    """What one rank measured."""
+    """The measurements of one rank."""
 
     rank: int
     stage: int
@@ -102,21 +102,21 @@ class RankResult(Spec):
     num_parameters: int
     steps: tuple[StepSeconds, ...]
     actions: tuple[TimedAction, ...]
-    """Of the last step."""
+    """The actions of the last step."""
     chunks: tuple[ChunkSeconds, ...] = ()
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[TimedExchange, ...] = ()
     peak_in_flight_chunks: int
     memory: RankMemory | None = None
     checks: tuple[Check, ...] = ()
 
     @property
     def replica(self) -> tuple[int, int, int]:
-        """Which of the pipelines the rank is in."""
+        """The pipeline that the rank belongs to, as its dp, cp and tp coordinates."""
         return self.dp, self.cp, self.tp
 
 
 class OutOfMemory(Spec):
-    """A rank that the device had no memory for: a result, not a failure."""
+    """A rank that ran out of device memory. This is a result, not a failure."""
 
     rank: int
     stage: int
@@ -125,7 +125,7 @@ class OutOfMemory(Spec):
     asked_bytes: int | None = None
 
 
-class Measured(Spec):
+class MeasuredRun(Spec):
     """All ranks of one probe run."""
 
     run: ProbeRun
@@ -133,7 +133,7 @@ class Measured(Spec):
     out_of_memory: OutOfMemory | None = None
 
 
-class Comparison(Spec):
+class ComparedQuantity(Spec):
     """One quantity, predicted and measured."""
 
     name: str
@@ -143,7 +143,7 @@ class Comparison(Spec):
     predicted: float
     measured: float
     agrees: bool | None = None
-    """Within the tolerance; null where the quantity is shown and not judged."""
+    """True within the tolerance; null where the quantity is shown and not judged."""
 
     @property
     def error_fraction(self) -> float | None:
@@ -152,74 +152,89 @@ class Comparison(Spec):
 
 
 class StageActivity(Spec):
-    """What the busiest rank of a stage did with the last step, and what waited for it."""
+    """The last step of a stage's busiest rank: how long it computed, waited and was idle, and how much work queued for
+    it."""
 
     stage: int
     rank: int | None = None
     utilisation_fraction: float
-    """Computing, of the time from the first rank's start to the last rank's end."""
+    """Share of the time from the first rank's start to the last rank's end in which the rank computed."""
     wait_s: float
-    """Waiting for messages of other ranks."""
+    """Seconds in which the rank waited for messages of other ranks."""
     idle_s: dict[str, float]
     """Idle time by cause, as the replay names them, and the host's between actions."""
     queue: tuple[tuple[float, int], ...]
-    """(seconds, micro-batches that have arrived and not been taken up from then on)."""
+    """Pairs of a time in seconds and the number of micro-batches that, from then on, have arrived and are not
+    started."""
     max_queue: int
 
 
-def stride_of(exchange: Exchange, run: ProbeRun) -> int | None:
-    """How far apart the ranks of an exchange are; None of experts' gradients, whose ranks lie otherwise."""
+def stride_of(exchange: TimedExchange, run: ProbeRun) -> int | None:
+    """The distance in global ranks between neighbours of an exchange; None for experts' gradients, whose ranks are not
+    evenly spaced."""
     axis = exchange.name.split()[0]
     if axis not in ("tp", "cp") and exchange.size != run.dp * run.cp:
         return None
     return 1 if axis == "tp" else run.tp
 
 
-def slowest_exchanges(ranks: Sequence[RankResult]) -> list[Exchange]:
-    """Of each kind of exchange the slowest rank's."""
-    slowest: dict[str, Exchange] = {}
+def slowest_exchanges(ranks: Sequence[RankResult]) -> list[TimedExchange]:
+    """The slowest rank's measurement of each kind of exchange."""
+    slowest: dict[str, TimedExchange] = {}
     for exchange in (exchange for rank in ranks for exchange in rank.exchanges):
         if exchange.name not in slowest or exchange.seconds > slowest[exchange.name].seconds:
             slowest[exchange.name] = exchange
     return list(slowest.values())
 
 
+class PlanSlice(Spec):
+    """The part of a plan that runs."""
+
+    asked: str
+    run: str
+    reduced: tuple[str, ...] = ()
+    """Sizes that are smaller than in the plan."""
+    verified: tuple[str, ...] = ()
+    extrapolated: tuple[str, ...] = ()
+
+
 class ProbeResult(Spec):
-    """A plan run, or a slice of it: what was predicted beside what was measured."""
+    """The outcome of running a plan, or a slice of it: predictions beside measurements."""
 
     schema_version: Literal[1] = 1
     mode: Literal["ranks", "stages"]
-    """All ranks of the slice together, or one stage at a time with its peers emulated."""
+    """`ranks`: all ranks of the slice together; `stages`: one stage at a time with its peers emulated."""
     device: str
     torch_version: str
     inputs_sha256: str
-    """Of the plan's inputs."""
-    slice: Slice
+    """Hash of the plan's inputs."""
+    slice: PlanSlice
     sleeps: bool = False
-    """Compute was replaced by sleeps: times say something about the schedule only."""
+    """True where ranks slept instead of computing: then times say something about the schedule only."""
     tolerance_fraction: float
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[ComparedQuantity, ...]
     checks: tuple[Check, ...]
     activity: tuple[StageActivity, ...] = ()
     step_s: float | None = None
-    """Median of the measured steps; of single stages, the replay of the whole pipeline with measured durations."""
+    """Median of the measured steps. Where stages ran one by one, the replay of the whole pipeline with measured
+    durations."""
     step_spread_s: float = 0.0
-    """Longest less shortest measured step; of single stages, that of the stage where it is most."""
+    """Longest minus shortest measured step. Where stages ran one by one, the largest such difference of any stage."""
     plan_runtime: str = ""
     """The trainer that the plan is for."""
     plan_step_s: float | None = None
-    """Of the plan under that trainer; what ran is eager torch, and is held against the price of that. Null where the
-    plan's own stages did not run."""
+    """Seconds of a step that the plan predicts for that trainer; the run is eager torch and is compared with the price
+    of eager torch. Null where the plan's own stages did not run."""
     loss: float | None = None
     run: ProbeRun
     ranks: tuple[RankResult, ...] = ()
     out_of_memory: OutOfMemory | None = None
     predicted_bytes: int | None = None
-    """Of the stage that ran out of memory: what the plan says it needs."""
+    """Memory that the plan predicts for the stage that ran out of it."""
 
     @property
     def agrees(self) -> bool:
-        """Whether every check passed and every judged quantity is within the tolerance."""
+        """True if every check passed and every judged quantity is within the tolerance."""
         return (
             self.out_of_memory is None
             and all(check.passed for check in self.checks)
@@ -228,24 +243,25 @@ class ProbeResult(Spec):
 
     @property
     def uses_tolerance(self) -> bool:
-        """Whether any quantity is judged by the tolerance, which equal results and the bubble of sleeps are not."""
+        """True if any quantity is judged by the tolerance; equality of results and the bubble of sleeping ranks are
+        not."""
         return not self.sleeps and any(comparison.agrees is not None for comparison in self.comparisons)
 
 
-Kind = Literal["error", "out_of_memory", "host_memory", "lost_peer"]
-"""Out of memory is a GPU; the host's is another matter."""
+FailureKind = Literal["error", "out_of_memory", "host_memory", "lost_peer"]
+"""`out_of_memory` means a GPU's memory; `host_memory` means the machine's."""
 
 
 class Failure(Spec):
-    """What a rank that failed leaves behind."""
+    """The record that a failed rank leaves behind."""
 
     rank: int
     stage: int
     phase: str
-    """And the action, where it was at one."""
-    kind: Kind
+    """The phase in which the rank failed, and the action if it was at one."""
+    kind: FailureKind
     message: str
     traceback: str
     time_s: float
-    """When, on the host's monotonic clock."""
+    """The time of the failure on the host's monotonic clock."""
     asked_bytes: int | None = None

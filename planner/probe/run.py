@@ -1,4 +1,4 @@
-"""What a probe runs: a model, a grid of ranks, an action list per pipeline rank; a file that every rank reads."""
+"""The run of a probe: a model, a grid of ranks, an action list per pipeline rank. Every rank reads it from a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ChunkSpec(Spec):
 
 
 class SleepSeconds(NamedTuple):
-    """What replaces the compute of a virtual stage for one micro-batch."""
+    """Seconds that a rank sleeps in place of computing a virtual stage for one micro-batch."""
 
     forward_s: float
     input_grad_s: float
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 class ProbeRun(Spec):
-    """One probe, whole: every rank finds its part in it."""
+    """One run of a probe. Every rank finds its own part in it."""
 
     model: ModelSpec
     device: Device = "cpu"
@@ -63,9 +63,10 @@ class ProbeRun(Spec):
     zero: bool = True
     """Optimizer state is sharded over data-parallel ranks (ZeRO-1)."""
     dp_stands_for: PositiveInt = 1
-    """Data-parallel ranks of the plan for each one that runs: its shard of optimizer state is as small as theirs."""
+    """Number of the plan's data-parallel ranks that each running one represents; its shard of optimizer state is as
+    small as theirs."""
     fully_sharded: bool = False
-    """Weights and gradients are too (ZeRO-3)."""
+    """Weights and gradients are sharded over data-parallel ranks too (ZeRO-3)."""
     micro_batch_size: PositiveInt = 1
     seq_length: PositiveInt
     """Tokens of a sequence that one rank holds: 1/cp of it."""
@@ -81,7 +82,7 @@ class ProbeRun(Spec):
     """Modules of every layer that are recomputed (selective)."""
     balanced_routing: bool = False
     sleep: tuple[SleepSeconds, ...] | None = None
-    """Per virtual stage: sleep instead of computing."""
+    """Seconds to sleep in each virtual stage instead of computing; null where the ranks compute."""
     check: bool = False
     """Compare loss, gradients and gradient norm with one process."""
     warm_up_steps: NonNegativeInt = 1
@@ -90,12 +91,12 @@ class ProbeRun(Spec):
     max_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this global norm."""
     timeout_s: PositiveFloat = 120.0
-    """Longest that any phase may take."""
+    """The longest time that any phase may take."""
     seed: int = 0
 
     @classmethod
     def of(cls, order: Schedule, **fields: Any) -> ProbeRun:
-        """A run of `order`; the other fields by name."""
+        """The run of a schedule; the other fields are given by name."""
         return cls(
             schedule=order.name,
             ranks=tuple(tuple(map(str, actions)) for actions in order.ranks),
@@ -146,5 +147,5 @@ class ProbeRun(Spec):
         return tuple(stage for stage, rank in enumerate(self.stage_to_rank) if rank == pp_rank)
 
     def chunk_of(self, stage: int) -> ChunkSpec:
-        """What virtual stage `stage` holds, of whichever copy."""
+        """The part of the model that virtual stage `stage` holds, whichever copy of the model it belongs to."""
         return self.chunks[stage % len(self.chunks)]

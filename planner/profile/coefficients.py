@@ -1,4 +1,4 @@
-"""What is fitted to published runs: coefficients of profiles and trainers, with bounds and first guess."""
+"""The coefficients of profiles and trainers that are fitted to published runs, with bounds and first guesses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ A100 = ("a100-sxm-80gb", "a100-sxm-40gb", "a800-sxm-80gb")
 A100_PCIE = ("a100-pcie-80gb", "a100-pcie-only-80gb")
 H100_500W = ("h100-sxm-96gb",)
 H100 = ("h100-sxm-80gb", "h200-sxm-141gb", "h800-sxm-80gb", "gh200-96gb")
-"""One silicon at one power limit."""
+"""GPUs with the same silicon and the same power limit."""
 B200 = ("b200-sxm-180gb", "b300-sxm-270gb")
 GB200 = ("gb200-nvl72",)
 GB300 = ("gb300-nvl72",)
 BLACKWELL = (*B200, *GB200, *GB300)
 SINCE_HOPPER = (*H100, *H100_500W, "h20-sxm-96gb", *BLACKWELL)
 ULTRA = (B200[1], *GB300)
-"""Half as many FLOP/s again in 4 bits, and twice as many exponentials."""
+"""Blackwell Ultra: half as many FLOP/s again in 4 bits, and twice as many exponentials."""
 DEEPSPEED = ("megatron-deepspeed",)
 MEGATRON = ("megatron",)
 TORCHTITAN = ("torchtitan", "torchtitan-2024", "torchtitan-2025")
@@ -26,7 +26,7 @@ NCCL_TRAINERS = (*MEGATRON, *TORCHTITAN, *NANOTRON, "torch-eager", "torch-fsdp")
 
 @dataclass(frozen=True, slots=True)
 class Coefficient:
-    """One number of a hardware profile or of a runtime; what it means stands beside the field at `path`."""
+    """One number of a hardware profile or of a runtime. The field at `path` says what it means."""
 
     name: str
     of: Literal["hardware", "runtime"]
@@ -38,10 +38,10 @@ class Coefficient:
     low: float
     high: float
     spread: float
-    """How far the truth may be from the guess, as a standard deviation of its logarithm."""
+    """Uncertainty of the first guess, as a standard deviation of its logarithm."""
     unit: str = ""
     feature: str | None = None
-    """Only runs with this feature on."""
+    """The feature that a run must have switched on for the coefficient to apply."""
 
 
 COEFFICIENTS = (

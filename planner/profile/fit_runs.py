@@ -1,8 +1,8 @@
-"""Fit what single GPUs do not show to published runs: `scripts/calibrate runs`.
+"""Fits the numbers that single GPUs do not show to published runs: `scripts/calibrate runs`.
 
-A few coefficients, each with a meaning, bounds and a first guess that pulls on it as much as one row would, so that
-thin evidence moves nothing. Errors are reported in sample and with each family left out of the fit that predicts it;
-so is how many left-out rows their 80% intervals hold.
+There are a few coefficients, each with a meaning, bounds and a first guess. The first guess counts as much as one row,
+so that thin evidence moves nothing. Errors are reported in sample and with each family left out of the fit that
+predicts it, beside the share of rows that lie within their 80% intervals.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from planner.errors import SpecError, Unsupported, exit_code_of
 from planner.layout.runs import Run, parse_run
 from planner.profile.coefficients import COEFFICIENTS, Coefficient
-from planner.profile.solve import least_squares
+from planner.profile.least_squares import least_squares
 from planner.shape import FloatArray
 from planner.specs.base import Spec
 from planner.trainers.load import load_runtime
@@ -27,12 +27,12 @@ from planner.validate.score import weighted_quantile
 SCALE = 0.05
 """Relative error above which a row counts less: single iterations and nodes of a bad day."""
 TOLERANCE = 1e-4
-"""Of the sum of errors: a fit that gains less in an iteration is done."""
+"""Share of the sum of errors: a fit ends when an iteration gains less."""
 ALL = slice(None)
 FAMILY_WEIGHT = 12.0
-"""The most that a family pulls: its rows share one cluster, so that more of them are no more evidence."""
+"""Largest weight of a family in the fit: its rows share one cluster, so that more rows are no more evidence."""
 INFERRED = 0.5
-"""What a row pulls of which one field was inferred (trust B)."""
+"""Weight of a row in which one field was inferred (trust B)."""
 
 
 def replaced(spec: Any, path: str, value: float) -> Any:
@@ -47,13 +47,13 @@ def replaced(spec: Any, path: str, value: float) -> Any:
 
 @dataclass(slots=True)
 class Priced:
-    """A published run and the layout it names, priced again and again with other coefficients."""
+    """A published run with its layout, which is priced again and again with other coefficients."""
 
     row: Row
     run: Run
     known: dict[tuple[float, ...], float]
     width: float = 0.0
-    """Of the logarithm of the step's seconds: half its 80% interval."""
+    """Half the 80% interval of the logarithm of the step's seconds."""
 
     @classmethod
     def of(cls, row: Row) -> Priced:
@@ -61,12 +61,12 @@ class Priced:
 
     @classmethod
     def all_of(cls, rows: Sequence[Row]) -> list[Priced]:
-        """One for each row; those that publish the same run again share it."""
+        """One priced run for each row. Rows that publish the same run share it."""
         runs: dict[str, Priced] = {}
         return [runs.setdefault(row.run_key, cls.of(row)) for row in rows]
 
     def applies(self, coefficient: Coefficient) -> bool:
-        """Whether the run has the hardware or the runtime that the coefficient belongs to."""
+        """True if the run has the hardware or the runtime that the coefficient belongs to."""
         if coefficient.of == "hardware":
             return self.run.cluster.hardware.name in coefficient.names
         runtime = self.run.runtime
@@ -79,10 +79,10 @@ class Priced:
 
     def step_s(self, values: Mapping[Coefficient, float]) -> float:
         """Seconds of the step with these coefficients."""
-        ours = {c: value for c, value in values.items() if self.applies(c)}
-        key = tuple(ours.values())
+        applicable = {c: value for c, value in values.items() if self.applies(c)}
+        key = tuple(applicable.values())
         if key not in self.known:
-            self.known[key] = self._step_s(ours)
+            self.known[key] = self._step_s(applicable)
         return self.known[key]
 
     def _step_s(self, values: Mapping[Coefficient, float]) -> float:
@@ -101,7 +101,7 @@ class Priced:
 
 
 def is_supported(row: Row) -> bool:
-    """Whether all that ran is modelled."""
+    """True if the planner models everything that the run used."""
     try:
         Priced.of(row)
     except Unsupported:
@@ -110,7 +110,7 @@ def is_supported(row: Row) -> bool:
 
 
 class Fit:
-    """Published runs and the coefficients that are free."""
+    """Published runs and the free coefficients that explain them."""
 
     def __init__(self, rows: Sequence[Row], coefficients: Sequence[Coefficient]) -> None:
         self.priced = Priced.all_of(rows)
@@ -126,13 +126,14 @@ class Fit:
             np.log([getattr(c, name) for c in self.coefficients]) for name in ("start", "low", "high")
         )
 
-    def log_errors(self, x: FloatArray, of: FloatArray | slice = ALL) -> FloatArray:
-        """log(predicted / measured) of every row, or of some; `x` are logarithms of the coefficients."""
+    def log_errors(self, x: FloatArray, rows: FloatArray | slice = ALL) -> FloatArray:
+        """log(predicted / measured) of every row, or of the chosen rows; `x` holds the logarithms of the
+        coefficients."""
         values = dict(zip(self.coefficients, np.exp(x).tolist(), strict=True))
-        return np.log([one.step_s(values) for one in np.array(self.priced)[of]]) - self.measured[of]
+        return np.log([priced_run.step_s(values) for priced_run in np.array(self.priced)[rows]]) - self.measured[rows]
 
     def solve(self, left_out: str | None = None, near: FloatArray | None = None) -> FloatArray:
-        """The coefficients that explain the rows best, one family perhaps left out."""
+        """Logarithms of the coefficients that explain the rows best, without the family `left_out`."""
         pulling = (self.families != left_out) & (self.pulls > 0)
         spread = np.array([c.spread for c in self.coefficients])
 
@@ -149,10 +150,10 @@ def _line(name: str, errors: FloatArray, weights: FloatArray, widths: FloatArray
     size = np.abs(np.expm1(errors)) * 100
     median, p90 = (weighted_quantile(size, weights, q) for q in (0.5, 0.9))
     mean, bias = np.average(size, weights=weights), np.average(np.expm1(errors) * 100, weights=weights)
-    held = np.average(np.abs(errors) <= widths, weights=weights)
+    share_in_interval = np.average(np.abs(errors) <= widths, weights=weights)
     return (
         f"{name:24s} n {len(size):4d}  median {median:5.1f}%  p90 {p90:5.1f}%  mean {mean:5.1f}%  bias {bias:+5.1f}%  "
-        f"worst {size.max():5.1f}%  in 80% {held:4.0%}"
+        f"worst {size.max():5.1f}%  in 80% {share_in_interval:4.0%}"
     )
 
 
@@ -162,8 +163,8 @@ def left_out_errors(fit: Fit, best: FloatArray) -> FloatArray:
     for family in dict.fromkeys(fit.families.tolist()):
         if family in HELD_OUT:
             continue
-        of = fit.families == family
-        errors[of] = fit.log_errors(fit.solve(family, best), of)
+        rows = fit.families == family
+        errors[rows] = fit.log_errors(fit.solve(family, best), rows)
     return errors
 
 
@@ -178,9 +179,9 @@ def report(fit: Fit, leave_out: bool = True) -> FloatArray:
     if leave_out:
         tables["  left out"] = left_out_errors(fit, best)
     for family in (*dict.fromkeys(fit.families.tolist()), "all"):
-        of = (fit.families == family) | (family == "all")
+        rows = (fit.families == family) | (family == "all")
         for name, errors in tables.items():
-            print(_line(name or family, errors[of], fit.weights[of], widths[of]))
+            print(_line(name or family, errors[rows], fit.weights[rows], widths[rows]))
     return best
 
 
@@ -194,7 +195,7 @@ def main(arguments: Sequence[str]) -> None:
     rows = [row for row in counted if not arguments or row.family in arguments]
     rows = [row for row in rows if is_supported(row)]
     priced = Priced.all_of(rows)
-    free = [c for c in COEFFICIENTS if any(one.applies(c) for one in priced)]
+    free = [c for c in COEFFICIENTS if any(run.applies(c) for run in priced)]
     report(Fit(rows, free))
 
 

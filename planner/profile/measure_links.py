@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from planner.errors import ProbeError
 from planner.files import write_text
-from planner.probe.exchanges import barrier
+from planner.probe.rank.exchanges import barrier
 from planner.probe.run import Device
-from planner.profile.record import Row
+from planner.profile.record import MeasuredRow
 from planner.specs.units import MICRO
 
 KINDS: dict[Device, tuple[str, ...]] = {
@@ -32,14 +32,14 @@ KINDS: dict[Device, tuple[str, ...]] = {
 }
 WARM_UP, REPEATS = 2, 10
 JOIN_S, WAIT_S = 180.0, 1200.0
-"""How long processes of this machine may take in all, and how long ranks wait for the first one's own measurements."""
+"""Seconds that processes of this machine may take in all, and seconds that ranks wait for rank 0's own measurements."""
 MOST_PROCESSES = 2
-"""On a CPU: links between processes are memory copies, however many there are."""
+"""Number of processes on a CPU, where links between processes are memory copies, however many there are."""
 ROWS_FILE = "rows.json"
 
 
 class Ranks(NamedTuple):
-    """This process among all of them."""
+    """The number of this process among all processes, and on its machine."""
 
     rank: int
     size: int
@@ -52,7 +52,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of_torchrun(cls) -> Ranks | None:
-        """What torchrun says; None where this process is alone."""
+        """The ranks that torchrun announces; None if this process is alone."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if any(name not in os.environ for name in names) or int(os.environ["WORLD_SIZE"]) == 1:
             return None
@@ -60,15 +60,15 @@ class Ranks(NamedTuple):
 
 
 def num_processes(device: Device, num_devices: int) -> int:
-    """How many processes exchange something on this machine."""
+    """Number of processes of this machine that exchange something."""
     return num_devices if device == "cuda" else min(num_devices, MOST_PROCESSES)
 
 
-def spawned_rows(device: Device, size: int, sizes: Sequence[int], local_size: int | None = None) -> list[Row]:
-    """Exchanges between `size` processes started here, one a device; no rows where there is only one.
+def spawned_rows(device: Device, size: int, sizes: Sequence[int], local_size: int | None = None) -> list[MeasuredRow]:
+    """Timed exchanges between `size` processes that are started here, one per device; no rows for one process.
 
-    With a `local_size` every so many of them count as a machine. Raises ProbeError where a process fails or does not
-    end; none is left when this returns or raises.
+    With a `local_size`, so many processes at a time count as a machine. Raises ProbeError if a process fails or does
+    not end. No process is left when this returns or raises.
     """
     if size < 2:
         return []
@@ -90,7 +90,7 @@ def spawned_rows(device: Device, size: int, sizes: Sequence[int], local_size: in
         if any(codes) or None in codes:
             why = f"they ended with {codes}" if any(codes) else f"no answer in {JOIN_S:.0f} s"
             raise ProbeError(f"exchanges between {size} processes could not be timed: {why}")
-        return cast(list[Row], json.loads((folder / ROWS_FILE).read_text()))
+        return cast(list[MeasuredRow], json.loads((folder / ROWS_FILE).read_text()))
     finally:
         for process in processes:
             if process.is_alive():
@@ -108,10 +108,12 @@ def _child(folder: Path, device: Device, ranks: Ranks, sizes: tuple[int, ...]) -
         write_text(folder / ROWS_FILE, json.dumps(rows))
 
 
-def exchange_rows(device: Device, ranks: Ranks, sizes: Sequence[int], store: Any = None) -> list[Row]:
-    """What each exchange takes the slowest rank: tier 0 within a machine, 1 between ranks of the same number on all.
+def exchange_rows(device: Device, ranks: Ranks, sizes: Sequence[int], store: Any = None) -> list[MeasuredRow]:
+    """Seconds of each exchange on the slowest rank. Tier 0 is within a machine, tier 1 between ranks with the same
+    number on all machines.
 
-    All ranks call it; without a store they meet where torchrun says. Every port of a machine is busy in tier 1 at once.
+    All ranks call it. Without a store they meet at torchrun's address. In tier 1 every port of a machine is busy at
+    once.
     """
     if device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
@@ -131,26 +133,28 @@ def exchange_rows(device: Device, ranks: Ranks, sizes: Sequence[int], store: Any
         dist.destroy_process_group()
 
 
-def _rows(device: Device, ranks: Ranks, sizes: Sequence[int]) -> Iterator[Row]:
+def _rows(device: Device, ranks: Ranks, sizes: Sequence[int]) -> Iterator[MeasuredRow]:
     for tier, members in enumerate(_groups(ranks)):
         if len(members[0]) < 2:
             continue
         groups = [dist.new_group(list(group)) for group in members]  # all ranks make all groups
-        mine = next(number for number, group in enumerate(members) if ranks.rank in group)
+        own_group = next(number for number, group in enumerate(members) if ranks.rank in group)
         for num_bytes in sizes:
             for kind in KINDS[device]:
-                call = _call(device, kind, num_bytes, len(members[mine]), groups[mine])
-                slowest = torch.tensor(_seconds(device, call, groups[mine]), dtype=torch.float64, device=_on(device))
+                call = _call(device, kind, num_bytes, len(members[own_group]), groups[own_group])
+                slowest = torch.tensor(
+                    _seconds(device, call, groups[own_group]), dtype=torch.float64, device=_on(device)
+                )
                 dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
                 microseconds = float(slowest) / MICRO
                 yield {
-                    "tier": tier, "kind": kind, "size": len(members[mine]), "num_bytes": num_bytes,
+                    "tier": tier, "kind": kind, "size": len(members[own_group]), "num_bytes": num_bytes,
                     "microseconds": microseconds,
                 }  # fmt: skip
 
 
 def _groups(ranks: Ranks) -> tuple[list[range], list[range]]:
-    """Ranks of each machine; ranks of the same number on all machines."""
+    """The ranks of each machine, and the ranks with the same number on all machines."""
     local = ranks.local_size
     within = [range(node * local, (node + 1) * local) for node in range(ranks.num_nodes)]
     return within, [range(number, ranks.size, local) for number in range(local)]

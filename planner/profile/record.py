@@ -1,4 +1,4 @@
-"""Measurements as they come in: kept beside the profile while it is made, so that what was interrupted goes on."""
+"""Measurements as they come in, kept in a file beside the profile so that an interrupted run can go on."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from planner.profile.tables import Table
 from planner.specs.base import Spec
 from planner.specs.reading import read_text
 
-Row = dict[str, float | int | str | None]
+MeasuredRow = dict[str, float | int | str | None]
 """Columns of one measurement; null where the device could not do it."""
 SAVE_EVERY_S = 2.0
 MAX_BYTES = 2**24
 
 
 class Machine(Spec):
-    """What was measured."""
+    """The machine that was measured."""
 
     device: Device
     name: str
-    """As the driver or the operating system calls it."""
+    """Name of the device according to the driver or the operating system."""
     software: str
     architecture: str
     memory_bytes: int
     num_sms: int
     num_devices: int
-    """In this machine; processes on a CPU."""
+    """Number of devices in this machine; on a CPU, of processes."""
     context_bytes: int
     """Device memory in use before anything was allocated."""
 
@@ -44,14 +44,15 @@ class Measurements(Spec):
     machine: Machine
     quick: bool
     date: str
-    tables: dict[str, list[Row]] = Field(default_factory=dict)
+    tables: dict[str, list[MeasuredRow]] = Field(default_factory=dict)
 
 
 class Record:
     """Measurements so far, and the file that keeps them until the profile is written."""
 
     def __init__(self, machine: Machine, quick: bool, date: str, path: Path | None) -> None:
-        """Goes on where `path` holds measurements of the same machine; without a path nothing is kept."""
+        """Continue with the measurements in the file `path` if they are of the same machine. Without a path nothing is
+        kept."""
         self.path, self.saved_s = path, time.monotonic()
         self.measured = Measurements(machine=machine, quick=quick, date=date)
         kept = _read(path)
@@ -59,24 +60,24 @@ class Record:
             self.measured = kept
         self.num_kept = sum(map(len, self.measured.tables.values()))
 
-    def has(self, table: str, key: Row) -> bool:
-        """Whether the measurement that `key` names is there."""
+    def has(self, table: str, key: MeasuredRow) -> bool:
+        """True if the record has the measurement that `key` names."""
         return any(key.items() <= row.items() for row in self.measured.tables.get(table, ()))
 
-    def add(self, table: str, row: Row) -> None:
-        """Keep a row; the file follows every few seconds."""
+    def add(self, table: str, row: MeasuredRow) -> None:
+        """Add a row. The file is written every few seconds."""
         self.measured.tables.setdefault(table, []).append(row)
         if time.monotonic() - self.saved_s > SAVE_EVERY_S:
             self.save()
 
     def save(self) -> None:
-        """Write the file whole."""
+        """Write the whole file."""
         if self.path is not None and self.measured.tables:
             write_text(self.path, self.measured.model_dump_json(), force=True)
         self.saved_s = time.monotonic()
 
     def discard(self) -> None:
-        """Remove the file: the profile is written."""
+        """Remove the file, once the profile is written."""
         if self.path is not None:
             with suppress(FileNotFoundError):
                 os.unlink(self.path)
@@ -89,18 +90,18 @@ class Record:
         return Table([{key: "" if value is None else str(value) for key, value in row.items()} for row in rows])
 
 
-def _same(one: Machine, other: Machine) -> bool:
-    """What a process holds before it begins is never the same twice."""
-    return one.model_copy(update={"context_bytes": other.context_bytes}) == other
+def _same(first: Machine, second: Machine) -> bool:
+    """True if two machines are equal but for the memory that a process holds at its start, which always differs."""
+    return first.model_copy(update={"context_bytes": second.context_bytes}) == second
 
 
 def sidecar(output: str, quick: bool) -> Path:
-    """Where measurements are kept until the profile `output` is written; a quick try leaves a full one's alone."""
+    """The file that keeps measurements until the profile `output` is written. A quick run has a file of its own."""
     return Path(f"{output}{'.quick' if quick else ''}.partial.json")
 
 
 def _read(path: Path | None) -> Measurements | None:
-    """What an interrupted run left; None where there is nothing that can be used."""
+    """The measurements that an interrupted run left; None if there are none that can be used."""
     if path is None or not path.is_file():
         return None
     try:

@@ -14,7 +14,7 @@ from planner.specs.units import MICRO
 
 
 class Table:
-    """Columns of one CSV file; numbers become float arrays (empty cells NaN), text string arrays."""
+    """The columns of one CSV file. Numbers become float arrays (empty cells NaN), text becomes string arrays."""
 
     def __init__(self, rows: list[dict[str, str]]) -> None:
         self.num_rows = len(rows)
@@ -41,7 +41,7 @@ class Table:
         return table
 
 
-Tables = str | Mapping[str, Table]
+TableSource = str | Mapping[str, Table]
 """The tables of a GPU whose name is a folder of this package, or tables by name."""
 
 
@@ -51,12 +51,12 @@ def measured_gpus() -> list[str]:
 
 
 def has_table(gpu: str, name: str) -> bool:
-    """Whether this package has that table of a GPU."""
+    """True if this package has that table of a GPU."""
     return (resources.files(__package__) / "data" / gpu / f"{name}.csv").is_file()
 
 
-def read_table(tables: Tables, name: str) -> Table:
-    """The table `name`: of a GPU, `data/<gpu>/<name>.csv` of this package."""
+def read_table(tables: TableSource, name: str) -> Table:
+    """The table `name`; for the name of a GPU, the file `data/<gpu>/<name>.csv` of this package."""
     if not isinstance(tables, str):
         return tables[name]
     text = (resources.files(__package__) / "data" / tables / f"{name}.csv").read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, wit
 from planner.search.priced_shapes import Screen
 from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
-from planner.search.uneven import SHAPES, improved, level_split, level_step_s
+from planner.search.uneven import SHAPES, any_chunks_bound_s, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
 
@@ -137,19 +137,14 @@ class Branch:
     def try_uneven_chunks(self, frontier: Frontier) -> None:
         """Try inner chunks of different lengths in the shapes that could gain by them.
 
-        First every shape is bounded for chunks of any length, whatever their memory. If that bound is near enough to
-        the best, uneven chunks cannot help. Else the most promising shapes are tried, with the layers levelled.
+        If one of them is the best then, every shape is bounded for chunks of any length.
         """
         best = self.best
         if best is None or not best.pricing.runtime.uneven_chunks or self._late():
             return
         blocks = frontier.all_nodes()
-        levels_s = [level_step_s(nodes, any_memory=True) for nodes in blocks]
-        self.any_chunks_bound_s = min([self.lower_bound_s, *(float(step_s.min(initial=np.inf)) for step_s in levels_s)])
         for base in dict.fromkeys(("none", best.split.base)):
-            if self.any_chunks_bound_s >= self.cutoff_s(self.limits.gap_fraction):
-                return
-            ranked = [level_step_s(nodes, any_memory=False) for nodes in blocks] if base == "none" else levels_s
+            ranked = [level_guess_s(nodes, any_memory=base != "none") for nodes in blocks]
             promising = [
                 (float(step_s[row]), number, row)
                 for number, step_s in enumerate(ranked)
@@ -167,16 +162,17 @@ class Branch:
                     self._keep(candidate)
                 if self._late():
                     return
+        if self.best is not best:
+            least_s = [float(any_chunks_bound_s(nodes, self.choices).min(initial=np.inf)) for nodes in blocks]
+            self.any_chunks_bound_s = min([self.lower_bound_s, *least_s])
 
     def bound_of_chunks(self, step_s: float) -> tuple[bool, float]:
         """Whether the proof is about chunks of any length, and its lower bound.
 
-        It is where that bound closes the gap, or where a best step below the bound of equal chunks leaves no other.
+        A best step that is below the bound of equal chunks leaves no other.
         """
-        closes = self.any_chunks_bound_s >= step_s / (1 + self.limits.gap_fraction) * (1 - 1e-12)
-        if closes or step_s < self.lower_bound_s:
-            return True, self.any_chunks_bound_s
-        return False, self.lower_bound_s
+        is_any = step_s < self.lower_bound_s and self.any_chunks_bound_s > 0
+        return is_any, self.any_chunks_bound_s if is_any else self.lower_bound_s
 
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""

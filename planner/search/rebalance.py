@@ -7,16 +7,17 @@ from the busiest rank as long as the replay gets faster. Nothing is answered tha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import SolverError, SpecError
 from planner.layout.assemble import run_cost
 from planner.layout.candidate import Candidate
-from planner.layout.replan import layout_again, named_schedule, reprice
+from planner.layout.replan import layout_again, reprice
 from planner.layout.split import Split
+from planner.search.deadline import Deadline
 from planner.search.ilp.node import Whole
 from planner.search.ilp.program import solve
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of
@@ -53,92 +54,72 @@ def rebalance(plan: Plan, rank_factors: Sequence[float], time_limit_s: float = 1
     if len(rank_factors) != pp or not all(0 < factor <= MAX_FACTOR for factor in rank_factors):
         listed = ", ".join(f"{factor:g}" for factor in rank_factors)
         raise SpecError(f"rank_factors: {listed}: not {pp} factors above 0, at most {MAX_FACTOR:g}", "one a stage")
-    case = _Case(plan, reprice(plan, plan.best), tuple(rank_factors), time.monotonic() + time_limit_s)
-    before, after = case.price(case.priced.split), case.price(case.best())
+    slow = replace(reprice(plan, plan.best), rank_factors=tuple(rank_factors))
+    balanced = _Rebalancing(plan, slow, Deadline(time_limit_s)).fastest()
+    before, after = layout_again(plan, slow), layout_again(plan, balanced)
     if after.step.step_s >= before.step.step_s:
         after = before
-    changes = {"best": after, "alternatives": (), "search": None, "run_cost": run_cost(case.priced.pricing, after)}
+    changes = {"best": after, "alternatives": (), "search": None, "run_cost": run_cost(slow.pricing, after)}
     return Rebalanced(before, after, plan.model_copy(update=changes))
 
 
-@dataclass(slots=True)
-class _Case:
-    """One layout, what its ranks are like, and how long to look."""
+@dataclass(frozen=True, slots=True)
+class _Rebalancing:
+    """One layout whose ranks are unequally fast, and how long to look for a faster split of its layers."""
 
     plan: Plan
-    priced: Candidate
-    factors: tuple[float, ...]
-    deadline_s: float
+    start: Candidate
+    """The plan's layout with its ranks as slow as they are."""
+    deadline: Deadline
 
-    @property
-    def schedule(self) -> str:
-        return named_schedule(self.plan.best, self.priced.order)
-
-    def price(self, split: Split, exact: bool = True) -> PricedLayout:
-        """The layout with `split`, its ranks as slow as they are."""
-        return layout_again(self.plan, self._with(split), exact)
-
-    def seconds(self, split: Split) -> float | None:
-        """Of a step; None where the split does not fit."""
-        candidate = self._with(split)
-        return candidate.step_s if candidate.fits else None
-
-    def _with(self, split: Split) -> Candidate:
-        """The plan's candidate with another split, its ranks as slow as they are."""
-        return replace(self.priced, split=split, rank_factors=self.factors)
-
-    def best(self) -> Split:
+    def fastest(self) -> Candidate:
         """The fastest split that was found; the old one where none is faster."""
-        best, least_s = self.priced.split, self.seconds(self.priced.split)
-        if least_s is None:  # the plan does not fit as it is: any split that does is better
-            least_s = float("inf")
-        solved = None if self.plan.best.actions else self._solved()
-        if solved is not None:
-            split, seconds = solved
-            if seconds < least_s:
-                best, least_s = split, seconds
-        while True:
-            step = self._improved(best, least_s)
-            if step is None:
-                return best
-            best, least_s = step
+        best = self.start
+        solved = None if best.made_order is not None else self._solved()
+        if solved is not None and _fitting_step_s(solved) < _fitting_step_s(best):
+            best = solved
+        while (moved := self._improved(best)) is not None:
+            best = moved
+        return best
 
-    def _solved(self) -> tuple[Split, float] | None:
-        """The integer program's split, and its replayed seconds."""
-        priced, short_bytes = self.priced, list[float]()
-        choice = recompute_of(priced.split, self.plan)
+    def _solved(self) -> Candidate | None:
+        """The integer program's split, where there is one that fits."""
+        start, short_bytes = self.start, list[float]()
+        choice = recompute_of(start.split, self.plan)
         for _ in range(MAX_TRIES):
-            node = node_of(priced.pricing, priced.table, choice, self.schedule, short_bytes, rank_factors=self.factors)
+            node = node_of(
+                start.pricing, start.table, choice, start.schedule, short_bytes, rank_factors=start.rank_factors
+            )
             try:
-                solution = solve(node, self.deadline_s - time.monotonic())
+                solution = solve(node, self.deadline.left_s)
             except SolverError:  # out of time: single layers may still move
                 return None
             if solution is None:
                 return None
-            split = replace(split_of(priced.pricing, node, solution), mtp_stage=priced.split.mtp_stage)
-            seconds = self.seconds(split)
-            if seconds is not None:
-                return split, seconds
-            short_bytes = shorter(short_bytes, self._with(split).excess_bytes, solution.free_bytes)
+            split = split_of(start.pricing, node, solution)
+            candidate = start.with_split(replace(split, mtp_stage=start.split.mtp_stage))
+            if candidate.fits:
+                return candidate
+            short_bytes = shorter(short_bytes, candidate.excess_bytes, solution.free_bytes)
         return None
 
-    def _improved(self, split: Split, least_s: float) -> tuple[Split, float] | None:
+    def _improved(self, candidate: Candidate) -> Candidate | None:
         """The first move of a layer off the busiest rank that makes the step shorter."""
-        for moved in self._moves(split):
-            if time.monotonic() > self.deadline_s:
+        for split in self._moves(candidate):
+            if self.deadline.passed:
                 return None
-            seconds = self.seconds(moved)
-            if seconds is not None and seconds < least_s * (1 - LEAST_GAIN):
-                return moved, seconds
+            moved = candidate.with_split(split)
+            if _fitting_step_s(moved) < _fitting_step_s(candidate) * (1 - LEAST_GAIN):
+                return moved
         return None
 
-    def _moves(self, split: Split) -> Iterator[Split]:
+    def _moves(self, candidate: Candidate) -> Iterator[Split]:
         """One layer less on a stage of the busiest rank and one more elsewhere, on the idlest rank first."""
-        model, ranks = self.plan.model.spec, self.priced.order.stage_to_rank
-        busy = [float(cost.total_s) for cost in self._with(split).rank_costs]
-        busiest, last = busy.index(max(busy)), len(split.counts) - 1
-        ends_may_be_empty = self.priced.pricing.runtime.head_only_stage
-        targets = sorted((j for j in range(last + 1) if ranks[j] != busiest), key=lambda j: (busy[ranks[j]], j))
+        model, ranks, split = self.plan.model.spec, candidate.placement, candidate.split
+        busy_s = [float(cost.total_s) for cost in candidate.rank_costs]
+        busiest, last = busy_s.index(max(busy_s)), len(split.counts) - 1
+        ends_may_be_empty = candidate.pricing.runtime.head_only_stage
+        targets = sorted((j for j in range(last + 1) if ranks[j] != busiest), key=lambda j: (busy_s[ranks[j]], j))
         for target in targets:
             for source in (j for j in range(last + 1) if ranks[j] == busiest):
                 least = 0 if ends_may_be_empty and source in (0, last) else 1
@@ -149,12 +130,16 @@ class _Case:
                     yield recounted(split, tuple(counts), model)
 
 
+def _fitting_step_s(candidate: Candidate) -> float:
+    """Seconds of a step; infinite where the candidate does not fit, so that any that does is better."""
+    return candidate.step_s if candidate.fits else inf
+
+
 def recompute_of(split: Split, plan: Plan) -> RecomputeChoice:
     """How a plan's layout recomputes, as the integer program is told."""
     if not split.recomputed:
         return RecomputeChoice(split.base, "none")
-    held = sum(split.counts)
-    if sum(map(sum, split.recomputed)) == held:
+    if sum(map(sum, split.recomputed)) == sum(split.counts):
         return RecomputeChoice(split.base, "all")
     whole: Whole = "per_stage" if plan.runtime_spec.recompute_per_stage else "one_count"
     return RecomputeChoice(split.base, whole)
@@ -166,11 +151,12 @@ def recounted(split: Split, counts: tuple[int, ...], model: ModelSpec) -> Split:
     if not split.recomputed:
         return changed
     recomputed = []
-    for stage, (first, last) in enumerate(changed.chunks):
-        old, new = (model.layers[a:b] for a, b in (split.chunks[stage], (first, last)))
+    for stage, chunk in enumerate(changed.chunks):
+        old_layers, new_layers = (model.layers[first:last] for first, last in (split.chunks[stage], chunk))
         row = []
-        for kind, whole in zip(model.kinds, split.recomputed[stage], strict=True):
-            all_of_it = whole == old.count(kind) and whole > 0
-            row.append(new.count(kind) if all_of_it else min(whole, new.count(kind)))
+        for kind, count in zip(model.kinds, split.recomputed[stage], strict=True):
+            num_layers = new_layers.count(kind)
+            recomputes_all = 0 < count == old_layers.count(kind)
+            row.append(num_layers if recomputes_all else min(count, num_layers))
         recomputed.append(tuple(row))
     return replace(changed, recomputed=tuple(recomputed))

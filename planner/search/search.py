@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from planner.answer import Plan, PricedLayout, Searched, SearchReport
+from planner.errors import Infeasible
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
@@ -17,6 +18,7 @@ from planner.layout.price import price_layout
 from planner.physics.layers import ModelTotals, model_totals
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import Branch, key_of
+from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.search.enumerate import enumerate_shapes
 from planner.search.frontier import ANY_SET, ONE_SET
@@ -24,7 +26,9 @@ from planner.search.ilp.translate import RecomputeChoice
 from planner.search.module_sets import MAX_SETS, Modules
 from planner.search.priced_shapes import Screen, fits, screen_of
 from planner.search.schedules import by_runtime, check_expressible, schedules_tried
-from planner.search.why import explain
+from planner.search.why.misses import NothingFits, count_misfits
+from planner.search.why.refused import NothingLegal
+from planner.search.why.remedy import with_remedy
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import model_of
@@ -42,11 +46,22 @@ def plan(
 ) -> Plan:
     """The fastest layout of `model` on `cluster` that fits, proven within the reported gap; what else was looked at.
 
-    Raises Infeasible when nothing is legal and fits, SpecError when the inputs contradict each other.
+    Raises Infeasible when nothing is legal and fits, with the nearest miss and a remedy as far as the time limit
+    allows to look for one, and SpecError when the inputs contradict each other.
     """
+    case = Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits())
+    deadline = Deadline(case.limits.time_limit_s)
+    try:
+        return search(case)
+    except Infeasible as error:
+        raise with_remedy(error, case, search, deadline) from None
+
+
+def search(case: Case) -> Plan:
+    """The plan of one case; NothingLegal or NothingFits where there is none."""
     started = time.monotonic()
-    deadline = Deadline((limits or SearchLimits()).time_limit_s)
-    model, limits, runtime = model_of(model), limits or SearchLimits(), runtime_of(runtime)
+    deadline = Deadline(case.limits.time_limit_s)
+    model, cluster, training, runtime, limits = case.model, case.cluster, case.training, case.runtime, case.limits
     check_expressible(limits, runtime)
     pricings = [
         (pricing_of(model, cluster, training, priced_as, limits), tried)
@@ -54,7 +69,7 @@ def plan(
     ]
     shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
     if not len(np.atleast_1d(shapes.tp)):
-        raise explain.nothing_legal(rejections)
+        raise NothingLegal(rejections)
     deadline.check("enumerating shapes")
     choices = recompute_choices(model, runtime, limits)
     with_sets = any(choice.base == "selective" for choice in choices)
@@ -64,7 +79,7 @@ def plan(
     deadline.check("pricing shapes")
     may_fit = [fits(screen, schedules_tried(tried, screen.pricing.runtime)) for screen, tried in screens]
     screen, fitting = screens[0][0], np.flatnonzero(np.any(may_fit, axis=0))
-    explain.count_misfits(screen, len(fitting), rejections)
+    count_misfits(case, screen, fitting, rejections)
     branch = Branch(limits, choices, deadline, rejections)
     frontier = branch.run([(screen.take(fitting), tried) for screen, tried in screens])
     branch.try_uneven_chunks(frontier)
@@ -73,9 +88,10 @@ def plan(
     if best is not None and AUTO in (limits.schedule or ()) and not best.pricing.runtime.compiled:
         best = made_to_measure(best)
     if best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
-        raise explain.nothing_legal(rejections)
+        raise NothingLegal(rejections)
     if best is None:
-        raise explain.nothing_fits(screen.pricing, limits, screen, rejections)
+        rejections.counts.setdefault("does_not_fit", len(screen.kernel))
+        raise NothingFits(case, rejections.counts)
     others = (other for key, other in branch.candidates.items() if key != key_of(best.shape))
     candidates = [best, *sorted(others, key=lambda other: other.step_s)[: limits.top]]
     totals = model_totals(model, runtime, training.seq_length)

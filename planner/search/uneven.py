@@ -18,7 +18,10 @@ from planner.layout.split import Split
 from planner.physics.cost import PartCost
 from planner.search.bounds.pipeline import busiest_rank_s, schedule_bound_s
 from planner.search.frontier import BOUNDLESS_BYTES, Nodes
+from planner.search.ilp.translate import RecomputeChoice
+from planner.search.priced_shapes import Screen
 from planner.shape import FloatArray
+from planner.specs.training import Recompute
 
 SHAPES = 6
 """Shapes that are tried, the most promising first."""
@@ -28,18 +31,35 @@ MOVES = 24
 """Replays of moved layers in one shape."""
 
 
-def level_step_s(nodes: Nodes, any_memory: bool) -> FloatArray:
-    """Least seconds of each row if its ranks could hold any number of layers; infinite where stages do not interleave.
+def level_guess_s(nodes: Nodes, any_memory: bool) -> FloatArray:
+    """Seconds of each row if its ranks held any number of layers, none recomputed; infinite without interleaving.
 
-    Layers are not recomputed. With `any_memory` all of them fit, which makes this a lower bound for chunks of any
-    length, however many layers are recomputed.
+    With `any_memory` all layers fit.
     """
-    orders, screen = nodes.orders, nodes.screen
+    screen = nodes.screen
     if any_memory:
         screen = replace(screen, pricing=replace(screen.pricing, headroom_bytes=-BOUNDLESS_BYTES))
-    no_trips = np.zeros(orders.full.shape)
-    busiest = busiest_rank_s(screen, "none", False, orders, no_trips)
-    least_s = schedule_bound_s(screen, busiest, "none", orders) + screen.pricing.tail_s(screen.shape)
+    return _level_s(nodes, screen, "none", whole=False)
+
+
+def any_chunks_bound_s(nodes: Nodes, choices: Sequence[RecomputeChoice]) -> FloatArray:
+    """A lower bound of each row for chunks of any length, however it recomputes; infinite without interleaving."""
+    bounds = []
+    for choice in choices:
+        screen, base = nodes.screen, choice.mode
+        if choice.whole == "any_modules":
+            if screen.module_sets is None:
+                continue
+            screen, base = screen.with_any_modules(), "none"
+        bounds.append(_level_s(nodes, screen, base, whole=choice.whole not in ("none", "all")))
+    return np.asarray(np.min(bounds, axis=0))
+
+
+def _level_s(nodes: Nodes, screen: Screen, base: Recompute, whole: bool) -> FloatArray:
+    """Least seconds of each row whose ranks hold any number of layers, with as few in flight as any chunk has."""
+    orders = replace(nodes.orders, in_flight=nodes.orders.least_in_flight)
+    busiest = busiest_rank_s(screen, base, whole, orders, np.zeros(orders.full.shape))
+    least_s = schedule_bound_s(screen, busiest, base, orders) + screen.pricing.tail_s(screen.shape)
     interleaves = np.array([name == "interleaved-1f1b" for name in nodes.schedules], dtype=bool)
     return np.asarray(np.where(interleaves, least_s, np.inf))
 

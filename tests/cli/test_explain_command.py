@@ -9,8 +9,8 @@ import pytest
 
 from planner.cli import main
 
-JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "-b", "64", "--time-limit", "60"]
-TIGHT = ["--model", "70b", "--gpus", "64", "-s", "4096", "-b", "64", "--time-limit", "60"]
+JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "-b", "64", "--time-limit", "3600"]
+TIGHT = ["--model", "70b", "--gpus", "64", "-s", "4096", "-b", "64", "--time-limit", "3600"]
 
 
 def explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_what_the_planner_chooses_anyway_is_said_to_be_that(capsys: pytest.Captu
 def test_without_pins_every_alternative_assumption_and_constraint_is_judged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    job = ["--model", "llama-3.2-1b", "--gpus", "16", "-s", "4096", "-b", "64", "--time-limit", "60", "--top", "3"]
+    job = ["--model", "llama-3.2-1b", "--gpus", "16", "-s", "4096", "-b", "64", "--time-limit", "3600", "--top", "3"]
     told = explained(job, capsys)
     assert (told["verdict"], told["asked"], told["pinned"]) == ("chosen", {}, None)
     assert len(told["beaten"]) == 3
@@ -127,7 +127,7 @@ def test_without_pins_every_alternative_assumption_and_constraint_is_judged(
 
 
 def test_why_this_layout_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(["--model", "llama-3.2-1b", "--gpus", "8", "-s", "4096", "-b", "64", "--time-limit", "60"], capsys)
+    out = shown(["--model", "llama-3.2-1b", "--gpus", "8", "-s", "4096", "-b", "64", "--time-limit", "3600"], capsys)
     assert out.startswith("Why this layout? llama-3.2-1b on 8 × h100-sxm-80gb, megatron")
     assert all(name in out for name in ("memory", "batch", "if the slowest rank computes 10% slower"))
 

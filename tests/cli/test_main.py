@@ -18,7 +18,7 @@ from planner.cli.output import show
 from planner.errors import Infeasible
 from planner.report.pieces import bullets
 
-SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "60"]
+SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "3600"]
 LAYOUT = ["evaluate", "--model", "405b", "--gpus", "2048", "--tp", "8", "--pp", "16"]
 PLAN = [sys.executable, "-m", "planner.cli"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from planner.cli import main
 
-JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "--time-limit", "60", "-q"]
+JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "--time-limit", "3600", "-q"]
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,16 @@ import pytest
 from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
 from planner.export import bundle as bundles
-from planner.export.arguments import comment
-from planner.export.bundle import MANIFEST, plan_sha256, write_bundle
-from planner.export.targets import TARGETS, TRAINERS, export
+from planner.export.bundle import MANIFEST, write_bundle
+from planner.export.common.header import plan_sha256
+from planner.export.export import bundle_of
 
 Planned = Callable[..., Plan]
 
 
 def test_manifest_lists_what_is_there(planned: Planned, tmp_path: Path) -> None:
     plan = planned("llama-3.1-8b", 16, tp=2, pp=2)
-    paths = write_bundle(export(plan, ["megatron"]), tmp_path / "new" / "folder")
+    paths = write_bundle(bundle_of(plan, ["megatron"]), tmp_path / "new" / "folder")
     manifest = json.loads(paths[-1].read_text())
     assert paths[-1].name == MANIFEST
     assert manifest["plan_sha256"] == plan_sha256(plan)
@@ -37,12 +37,12 @@ def test_manifest_lists_what_is_there(planned: Planned, tmp_path: Path) -> None:
 
 def test_the_same_plan_gives_the_same_bytes(planned: Planned) -> None:
     first, second = (planned("llama-3.1-8b", 16, tp=2, pp=2) for _ in range(2))
-    assert export(first, ["megatron"]) == export(second, ["megatron"])
+    assert bundle_of(first, ["megatron"]) == bundle_of(second, ["megatron"])
     assert plan_sha256(first) != plan_sha256(planned("llama-3.1-8b", 16, tp=2, pp=4))
 
 
 def test_existing_files_stay(planned: Planned, tmp_path: Path) -> None:
-    bundle = export(planned("llama-3.1-8b", 16, tp=2), ["megatron"])
+    bundle = bundle_of(planned("llama-3.1-8b", 16, tp=2), ["megatron"])
     (tmp_path / "launch.sbatch").write_text("mine")
     with pytest.raises(SpecError, match=r"already holds launch\.sbatch"):
         write_bundle(bundle, tmp_path)
@@ -54,7 +54,7 @@ def test_existing_files_stay(planned: Planned, tmp_path: Path) -> None:
 def test_a_dangling_link_is_an_existing_file(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / "launch.sh").symlink_to(tmp_path / "nowhere")
     with pytest.raises(SpecError, match=r"launch\.sh"):
-        write_bundle(export(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path)
+        write_bundle(bundle_of(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path)
 
 
 def test_a_failure_leaves_no_half_written_file(
@@ -67,63 +67,18 @@ def test_a_failure_leaves_no_half_written_file(
 
     monkeypatch.setattr(bundles, "write_text", full)
     with pytest.raises(PlannerError, match="no space"):
-        write_bundle(export(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path)
+        write_bundle(bundle_of(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path)
     assert not (tmp_path / MANIFEST).exists(), "a manifest means that all files are there"
 
 
 def test_a_folder_in_a_file_s_place(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).mkdir()
     with pytest.raises(SpecError, match=r"manifest\.json is a folder there"):
-        write_bundle(export(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path, force=True)
+        write_bundle(bundle_of(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path, force=True)
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
 
 def test_a_folder_that_cannot_be_made(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlannerError, match="cannot be made"):
-        write_bundle(export(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path / "file" / "folder")
-
-
-@pytest.mark.parametrize(
-    ("runtime", "trainer"), [("megatron", "megatron"), ("torchtitan", "torchtitan"), ("torch-eager", "torch")]
-)
-def test_a_launcher_alone_starts_the_plan_s_trainer(planned: Planned, runtime: str, trainer: str) -> None:
-    bundle = export(planned("llama-3.1-8b", 16, runtime=runtime, pp=2), ["slurm"])
-    assert bundle.targets == (trainer, "slurm")
-    assert "launch.sbatch" in {file.name for file in bundle.files}
-    assert "launch.sh" not in {file.name for file in bundle.files}
-
-
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        (["megatronn"], "unknown target 'megatronn'"),
-        ([], "unknown target"),
-        (["megatron", "torchtitan"], "two trainers"),
-        (["deepspeed", "slurm"], "nothing to start"),
-    ],
-)
-def test_targets_that_make_no_sense(planned: Planned, targets: list[str], message: str) -> None:
-    plan = planned("llama-3.1-8b", 16, pp=2, runtime="megatron", sequence_parallel=False)
-    with pytest.raises(SpecError, match=message):
-        export(plan, targets)
-
-
-def test_a_plan_that_does_not_fit_says_so(planned: Planned) -> None:
-    assert "does not fit" in export(planned("llama-3.1-405b", 8), ["megatron"]).notes[-1]
-    assert "does not fit" not in " ".join(export(planned("llama-3.1-8b", 64), ["megatron"]).notes)
-
-
-def test_a_runtime_without_a_target_is_named(planned: Planned) -> None:
-    with pytest.raises(SpecError, match="runtime 'nanotron' is no target"):
-        export(planned("llama-3.1-8b", 16, pp=2, runtime="nanotron"), ["slurm"])
-
-
-def test_targets_are_listed_once() -> None:
-    assert len(set(TARGETS)) == len(TARGETS)
-    assert {"megatron", "bridge", "torchtitan", "torch", "deepspeed"} == set(TRAINERS)
-
-
-def test_comments_stay_comments() -> None:
-    text = comment("a\nb\r\x1b[2Jrm -rf\u2028x")
-    assert text == "# a\n# b??[2Jrm -rf?x\n"
+        write_bundle(bundle_of(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path / "file" / "folder")

@@ -16,11 +16,14 @@ import yaml
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.arguments import argv, shell_array, slug
-from planner.export.bundle import ExportFile
-from planner.export.launch import Command, kubernetes_manifest, nodes_of
-from planner.export.megatron import megatron_arguments
-from planner.export.targets import export
+from planner.export.common.arguments import argv
+from planner.export.common.header import slug
+from planner.export.common.trainer_files import ExportFile, LaunchCommand
+from planner.export.export import bundle_of
+from planner.export.launch.kubernetes import kubernetes_manifest
+from planner.export.launch.nodes import nodes_of
+from planner.export.launch.shell import shell_array
+from planner.export.megatron.arguments import megatron_arguments
 
 Planned = Callable[..., Plan]
 
@@ -64,7 +67,7 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 def file_of(plan: Plan, *targets: str, name: str) -> ExportFile:
-    return next(file for file in export(plan, targets).files if file.name == name)
+    return next(file for file in bundle_of(plan, targets).files if file.name == name)
 
 
 def hostile(plan: Plan, name: str) -> Plan:
@@ -115,7 +118,7 @@ def test_fsdp_unsets_what_the_shell_has(planned: Planned, run: Callable[..., Any
 def test_scripts_are_bash(planned: Planned, target: str, hostile_name: str, tmp_path: Path) -> None:
     runtime = {"torchtitan": "torchtitan", "torch": "torch-eager"}.get(target, "megatron")
     plan = hostile(planned("llama-3.1-8b", 16, runtime=runtime, tp=2, pp=2), hostile_name)
-    for file in export(plan, [target]).files:
+    for file in bundle_of(plan, [target]).files:
         if file.name.startswith("launch"):
             assert file.executable
             (tmp_path / file.name).write_text(file.text)
@@ -138,7 +141,7 @@ def test_torch_and_torchtitan_find_their_files(planned: Planned, run: Callable[.
 
 def test_kubernetes_manifest(planned: Planned, hostile_name: str) -> None:
     plan = hostile(planned("llama-3.1-8b", 32, runtime="torch-eager", tp=2, pp=4), hostile_name)
-    bundle = export(plan, ["torch", "kubernetes"], image="registry/image:1")
+    bundle = bundle_of(plan, ["torch", "kubernetes"], image="registry/image:1")
     files = {file.name: file for file in bundle.files}
     config, job = yaml.safe_load_all(files["kubernetes.yaml"].text)
     assert config["data"]["plan.torch.yaml"] == files["plan.torch.yaml"].text
@@ -161,7 +164,7 @@ def test_kubernetes_arguments_are_texts(planned: Planned) -> None:
 
 
 def test_files_too_large_for_a_config_map_are_refused(planned: Planned) -> None:
-    big = Command(program="-m x", arguments={}, files=(ExportFile("schedule.csv", "x" * 1_100_000),))
+    big = LaunchCommand(program="-m x", arguments={}, files=(ExportFile("schedule.csv", "x" * 1_100_000),))
     with pytest.raises(SpecError, match=r"schedule\.csv are 1,100,000 bytes"):
         kubernetes_manifest(planned("llama-3.1-8b", 8), big)
 
@@ -208,11 +211,3 @@ def test_words_are_quoted() -> None:
     array = shell_array("ARGUMENTS", {"--layout": "Et|(tt|)*2tL", "--flag": True}, ["a=$(touch pwned)", "b c"])
     lines = ["--layout 'Et|(tt|)*2tL'", "--flag", "'a=$(touch pwned)'", "'b c'"]
     assert array == "\n".join(["ARGUMENTS=(", *(f"  {line}" for line in lines), ")"])
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("Llama 3.1/405B", "llama-3-1-405b"), ("--", "plan"), ("é" * 3, "plan"), ("a" * 99, "a" * 40)],
-)
-def test_slug(name: str, expected: str) -> None:
-    assert slug(name) == expected

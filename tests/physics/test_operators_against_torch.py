@@ -20,10 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from planner.physics.layers import decoder_layer, embedding, head, mtp_block  # noqa: E402
 from planner.physics.operators import BF16, FP32, Item, num_parameters, operators_of, saved_bytes  # noqa: E402
-from planner.probe.attention import Tables  # noqa: E402
-from planner.probe.model import DecoderLayer, Embedding, Head, MTPBlock  # noqa: E402
-from planner.probe.peers import EmulatedPeers, ExpertPeers, Surroundings  # noqa: E402
-from planner.probe.weights import initialise  # noqa: E402
+from planner.probe.model.attention_tables import AttentionTables  # noqa: E402
+from planner.probe.model.layers import DecoderLayer, Embedding, Head, MTPBlock  # noqa: E402
+from planner.probe.model.peers import EmulatedPeers, ExpertPeers  # noqa: E402
+from planner.probe.model.surroundings import Surroundings  # noqa: E402
+from planner.probe.model.weights import initialise  # noqa: E402
 from planner.shape import Shape  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 from planner.trainers.load import load_runtime  # noqa: E402
@@ -169,8 +170,8 @@ def assert_same(measured: Measured, items: Iterable[Item], model: ModelSpec, ext
     assert measured.saved_bytes == saved_bytes(items) + cpu_extra_bytes(items, model) + extra_bytes
 
 
-def tables_of(model: ModelSpec, around: Surroundings) -> tuple[Tables, list[Any]]:
-    tables = Tables.of(model, SEQ, around, torch.empty(0, dtype=torch.bfloat16))
+def tables_of(model: ModelSpec, around: Surroundings) -> tuple[AttentionTables, list[Any]]:
+    tables = AttentionTables.of(model, SEQ, around, torch.empty(0, dtype=torch.bfloat16))
     return tables, [t for t in (tables.cos, tables.sin, tables.window_mask, tables.alibi) if t is not None]
 
 

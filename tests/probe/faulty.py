@@ -15,27 +15,30 @@ import torch
 import torch.distributed as dist
 
 from planner import files
-from planner.probe import process, stage
-from planner.probe.chunk import Chunk
-from planner.probe.gradients import FlatParameters
-from planner.probe.pipeline import Clock, Pipeline
-from planner.probe.training import Trainer
-from planner.probe.wires import GroupWires
+from planner.probe.model.chunk import Chunk
+from planner.probe.rank.clock import Clock
+from planner.probe.rank.gradients import FlatParameters
+from planner.probe.rank.pipeline import RankPipeline
+from planner.probe.rank.training import Trainer
+from planner.probe.rank.wires import GroupWires
+from planner.probe.worker.process import rank_process
+from planner.probe.worker.stage_worker import stage_process
 
 SICK_RANK = 1
 NUM_CHUNKS = 2
+ENDED = "ended"
 
 
 def _at(action_text: str, fault: Callable[[], None]) -> None:
     """Have `fault` happen when the rank comes to an action; to one of the first micro-batch, when it rehearses."""
-    healthy = Pipeline.run
+    healthy = RankPipeline.run
 
-    def run(self: Pipeline, action: Any, *args: Any) -> Any:
+    def run(self: RankPipeline, action: Any, *args: Any) -> Any:
         if str(action) == action_text:
             fault()
         return healthy(self, action, *args)
 
-    Pipeline.run = run  # type: ignore[method-assign]
+    RankPipeline.run = run  # type: ignore[method-assign]
 
 
 def _out_of_memory() -> None:
@@ -49,59 +52,65 @@ def _raise() -> None:
 def killed(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         _at("1F1", lambda: os.kill(os.getpid(), signal.SIGKILL))
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def raising(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         _at("1B1", _raise)
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         _at("1F1", _out_of_memory)
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def stage_out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
     _at("1F0", _out_of_memory)
-    stage.stage_child(folder, rank, local_rank)
+    stage_process(folder, rank, local_rank)
 
 
 def aborted(folder: Path, rank: int, local_rank: int) -> None:
     """One rank raises; the other is aborted, as NCCL's watchdog does where a peer is gone."""
     _at("1B1", _raise) if rank == SICK_RANK else _at("0B1", os.abort)
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def hanging(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         _at("1F1", lambda: time.sleep(1000))
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def hanging_in_reduction(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         Trainer.reduce = lambda *_: time.sleep(1000)  # type: ignore[method-assign,assignment,return-value]
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def hanging_in_optimizer(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         FlatParameters.step = lambda *_: time.sleep(1000)  # type: ignore[method-assign,assignment]
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def hanging_at_its_end(folder: Path, rank: int, local_rank: int) -> None:
+    """One rank leaves a file beside the folder of its run, should it ever come to its end."""
+
+    def late() -> None:
+        time.sleep(60)
+        (folder.parent / ENDED).touch()
+
     if rank == SICK_RANK:
-        dist.destroy_process_group = lambda: time.sleep(60)
-    process.child(folder, rank, local_rank)
+        dist.destroy_process_group = late
+    rank_process(folder, rank, local_rank)
 
 
 def diverged(folder: Path, rank: int, local_rank: int) -> None:
     Trainer._over_all_ranks = lambda self, value: math.nan  # type: ignore[method-assign,assignment]
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def late(folder: Path, rank: int, local_rank: int) -> None:
@@ -114,7 +123,7 @@ def late(folder: Path, rank: int, local_rank: int) -> None:
 
     if rank == SICK_RANK:
         Clock.start = start  # type: ignore[method-assign]
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def refusing_the_unrehearsed(folder: Path, rank: int, local_rank: int) -> None:
@@ -137,13 +146,13 @@ def refusing_the_unrehearsed(folder: Path, rank: int, local_rank: int) -> None:
     Chunk.forward = counted("forward", forward)  # type: ignore[method-assign]
     torch.autograd.backward = counted("backward", backward)
     GroupWires.begin = begun  # type: ignore[method-assign]
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def other_torch(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         torch.__version__ = "2.6.0"  # type: ignore[assignment]
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def full_disk(folder: Path, rank: int, local_rank: int) -> None:
@@ -152,10 +161,10 @@ def full_disk(folder: Path, rank: int, local_rank: int) -> None:
 
     if rank == SICK_RANK:
         files._replace = replace
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)
 
 
 def leaving_its_pid(folder: Path, rank: int, local_rank: int) -> None:
     (folder.parent / f"pid{rank}").write_text(str(os.getpid()))
     _at("1F1", lambda: time.sleep(1000))
-    process.child(folder, rank, local_rank)
+    rank_process(folder, rank, local_rank)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import faulty
 
-from planner.probe.launch import launch
+from planner.probe.launch.launcher import launch
 from planner.probe.run import ProbeRun
 
 if __name__ == "__main__":

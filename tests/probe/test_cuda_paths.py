@@ -12,17 +12,24 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.errors import ProbeError  # noqa: E402
-from planner.probe import exchanges, exported, peers, training  # noqa: E402
-from planner.probe.gpus import default_device, require_gpu  # noqa: E402
-from planner.probe.gradients import FlatParameters, Sharding  # noqa: E402
-from planner.probe.linear import _takes_groups  # noqa: E402
-from planner.probe.pipeline import Clock, StepRecord  # noqa: E402
+from planner.probe.launch import exported  # noqa: E402
+from planner.probe.launch.devices import default_device, require_gpu  # noqa: E402
+from planner.probe.model.linear import _takes_groups  # noqa: E402
+from planner.probe.model.peers import GroupPeers  # noqa: E402
+from planner.probe.rank import exchanges  # noqa: E402
+from planner.probe.rank.clock import Clock, StepRecord  # noqa: E402
+from planner.probe.rank.gradients import FlatParameters, Sharding  # noqa: E402
+from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
-from planner.probe.stage import StageWorker, trainer_alone  # noqa: E402
-from planner.probe.worker import RESULT_FILE, RUN_FILE, Worker  # noqa: E402
-from planner.profile import measure, measure_links  # noqa: E402
-from planner.profile.grid import QUICK  # noqa: E402
+from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.worker.stage_worker import StageWorker  # noqa: E402
+from planner.probe.worker.worker import Worker  # noqa: E402
+from planner.profile import measure_links  # noqa: E402
+from planner.profile.measure import tasks  # noqa: E402
 from planner.profile.measure_links import Ranks  # noqa: E402
+from planner.profile.shapes_to_measure import QUICK  # noqa: E402
+from planner.profile.stopwatch import Stopwatch  # noqa: E402
+from planner.profile.this_machine import machine_of  # noqa: E402
 
 GIB = 2**30
 
@@ -92,7 +99,7 @@ def test_a_stage_alone_on_a_gpu(
         worker.device = "cpu"  # where its tensors really are
 
     monkeypatch.setattr(worker, "use_device", use_device)
-    monkeypatch.setattr(training, "Clock", lambda device: Clock("cuda:0"))
+    monkeypatch.setattr("planner.probe.rank.training.Clock", lambda device: Clock("cuda:0"))
     worker.main()
     rank = RankResult.model_validate_json((tmp_path / RESULT_FILE.format(1)).read_text())
     assert rank.device_name == "NVIDIA H200"
@@ -114,7 +121,7 @@ def test_a_gpu_is_waited_for_behind_the_whole_step(
 ) -> None:
     monkeypatch.setattr(Event, "synchronize", lambda event: called.append("synchronize event"))
     monkeypatch.setattr(FlatParameters, "step", lambda flat, scale: called.append("optimizer"))
-    monkeypatch.setattr(training, "Clock", lambda device: Clock("cuda:0"))
+    monkeypatch.setattr("planner.probe.rank.training.Clock", lambda device: Clock("cuda:0"))
     trainer = trainer_alone(make_run(("1f1b", 2, 1, 3), check=False), 1, "cpu")
     trainer.step(0, lambda at: None)
     assert called.index("optimizer") < called.index("synchronize event")
@@ -161,7 +168,7 @@ def test_connections_are_set_before_links_are_measured(monkeypatch: pytest.Monke
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ProbeError, match="torch sees no GPU"):
-        measure.machine_of("cuda")
+        machine_of("cuda")
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
@@ -210,7 +217,7 @@ def test_nccl_scatters_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.distributed, "reduce_scatter_tensor", reduce_scatter_tensor)
     whole: Any = OnGPU(torch.ones(8, 3))
-    assert peers.GroupPeers(4, 1, True).reduce_scatter(whole).shape == (2, 3)
+    assert GroupPeers(4, 1, True).reduce_scatter(whole).shape == (2, 3)
     for stands_for in (1, 2):
         sharding = Sharding("dp", 4, 1, stands_for=stands_for)
         flat = FlatParameters([torch.nn.Parameter(torch.ones(10))], [], sharding, torch.float32, 1e-3)
@@ -227,16 +234,16 @@ def test_grouped_products_are_torchs_on_hopper_in_bf16(called: list[str]) -> Non
 
 
 def test_kernels_are_timed_between_events(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = measure.Bench("cuda", 0.5)
+    bench = Stopwatch("cuda", 0.5)
     assert bench.microseconds(lambda: None) == pytest.approx(1e5)
     ones = torch.ones(2, 2)
-    monkeypatch.setattr(measure.Bench, "normal", lambda *_: called.append("operand") or ones)
+    monkeypatch.setattr(Stopwatch, "normal", lambda *_: called.append("operand") or ones)
     called.clear()
-    machine = measure.machine_of("cuda")
+    machine = machine_of("cuda")
     assert called.index("operand") < called.index("mem_get_info 0"), "a product is run before memory is read"
     assert (machine.name, machine.architecture, machine.num_sms) == ("NVIDIA H200", "hopper", 132)
     assert (machine.memory_bytes, machine.context_bytes, machine.num_devices) == (140 * GIB, 23 * GIB, 2)
-    backends = {task.key["backend"] for task in measure.tasks("cuda", QUICK) if task.table == "attention"}
+    backends = {task.key["backend"] for task in tasks("cuda", QUICK) if task.table == "attention"}
     assert backends == {"flash", "cudnn"}
 
 

@@ -19,13 +19,13 @@ from planner.specs.training import Parallelism, TrainingSpec
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.cli import main  # noqa: E402
-from planner.probe.eager import EAGER, in_eager_torch  # noqa: E402
-from planner.probe.feedback import slowness  # noqa: E402
-from planner.probe.gpus import ranks_result, ranks_run  # noqa: E402
-from planner.probe.outcome import Options  # noqa: E402
+from planner.probe.plan_side.eager import EAGER, in_eager_torch  # noqa: E402
+from planner.probe.plan_side.gpu_run import ranks_run  # noqa: E402
+from planner.probe.plan_side.options import ProbeOptions  # noqa: E402
+from planner.probe.plan_side.planned_seconds import planned_seconds  # noqa: E402
 from planner.probe.result import (  # noqa: E402
     ChunkSeconds,
-    Measured,
+    MeasuredRun,
     OutOfMemory,
     ProbeResult,
     RankMemory,
@@ -34,7 +34,8 @@ from planner.probe.result import (  # noqa: E402
     TimedAction,
 )
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.probe.slices import planned_seconds  # noqa: E402
+from planner.probe.verdict.judge import judge_ranks  # noqa: E402
+from planner.probe.verdict.slowness import slowness  # noqa: E402
 from planner.schedule.replay import Durations, replay  # noqa: E402
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -111,11 +112,13 @@ def probe_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`plan probe` on eight GPUs that take `factor` times as long as eager torch is priced: exit code and result."""
 
     def probe(plan: Plan, factor: float, *options: str) -> tuple[int, ProbeResult]:
-        def launch(run: ProbeRun, child: Any = None, ranks: Any = ()) -> Measured:
-            found = (rank_as_priced(plan, run, rank, factor, bool(ranks)) for rank in ranks or range(run.world_size))
-            return Measured(run=run, ranks=tuple(found))
+        def launch(run: ProbeRun, child: Any = None, ranks: Any = ()) -> MeasuredRun:
+            ranks_as_priced = (
+                rank_as_priced(plan, run, rank, factor, bool(ranks)) for rank in ranks or range(run.world_size)
+            )
+            return MeasuredRun(run=run, ranks=tuple(ranks_as_priced))
 
-        monkeypatch.setattr("planner.probe.gpus.launch", launch)
+        monkeypatch.setattr("planner.probe.probe.launch", launch)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
         (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
@@ -133,16 +136,22 @@ def test_gpus_as_fast_as_eager_torch_is_priced_agree_and_slower_ones_do_not(
 ) -> None:
     plan = make_plan(**PLANS[name])
     code, result = probe_it(plan, 1.0, *options)
-    assert [(found.name, found.stage) for found in result.comparisons if found.agrees is False] == []
+    assert [
+        (comparison.name, comparison.stage) for comparison in result.comparisons if comparison.agrees is False
+    ] == []
     assert code == 0
-    judged = {found.name for found in result.comparisons if found.agrees}
+    judged = {comparison.name for comparison in result.comparisons if comparison.agrees}
     assert judged >= {"forward", "backward", "optimizer", "static memory", "step" if options else "pipeline"}
     assert (result.plan_runtime, result.plan_step_s) == (plan.runtime, plan.step.step_s)
     assert any(f"{plan.runtime}'s own kernels" in what for what in result.slice.extrapolated)
     assert result.uses_tolerance
     code, result = probe_it(plan, 1.2, *options)
     assert code == 6
-    assert {found.name for found in result.comparisons if found.agrees is False} >= {"forward", "backward", "optimizer"}
+    assert {comparison.name for comparison in result.comparisons if comparison.agrees is False} >= {
+        "forward",
+        "backward",
+        "optimizer",
+    }
 
 
 @pytest.mark.parametrize("options", [(), ("--stage", "all")], ids=["ranks", "stages"])
@@ -151,7 +160,7 @@ def test_seconds_with_gathered_weights_in_them_are_shown(options: tuple[str, ...
     code, result = probe_it(plan, 1.2, *options)
     assert result.run.fully_sharded
     assert code == 0
-    assert {found.agrees for found in result.comparisons} == {None}
+    assert {comparison.agrees for comparison in result.comparisons} == {None}
     assert any("passes that gather weights" in what for what in result.slice.extrapolated)
     if not options:
         with pytest.raises(SpecError, match="its passes waited for gathered weights"):
@@ -161,7 +170,7 @@ def test_seconds_with_gathered_weights_in_them_are_shown(options: tuple[str, ...
 def test_a_tables_update_and_that_for_several_ranks_are_shown(probe_it: Any) -> None:
     def judged(plan: Plan) -> list[bool]:
         _, result = probe_it(plan, 1.0)
-        return [found.agrees is not None for found in result.comparisons if found.name == "optimizer"]
+        return [comparison.agrees is not None for comparison in result.comparisons if comparison.name == "optimizer"]
 
     assert judged(make_plan()) == [False, True, True, True]
     assert judged(make_plan(num_gpus=16, dp=2)) == [False] * 4
@@ -199,16 +208,16 @@ def test_no_stage_is_slow_that_takes_what_eager_torch_takes(
 
 def test_memory_that_eager_torch_was_to_lack_contradicts_no_plan() -> None:
     plan, out_of_memory = make_plan(), OutOfMemory(rank=0, stage=0, phase="warm-up", message="")
-    run, grid, stages = ranks_run(plan, Options(device="cuda"), num_gpus=8)
-    measured = Measured(run=run, ranks=(), out_of_memory=out_of_memory)
-    result = ranks_result(plan, Options(device="cuda"), measured, grid, stages)
+    run, grid, stages = ranks_run(plan, ProbeOptions(device="cuda"), num_gpus=8)
+    measured = MeasuredRun(run=run, ranks=(), out_of_memory=out_of_memory)
+    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, stages)
     needed_bytes = in_eager_torch(plan).stages[0].memory.total_bytes
     assert result.predicted_bytes == needed_bytes > plan.stages[0].memory.total_bytes
     assert not result.agrees
     small = plan.cluster.hardware.model_copy(update={"memory_gib": needed_bytes / 2**30 - 0.1})
     tight = plan.model_copy(update={"cluster": ClusterSpec(hardware=small, num_gpus=8)})
     with pytest.raises(ProbeError, match="stage 0 ran out of memory as predicted: eager torch"):
-        ranks_result(tight, Options(device="cuda"), measured, grid, stages)
+        judge_ranks(tight, ProbeOptions(device="cuda"), measured, grid, stages)
 
 
 @pytest.mark.parametrize(("hardware", "is_doubted"), [("h200", False), ("h100", True)])

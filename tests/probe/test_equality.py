@@ -11,7 +11,7 @@ from planner.schedule.orders import in_flight_chunks
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe.launch import launch
+from planner.probe.launch.launcher import launch
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MLA = {

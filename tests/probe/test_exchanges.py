@@ -9,8 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe import exchanges  # noqa: E402
-from planner.probe.peers import GroupPeers, Surroundings  # noqa: E402
+from planner.probe.model.peers import GroupPeers  # noqa: E402
+from planner.probe.model.surroundings import Surroundings  # noqa: E402
+from planner.probe.rank import exchanges  # noqa: E402
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -28,6 +29,6 @@ def test_bytes_are_those_that_move(sequence_parallel: bool, monkeypatch: pytest.
         clock=SimpleNamespace(start=lambda: None, mark=lambda: None, seconds=lambda mark: 0.5),
         empty=lambda: torch.empty(8 // (4 if sequence_parallel else 1), 1, 16),
     )
-    found = exchanges.measure_exchanges(trainer)
-    assert [exchange.name for exchange in found] == ["tp all-gather"] * sequence_parallel + ["tp all-reduce"]
-    assert {exchange.num_bytes for exchange in found} == set(moved) == {8 * 16 * 4}
+    measured = exchanges.measure_exchanges(trainer)
+    assert [exchange.name for exchange in measured] == ["tp all-gather"] * sequence_parallel + ["tp all-reduce"]
+    assert {exchange.num_bytes for exchange in measured} == set(moved) == {8 * 16 * 4}

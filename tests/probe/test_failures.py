@@ -23,12 +23,14 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import faulty
 import torch
 
-from planner.probe.compare import run_checks
-from planner.probe.launch import launch
-from planner.probe.meeting import Identity, compare, disagreement
-from planner.probe.process import asked_bytes, failure_of
+from planner.probe.launch.launcher import launch
+from planner.probe.verdict.checks import run_checks
+from planner.probe.worker.failure import asked_bytes, failure_of
+from planner.probe.worker.handshake import Identity, disagreement, require_agreement
 
 HERE = Path(__file__).parent
+PATIENCE_S = 600.0
+"""After this a test has hung; a busy machine takes long, and no test fails for that."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +59,9 @@ def test_a_rank_fails(fault: Any, message: str, make_run: Any) -> None:
         launch(small(make_run), fault)
 
 
-def test_a_hang_ends_in_its_time_with_all_stacks(make_run: Any, own_tmp: Path) -> None:
-    began = time.monotonic()
+def test_a_hang_ends_with_all_stacks(make_run: Any, own_tmp: Path) -> None:
     with pytest.raises(ProbeError, match=r"rank 1 .* hangs in step 0, at 1F1 \(computing\): no progress") as error:
         launch(small(make_run, timeout_s=6.0), faulty.hanging)
-    assert time.monotonic() - began < 40
     stacks = sorted(own_tmp.glob("plan-probe-*/rank*.stack"))
     assert str(stacks[0].parent) in error.value.hint
     assert "time.sleep(1000)" in stacks[1].read_text() or "faulty.py" in stacks[1].read_text()
@@ -76,12 +76,13 @@ def test_a_hang_behind_the_pipeline(fault: Any, phase: str, make_run: Any) -> No
         launch(small(make_run, timeout_s=4.0), fault)
 
 
-def test_results_are_not_lost_on_a_rank_that_does_not_end(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.probe.launch.STOPPED_S", 1.0)
-    began = time.monotonic()
+def test_results_are_not_lost_on_a_rank_that_does_not_end(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch, own_tmp: Path
+) -> None:
+    monkeypatch.setattr("planner.probe.launch.launcher.STOPPED_S", 1.0)
     measured = launch(small(make_run), faulty.hanging_at_its_end)
     assert [rank.rank for rank in measured.ranks] == [0, 1]
-    assert time.monotonic() - began < 40
+    assert not (own_tmp / faulty.ENDED).exists()
 
 
 def test_an_order_that_deadlocks(make_run: Any) -> None:
@@ -93,10 +94,10 @@ def test_an_order_that_deadlocks(make_run: Any) -> None:
 
 def test_out_of_memory_is_a_result(make_run: Any, own_tmp: Path) -> None:
     measured = launch(small(make_run), faulty.out_of_memory)
-    found = measured.out_of_memory
-    assert found is not None
-    assert (found.rank, found.stage, found.phase) == (1, 1, "step 0, at 1F1 (computing)")
-    assert found.asked_bytes == 5 * 2**29
+    out_of_memory = measured.out_of_memory
+    assert out_of_memory is not None
+    assert (out_of_memory.rank, out_of_memory.stage, out_of_memory.phase) == (1, 1, "step 0, at 1F1 (computing)")
+    assert out_of_memory.asked_bytes == 5 * 2**29
     assert list(own_tmp.glob("plan-probe-*")) == []
 
 
@@ -111,8 +112,8 @@ def test_a_host_without_memory_says_nothing_of_the_plan(make_run: Any) -> None:
 def test_a_loss_that_is_no_number_is_a_failed_check(check: bool, make_run: Any) -> None:
     measured = launch(small(make_run).model_copy(update={"check": check}), faulty.diverged)
     assert [step.loss for rank in measured.ranks for step in rank.steps] == [None, None]
-    failed = [found for found in run_checks(measured.run, measured.ranks) if not found.passed]
-    assert [found.name for found in failed] == ["loss" if check else "finite"]
+    failed = [result for result in run_checks(measured.run, measured.ranks) if not result.passed]
+    assert [result.name for result in failed] == ["loss" if check else "finite"]
     assert "not finite" in failed[0].detail
     json.dumps(measured.model_dump(mode="json"), allow_nan=False)
 
@@ -148,8 +149,8 @@ def test_two_ranks_on_one_gpu() -> None:
     def ranks(*places: tuple[str, str]) -> list[Identity]:
         return [Identity("2.9", host, device) for host, device in places]
 
-    found = disagreement(ranks(("node", "GPU-a"), ("node", "GPU-b"), ("node", "GPU-a")))
-    assert found == "ranks 0 and 2 share one GPU (GPU-a of node)"
+    mismatch = disagreement(ranks(("node", "GPU-a"), ("node", "GPU-b"), ("node", "GPU-a")))
+    assert mismatch == "ranks 0 and 2 share one GPU (GPU-a of node)"
     assert disagreement(ranks(("node", "GPU-a"), ("other", "GPU-a"))) is None
     assert disagreement(ranks(("node", ""), ("node", ""))) is None
 
@@ -161,7 +162,7 @@ def test_every_rank_hears_that_they_do_not_go_together(own_tmp: Path) -> None:
     def rank(number: int) -> None:
         store = torch.distributed.FileStore(str(own_tmp / "store"), 2)
         try:
-            compare(store, number, 2, Identity("2.9", "node", "GPU-a"))
+            require_agreement(store, number, 2, Identity("2.9", "node", "GPU-a"))
         except RuntimeError as error:
             heard.append(str(error))
 
@@ -169,7 +170,7 @@ def test_every_rank_hears_that_they_do_not_go_together(own_tmp: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert heard == ["ranks 0 and 1 share one GPU (GPU-a of node)"] * 2
 
 
@@ -193,7 +194,7 @@ def test_no_rank_outlives_its_launcher(sent: signal.Signals, make_run: Any, own_
     until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
     until(lambda: all("step 0" in status.read_text() for status in own_tmp.glob("plan-probe-*/*.status")))
     launcher.send_signal(sent)
-    assert launcher.wait(20) == (-signal.SIGKILL if sent == signal.SIGKILL else 130)
+    assert launcher.wait(PATIENCE_S) == (-signal.SIGKILL if sent == signal.SIGKILL else 130)
     until(lambda: not any(alive(int(pid.read_text())) for pid in pids))
     if sent != signal.SIGKILL:
         assert [*own_tmp.glob("plan-probe-*"), *own_tmp.glob("pymp-*")] == []
@@ -214,14 +215,14 @@ def test_ctrl_c_in_a_terminal_leaves_no_traceback(after_s: float, make_run: Any,
     until(lambda: any(own_tmp.glob("plan-probe-*/run.json")))
     time.sleep(after_s)
     os.killpg(launcher.pid, signal.SIGINT)
-    _, told = launcher.communicate(timeout=20)
+    _, told = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 130
     assert told == ""
     assert list(own_tmp.glob("plan-probe-*")) == []
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

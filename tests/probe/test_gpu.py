@@ -13,9 +13,15 @@ from planner.specs.training import Parallelism, TrainingSpec
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe.context import Rules, _flash, _flash_backward, _plain, _plain_backward  # noqa: E402
-from planner.probe.probe import Options, probe  # noqa: E402
-from planner.probe.result import Comparison  # noqa: E402
+from planner.probe.model.attention_kernels import (  # noqa: E402
+    Visibility,
+    flash_backward,
+    flash_forward,
+    plain_backward,
+    plain_forward,
+)
+from planner.probe.probe import ProbeOptions, probe  # noqa: E402
+from planner.probe.result import ComparedQuantity  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +49,7 @@ def test_a_stage_alone(config: tuple[Any, ...]) -> None:
         TrainingSpec(seq_length=8192 if "3.1" in name else 4096, global_batch_size=dp * micro_batch_size * 8),
         Parallelism(tp=tp, pp=pp, dp=dp, micro_batch_size=micro_batch_size),
     )
-    result = probe(plan, Options(device="cuda", stages=stage))
+    result = probe(plan, ProbeOptions(device="cuda", stages=stage))
     assert result is not None
     memory = result.ranks[0].memory
     assert memory is not None
@@ -63,7 +69,7 @@ def test_a_stage_alone_under_zero_3_holds_its_shard() -> None:
         Parallelism(dp=64, zero_stage=3),
         runtime="torch-eager",
     )
-    result = probe(plan, Options(device="cuda", stages=0))
+    result = probe(plan, ProbeOptions(device="cuda", stages=0))
     assert result is not None
     (rank,) = result.ranks
     assert rank.memory is not None
@@ -72,10 +78,10 @@ def test_a_stage_alone_under_zero_3_holds_its_shard() -> None:
     assert rank.memory.peak_allocated_bytes - rank.memory.static_bytes < plan.stages[0].memory.total_bytes
 
 
-def error_of(comparisons: tuple[Comparison, ...], name: str) -> float:
-    found = next(comparison for comparison in comparisons if comparison.name == name)
-    assert found.error_fraction is not None
-    return abs(found.error_fraction)
+def error_of(comparisons: tuple[ComparedQuantity, ...], name: str) -> float:
+    comparison = next(comparison for comparison in comparisons if comparison.name == name)
+    assert comparison.error_fraction is not None
+    return abs(comparison.error_fraction)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +97,11 @@ def test_flash_attention_of_a_chunk_is_the_formula(v_dim: int, window: int, has_
     seen = (distance >= 0) & (distance < (window or 512))
     mask = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, float("-inf"))
     sinks = torch.linspace(-1, 5, 4, device="cuda") if has_sinks else None
-    flash, plain = Rules(None, window, sinks), Rules(mask, window, sinks)
-    found, *kept = _flash(q, k, v, flash)
-    expected, *kept_too = _plain(q, k, v, plain)
-    grads = _flash_backward(grad, q, found.contiguous(), k, v, flash, kept)
-    expected_grads = _plain_backward(grad, q, expected, k, v, plain, kept_too)
+    flash, plain = Visibility(None, window, sinks), Visibility(mask, window, sinks)
+    found, *kept = flash_forward(q, k, v, flash)
+    expected, *kept_too = plain_forward(q, k, v, plain)
+    grads = flash_backward(grad, q, found.contiguous(), k, v, flash, kept)
+    expected_grads = plain_backward(grad, q, expected, k, v, plain, kept_too)
     for one, other in zip((found, *grads), (expected, *expected_grads), strict=True):
         assert (one is None) == (other is None)
         if one is not None:

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe.gradients import allocate_moments  # noqa: E402
+from planner.probe.rank.gradients import allocate_moments  # noqa: E402
 
 
 def test_moments_are_those_that_the_optimizer_makes_and_need_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tiny import TINY
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.layout.evaluate import evaluate
-from planner.probe.joined import first_host, joins_others
+from planner.probe.launch.joined import first_host, joins_others
 from planner.probe.result import ProbeResult
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -151,5 +151,5 @@ def test_only_what_srun_starts_is_one_of_several(
     for name, value in {**set_by_slurm, "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_JOB_ID": "5"}.items():
         monkeypatch.setenv(name, value)
     assert joins_others() == joins
-    found = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
-    assert found == (["3", "4", "1", "n3", "29505"] if joins else [None] * 5)
+    variables = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
+    assert variables == (["3", "4", "1", "n3", "29505"] if joins else [None] * 5)

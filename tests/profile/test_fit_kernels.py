@@ -6,20 +6,11 @@ import numpy as np
 import pytest
 import yaml
 
-from planner.profile import kernels, stages
-from planner.profile.fit_kernels import (
-    Residuals,
-    efficiency_block,
-    fit,
-    fit_all,
-    hardware_with,
-    left_out,
-    log_errors,
-    problems,
-    with_values,
-)
-from planner.profile.kernels import Problem
-from planner.profile.solve import least_squares
+from planner.profile.fit_kernels import efficiency_block, fit_all, problems
+from planner.profile.fitting import Residuals, fit, hardware_with, left_out, log_errors, with_values
+from planner.profile.kernel_problems import FitProblem, gemm_problem
+from planner.profile.least_squares import least_squares
+from planner.profile.stage_problem import steps_problem
 from planner.profile.tables import read_table
 from planner.shape import FloatArray
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
@@ -42,8 +33,8 @@ def shipped() -> HardwareSpec:
 
 
 @pytest.fixture(scope="module")
-def steps() -> Problem:
-    return stages.steps(GPU)
+def steps() -> FitProblem:
+    return steps_problem(GPU)
 
 
 def test_least_squares_finds_the_curve_behind_outliers() -> None:
@@ -78,13 +69,13 @@ def test_the_fit_recovers_the_numbers_that_made_a_table(name: str, unfitted: Har
     made = problem.predict(
         hardware_with(unfitted, truth), {path.removeprefix("bench."): value for path, value in truth.items()}
     )
-    found = fit(Problem(problem.name, problem.free, problem.predict, made, problem.groups), unfitted)
+    found = fit(FitProblem(problem.name, problem.free, problem.predict, made, problem.groups), unfitted)
     ours = [path for path in truth if not path.startswith("bench.")]
     assert [found[path] for path in ours] == pytest.approx([truth[path] for path in ours], rel=0.02)
 
 
 def test_products_hold_on_shapes_left_out(unfitted: HardwareSpec) -> None:
-    problem = kernels.gemm(GPU)
+    problem = gemm_problem(GPU)
     seen = log_errors(problem, unfitted, fit(problem, unfitted))
     unseen = left_out(problem, unfitted)
     long = problem.measured_s > 100e-6
@@ -94,7 +85,7 @@ def test_products_hold_on_shapes_left_out(unfitted: HardwareSpec) -> None:
 
 @pytest.mark.parametrize(("gpu", "count", "median"), [("a100-pcie", 183, 2.0), ("b200", 514, 3.0)])
 def test_products_that_others_timed_hold_on_shapes_left_out(gpu: str, count: int, median: float) -> None:
-    problem = kernels.gemm(gpu)
+    problem = gemm_problem(gpu)
     unseen = left_out(problem, load_hardware(gpu))
     assert len(unseen) == count
     assert Residuals.of(unseen[problem.measured_s > 1e-3]).median < median
@@ -120,15 +111,15 @@ def test_blackwell_s_products_follow_its_power() -> None:
 
 
 def test_one_kind_of_sum_leaves_the_product_s_rate_to_that_of_the_other_gradient() -> None:
-    both, one = kernels.gemm("b200"), kernels.gemm("a100-pcie")
+    both, one = gemm_problem("b200"), gemm_problem("a100-pcie")
     assert not both.alike
     assert "gemm.wgrad_fraction" not in one.free
     found = fit(one, load_hardware("a100-pcie"))
     assert found["gemm.wgrad_fraction"] == found["gemm.dgrad_fraction"]
-    assert "gemm.accumulate_fraction" not in kernels.gemm(GPU).free, "nothing was added to"
+    assert "gemm.accumulate_fraction" not in gemm_problem(GPU).free, "nothing was added to"
 
 
-def test_stages_on_h200_are_within_a_few_percent(steps: Problem, shipped: HardwareSpec) -> None:
+def test_stages_on_h200_are_within_a_few_percent(steps: FitProblem, shipped: HardwareSpec) -> None:
     head_backward = load_runtime("torch-eager").head_backward_factor
     values = {"bench.boost": 0.0908, "bench.boost_us": 17_590.0, "bench.head_backward": head_backward}
     assert steps.labels is not None
@@ -138,14 +129,14 @@ def test_stages_on_h200_are_within_a_few_percent(steps: Problem, shipped: Hardwa
         assert (of.num_rows, of.median < median, of.worst < worst) == (14, True, True), (label, of)
 
 
-def test_stages_of_a_model_left_out_are_within_a_few_percent(steps: Problem, shipped: HardwareSpec) -> None:
+def test_stages_of_a_model_left_out_are_within_a_few_percent(steps: FitProblem, shipped: HardwareSpec) -> None:
     assert steps.labels is not None
     errors = left_out(steps, shipped)
     for label in ("forward", "backward", "optimizer"):
         assert Residuals.of(errors[steps.labels == f"stage {label}"]).median < 2.5, label
 
 
-def test_the_head_s_backward_is_what_the_fit_gives(steps: Problem, shipped: HardwareSpec) -> None:
+def test_the_head_s_backward_is_what_the_fit_gives(steps: FitProblem, shipped: HardwareSpec) -> None:
     found = fit(steps, shipped)["bench.head_backward"]
     assert found == pytest.approx(load_runtime("torch-eager").head_backward_factor, rel=0.01)
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from planner.physics.communication import collective_s
-from planner.profile.grid import CPU, GPU, QUICK, grid_of
-from planner.profile.kernels import STREAMS
-from planner.profile.machine import fitted_tier, known_profile, profile_of
-from planner.profile.probed import chunk_costs
-from planner.profile.record import Machine, Record, Row, sidecar
+from planner.profile.build_profile import known_profile, profile_of
+from planner.profile.fit_links import fitted_tier
+from planner.profile.kernel_problems import STREAMS
+from planner.profile.probe_calibration import chunk_costs
+from planner.profile.record import Machine, MeasuredRow, Record, sidecar
+from planner.profile.shapes_to_measure import CPU, GPU, QUICK, shapes_to_measure
 from planner.profile.tables import Table, read_table
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
@@ -22,8 +23,11 @@ from planner.specs.units import GIB
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.profile.measure import Bench, Task, machine_of, measure, stream_row, tasks  # noqa: E402
+from planner.profile.measure import MeasurementTask, measure, tasks  # noqa: E402
 from planner.profile.measure_links import spawned_rows  # noqa: E402
+from planner.profile.stopwatch import Stopwatch  # noqa: E402
+from planner.profile.this_machine import machine_of  # noqa: E402
+from planner.profile.time_kernels import stream_row  # noqa: E402
 
 
 def machine(name: str = "NVIDIA H200", memory_gib: float = 139.8, num_sms: int = 132, **changes: Any) -> Machine:
@@ -38,7 +42,7 @@ def no_record(path: Path | None = None, **changes: Any) -> Record:
     return Record(machine(**changes), False, "2026-01-01", path)
 
 
-def shipped_rows(name: str) -> list[Row]:
+def shipped_rows(name: str) -> list[MeasuredRow]:
     """A table that ships with the planner, as if it had been measured now."""
     table = read_table("h200", name)
     cells: dict[str, list[str]] = table._cells
@@ -133,7 +137,7 @@ def test_a_name_memory_and_processors_find_the_data_sheet(
     assert (None if found is None else found.name) == expected
 
 
-def exchanges(tier: LinkTier, sizes: tuple[int, ...], level: int, num_ranks: int = 8) -> list[Row]:
+def exchanges(tier: LinkTier, sizes: tuple[int, ...], level: int, num_ranks: int = 8) -> list[MeasuredRow]:
     """What the cost model says they take."""
     inner = LinkTier(name="inner", num_gpus=1, gb_per_s=1e6, latency_us=0.0, efficiency_fraction=1.0)
     hardware = load_hardware("h200").model_copy(update={"tiers": (tier,) if level == 0 else (inner, tier)})
@@ -181,7 +185,7 @@ def test_several_gpus_have_their_links_in_the_profile(h200: Record) -> None:
     assert tiers[1] == load_hardware("h200").tiers[1]
 
 
-def quick_tasks() -> list[Task]:
+def quick_tasks() -> list[MeasurementTask]:
     return [task for task in tasks("cpu", QUICK) if task.table != "stage"]
 
 
@@ -198,7 +202,7 @@ def test_every_kernel_is_timed_on_the_cpu() -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name in STREAMS if not name.startswith("moe")))
 def test_every_memory_bound_operator_can_be_timed(name: str) -> None:
-    row = stream_row(Bench("cpu", 1e-4), name, 8, 16)
+    row = stream_row(Stopwatch("cpu", 1e-4), name, 8, 16)
     assert float(row["forward_us"] or 0) > 0
     assert (row["backward_us"] is not None) == (STREAMS[name][3] > 0)
 
@@ -207,15 +211,19 @@ def test_grids_name_operators_that_the_fit_knows() -> None:
     for grid in (GPU, CPU, QUICK):
         assert {name for name, _, _ in grid.streams} <= STREAMS.keys()
         assert all(stage.run("cpu").model.num_hidden_layers == stage.num_layers for stage in grid.stages)
-    assert (grid_of("cuda", False), grid_of("cpu", False), grid_of("cuda", True)) == (GPU, CPU, QUICK)
+    assert (shapes_to_measure("cuda", False), shapes_to_measure("cpu", False), shapes_to_measure("cuda", True)) == (
+        GPU,
+        CPU,
+        QUICK,
+    )
 
 
 def test_what_was_interrupted_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = sidecar(str(tmp_path / "profile.yaml"), quick=True)
-    todo, calls = quick_tasks()[:6], list[Row]()
+    todo, calls = quick_tasks()[:6], list[MeasuredRow]()
 
-    def counted(task: Task, stop: bool) -> Task:
-        def run() -> Row:
+    def counted(task: MeasurementTask, stop: bool) -> MeasurementTask:
+        def run() -> MeasuredRow:
             if stop:
                 raise KeyboardInterrupt
             calls.append(task.key)
@@ -248,11 +256,11 @@ def test_measurements_of_another_machine_or_grid_are_not_gone_on_with(tmp_path: 
 
 
 def test_what_the_device_cannot_do_is_left_out_and_not_tried_again() -> None:
-    def fail() -> Row:
+    def fail() -> MeasuredRow:
         raise RuntimeError("No available kernel.\nAborting execution.")
 
     record, seen = no_record(), list[int]()
-    task = Task("attention", {"seq": 64, "backend": "cudnn"}, fail)
+    task = MeasurementTask("attention", {"seq": 64, "backend": "cudnn"}, fail)
     assert measure(record, [task], lambda: seen.append(1)) == [
         "attention of seq 64 backend cudnn: No available kernel."
     ]

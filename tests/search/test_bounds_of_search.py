@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toys import MOE, Problem, legal_splits, toy_cluster, toy_model, toy_problem, toy_training
+from toys import MOE, NO_LIMIT_S, Problem, legal_splits, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
@@ -187,7 +187,7 @@ def test_the_program_finds_what_fits_and_is_never_above_it(first: int, design: d
             pricing, choice = one.problem.pricing, one.choice
             tried = [choice, RecomputeChoice(choice.base, "none")] if choice.whole == "one_count" else [choice]
             programs = [node_of(pricing, one.table, each, one.schedule) for each in tried]
-            answers = [solve(program, 20.0) for program in programs]
+            answers = [solve(program, NO_LIMIT_S) for program in programs]
             found = [answer.bound_s for answer in answers if answer is not None]
             where = seed, one.schedule, choice, one.table.shape
             assert found, where
@@ -204,7 +204,7 @@ def test_on_one_rank_the_program_is_the_replay(runtime: str, network_gb_per_s: f
     cluster = toy_cluster(8, network_gb_per_s=network_gb_per_s)
     problem = toy_problem(toy_model(4), cluster, toy_training(32), runtime, pp=(1,), cp=(1,), recompute=("none",))
     for table, schedule, choice in problem.nodes():
-        answer = solve(node_of(problem.pricing, table, choice, schedule), 20.0)
+        answer = solve(node_of(problem.pricing, table, choice, schedule), NO_LIMIT_S)
         assert answer is not None
         step_s = min(problem.fitting_steps_s(table, schedule, choice))
         assert answer.bound_s + float(table.tail_s) == pytest.approx(step_s, rel=RELATIVE)

@@ -20,7 +20,7 @@ from planner.specs.model import LayerKind
 from planner.specs.units import GIB
 
 DENSE, MOE, SLIDING = LayerKind("full", "dense"), LayerKind("full", "moe"), LayerKind("sliding", "dense")
-TIME_LIMIT_S = 20.0
+TIME_LIMIT_S = 1e6
 
 
 def random_part(rng: random.Random, scale: float = 1.0, **changes: float) -> PartCost:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from toys import legal_splits, toy_cluster, toy_model, toy_problem
+from toys import NO_LIMIT_S, legal_splits, toy_cluster, toy_model, toy_problem
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -55,7 +55,7 @@ def test_no_split_of_a_small_model_is_faster(seed: int) -> None:
         if Candidate(case.pricing, case.table, split, "1f1b").fits
     )
     assert found.after.step.step_s == pytest.approx(best_s, rel=2e-3)
-    solution = solve(node_of(case.pricing, case.table, choice, "1f1b", rank_factors=factors), 10.0)
+    solution = solve(node_of(case.pricing, case.table, choice, "1f1b", rank_factors=factors), NO_LIMIT_S)
     assert solution is not None
     assert solution.bound_s <= best_s * (1 + 1e-6)
 
@@ -65,7 +65,7 @@ def test_the_programs_bound_holds_for_slow_ranks_under_any_schedule(schedule: st
     saved = make_plan("torch-eager", pp=4, vpp=vpp, schedule=schedule, dp=2)
     case, factors = reprice(saved, saved.best), [1.0, 1.5, 0.7, 1.2]
     solution = solve(
-        node_of(case.pricing, case.table, recompute_of(case.split, saved), schedule, rank_factors=factors), 10.0
+        node_of(case.pricing, case.table, recompute_of(case.split, saved), schedule, rank_factors=factors), NO_LIMIT_S
     )
     assert solution is not None
     slow = replace(case, schedule=schedule, rank_factors=tuple(factors))

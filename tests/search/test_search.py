@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from toys import MOE, Problem, toy_cluster, toy_hardware, toy_model, toy_problem, toy_training
+from toys import MOE, NO_LIMIT_S, Problem, toy_cluster, toy_hardware, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import Infeasible, PlannerError
@@ -119,7 +119,7 @@ def test_every_shipped_model_gets_a_plan_with_all_its_layers(name: str) -> None:
     model = load_model(name)
     billions = model_totals(model, load_runtime("megatron"), 2048).num_parameters / 1e9
     num_gpus = 8 if billions < 10 else 64 if billions < 150 else 512
-    limits = SearchLimits(top=1, time_limit_s=2.0, gap_fraction=0.05, tp=(1, 8), cp=(1,), micro_batch_size=(1,))
+    limits = SearchLimits(top=1, time_limit_s=NO_LIMIT_S, gap_fraction=0.05, tp=(1, 8), cp=(1,), micro_batch_size=(1,))
     training = TrainingSpec(seq_length=2048, global_batch_size=512)
     cluster = ClusterSpec(hardware=load_hardware("b200"), num_gpus=num_gpus)
     check_plan(plan(model, cluster, training, limits=limits), limits)
@@ -128,7 +128,7 @@ def test_every_shipped_model_gets_a_plan_with_all_its_layers(name: str) -> None:
 @pytest.mark.parametrize("num_layers", [43, 61, 78, 94, 126])
 @pytest.mark.parametrize("pp", [1, 2, 5, 8, 16, 24])
 def test_any_number_of_layers_is_split_over_any_number_of_stages(num_layers: int, pp: int) -> None:
-    limits = SearchLimits(pp=(pp,), top=1, time_limit_s=2.0, tp=(1,), cp=(1,), micro_batch_size=(1,))
+    limits = SearchLimits(pp=(pp,), top=1, time_limit_s=NO_LIMIT_S, tp=(1,), cp=(1,), micro_batch_size=(1,))
     model, training = toy_model(num_layers), toy_training(240)
     answer = plan(model, toy_cluster(48, memory_gib=300.0), training, limits=limits)
     assert answer.parallelism.pp == pp
@@ -138,7 +138,7 @@ def test_any_number_of_layers_is_split_over_any_number_of_stages(num_layers: int
 @pytest.mark.parametrize("num_gpus", [384, 1536, 2040, 16380])
 def test_gpu_counts_of_no_power_of_two_and_spare_ranks(num_gpus: int) -> None:
     model, training = load_model("8b"), TrainingSpec(seq_length=8192, global_batch_size=2048)
-    limits = SearchLimits(top=2, time_limit_s=10.0, cp=(1,), micro_batch_size=(1,))
+    limits = SearchLimits(top=2, time_limit_s=NO_LIMIT_S, cp=(1,), micro_batch_size=(1,))
     answer = plan(model, ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus), training, limits=limits)
     check_plan(answer, limits)
     used, spare = answer.parallelism.num_gpus_used, answer.parallelism.num_gpus_spare
@@ -255,7 +255,7 @@ def test_pins_that_cannot_be_are_refused_by_name(pins: dict[str, Any], named: st
 
 def test_405b_is_planned_to_within_a_percent_of_the_bound() -> None:
     model, training = load_model("405b"), TrainingSpec(seq_length=8192, global_batch_size=2048)
-    limits = SearchLimits(tp=(8,), cp=(1,), micro_batch_size=(1,), top=1)
+    limits = SearchLimits(tp=(8,), cp=(1,), micro_batch_size=(1,), top=1, time_limit_s=NO_LIMIT_S)
     answer = plan(model, ClusterSpec(hardware=load_hardware("h100"), num_gpus=2048), training, limits=limits)
     check_plan(answer, limits)
     assert answer.search is not None

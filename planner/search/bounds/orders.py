@@ -24,12 +24,16 @@ class Orders:
     """Weight gradients may follow the last input gradient, so that the way back need not be over when a rank is."""
     in_flight: FloatArray
     """Micro-batches that each rank holds at least; 1 beyond a node's ranks."""
+    least_in_flight: FloatArray
+    """The same for a layer that may be in any of a rank's chunks."""
     full: npt.NDArray[np.bool_]
     """Ranks of chunks that are all equal: where stages interleave, those without the first and the last stage."""
 
     def take(self, index: npt.NDArray[np.int64]) -> Orders:
         """The rows at `index`."""
-        return Orders(self.plain[index], self.splits[index], self.in_flight[index], self.full[index])
+        return Orders(
+            self.plain[index], self.splits[index], self.in_flight[index], self.least_in_flight[index], self.full[index]
+        )
 
 
 Kinds = Literal["one", "in runs", "in a pattern"]
@@ -40,8 +44,10 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") 
     """The orders of nodes given as (schedule, pp, vpp, num_microbatches), for layers of one kind or several."""
     width = max((pp for _, pp, _, _ in nodes), default=1)
     in_flight, full = np.ones((len(nodes), width)), np.zeros((len(nodes), width), dtype=bool)
+    least = np.ones((len(nodes), width))
     for row, (name, pp, vpp, microbatches) in enumerate(nodes):
         in_flight[row, :pp] = _least_in_flight(name, pp, vpp, microbatches, kinds)
+        least[row, :pp] = _least_in_flight(name, pp, vpp, microbatches, "in a pattern")
         if vpp > 1:
             ranks = placement(name, pp, vpp)
             full[row, :pp] = True
@@ -50,6 +56,7 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") 
         plain=np.array([name in ("none", "1f1b") for name, *_ in nodes], dtype=bool),
         splits=np.array([SCHEDULES[name].splits_backward for name, *_ in nodes], dtype=bool),
         in_flight=in_flight,
+        least_in_flight=least,
         full=full,
     )
 

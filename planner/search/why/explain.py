@@ -1,155 +1,178 @@
-"""Why this and not that: what stands in the way, the nearest miss, what would lift it, what alternatives trade."""
+"""Why this layout is the best or, with some axes pinned, why those are not chosen."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from typing import Any
 
-import numpy as np
-
+from planner.answer import Plan
 from planner.errors import Infeasible, SolverError
-from planner.physics.pricing import Pricing
-from planner.search.enumerate import Rejections, scalar
-from planner.search.priced_shapes import Screen
-from planner.specs.training import SearchLimits
-from planner.specs.units import gib
-
-QUICK_S = 2.0
-"""Of each search for a remedy."""
-NARROWING_S = 5.0
-"""Of looking for fewer GPUs than some that are enough."""
-_UNTRIED = "add GPUs, or free a pinned axis"
-
-
-def nothing_legal(rejections: Rejections) -> Infeasible:
-    """No shape obeys the arithmetic of model, batch and trainer."""
-    # rules are applied one after the other: the last that refused any left nothing over
-    reason = next(reversed(rejections.counts), "")
-    example = rejections.examples.get(reason, "no shape exists")
-    return Infeasible(
-        f"no legal layout: {example} ({_listed(rejections)})",
-        hint_for(reason),
-        rejections.counts,
-    )
+from planner.layout.evaluate import price_given, runtime_of
+from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
+from planner.search.case import Case
+from planner.search.deadline import Deadline
+from planner.search.search import plan, search
+from planner.search.why.explanation import Beaten, Change, ChangedAssumption, Constraint, Explanation
+from planner.search.why.misses import nearest_miss
+from planner.search.why.refused import Refusal, hint_for, refusal
+from planner.search.why.remedy import DOES_NOT_FIT, Trials, first_remedy, remedies
+from planner.search.why.what_if import Outcome, WhatIf, aside, other_assumptions, other_limits, outcomes
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.registry import model_of
+from planner.specs.training import SearchLimits, TrainingSpec
+from planner.trainers.spec import RuntimeSpec
 
 
-_MORE_MICROBATCHES = "pin a smaller pp, dp or micro-batch-size, or raise the global batch size"
-_NO_CP = "use cp 1, or another --runtime (torchtitan takes any attention)"
-_HINTS = {
-    "attention_sinks_with_cp": _NO_CP,
-    "cp_not_expressible": _NO_CP,
-    "interleaving_too_few_microbatches": _MORE_MICROBATCHES,
-    "more_ranks_than_gpus": "lower what is pinned, or give more GPUs",
-    "seq_length_beyond_positions": "shorten the sequence to the positions that the model has",
-    "sliding_window_with_ring_cp": _NO_CP,
-    "too_few_microbatches": _MORE_MICROBATCHES,
-    "tp_across_nvlink_domains": "add --tp-across-nodes, or lower tp",
-    "zero_stage_not_expressible": "free zero-stage, or use another --runtime",
-}
+def explain(
+    model: ModelSpec | str,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    *,
+    limits: SearchLimits | None = None,
+    runtime: RuntimeSpec | str = "megatron",
+) -> Explanation:
+    """The answer of `plan explain`: why the best layout is the best or, where `limits` pin axes, why not those.
 
-
-def hint_for(reason: str) -> str:
-    """What lifts the rule that left no shape over."""
-    return _HINTS.get(reason, "free a pinned axis, or change the number of GPUs or the global batch size")
-
-
-def count_misfits(screen: Screen, num_fitting: int, rejections: Rejections) -> None:
-    """Count shapes whose ranks together have no room for the layers."""
-    misfits = len(screen.kernel) - num_fitting
-    if misfits:
-        short = shortfall_bytes(screen)
-        worst = int(np.argmax(short))
-        rejections.add("does_not_fit", misfits, f"{_named(screen, worst)} lacks {gib(short[worst]):.1f} GiB on a rank")
-
-
-def shortfall_bytes(screen: Screen) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Bytes missing on the fullest rank when layers are split evenly and recomputed whole; negative where it fits."""
-    model, shape, table = screen.pricing.model, screen.shape, screen.table
-    kind = max(screen.pricing.kind_counts, key=lambda k: screen.pricing.kind_counts[k])
-    parts = [table.layers[kind, mode] for mode in ("none", "selective", "full")]
-    live = np.min([screen.part(part, "live_bytes") for part in parts], axis=0)
-    transient = np.min([screen.part(part, "transient_bytes") for part in parts], axis=0)
-    layers = np.ceil(model.num_hidden_layers / np.asarray(shape.pp))
-    held = np.minimum(np.asarray(shape.num_microbatches), np.asarray(shape.pp))
-    needed = layers * (screen.static_bytes(parts[0]) + held * live) + transient + screen.static_bytes(table.embedding)
-    usable = screen.pricing.usable_bytes(shape)
-    return np.asarray(needed - usable, dtype=float)
-
-
-def nothing_fits(pricing: Pricing, limits: SearchLimits, screen: Screen, rejections: Rejections) -> Infeasible:
-    """The nearest miss in GiB, and the smallest change that lifts it."""
-    short = shortfall_bytes(screen)
-    nearest = int(np.argmin(np.where(short > 0, short, np.inf))) if (short > 0).any() else int(np.argmin(short))
-    missing = max(float(short[nearest]), 0.0)
-    rejections.counts.setdefault("does_not_fit", len(screen.kernel))
-    hardware = pricing.cluster.hardware
-    return Infeasible(
-        f"nothing fits in {hardware.memory_gib:g} GiB of {pricing.cluster.num_gpus} × {hardware.name}: the nearest "
-        f"miss, {_named(screen, nearest)}, lacks {gib(missing):.1f} GiB on a rank ({_listed(rejections)})",
-        _remedy(pricing, limits),
-        rejections.counts,
-    )
-
-
-def _remedy(pricing: Pricing, limits: SearchLimits) -> str:
-    """The smallest change that makes room: unpin an axis, shorten the reserve, add GPUs; each is planned with first.
-
-    Takes no longer than the search may, and ends there with what was not tried.
+    With pins it plans with them and without, and says what refuses them, what does not fit, or where the seconds go;
+    without, what decides against each alternative and what would change the choice. Raises Infeasible where nothing
+    fits even without pins.
     """
-    from planner.search.search import plan
+    case = Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits())
+    return _why_not(case) if case.pins else _why_this(case)
 
-    if limits.gap_fraction == 1.0:
-        return _UNTRIED
-    model, cluster, training, runtime = pricing.model, pricing.cluster, pricing.training, pricing.runtime
-    until = time.monotonic() + limits.time_limit_s
 
-    def works(limits: SearchLimits, num_gpus: int = cluster.num_gpus) -> bool:
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            return False
-        quick = limits.model_copy(update={"top": 1, "time_limit_s": min(QUICK_S, left_s), "gap_fraction": 1.0})
+def _planned(case: Case) -> Plan:
+    return plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime)
+
+
+def _explanation(case: Case, best: Plan, **answer: Any) -> Explanation:
+    cluster = case.cluster
+    return Explanation(
+        job=f"{case.model.name} on {cluster.num_gpus:,} × {cluster.hardware.name}, {case.runtime.name}",
+        asked=case.pins,
+        capacity_bytes=cluster.hardware.memory_bytes,
+        best=best.best,
+        **answer,
+    )
+
+
+def _why_not(case: Case) -> Explanation:
+    """Search with the pins and without, and say what stands between the two."""
+    refused = refusal(case)
+    best = _planned(case.free().limited(top=1))
+    if refused is not None:
+        return _why_refused(case, best, refused)
+    try:
+        pinned = search(case.limited(top=1))
+    except Infeasible as error:
+        return _why_no_room(case, best, error)
+    return _why_slower(case, best, pinned)
+
+
+def _why_refused(case: Case, best: Plan, refused: Refusal) -> Explanation:
+    return _explanation(
+        case,
+        best,
+        verdict="refused",
+        says=f"Refused, {refused.reason.replace('_', ' ')}: {refused.says}.",
+        reason=refused.reason,
+        rejections=refused.rejections.counts,
+        rejection_examples=refused.rejections.examples,
+        lifts=_lifts(case, best, refused.reason, _trials(case)),
+        hint=hint_for(refused.reason),
+    )
+
+
+def _why_no_room(case: Case, best: Plan, error: Infeasible) -> Explanation:
+    miss, trials = nearest_miss(case), _trials(case)
+    nearest, says = None, error.message
+    if miss is not None:
+        nearest = price_given(case.model, case.cluster, case.training, miss.layout, case.runtime)
+        says = says_misfit(nearest, case.cluster, case.limits.memory_headroom_gib)
+    lifts = _lifts(case, best, DOES_NOT_FIT, trials)
+    remedy = None if lifts else first_remedy(case, DOES_NOT_FIT, trials)
+    return _explanation(
+        case,
+        best,
+        verdict="does_not_fit",
+        says=says,
+        reason=DOES_NOT_FIT,
+        rejections=error.rejections,
+        pinned=nearest,
+        lifts=lifts,
+        hint=error.hint if remedy is None else remedy.says,
+    )
+
+
+def _trials(case: Case) -> Trials:
+    """Short searches that together take no longer than one search may."""
+    return Trials(search, Deadline(case.limits.time_limit_s))
+
+
+def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Change, ...]:
+    """Every change that helps on the same GPUs, with the best layout that it allows."""
+    changes = []
+    for remedy in list(remedies(case, reason, trials)):
         try:
-            plan(model, cluster.model_copy(update={"num_gpus": num_gpus}), training, limits=quick, runtime=runtime)
-        except (Infeasible, SolverError):
-            return False
-        return True
-
-    pins = [
-        name
-        for name in ("recompute", "micro_batch_size", "pp", "tp", "cp", "ep", "dp", "vpp", "zero_stage", "shard_size")
-        if getattr(limits, name)
-    ]
-    for name in pins:
-        if works(limits.model_copy(update={name: None})):
-            return f"do not pin {name.replace('_', '-')}: with it free a layout fits"
-    if limits.memory_headroom_gib and works(limits.model_copy(update={"memory_headroom_gib": 0.0})):
-        return f"lower --memory-headroom from {limits.memory_headroom_gib:g} GiB to 0"
-    for doubled in range(1, 9):
-        enough = cluster.num_gpus << doubled
-        if works(limits, enough):
-            return f"it fits on {_fewest(lambda num_gpus: works(limits, num_gpus), enough, cluster.node_size)} GPUs"
-    if time.monotonic() >= until:
-        return _UNTRIED
-    return "use GPUs with more memory, a shorter sequence or a smaller model"
+            chosen = aside(remedy.case)
+        except (Infeasible, SolverError):  # there was time for the trial, and not for this
+            continue
+        instead = f" instead of {remedy.replaced}" if remedy.replaced else ""
+        changes.append(
+            Change(
+                change=f"{' '.join(remedy.options)}{instead}",
+                parallelism=chosen.parallelism,
+                step_s=chosen.step.step_s,
+                more_fraction=chosen.step.step_s / best.step.step_s - 1,
+            )
+        )
+    return tuple(changes)
 
 
-def _fewest(works: Callable[[int], bool], enough: int, node: int) -> int:
-    """The least number of GPUs that works, to a node, between half of `enough` and that, as far as NARROWING_S go."""
-    low, high, until = enough // 2, enough, time.monotonic() + NARROWING_S
-    while high - low > node and high > low + 1 and time.monotonic() < until:
-        middle = (low + high) // 2 // node * node or (low + high) // 2
-        if middle in (low, high):
-            break
-        low, high = (low, middle) if works(middle) else (middle, high)
-    return high
+def _why_slower(case: Case, best: Plan, pinned: Plan) -> Explanation:
+    same = pinned.parallelism == best.parallelism and pinned.step.step_s == best.step.step_s
+    more, gap = pinned.step.step_s / best.step.step_s - 1, case.limits.gap_fraction
+    verdict = "chosen" if same else "slower" if more > gap else "faster" if more < -gap else "as_fast"
+    cause = None if same else largest_cause(best.best, pinned.best, case.cluster)
+    says = says_slower(best, pinned, cause, gap)
+    return _explanation(case, best, verdict=verdict, says=says, pinned=pinned.best, cause=cause)
 
 
-def _listed(rejections: Rejections) -> str:
-    ordered = sorted(rejections.counts.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{count:,} × {reason}" for reason, count in ordered) or "nothing rejected"
+def _why_this(case: Case) -> Explanation:
+    """What decides against each alternative, and what would change the choice."""
+    best = _planned(case)
+    assumptions, limits = list(other_assumptions(case)), list(other_limits(case))
+    then = outcomes([*assumptions, *limits], best)
+    beaten = [Beaten(layout=other, cause=largest_cause(best.best, other, case.cluster)) for other in best.alternatives]
+    return _explanation(
+        case,
+        best,
+        verdict="chosen",
+        says=says_best(best),
+        beaten=tuple(beaten),
+        assumptions=tuple(
+            _assumption(case, best, other, outcome) for other, outcome in zip(assumptions, then, strict=False)
+        ),
+        constraints=tuple(
+            _constraint(case, best, other, outcome)
+            for other, outcome in zip(limits, then[len(assumptions) :], strict=True)
+        ),
+    )
 
 
-def _named(screen: Screen, index: int) -> str:
-    s = scalar(screen.shape, index)
-    extra = f" ep {s.ep}" if s.ep > 1 else ""
-    return f"tp {s.tp} cp {s.cp} pp {s.pp} dp {s.dp}{extra} micro-batch {s.micro_batch_size}"
+def _assumption(case: Case, best: Plan, other: WhatIf, then: Outcome) -> ChangedAssumption:
+    return ChangedAssumption(
+        name=other.name,
+        says=other.says,
+        changes_the_choice=then.moves(best.best, case.limits.gap_fraction),
+        parallelism=None if then.chosen is None else then.chosen.parallelism,
+        step_s=None if then.chosen is None else then.chosen.step.step_s,
+        kept_step_s=then.kept_s,
+        kept_fits=then.kept_fits,
+    )
+
+
+def _constraint(case: Case, best: Plan, other: WhatIf, then: Outcome) -> Constraint:
+    gain = 0.0 if then.chosen is None else then.chosen.step.tokens_per_s / best.step.tokens_per_s - 1
+    binds = gain > case.limits.gap_fraction
+    return Constraint(name=other.name, now=now(other.name, best), moved=other.says, gain_fraction=gain, binds=binds)

@@ -17,52 +17,22 @@ from planner.layout import assumptions
 from planner.layout.replan import order_of, reprice, with_microbatches
 from planner.physics.pricing import Pricing
 from planner.schedule.replay import makespan_s
-from planner.search.search import plan
+from planner.search.case import Case
+from planner.search.search import search
 from planner.specs.cluster import ClusterSpec
-from planner.specs.model import ModelSpec
-from planner.specs.training import PINS, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
-from planner.trainers.spec import RuntimeSpec
 
 TIME_LIMIT_S = 10.0
-"""Of each search beside the two that were asked for."""
+"""The most that a search may take beside the two that were asked for."""
 WORTH_PROCESSES_S = 3.0
 """Searches that take less, all together, are run one after another: a process needs half a second to start."""
 MEMORY, ROOM = 0.05, 0.1
 """How far memory is moved: an estimate that is short, a larger GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What one search is asked: the arguments of `plan`."""
-
-    model: ModelSpec
-    cluster: ClusterSpec
-    training: TrainingSpec
-    runtime: RuntimeSpec
-    limits: SearchLimits
-
-    @property
-    def pins(self) -> dict[str, tuple[Any, ...]]:
-        """The axes that are not free, with the values they may take."""
-        chosen = ((axis, getattr(self.limits, axis)) for axis in PINS)
-        return {axis: values for axis, values in chosen if values is not None}
-
-    def limited(self, **limits: Any) -> Case:
-        """The same with other limits."""
-        return replace(self, limits=self.limits.model_copy(update=limits))
-
-    def free(self) -> Case:
-        """The same without any pin."""
-        return self.limited(**dict.fromkeys(self.pins))
-
-    def aside(self) -> Case:
-        """The same as a question beside the main one: no alternatives, and not for long."""
-        return self.limited(top=1, time_limit_s=min(TIME_LIMIT_S, self.limits.time_limit_s))
-
-    def plan(self) -> Plan:
-        """Search; Infeasible where nothing is legal and fits."""
-        return plan(self.model, self.cluster, self.training, limits=self.limits, runtime=self.runtime)
+def aside(case: Case) -> Plan:
+    """The answer to a case beside the main one: no alternatives, and not for long."""
+    return search(case.limited(top=1, time_limit_s=min(TIME_LIMIT_S, case.limits.time_limit_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +49,9 @@ class Outcome:
     """What is chosen under a change, beside what the choice of now would then take."""
 
     chosen: PricedLayout | None
-    """None where nothing fits any more."""
+    """The best layout then; None where nothing fits any more."""
     kept_s: float
+    """Seconds of a step that the choice of now takes then."""
     kept_fits: bool
 
     def moves(self, kept: PricedLayout, gap_fraction: float) -> bool:
@@ -95,7 +66,7 @@ def outcome(what_if: WhatIf, now: Plan) -> Outcome:
     kept_s, kept_bytes = _repriced(now, what_if.case)
     room = what_if.case.cluster.hardware.memory_bytes - what_if.case.limits.memory_headroom_gib * GIB
     try:
-        chosen = what_if.case.aside().plan().best
+        chosen = aside(what_if.case).best
     except (Infeasible, SolverError):
         chosen = None
     return Outcome(chosen, kept_s, kept_bytes <= room)

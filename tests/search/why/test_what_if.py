@@ -8,8 +8,10 @@ import pytest
 
 from planner.answer import Plan
 from planner.layout.evaluate import evaluate
+from planner.search.case import Case
+from planner.search.search import search
 from planner.search.why import what_if
-from planner.search.why.what_if import Case, WhatIf, other_assumptions, other_limits, outcome, outcomes
+from planner.search.why.what_if import WhatIf, other_assumptions, other_limits, outcome, outcomes
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
@@ -24,7 +26,7 @@ def _case(model: str = "8b", runtime: str = "megatron", num_gpus: int = 16) -> C
 
 @pytest.fixture(scope="module")
 def now() -> Plan:
-    return _case().plan()
+    return search(_case())
 
 
 def test_nothing_changed_keeps_the_choice_and_its_price(now: Plan) -> None:
@@ -37,7 +39,7 @@ def test_nothing_changed_keeps_the_choice_and_its_price(now: Plan) -> None:
 def test_a_choice_that_splits_backwards_keeps_its_price() -> None:
     """It was priced without the compiled layers that the trainer has otherwise."""
     case = _case(runtime="torchtitan").limited(schedule=("zb-v",), pp=(4,), tp=(1,), cp=(1,))
-    chosen = case.plan()
+    chosen = search(case)
     assert outcome(WhatIf("nothing", "nothing changes", case), chosen).kept_s == pytest.approx(chosen.step.step_s)
 
 

@@ -1,0 +1,70 @@
+"""Files that start Megatron-Bridge: a recipe's overrides as JSON, and launchers that pass them in Hydra's grammar."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from planner.answer import Plan
+from planner.export.bridge.overrides import bridge_overrides
+from planner.export.common.header import header
+from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+from planner.export.megatron.arguments import environment, forbidden_environment
+from planner.export.megatron.write import notes_on_options
+
+WRITTEN_FOR = "Megatron-Bridge 0.7.0"
+_OVERRIDES_FILE = "bridge.json"
+
+
+def export_bridge(plan: Plan) -> TrainerFiles:
+    """Overrides of a recipe that needs no download, and the command that passes them.
+
+    Raises Inexpressible where Bridge cannot run the plan.
+    """
+    overrides = bridge_overrides(plan)
+    words = [f"{path}={hydra(value)}" for path, value in overrides.items()]
+    notes = _notes(plan)
+    variables = environment(plan)
+    comments = header(plan, WRITTEN_FOR, notes)
+    recipe = _recipe_of(plan)
+    data = {
+        "recipe": recipe,
+        "world_size": plan.parallelism.num_gpus_used,
+        "env": variables,
+        "overrides": words,
+    }
+    command = LaunchCommand(
+        program='"$BRIDGE_PATH"/scripts/training/run_recipe.py',
+        arguments={"--recipe": recipe, "--mode": "pretrain", "--dataset": "mock"},
+        words=tuple(words),
+        environment=variables,
+        forbidden=forbidden_environment(plan),
+        setup=('export BRIDGE_PATH="${BRIDGE_PATH:-$PWD}"',),
+        comments=comments,
+    )
+    file = ExportFile(_OVERRIDES_FILE, json.dumps(data, indent=2) + "\n")
+    return TrainerFiles(WRITTEN_FOR, (file,), command, notes)
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    """Placeholders, notes on Megatron-LM's options, and downloads of the recipe."""
+    notes = [
+        "data (mock), learning rate and number of steps are placeholders: append yours to the launcher",
+        "BRIDGE_PATH names a checkout of Megatron-Bridge",
+        *notes_on_options(plan),
+    ]
+    if plan.model.spec.mla is not None:
+        notes.append("the recipe reads the configuration of deepseek-ai/DeepSeek-V3 from Hugging Face or its cache")
+    return tuple(notes)
+
+
+def _recipe_of(plan: Plan) -> str:
+    """The recipe to start from: its model is all overrides, with latent attention where the plan's model has it."""
+    return "vanilla_gpt_pretrain_config" if plan.model.spec.mla is None else "deepseek_v3_pretrain_config"
+
+
+def hydra(value: Any) -> str:
+    """A value in Hydra's grammar for overrides: JSON, except that keys of a dictionary have no quotes."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{hydra(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)

@@ -1,0 +1,26 @@
+"""Command-line arguments as data, and as the words of a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Value = bool | int | float | str | tuple[str, ...]
+Arguments = dict[str, Value]
+"""Option (with its dashes) to value: true is a bare flag, a tuple several words."""
+
+
+def argv(arguments: Mapping[str, Value]) -> list[str]:
+    """The words of a command line."""
+    words: list[str] = []
+    for option, value in arguments.items():
+        words.append(option)
+        if isinstance(value, tuple):
+            words += value
+        elif value is not True:
+            words.append(_spelled(value))
+    return words
+
+
+def _spelled(value: Value) -> str:
+    """A scalar in the words of a command line."""
+    return format(value, "g") if isinstance(value, float) else str(value)

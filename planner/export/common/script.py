@@ -1,0 +1,47 @@
+"""The words and variables of a launch: from a bash script, or from options kept as YAML or JSON."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from planner.export.common.shell import Script, read_shell
+
+
+def read_script(text: str) -> Script:
+    """Options as YAML or JSON where the text is that, else the words of a bash script."""
+    return _options_file(text) or read_shell(text)
+
+
+def _options_file(text: str) -> Script | None:
+    """Megatron's `MODEL_ARGS:`, a mapping of options, or a list of words; None for any other text."""
+    if not re.search(r"^\s*(MODEL_ARGS:|\{|\[)", text, re.MULTILINE) or text.startswith("#!"):
+        return None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+    if isinstance(data, list):
+        return Script(words=[str(word) for word in data])
+    if not isinstance(data, dict):
+        return None
+    options = data.get("MODEL_ARGS") or data.get("args") or data
+    variables = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
+    if isinstance(options, list):
+        return Script(words=[str(word) for word in options], variables=variables)
+    words = [word for option, value in options.items() for word in _words(str(option), value)]
+    return Script(words=words, variables=variables)
+
+
+def _words(option: str, value: Any) -> list[str]:
+    """An option and its value as words of a command line; true is a bare flag, false and null are none."""
+    option = option if option.startswith("-") else f"--{option.replace('_', '-')}"
+    if value is False or value is None:
+        return []
+    if value is True:
+        return [option]
+    if isinstance(value, list):
+        return [option, *map(str, value)]
+    return [option, str(value)]

@@ -1,0 +1,126 @@
+"""A plan for DeepSpeed: its JSON configuration, and a PipelineModule with the plan's stages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from planner.answer import Plan
+from planner.export.common.header import header
+from planner.export.common.recompute import all_full, check_recompute
+from planner.export.common.refusal import Objections
+from planner.export.common.stages import VirtualStage, virtual_stages
+from planner.export.common.trainer_files import ExportFile, TrainerFiles
+
+WRITTEN_FOR = "DeepSpeed 0.19"
+CONFIG_FILE, PIPELINE_FILE = "ds_config.json", "planned_pipeline.py"
+
+
+def export_deepspeed(plan: Plan) -> TrainerFiles:
+    """`ds_config.json` for `deepspeed.initialize`, and at pp > 1 a module that cuts a list of layers as the plan does.
+
+    DeepSpeed is a library: the user's own script calls it. Raises Inexpressible for what it cannot run.
+    """
+    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    _check_expressible(plan, stages)
+    files = [ExportFile(CONFIG_FILE, json.dumps(_config(plan), indent=2) + "\n")]
+    notes = [f"pass {CONFIG_FILE} to deepspeed.initialize(config=…); optimizer settings are placeholders"]
+    if plan.parallelism.pp > 1:
+        notes.append(f"{PIPELINE_FILE}: pipeline([embedding, *layers, final_norm, head]) is the model to pass with it")
+        files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + _pipeline_source(plan, stages)))
+    return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
+
+
+def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+    """Raise Inexpressible, with every reason, where DeepSpeed cannot run the plan."""
+    layout, model = plan.parallelism, plan.model.spec
+    objections = Objections("deepspeed", [], "pin what it can do: --vpp 1 --cp 1 --recompute none,full --schedule 1f1b")
+    check_recompute(plan.best, stages, objections)
+    objections.when(model.moe is not None, "moe", "only dense models are exported")
+    objections.when(model.attention_chunk_size, "attention_chunk_size", "attention in chunks is not exported")
+    objections.when(layout.cp > 1, "cp", f"it has no context parallelism like the plan's (cp {layout.cp})")
+    objections.when(layout.vpp > 1, "vpp", f"one stage per rank, vpp is {layout.vpp}")
+    objections.when(layout.schedule not in ("1f1b", "none"), "schedule", f"{layout.schedule}: its pipeline runs 1f1b")
+    objections.when(
+        layout.zero_stage > 1 and layout.pp > 1, "zero_stage", f"ZeRO-{layout.zero_stage} does not go with its pipeline"
+    )
+    objections.when(
+        layout.shard_size != layout.dp,
+        "shard_size",
+        f"it shards over all {layout.dp} replicas, not {layout.shard_size}",
+    )
+    objections.when(layout.sequence_parallel and layout.tp > 1, "sequence_parallel", "it splits no sequence beside tp")
+    objections.when(
+        plan.training.dtype not in ("bf16", "fp16"), "dtype", f"it computes in bf16 or fp16, not {plan.training.dtype}"
+    )
+    objections.when(layout.recompute == "selective", "recompute_selective", "it recomputes whole layers")
+    objections.when(
+        layout.recompute == "full" and not all_full(plan.best), "recompute_some_layers", "it recomputes all or none"
+    )
+    objections.when(model.num_nextn_predict_layers, "mtp", "multi-token prediction has no place in a list of layers")
+    objections.when(
+        any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
+    )
+    objections.raise_any()
+
+
+def _config(plan: Plan) -> dict[str, Any]:
+    """DeepSpeed's configuration: batch, precision, ZeRO, tensor parallelism without a pipeline."""
+    layout, training, runtime = plan.parallelism, plan.training, plan.runtime_spec
+    overlaps = runtime.gradient_overlap_fraction > 0
+    data: dict[str, Any] = {
+        "train_batch_size": training.global_batch_size,
+        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
+        "gradient_accumulation_steps": layout.num_microbatches,
+        "gradient_clipping": 1.0,
+        "bf16" if training.dtype == "bf16" else "fp16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32" if runtime.gradient_bytes == 4 else training.dtype},
+        "zero_optimization": {"stage": layout.zero_stage, "overlap_comm": overlaps and layout.zero_stage > 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    }
+    if layout.pp == 1 and layout.tp > 1:
+        data["tensor_parallel"] = {"autotp_size": layout.tp}
+    return data
+
+
+def _boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:
+    """The first item of each stage in the list [embedding, *layers, final norm, head], and the list's length."""
+    num_layers = stages[-1].last_layer
+    return [0, *(1 + stage.first_layer for stage in stages[1:]), num_layers + 3]
+
+
+def _pipeline_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
+    """A Python module with `pipeline(layers)`."""
+    layout = plan.parallelism
+    recompute = 'options.setdefault("activation_checkpoint_interval", 0)'
+    if layout.recompute == "full":
+        # the embedding has no input with a gradient, which DeepSpeed's recomputation needs
+        recompute = (
+            'decoder_layer = getattr(layers[1], "typename", type(layers[1])).__name__\n    '
+            'options = {"activation_checkpoint_interval": 1, "checkpointable_layers": [decoder_layer], **options}'
+        )
+    return f'''
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+# stage i holds items BOUNDARIES[i] to BOUNDARIES[i + 1] of: embedding, {stages[-1].last_layer} layers, final norm, head
+BOUNDARIES = {_boundaries(stages)}
+
+
+class PlannedPipeline(PipelineModule):
+    """A pipeline cut at BOUNDARIES; none of DeepSpeed's partition methods takes given ones."""
+
+    def _partition_layers(self, method="planned"):
+        if len(self._layer_specs) != BOUNDARIES[-1]:
+            raise ValueError(f"{{len(self._layer_specs)}} layers given, the plan cuts {{BOUNDARIES[-1]}}")
+        self.parts = list(BOUNDARIES)
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+def pipeline(layers, **options):
+    """The model for deepspeed.initialize: [embedding, *layers, final_norm, head], split over tp {layout.tp}."""
+    topology = PipeModelDataParallelTopology(num_pp={layout.pp}, num_mp={layout.tp}, num_dp={layout.dp})
+    {recompute}
+    return PlannedPipeline(layers=layers, topology=topology, partition_method="planned", **options)
+'''.lstrip("\n")

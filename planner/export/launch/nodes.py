@@ -1,0 +1,35 @@
+"""The nodes that a layout's ranks take, and the torchrun line that starts the ranks of one node."""
+
+from __future__ import annotations
+
+from planner.answer import Plan
+
+
+def nodes_of(plan: Plan) -> tuple[int, int, int]:
+    """(nodes, GPUs of each, GPUs of the last), equal where that takes no more nodes.
+
+    A tensor-parallel group stays in one node, unless it is larger or the cluster has too few nodes for that.
+    """
+    used, node, tp = plan.parallelism.num_gpus_used, plan.cluster.node_size, plan.parallelism.tp
+    if used <= node:
+        return 1, used, used
+    largest = node - node % tp if tp <= node else node
+    if _num_nodes(used, largest) > _num_nodes(plan.cluster.num_gpus, node):
+        largest = node
+    nodes = _num_nodes(used, largest)
+    gpus_per_node = used // nodes if used % nodes == 0 and used // nodes % tp == 0 else largest
+    return nodes, gpus_per_node, used - (nodes - 1) * gpus_per_node
+
+
+def _num_nodes(num_gpus: int, gpus_per_node: int) -> int:
+    return -(-num_gpus // gpus_per_node)
+
+
+def torchrun_line(plan: Plan, rank: str) -> str:
+    """Shell text that starts the ranks of node `rank`; torchrun numbers them by the ranks that each node starts."""
+    nodes, gpus, last = nodes_of(plan)
+    count, smaller_last_node = str(gpus), ""
+    if last != gpus:
+        count, smaller_last_node = '"$GPUS"', f"GPUS={gpus}; [[ {rank} == {nodes - 1} ]] && GPUS={last}; "
+    run = f"{smaller_last_node}exec torchrun --nnodes {nodes} --nproc-per-node {count} --node-rank {rank}"
+    return f'{run} --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'

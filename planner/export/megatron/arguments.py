@@ -1,0 +1,190 @@
+"""A plan in Megatron-LM's arguments: grid, stages, batch, precision, recompute, overlaps; and its refusals.
+
+Flags and constraints as of Megatron-LM core 0.20.0 (main, August 2026).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.answer import Plan
+from planner.export.common.arguments import Arguments
+from planner.export.common.recompute import block_size, check_recompute
+from planner.export.common.refusal import Objections, broken_rules, hint_for
+from planner.export.common.stages import VirtualStage, is_even, is_looped, virtual_stages
+from planner.export.megatron.layout_string import layout_string
+from planner.export.megatron.model import model_arguments
+from planner.export.megatron.runtime import (
+    data_parallel,
+    ep_overlap_obstacle,
+    expert_exchange,
+    is_fsdp,
+    kernels,
+    nvlink_topology,
+    overlaps_ep,
+    precision,
+)
+from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
+from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
+
+WRITTEN_FOR = "Megatron-LM core 0.20.0"
+_SCHEDULES = ("1f1b", "interleaved-1f1b", "none")
+_RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+_NEEDS_NO_CONNECTION_LIMIT = ("blackwell", "rubin")
+"""Architectures on which CUDA_DEVICE_MAX_CONNECTIONS no longer orders communication before compute."""
+
+
+def megatron_arguments(plan: Plan) -> Arguments:
+    """All arguments of `pretrain_gpt.py`.
+
+    Raises Inexpressible with every reason where Megatron-LM cannot run the plan as it is.
+    """
+    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    _check_expressible(plan, stages)
+    runtime = plan.runtime_spec
+    return {
+        **model_arguments(plan.model.spec, plan.training.seq_length, runtime.vocab_divisible_by, runtime.dropout),
+        **_grid(plan),
+        **_pipeline(plan, stages),
+        **_batch(plan),
+        **data_parallel(plan),
+        **precision(plan),
+        **_recompute(plan, stages),
+        **kernels(plan),
+        **expert_exchange(plan),
+        **_run(plan),
+    }
+
+
+def environment(plan: Plan) -> dict[str, str]:
+    """Environment variables the arguments require.
+
+    CUDA_DEVICE_MAX_CONNECTIONS orders communication before compute where it is 1, lets exchanges of experts run beside
+    compute where it is large, and must be unset under FSDP. HybridEP is told which ranks NVLink joins.
+    """
+    layout, variables = plan.parallelism, nvlink_topology(plan)
+    if is_fsdp(plan) or plan.cluster.hardware.architecture.lower() in _NEEDS_NO_CONNECTION_LIMIT:
+        return variables
+    if layout.tp > 1 or layout.cp > 1:
+        return variables | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return variables | ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if overlaps_ep(plan) else {})
+
+
+def forbidden_environment(plan: Plan) -> tuple[str, ...]:
+    """Variables that must not be set, whatever the user's shell has."""
+    return ("CUDA_DEVICE_MAX_CONNECTIONS",) if is_fsdp(plan) else ()
+
+
+def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+    """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
+    layout, runtime = plan.parallelism, plan.runtime_spec
+    rules = (*MEGATRON_MODEL_RULES, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
+    objections = Objections("megatron", broken_rules(rules, plan), hint_for(plan, "megatron", MEGATRON_MODEL_RULES))
+    check_recompute(plan.best, stages, objections)
+    objections.when(
+        layout.schedule not in _SCHEDULES, "schedule", f"{layout.schedule} is none of {', '.join(_SCHEDULES)}"
+    )
+    objections.when(not is_looped(stages, layout.pp), "placement", "virtual stage j must be on rank j mod pp")
+    objections.when(
+        any(stage.mtp and stage.chunk < layout.vpp - 1 for stage in stages),
+        "mtp_placement",
+        "MTP blocks belong to the last chunk of a rank",
+    )
+    objections.when(
+        is_fsdp(plan) and layout.pp > 1, "zero_stage", f"FSDP (zero_stage {layout.zero_stage}) at pp {layout.pp}"
+    )
+    objections.when(
+        overlaps_ep(plan) and ep_overlap_obstacle(plan),
+        "ep_overlap",
+        f"it overlaps no ep exchanges {ep_overlap_obstacle(plan)}",
+    )
+    objections.when(
+        layout.vpp > 1 and layout.pp == 2 and not runtime.interleaved_p2p_overlap,
+        "p2p_overlap",
+        "interleaving at pp 2 needs overlapped sends and receives",
+    )
+    for module, obstacle in _unknown_modules(plan):
+        objections.when(True, "recompute_modules", f"{module} {obstacle}")
+    objections.raise_any()
+
+
+def _unknown_modules(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Modules of selective recompute that Megatron-LM or this model does not have, and why not."""
+    model = plan.model.spec
+    modules = plan.parallelism.recompute_modules if plan.parallelism.recompute == "selective" else ()
+    for module in modules:
+        if module not in _RECOMPUTABLE:
+            yield module, f"is none of {', '.join(_RECOMPUTABLE)}"
+        elif module == "mla_up_proj" and model.mla is None:
+            yield module, "needs latent attention"
+        elif module == "moe_act" and model.moe is None:
+            yield module, "needs experts"
+
+
+def _grid(plan: Plan) -> Arguments:
+    layout = plan.parallelism
+    arguments: Arguments = {
+        "--tensor-model-parallel-size": layout.tp,
+        "--pipeline-model-parallel-size": layout.pp,
+        "--context-parallel-size": layout.cp,
+    }
+    if layout.tp > 1 and layout.sequence_parallel:
+        arguments["--sequence-parallel"] = True
+    if layout.cp > 1:
+        arguments["--cp-comm-type"] = plan.runtime_spec.cp_comm_type
+    if plan.model.spec.moe is not None:
+        # the default would be tp
+        arguments["--expert-model-parallel-size"] = layout.ep
+        arguments["--expert-tensor-parallel-size"] = layout.etp
+    return arguments
+
+
+def _pipeline(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
+    """The split of layers: even stages by their number, all others by a layout string."""
+    layout, arguments = plan.parallelism, Arguments()
+    if layout.pp == 1:
+        return arguments
+    if not is_even(stages):
+        arguments["--pipeline-model-parallel-layout"] = layout_string(stages, plan.model.spec.num_nextn_predict_layers)
+    elif layout.vpp > 1:
+        arguments["--num-virtual-stages-per-pipeline-rank"] = layout.vpp
+    if layout.vpp > 1 and not plan.runtime_spec.interleaved_p2p_overlap:
+        arguments["--no-overlap-p2p-communication"] = True
+    return arguments
+
+
+def _batch(plan: Plan) -> Arguments:
+    return {
+        "--seq-length": plan.training.seq_length,
+        "--micro-batch-size": plan.parallelism.micro_batch_size,
+        "--global-batch-size": plan.training.global_batch_size,
+    }
+
+
+def _recompute(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
+    layout = plan.parallelism
+    if layout.recompute == "none":
+        return {}
+    if layout.recompute == "selective":
+        return {
+            "--recompute-granularity": "selective",
+            "--recompute-modules": layout.recompute_modules or ("core_attn",),
+        }
+    size = block_size(plan.best, stages)
+    method, layers = ("uniform", 1) if size is None else ("block", size)
+    return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
+
+
+def _run(plan: Plan) -> Arguments:
+    """Placeholders for data, learning rate and length; of equal options the last wins, so that users append theirs."""
+    training = plan.training
+    steps = 1000 if training.tokens is None else max(1, round(training.tokens / training.tokens_per_step))
+    return {
+        "--train-iters": steps,
+        "--lr": 1e-4,
+        "--min-lr": 1e-5,
+        "--log-interval": 1,
+        "--log-throughput": True,
+        "--mock-data": True,
+        "--tokenizer-type": "NullTokenizer",
+    }

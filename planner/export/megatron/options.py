@@ -1,0 +1,52 @@
+"""Megatron-LM's options and their values, from the words of a command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from planner.errors import SpecError
+
+Options = Mapping[str, list[str]]
+"""Option (with its dashes) to the words behind it."""
+
+
+_TORCHRUN = ("--nproc", "--nnodes", "--node", "--master", "--rdzv")
+"""Beginnings of torchrun's options, which it takes with `_` and with `-`."""
+
+
+def options_of(words: Sequence[str]) -> Options:
+    """Options and their values; of equal options the last wins. `--a=b` and torchrun's `--a_b` are read too."""
+    options: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, value = word.partition("=")
+            if name.startswith(_TORCHRUN):
+                name = name.replace("_", "-")
+            options[name] = [value] if equals else []
+        elif name:
+            options[name].append(word)
+    return options
+
+
+def text(options: Options, name: str, default: str = "") -> str:
+    """An option's values as one text; `default` where the option is not given."""
+    values = options.get(name)
+    return default if values is None else " ".join(values)
+
+
+def number(options: Options, name: str, default: int | None = None) -> int | None:
+    """An option's value as a whole number; `default` where the option is not given.
+
+    Raises SpecError where the value is no number; `1e6` is one.
+    """
+    values = options.get(name)
+    if values is None:
+        return default
+    try:
+        return int(float(values[0]))
+    except (IndexError, ValueError, OverflowError):
+        raise SpecError(
+            f"{name}: {' '.join(values)!r} is no number", "variables of the shell must be set in the script"
+        ) from None

@@ -1,0 +1,42 @@
+"""Options of Megatron-LM that are not read: those known to change neither seconds nor bytes of a step, and others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from planner.export.common.imported_run import ImportedRun
+from planner.export.megatron.options import Options
+
+_IGNORED = re.compile(
+    r"--(no-)?(data-|train-data|valid-data|test-data|mock-data|per-split|split$|tokenizer|tiktoken|vocab-file|merge-file"
+    r"|save|load|ckpt|dist-ckpt|use-dist-ckpt|async-|auto-detect|exit-|finetune|pretrained|no-save|no-load"
+    r"|use-checkpoint|override-opt|log-|logging|tensorboard|wandb|timing|profile|use-pytorch-profiler|record-memory"
+    r"|eval-|train-iters|train-samples|lr|min-lr|weight-decay|adam-|clip-grad|sgd|decoupled|start-weight|end-weight"
+    r"|init-method|seed|num-workers|dataloader|reset-|eod-|mmap|create-attention|distributed-backend|distributed-timeout"
+    r"|manual-gc|empty-unused|check-for-nan|rerun|initial-loss|loss-scale|min-loss|hysteresis|use-mcore|use-legacy"
+    r"|rotary|rope|use-rope|mscale|yarn|beta-|norm-epsilon|layernorm-epsilon|apply-layernorm|attention-softmax"
+    r"|moe-router-(load|score|group|num-groups|topk-scaling|bias|dtype|pre-softmax|enable|force|fusion)|moe-aux|moe-z"
+    r"|moe-grouped|moe-permute|moe-use|mtp-loss|step-batch|rampup|calculate|te-rng|high-priority|nccl|enable-exp"
+    r"|deterministic|one-logger|app-tag|use-persistent|local-rank|lazy|transformer-impl|attention-dropout"
+    r"|max-position|make-vocab|vocab-extra|micro-batch-size-per|bias-|masked-softmax|persist"
+    r"|optimizer$|wgrad|defer|align|ddp-|use-cpu|exp-avg|main-|use-precision|fp8-amax|fp8-margin|fp8-interval"
+    r"|fp8-param|fp4-param|reuse-grad"
+    r"|cross-entropy-fusion|moe-flex|moe-enable-deepep|moe-deepep|moe-shared-expert-overlap|use-tp-pp)"
+)
+"""Options that change what is learned, written or logged, not how long a step takes."""
+
+_LAUNCHER = re.compile(
+    r"--(nproc|nnodes|node|master|rdzv|max-restarts|tee|log-dir|redirects|ntasks|gpus|kill|label|output|export|container"
+    r"|mpi|cpu|job)"
+)
+"""Options of torchrun and srun: the run says their part as a number of GPUs."""
+
+
+def sort_unread(options: Options, read: Collection[str], imported: ImportedRun) -> None:
+    """Note every option that is not `read` as ignored where it is known to be harmless, else as unknown."""
+    for name, values in options.items():
+        if name in read or _LAUNCHER.match(name):
+            continue
+        options_like_it = imported.ignored if _IGNORED.match(name) else imported.unknown
+        options_like_it[name] = " ".join(values)

@@ -1,0 +1,99 @@
+"""Files that start Megatron-LM: options as YAML, and launchers that pass the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from planner.answer import Plan
+from planner.export.common.arguments import Arguments
+from planner.export.common.header import header
+from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+from planner.export.megatron.arguments import WRITTEN_FOR, environment, forbidden_environment, megatron_arguments
+from planner.export.megatron.model import ROTARY_BASE, rotary_base
+from planner.specs.units import GIB
+
+_OPTIONS_FILE = "megatron.yaml"
+_FP32_BYTES = 4
+_NOTED_GIB = 0.5
+
+
+def export_megatron(plan: Plan) -> TrainerFiles:
+    """`MODEL_ARGS` and `ENV_VARS` as Megatron's own CI writes them, and the command that passes the same arguments.
+
+    Raises Inexpressible where Megatron-LM cannot run the plan.
+    """
+    arguments = megatron_arguments(plan)
+    notes = (
+        "data (--mock-data), learning rate and number of steps are placeholders: append yours to the launcher",
+        "MEGATRON_PATH names a checkout of Megatron-LM; without it the current folder is one",
+        *notes_on_options(plan),
+        *_notes_on_the_loss(plan),
+    )
+    comments = header(plan, WRITTEN_FOR, notes)
+    command = LaunchCommand(
+        program='"$MEGATRON_PATH"/pretrain_gpt.py',
+        arguments=arguments,
+        environment=environment(plan),
+        forbidden=forbidden_environment(plan),
+        setup=('export MEGATRON_PATH="${MEGATRON_PATH:-$PWD}"',),
+        comments=comments,
+    )
+    file = ExportFile(_OPTIONS_FILE, comments + _options_yaml(arguments, command.environment))
+    return TrainerFiles(WRITTEN_FOR, (file,), command, notes)
+
+
+def _options_yaml(arguments: Arguments, variables: dict[str, str]) -> str:
+    """Options as `ENV_VARS:` and `MODEL_ARGS:`; a bare flag is true, several words are a list."""
+    data: dict[str, Any] = {
+        "ENV_VARS": {name: _scalar(value) for name, value in variables.items()},
+        "MODEL_ARGS": {
+            option: list(value) if isinstance(value, tuple) and len(value) > 1 else _scalar(value)
+            for option, value in arguments.items()
+        },
+    }
+    return yaml.safe_dump(data, sort_keys=False, width=10_000, default_flow_style=False)
+
+
+def _scalar(value: Any) -> Any:
+    """A value as YAML has it: text of digits is a number, a tuple stands for its only word."""
+    if isinstance(value, tuple):
+        return value[0]
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def notes_on_options(plan: Plan) -> tuple[str, ...]:
+    """Notes on the options of Megatron-LM, whoever passes them."""
+    runtime, notes = plan.runtime_spec, []
+    if plan.model.spec.position_embedding == "rope" and rotary_base(plan.model.spec) is None:
+        notes.append(f"the model spec states no rope_theta: --rotary-base {ROTARY_BASE} is Megatron's default")
+    if (
+        plan.parallelism.zero_stage >= 1
+        and runtime.parameter_overlap_fraction
+        and not runtime.gradient_overlap_fraction
+    ):
+        notes.append("gathers of parameters were planned behind compute, which it does only where reductions are, too")
+    if plan.parallelism.num_gpus_spare:
+        notes.append(f"{plan.parallelism.num_gpus_spare} GPUs stay unused")
+    return tuple(notes)
+
+
+def _notes_on_the_loss(plan: Plan) -> tuple[str, ...]:
+    """The memory that Megatron-LM's own fused cross-entropy takes beyond Transformer Engine's.
+
+    Plans price Transformer Engine's, which works in place; Megatron-LM's own keeps the softmax of every logit of a
+    micro-batch in fp32 (core/fusions/fused_cross_entropy.py).
+    """
+    layout, runtime = plan.parallelism, plan.runtime_spec
+    logits = layout.micro_batch_size * plan.training.seq_length / layout.cp * plan.model.spec.vocab_size / layout.tp
+    more_gib = _FP32_BYTES * logits / GIB
+    if not runtime.fused_cross_entropy or more_gib < _NOTED_GIB:
+        return ()
+    last_stage_gib = max(stage.memory.total_bytes for stage in plan.stages if "head" in stage.holds) / GIB + more_gib
+    fits = last_stage_gib <= plan.cluster.hardware.memory_gib
+    unfit = "" if fits else f", {last_stage_gib:.1f} in all, which does not fit"
+    return (
+        f"the last stage holds {more_gib:.1f} GiB more than planned{unfit}: Megatron-LM refuses Transformer Engine's "
+        "fused cross-entropy, and its own keeps fp32 logits",
+    )

@@ -1,0 +1,51 @@
+"""A trainer's configuration as the run that it describes: the library's side of `plan import`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from planner.errors import SpecError
+from planner.export.common.imported_run import ImportedRun
+from planner.export.targets import SOURCES, TRAINERS, UNMARKED
+from planner.files import STDOUT as STDIN
+
+MAX_BYTES = 4_000_000
+
+
+def read(path: str | Path, source: str | None = None) -> ImportedRun:
+    """Read a launch script, an argument list, a YAML, a recipe or a ds_config.json; `-` is stdin. Nothing is run.
+
+        from planner.export.read import read
+
+        imported = read("pretrain.sh")
+        print(imported.source, imported.run["parallelism"], imported.unknown)
+        run = imported.complete(hardware="h100", num_gpus=64)
+
+    `source` names the trainer (`megatron`, `torchtitan`, `deepspeed`) where the text does not show it.
+    Raises SpecError for a file that cannot be read, or that is no configuration of these trainers.
+    """
+    return read_configuration(_text(str(path)), source)
+
+
+def read_configuration(text: str, source: str | None = None) -> ImportedRun:
+    """The run that `text` describes, as `read` gives it for a file."""
+    source = source or next((name for name in SOURCES if TRAINERS[name].recognises(text)), UNMARKED)
+    if source not in SOURCES:
+        raise SpecError(f"--from: {source!r} is unknown", f"one of {', '.join(SOURCES)}")
+    return TRAINERS[source].read(text)
+
+
+def _text(path: str) -> str:
+    """The text of a small file; characters that are no UTF-8 are replaced."""
+    try:
+        if path == STDIN:
+            data = sys.stdin.buffer.read(MAX_BYTES + 1)
+        else:
+            with open(path, "rb") as file:
+                data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise SpecError(f"{path}: {error.strerror}", "name a file, or - for stdin") from None
+    if len(data) > MAX_BYTES or b"\0" in data:
+        raise SpecError(f"{path}: is no configuration", "give a script, YAML, Python, TOML or JSON file")
+    return data.decode(errors="replace")

@@ -1,0 +1,175 @@
+"""A torchtitan configuration as a run: a Python recipe (read, never run), command-line overrides, or the old TOML."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from planner.errors import SpecError
+from planner.export.common.imported_run import ImportedRun
+from planner.export.common.script import read_script
+from planner.export.common.shell import Script
+from planner.export.torchtitan.flavors import FLAVORS
+from planner.export.torchtitan.read_recipe import BY_NAME, Settings
+from planner.export.torchtitan.settings import is_recipe, read_settings
+
+_SCHEDULES = {
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "interleaved1f1b": "interleaved-1f1b",
+    "loopedbfs": "breadth-first",
+    "interleavedzerobubble": "zb-h1",
+    "zbvzerobubble": "zb-v",
+    "dualpipev": "dualpipe-v",
+}
+_READ = {
+    "model.name", "model.flavor", "module", "config", "training.local_batch_size", "training.global_batch_size",
+    "training.seq_len", "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step",
+    "training.max_context_length", "parallelism.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree", "parallelism.tensor_parallel_degree",
+    "parallelism.pipeline_parallel_degree", "parallelism.context_parallel_degree", "parallelism.expert_parallel_degree",
+    "parallelism.pipeline_parallel_schedule", "parallelism.num_pp_microbatches",
+    "parallelism.pipeline_parallel_microbatch_size", "parallelism.module_fqns_per_model_part",
+    "parallelism.enable_sequence_parallel", "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode",
+    "activation_checkpoint", "compile.enable", "compile.enable_async_tensor_parallel", "training.compile",
+    "compile.components", "experimental.enable_async_tensor_parallel",
+}  # fmt: skip
+_IGNORED = re.compile(
+    r"(job|profiling|profiler|metrics|optimizer|lr_scheduler|checkpoint|comm|validation|validator|debug|dataloader|fault)\b"
+    r"|model\.(tokenizer|hf_assets|print)|training\.(dataset|steps|max_norm|seed|deterministic|gc_|dtype|mixed|enable_cpu"
+    r"|disable_cuda)|hf_assets|dump_folder|parallelism\.(spmd|context_parallel_load|pipeline_parallel_.*less)"
+    r"|compile\.backend"
+)
+
+
+def read_torchtitan(text: str) -> ImportedRun:
+    """The run that a recipe, a TOML file or a launch script with overrides describes.
+
+    Raises SpecError for a text without settings of torchtitan, and for values that torchtitan would not take.
+    """
+    script = read_script(text)
+    settings, unreadable = read_settings(text, script)
+    model = FLAVORS.get((str(settings.get("model.name", "")), str(settings.get("model.flavor", ""))))
+    layout, ranks = _layout(settings)
+    imported = ImportedRun(
+        "torchtitan",
+        {
+            "model": model,
+            "num_gpus": _num_gpus(settings, script),
+            "runtime": "torchtitan",
+            "seq_length": _first(settings, "training.max_context_length", "training.seq_len"),
+            "parallelism": layout,
+            # recipes in Python are of 2026, and so is FlexAttention for all language models
+            "features": _features(settings) | ({"flex_attention": True} if is_recipe(text) else {}),
+        },
+    )
+    imported.unknown |= unreadable
+    _read_batch(imported, settings, ranks)
+    if settings.pop(BY_NAME, False):
+        imported.notes.append("the recipe recomputes some layers by name: read as all of them")
+    if model is None:
+        flavors = ", ".join(sorted({f"{name} {flavor}" for name, flavor in FLAVORS}))
+        imported.notes.append(f"the model is none of torchtitan's flavors {flavors}: add --model")
+    for name, value in settings.items():
+        if name not in _READ:
+            (imported.ignored if _IGNORED.match(name) else imported.unknown)[name] = str(value)
+    return imported
+
+
+def _features(settings: Settings) -> dict[str, Any]:
+    """Features of the run: asynchronous tensor parallelism, and which parts are compiled where a setting gives that."""
+    features = {"async_tp": bool(_first(settings, "compile.enable_async_tensor_parallel"))}
+    compiled = _first(settings, "compile.enable", "training.compile")
+    components = _first(settings, "compile.components") or ["model", "loss"]
+    if isinstance(compiled, bool):
+        features["compile"] = compiled and "model" in components
+        if "compile.enable" in settings:  # the older switch compiled no loss
+            features["cross_entropy_fusion"] = compiled and "loss" in components
+    return features
+
+
+def _first(settings: Settings, *names: str) -> Any:
+    """The value of the first of the names that is set."""
+    return next((settings[name] for name in names if settings.get(name) is not None), None)
+
+
+def _degree(settings: Settings, axis: str, default: int = 1) -> int:
+    value = settings.get(f"parallelism.{axis}_degree", default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SpecError(f"parallelism.{axis}_degree: {value!r} is no whole number", "write a number")
+    return value
+
+
+def _layout(settings: Settings) -> tuple[dict[str, Any], int]:
+    """The run's parallelism, with dp where the settings give it, and the number of ranks of one replica."""
+    tp, cp, pp = (_degree(settings, f"{axis}_parallel") for axis in ("tensor", "context", "pipeline"))
+    name = str(settings.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
+    schedule = _SCHEDULES.get(name)
+    if schedule is None and pp > 1:
+        raise SpecError(
+            f"parallelism.pipeline_parallel_schedule: {name!r} is unknown", f"one of {', '.join(_SCHEDULES)}"
+        )
+    parts = settings.get("parallelism.module_fqns_per_model_part")
+    layout: dict[str, Any] = {
+        "tp": tp,
+        "cp": cp,
+        "pp": pp,
+        "ep": _degree(settings, "expert_parallel"),
+        "etp": 1 if _degree(settings, "expert_parallel") > 1 else tp,
+        "sequence_parallel": bool(settings.get("parallelism.enable_sequence_parallel", True)) and tp > 1,
+        "recompute": str(settings.get("activation_checkpoint.mode", "selective")),
+        "vpp": _vpp(parts, pp, schedule or ""),
+    }
+    if pp > 1:
+        layout["schedule"] = schedule
+    if isinstance(parts, list) and pp > 1:
+        layout["layers_per_stage"] = [sum(str(name).startswith("layers.") for name in part) for part in parts]
+    replicate, shard = (
+        _degree(settings, f"data_parallel_{kind}", default) for kind, default in (("replicate", 1), ("shard", -1))
+    )
+    if replicate > 1 and shard > 0:
+        layout["fsdp"] = shard * cp
+    keeps_weights = settings.get("parallelism.fsdp_reshard_after_forward") == "never"
+    layout["zero_stage"] = 0 if shard == 1 and replicate > 1 else 2 if keeps_weights else 3
+    if shard > 0:
+        layout["dp"] = replicate * shard
+    return layout, tp * cp * pp
+
+
+def _vpp(parts: Any, pp: int, schedule: str) -> int:
+    """Stages per rank: from the list of stages where there is one, else torchtitan's default for the schedule."""
+    if pp == 1 or schedule in ("1f1b", "gpipe"):
+        return 1
+    return max(1, len(parts) // pp) if isinstance(parts, list) else 2
+
+
+def _num_gpus(settings: Settings, script: Script) -> int | None:
+    """GPUs by the script's variables, else by the grid; None where neither gives a number."""
+    for name in ("NGPU", "WORLD_SIZE"):
+        values = script.variables.get(name, [])
+        if values and values[0].isdigit():
+            return int(values[0])
+    layout, ranks = _layout(settings)
+    return layout["dp"] * ranks if "dp" in layout else None
+
+
+def _read_batch(imported: ImportedRun, settings: Settings, ranks: int) -> None:
+    """Micro-batch and global batch in sequences, from sequences or from tokens."""
+    run, layout = imported.run, imported.run["parallelism"]
+    seq_length, gpus = run["seq_length"], run["num_gpus"]
+    dp = layout.get("dp") or (gpus // ranks if gpus else None)
+    tokens_per_microbatch = settings.get("training.num_tokens_per_microbatch_per_dp_rank")
+    if tokens_per_microbatch and seq_length:
+        layout["micro_batch_size"] = max(1, tokens_per_microbatch // seq_length)
+        tokens_per_step = settings.get("training.num_tokens_per_train_step", -1)
+        num_microbatches = settings.get("parallelism.num_pp_microbatches", 1) if layout["pp"] > 1 else 1
+        if tokens_per_step == -1 and dp:
+            tokens_per_step = tokens_per_microbatch * num_microbatches * dp
+        run["global_batch_size"] = tokens_per_step // seq_length if tokens_per_step > 0 else None
+        return
+    local_batch_size = int(settings.get("training.local_batch_size", 8))
+    micro_batch_size = settings.get("parallelism.pipeline_parallel_microbatch_size", 1)
+    layout["micro_batch_size"] = int(micro_batch_size) if layout["pp"] > 1 else local_batch_size
+    global_batch_size = int(settings.get("training.global_batch_size", -1))
+    implied = local_batch_size * dp if dp else None
+    run["global_batch_size"] = global_batch_size if global_batch_size > 0 else implied

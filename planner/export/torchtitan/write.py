@@ -1,0 +1,92 @@
+"""A plan as a torchtitan recipe: a Python file with one function that returns the trainer's configuration."""
+
+from __future__ import annotations
+
+from planner.answer import Plan
+from planner.export.common.header import header
+from planner.export.common.recompute import check_mixture
+from planner.export.common.refusal import Objections, broken_rules, hint_for
+from planner.export.common.stages import VirtualStage, virtual_stages
+from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+from planner.export.torch.order import ORDER_FILE, check_order, order_of
+from planner.export.torch.schedule_csv import to_torch_csv
+from planner.export.torchtitan.model_source import DEFAULT_ROTARY_BASE
+from planner.export.torchtitan.recipe import has_order_of_its_own, recipe_source, splits_backward
+from planner.trainers.rules.common import BF16_ONLY
+from planner.trainers.rules.torch import TORCH_SCHEDULE_RULES, UNCOMPILED
+from planner.trainers.rules.torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
+from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
+
+WRITTEN_FOR = "torchtitan 0.3.0 and main of August 2026"
+RECIPE = "planned_recipe"
+
+
+def export_torchtitan(plan: Plan) -> TrainerFiles:
+    """The recipe, and the command that names it. Raises Inexpressible where torchtitan cannot run the plan."""
+    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    _check_expressible(plan, stages)
+    notes = _notes(plan)
+    comments = header(plan, WRITTEN_FOR, notes)
+    files = [ExportFile(f"{RECIPE}.py", comments + recipe_source(plan, stages))]
+    if has_order_of_its_own(plan):
+        files.append(ExportFile(ORDER_FILE, to_torch_csv(order_of(plan.best))))
+    command = LaunchCommand(
+        program="-m torchtitan.train",
+        arguments={"--module": RECIPE, "--config": "plan"},
+        setup=('export PYTHONPATH="$PLAN_DIR${PYTHONPATH:+:$PYTHONPATH}"',),
+        comments=comments,
+        files=tuple(files),
+    )
+    return TrainerFiles(WRITTEN_FOR, tuple(files), command, notes)
+
+
+def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+    """Raise Inexpressible, with every reason, where torchtitan cannot run the plan."""
+    layout = plan.parallelism
+    schedule_rules = TORCH_SCHEDULE_RULES.get(layout.schedule)
+    layout_rules = TORCHTITAN_RULES if schedule_rules is None else (*TORCHTITAN_LAYOUT_RULES, *schedule_rules)
+    rules = (*TORCHTITAN_MODEL_RULES, *layout_rules, BF16_ONLY)
+    hint = hint_for(plan, "torchtitan", TORCHTITAN_MODEL_RULES)
+    objections = Objections("torchtitan", broken_rules(rules, plan), hint)
+    check_mixture(plan.best, objections)
+    if layout.pp > 1:
+        check_order(plan, stages, objections)
+    objections.when(
+        any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
+    )
+    objections.when(
+        layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
+    )
+    objections.when(
+        layout.zero_stage == 0 and layout.cp > 1,
+        "zero_stage",
+        f"it shards weights over the ranks of cp {layout.cp}, always",
+    )
+    if splits_backward(plan):
+        # VarlenAttention has neither
+        needs = "split backwards need VarlenAttention, which has no"
+        objections.when(layout.cp > 1, "split_backward_with_cp", f"{needs} context parallelism")
+        objections.when(plan.model.spec.attention_sinks, "split_backward_with_sinks", f"{needs} attention sinks")
+    objections.raise_any()
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    """Placeholders, and differences between the plan and what torchtitan does."""
+    model = plan.model.spec
+    notes = [
+        "data, tokenizer (HF_ASSETS_PATH), optimizer and number of steps are placeholders",
+        "initial weights are drawn with a plain std of 0.02",
+    ]
+    if model.rope_theta is None:
+        notes.append(f"the model spec states no rope_theta: {DEFAULT_ROTARY_BASE:g} is torchtitan's default")
+    if plan.parallelism.recompute == "selective":
+        notes.append("SelectiveAC chooses operations itself: it recomputes others than the plan's modules")
+    if splits_backward(plan):
+        notes += [UNCOMPILED] if plan.runtime_spec.compiled else []
+        notes.append(
+            "backwards are split: VarlenAttention, since FlexAttention is compiled always and then has one backward "
+            "(pytorch/torchtitan issue 3584); it takes FlashAttention 3 on Hopper and 4 on Blackwell"
+        )
+    if plan.parallelism.cp > 1:
+        notes.append("context parallelism needs spmd_types, and that a torch nightly")
+    return tuple(notes)

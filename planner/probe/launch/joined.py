@@ -1,0 +1,69 @@
+"""One rank among others that torchrun or Slurm has started, on one node or many."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+
+from planner.errors import ProbeError
+from planner.files import write_text
+from planner.probe.result import Failure, RankResult
+from planner.probe.run import ProbeRun
+from planner.probe.worker.failure import HINTS, run_worker
+from planner.probe.worker.files import RESULT_FILE, RUN_FILE
+from planner.probe.worker.watch import watch_progress
+from planner.probe.worker.worker import Worker
+
+_FIRST_PORT, _NUM_PORTS = 29500, 1000
+
+
+def joins_others() -> bool:
+    """True if this process is one of several ranks. Variables that srun sets are translated into those of torchrun.
+
+    A batch script has SLURM_NTASKS too and is one process; only processes that srun starts have SLURM_STEP_NUM_TASKS.
+    """
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_STEP_NUM_TASKS"]
+        os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
+        os.environ.setdefault("MASTER_ADDR", first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
+        port = _FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", "0")) % _NUM_PORTS
+        os.environ.setdefault("MASTER_PORT", str(port))
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's nodes: `gpu[07-12,20]-ib,login` begins with gpu07-ib."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at commas outside of brackets
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first) or "localhost"
+
+
+def run_rank(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...] | Failure:
+    """Run this process's rank. Returns all ranks' results on rank 0, none on other ranks, or the failure of this
+    rank."""
+    write_text(folder / RUN_FILE, run.model_dump_json())
+    done = threading.Event()
+    threading.Thread(target=watch_progress, args=(run, folder, rank, done), daemon=True).start()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    failure = run_worker(lambda: Worker(folder, rank, local_rank, local=False), folder, rank)
+    done.set()
+    if failure is not None:
+        return failure
+    if rank:
+        return ()
+    paths = [folder / RESULT_FILE.format(other) for other in range(run.world_size)]
+    return tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
+
+
+def rank_error(failure: Failure, run: ProbeRun) -> ProbeError:
+    """The error that tells the user how a rank failed."""
+    hint = HINTS.get(failure.kind, "--debug shows where")
+    if failure.phase.startswith("rendezvous"):
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        hint = f"the ranks meet at {address}; where that port is taken, set MASTER_PORT (torchrun --master-port)"
+    error = ProbeError(
+        f"rank {failure.rank} ({run.place(failure.rank)}) failed in {failure.phase}: {failure.message}", hint
+    )
+    error.add_note(failure.traceback)  # which --debug prints
+    return error

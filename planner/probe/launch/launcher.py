@@ -1,0 +1,175 @@
+"""Starts the ranks of a probe on this machine, watches them, and turns the outcome into a result or one error."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from planner.errors import ProbeError
+from planner.files import write_text
+from planner.probe.launch.interrupts import signals_end_as_ctrl_c, start_process_server
+from planner.probe.result import Failure, MeasuredRun, RankResult
+from planner.probe.run import ProbeRun
+from planner.probe.worker.failure import EXIT_FAILED, HINTS, out_of_memory_result
+from planner.probe.worker.files import FAILURE_FILE, RESULT_FILE, RUN_FILE, STATUS_FILE
+from planner.probe.worker.process import rank_process
+from planner.probe.worker.status import Progress, read_status
+
+POLL_S = 0.02
+GRACE_S = 1.0
+"""Seconds that the other ranks still get to report what they know after one has failed."""
+STOPPED_S = 10.0
+"""Seconds that a process may take to end."""
+Child = Callable[[Path, int, int], None]
+"""The function that a process runs, called with (folder, global rank, number on this machine)."""
+_PRELOAD = ["planner.probe.worker.process", "planner.probe.worker.stage_worker"]
+
+
+def launch(run: ProbeRun, child: Child = rank_process, ranks: Sequence[int] = ()) -> MeasuredRun:
+    """Run all ranks, or those named, on this machine, one process each.
+
+    The ranks' folder is removed at the end, except after a failure: there the stacks and logs of all ranks are kept.
+    Raises ProbeError naming rank, stage and phase. All processes are gone when this returns or raises.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="plan-probe-"))
+        write_text(folder / RUN_FILE, run.model_dump_json(), force=True)
+    except OSError as error:
+        raise ProbeError(
+            f"the probe's folder cannot be made: {error.strerror}", "set TMPDIR to a folder with space"
+        ) from None
+    try:
+        with signals_end_as_ctrl_c():
+            measured = _StartedRanks(run, folder, child, ranks or range(run.world_size)).watch()
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    return measured
+
+
+class _StartedRanks:
+    def __init__(self, run: ProbeRun, folder: Path, child: Child, ranks: Sequence[int]) -> None:
+        self.run, self.folder, self.ranks = run, folder, ranks
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)  # torch is imported once, not once a rank
+        start_process_server()
+        self.processes: list[BaseProcess] = [
+            context.Process(target=child, args=(folder, rank, number), daemon=True) for number, rank in enumerate(ranks)
+        ]
+
+    def watch(self) -> MeasuredRun:
+        """Start the ranks and wait for them. None of them runs any more afterwards, whatever happens."""
+        self.started_s = time.monotonic()
+        try:
+            for started in self.processes:
+                started.start()
+            while any(started.exitcode is None for started in self.processes) and not self._is_over():
+                if any(started.exitcode for started in self.processes):
+                    break
+                self._check_progress()
+                time.sleep(POLL_S)
+            if any(started.exitcode for started in self.processes):
+                return self._out_of_memory_or_raise()
+            return self._collect()
+        finally:
+            self._stop()
+
+    def _is_over(self) -> bool:
+        """True if all ranks have left their results and the processes that still run do not end by themselves."""
+        progress_of_ranks = map(self._progress, self.ranks)
+        return all(progress.phase == "done" and progress.still_s > STOPPED_S for progress in progress_of_ranks)
+
+    def _collect(self) -> MeasuredRun:
+        ranks = []
+        for rank in self.ranks:
+            path = self.folder / RESULT_FILE.format(rank)
+            ranks.append(RankResult.model_validate_json(path.read_text()))
+        return MeasuredRun(run=self.run, ranks=tuple(ranks))
+
+    def _check_progress(self) -> None:
+        running = {rank: progress for rank in self.ranks if (progress := self._progress(rank)).phase != "done"}
+        stuck = {rank: progress for rank, progress in running.items() if progress.stands_still(self.run.timeout_s)}
+        if not stuck:
+            return
+        # the rank that computes keeps the others waiting, even if they stood still a moment earlier
+        if any("computing" in progress.detail for rank, progress in running.items() if rank not in stuck):
+            return
+        rank = min(stuck, key=lambda r: ("computing" not in stuck[r].detail, stuck[r].since_s))
+        self._dump_stacks()
+        verb = "hangs" if "waiting" not in stuck[rank].detail else "waits in vain"
+        raise ProbeError(
+            f"{self._name(rank)} {verb} in {stuck[rank]}: no progress for {stuck[rank].still_s:.0f} s",
+            f"stacks and logs of all ranks are in {self.folder}; --timeout gives slow ranks longer",
+        )
+
+    def _progress(self, rank: int) -> Progress:
+        progress = read_status(self.folder / STATUS_FILE.format(rank))
+        return progress or Progress("start", "", self.started_s)
+
+    def _dump_stacks(self) -> None:
+        for started in self.processes:
+            if started.exitcode is None and started.pid is not None:
+                os.kill(started.pid, signal.SIGUSR1)
+        time.sleep(GRACE_S)
+
+    def _out_of_memory_or_raise(self) -> MeasuredRun:
+        """Find the rank that failed first: one that was killed, or one whose error is more than the loss of another
+        rank."""
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and any(started.exitcode is None for started in self.processes):
+            time.sleep(POLL_S)
+        failures = self._failures()
+        out_of_memory = next((failure for failure in failures if failure.kind == "out_of_memory"), None)
+        if out_of_memory is not None:
+            return out_of_memory_result(self.run, out_of_memory)
+        hint = f"stacks and logs of all ranks are in {self.folder}"
+        killed = [(rank, signal.Signals(-code)) for rank, code in self._exit_codes() if code < 0]
+        killed.sort(key=lambda item: item[1] == signal.SIGABRT)
+        # NCCL's watchdog aborts a rank whose peer is gone
+        is_consequence = any(failure.kind != "lost_peer" for failure in failures)
+        if killed and not (is_consequence and killed[0][1] == signal.SIGABRT):
+            rank, signal_sent = killed[0]
+            raise ProbeError(f"{self._name(rank)} was killed by {signal_sent.name} in {self._progress(rank)}", hint)
+        ranks_with_record = {failure.rank for failure in failures}
+        silent = [(rank, code) for rank, code in self._exit_codes() if code and rank not in ranks_with_record]
+        if silent and all(failure.kind == "lost_peer" for failure in failures):
+            rank, code = silent[0]
+            progress = self._progress(rank)
+            if code == EXIT_FAILED:  # and had no space to say why, but in its status
+                raise ProbeError(f"{self._name(rank)} failed in {progress.phase}: {progress.detail}", hint)
+            raise ProbeError(f"{self._name(rank)} ended with code {code} in {progress}", hint)
+        first = failures[0]
+        hint = f"{HINTS[first.kind]}; {hint}" if first.kind == "host_memory" else hint
+        raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)
+
+    def _exit_codes(self) -> list[tuple[int, int]]:
+        """Pairs of a rank and the exit code of its process; 0 where the process still runs."""
+        return [(rank, started.exitcode or 0) for rank, started in zip(self.ranks, self.processes, strict=True)]
+
+    def _failures(self) -> list[Failure]:
+        """The records of failed ranks, causes before consequences."""
+        failures = []
+        for rank in self.ranks:
+            path = self.folder / FAILURE_FILE.format(rank)
+            if path.exists():
+                failures.append(Failure.model_validate_json(path.read_text()))
+        return sorted(failures, key=lambda failure: (failure.kind == "lost_peer", failure.time_s))
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self.run.place(rank)})"
+
+    def _stop(self) -> None:
+        for started in self.processes:
+            if started.pid is not None and started.exitcode is None:
+                started.kill()
+        for started in self.processes:
+            if started.pid is not None:
+                started.join(STOPPED_S)

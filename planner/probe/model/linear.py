@@ -1,0 +1,136 @@
+"""Linear layers sharded over tensor-parallel peers, whose backward keeps input and weight gradient apart."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from planner.probe.model.marks import mark_partial, mark_shard
+from planner.probe.model.peer_functions import Leave
+from planner.probe.model.peers import apply
+from planner.probe.model.surroundings import Surroundings
+
+_GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32) if hasattr(torch, "_grouped_mm") else ()
+"""Dtypes that torch's grouped GEMM takes on the CPU; on a GPU it takes bf16 from Hopper on. Everything else is
+multiplied expert by expert."""
+
+
+class Linear(nn.Module):
+    """y = x · weightᵀ + bias, whole ("none"), or with its rows ("column") or columns ("row") sharded over tp.
+
+    A column-parallel layer gathers the sequence inside its GEMM, keeps the shard and gathers again in backward; a
+    row-parallel one sums over the peers and shards the sequence again. `sections` are the parts of a fused weight
+    (q, k, v; gate, up), each sharded by itself: (whole width, width on a rank).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        around: Surroundings,
+        *,
+        parallel: Literal["none", "column", "row"] = "none",
+        bias: bool = False,
+        sections: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        super().__init__()
+        tp = around.tp.size
+        self.around, self.parallel = around, parallel
+        rows, columns = out_features, in_features // tp if parallel == "row" else in_features
+        if parallel == "column":
+            sections = sections or ((out_features, out_features // tp),)
+            rows = sum(local for _, local in sections)
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        if parallel == "column":
+            mark_shard(self.weight, 0, sections)
+            mark_shard(self.bias, 0, sections)
+        elif parallel == "row":
+            mark_shard(self.weight, 1, ((in_features, columns),))
+            mark_partial(self.bias)
+        else:
+            mark_partial(self.weight)
+            mark_partial(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        row_of_several = self.parallel == "row" and self.around.tp.size > 1
+        inner_bias = None if row_of_several else self.bias
+        y = apply(_Product, x, self.weight, inner_bias, self.around, self.parallel == "column")
+        if row_of_several:
+            y = apply(Leave, y, self.around.tp)
+            return y if self.bias is None else y + self.bias
+        return y
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, around: Surroundings, enters: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.around, ctx.enters, ctx.has_bias = around, enters, bias is not None
+        return functional.linear(around.tp.enter(x) if enters else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        tp, enters = ctx.around.tp, ctx.enters
+        rows = grad.reshape(-1, grad.shape[-1])
+        inputs = (tp.enter(x) if enters else x).reshape(-1, x.shape[-1])
+        x_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
+            x_grad = tp.enter_grad(x_grad) if enters else x_grad
+        bias_grad = rows.sum(0) if ctx.has_bias else None
+        return x_grad, ctx.around.weight_gradient(weight, partial(_outer, rows, inputs)), bias_grad, None, None
+
+
+def _outer(rows: Tensor, inputs: Tensor) -> Tensor:
+    return rows.T @ inputs
+
+
+class GroupedProduct(torch.autograd.Function):
+    """y[rows of expert e] = x[rows of expert e] · weight[e]ᵀ; `ends` are the ends of the experts' rows, int32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, around: Surroundings) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.around = around
+        return _grouped(x, weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        return (
+            _grouped(grad, weight, ends),
+            ctx.around.weight_gradient(weight, partial(_grouped_outer, grad, x, ends)),
+            None,
+            None,
+        )
+
+
+def _takes_groups(x: Tensor) -> bool:
+    if not x.is_cuda:
+        return x.dtype in _GROUPED_DTYPES
+    return bool(_GROUPED_DTYPES) and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] >= 9
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """[rows, k] · [experts, k, n] → [rows, n]."""
+    if _takes_groups(x):
+        return torch._grouped_mm(x, weight, offs=ends)
+    return torch.cat([part @ matrix for part, matrix in zip(_split(x, ends), weight, strict=True)])
+
+
+def _grouped_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """[rows, n]ᵀ · [rows, k] → [experts, n, k]."""
+    if _takes_groups(x):
+        return torch._grouped_mm(grad.T, x, offs=ends)
+    return torch.stack([g.T @ part for g, part in zip(_split(grad, ends), _split(x, ends), strict=True)])
+
+
+def _split(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    return torch.tensor_split(x, ends[:-1].cpu().long())

@@ -1,0 +1,154 @@
+"""The MLP of a decoder layer in eager torch: dense, or a mixture of experts with its routing and exchanges."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from planner.probe.model.linear import GroupedProduct, Linear
+from planner.probe.model.marks import mark_partial
+from planner.probe.model.peer_functions import ExpertAllToAll
+from planner.probe.model.peers import apply
+from planner.probe.model.surroundings import Surroundings, recomputable, to_fp32
+from planner.specs.model import ModelSpec, MoESpec
+
+
+def activate(x: Tensor, model: ModelSpec) -> Tensor:
+    """act(gate)·up of the two halves of x, or act(x)."""
+    if model.gated_mlp:
+        gate, up = x.chunk(2, dim=-1)
+        return (functional.silu(gate) if model.activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
+    if model.activation == "relu2":
+        return functional.relu(x).square()
+    return functional.silu(x) if model.activation == "silu" else functional.gelu(x, approximate="tanh")
+
+
+class DenseMLP(nn.Module):
+    """Up (and gate) projection in one GEMM, activation, down projection."""
+
+    def __init__(self, model: ModelSpec, intermediate_size: int, around: Surroundings) -> None:
+        super().__init__()
+        self.model = model
+        section = (intermediate_size, intermediate_size // around.tp.size)
+        sections = (section,) * (2 if model.gated_mlp else 1)
+        self.up = Linear(
+            model.hidden_size,
+            intermediate_size * len(sections),
+            around,
+            parallel="column",
+            bias=model.has_mlp_bias,
+            sections=sections,
+        )
+        self.down = Linear(intermediate_size, model.hidden_size, around, parallel="row", bias=model.has_mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down(activate(self.up(x), self.model)))
+
+
+class MoE(nn.Module):
+    """Router, permutation by expert, exchange over ep, grouped GEMMs, and the way back; a shared expert beside them.
+
+    The router is a softmax whose top-k weights are normalised; its bias, where there is one, is added to the logits.
+    Each row is weighted at the experts' activation, so that its gradient needs no copy of the experts' output.
+    """
+
+    def __init__(self, model: ModelSpec, moe: MoESpec, around: Surroundings) -> None:
+        super().__init__()
+        self.moe, self.around = moe, around
+        self.router = Linear(model.hidden_size, moe.num_experts, around, bias=moe.router_bias)
+        self.experts = Experts(model, moe, around)
+        width = moe.shared_expert_intermediate_size
+        self.shared = DenseMLP(model, width, around) if width else None
+        self.shared_gate = Linear(model.hidden_size, 1, around) if moe.shared_expert_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(tokens)
+        order = chosen.flatten().argsort(stable=True)
+        token = order // self.moe.num_experts_per_tok
+        inverse_order = order.argsort()
+        num_sent = count(chosen.flatten(), self.moe.num_experts)
+        rows = self.dispatch(tokens.index_select(0, token), weights.flatten().index_select(0, order), num_sent)
+        y = rows.index_select(0, inverse_order).view(*chosen.shape, -1).sum(1).view_as(x)
+        if self.shared is None:
+            return y
+        shared = recomputable("shared_experts", self.shared, self.around)(x)
+        if self.shared_gate is not None:
+            shared = torch.sigmoid(self.shared_gate(x)) * shared
+        return y + shared
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts of each token, both [tokens, num_experts_per_tok]."""
+        scores = to_fp32(self.router(tokens)).softmax(dim=-1)
+        num_experts, k = self.moe.num_experts, self.moe.num_experts_per_tok
+        if self.around.balanced_routing:
+            chosen = torch.arange(tokens.shape[0] * k, device=tokens.device).view(-1, k) % num_experts
+            weights = scores.gather(1, chosen)
+        else:
+            weights, chosen = scores.topk(k, dim=-1)
+        return (weights / weights.sum(dim=-1, keepdim=True)).to(tokens.dtype), chosen
+
+    def dispatch(self, rows: Tensor, weights: Tensor, sent: Tensor) -> Tensor:
+        """Send rows, sorted by expert, to the ranks of their experts, apply the experts and bring the rows back."""
+        peers = self.around.ep
+        if peers.size == 1:
+            return cast(Tensor, self.experts(rows, weights, sent))
+        received = peers.counts(sent)
+        num_sent, num_received = sent.view(peers.size, -1).sum(1), received.sum(1)
+        rows = apply(ExpertAllToAll, rows, peers, num_sent, num_received)
+        weights = apply(ExpertAllToAll, weights, peers, num_sent, num_received)
+        num_local_experts = received.shape[1]
+        if num_local_experts > 1:
+            expert = torch.arange(num_local_experts, device=rows.device).repeat(peers.size)
+            expert = expert.repeat_interleave(received.flatten(), output_size=rows.shape[0])  # does not wait for a GPU
+            order = expert.argsort(stable=True)
+            rows, weights = rows.index_select(0, order), weights.index_select(0, order)
+        rows = self.experts(rows, weights, received.sum(0))
+        if num_local_experts > 1:
+            rows = rows.index_select(0, order.argsort())
+        return apply(ExpertAllToAll, rows, peers, num_received, num_sent)
+
+
+def count(chosen: Tensor, num_experts: int) -> Tensor:
+    """The number of times that each expert was chosen, counted on the device without waiting for it."""
+    return torch.zeros(num_experts, dtype=torch.long, device=chosen.device).scatter_add_(
+        0, chosen, torch.ones_like(chosen)
+    )
+
+
+class Experts(nn.Module):
+    """The routed experts a rank holds: grouped GEMMs over rows sorted by expert."""
+
+    def __init__(self, model: ModelSpec, moe: MoESpec, around: Surroundings) -> None:
+        super().__init__()
+        self.model, self.around = model, around
+        local, width = moe.num_experts // around.ep.size, moe.moe_intermediate_size
+        factor = 2 if model.gated_mlp else 1
+        self.up = nn.Parameter(torch.empty(local, factor * width, model.hidden_size))
+        self.down = nn.Parameter(torch.empty(local, model.hidden_size, width))
+        has_bias = model.has_mlp_bias
+        self.up_bias = nn.Parameter(torch.empty(local, factor * width)) if has_bias else None
+        self.down_bias = nn.Parameter(torch.empty(local, model.hidden_size)) if has_bias else None
+        for parameter in self.parameters():
+            parameter.expert = True  # type: ignore[attr-defined]
+            mark_partial(parameter)
+
+    def forward(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0).to(torch.int32)
+        hidden = apply(GroupedProduct, rows, self.up, ends, self.around)
+        hidden = self._add_bias(hidden, self.up_bias, counts)
+        hidden = activate(hidden, self.model) * weights.unsqueeze(-1)
+        out = apply(GroupedProduct, hidden, self.down, ends, self.around)
+        if self.down_bias is None:
+            return out
+        return self._add_bias(out, self.down_bias, counts, weights)
+
+    @staticmethod
+    def _add_bias(x: Tensor, bias: Tensor | None, counts: Tensor, weights: Tensor | None = None) -> Tensor:
+        if bias is None:
+            return x
+        rows = bias.repeat_interleave(counts, dim=0, output_size=x.shape[0])
+        return x + (rows if weights is None else rows * weights.unsqueeze(-1))

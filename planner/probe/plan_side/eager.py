@@ -1,0 +1,50 @@
+"""The planner's price of the program that a probe runs: the plan's layout in eager torch and bf16.
+
+Measurements are compared with this price, whatever trainer and dtype the plan is for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.answer import Plan
+from planner.layout.candidate import Candidate
+from planner.layout.replan import layout_again, reprice
+from planner.probe.plan_side.chunks import recompute_modules
+from planner.specs.training import TrainingSpec
+from planner.trainers.load import load_runtime
+from planner.trainers.spec import RuntimeSpec
+
+EAGER = load_runtime("torch-eager").model_copy(update={"clips_gradients": True})
+"""The trainer that a probe's ranks are: eager torch that clips gradients."""
+MASTERS_ARE_WEIGHTS: dict[str, Any] = {"weight_bytes": 4, "optimizer_bytes": 8}
+"""Under ZeRO-3 the ranks' sharded weights are the fp32 masters (fully_shard)."""
+
+
+def in_eager_torch(plan: Plan) -> Plan:
+    """The plan with its best layout priced as a probe runs it, with experts evenly loaded. The layout itself stays."""
+    eager = plan.model_copy(
+        update={
+            "runtime": EAGER.name,
+            "runtime_spec": runtime_of(plan),
+            "training": training_of(plan.training.seq_length, plan.training.global_batch_size),
+        }
+    )
+    return eager.model_copy(update={"best": layout_again(eager, repriced(eager))})
+
+
+def repriced(plan: Plan) -> Candidate:
+    """Prices of a plan in eager torch, stage by stage. Selective recomputation covers the modules that the probe can
+    recompute."""
+    return reprice(plan, plan.best, recompute_modules(plan.best))
+
+
+def runtime_of(plan: Plan) -> RuntimeSpec:
+    """Eager torch with the host time per micro-batch that the plan takes from an earlier probe."""
+    sharded = MASTERS_ARE_WEIGHTS if plan.parallelism.zero_stage == 3 else {}
+    return EAGER.model_copy(update={"microbatch_overhead_s": plan.runtime_spec.microbatch_overhead_s, **sharded})
+
+
+def training_of(seq_length: int, num_sequences: int) -> TrainingSpec:
+    """A probe's step: in bf16, with equal shares of tokens for all experts, no rank slower than another."""
+    return TrainingSpec(seq_length=seq_length, global_batch_size=num_sequences)

@@ -1,0 +1,34 @@
+"""The options of a probe: the device, the size of the run, and the tolerance of the verdict."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from planner.probe.run import Device
+from planner.schedule.actions import Schedule
+
+DEFAULT_TOLERANCE = 0.1
+"""Fraction of a prediction by which a measurement may differ."""
+
+
+class ProbeOptions(NamedTuple):
+    """Options of one probe."""
+
+    device: Device = "cpu"
+    stages: Literal["all"] | int | None = None
+    """None runs all stages together. Else one device runs one stage at a time: all distinct stages, or the one
+    named."""
+    hidden_size: int = 64
+    """Hidden size of the small model on the CPU."""
+    num_processes: int = 8
+    """The most processes to start on the CPU."""
+    most_layers: int = 2
+    """The most layers of a virtual stage on the CPU."""
+    sleep: bool = False
+    """On the CPU, sleep for the plan's seconds, scaled, instead of computing."""
+    num_steps: int = 3
+    tolerance_fraction: float = DEFAULT_TOLERANCE
+    timeout_s: float = 120.0
+    """Seconds without progress after which a rank counts as hanging."""
+    order: Schedule | None = None
+    """An order to run instead of the plan's, such as one read from a CSV file."""

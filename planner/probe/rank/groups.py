@@ -1,0 +1,154 @@
+"""The process groups of a rank: the ranks with which it shares layers, gradients, parameters, and messages."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch.distributed as dist
+
+from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, TensorPeers
+from planner.probe.model.surroundings import Surroundings
+from planner.probe.rank.gradients import Sharding
+from planner.probe.rank.messages import traffic
+from planner.probe.run import Place, ProbeRun
+
+
+class RankGroups:
+    """The process groups of one rank. Every rank creates all groups of all ranks, because torch requires it."""
+
+    def __init__(self, run: ProbeRun, rank: int) -> None:
+        self.run, self.rank, self.place = run, rank, run.place(rank)
+        groups = {key: dist.new_group(list(key[1])) for key in group_keys(run)}
+        self.mine = {key: group for key, group in groups.items() if rank in key[1]}
+        self.around = Surroundings(
+            tp=self._tensor_peers(),
+            ep=self._expert_peers(),
+            cp=self._context_peers(),
+            balanced_routing=run.balanced_routing,
+            recomputed=frozenset(run.recompute_modules),
+        )
+        self.dense = self._sharding("dp", data_ranks(run, self.place))
+        self.expert = self._sharding("expert_dp", expert_data_ranks(run, self.place))
+        self.wires = {
+            pair: self.mine[wire_key(run, self.place, pair)] for pair in traffic(run.order) if self.place.pp in pair
+        }
+        self.replicas = {
+            holders: self.mine["replicas", pipeline_ranks(run, self.place, holders)]
+            for holders in replica_sets(run)
+            if self.place.pp in holders
+        }
+
+    def beside(self, pp_rank: int) -> int:
+        """Global rank of the same coordinates on another pipeline rank."""
+        return self.run.rank(self.place._replace(pp=pp_rank))
+
+    def holders(self, name: str, stage: int) -> tuple[int, ...]:
+        """Pipeline ranks that hold the parameter `name` of virtual stage `stage`, sorted."""
+        return holders(self.run, name, stage)
+
+    def _tensor_peers(self) -> TensorPeers:
+        run, ranks = self.run, tensor_ranks(self.run, self.place)
+        if run.tp == 1:
+            return TensorPeers()
+        return GroupPeers(run.tp, self.place.tp, run.sequence_parallel, self.mine["tp", ranks])
+
+    def _context_peers(self) -> TensorPeers:
+        run, ranks = self.run, context_ranks(self.run, self.place)
+        return TensorPeers() if run.cp == 1 else GroupPeers(run.cp, self.place.cp, group=self.mine["cp", ranks])
+
+    def _expert_peers(self) -> ExpertPeers:
+        run, ranks = self.run, expert_ranks(self.run, self.place)
+        return ExpertPeers() if run.ep == 1 else ExpertGroup(run.ep, ranks.index(self.rank), self.mine["ep", ranks])
+
+    def _sharding(self, kind: str, ranks: tuple[int, ...]) -> Sharding:
+        run, group = self.run, self.mine.get((kind, ranks))
+        return Sharding(group, len(ranks), ranks.index(self.rank), run.zero, run.dp_stands_for)
+
+
+GroupKey = tuple[str, tuple[int, ...]]
+"""The purpose of a group, and its global ranks."""
+
+
+def group_keys(run: ProbeRun) -> list[GroupKey]:
+    """The keys of all groups of more than one rank, in the same order on all ranks."""
+    keys: dict[GroupKey, None] = {}
+    pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
+    for coordinates in product(range(run.pp), range(run.dp), range(run.cp), range(run.tp)):
+        place = Place(*coordinates)
+        keys["tp", tensor_ranks(run, place)] = None
+        keys["cp", context_ranks(run, place)] = None
+        keys["dp", data_ranks(run, place)] = None
+        keys["ep", expert_ranks(run, place)] = None
+        keys["expert_dp", expert_data_ranks(run, place)] = None
+        for pair in pairs:
+            keys[wire_key(run, place, pair)] = None
+        for holding in replicas:
+            keys["replicas", pipeline_ranks(run, place, holding)] = None
+    return [key for key in keys if len(key[1]) > 1]
+
+
+def wire_key(run: ProbeRun, place: Place, pair: tuple[int, int]) -> GroupKey:
+    """The key of the channel from one pipeline rank to another. Each direction has its own channel."""
+    direction = "up" if pair[0] < pair[1] else "down"
+    return direction, pipeline_ranks(run, place, pair)
+
+
+def tensor_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    return tuple(run.rank(place._replace(tp=tp)) for tp in range(run.tp))
+
+
+def context_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    return tuple(run.rank(place._replace(cp=cp)) for cp in range(run.cp))
+
+
+def data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    """Ranks that apply the same weights to other tokens, over dp and cp."""
+    return tuple(run.rank(place._replace(dp=dp, cp=cp)) for dp, cp in product(range(run.dp), range(run.cp)))
+
+
+def expert_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    """Ranks that share a set of experts: neighbours within a stage, tp innermost."""
+    first, unit = _within_stage(run, place)
+    first += unit // run.ep * run.ep
+    return tuple(range(first, first + run.ep))
+
+
+def expert_data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    """Ranks of the stage that hold the same experts."""
+    first, unit = _within_stage(run, place)
+    return tuple(first + other for other in range(run.world_size // run.pp) if other % run.ep == unit % run.ep)
+
+
+def _within_stage(run: ProbeRun, place: Place) -> tuple[int, int]:
+    """The first rank of the stage, and this rank's number within the stage."""
+    first = run.rank(Place(place.pp, 0, 0, 0))
+    return first, run.rank(place) - first
+
+
+def pipeline_ranks(run: ProbeRun, place: Place, pp_ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Global ranks with the same coordinates on several pipeline ranks, sorted."""
+    return tuple(sorted(run.rank(place._replace(pp=pp)) for pp in pp_ranks))
+
+
+def holders(run: ProbeRun, name: str, stage: int) -> tuple[int, ...]:
+    """Pipeline ranks that hold the parameter `name` of virtual stage `stage`, sorted.
+
+    Both copies of a bidirectional schedule hold it. An embedding is also held by the ranks of a tied head or of
+    multi-token prediction.
+    """
+    n = len(run.chunks)
+    stages = {stage % n + copy * n for copy in range(run.num_directions)}
+    if name.startswith("embedding."):
+        tied = run.model.tie_word_embeddings and name == "embedding.weight"
+        for other in range(len(run.stage_to_rank)):
+            chunk = run.chunk_of(other)
+            if chunk.embedding or chunk.mtp or (tied and chunk.head):
+                stages.add(other)
+    return tuple(sorted({run.stage_to_rank[s] for s in stages}))
+
+
+def replica_sets(run: ProbeRun) -> list[tuple[int, ...]]:
+    """Sets of pipeline ranks that hold the same parameters, in the same order on all ranks."""
+    sets = {holders(run, "layers", stage) for stage in range(len(run.stage_to_rank))}
+    sets |= {holders(run, name, 0) for name in ("embedding.weight", "embedding.positions")}
+    return sorted(ranks for ranks in sets if len(ranks) > 1)

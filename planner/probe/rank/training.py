@@ -1,0 +1,194 @@
+"""One rank's training step: its pipeline, its gradients and its optimizer; the same loop on CPU and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.probe.model.attention_tables import AttentionTables
+from planner.probe.model.chunk import Chunk, hidden_shape
+from planner.probe.model.peers import GroupPeers
+from planner.probe.model.surroundings import Surroundings
+from planner.probe.model.weights import initialise
+from planner.probe.rank.batches import batch_seed, synthetic_batch
+from planner.probe.rank.build_chunk import build_chunk, dtypes
+from planner.probe.rank.clock import Clock, StepRecord
+from planner.probe.rank.fully_sharded import ShardedParameters, shard_chunk
+from planner.probe.rank.gradients import FlatParameters, Sharding, all_reduce_flat, clip_scale
+from planner.probe.rank.messages import needed_by
+from planner.probe.rank.parameters import Parameters
+from planner.probe.rank.pipeline import RankPipeline, SleepingPipeline
+from planner.probe.rank.wires import Wires
+from planner.probe.result import StepSeconds
+from planner.probe.run import ProbeRun
+from planner.schedule.actions import Action
+
+
+class Trainer:
+    """A rank's stages and its training step. A rank that runs without peers needs no `replica_groups`."""
+
+    def __init__(
+        self,
+        run: ProbeRun,
+        pp_rank: int,
+        around: Surroundings,
+        wires: Wires,
+        device: str,
+        dense: Sharding,
+        expert: Sharding,
+        holders: Callable[[str, int], tuple[int, ...]] = lambda name, stage: (0,),
+        replica_groups: dict[tuple[int, ...], Any] | None = None,
+        dp_rank: int = 0,
+    ) -> None:
+        self.run, self.around, self.device, self.dp_rank = run, around, device, dp_rank
+        self.replica_groups = replica_groups or {}
+        self.clock = Clock(device)
+        dtype, grad_dtype = dtypes(run)
+        self.shape, self.dtype = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around), dtype
+        stages = run.stages_of(pp_rank)
+        self.chunks: dict[int, Chunk] = {}
+        self.flat: list[FlatParameters | ShardedParameters] = []
+        if run.sleep is not None:
+            self.pipeline: RankPipeline = SleepingPipeline(
+                run.order, pp_rank, {}, wires, around, None, self.clock, durations=run.sleep, empty=self.empty
+            )
+            return
+        fully_sharded = run.fully_sharded and dense.group is not None
+        is_meta = fully_sharded and not run.check  # the whole may be more than a device holds
+        self.chunks = {stage: build_chunk(run, stage, around, "meta" if is_meta else device) for stage in stages}
+        for chunk in self.chunks.values() if fully_sharded else ():
+            shard_chunk(chunk, dense, expert, dtype, grad_dtype, gathers_again=run.pp == 1, device=device)
+            if is_meta:
+                initialise(chunk, run.seed)
+        self.parameters = Parameters(run, self.chunks, holders)
+        for is_expert, sharding in ((False, dense), (True, expert)):
+            counted, others = self.parameters.of_kind(is_expert, around.tp.rank, pp_rank)
+            if (counted or others) and fully_sharded and sharding.group is not None:
+                self.flat.append(ShardedParameters(counted, others, sharding, run.learning_rate))
+            elif counted or others:
+                self.flat.append(FlatParameters(counted, others, sharding, grad_dtype, run.learning_rate))
+        if self.clock.is_cuda:
+            torch.cuda.empty_cache()  # what building needed for a moment is no part of the run
+        tables = AttentionTables.of(run.model, run.whole_seq_length, around, self.empty())
+        self.pipeline = RankPipeline(run.order, pp_rank, self.chunks, wires, around, tables, self.clock)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for flat in self.flat for parameter in flat.parameters)
+
+    def empty(self) -> Tensor:
+        """A buffer for one message."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def rehearse(self) -> None:
+        """Run one made-up micro-batch through every chunk, one after another, and drop its gradients.
+
+        A kernel is loaded when it is first launched, and a group is connected when it is first used. Both may wait
+        until the GPU has finished its running work. Within a step that work can be a receive whose sender waits in the
+        same way.
+        """
+        run = self.run
+        batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
+        for stage in self.chunks:
+            for kind in "FIW" if run.order.splits_backward else "FB":
+                action = Action(kind, stage, 0)
+                received = None if needed_by(run.order, action) is None else torch.ones_like(self.empty())
+                self.pipeline.run(action, received, [batch], 1.0)
+        for flat in self.flat:
+            flat.forget()
+
+    def step(
+        self,
+        step: int,
+        on_action: Callable[[str], None],
+        on_gradients: Callable[[], None] | None = None,
+        start: Callable[[], None] | None = None,
+    ) -> tuple[StepRecord, StepSeconds]:
+        """Pipeline, reduction, clipping, optimizer, gathering. `on_gradients` is called after the reduction, `start`
+        starts the clock, once there are batches.
+
+        A GPU is not waited for before all of it is under way.
+        """
+        run = self.run
+        batches = [
+            synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, seed, self.device)
+            for seed in (batch_seed(run, step, self.dp_rank, mb) for mb in range(run.num_microbatches))
+        ]
+        (start or self.clock.start)()
+        record = self.pipeline.step(batches, 1 / (run.num_microbatches * run.dp * run.cp), on_action)
+        marks = [self.clock.mark()]
+        on_action("gradients (computing)")
+        self.reduce(on_action)
+        marks.append(self.clock.mark())
+        norm = self.squared_norm()
+        marks.append(self.clock.mark())
+        if dist.is_initialized():
+            dist.all_reduce(norm)
+        marks.append(self.clock.mark())
+        if on_gradients is not None:
+            on_gradients()
+        marks.append(self.clock.mark())
+        on_action("optimizer (computing)")
+        for flat in self.flat:
+            flat.step(clip_scale(norm, run.max_norm)[1])
+        marks.append(self.clock.mark())
+        for flat in self.flat:
+            flat.gather()
+        marks.append(self.clock.mark())
+        return record, self._read(record, norm, marks, on_action)
+
+    def _read(
+        self, record: StepRecord, norm: Tensor, marks: Sequence[Any], on_action: Callable[[str], None]
+    ) -> StepSeconds:
+        """Wait for the running step and read its seconds; `marks` stand between its parts."""
+        record.read(self.clock, on_action)
+        on_action("gradients (waiting)")
+        pipeline_s, reduced_s, measured_s, summed_s, resumed_s = map(self.clock.seconds, marks[:5])
+        on_action("optimizer (waiting)")
+        stepped_s, end_s = map(self.clock.seconds, marks[5:])
+        on_action("loss (waiting)")
+        return StepSeconds(
+            pipeline_s=pipeline_s,
+            reduce_s=reduced_s - pipeline_s,
+            optimizer_s=(measured_s - reduced_s) + (stepped_s - resumed_s),
+            gather_s=end_s - stepped_s,
+            step_s=end_s - (resumed_s - summed_s),
+            loss=self._over_all_ranks(record.loss if self.around.tp.rank == 0 else 0.0),
+            gradient_norm=float(norm.sqrt()),
+        )
+
+    def reduce(self, on_action: Callable[[str], None]) -> None:
+        """Sum gradients over every rank that has a part or a replica of them."""
+        on_action("gradients (waiting)")
+        if not self.flat:
+            return
+        if isinstance(self.around.tp, GroupPeers):
+            all_reduce_flat(self.parameters.partial_over_tp(), self.around.tp.group)
+        for holders, names in sorted(self.parameters.replicas().items()):
+            self._sum_replicas(names, self.replica_groups.get(holders))
+        for flat in self.flat:
+            flat.reduce()
+
+    def squared_norm(self) -> Tensor:
+        """This rank's contribution to the square of the gradients' global norm."""
+        parts = [flat.squared_norm() for flat in self.flat]
+        return torch.stack(parts).sum() if parts else torch.zeros((), device=self.device)
+
+    @staticmethod
+    def _sum_replicas(names: dict[str, list[Tensor]], group: Any) -> None:
+        sums = [sum(grads[1:], grads[0]) for _, grads in sorted(names.items())]
+        if group is not None:
+            all_reduce_flat(sums, group)
+        for total, (_, grads) in zip(sums, sorted(names.items()), strict=True):
+            for grad in grads:
+                grad.copy_(total)
+
+    def _over_all_ranks(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return float(total)

@@ -1,0 +1,176 @@
+"""Predicted beside measured: seconds and bytes of stages, exchanges and the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Literal
+
+from planner.answer import Plan
+from planner.physics.communication import Kind, collective_s
+from planner.probe.plan_side.planned_seconds import replay_durations
+from planner.probe.result import ComparedQuantity, RankMemory, RankResult, TimedExchange, slowest_exchanges, stride_of
+from planner.probe.run import ProbeRun, SleepSeconds
+from planner.probe.verdict.activity import bubble_fraction, by_stage, span_s, waited_s
+from planner.schedule.replay import replay
+from planner.specs.cluster import ClusterSpec
+
+KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
+BUBBLE_TOLERANCE = 0.03
+"""Largest difference between the bubble fractions of sleeping ranks and of the replay."""
+Unit = Literal["s", "bytes", "fraction", "count"]
+
+
+def compared(
+    name: str,
+    unit: Unit,
+    predicted: float,
+    measured: float,
+    tolerance_fraction: float | None,
+    stage: int | None = None,
+) -> ComparedQuantity:
+    """Judge a quantity, or only show it if there is no tolerance."""
+    agrees = None
+    if tolerance_fraction is not None:
+        agrees = abs(measured - predicted) <= tolerance_fraction * abs(predicted)
+    return ComparedQuantity(name=name, stage=stage, unit=unit, predicted=predicted, measured=measured, agrees=agrees)
+
+
+def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
+    """Each kind of exchange on its slowest rank, beside the seconds that the cluster's links need for its bytes. It is
+    shown and not judged.
+
+    Experts' gradients are left out, because their ranks are not evenly spaced.
+    """
+    pairs = [(exchange, planned_s(cluster, run, exchange)) for exchange in slowest_exchanges(ranks)]
+    return [
+        compared(exchange.name, "s", planned, exchange.seconds, None)
+        for exchange, planned in pairs
+        if planned is not None
+    ]
+
+
+def compare_data_parallel(
+    cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult], plan_stage: int
+) -> list[ComparedQuantity]:
+    """Seconds in which one stage's ranks sum gradients and gather weights, beside the seconds that the cluster's links
+    need for all their bytes. They are shown and not judged, because ranks wait for each other."""
+    steps, comparisons = [step for rank in ranks for step in rank.steps], []
+    for name, word, seconds in (
+        ("gradients summed", "gradient", [step.reduce_s for step in steps]),
+        ("weights gathered", "weight", [step.gather_s for step in steps]),
+    ):
+        exchanges = [exchange for exchange in ranks[0].exchanges if exchange.name.startswith(word)]
+        planned = [planned_s(cluster, run, exchange) for exchange in exchanges]
+        if planned and None not in planned:
+            comparisons.append(compared(name, "s", sum(s or 0.0 for s in planned), median(seconds), None, plan_stage))
+    return comparisons
+
+
+def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: TimedExchange) -> float | None:
+    """Seconds that the cluster's links need for an exchange; None for experts' gradients, whose ranks are not evenly
+    spaced."""
+    stride = stride_of(exchange, run)
+    if stride is None:
+        return None
+    return float(collective_s(KINDS[exchange.name.split()[-1]], exchange.num_bytes, exchange.size, stride, cluster))
+
+
+def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
+    """The bubble and the length of a step of sleeping ranks, beside the replay of the same seconds."""
+    assert run.sleep is not None
+    timeline, stages = replay(run.order, replay_durations(run.sleep)), by_stage(run, ranks)
+    measured = bubble_fraction(stages)
+    return [
+        ComparedQuantity(
+            name="bubble",
+            unit="fraction",
+            predicted=timeline.bubble_fraction,
+            measured=measured,
+            agrees=abs(measured - timeline.bubble_fraction) <= BUBBLE_TOLERANCE,
+        ),
+        compared("pipeline", "s", timeline.makespan_s, span_s(stages), None),
+    ]
+
+
+def compare_pipeline(
+    run: ProbeRun,
+    ranks: Sequence[RankResult],
+    planned: Sequence[SleepSeconds],
+    plan_stages: Sequence[int],
+    tolerance_fraction: float | None,
+) -> list[ComparedQuantity]:
+    """The pipeline as a whole, beside the replay of its planned seconds. Waits and the bubble are shown and not
+    judged."""
+    timeline, waits = replay(run.order, replay_durations(planned)), []
+    for number, stage in enumerate(plan_stages):
+        starts_s, ends_s = timeline.start_s[number].tolist(), timeline.end_s[number].tolist()
+        planned_s = sum(starts_s) - sum(ends_s[:-1])
+        measured_s = median(waited_s(rank) for rank in ranks if rank.stage == number)
+        waits.append(compared("wait for messages", "s", planned_s, measured_s, None, stage))
+    return [
+        *waits,
+        compared("bubble", "fraction", timeline.bubble_fraction, bubble_fraction(ranks), None),
+        compared("pipeline", "s", timeline.makespan_s, span_s(ranks), tolerance_fraction),
+    ]
+
+
+def compare_stage(
+    plan: Plan,
+    plan_stage: int,
+    ranks: Sequence[RankResult],
+    tolerance_fraction: float | None,
+    alone: bool,
+    holds_as_planned: bool = True,
+    steps_as_planned: bool = True,
+) -> list[ComparedQuantity]:
+    """Seconds and bytes of one stage's ranks.
+
+    `alone` means that peers were emulated, so that its seconds include no exchange. A slice of the plan may have
+    another number of micro-batches in flight than planned, or handle the gradients of more ranks in its optimizer step.
+    """
+    stage = plan.best.stages[plan_stage]
+    forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
+    backward_s = median(sum(chunk.backward_s for chunk in rank.chunks) for rank in ranks)
+    exchanged = (0.0, 0.0) if alone else (stage.forward_comm_s, stage.backward_comm_s)
+    comparisons = [
+        compared("forward", "s", stage.forward_s + exchanged[0], forward_s, tolerance_fraction, plan_stage),
+        compared("backward", "s", stage.backward_s + exchanged[1], backward_s, tolerance_fraction, plan_stage),
+    ]
+    weight_grads = [chunk.weight_grad_s for rank in ranks for chunk in rank.chunks if chunk.weight_grad_s is not None]
+    if weight_grads:
+        seconds = sum(weight_grads) / len(ranks)
+        comparisons.append(compared("weight gradient", "s", stage.weight_grad_s, seconds, None, plan_stage))
+    optimizer_s = median(step.optimizer_s for rank in ranks for step in rank.steps)
+    # an embedding table takes longer to update than it is priced at: physics/compute.py, TABLE_BYTES
+    optimizer_tolerance = tolerance_fraction if steps_as_planned and "embedding" not in stage.holds else None
+    comparisons.append(compared("optimizer", "s", stage.optimizer_s, optimizer_s, optimizer_tolerance, plan_stage))
+    memories = [rank.memory for rank in ranks if rank.memory is not None]
+    if not memories:
+        return comparisons
+    return comparisons + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
+
+
+def _compare_memory(
+    plan: Plan,
+    plan_stage: int,
+    memories: Sequence[RankMemory],
+    tolerance_fraction: float | None,
+    holds_as_planned: bool,
+) -> list[ComparedQuantity]:
+    """Bytes of the fullest rank of a stage. They are judged up to ZeRO-1. Beyond it, gathered weights and gradients
+    come and go, and under ZeRO-2 the run keeps all gradients."""
+    planned, runtime = plan.stages[plan_stage].memory, plan.runtime_spec
+    static: float = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
+    if plan.parallelism.zero_stage == 3:  # before a step there are neither gathered weights nor gradients
+        static = planned.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)
+    peak, reserved_factor = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
+    tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
+    peak_tolerance = tolerance if holds_as_planned else None
+    rows = (
+        ("static memory", static, max(memory.static_bytes for memory in memories), tolerance),
+        ("peak allocated", peak, max(memory.peak_allocated_bytes for memory in memories), peak_tolerance),
+        ("peak reserved", reserved_factor * peak, max(memory.peak_reserved_bytes for memory in memories), None),
+        ("device memory", planned.total_bytes, max(memory.device_used_bytes for memory in memories), None),
+    )
+    return [compared(name, "bytes", a, b, judged, plan_stage) for name, a, b, judged in rows]

@@ -1,0 +1,217 @@
+"""One rank of a probe: joins the others, runs the steps, and leaves its measurements, or why it has none."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from planner.files import write_text
+from planner.probe.rank.build_chunk import dtypes
+from planner.probe.rank.clock import Clock, StepRecord
+from planner.probe.rank.exchanges import barrier, measure_exchanges
+from planner.probe.rank.groups import RankGroups
+from planner.probe.rank.reference import Reference, check_gradients, check_steps, compute_reference
+from planner.probe.rank.training import Trainer
+from planner.probe.rank.wires import GroupWires
+from planner.probe.result import Check, RankMemory, RankResult, StepSeconds, TimedAction
+from planner.probe.run import ProbeRun
+from planner.probe.worker.chunk_seconds import chunk_seconds
+from planner.probe.worker.files import RESULT_FILE, RUN_FILE, STATUS_FILE
+from planner.probe.worker.handshake import Identity, require_agreement
+from planner.probe.worker.status import START_TIMEOUT_S, StatusFile
+
+
+class Worker:
+    """One rank, which keeps its files in one folder."""
+
+    def __init__(self, folder: Path, rank: int, local_rank: int, local: bool) -> None:
+        """`local`: all ranks share the folder, and meet in a file there; else as MASTER_ADDR and MASTER_PORT say."""
+        self.folder, self.rank, self.local_rank, self.local = folder, rank, local_rank, local
+        self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
+        self.status = StatusFile(folder / STATUS_FILE.format(rank))
+        self.device: str = self.run.device
+
+    def main(self) -> None:
+        """Run all phases of the rank in order."""
+        run = self.run
+        self.status.enter("rendezvous")
+        store = self.meet()
+        self.status.enter("handshake")
+        self.join(store)
+        self.status.enter("build")
+        grid = RankGroups(run, self.rank)
+        trainer = self.build(grid)
+        static_bytes = self.static_memory()
+        self.status.enter("rehearsal")
+        trainer.rehearse()
+        num_steps = run.warm_up_steps + run.num_steps
+        reference = self.reference(num_steps) if run.check else None
+        steps: list[StepSeconds] = []
+        checks: list[Check] = []
+        for step in range(num_steps):
+            self.status.enter("warm-up" if step < run.warm_up_steps else f"step {step - run.warm_up_steps}")
+            if trainer.clock.is_cuda and step == num_steps - 1:
+                torch.cuda.reset_peak_memory_stats()
+            on_gradients = partial(self.check, trainer, reference, checks) if step == 0 else None
+            record, seconds = trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock))
+            steps.append(seconds)
+        memory = self.memory(static_bytes)
+        self.status.enter("exchanges")
+        exchanges = measure_exchanges(trainer)
+        self.status.enter("report")
+        if reference is not None:
+            checks += check_steps(reference, steps, dtypes(run)[0])
+        result = self.report(trainer, steps[run.warm_up_steps :], record, memory)
+        result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges})
+        self.write(result)
+        self.gather(result)
+        self.barrier()
+        self.status.enter("done")
+        dist.destroy_process_group()
+
+    def meet(self) -> Any:
+        """The store that all ranks share."""
+        untyped = cast(Any, dist)
+        if self.local:
+            return untyped.FileStore(str(self.folder / "store"), self.run.world_size)
+        return next(untyped.rendezvous("env://", self.rank, self.run.world_size, timeout=self.timeout))[0]
+
+    def join(self, store: Any) -> None:
+        """Connect the ranks after checking that they run the same software on devices of their own."""
+        self.use_device()
+        store.set_timeout(self.timeout)
+        identity = Identity(torch.__version__, os.uname().nodename, self.device_id())
+        require_agreement(store, self.rank, self.run.world_size, identity)
+        dist.init_process_group(
+            "gloo" if self.run.device == "cpu" else "nccl",
+            store=store,
+            rank=self.rank,
+            world_size=self.run.world_size,
+            timeout=self.timeout,
+        )
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of a rank that waits for others, longer than the launcher's so that the launcher notices
+        first."""
+        return timedelta(seconds=2 * max(self.run.timeout_s, START_TIMEOUT_S))
+
+    def use_device(self) -> None:
+        """Compute on the GPU of this rank's number on its machine, or on the only one that it is shown."""
+        if self.run.device == "cpu":
+            return
+        visible = torch.cuda.device_count()
+        number = 0 if visible == 1 else self.local_rank
+        if number >= visible:
+            raise RuntimeError(f"no GPU for rank {self.rank}, number {number} of its machine: torch sees {visible}")
+        self.device = f"cuda:{number}"
+        torch.cuda.set_device(self.device)
+
+    def device_id(self) -> str:
+        return "" if self.run.device == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def barrier(self) -> None:
+        barrier(self.device)
+
+    def start(self, clock: Clock) -> None:
+        """Start the clocks of all ranks together. On the CPU of one machine all clocks are the same, and zero is the
+        latest start."""
+        self.barrier()
+        clock.start()
+        if self.local and not clock.is_cuda:
+            last = torch.tensor(clock.zero, dtype=torch.float64)
+            dist.all_reduce(last, dist.ReduceOp.MAX)
+            clock.zero = float(last)
+
+    def build(self, grid: RankGroups) -> Trainer:
+        """Stages, optimizer state and wires of this rank."""
+        run, place = self.run, grid.place
+        trainer: Trainer
+
+        def empty() -> Any:
+            return trainer.empty()
+
+        wires = GroupWires(run.order, place.pp, grid.beside, grid.wires, empty)
+        trainer = Trainer(
+            run,
+            place.pp,
+            grid.around,
+            wires,
+            self.device,
+            grid.dense,
+            grid.expert,
+            grid.holders,
+            grid.replicas,
+            place.dp,
+        )
+        wires.open()
+        return trainer
+
+    def reference(self, num_steps: int) -> Reference:
+        """The results of one process, which rank 0 computes and sends to the others."""
+        self.status.enter("reference")
+        results: list[Any] = [compute_reference(self.run, num_steps) if self.rank == 0 else None]
+        dist.broadcast_object_list(results)
+        return cast(Reference, results[0])
+
+    def check(self, trainer: Trainer, reference: Reference | None, checks: list[Check]) -> None:
+        if reference is not None:
+            dtype = dtypes(self.run)[0]
+            checks.append(check_gradients(reference, trainer.parameters, trainer.flat, trainer.around, dtype))
+
+    def static_memory(self) -> int:
+        return torch.cuda.memory_allocated() if self.run.device == "cuda" else 0
+
+    def memory(self, static_bytes: int) -> RankMemory | None:
+        """Device memory of the last step; None on the CPU."""
+        if self.run.device == "cpu":
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return RankMemory(
+            static_bytes=static_bytes,
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(),
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+            device_used_bytes=total - free,
+        )
+
+    def report(
+        self, trainer: Trainer, steps: list[StepSeconds], record: StepRecord, memory: RankMemory | None
+    ) -> RankResult:
+        """The measurements of this rank."""
+        place = self.run.place(self.rank)
+        return RankResult(
+            rank=self.rank,
+            stage=place.pp,
+            dp=place.dp,
+            cp=place.cp,
+            tp=place.tp,
+            torch_version=torch.__version__,
+            device_name="cpu" if memory is None else torch.cuda.get_device_name(),
+            num_parameters=trainer.num_parameters,
+            steps=tuple(steps),
+            actions=tuple(
+                TimedAction(action=str(timed.action), ready_s=timed.ready_s, start_s=timed.start_s, end_s=timed.end_s)
+                for timed in record.actions
+            ),
+            chunks=chunk_seconds(record.actions),
+            peak_in_flight_chunks=record.peak_in_flight,
+            memory=memory,
+        )
+
+    def gather(self, result: RankResult) -> None:
+        """Collect the results of all ranks in rank 0's folder, where ranks have folders of their own."""
+        if self.local:
+            return
+        results: list[Any] = [None] * self.run.world_size
+        dist.all_gather_object(results, result)
+        for other in results if self.rank == 0 else ():
+            self.write(other)
+
+    def write(self, result: RankResult) -> None:
+        write_text(self.folder / RESULT_FILE.format(result.rank), result.model_dump_json(), force=True)

@@ -1,0 +1,229 @@
+"""A hardware profile built from measurements, fitted to the same cost model as the shipped profiles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from planner.probe.run import Device
+from planner.profile.fit_links import UNKNOWN_NETWORK, measured_tiers
+from planner.profile.fitting import Residuals, fit, hardware_with, log_errors
+from planner.profile.kernel_problems import (
+    STREAMS,
+    BenchNumbers,
+    Bounds,
+    FitProblem,
+    attention_problem,
+    gemm_problem,
+    stream_problem,
+)
+from planner.profile.probe_calibration import chunk_costs
+from planner.profile.record import Machine, Record
+from planner.profile.shapes_to_measure import StageShape, shapes_to_measure
+from planner.profile.tables import Table
+from planner.shape import FloatArray
+from planner.specs.cluster import ClusterSpec
+from planner.specs.efficiency import AttentionEfficiency, Efficiency
+from planner.specs.hardware import HardwareSpec, ReservedMemory
+from planner.specs.registry import hardware_names, load_hardware
+from planner.specs.units import GB, GIB, TERA
+
+SAME_MEMORY = 0.04
+"""Largest relative difference of total memory between a device and the shipped profile of its name."""
+BEST_PRODUCT, BEST_STREAM = 0.8, 0.9
+"""Fractions of the peak that the best kernels reach, where a data sheet is known; they give the peaks of a device
+without one."""
+IN_STAGES: dict[Device, dict[str, Bounds]] = {
+    "cuda": {
+        "sustained_fraction": (0.98, 0.5, 1.1),
+        "backward_sustained_fraction": (0.96, 0.5, 1.1),
+        "family_fraction.strided": (0.6, 0.1, 1.0),
+        "family_fraction.optimizer": (0.7, 0.1, 1.0),
+        "host_us": (20.0, 1.0, 200.0),
+    },
+    # one thread issues and computes: nothing runs ahead of anything, each kernel has its cost
+    "cpu": {
+        "sustained_fraction": (1.0, 0.05, 1.2),
+        "backward_sustained_fraction": (1.0, 0.05, 1.2),
+        "family_fraction.optimizer": (0.7, 0.01, 1.0),
+        "launch_factor": (1.0, 0.1, 50.0),
+    },
+}
+"""The numbers that only whole stages show and that are fitted to them."""
+VENDORS = {"nvidia", "amd", "tesla", "instinct", "geforce"}
+
+
+class Profiled(NamedTuple):
+    """A profile, and the residuals that its model leaves in each table."""
+
+    hardware: HardwareSpec
+    residuals: list[tuple[str, Residuals]]
+
+
+def profile_of(record: Record) -> Profiled:
+    """Fit every table that was measured, later ones on the numbers of earlier ones."""
+    machine, known = record.measured.machine, known_profile(record.measured.machine)
+    hardware, residuals = _bare(record, known), list[tuple[str, Residuals]]()
+    hardware = hardware.model_copy(update={"efficiency": _start(record, known)})
+    for problem in _problems(record):
+        values = fit(problem, hardware)
+        hardware = hardware_with(hardware, values)
+        errors = log_errors(problem, hardware, values)
+        labels = problem.labels if problem.labels is not None else np.full(len(errors), "")
+        residuals += [
+            (f"{problem.name} {label}".strip(), Residuals.of(errors[labels == label])) for label in np.unique(labels)
+        ]
+    source = _source(record, known)
+    efficiency = hardware.efficiency.model_copy(update={"evidence": "measured", "source": source})
+    tiers, link_residuals = measured_tiers(record, known)
+    changes = {"efficiency": efficiency, "tiers": tiers, "reserved": _reserved(machine, hardware.reserved)}
+    data = _rounded(hardware.model_copy(update=changes).model_dump())
+    return Profiled(HardwareSpec.model_validate(data), residuals + link_residuals)
+
+
+def known_profile(machine: Machine) -> HardwareSpec | None:
+    """The shipped profile of this device, for numbers that cannot be measured: data-sheet peaks, network, price."""
+    words = set(_words(machine.name))
+    for name in hardware_names():
+        if name.split("-")[0] not in words or ("pcie" in name) != ("pcie" in words):
+            continue
+        hardware = load_hardware(name)
+        same_memory = abs(machine.memory_bytes / hardware.memory_bytes - 1) < SAME_MEMORY
+        if same_memory and hardware.num_sms == machine.num_sms:
+            return hardware
+    return None
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
+
+
+def _bare(record: Record, known: HardwareSpec | None) -> HardwareSpec:
+    """The device without efficiencies: from the data sheet if it is known, else from the best measured rates."""
+    machine = record.measured.machine
+    memory_gib = machine.memory_bytes / GIB
+    if known is not None:
+        return known.model_copy(update={"name": f"{known.name}-measured", "aliases": (), "memory_gib": memory_gib})
+    name = "cpu" if machine.device == "cpu" else "-".join(w for w in _words(machine.name) if w not in VENDORS)
+    return HardwareSpec(
+        name=name or "gpu",
+        source=f"{machine.name}. No data sheet: the best product measured is taken for {BEST_PRODUCT:.0%} of the peak, "
+        f"the best copy for {BEST_STREAM:.0%} of the memory's rate",
+        architecture=machine.architecture,
+        memory_gib=memory_gib,
+        hbm_gb_per_s=_best_stream(record) / BEST_STREAM / GB,
+        peak_tflops={"bf16": _best_product(record) / BEST_PRODUCT / TERA},
+        num_sms=machine.num_sms,
+        gpus_per_node=machine.num_devices,
+        tiers=(UNKNOWN_NETWORK,),
+    )
+
+
+def _best_product(record: Record) -> float:
+    """FLOP/s of the fastest product."""
+    table = record.table("gemm", "forward_us")
+    flops = 2 * table.number("m") * table.number("n") * table.number("k")
+    return float(max((flops / table.seconds(f"{way}_us")).max() for way in ("forward", "dgrad", "wgrad")))
+
+
+def _best_stream(record: Record) -> float:
+    """Bytes per second of the fastest copy."""
+    table = record.table("stream", "forward_us")
+    table = table.where(table.text("operator") == "copy")
+    moved = STREAMS["copy"][1] * table.number("rows") * table.number("columns")
+    return float((moved / table.seconds("forward_us")).max())
+
+
+def _start(record: Record, known: HardwareSpec | None) -> Efficiency:
+    """The efficiencies with which the fits begin; those that nothing was measured for stay."""
+    before = Efficiency() if known is None else known.efficiency
+    changes: dict[str, Any] = {"sustained_fraction": 1.0, "backward_sustained_fraction": 1.0}
+    if known is None:
+        changes["host_us"] = 0.0 if record.measured.machine.device == "cpu" else 20.0
+    changes["cudnn"] = (before.cudnn or AttentionEfficiency()) if "cudnn" in _backends(record) else None
+    return before.model_copy(update=changes)
+
+
+def _backends(record: Record) -> tuple[str, ...]:
+    """Attention kernels that this device runs; cuDNN's only where it is faster, because plans use the fastest."""
+    totals: dict[str, float] = {}
+    table = record.table("attention", "forward_us", "backward_us")
+    if not table.num_rows:
+        return ()
+    shape_of = [tuple(table.number(c).tolist()) for c in ("batch", "seq", "heads", "kv_heads", "qk_dim", "v_dim")]
+    rows = list(zip(table.text("backend").tolist(), zip(*shape_of, strict=True), strict=True))
+    seconds = (table.number("forward_us") + table.number("backward_us")).tolist()
+    timed_by_both = {shape for backend, shape in rows if backend == "cudnn"} & {s for b, s in rows if b == "flash"}
+    for (backend, shape), row_s in zip(rows, seconds, strict=True):
+        totals[backend] = totals.get(backend, 0.0) + (row_s if shape in timed_by_both or not timed_by_both else 0.0)
+    slower = "flash" in totals and totals.get("cudnn", 0.0) > totals["flash"]
+    return tuple(name for name in ("cudnn", "flash") if name in totals and not (name == "cudnn" and slower))
+
+
+def _problems(record: Record) -> list[FitProblem]:
+    tables: Mapping[str, Table] = {
+        name: record.table(name, "forward_us") for name in ("stream", "gemm", "attention", "stage")
+    }
+    problems = [stream_problem(tables), gemm_problem(tables)]
+    problems += [attention_problem(tables, backend) for backend in _backends(record)]
+    if tables["stage"].num_rows:
+        problems.append(stage_problem(record, tables["stage"]))
+    return problems
+
+
+def stage_problem(record: Record, table: Table) -> FitProblem:
+    """Whole stages: forward, backward and optimizer, as the probe ran them."""
+    device = record.measured.machine.device
+    shapes: tuple[StageShape, ...] = shapes_to_measure(device, record.measured.quick).stages
+    runs = [shapes[int(number)].run(device) for number in table.number("stage")]
+
+    def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
+        cluster = ClusterSpec(hardware=hardware, num_gpus=max(run.tp for run in runs))
+        costs = [chunk_costs(run, cluster)[0] for run in runs]
+        forward = [float(cost.forward_s) for cost in costs]
+        backward = [float(cost.input_grad_s + cost.weight_grad_s) for cost in costs]
+        return np.array([*forward, *backward, *(float(cost.optimizer_s) for cost in costs)])
+
+    ways = ("forward", "backward", "optimizer")
+    return FitProblem(
+        name="stage",
+        num_guesses=1,
+        free=IN_STAGES[device],
+        predict=predict,
+        measured_s=np.concatenate([table.seconds(f"{way}_us") for way in ways]),
+        groups=np.tile(table.text("stage"), len(ways)),
+        labels=np.repeat(ways, table.num_rows),
+    )
+
+
+def _reserved(machine: Machine, usual: ReservedMemory) -> ReservedMemory:
+    context_gib = machine.context_bytes / GIB
+    if machine.device == "cpu":
+        return ReservedMemory(
+            context_gib=context_gib, communicator_gib=0.0, fragmentation_fraction=0.0,
+            source="A process with torch; what else it allocates is not known",
+        )  # fmt: skip
+    source = "Context measured; communicators and fragmentation are usual"
+    return usual.model_copy(update={"context_gib": context_gib, "source": source})
+
+
+def _source(record: Record, known: HardwareSpec | None) -> str:
+    measured = record.measured
+    counts = ", ".join(f"{len(rows)} {name} rows" for name, rows in measured.tables.items())
+    rest = "" if known is None else f" Where nothing was measured (fp8, grouped products), as {known.name}."
+    return f"plan profile on {measured.machine.name}, {measured.machine.software}, {measured.date}: {counts}.{rest}"
+
+
+def _rounded(value: Any, name: str = "") -> Any:
+    """Numbers rounded to five digits. Shares that a fit carried above 1 become 1 where the profile allows no more."""
+    if isinstance(value, dict):
+        inside = "share" if name == "family_fraction" else ""
+        return {key: _rounded(inner, inside or key) for key, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_rounded(inner, name) for inner in value)
+    if not isinstance(value, float):
+        return value
+    return float(f"{min(value, 1.0) if name in ('stream_fraction', 'share') else value:.5g}")

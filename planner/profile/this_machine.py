@@ -1,0 +1,73 @@
+"""The device at hand: its name, its software, its memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+
+import torch
+
+from planner.probe.launch.devices import require_gpu
+from planner.probe.run import Device
+from planner.profile.record import Machine
+from planner.profile.stopwatch import Stopwatch
+from planner.profile.time_kernels import product_row
+
+ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
+"""Architecture by major compute capability."""
+
+
+def machine_of(device: Device) -> Machine:
+    """The device of this machine. Raises ProbeError if there is none of the kind."""
+    if device == "cpu":
+        cores, pages = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
+        return Machine(
+            device=device, name=_cpu_name(), software=f"torch {torch.__version__}, one thread a process",
+            architecture="cpu", memory_bytes=pages // cores, num_sms=1, num_devices=cores,
+            context_bytes=resident,
+        )  # fmt: skip
+    require_gpu(device)
+    properties = torch.cuda.get_device_properties(0)
+    product_row(Stopwatch(device, 0.0), 256, 256, 256)  # a context without cuBLAS and loaded kernels is smaller
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info(0)
+    hip = getattr(torch.version, "hip", None)
+    runtime = f"ROCm {hip}" if hip else f"CUDA {torch.version.cuda}"
+    return Machine(
+        device=device, name=properties.name, software=f"torch {torch.__version__}, {runtime}{_driver()}",
+        architecture="cdna" if hip else ARCHITECTURES.get(properties.major, f"sm_{properties.major}{properties.minor}"),
+        memory_bytes=properties.total_memory, num_sms=properties.multi_processor_count,
+        num_devices=torch.cuda.device_count(),
+        context_bytes=total - free - torch.cuda.memory_reserved(0),
+    )  # fmt: skip
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _driver() -> str:
+    """Version of NVIDIA's driver in words; empty if its tool is missing or silent."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return f", driver {lines[0].strip()}" if lines else ""
+
+
+def free_memory_bytes(device: Device) -> int:
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else machine_of(device).memory_bytes

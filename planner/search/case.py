@@ -1,0 +1,40 @@
+"""A case: everything that one search is asked, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.training import PINS, SearchLimits, TrainingSpec
+from planner.trainers.spec import RuntimeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The arguments of `plan`."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    training: TrainingSpec
+    runtime: RuntimeSpec
+    limits: SearchLimits
+
+    @property
+    def pins(self) -> dict[str, tuple[Any, ...]]:
+        """The axes that are not free, with the values they may take."""
+        chosen = ((axis, getattr(self.limits, axis)) for axis in PINS)
+        return {axis: values for axis, values in chosen if values is not None}
+
+    def limited(self, **limits: Any) -> Case:
+        """The same case with other limits."""
+        return replace(self, limits=self.limits.model_copy(update=limits))
+
+    def free(self) -> Case:
+        """The same case without any pin."""
+        return self.limited(**dict.fromkeys(self.pins))
+
+    def on_gpus(self, num_gpus: int) -> Case:
+        """The same case on another number of the same GPUs."""
+        return replace(self, cluster=self.cluster.model_copy(update={"num_gpus": num_gpus}))

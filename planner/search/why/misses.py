@@ -1,0 +1,210 @@
+"""Layouts that do not fit: the one that misses by least, and one that shows why shapes were left out.
+
+Thousands of shapes are ranked by a cheap estimate; the layouts of the most promising are then held to the exact memory
+that `plan evaluate` prints for them, so that the message and `plan evaluate` name one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from planner.errors import Infeasible, SpecError
+from planner.layout.candidate import Candidate
+from planner.layout.evaluate import pricing_of, selective_modules
+from planner.layout.given import given_layout
+from planner.physics.cost import CostTable
+from planner.physics.pricing import Pricing
+from planner.schedule.orders import SCHEDULES
+from planner.search.bounds.memory import layer_bytes
+from planner.search.case import Case
+from planner.search.enumerate import IntArray, Rejections, scalar
+from planner.search.priced_shapes import Screen, fits, screen_of
+from planner.search.schedules import schedule_options, schedules_tried
+from planner.search.why.refused import listed, shapes_of
+from planner.shape import FloatArray, Shape
+from planner.specs.training import Parallelism, Recompute
+from planner.specs.units import gib
+from planner.trainers.spec import RuntimeSpec
+
+PROMISING = 12
+"""Shapes whose exact memory is looked at."""
+MODES: tuple[Recompute, ...] = ("full", "selective", "none")
+"""Ways to recompute, mostly the least memory first."""
+
+
+class NothingFits(Infeasible):
+    """Some shapes are legal, and no layout of them fits."""
+
+    def __init__(self, case: Case, rejections: dict[str, int]) -> None:
+        hardware, headroom_gib = case.cluster.hardware, case.limits.memory_headroom_gib
+        room = f"{hardware.memory_gib:g} GiB{f' less {headroom_gib:g} of headroom' if headroom_gib else ''}"
+        self.where = f"nothing fits in {room} of {case.cluster.num_gpus} × {hardware.name}"
+        super().__init__(f"{self.where} ({listed(rejections)})", rejections=rejections)
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A layout that does not fit, and how much it lacks."""
+
+    layout: Parallelism
+    """The layout as `plan evaluate` is told; only the fields that have to be said are set."""
+    candidate: Candidate
+    """The same layout with its prices."""
+
+    @property
+    def shortfall_bytes(self) -> float:
+        """Bytes that the fullest stage needs beyond the GPU's memory, headroom kept free."""
+        return max(self.candidate.excess_bytes)
+
+    @property
+    def stage(self) -> int:
+        """The fullest stage."""
+        return self.candidate.excess_bytes.index(self.shortfall_bytes)
+
+    @property
+    def as_data(self) -> dict[str, Any]:
+        """The layout field by field, its words on the command line, the stage, and what that lacks."""
+        return {
+            **_fields(self.layout),
+            "options": options_of(self.layout),
+            "stage": self.stage,
+            "shortfall_gib": gib(self.shortfall_bytes),
+        }
+
+    def __str__(self) -> str:
+        return f"{' '.join(options_of(self.layout))}, lacks {gib(self.shortfall_bytes):,.1f} GiB on stage {self.stage}"
+
+
+def options_of(layout: Parallelism) -> list[str]:
+    """A layout as words of the command line."""
+    words = []
+    for field, value in _fields(layout).items():
+        option = field.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", ",".join(value) if isinstance(value, list) else str(value)]
+    return words
+
+
+def _fields(layout: Parallelism) -> dict[str, Any]:
+    return layout.model_dump(mode="json", include=layout.model_fields_set)
+
+
+def nearest_miss(case: Case) -> Miss | None:
+    """The layout that lacks least memory among those of the most promising shapes; None where none lacks any.
+
+    Layers are cut as trainers cut them when they are told nothing, since that is what can be typed in a line.
+    """
+    misses = (Miss(layout, candidate) for layout, candidate in _promising(case) if not candidate.fits)
+    return min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
+
+
+def fitting_candidate(case: Case) -> Candidate | None:
+    """Some layout of the most promising shapes that fits, by the exact memory; None does not mean that nothing fits."""
+    candidates = (candidate for _, candidate in _promising(case, may_fit=True))
+    return next((candidate for candidate in candidates if candidate.fits), None)
+
+
+def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism, Candidate]]:
+    """The layouts of the shapes that probably need least memory; `may_fit`: of those alone that pass the screen."""
+    shapes, _ = shapes_of(case)
+    if not np.size(shapes.tp) or not modes_allowed(case):
+        return
+    pricing = pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits)
+    screen = screen_of(pricing, shapes)
+    if may_fit:
+        screen = screen.take(np.flatnonzero(fits(screen, schedules_tried(case.limits, case.runtime))))
+    rows = np.argsort(_estimate_bytes(screen, modes_allowed(case)), kind="stable")[:PROMISING]
+    yield from candidates_of(case, screen.shape.take(rows))
+
+
+def count_misfits(case: Case, screen: Screen, may_fit: Sequence[int] | IntArray, rejections: Rejections) -> None:
+    """Count the shapes whose ranks together have no room for the layers; the example is the one that lacks most."""
+    misfits = np.setdiff1d(np.arange(len(screen.kernel)), may_fit)
+    if not len(misfits):
+        return
+    worst = misfits[[np.argmax(_estimate_bytes(screen.take(misfits), modes_allowed(case)))]]
+    misses = (Miss(layout, candidate) for layout, candidate in candidates_of(case, screen.shape.take(worst)))
+    least = min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
+    rejections.add(
+        "does_not_fit", len(misfits), "the ranks have no room for the layers" if least is None else str(least)
+    )
+
+
+def modes_allowed(case: Case) -> tuple[Recompute, ...]:
+    """Ways to recompute that the user allows and the trainer knows."""
+    allowed = case.limits.recompute or MODES
+    return tuple(m for m in MODES if m in allowed and (m != "selective" or case.runtime.has_sequence_parallel))
+
+
+def _estimate_bytes(screen: Screen, modes: Sequence[Recompute]) -> FloatArray:
+    """About how much the first rank of each shape lacks for its share of the layers.
+
+    It only orders shapes; nobody is told this number.
+    """
+    pp = np.asarray(screen.shape.pp)
+    in_flight = np.minimum(np.asarray(screen.shape.num_microbatches), pp)[:, None].astype(float)
+    layers_bytes = np.min([layer_bytes(screen, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
+    counts = np.array(list(screen.pricing.kind_counts.values()))
+    # the fullest rank has a whole number of layers
+    share = np.ceil(counts.sum() / pp) / counts.sum()
+    return np.asarray(counts @ layers_bytes * share - screen.pricing.usable_bytes(screen.shape))
+
+
+def candidates_of(case: Case, shapes: Shape) -> Iterator[tuple[Parallelism, Candidate]]:
+    """The layouts of some shapes: every schedule with its fewest chunks, every way to recompute."""
+    tables: dict[RuntimeSpec, tuple[Pricing, CostTable]] = {}
+    for row in range(np.size(shapes.tp)):
+        for shape, schedule in _fewest_chunks(case, scalar(shapes, row)):
+            runtime = case.runtime.for_schedules(SCHEDULES[schedule].splits_backward)
+            if runtime not in tables:
+                modules = selective_modules(case.model, case.runtime)
+                pricing = pricing_of(case.model, case.cluster, case.training, runtime, case.limits, modules)
+                tables[runtime] = pricing, pricing.table(shapes)
+            pricing, table = tables[runtime]
+            for mode in modes_allowed(case):
+                layout = layout_of(case, shape, schedule, mode)
+                try:
+                    given = given_layout(pricing, layout)
+                except SpecError:
+                    continue
+                if not given.warnings:
+                    yield layout, Candidate(pricing, replace(table.take(row), shape=shape), given.split, schedule)
+
+
+def _fewest_chunks(case: Case, shape: Shape) -> Iterator[tuple[Shape, str]]:
+    """The schedules that a shape may run, each with the fewest chunks, which hold least."""
+    seen = set()
+    for option, schedule in schedule_options(shape, case.model, case.limits, case.runtime):
+        if schedule not in seen:
+            seen.add(schedule)
+            yield option, schedule
+
+
+def layout_of(case: Case, shape: Shape, schedule: str, recompute: Recompute) -> Parallelism:
+    """One scalar shape as `plan evaluate` is told it; what it would take by itself is left unset."""
+    runtime, vpp, shard_size = case.runtime, int(shape.vpp), int(shape.shard_size)
+    fields: dict[str, Any] = {axis: int(getattr(shape, axis)) for axis in ("tp", "pp", "dp")}
+    fields |= {axis: size for axis in ("cp", "ep", "vpp") if (size := int(getattr(shape, axis))) > 1}
+    if int(shape.etp) != (1 if case.model.moe is not None else int(shape.tp)):
+        fields["etp"] = int(shape.etp)
+    fields["micro_batch_size"] = int(shape.micro_batch_size)
+    if schedule not in ("none", "interleaved-1f1b" if vpp > 1 else "1f1b"):
+        fields["schedule"] = schedule
+    if bool(shape.sequence_parallel) != (runtime.sequence_parallel and int(shape.tp) > 1):
+        fields["sequence_parallel"] = bool(shape.sequence_parallel)
+    zero_stage, own = int(shape.zero_stage), 1 if 1 in runtime.zero_stages else runtime.zero_stages[0]
+    if shard_size != int(shape.dp) * int(shape.cp):
+        fields |= {"zero_stage": zero_stage, "fsdp": shard_size}
+    elif zero_stage != own:
+        fields["zero_stage"] = zero_stage
+    if recompute != "none":
+        fields["recompute"] = recompute
+    if recompute == "selective":
+        fields["recompute_modules"] = selective_modules(case.model, runtime)
+    return Parallelism(**fields)

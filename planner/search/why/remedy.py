@@ -1,0 +1,221 @@
+"""The smallest change of what was asked after which some layout fits.
+
+A change is named only after a layout was found with it: one that fits by its exact memory, or a short search's answer.
+Pinned axes come first, those that cost least when they move before the others, then the headroom, then more GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import log
+from typing import Any
+
+from planner.answer import Plan
+from planner.errors import Infeasible, SolverError, SpecError
+from planner.schedule.orders import SCHEDULES
+from planner.search.case import Case
+from planner.search.deadline import Deadline
+from planner.search.schedules import DEFAULT_SCHEDULES
+from planner.search.why.misses import NothingFits, fitting_candidate, nearest_miss
+from planner.search.why.refused import NothingLegal, listed, shapes_of
+from planner.trainers.load import RUNTIMES, load_runtime
+
+LONGEST_TRY_FRACTION = 0.25
+"""The most that one search may take of the time that is left."""
+VALUES_TRIED = 6
+"""How many other values are tried in place of those that an axis is pinned to."""
+DOUBLINGS = 8
+"""How often the number of nodes is doubled in search of enough."""
+DOES_NOT_FIT = "does_not_fit"
+_UNTRIED = "add GPUs, or free a pinned axis"
+_NONE = "use GPUs with more memory, a shorter sequence or a smaller model"
+_SIZES = ("micro_batch_size", "pp", "tp", "cp", "ep", "etp", "dp", "vpp", "zero_stage", "shard_size")
+_AXES = ("recompute", *_SIZES, "schedule")
+"""Pins in the order in which they are freed."""
+_LIFTED_BY_GPUS = (DOES_NOT_FIT, "more_ranks_than_gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change after which some layout fits."""
+
+    options: tuple[str, ...]
+    """Words of the command line; they take the place of what was given for the same option."""
+    says: str
+    case: Case
+    """The case with the change."""
+    replaced: str = ""
+    """The value that the option had; empty where it had none."""
+
+    @property
+    def as_data(self) -> dict[str, Any]:
+        """The options and the sentence as plain data."""
+        return {"options": list(self.options), "says": self.says}
+
+
+@dataclass(slots=True)
+class Trials:
+    """Answers to whether anything fits, as long as there is time.
+
+    A layout that fits by its exact memory is enough; where the most promising ones do not, a short search decides,
+    which ends with the first layout that fits.
+    """
+
+    search: Callable[[Case], Plan]
+    deadline: Deadline
+    """The end of all trials."""
+    cut_short: bool = False
+    """Whether some trial had no time, or too little, to say whether anything fits."""
+
+    def fitting(self, case: Case) -> dict[str, Any] | None:
+        """The axes of some layout of the case that fits; None where none was found."""
+        if self.deadline.passed:
+            self.cut_short = True
+            return None
+        try:
+            candidate = fitting_candidate(case)
+            if candidate is not None:
+                split, shape = candidate.split, candidate.shape
+                recompute = "full" if any(map(any, split.recomputed)) else split.base
+                sizes = {axis: int(getattr(shape, axis)) for axis in _SIZES}
+                return {**sizes, "recompute": recompute, "schedule": candidate.schedule}
+            time_limit_s = LONGEST_TRY_FRACTION * self.deadline.left_s
+            best = self.search(case.limited(top=1, time_limit_s=time_limit_s, gap_fraction=1.0)).best
+            return {axis: getattr(best.parallelism, axis) for axis in (*_SIZES, "recompute", "schedule")}
+        except SolverError:
+            self.cut_short = True
+        except (Infeasible, SpecError):
+            pass
+        return None
+
+
+def with_remedy(error: Infeasible, case: Case, search: Callable[[Case], Plan], deadline: Deadline) -> Infeasible:
+    """The search's refusal with the nearest miss and a remedy, which is looked for until the deadline."""
+    trials = Trials(search, deadline)
+    if isinstance(error, NothingLegal):
+        remedy = first_remedy(case, error.reason, trials)
+        works = "" if remedy is None else f"; {' '.join(remedy.options)} works"
+        data = None if remedy is None else remedy.as_data
+        return Infeasible(error.message, f"{error.hint}{works}", error.rejections, remedy=data)
+    if not isinstance(error, NothingFits):
+        return error
+    miss, remedy = nearest_miss(case), first_remedy(case, DOES_NOT_FIT, trials)
+    hint = _UNTRIED if trials.cut_short else _NONE
+    return Infeasible(
+        f"{error.where}{'' if miss is None else f': the nearest miss, {miss}'} ({listed(error.rejections)})",
+        hint if remedy is None else remedy.says,
+        error.rejections,
+        nearest=None if miss is None else miss.as_data,
+        remedy=None if remedy is None else remedy.as_data,
+    )
+
+
+def first_remedy(case: Case, reason: str, trials: Trials) -> Remedy | None:
+    """The smallest change that was found to help against `reason`."""
+    more_gpus = _more_gpus(case, trials) if reason in _LIFTED_BY_GPUS else ()
+    return next(chain(remedies(case, reason, trials), more_gpus), None)
+
+
+def remedies(case: Case, reason: str, trials: Trials) -> Iterator[Remedy]:
+    """Changes that help on the same GPUs, one at a time: a permission, another value of each pin, no headroom."""
+    for permission in _permissions(case, reason):
+        if trials.fitting(permission.case):
+            yield permission
+    for axis in _AXES:
+        if axis in case.pins:
+            yield from _other_value(case, axis, trials)
+    headroom_gib = case.limits.memory_headroom_gib
+    if headroom_gib:
+        without = case.limited(memory_headroom_gib=0.0)
+        if trials.fitting(without):
+            says = f"lower --memory-headroom from {headroom_gib:g} GiB to 0"
+            yield Remedy(("--memory-headroom", "0"), says, without, f"{headroom_gib:g}")
+
+
+def _permissions(case: Case, reason: str) -> Iterator[Remedy]:
+    """Changes that lift one rule by name, not tried yet."""
+    if reason == "tp_across_nvlink_domains":
+        allowed = case.limited(tp_across_nodes=True)
+        yield Remedy(("--tp-across-nodes",), "let tp leave the NVLink domain: add --tp-across-nodes", allowed)
+    if reason == "schedule_not_in_trainer":
+        for runtime in map(load_runtime, RUNTIMES):
+            if set(case.limits.schedule or ()) <= set(runtime.schedules):
+                changed = replace(case, runtime=runtime)
+                yield Remedy(("--runtime", runtime.name), f"use --runtime {runtime.name}", changed)
+
+
+def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Remedy]:
+    """The value of a pinned axis nearest to the pinned ones with which something fits."""
+    free = trials.fitting(case.limited(**{axis: None}))
+    if free is None:
+        return
+    values = _values(case, axis)[:VALUES_TRIED]
+    if free[axis] not in (*values, *case.pins[axis], "none"):
+        values.append(free[axis])
+    option = f"--{axis.replace('_', '-')}"
+    for value in values:
+        changed = case.limited(**{axis: (value,)})
+        if trials.fitting(changed):
+            says = f"do not pin {option[2:]}: a layout fits with {option} {value}"
+            yield Remedy((option, str(value)), says, changed, ",".join(map(str, case.pins[axis])))
+            return
+
+
+def _values(case: Case, axis: str) -> list[Any]:
+    """Other values of a pinned axis, near to the pinned ones first: modes, schedules, or sizes of legal shapes."""
+    pinned = case.pins[axis]
+    others: set[int]
+    match axis:
+        case "recompute":
+            return [mode for mode in ("selective", "full", "none") if mode not in pinned]
+        case "schedule":
+            known = [name for name in (*DEFAULT_SCHEDULES, *case.runtime.schedules) if name in case.runtime.schedules]
+            return [name for name in dict.fromkeys(known) if name in SCHEDULES and name not in (*pinned, "none")]
+        case "vpp":
+            others = set(range(1, case.model.num_hidden_layers + 1))
+        case _:
+            shapes, _ = shapes_of(case.limited(**{axis: None}))
+            others = set(getattr(shapes, axis).tolist())
+    return sorted(others - set(pinned), key=lambda v: (min(abs(log((v + 1) / (pin + 1))) for pin in pinned), v))
+
+
+def _more_gpus(case: Case, trials: Trials) -> Iterator[Remedy]:
+    """The least number of GPUs that is enough."""
+    cluster = case.cluster
+    enough = fewest_gpus(
+        cluster.num_gpus, cluster.node_size, lambda num_gpus: trials.fitting(case.on_gpus(num_gpus)) is not None
+    )
+    if enough is None:
+        return
+    num_nodes, rest = divmod(enough, cluster.node_size)
+    nodes = "" if rest or num_nodes == 1 else f", {num_nodes:,} nodes"
+    fewer = "; there was no time to try whether fewer are enough" if trials.cut_short else ""
+    yield Remedy(
+        ("--gpus", str(enough)), f"it fits on {enough} GPUs{nodes}{fewer}", case.on_gpus(enough), str(cluster.num_gpus)
+    )
+
+
+def fewest_gpus(num_gpus: int, node_size: int, enough: Callable[[int], bool]) -> int | None:
+    """The least number of GPUs above `num_gpus` that is enough: within one node any number, beyond it whole nodes.
+
+    More than enough are taken to be enough. None where even 2**DOUBLINGS times as many nodes are not.
+    """
+    if num_gpus < node_size and enough(node_size):
+        return _least(num_gpus, node_size, enough)
+    low = max(num_gpus // node_size, num_gpus < node_size)
+    high = low + 1
+    for _ in range(DOUBLINGS):
+        if enough(high * node_size):
+            return node_size * _least(low, high, lambda num_nodes: enough(num_nodes * node_size))
+        low, high = high, 2 * high
+    return None
+
+
+def _least(too_few: int, sufficient: int, enough: Callable[[int], bool]) -> int:
+    """The least number above `too_few` that is enough, where `sufficient` is."""
+    while sufficient - too_few > 1:
+        middle = (too_few + sufficient) // 2
+        too_few, sufficient = (too_few, middle) if enough(middle) else (middle, sufficient)
+    return sufficient

@@ -1,0 +1,145 @@
+"""DeepSpeed's configuration adds up, and its pipeline is cut where the plan cuts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from planner.answer import Plan
+from planner.export.common.refusal import Inexpressible
+from planner.export.deepspeed.write import CONFIG_FILE, PIPELINE_FILE, export_deepspeed
+
+Planned = Callable[..., Plan]
+
+
+def dense(planned: Planned, gpus: int = 64, **options: Any) -> Plan:
+    return planned("llama-3.1-8b", gpus, **{"sequence_parallel": False, **options})
+
+
+def files_of(plan: Plan) -> dict[str, str]:
+    return {file.name: file.text for file in export_deepspeed(plan).files}
+
+
+@pytest.mark.parametrize(
+    "options", [{"pp": 4}, {"pp": 4, "tp": 2, "micro_batch_size": 2}, {"zero_stage": 3}, {"dtype": "fp16"}]
+)
+def test_batch_sizes_multiply(planned: Planned, options: dict[str, Any]) -> None:
+    plan = dense(planned, **options)
+    config = json.loads(files_of(plan)[CONFIG_FILE])
+    per_step = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    assert config["train_batch_size"] == per_step * plan.parallelism.dp == plan.training.global_batch_size
+    assert config["zero_optimization"]["stage"] == plan.parallelism.zero_stage
+    assert config[plan.training.dtype] == {"enabled": True}
+
+
+class PipelineModule:
+    """DeepSpeed's, as far as partitioning goes."""
+
+    def __init__(self, layers: list[Any], topology: Any, partition_method: str, **options: Any) -> None:
+        self._layer_specs, self._topo, self.options = layers, topology, options
+        self.global_rank = topology.rank
+        self._partition_layers(partition_method)
+
+    def _partition_layers(self, method: str) -> None:
+        raise NotImplementedError(method)
+
+    def _set_bounds(self, start: int, stop: int) -> None:
+        self.held = self._layer_specs[start:stop]
+
+
+class Topology:
+    """Coordinates of the rank under test."""
+
+    rank = 0
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        self.sizes = (num_pp, num_mp, num_dp)
+
+    def get_coord(self, rank: int) -> Any:
+        return types.SimpleNamespace(pipe=rank)
+
+
+@pytest.fixture
+def pipeline_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan], dict[str, Any]]:
+    """The exported module, with stand-ins for what it takes from DeepSpeed."""
+    modules: dict[str, dict[str, Any]] = {
+        "deepspeed": {},
+        "deepspeed.pipe": {"PipelineModule": PipelineModule},
+        "deepspeed.runtime": {},
+        "deepspeed.runtime.pipe": {},
+        "deepspeed.runtime.pipe.topology": {"PipeModelDataParallelTopology": Topology},
+    }
+    for name, content in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def load(plan: Plan) -> dict[str, Any]:
+        namespace: dict[str, Any] = {}
+        exec(files_of(plan)[PIPELINE_FILE], namespace)
+        return namespace
+
+    return load
+
+
+@pytest.mark.parametrize("counts", [(8, 8, 8, 8), (5, 10, 9, 8), (0, 11, 11, 10), (11, 11, 10, 0)])
+def test_every_stage_holds_the_planned_layers(
+    planned: Planned, pipeline_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
+) -> None:
+    plan = dense(planned, pp=4, tp=2, layers_per_stage=counts)
+    module = pipeline_of(plan)
+    layers = ["embedding", *range(32), "norm", "head"]
+    held = []
+    for rank in range(4):
+        monkeypatch.setattr(Topology, "rank", rank)
+        stage = module["pipeline"](layers)
+        assert stage._topo.sizes == (4, 2, 8)
+        held.append(stage.held)
+    assert [item for stage in held for item in stage] == layers
+    assert [sum(isinstance(item, int) for item in stage) for stage in held] == list(counts)
+    with pytest.raises(ValueError, match="the plan cuts 35"):
+        module["pipeline"](layers[1:])
+
+
+def test_recompute_leaves_the_embedding_alone(planned: Planned, pipeline_of: Callable[..., Any]) -> None:
+    class Block:
+        pass
+
+    layers = ["embedding", *(Block() for _ in range(32)), "norm", "head"]
+    options = pipeline_of(dense(planned, pp=4, recompute="full"))["pipeline"](layers).options
+    assert options == {"activation_checkpoint_interval": 1, "checkpointable_layers": ["Block"]}
+    assert pipeline_of(dense(planned, pp=4))["pipeline"](layers).options == {"activation_checkpoint_interval": 0}
+
+
+def test_without_a_pipeline_there_is_only_a_configuration(planned: Planned) -> None:
+    files = files_of(dense(planned, tp=2))
+    assert list(files) == [CONFIG_FILE]
+    assert json.loads(files[CONFIG_FILE])["tensor_parallel"] == {"autotp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"model": "mixtral-8x7b"}, "moe"),
+        ({"cp": 2}, "cp"),
+        ({"pp": 4, "vpp": 2}, "vpp"),
+        ({"pp": 4, "schedule": "gpipe"}, "schedule"),
+        ({"pp": 4, "zero_stage": 3}, "zero_stage"),
+        ({"tp": 2, "sequence_parallel": True}, "sequence_parallel"),
+        ({"dtype": "fp8"}, "dtype"),
+        ({"recompute": "selective"}, "recompute_selective"),
+        ({"recompute": "full", "recompute_num_layers": 2}, "recompute_some_layers"),
+        ({"pp": 4, "layers_per_stage": (16, 0, 8, 8)}, "empty_stage"),
+        ({"zero_stage": 3, "fsdp": 8}, "shard_size"),
+    ],
+)
+def test_refusals(planned: Planned, options: dict[str, Any], reason: str) -> None:
+    plan = planned(**{"model": "llama-3.1-8b", "gpus": 64, "sequence_parallel": False, **options})
+    with pytest.raises(Inexpressible) as caught:
+        export_deepspeed(plan)
+    assert reason in [objection.name for objection in caught.value.reasons]

@@ -1,0 +1,120 @@
+"""`export` writes for the targets of the table, alone and together, as its docstring shows."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samples import example_of
+
+from planner.answer import Plan
+from planner.cli import main
+from planner.errors import SpecError
+from planner.export.bundle import MANIFEST
+from planner.export.common.refusal import Inexpressible
+from planner.export.export import bundle_of, export
+from planner.export.targets import LAUNCHERS, SOURCES, TARGETS, TRAINERS, Launcher, Trainer
+
+Planned = Callable[..., Plan]
+
+
+def test_the_example_of_the_docstring(planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"plan": planned("llama-3.1-8b", 16, tp=2, pp=2)}
+    exec(example_of(export), names)
+    assert names["files"] == [Path("run", name) for name in ("megatron.yaml", "launch.sh", "launch.sbatch")]
+    assert names["manifest"] == Path("run", MANIFEST)
+    assert "image: registry/image:1" in Path("pods", "kubernetes.yaml").read_text()
+
+
+def test_function_and_command_write_the_same(planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("llama-3.1-8b", 16, tp=2, pp=2)
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(json.dumps(plan.to_json()))
+    assert main(["export", "plan.json", "--to", "megatron, kubernetes", "-o", "by-command", "-q"]) == 0
+    paths = export(plan, to=("megatron", "kubernetes"), out=tmp_path / "by-function")
+    assert {path.name for path in Path("by-command").iterdir()} == {path.name for path in paths}
+    assert all(path.read_bytes() == Path("by-command", path.name).read_bytes() for path in paths)
+
+
+def test_without_a_folder_it_is_named_after_model_and_trainer(
+    planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = export(planned("llama-3.1-8b", 16, tp=2, pp=2), to="slurm")
+    assert {str(path.parent) for path in paths} == {"llama-3-1-8b-megatron"}
+
+
+def test_the_function_refuses_as_the_command_does(planned: Planned, tmp_path: Path) -> None:
+    plan = planned("llama-3.1-8b", 16, tp=2, pp=2)
+    with pytest.raises(Inexpressible, match="zero_stage"):
+        export(plan, to="torchtitan", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    export(plan, to="megatron", out=tmp_path / "run")
+    with pytest.raises(SpecError, match=r"already holds megatron\.yaml"):
+        export(plan, to="megatron", out=tmp_path / "run")
+    export(plan, to="megatron", out=tmp_path / "run", force=True)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "trainer"), [("megatron", "megatron"), ("torchtitan", "torchtitan"), ("torch-eager", "torch")]
+)
+def test_a_launcher_alone_starts_the_plan_s_trainer(planned: Planned, runtime: str, trainer: str) -> None:
+    bundle = bundle_of(planned("llama-3.1-8b", 16, runtime=runtime, pp=2), ["slurm"])
+    assert bundle.targets == (trainer, "slurm")
+    assert "launch.sbatch" in {file.name for file in bundle.files}
+    assert "launch.sh" not in {file.name for file in bundle.files}
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["megatronn"], "unknown target 'megatronn'"),
+        ([], "unknown target"),
+        (["megatron", "torchtitan"], "two trainers"),
+        (["deepspeed", "slurm"], "nothing to start"),
+    ],
+)
+def test_targets_that_make_no_sense(planned: Planned, targets: list[str], message: str) -> None:
+    plan = planned("llama-3.1-8b", 16, pp=2, runtime="megatron", sequence_parallel=False)
+    with pytest.raises(SpecError, match=message):
+        bundle_of(plan, targets)
+
+
+def test_a_plan_that_does_not_fit_says_so(planned: Planned) -> None:
+    assert "does not fit" in bundle_of(planned("llama-3.1-405b", 8), ["megatron"]).notes[-1]
+    assert "does not fit" not in " ".join(bundle_of(planned("llama-3.1-8b", 64), ["megatron"]).notes)
+
+
+def test_a_runtime_without_a_target_is_named(planned: Planned) -> None:
+    with pytest.raises(SpecError, match="runtime 'nanotron' is no target"):
+        bundle_of(planned("llama-3.1-8b", 16, pp=2, runtime="nanotron"), ["slurm"])
+
+
+def test_targets_are_listed_once() -> None:
+    assert len(set(TARGETS)) == len(TARGETS)
+    assert {"megatron", "bridge", "torchtitan", "torch", "deepspeed"} == set(TRAINERS)
+    assert {"torchrun", "slurm", "kubernetes"} == set(LAUNCHERS)
+    assert {"megatron", "torchtitan", "deepspeed"} == set(SOURCES)
+
+
+@pytest.mark.parametrize("target", [*TRAINERS.values(), *LAUNCHERS.values()], ids=lambda target: target.name)
+def test_every_row_names_functions_that_exist(target: Trainer | Launcher) -> None:
+    """The table's text is all that connects a target with its package: mypy does not see it."""
+    functions = [target.writer, *([target.reader] if isinstance(target, Trainer) and target.reader else [])]
+    for module, _, name in (function.partition(":") for function in functions):
+        function = getattr(import_module(f"planner.export.{module}"), name)
+        parameters = inspect.signature(function).parameters
+        assert list(parameters) in (["plan"], ["text"], ["plan", "command"])
+
+
+def test_help_and_completion_list_the_targets_without_loading_them() -> None:
+    code = "import planner.export.targets, sys; sys.exit(any(m in sys.modules for m in ('numpy', 'yaml', 'pydantic')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,353 @@
+"""Megatron-LM gets the arguments that make it do what was planned, or a refusal with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+from layouts import SIZES, expressible, some_layout
+
+from planner.answer import Plan
+from planner.export.bridge.overrides import bridge_overrides
+from planner.export.common.arguments import argv
+from planner.export.common.refusal import Inexpressible
+from planner.export.megatron.arguments import environment, forbidden_environment, megatron_arguments
+from planner.export.megatron.runtime import precision
+from planner.export.megatron.write import export_megatron
+from planner.layout.split import parse_layout
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_model
+from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
+
+Planned = Callable[..., Plan]
+
+
+MODELS = expressible(MEGATRON_MODEL_RULES)
+
+
+def layers_built(arguments: dict[str, Any], model: ModelSpec) -> list[list[tuple[int, int]]]:
+    """[first, last) of each chunk of each rank, as Megatron would build them from the arguments."""
+    pp, layout = arguments["--pipeline-model-parallel-size"], arguments.get("--pipeline-model-parallel-layout")
+    if layout is None:
+        vpp = arguments.get("--num-virtual-stages-per-pipeline-rank", 1)
+        each, rest = divmod(model.num_hidden_layers, pp * vpp)
+        assert rest == 0
+        bounds = [(each * j, each * (j + 1)) for j in range(pp * vpp)]
+    else:
+        num_stages = len(parse_stages(layout))
+        bounds = list(parse_layout(layout, model, num_stages).chunks)
+    return [bounds[rank::pp] for rank in range(pp)]
+
+
+def parse_stages(layout: str) -> list[str]:
+    from planner.layout.split import _expand
+
+    return _expand(layout).split("|")
+
+
+@pytest.mark.parametrize("gpus", SIZES)
+@pytest.mark.parametrize("name", MODELS)
+def test_exported_stages_are_the_planned_ones(planned: Planned, name: str, gpus: int) -> None:
+    model = load_model(name)
+    layout = some_layout(model, gpus, f"{name} {gpus}")
+    seq_length = min(2048, model.max_position_embeddings or 2048)
+    plan = planned(name, gpus, seq_length=seq_length, **layout)
+    arguments = megatron_arguments(plan)
+    assert layers_built(arguments, model) == [list(stage.chunks) for stage in plan.stages]
+    sizes = [arguments[f"--{axis}-model-parallel-size"] for axis in ("tensor", "pipeline")]
+    assert sizes == [plan.parallelism.tp, plan.parallelism.pp]
+    batch = arguments["--micro-batch-size"] * plan.parallelism.dp * plan.parallelism.num_microbatches
+    assert arguments["--global-batch-size"] == batch
+
+
+def test_dense_model(planned: Planned) -> None:
+    arguments = megatron_arguments(planned("llama-3.1-405b", 2048, tp=8, pp=16, vpp=4, seq_length=8192))
+    for option, value in {
+        "--num-layers": 126, "--hidden-size": 16384, "--ffn-hidden-size": 53248, "--num-attention-heads": 128,
+        "--kv-channels": 128, "--group-query-attention": True, "--num-query-groups": 8, "--vocab-size": 128256,
+        "--make-vocab-size-divisible-by": 128, "--untie-embeddings-and-output-weights": True, "--swiglu": True,
+        "--normalization": "RMSNorm", "--position-embedding-type": "rope", "--disable-bias-linear": True,
+        "--rotary-base": 500000, "--sequence-parallel": True, "--max-position-embeddings": 8192,
+        "--use-distributed-optimizer": True,
+    }.items():  # fmt: skip
+        assert arguments[option] == value, option
+    assert "--multi-latent-attention" not in arguments
+    assert "--num-experts" not in arguments
+
+
+def test_latent_attention_experts_and_mtp(planned: Planned) -> None:
+    plan = planned("deepseek-v3", 1024, ep=64, pp=16, vpp=2, layout="Et*3|(tt|)*29m|L")
+    arguments = megatron_arguments(plan)
+    for option, value in {
+        "--multi-latent-attention": True, "--q-lora-rank": 1536, "--kv-lora-rank": 512, "--qk-head-dim": 128,
+        "--qk-pos-emb-head-dim": 64, "--v-head-dim": 128, "--qk-layernorm": True, "--num-experts": 256,
+        "--moe-router-topk": 8, "--moe-ffn-hidden-size": 2048, "--moe-shared-expert-intermediate-size": 2048,
+        "--moe-layer-freq": "([0]*3+[1]*58)", "--mtp-num-layers": 1, "--expert-model-parallel-size": 64,
+        "--expert-tensor-parallel-size": 1, "--moe-router-enable-expert-bias": True,
+        "--pipeline-model-parallel-layout": "Et*3|(tt|)*29m|L",
+    }.items():  # fmt: skip
+        assert arguments[option] == value, option
+    assert "--group-query-attention" not in arguments
+
+
+def test_heads_that_are_rotated_in_part(planned: Planned) -> None:
+    plan = planned("glm-4.5-air", 64, ep=8, pp=2)
+    arguments = megatron_arguments(plan)
+    assert arguments["--rotary-percent"] == 0.5
+    assert arguments["--add-qkv-bias"] is True
+    assert "--rotary-percent" not in megatron_arguments(planned("llama-3.1-8b", 8))
+    assert bridge_overrides(plan)["model.rotary_percent"] == 0.5
+
+
+def test_gpt_with_biases_and_learned_positions(planned: Planned) -> None:
+    arguments = megatron_arguments(planned("gpt3-175b", 64, tp=8, pp=8, seq_length=2048))
+    assert arguments["--position-embedding-type"] == "learned_absolute"
+    assert arguments["--max-position-embeddings"] == 2048
+    assert arguments["--normalization"] == "LayerNorm"
+    for absent in ("--disable-bias-linear", "--swiglu", "--rotary-base", "--pipeline-model-parallel-layout"):
+        assert absent not in arguments
+
+
+def test_sliding_windows_and_sinks(planned: Planned) -> None:
+    arguments = megatron_arguments(planned("gpt-oss-20b", 16, ep=8, pp=2))
+    assert arguments["--window-size"] == "(127,0)"  # the query itself is the 128th
+    assert arguments["--window-attn-skip-freq"] == 2
+    assert arguments["--softmax-type"] == "learnable"
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({}, {}),
+        (
+            {"recompute": "selective", "recompute_modules": ("layernorm", "mlp")},
+            {"--recompute-granularity": "selective", "--recompute-modules": ("layernorm", "mlp")},
+        ),
+        (
+            {"recompute": "full"},
+            {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1},
+        ),
+        (
+            {"recompute": "full", "recompute_num_layers": 3},
+            {"--recompute-granularity": "full", "--recompute-method": "block", "--recompute-num-layers": 3},
+        ),
+    ],
+)
+def test_recompute(planned: Planned, layout: dict[str, Any], expected: dict[str, Any]) -> None:
+    arguments = megatron_arguments(planned("llama-3.1-70b", 64, tp=4, pp=4, **layout))
+    assert {key: value for key, value in arguments.items() if "recompute" in key} == expected
+
+
+NARROW = {"fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "grad_reduce_in_bf16"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hardware", "expected"),
+    [
+        ("bf16", "h100", {"bf16"}),
+        ("fp16", "h100", {"fp16", "accumulate_allreduce_grads_in_fp32"}),
+        ("fp8", "h100", {"bf16", "fp8_format", "fp8_recipe", "fp8_param_gather", "grad_reduce_in_bf16"}),
+        ("mxfp8", "b200", {"bf16", "fp8_format", "fp8_recipe"} | NARROW - {"fp4_param_gather"}),
+        ("nvfp4", "b200", {"bf16", "fp4_format", "fp4_recipe", "fp4_param_gather", "grad_reduce_in_bf16"}),
+    ],
+)
+def test_precision(planned: Planned, dtype: str, hardware: str, expected: set[str]) -> None:
+    plan = planned("llama-3.1-8b", 16, tp=2, dtype=dtype, hardware=hardware)
+    assert {option.strip("-").replace("-", "_") for option in precision(plan)} == expected
+    kept = planned("llama-3.1-8b", 16, tp=2, dtype=dtype, hardware=hardware, zero_stage=0)
+    assert not {"--fp8-param-gather", "--fp4-param-gather"} & precision(kept).keys(), "they need a sharded optimizer"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "layout", "needed", "forbidden"),
+    [
+        ("h100", {"tp": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ()),
+        ("h100", {"cp": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ()),
+        ("h100", {"pp": 2}, {}, ()),
+        ("b200", {"tp": 2}, {}, ()),
+        ("h100", {"tp": 2, "zero_stage": 3}, {}, ("CUDA_DEVICE_MAX_CONNECTIONS",)),
+    ],
+)
+def test_environment(
+    planned: Planned, hardware: str, layout: dict[str, Any], needed: dict[str, str], forbidden: tuple[str, ...]
+) -> None:
+    plan = planned("llama-3.1-8b", 16, hardware=hardware, **layout)
+    assert environment(plan) == needed
+    assert forbidden_environment(plan) == forbidden
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "present", "absent"),
+    [
+        (0, {"--overlap-grad-reduce"}, {"--use-distributed-optimizer", "--overlap-param-gather"}),
+        (1, {"--use-distributed-optimizer", "--overlap-param-gather"}, {"--use-megatron-fsdp"}),
+        (3, {"--use-megatron-fsdp", "--ckpt-format", "--data-parallel-sharding-strategy"}, {"--ddp-bucket-size"}),
+    ],
+)
+def test_data_parallel(planned: Planned, zero_stage: int, present: set[str], absent: set[str]) -> None:
+    arguments = megatron_arguments(planned("llama-3.1-8b", 16, zero_stage=zero_stage))
+    assert present <= arguments.keys()
+    assert not absent & arguments.keys()
+
+
+def test_buckets_are_those_that_were_priced(planned: Planned) -> None:
+    """128 Mi parameters; beyond 512 ranks, 512 KiB of bf16 a rank."""
+    assert megatron_arguments(planned("llama-3.1-8b", 64))["--ddp-bucket-size"] == 2**27
+    assert megatron_arguments(planned("llama-3.1-8b", 2048))["--ddp-bucket-size"] == 2**18 * 2048
+
+
+def test_a_smaller_shard_group_is_several_optimizer_instances(planned: Planned) -> None:
+    arguments = megatron_arguments(planned("llama-3.1-8b", 64, zero_stage=3, fsdp=16))
+    assert arguments["--num-distributed-optimizer-instances"] == 4
+
+
+@pytest.mark.parametrize(
+    ("features", "layout", "option"),
+    [
+        ({"tp_comm_overlap": True}, {"tp": 2}, "--tp-comm-overlap"),
+        ({"ep_overlap": True}, {"ep": 8, "pp": 2, "vpp": 2}, "--overlap-moe-expert-parallel-comm"),
+        ({"p2p_overlap": False}, {"pp": 4, "vpp": 2}, "--no-overlap-p2p-communication"),
+        ({"cuda_graph": True}, {"tp": 2}, "--cuda-graph-impl"),
+        ({"fp32_grad_accum": False}, {}, "--grad-reduce-in-bf16"),
+        ({"cp_comm_type": "a2a"}, {"cp": 2}, "--cp-comm-type"),
+    ],
+)
+def test_what_was_priced_is_switched_on(
+    planned: Planned, features: dict[str, Any], layout: dict[str, Any], option: str
+) -> None:
+    assert option in megatron_arguments(planned("mixtral-8x7b", 64, features=features, **layout))
+
+
+def test_the_dispatcher_that_was_priced(planned: Planned) -> None:
+    alone = megatron_arguments(planned("mixtral-8x7b", 64, pp=2, vpp=2))
+    assert alone["--moe-token-dispatcher-type"] == "alltoall", "DeepEP needs more than one rank"
+    hopper = planned("mixtral-8x7b", 64, ep=8, pp=2, vpp=2, features={"ep_overlap": True})
+    assert megatron_arguments(hopper)["--moe-flex-dispatcher-backend"] == "deepep"
+    assert environment(hopper) == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    rack = planned("mixtral-8x7b", 64, ep=8, hardware="gb200")
+    assert megatron_arguments(rack)["--moe-flex-dispatcher-backend"] == "hybridep"
+    # as Megatron-Bridge's recipes for GB200 set them (scripts/performance/utils/utils.py)
+    joined = {"NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": "8", "NVLINK_DOMAIN_SIZE": "72", "USE_MNNVL": "1"}
+    assert environment(rack) == joined
+
+
+def test_fp32_logits_of_its_own_loss_are_noted(planned: Planned) -> None:
+    """8,192 tokens of 128,256 logits, 4 B each: 3.9 GiB."""
+    plan = planned("llama-3.1-8b", seq_length=8192)
+    (note,) = (note for note in export_megatron(plan).notes if "cross-entropy" in note)
+    assert "holds 3.9 GiB more than planned" in note
+    for quiet in (
+        planned("llama-3.1-8b", seq_length=8192, tp=8),
+        planned("llama-3.1-8b", seq_length=8192, features={"cross_entropy_fusion": False}),
+    ):
+        assert not any("cross-entropy" in note for note in export_megatron(quiet).notes)
+
+
+def test_latent_projections_have_no_user_buffers(planned: Planned) -> None:
+    assert "--tp-comm-overlap" in megatron_arguments(planned("llama-3.1-8b", tp=2))
+    assert "--tp-comm-overlap" not in megatron_arguments(planned("deepseek-v2", tp=2, ep=8))
+
+
+def test_gathers_hide_only_where_reductions_do(planned: Planned) -> None:
+    exported = export_megatron(planned("llama-3.1-8b", features={"overlap_grad_reduce": False}))
+    assert any("gathers of parameters" in note for note in exported.notes)
+    assert not any("gathers of parameters" in note for note in export_megatron(planned("llama-3.1-8b")).notes)
+
+
+def test_exchanges_of_experts_are_hidden_where_they_can_be(planned: Planned) -> None:
+    option = "--overlap-moe-expert-parallel-comm"
+    on = {"ep_overlap": True}
+    assert option in megatron_arguments(planned("mixtral-8x7b", 64, ep=8, pp=2, vpp=2, features=on))
+    assert option not in megatron_arguments(planned("mixtral-8x7b", 64, ep=8, pp=2, vpp=2)), "nothing hides unasked"
+    assert refused(planned("mixtral-8x7b", 64, ep=8, pp=2, features=on)) == ["ep_overlap"]
+    assert refused(planned("mixtral-8x7b", 64, ep=8, recompute="full", features=on)) == ["ep_overlap"]
+
+
+def refused(plan: Plan) -> list[str]:
+    with pytest.raises(Inexpressible) as caught:
+        megatron_arguments(plan)
+    assert caught.value.exit_code == 2
+    return [reason.name for reason in caught.value.reasons]
+
+
+@pytest.mark.parametrize(
+    ("model", "reasons"),
+    [
+        ("bloom-176b", ["position_embedding", "embedding_norm"]),
+        ("gemma-3-27b", ["post_norms", "activation"]),
+        ("opt-175b", ["activation"]),
+        ("deepseek-v2-lite", ["q_lora_rank"]),
+    ],
+)
+def test_models_it_cannot_say(planned: Planned, model: str, reasons: list[str]) -> None:
+    assert refused(planned(model, 64)) == reasons
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "hint"),
+    [
+        ("bloom-176b", {}, "no layout changes what the model is"),
+        (
+            "llama-3.1-8b",
+            {"pp": 4, "schedule": "zb-h1", "runtime": "torch-eager"},
+            "plan again with --runtime megatron",
+        ),
+        ("llama-3.1-8b", {"pp": 2, "zero_stage": 3}, "plan again without what is named here"),
+    ],
+)
+def test_the_hint_is_what_would_help(planned: Planned, model: str, options: dict[str, Any], hint: str) -> None:
+    with pytest.raises(Inexpressible) as caught:
+        megatron_arguments(planned(model, 64, **options))
+    assert caught.value.hint.startswith(hint)
+
+
+def test_norms_of_queries_are_like_those_of_layers(planned: Planned) -> None:
+    model = load_model("qwen3-8b").model_copy(update={"norm": "layernorm", "norm_bias": True})
+    assert refused(planned(model, 64)) == ["qk_norm"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"pp": 4, "vpp": 2, "schedule": "zb-v", "runtime": "torch-eager"}, "schedule"),
+        ({"pp": 4, "schedule": "zb-h1", "runtime": "torch-eager"}, "schedule"),
+        ({"pp": 2, "zero_stage": 3}, "zero_stage"),
+        ({"pp": 2, "vpp": 2, "features": {"p2p_overlap": False}}, "p2p_overlap"),
+        ({"cp": 16, "features": {"cp_comm_type": "a2a"}}, "kv_heads_not_divisible_by_tp_cp"),
+        ({"model": "mixtral-8x7b", "pp": 2, "ep": 8, "features": {"ep_overlap": True}}, "ep_overlap"),
+        ({"recompute": "selective", "runtime": "torchtitan"}, "recompute_modules"),
+        ({"recompute": "selective", "recompute_modules": ("layernorm", "mla_up_proj")}, "recompute_modules"),
+        ({"recompute": "selective", "recompute_modules": ("moe_act",)}, "recompute_modules"),
+    ],
+)
+def test_layouts_it_cannot_say(planned: Planned, options: dict[str, Any], reason: str) -> None:
+    assert reason in refused(planned(**{"model": "llama-3.1-8b", "gpus": 64, **options}))
+
+
+def test_a_plan_that_recomputes_by_stage_is_refused(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 16, pp=4, recompute="full", recompute_num_layers=3)
+    first = plan.stages[0].model_copy(update={"recompute": {"full": 5, "none": 3}})
+    best = plan.best.model_copy(update={"stages": (first, *plan.stages[1:])})
+    assert refused(plan.model_copy(update={"best": best})) == ["recompute_per_stage"]
+
+
+def test_yaml_holds_the_same_arguments(planned: Planned) -> None:
+    plan = planned("qwen3-30b-a3b", 64, tp=2, pp=4, vpp=3, ep=8, recompute="selective", tokens=1e12)
+    exported = export_megatron(plan)
+    data = yaml.safe_load(exported.files[0].text)
+    assert data["ENV_VARS"] == {"CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    assert exported.command is not None
+    words = []
+    for option, value in data["MODEL_ARGS"].items():
+        words += [option] if value is True else [option, *(map(str, value) if isinstance(value, list) else [value])]
+    assert [_plain(word) for word in words] == [_plain(word) for word in argv(exported.command.arguments)]
+
+
+def _plain(word: Any) -> Any:
+    """Numbers compare by value, whatever their spelling."""
+    try:
+        return float(word)
+    except (TypeError, ValueError):
+        return word

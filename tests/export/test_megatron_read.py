@@ -1,0 +1,184 @@
+"""Launch scripts, argument lists and YAML of Megatron-LM become the run they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from samples import BASE, SCRIPT, layout_of
+
+from planner.answer import Plan
+from planner.export.common.imported_run import ImportedRun
+from planner.export.export import bundle_of
+from planner.export.megatron.options import options_of
+from planner.export.read import read_configuration
+from planner.layout.evaluate import evaluate
+from planner.layout.runs import parse_run
+
+Planned = Callable[..., Plan]
+
+
+def test_a_launch_script() -> None:
+    imported = read_configuration(SCRIPT)
+    run, layout = imported.run, layout_of(imported)
+    assert imported.source == "megatron"
+    assert run["num_gpus"] == 128
+    assert (run["seq_length"], run["global_batch_size"], run["dtype"]) == (4096, 512, "fp8")
+    assert run["model"]["vocab_size"] == 128256
+    assert run["model"]["num_key_value_heads"] == 8
+    assert (layout["tp"], layout["pp"], layout["vpp"]) == (4, 4, 1)
+    assert layout["layout"] == "Et*19|(t*20|)*2t*21L"
+    assert (layout["recompute"], layout["recompute_num_layers"]) == ("full", 3)
+    assert layout["zero_stage"] == 1
+    assert imported.unknown == {"--brand-new-switch": "7"}
+    assert {"--save", "--lr"} <= imported.ignored.keys()
+
+
+def test_the_last_of_equal_options_wins() -> None:
+    assert options_of(["x", "--a", "1", "--a=2", "--nproc_per_node", "8"]) == {"--a": ["2"], "--nproc-per-node": ["8"]}
+
+
+def read(options: str, gpus: int = 32) -> ImportedRun:
+    return read_configuration(f"torchrun --nnodes {gpus // 8} --nproc-per-node 8 pretrain_gpt.py {BASE} {options}")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2", {"vpp": 4}),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2", {"vpp": 2}),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 7 "
+            "--decoder-last-pipeline-num-layers 5",
+            {"layers_per_stage": [7, 10, 10, 5]},
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split",
+            {"layers_per_stage": [16, 16]},
+        ),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", {"zero_stage": 3}),
+        ("--use-torch-fsdp2", {"zero_stage": 3}),
+        ("", {"zero_stage": 0, "vpp": 1, "sequence_parallel": False}),
+        ("--sequence-parallel", {"sequence_parallel": False}),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", {"sequence_parallel": True, "tp": 2}),
+        ("--recompute-activations", {"recompute": "selective"}),
+        (
+            "--recompute-granularity selective --recompute-modules [moe_act mlp]",
+            {"recompute_modules": ["moe_act", "mlp"]},
+        ),
+        ("--num-experts 8 --tensor-model-parallel-size 4", {"etp": 4}),
+    ],
+)
+def test_parallelism(options: str, expected: dict[str, Any]) -> None:
+    layout = layout_of(read(options))
+    assert {key: layout.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", {"intermediate_size": 16384, "norm": "layernorm", "activation": "gelu", "tie_word_embeddings": True}),
+        ("--swiglu", {"intermediate_size": 10880, "gated_mlp": True, "activation": "silu"}),
+        ("--squared-relu --disable-bias-linear --add-qkv-bias", {"activation": "relu2", "attention_bias": "qkv"}),
+        ("--use-rotary-position-embeddings --no-position-embedding", {"position_embedding": "rope"}),
+        ("--position-embedding-type rope", {"rope_theta": 10000}),
+        ("--position-embedding-type rope --rotary-base 500000", {"rope_theta": 500000}),
+        ("--position-embedding-type rope --rotary-base $UNSET", {"rope_theta": None}),
+        ("--position-embedding-type rope --rotary-percent 0.5", {"partial_rotary_factor": 0.5}),
+        ("--position-embedding-type none", {"position_embedding": "none"}),
+        ("--window-size 127,0 --window-attn-skip-freq 2", {"sliding_window": 128, "sliding_window_pattern": 2}),
+        ("--num-experts 8 --moe-ffn-hidden-size 1024", {"intermediate_size": None}),
+    ],
+)
+def test_models(options: str, expected: dict[str, Any]) -> None:
+    model = read(options).run["model"]
+    assert {key: model.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "drops"),
+    [("", True), ("--hidden-dropout 0.1", True), ("--hidden-dropout 0.0", False), ("--hidden-dropout 0", False)],
+)
+def test_megatron_drops_a_tenth_unless_told_otherwise(options: str, drops: bool) -> None:
+    assert read(options).run["features"]["dropout"] is drops
+
+
+def test_weight_gradients_that_are_not_added_by_their_product() -> None:
+    imported = read("--no-gradient-accumulation-fusion")
+    assert imported.run["features"]["gradient_accumulation_fusion"] is False
+    assert imported.unknown == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "width"),
+    [("", 16384), ("--swiglu", 10880), ("--ffn-hidden-size 512", 512), ("--moe-ffn-hidden-size 1024", 1024)],
+)
+def test_experts_are_as_wide_as_a_dense_mlp_unless_told(options: str, width: int) -> None:
+    assert read(f"--num-experts 8 {options}").run["model"]["moe"]["moe_intermediate_size"] == width
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dense", "every"),
+    [
+        ("([0]*3+[1]*29)", 3, 1),
+        ("+".join(["([0]*1", *["[1]*1", "[0]*1"] * 15, "[1]*1)"]), 0, 2),
+        ("+".join(["([0]*5", *["[1]*1", "[0]*2"] * 8, "[1]*1", "[0]*2)"]), 3, 3),
+        ("([0]*32)", 32, 1),
+    ],
+)
+def test_layers_with_experts(pattern: str, dense: int, every: int) -> None:
+    """Dense layers in front, then every n-th has experts: what an export writes for each model spec comes back."""
+    options = f"--num-experts 8 --ffn-hidden-size 4096 --moe-ffn-hidden-size 1024 --moe-layer-freq '{pattern}'"
+    moe = read(options).run["model"]["moe"]
+    assert (moe["first_k_dense_replace"], moe["moe_layer_freq"]) == (dense, every)
+
+
+def test_a_batch_size_left_out_is_one_micro_batch_a_rank() -> None:
+    text = BASE.replace(" --global-batch-size 64", "")
+    imported = read_configuration(f"torchrun --nproc-per-node 8 pretrain_gpt.py {text} --tensor-model-parallel-size 2")
+    assert imported.run["global_batch_size"] == 8
+    assert "as Megatron does" in imported.notes[0]
+
+
+@pytest.mark.parametrize("form", ["megatron.yaml", "launch.sh", "launch.sbatch"])
+@pytest.mark.parametrize(
+    ("model", "gpus", "options"),
+    [
+        ("llama-3.1-405b", 2048, {"tp": 8, "pp": 16, "vpp": 4, "layers_per_stage": (1, *[2] * 62, 1)}),
+        ("gpt3-175b", 64, {"tp": 8, "pp": 8, "recompute": "full", "recompute_num_layers": 4}),
+        ("qwen3-30b-a3b", 64, {"tp": 2, "pp": 2, "ep": 8, "cp": 2, "recompute": "selective"}),
+        ("deepseek-v3", 1024, {"pp": 16, "vpp": 2, "ep": 64, "layout": "Et*3|(tt|)*29m|L"}),
+        ("llama-3.1-8b", 16, {"zero_stage": 3}),
+        ("llama-3.1-8b", 16, {"tp": 2, "dtype": "fp8"}),
+        ("gpt-oss-20b", 16, {"ep": 8, "pp": 2}),
+        ("llama-3.1-8b", 64, {"tp": 2, "fsdp": 8}),
+        ("llama-3.1-8b", 16, {"features": {"flash_attention": False}}),
+    ],
+)
+def test_our_own_exports_come_back(planned: Planned, form: str, model: str, gpus: int, options: dict[str, Any]) -> None:
+    """Export, import, price again: the same layout, parameters and seconds."""
+    features = {"ep_overlap": options.get("vpp", 1) > 1, **options.get("features", {})}
+    plan = planned(model, gpus, **{**options, "features": features})
+    text = next(file.text for file in bundle_of(plan, ["megatron"]).files if file.name == form)
+    imported = read_configuration(text)
+    assert imported.unknown == {}
+    run = parse_run({"run": imported.complete(hardware="h100", num_gpus=gpus)})
+    again = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
+    assert [stage.chunks for stage in again.stages] == [stage.chunks for stage in plan.stages]
+    assert [stage.num_parameters for stage in again.stages] == [stage.num_parameters for stage in plan.stages]
+    assert again.step.step_s == pytest.approx(plan.step.step_s, rel=1e-9)
+    for axis in (
+        "tp",
+        "cp",
+        "ep",
+        "pp",
+        "vpp",
+        "dp",
+        "micro_batch_size",
+        "num_microbatches",
+        "zero_stage",
+        "shard_size",
+    ):
+        assert getattr(again.parallelism, axis) == getattr(plan.parallelism, axis), axis

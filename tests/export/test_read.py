@@ -1,0 +1,66 @@
+"""`read` reads files as its docstring shows, and refuses what is no trainer's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samples import BASE, SCRIPT, example_of
+
+from planner.errors import SpecError
+from planner.export.read import read, read_configuration
+from planner.layout.runs import parse_run
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("echo hello", "passes no Megatron-LM arguments"),
+        (
+            "pretrain_gpt.py --num-layers $LAYERS --hidden-size 4096 --num-attention-heads 32",
+            "--num-layers: is missing",
+        ),
+        ("pretrain_gpt.py --num-layers many --hidden-size 4096 --num-attention-heads 32", "'many' is no whole number"),
+        (f"p.py {BASE} --tensor-model-parallel-size x", "'x' is no number"),
+        (f"p.py {BASE} --num-experts 4 --moe-layer-freq ([1]*31+[0])", "has no counterpart"),
+        ("from torchtitan.config import ParallelismConfig\nParallelismConfig(", "not Python: line"),
+        ("[parallelism]\ntensor = = 8", "not TOML"),
+        ('{"zero_optimization": ', "not JSON"),
+        ('{"zero_optimization": {}, "train_batch_size": "many"}', "'many' is no positive number"),
+    ],
+)
+def test_what_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message.replace("(", r"\(").replace("[", r"\[").replace("+", r"\+")):
+        read_configuration(text)
+
+
+def test_the_example_of_the_docstring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pretrain.sh").write_text(SCRIPT)
+    names: dict[str, Any] = {}
+    exec(example_of(read), names)
+    assert capsys.readouterr().out.startswith("megatron {'tp': 4,")
+    run = parse_run({"run": names["run"]})
+    assert (run.model.name, run.cluster.num_gpus, run.parallelism.tp) == ("llama-3.1-70b", 64, 4)
+
+
+def test_the_trainer_may_be_named() -> None:
+    script = "torchrun -m torchtitan.train --parallelism.tensor_parallel_degree 2"
+    assert read_configuration(script).source == "torchtitan"
+    assert read_configuration(script, "torchtitan").source == "torchtitan"
+    with pytest.raises(SpecError, match="passes no Megatron-LM arguments"):
+        read_configuration(script, "megatron")
+    with pytest.raises(SpecError, match="'bridge' is unknown") as caught:
+        read_configuration(script, "bridge")
+    assert caught.value.hint == "one of megatron, torchtitan, deepspeed"
+
+
+def test_added_fields_replace_those_that_were_read() -> None:
+    imported = read_configuration('{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}')
+    given = {"model": "llama-2-13b", "hardware": "h100", "seq_length": 4096}
+    assert imported.complete(num_gpus=32, tp=2, **given)["parallelism"]["tp"] == 2
+    assert "dp" not in imported.complete(num_gpus=32, **given)["parallelism"], "16 in the file, found again for 32 GPUs"
+    assert imported.run["parallelism"]["dp"] == 16

@@ -1,0 +1,114 @@
+"""Recipes, TOML files and command lines of torchtitan become the run they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from samples import layout_of
+
+from planner.answer import Plan
+from planner.export.export import bundle_of
+from planner.export.read import read_configuration
+from planner.layout.evaluate import evaluate
+from planner.layout.runs import parse_run
+
+Planned = Callable[..., Plan]
+
+
+def test_our_own_recipe_comes_back(planned: Planned) -> None:
+    counts = (1, 5, 4, 4, 4, 5, 5, 4)
+    plan = planned("llama-3.1-8b", 64, runtime="torchtitan", tp=2, pp=4, vpp=2, layers_per_stage=counts)
+    imported = read_configuration(bundle_of(plan, ["torchtitan"]).files[0].text)
+    layout = layout_of(imported)
+    assert imported.unknown == {}
+    assert layout["layers_per_stage"] == list(counts)
+    assert (layout["tp"], layout["pp"], layout["vpp"], layout["dp"]) == (2, 4, 2, 8)
+    assert imported.run["global_batch_size"] == plan.training.global_batch_size
+    assert imported.run["num_gpus"] == 64
+    run = parse_run({"run": imported.complete(hardware="h100", model="llama-3.1-8b")})
+    again = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
+    assert again.step.step_s == pytest.approx(plan.step.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("zero_stage", "expected"), [(0, 0), (2, 2), (3, 3)])
+def test_sharding_of_our_own_recipes_comes_back(planned: Planned, zero_stage: int, expected: int) -> None:
+    plan = planned("llama-3.1-8b", 64, runtime="torchtitan", zero_stage=zero_stage)
+    assert layout_of(read_configuration(bundle_of(plan, ["torchtitan"]).files[0].text))["zero_stage"] == expected
+
+
+def test_what_a_recipe_compiles(planned: Planned) -> None:
+    features = {}
+    for schedule in ("1f1b", "zb-h1"):
+        plan = planned("llama-3.1-8b", 64, runtime="torchtitan", pp=4, num_microbatches=8, schedule=schedule)
+        features[schedule] = read_configuration(bundle_of(plan, ["torchtitan"]).files[0].text).run["features"]
+    today = {"async_tp": False, "cross_entropy_fusion": True, "flex_attention": True}
+    assert features["1f1b"] == {"compile": True, **today}
+    assert features["zb-h1"] == {"compile": False, **today}
+
+
+def test_layers_recomputed_by_name_are_noted(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 64, runtime="torchtitan", pp=4, recompute="full", recompute_num_layers=3)
+    imported = read_configuration(bundle_of(plan, ["torchtitan"]).files[0].text)
+    assert any("some layers by name" in note for note in imported.notes)
+
+
+TOML = """
+[job]
+dump_folder = "./outputs"
+[model]
+name = "llama3"
+flavor = "70B"
+[training]
+local_batch_size = 8
+seq_len = 8192
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 16
+tensor_parallel_degree = 8
+surprising_degree = 3
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def test_torchtitan_toml() -> None:
+    imported = read_configuration(TOML)
+    assert imported.source == "torchtitan"
+    assert imported.run["model"] == "llama-3.1-70b"
+    assert imported.run["num_gpus"] == 256
+    assert imported.run["global_batch_size"] == 8 * 32
+    assert layout_of(imported)["fsdp"] == 16
+    assert layout_of(imported)["recompute"] == "full"
+    assert imported.unknown == {"parallelism.surprising_degree": "3"}
+    assert "job.dump_folder" in imported.ignored
+
+
+def test_torchtitan_overrides() -> None:
+    imported = read_configuration(
+        "NGPU=64 torchrun -m torchtitan.train --module llama3 --config llama3_405b "
+        "--parallelism.pipeline_parallel_degree 8 --parallelism.tensor-parallel-degree=8 "
+        "--parallelism.pipeline_parallel_schedule ZBVZeroBubble --parallelism.no-enable_sequence_parallel "
+        "--training.max_context_length 4096 --training.num_tokens_per_microbatch_per_dp_rank 8192 "
+        "--training.num_tokens_per_train_step 1048576 --compile.enable"
+    )
+    layout = layout_of(imported)
+    assert imported.run["model"] == "llama-3.1-405b"
+    assert imported.run["num_gpus"] == 64
+    assert (layout["pp"], layout["tp"], layout["vpp"], layout["schedule"]) == (8, 8, 2, "zb-v")
+    assert layout["sequence_parallel"] is False
+    assert (layout["micro_batch_size"], imported.run["global_batch_size"]) == (2, 256)
+
+
+def test_a_recipe_with_values_that_only_a_run_knows() -> None:
+    imported = read_configuration(
+        "from torchtitan.config import ParallelismConfig\n"
+        "from torchtitan.models.llama3 import model_registry\n"
+        "config.model_spec = model_registry('8B')\n"
+        "config.parallelism = ParallelismConfig(tensor_parallel_degree=2 * 2, expert_parallel_degree=pick())\n"
+        "config.training.seq_len = 8192\n"
+    )
+    assert layout_of(imported)["tp"] == 4
+    assert imported.run["model"] == "llama-3.1-8b"
+    assert imported.run["seq_length"] == 8192
+    assert imported.unknown == {"parallelism.expert_parallel_degree": "pick()"}

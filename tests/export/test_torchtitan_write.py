@@ -1,0 +1,335 @@
+"""The recipe is Python that cuts the model where the plan cuts it; torchtitan builds it where it is installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layouts import SIZES, expressible
+
+from planner.answer import Plan
+from planner.export.common.refusal import Inexpressible
+from planner.export.common.stages import virtual_stages
+from planner.export.torch.schedule_csv import to_torch_csv
+from planner.export.torchtitan.write import RECIPE, export_torchtitan
+from planner.schedule.orders import build_schedule
+from planner.specs.registry import load_model
+from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
+
+Planned = Callable[..., Plan]
+
+
+MODELS = expressible(TORCHTITAN_MODEL_RULES)
+
+
+def titan(planned: Planned, model: str = "llama-3.1-8b", gpus: int = 64, **options: Any) -> Plan:
+    return planned(model, gpus, **{"runtime": "torchtitan", **options})
+
+
+def source_of(plan: Plan) -> str:
+    exported = export_torchtitan(plan)
+    assert [file.name for file in exported.files] == [f"{RECIPE}.py"]
+    return exported.files[0].text
+
+
+def assigned(source: str, name: str) -> Any:
+    """The value of a top-level assignment."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
+            return eval(compile(ast.Expression(node.value), RECIPE, "eval"))
+    raise AssertionError(f"{name} is not assigned")
+
+
+def stage_modules(plan: Plan) -> list[list[str]]:
+    """The modules of every virtual stage, in model order."""
+    return [
+        [
+            *(["tok_embeddings"] if stage.embedding else []),
+            *(f"layers.{layer}" for layer in range(stage.first_layer, stage.last_layer)),
+            *(["norm", "lm_head"] if stage.head else []),
+        ]
+        for stage in virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    ]
+
+
+def call_arguments(source: str, function: str) -> dict[str, Any]:
+    """Literal keywords of every call of `function`."""
+    found: dict[str, Any] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == function:
+            for keyword in node.keywords:
+                if keyword.arg and isinstance(keyword.value, ast.Constant):
+                    found[keyword.arg] = keyword.value.value
+    return found
+
+
+@pytest.mark.parametrize("gpus", SIZES)
+@pytest.mark.parametrize("name", MODELS)
+def test_exported_stages_are_the_planned_ones(planned: Planned, name: str, gpus: int) -> None:
+    model = load_model(name)
+    pp = 1 if model.tie_word_embeddings or model.num_nextn_predict_layers else 4
+    layers = model.num_hidden_layers
+    counts = (2, layers // 2, layers - layers // 2 - 3, 1) if pp == 4 else None
+    # FSDP over more ranks does not cut every model's experts evenly
+    plan = titan(planned, name, gpus, pp=pp, layers_per_stage=counts, fsdp=min(64, gpus // pp))
+    source = source_of(plan)
+    if pp == 1:
+        assert "STAGES" not in source
+        return
+    stages = assigned(source, "STAGES")
+    held = [f"layers.{i}" for stage in plan.stages for first, last in stage.chunks for i in range(first, last)]
+    assert [name for stage in stages for name in stage] == ["tok_embeddings", *held, "norm", "lm_head"]
+    assert [sum(name.startswith("layers.") for name in stage) for stage in stages] == list(counts or ())
+
+
+def test_interleaved_stages_come_in_model_order(planned: Planned) -> None:
+    plan = titan(planned, pp=4, vpp=2, layers_per_stage=(1, 5, 4, 4, 4, 5, 5, 4))
+    stages = assigned(source_of(plan), "STAGES")
+    assert [len([name for name in stage if "layers" in name]) for stage in stages] == [1, 5, 4, 4, 4, 5, 5, 4]
+    assert stages == stage_modules(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"tp": 2, "pp": 4}, {"dp_shard": 8, "dp_replicate": 1, "schedule": "1F1B"}),
+        ({"pp": 4, "vpp": 2}, {"dp_shard": 16, "dp_replicate": 1, "schedule": "Interleaved1F1B"}),
+        ({"tp": 2, "fsdp": 8}, {"dp_shard": 8, "dp_replicate": 4, "schedule": "1F1B"}),
+        ({"tp": 2, "zero_stage": 0}, {"dp_shard": 1, "dp_replicate": 32, "schedule": "1F1B"}),
+        ({"cp": 2, "tp": 2}, {"dp_shard": 16, "dp_replicate": 1, "schedule": "1F1B"}),
+    ],
+)
+def test_degrees(planned: Planned, options: dict[str, Any], expected: dict[str, Any]) -> None:
+    plan = titan(planned, **options)
+    given = call_arguments(source_of(plan), "dict")
+    layout = plan.parallelism
+    assert given["data_parallel_shard_degree"] == expected["dp_shard"]
+    assert given["data_parallel_replicate_degree"] == expected["dp_replicate"]
+    assert given["pipeline_parallel_schedule"] == expected["schedule"]
+    ranks = 1
+    for axis in ("pipeline", "tensor", "context"):
+        ranks *= given[f"{axis}_parallel_degree"]
+    assert ranks * given["data_parallel_shard_degree"] * given["data_parallel_replicate_degree"] == 64
+    assert given["spmd_backend"] == ("partial_dtensor" if layout.cp == 1 else "spmd_types")
+
+
+def test_batch_in_both_ways_of_counting(planned: Planned) -> None:
+    source = source_of(titan(planned, tp=2, pp=4, micro_batch_size=2, num_microbatches=8, seq_length=4096))
+    now, before = call_arguments(source, "training.update"), call_arguments(source, "parallelism.update")
+    assert now["num_tokens_per_microbatch_per_dp_rank"] == 2 * 4096
+    assert now["num_tokens_per_train_step"] == 2 * 8 * 8 * 4096
+    assert now["local_batch_size"] == 16
+    assert now["global_batch_size"] == 128
+    assert before == {"num_pp_microbatches": 8, "pipeline_parallel_microbatch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "line"), [("none", "None"), ("full", "FullAC.Config()"), ("selective", "SelectiveAC.Config()")]
+)
+def test_activation_checkpointing(planned: Planned, recompute: str, line: str) -> None:
+    assert f"config.activation_checkpoint = {line}" in source_of(titan(planned, recompute=recompute))
+
+
+def test_some_layers_are_recomputed_by_name(planned: Planned) -> None:
+    plan = titan(planned, pp=4, recompute="full", recompute_num_layers=3)
+    source = source_of(plan)
+    assert assigned(source, "RECOMPUTED") == {8 * stage + layer for stage in range(4) for layer in range(3)}
+    assert "config.activation_checkpoint = PlannedAC.Config()" in source
+    first = plan.stages[0].model_copy(update={"recompute": {"full": 6, "none": 2}, "num_recomputed": ((6,),)})
+    best = plan.best.model_copy(update={"stages": (first, *plan.stages[1:])})
+    by_stage = plan.model_copy(update={"best": best})
+    assert assigned(source_of(by_stage), "RECOMPUTED") == {*range(6), *range(8, 11), *range(16, 19), *range(24, 27)}
+
+
+def refused(plan: Plan) -> list[str]:
+    with pytest.raises(Inexpressible) as caught:
+        export_torchtitan(plan)
+    return [reason.name for reason in caught.value.reasons]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reasons"),
+    [
+        ("gpt3-175b", {"tp": 8}, ["position_embedding", "norm", "activation", "bias"]),
+        ("llama-3.1-8b", {"pp": 4, "zero_stage": 1}, ["zero_stage"]),
+        ("llama-3.1-8b", {"dtype": "fp8"}, ["dtype"]),
+        ("llama-3.2-1b", {"pp": 4}, ["tied_embeddings_with_pp"]),
+        ("llama-3.1-8b", {"tp": 16, "runtime": "megatron", "zero_stage": 3}, ["kv_heads_not_divisible_by_tp"]),
+        ("deepseek-v3", {"pp": 4, "ep": 8}, ["mtp_with_pp_or_cp"]),
+        ("mixtral-8x7b", {"tp": 2, "ep": 4, "etp": 2}, ["etp_not_expressible"]),
+        ("llama-3.1-8b", {"cp": 2, "zero_stage": 0}, ["zero_stage"]),
+        ("mixtral-8x7b", {"ep": 4, "etp": 1, "zero_stage": 0}, ["experts_do_not_divide_ranks"]),
+    ],
+)
+def test_refusals(planned: Planned, model: str, options: dict[str, Any], reasons: list[str]) -> None:
+    assert refused(titan(planned, model, **options)) == reasons
+
+
+def test_several_tokens_are_predicted_by_latent_attention_only(planned: Planned) -> None:
+    plan = titan(planned, "llama-3.1-8b")
+    spec = plan.model.spec.model_copy(update={"num_nextn_predict_layers": 1})
+    model = plan.model.model_copy(update={"spec": spec})
+    assert refused(plan.model_copy(update={"model": model})) == ["num_nextn_predict_layers"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "breadth-first"])
+def test_orders_without_rounds_take_any_number_of_micro_batches(planned: Planned, schedule: str) -> None:
+    plan = titan(planned, gpus=16, pp=4, num_microbatches=3, schedule=schedule)
+    assert call_arguments(source_of(plan), "parallelism.update")["num_pp_microbatches"] == 3
+    assert refused(titan(planned, gpus=16, pp=4, num_microbatches=3, schedule="1f1b")) == ["too_few_microbatches"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "compiled"),
+    [
+        ("1f1b", 1, "enable=True"),
+        ("zb-h1", 1, 'enable=True, components=["loss"]'),
+        ("zb-v", 2, 'enable=True, components=["loss"]'),
+    ],
+)
+def test_layers_whose_backward_is_split_are_not_compiled(
+    planned: Planned, schedule: str, vpp: int, compiled: str
+) -> None:
+    """A compiled layer computes its whole backward for its input and again for its weights."""
+    plan = titan(planned, gpus=16, pp=4, vpp=vpp, num_microbatches=8, schedule=schedule)
+    assert f"config.compile = CompileConfig({compiled})" in source_of(plan)
+    assert plan.runtime_spec.compiled == (schedule == "1f1b"), "what runs is what is priced"
+    assert not any("uncompiled" in words for words in (*plan.warnings, *export_torchtitan(plan).notes))
+
+
+def test_heads_that_are_rotated_in_part_are_refused(planned: Planned) -> None:
+    assert "partial_rotary_factor" in refused(planned("gpt-neox-20b", 16, runtime="torchtitan"))
+
+
+def test_attention_whose_backward_comes_apart(planned: Planned) -> None:
+    """FlexAttention is compiled always; VarlenAttention has neither context parallelism nor sinks."""
+    whole, split = (titan(planned, gpus=16, pp=4, num_microbatches=8, schedule=name) for name in ("1f1b", "zb-h1"))
+    assert 'get_attention_config("flex")' in source_of(whole)
+    assert 'get_attention_config("varlen")' in source_of(split)
+    assert any("3584" in note for note in export_torchtitan(split).notes)
+    assert not any("3584" in note for note in export_torchtitan(whole).notes)
+    assert refused(titan(planned, gpus=16, pp=4, cp=2, num_microbatches=8, schedule="zb-h1")) == [
+        "split_backward_with_cp"
+    ]
+    sinks = planned("gpt-oss-20b", gpus=16, pp=4, num_microbatches=8, schedule="zb-h1", runtime="torchtitan")
+    assert "split_backward_with_sinks" in refused(sinks)
+
+
+def test_an_order_that_was_priced_compiled_is_noted(planned: Planned) -> None:
+    """As plans were that had been searched among schedules of both kinds, and saved, before each was priced alone."""
+    plan = titan(planned, gpus=16, pp=4, num_microbatches=8, schedule="1f1b")
+    layout = plan.parallelism.model_copy(update={"schedule": "zb-h1"})
+    plan = plan.model_copy(update={"best": plan.best.model_copy(update={"parallelism": layout})})
+    exported = export_torchtitan(plan)
+    assert any("uncompiled" in note for note in exported.notes)
+    assert 'CompileConfig(enable=True, components=["loss"])' in exported.files[0].text
+
+
+def test_v_shaped_schedules_are_expressible(planned: Planned) -> None:
+    plan = titan(planned, gpus=16, pp=4, vpp=2, schedule="zb-v", runtime="torch-eager", zero_stage=0)
+    source = source_of(plan)
+    assert call_arguments(source, "dict")["pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    assert len(assigned(source, "STAGES")) == 8
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "placed_like"),
+    [("zb-h2", 1, "1F1B"), ("v-half", 2, "ZBVZeroBubble"), ("auto", 2, "Interleaved1F1B")],
+)
+def test_orders_without_a_class_are_read_from_a_file(
+    planned: Planned, schedule: str, vpp: int, placed_like: str
+) -> None:
+    plan = titan(planned, gpus=16, pp=4, vpp=vpp, num_microbatches=8, schedule=None if schedule == "auto" else schedule)
+    if schedule == "auto":
+        order = build_schedule("zb-h1", 4, 2, 8)
+        layout = plan.parallelism.model_copy(update={"schedule": schedule})
+        rows = tuple(" ".join(map(str, actions)) for actions in order.ranks)
+        best = plan.best.model_copy(update={"actions": rows, "parallelism": layout})
+        plan = plan.model_copy(update={"best": best})
+    else:
+        order = build_schedule(schedule, 4, vpp, 8)
+    exported = export_torchtitan(plan)
+    recipe, csv = exported.files
+    assert csv.text == to_torch_csv(order)
+    assert f'pipeline_parallel_schedule_csv=str(Path(__file__).with_name("{csv.name}")),' in recipe.text
+    assert call_arguments(recipe.text, "dict")["pipeline_parallel_schedule"] == placed_like
+    assert exported.command is not None
+    assert csv in exported.command.files
+
+
+def test_names_cannot_leave_the_comment(planned: Planned, hostile_name: str) -> None:
+    plan = titan(planned)
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"name": hostile_name})})
+    source = source_of(plan)
+    ast.parse(source)
+    assert not [line for line in source.splitlines() if "pwned" in line and not line.startswith("#")]
+
+
+class NoKernels(types.ModuleType):
+    """Stands in for a module of triton kernels."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@pytest.fixture(scope="module")
+def torchtitan() -> Iterator[Any]:
+    """Its trainer; without triton, which torch's CPU wheel lacks, also without its own kernels."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        package = pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+        root = Path(package.__path__[0])
+        for path in root.rglob("*.py") if importlib.util.find_spec("triton") is None else ():
+            if re.search(r"^(import|from) triton\b", path.read_text(), re.MULTILINE):
+                name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+                patch.setitem(sys.modules, name, NoKernels(name))
+        yield importlib.import_module("torchtitan.trainer")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama-3.1-405b", {"tp": 8, "pp": 8, "recompute": "full"}),
+        ("llama-3.1-8b", {"pp": 4, "vpp": 2, "recompute": "selective"}),
+        ("llama-3.1-8b", {"pp": 2, "recompute": "full", "recompute_num_layers": 3}),
+        ("llama-3.2-1b", {}),
+        ("qwen2.5-72b", {"tp": 4}),
+        ("qwen3-8b", {"pp": 2, "tp": 2}),
+        ("qwen3-30b-a3b", {"tp": 2, "pp": 2, "ep": 8, "etp": 1}),
+        ("mixtral-8x7b", {"tp": 4, "etp": 4}),
+        ("gpt-oss-20b", {"ep": 8, "etp": 1}),
+        ("deepseek-v2-lite", {"pp": 3, "gpus": 48, "ep": 8}),
+        ("deepseek-v3", {"ep": 8}),
+    ],
+)
+def test_torchtitan_builds_the_configuration(
+    planned: Planned, torchtitan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: Any
+) -> None:
+    plan = titan(planned, model, **options)
+    (tmp_path / f"{RECIPE}.py").write_text(source_of(plan))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, RECIPE, raising=False)
+    config = importlib.import_module(RECIPE).plan()
+    monkeypatch.delitem(sys.modules, RECIPE)
+    at, parallel, spec = plan.parallelism, config.parallelism, plan.model.spec
+    assert isinstance(config, torchtitan.Trainer.Config)
+    assert parallel.pipeline_parallel_degree == at.pp
+    assert parallel.expert_parallel_degree == at.ep
+    assert len(config.model_spec.model.layers) == spec.num_hidden_layers
+    assert [layer.moe is not None for layer in config.model_spec.model.layers if hasattr(layer, "moe")] in (
+        [],
+        [kind.mlp == "moe" for kind in spec.layers],
+    )
+    if at.pp > 1:
+        assert parallel.module_fqns_per_model_part == stage_modules(plan)

@@ -1,0 +1,54 @@
+"""Plans that the probe can run here, and a probe of one of them."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+
+from planner.answer import Plan
+from planner.layout.evaluate import evaluate
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_hardware
+from planner.specs.training import Parallelism, TrainingSpec
+
+pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from planner.probe.probe import ProbeOptions, probe
+from planner.probe.result import ProbeResult
+
+SMALL = {
+    "name": "small",
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+
+
+def plan_of(
+    model: ModelSpec, num_gpus: int, seq_length: int, batch: int, runtime: str = "torch-eager", **layout: Any
+) -> Plan:
+    return evaluate(
+        model,
+        ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus),
+        TrainingSpec(seq_length=seq_length, global_batch_size=batch),
+        Parallelism(**layout),
+        runtime=runtime,
+    )
+
+
+def small_plan(**layout: Any) -> Plan:
+    sizes = {"tp": 1, "cp": 1, "pp": 2, "dp": 1, **layout}
+    num_gpus = prod(sizes[name] for name in ("tp", "cp", "pp", "dp"))
+    return plan_of(ModelSpec(**SMALL), num_gpus, 32, 8, **sizes)
+
+
+def run(plan: Plan, **options: Any) -> ProbeResult:
+    result = probe(plan, ProbeOptions(**{"num_steps": 1, "timeout_s": 60.0, **options}))
+    assert result is not None
+    return result

@@ -1,0 +1,94 @@
+"""A rank's step: what is rehearsed before it, and that nothing of that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+import faulty  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from planner.probe.launch.launcher import launch  # noqa: E402
+from planner.probe.model.weights import local  # noqa: E402
+from planner.probe.rank.batches import synthetic_batch  # noqa: E402
+from planner.probe.rank.messages import message_of, needed_by  # noqa: E402
+from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
+from planner.schedule.actions import Action  # noqa: E402
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MLA = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
+    "interleaved-tp2": (("interleaved-1f1b", 2, 2, 4), {"tp": 2, "sequence_parallel": True}),
+    "zb-h1-moe-mla": (("zb-h1", 2, 1, 4), {"model": {"moe": MOE, "mla": MLA}}),
+    "fsdp2-pp2": (("1f1b", 2, 1, 3), {"dp": 2, "fully_sharded": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("pp_rank", [0, 1])
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_is_left_of_a_rehearsal(name: str, pp_rank: int, make_run: Any) -> None:
+    order, options = RUNS[name]
+    run = make_run(order, check=False, **options)
+
+    def trained(rehearsed: bool) -> list[Any]:
+        trainer = trainer_alone(run, run.rank(run.place(0)._replace(pp=pp_rank)), "cpu")
+        torch.manual_seed(1)  # of what neighbours send
+        if rehearsed:
+            trainer.rehearse()
+        losses = []
+        for step in range(2):
+            _, seconds = trainer.step(step, lambda at: None)
+            losses.append((seconds.loss, seconds.gradient_norm))
+        weights = [local(parameter).clone() for flat in trainer.flat for parameter in flat.parameters]
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return [losses, weights]
+
+    (losses, weights), (expected_losses, expected_weights) = trained(True), trained(False)
+    assert losses == expected_losses
+    assert all(map(torch.equal, weights, expected_weights))
+
+
+def test_all_chunks_are_rehearsed_before_a_receive_is_under_way(make_run: Any) -> None:
+    run = make_run(("interleaved-1f1b", 2, faulty.NUM_CHUNKS, 4), check=False, num_steps=1)
+    assert len(launch(run, faulty.refusing_the_unrehearsed).ranks) == 2
+
+
+def test_clocks_start_when_there_are_batches(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    def batch(*arguments: Any) -> Any:
+        happened.append("batch")
+        return synthetic_batch(*arguments)
+
+    trainer = trainer_alone(make_run(("none", 1, 1, 2), check=False), 0, "cpu")
+    monkeypatch.setattr("planner.probe.rank.training.synthetic_batch", batch)
+
+    def start() -> None:
+        happened.append("start")
+        trainer.clock.start()
+
+    trainer.step(0, happened.append, start=start)
+    assert happened[:4] == ["batch", "batch", "start", "0F0 (waiting)"]
+
+
+def test_ranks_of_a_machine_have_one_clock(make_run: Any) -> None:
+    """A message is sent before it is received, in both directions, also where a rank starts half a second late."""
+    measured = launch(make_run(("1f1b", 2, 1, 3), check=False, num_steps=1), faulty.late)
+    order = measured.run.order
+    timed = {Action.parse(found.action): found for rank in measured.ranks for found in rank.actions}
+    sent = {message_of(order, action): found.end_s for action, found in timed.items()}
+    waits = [found.start_s - sent[needed] for action, found in timed.items() if (needed := needed_by(order, action))]
+    assert len(waits) == 6, "three forward and three backward: either way a clock of one's own would show"
+    assert min(waits) >= 0

@@ -1,0 +1,150 @@
+"""From measurements to a result: what is compared with the plan, and what is only shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from probes import probe_result, probe_run
+
+from planner.answer import Plan
+from planner.specs.registry import load_model
+
+pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from small_plans import plan_of, small_plan
+
+from planner.probe.plan_side.gpu_run import ranks_run
+from planner.probe.plan_side.rank_grid import RankGrid
+from planner.probe.probe import ProbeOptions
+from planner.probe.result import MeasuredRun, OutOfMemory, ProbeResult, RankMemory, StepSeconds, TimedExchange
+from planner.probe.verdict.compare import compare_data_parallel, compare_exchanges
+from planner.probe.verdict.judge import judge_ranks
+
+
+def test_what_ran_out_of_memory_is_held_against_the_stage_it_stands_for() -> None:
+    plan, grid = plan_of(load_model("8b"), 4, 8192, 64, pp=4), RankGrid(2, 1, 1, 1, 1)
+    run, _, stages = ranks_run(plan, ProbeOptions(device="cuda"), 2)
+    memory = OutOfMemory(rank=1, stage=1, phase="warm-up", message="")
+    measured = MeasuredRun(run=run, ranks=(), out_of_memory=memory)
+    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, stages)
+    assert result.predicted_bytes == plan.stages[3].memory.total_bytes != plan.stages[1].memory.total_bytes
+
+
+def compared_memory(plan: Plan, grid: RankGrid, stages: list[int]) -> tuple[ProbeResult, dict[Any, Any]]:
+    """What ranks that hold just what the plan says of them are said to hold."""
+    run, _, _ = ranks_run(plan, ProbeOptions(device="cuda"), grid.num_ranks)
+    memory = RankMemory(static_bytes=1, peak_allocated_bytes=1, peak_reserved_bytes=1, device_used_bytes=1)
+    ran = probe_result(plan, lambda j: (1e-3, 2e-3), stages=range(grid.pp), mode="ranks", run=run, memory=memory)
+    ranks = tuple(rank.model_copy(update={"steps": rank.steps * run.num_steps}) for rank in ran.ranks)
+    result = judge_ranks(plan, ProbeOptions(device="cuda"), MeasuredRun(run=run, ranks=ranks), grid, stages)
+    return result, {(row.name, row.stage): row for row in result.comparisons}
+
+
+def test_a_slice_with_less_dp_holds_what_the_plan_says() -> None:
+    plan = plan_of(load_model("8b"), 16, 8192, 64, pp=4, dp=4)
+    run, grid, stages = ranks_run(plan, ProbeOptions(device="cuda"), 15)
+    assert (grid, run.dp_stands_for) == (RankGrid(pp=4, dp=2, cp=1, tp=1, ep=1), 2)
+    _, found = compared_memory(plan, grid, stages)
+    planned = plan.stages[1].memory
+    static, peak = found["static memory", 1], found["peak allocated", 1]
+    assert static.predicted == planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
+    assert peak.predicted == planned.peak_allocated_bytes
+    assert (static.agrees, peak.agrees) == (False, False)
+
+
+def test_before_a_step_under_zero_3_there_are_neither_gathered_weights_nor_gradients() -> None:
+    plan = plan_of(load_model("8b"), 16, 8192, 64, runtime="torchtitan", pp=2, dp=8, zero_stage=3)
+    _, found = compared_memory(plan, RankGrid(2, 8, 1, 1, 1), [0, 1])
+    fp32_weights_and_moments = 3 * 4
+    static = found["static memory", 0]
+    assert static.predicted == pytest.approx(plan.stages[0].num_parameters / 8 * fp32_weights_and_moments)
+    assert static.agrees is None
+
+
+def test_a_slice_with_fewer_stages_holds_fewer_micro_batches_and_no_peak_is_judged() -> None:
+    plan = plan_of(load_model("8b"), 16, 8192, 64, pp=4, dp=4)
+    result, found = compared_memory(plan, RankGrid(2, 1, 1, 1, 1), [0, 3])
+    assert (found["static memory", 0].agrees, found["peak allocated", 0].agrees) == (False, None)
+    assert any("in flight as planned" in what for what in result.slice.extrapolated)
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather"])
+def test_a_plans_ring_is_named_among_what_was_not_measured(exchange: str) -> None:
+    plan = small_plan(cp=2)
+    assert plan.runtime_spec.cp_comm_type == "all_gather", "as the probe's ranks do"
+    runtime = plan.runtime_spec.model_copy(update={"cp_comm_type": exchange})
+    plan = plan.model_copy(update={"runtime_spec": runtime})
+    ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
+    grid, measured = RankGrid(pp=2, dp=1, cp=2, tp=1, ep=1), MeasuredRun(run=ran.run, ranks=ran.ranks)
+    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, [0, 1])
+    assert any("by p2p" in what for what in result.slice.extrapolated) == (exchange == "p2p")
+
+
+@pytest.mark.parametrize("loss", [2.5, float("nan")])
+def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys: pytest.CaptureFixture[str]) -> None:
+    from planner.cli.output import show
+    from planner.cli.probe_report import render
+
+    plan = small_plan()
+    memory = RankMemory(static_bytes=1, peak_allocated_bytes=2, peak_reserved_bytes=3, device_used_bytes=4)
+    ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1), memory=memory)
+    step = StepSeconds(**{**ran.ranks[0].steps[0].model_dump(), "loss": loss})
+    ranks = [rank.model_copy(update={"steps": (step,)}) for rank in ran.ranks]
+    measured = MeasuredRun(run=ran.run, ranks=tuple(ranks))
+    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, RankGrid(pp=2, dp=1, cp=1, tp=1, ep=1), [0, 1])
+    found = {(row.name, row.stage): row for row in result.comparisons}
+    for name in ("forward", "backward", "optimizer", "wait for messages", "static memory", "peak allocated"):
+        assert {(name, 0), (name, 1)} <= found.keys()
+    assert found["peak reserved", 0].measured == 3
+    # the first stage waits in the middle and at the end of 1f1b, the last one for its first micro-batch
+    assert found["wait for messages", 0].predicted > found["wait for messages", 1].predicted > 0
+    assert found["bubble", None].predicted == pytest.approx(1 / 3, abs=0.2)
+    (finite,) = [check for check in result.checks if check.name == "finite"]
+    assert finite.passed == (loss == 2.5)
+    show(render(result))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("(median of 1); loss 2.5000" if loss == 2.5 else "FAILED finite loss not finite") in printed
+
+
+def test_exchanges_are_shown_beside_what_the_links_say() -> None:
+    plan = small_plan(tp=2, pp=2, dp=2)
+    ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
+    size = 2**30
+    timed = [
+        TimedExchange(name=name, size=2, num_bytes=size, seconds=seconds, bus_gb_per_s=1.0)
+        for name, seconds in (("tp all-reduce", 1e-3), ("gradient reduce-scatter", 2e-3))
+    ]
+    slow = timed[0].model_copy(update={"seconds": 5e-3})
+    ranks = [
+        rank.model_copy(update={"exchanges": (slow if number else timed[0], timed[1])})
+        for number, rank in enumerate(ran.ranks)
+    ]
+    found = {one.name: one for one in compare_exchanges(plan.cluster, ran.run, ranks)}
+    inner = plan.cluster.tiers[0]
+    assert found["tp all-reduce"].measured == 5e-3
+    # half of the bytes twice, or once, and a latency for each pass
+    assert found["tp all-reduce"].predicted == pytest.approx(size / inner.bytes_per_s + 2 * inner.latency_s)
+    scatter_s = size / 2 / inner.bytes_per_s + inner.latency_s
+    assert found["gradient reduce-scatter"].predicted == pytest.approx(scatter_s)
+    assert all(one.agrees is None for one in found.values())
+
+
+def test_a_steps_sums_and_gathers_are_shown_beside_what_the_links_say() -> None:
+    plan = small_plan(tp=2, pp=2, dp=2)
+    ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
+    timed = tuple(
+        TimedExchange(name=name, size=2, num_bytes=2**30, seconds=1e-3, bus_gb_per_s=1.0)
+        for name in ("tp all-reduce", "gradient reduce-scatter", "weight all-gather")
+    )
+    step = ran.ranks[0].steps[0].model_copy(update={"reduce_s": 3e-3, "gather_s": 4e-3})
+    rank = ran.ranks[0].model_copy(update={"exchanges": timed, "steps": (step,)})
+    found = compare_data_parallel(plan.cluster, ran.run, [rank], 0)
+    assert [(one.name, one.measured, one.agrees) for one in found] == [
+        ("gradients summed", 3e-3, None),
+        ("weights gathered", 4e-3, None),
+    ]
+    alone = compare_exchanges(plan.cluster, ran.run, [rank])
+    assert [one.predicted for one in found] == [one.predicted for one in alone[1:]]
+    of_experts = rank.model_copy(update={"exchanges": (timed[1].model_copy(update={"size": 4}),)})
+    assert compare_data_parallel(plan.cluster, ran.run, [of_experts], 0) == []
