@@ -1,7 +1,10 @@
 """One parallel shape: how the ranks are laid out and what one micro-batch is.
 
-Every field is a number or a numpy array: the formulas of `physics` only use arithmetic, so one call prices one shape or
-ten thousand. Arrays of one `Shape` broadcast against each other.
+Every field is a number or a numpy array: the formulas of `physics` use arithmetic alone, so one call prices one shape
+or ten thousand. Arrays of one `Shape` broadcast against each other.
+
+>>> Shape.of(tp=2, dp=32).shard_size
+32
 """
 
 from __future__ import annotations
@@ -12,15 +15,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Number = Any
-"""A float, an int, or a numpy array of them."""
+from planner.errors import SpecError
 
 FloatArray = npt.NDArray[np.float64]
+
+Number = float | npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]
+"""One number, or a numpy array of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of the grid and of one micro-batch; tp·cp·pp·dp ranks are used."""
+    """Sizes of the grid and of one micro-batch; tp·cp·pp·dp ranks are used. `Shape.of` checks them."""
 
     tp: Number = 1
     cp: Number = 1
@@ -37,6 +42,27 @@ class Shape:
     zero_stage: Number = 1
     shard_size: Number = 1
     """Ranks over which ZeRO / FSDP shards (dp·cp unless HSDP makes it smaller)."""
+
+    @classmethod
+    def of(cls, **sizes: Any) -> Shape:
+        """A checked shape, its arrays broadcast against each other; where none is said, shard_size is dp·cp.
+
+        Raises SpecError for a size that is no positive integer, and for a shard_size that does not divide dp·cp.
+        """
+        numbers = {name: np.asarray(size) for name, size in sizes.items()}
+        for name, size in numbers.items():
+            least, most = _LIMITS.get(name, (1, np.inf))
+            if size.dtype.kind not in "iub" or np.any(size < least) or np.any(size > most):
+                wanted = f"an integer from {least} to {most}" if name in _LIMITS else "a positive integer"
+                raise SpecError(f"shape: {name} {sizes[name]!s:.60} is no size", f"give {wanted}")
+        ranks = numbers.get("dp", np.ones((), int)) * numbers.get("cp", np.ones((), int))
+        shard_size = numbers.setdefault("shard_size", ranks)
+        if np.any(ranks % shard_size):
+            raise SpecError(
+                f"shape: shard_size {shard_size!s:.60} does not divide dp·cp {ranks!s:.60}", "use a divisor"
+            )
+        length = np.broadcast_shapes(*(size.shape for size in numbers.values()))
+        return cls(**{k: np.broadcast_to(size, length) if length else int(size) for k, size in numbers.items()})
 
     @property
     def tokens(self) -> Number:
@@ -66,6 +92,9 @@ class Shape:
         """The shapes at `index` of arrays, scalars kept."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{k: v[index] for k, v in values.items() if isinstance(v, np.ndarray) and v.ndim})
+
+
+_LIMITS = {"sequence_parallel": (0, 1), "zero_stage": (0, 3)}
 
 
 def divisors(number: int, most: int) -> list[int]:

@@ -49,7 +49,7 @@ def attention_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
 
 def kv_heads_per_rank(model: ModelSpec, shape: Shape) -> Number:
     """Key-value heads on a rank: k / tp, and at least one (replicated where tp exceeds k)."""
-    return np.maximum(model.num_key_value_heads / np.asarray(shape.tp, dtype=float), 1.0)
+    return np.maximum(model.num_key_value_heads / shape.tp, 1.0)
 
 
 def _qkv_width(model: ModelSpec, shape: Shape) -> Number:
@@ -60,7 +60,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     heads, kv_heads = model.num_attention_heads / shape.tp, kv_heads_per_rank(model, shape)
     width = _qkv_width(model, shape)
     # beyond one key-value head a rank Megatron cuts the projection further, and gathers what it gives
-    cut = (heads + 2 * model.num_key_value_heads / np.asarray(shape.tp, dtype=float)) * model.head_dim
+    cut = (heads + 2 * model.num_key_value_heads / shape.tp) * model.head_dim
     rotates = model.position_embedding == "rope"
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
     keeps_buffer = rotates and not runtime.fused_rotary
@@ -169,7 +169,7 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
     yield from _context_exchange(runtime, shape, kv_bytes, q_bytes)
     gathered = kv_bytes * (shape.cp - 1) * runtime.keeps_gathered_keys
     # exchanging heads for tokens, both the kernel's output and what comes back from the exchange are kept
-    copies = np.where(np.asarray(shape.cp) > 1, 2, 1) if runtime.cp_comm_type == "a2a" else 1
+    copies = np.where(shape.cp > 1, 2, 1) if runtime.cp_comm_type == "a2a" else 1
     output = Saved("output", copies * BF16 * shape.tokens * heads * v_dim)
     if not runtime.flash_attention:
         yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output)
@@ -190,7 +190,7 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
         q_len=span / shape.cp,
         kv_len=span,
         window=model.sliding_window or 0 if kind.attention == "sliding" else 0,
-        imbalance=1.0 if runtime.balances_context or kind.attention != "full" else 2 - 1 / np.asarray(shape.cp),
+        imbalance=1.0 if runtime.balances_context or kind.attention != "full" else 2 - 1 / shape.cp,
         qk_dim=qk_dim,
         v_dim=v_dim,
         has_sinks=model.attention_sinks,
@@ -224,7 +224,7 @@ def _merged(shape: Shape, head_bytes: Number, kv_bytes: Number, qk_dim: int, v_d
     The first block is read and written, of the others one is read and the sum read and written. Queries and keys of a
     block count half where the other half attends to nothing: three quarters of the mean block (Transformer Engine).
     """
-    others = 0.75 * (np.asarray(shape.cp) - 1)
+    others = 0.75 * (shape.cp - 1)
     passes, rings = 2 + 3 * others, others > 0
     return Operator(
         name="merge blocks",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
 from planner.specs.model import ModelSpec
@@ -26,7 +24,7 @@ def enter_tp(
     Sequence parallel: gathered in forward; in backward gathered again for the wgrad, beside the dgrad, unless the whole
     was kept, and the dgrad reduce-scattered beside the wgrad. Else: the dgrad is all-reduced beside the wgrad.
     """
-    sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - np.asarray(shape.sequence_parallel))
+    sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - shape.sequence_parallel)
     products = [replace(product, input_shards=shape.sequence_shards) for product in products]
     beside, cast = tuple(products), products[0].is_cast
     keeps = runtime.keeps_gathered_inputs
@@ -38,7 +36,7 @@ def enter_tp(
     yield gather
     if keeps:
         # beside the shard, which whatever made it keeps
-        others = sharded * (1 - 1 / np.asarray(shape.tp, dtype=float))
+        others = sharded * (1 - 1 / shape.tp)
         kept = Saved("gathered input", others, again, gemm_input=cast)
         yield Operator(name=f"{name} gathered", kind="elementwise", modules=again, saved=(kept,))
     else:
@@ -60,7 +58,7 @@ def leave_tp(product: Operator, num_bytes: Number, shape: Shape, modules: tuple[
     Sequence parallel: reduce-scattered in forward, its gradient gathered in backward. Else one all-reduce. That, and
     those of a lookup, are waited for.
     """
-    sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - np.asarray(shape.sequence_parallel))
+    sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - shape.sequence_parallel)
     product = replace(product, gradient_shards=shape.sequence_shards)
     scatter = Collective(
         name=f"{product.name} scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, modules=modules,

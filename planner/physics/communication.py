@@ -21,11 +21,10 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring
 
 def members_by_tier(size: Number, stride: Number, tiers: tuple[LinkTier, ...]) -> list[Number]:
     """How many of a group's ranks share one unit of each tier, innermost first; the last is the whole group."""
-    size = np.asarray(size, dtype=float)
-    counts = []
+    counts: list[Number] = []
     for tier in tiers[:-1]:
         assert tier.num_gpus is not None
-        counts.append(np.clip(np.floor(tier.num_gpus / np.asarray(stride, dtype=float)), 1, size))
+        counts.append(np.clip(np.floor(tier.num_gpus / stride), 1, size))
     return [*counts, size]
 
 
@@ -44,10 +43,9 @@ def collective_s(
     `inner` members already gathered below: (g−1)/g · S / inner / bandwidth, g = members / inner. all_reduce is twice
     that; all_to_all sends each tier its peers' share of S. Beside, each exchange takes hops · latency (`num_hops`).
     """
-    num_bytes, size = np.asarray(num_bytes, dtype=float), np.asarray(size, dtype=float)
     passes = 2 if kind == "all_reduce" else 1
     seconds: Number = 0.0
-    inner: Number = np.asarray(1.0)
+    inner: Number = 1.0
     for level, (tier, members) in enumerate(
         zip(cluster.tiers, members_by_tier(size, stride, cluster.tiers), strict=True)
     ):
@@ -82,9 +80,9 @@ def num_hops(kind: Kind, size: Number, inner: Number, members: Number, innermost
     them.
     """
     if kind == "all_to_all":
-        return members > inner
+        return 1.0 * (members > inner)
     if kind == "all_reduce":
-        units = np.asarray(members / inner, dtype=float)
+        units = members / inner
         return 2 * (units - 1 if innermost else np.ceil(np.log2(units)))
     return size / inner - size / members
 
@@ -98,10 +96,9 @@ def dispatch_s(
     each unit below it that it visits, (members / inner − 1) · p(inner) copies; over the innermost it is handed on to
     its ranks, n · p(1) copies but for the one in place (DeepEP, HybridEP).
     """
-    token_bytes = np.asarray(num_bytes, dtype=float) / choices
-    size = np.asarray(size, dtype=float)
+    token_bytes = num_bytes / choices
     seconds: Number = 0.0
-    inner: Number = np.asarray(1.0)
+    inner: Number = 1.0
     for level, (tier, members) in enumerate(
         zip(cluster.tiers, members_by_tier(size, stride, cluster.tiers), strict=True)
     ):
@@ -120,7 +117,7 @@ def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec) -> Number:
     seconds: Number = num_bytes / bytes_per_s_among(outermost, 2) + outermost.latency_s
     for tier in reversed(cluster.tiers[:-1]):
         assert tier.num_gpus is not None
-        within = np.asarray(distance) < tier.num_gpus
+        within = distance < tier.num_gpus
         seconds = np.where(within, num_bytes / bytes_per_s_among(tier, 2) + tier.latency_s, seconds)
     return seconds
 

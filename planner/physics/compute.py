@@ -6,7 +6,7 @@ launches. All sizes may be numpy arrays; one call prices thousands of shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -78,16 +78,52 @@ def part_seconds(
 ) -> PassSeconds:
     """Seconds of operators that run one after another: max(Σ GPU, Σ host), since the host runs ahead of the GPU.
 
-    What the host needs beyond the GPU in the backward counts as input gradient.
+    The backward's two gradients share both sums (`at_host_pace`).
     """
-    gpu, host = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-    for op in operators:
-        gpu = [a + b for a, b in zip(gpu, operator_seconds(op, hardware, dtype, runtime), strict=True)]
-        host = [a + b for a, b in zip(host, host_seconds(op, hardware, runtime), strict=True)]
+    gpu, host = gpu_seconds(operators, hardware, dtype, runtime), issue_seconds(operators, hardware, runtime)
+    return with_host(gpu, host, runtime)
+
+
+def with_host(gpu: PassSeconds, host: PassSeconds, runtime: RuntimeSpec) -> PassSeconds:
+    """Seconds of a part on a GPU that needs `gpu` for it, behind a host that needs `host` to issue it."""
     if runtime.blocking_launches:
         return PassSeconds(gpu[0] + host[0], gpu[1] + host[1], gpu[2] + host[2])
-    waits = np.maximum(host[1] + host[2] - gpu[1] - gpu[2], 0.0)
-    return PassSeconds(np.maximum(gpu[0], host[0]), gpu[1] + waits, gpu[2])
+    return PassSeconds(np.maximum(gpu.forward_s, host.forward_s), *at_host_pace(gpu[1:], host[1:]))
+
+
+def at_host_pace(gpu_s: Sequence[Number], host_s: Sequence[Number]) -> tuple[Number, Number]:
+    """Seconds of two passes in turn, which together take max(Σ gpu_s, Σ host_s), since the host runs ahead of the GPU.
+
+    Neither is shorter than the host needs to issue it; what the host is late in one, the GPU makes up for in the other
+    as far as it is later there. So neither gets longer where the GPU needs less for either.
+    """
+    first_gpu_s, second_gpu_s = gpu_s
+    first_host_s, second_host_s = host_s
+    first_late_s = np.maximum(first_host_s - first_gpu_s, 0.0)
+    second_late_s = np.maximum(second_host_s - second_gpu_s, 0.0)
+    return (
+        np.maximum(first_gpu_s - second_late_s, first_host_s),
+        np.maximum(second_gpu_s - first_late_s, second_host_s),
+    )
+
+
+def gpu_seconds(operators: Iterable[Operator], hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
+    """Seconds that the GPU needs for `operators`, one after another, whatever the host does."""
+    return _sums(operator_seconds(op, hardware, dtype, runtime) for op in operators)
+
+
+def issue_seconds(operators: Iterable[Operator], hardware: HardwareSpec, runtime: RuntimeSpec) -> PassSeconds:
+    """Seconds that the host needs to issue all kernels of `operators`."""
+    return _sums(host_seconds(op, hardware, runtime) for op in operators)
+
+
+def _sums(seconds: Iterable[PassSeconds]) -> PassSeconds:
+    forward_s: Number = 0.0
+    dgrad_s: Number = 0.0
+    wgrad_s: Number = 0.0
+    for passes in seconds:
+        forward_s, dgrad_s, wgrad_s = forward_s + passes[0], dgrad_s + passes[1], wgrad_s + passes[2]
+    return PassSeconds(forward_s, dgrad_s, wgrad_s)
 
 
 def issue_s(hardware: HardwareSpec, runtime: RuntimeSpec) -> float:
@@ -103,9 +139,7 @@ def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> 
     if op.kind == "attention":
         return PassSeconds(each_s, ATTENTION_BACKWARD_KERNELS * each_s, 0.0)
     forward, backward = op.forward_kernels * each_s, op.backward_kernels * each_s
-    return PassSeconds(
-        forward * (np.asarray(op.forward_bytes) > 0), backward * (np.asarray(op.backward_bytes) > 0), 0.0
-    )
+    return PassSeconds(forward * (op.forward_bytes > 0), backward * (op.backward_bytes > 0), 0.0)
 
 
 def gemm_s(
@@ -153,7 +187,7 @@ def _cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:
     A transposed copy, where products need one, is written beside the cast, or made of the whole that was gathered: read
     and written.
     """
-    ranks = np.asarray(shards if runtime.narrow_exchanges else 1, dtype=float)
+    ranks = shards if runtime.narrow_exchanges else 1
     share = CAST_BYTES[dtype] / ranks
     transposed = np.where(ranks > 1, 2 * FP8, FP8)
     return share + transposed * (runtime.fp8_copies - 1) if dtype == "fp8" else share
@@ -191,7 +225,7 @@ def product_s(
     # prologue and epilogue take the same time whatever the dtype of the products
     steps = k + gemm.ramp_k * peak / wide_peak
     flops_per_step = 2 * count * m * n
-    grouped = np.where(np.asarray(count) > 1, gemm.grouped_factor, 1.0)
+    grouped = np.where(count > 1, gemm.grouped_factor, 1.0)
     rate = _narrow_factor(gemm, dtype, narrow) * peak
     power_s = flops_per_step * steps / (power_fraction * rate)
     wave_s = steps * _tile_waves(gemm.tile_overhead, num_sms, count, m, n) * (num_sms / (gemm.wave_fraction * rate))
@@ -238,7 +272,7 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     qk_dim: Number = np.ceil(op.qk_dim / multiple) * multiple
     v_dim: Number = np.ceil(op.v_dim / multiple) * multiple
     rate = peak * _head_dim_factor(attention, qk_dim, v_dim) * (attention.sink_factor if op.has_sinks else 1.0)
-    width: Number = np.where(np.asarray(op.window) > 0, np.minimum(op.window, op.kv_len), op.kv_len)
+    width: Number = np.where(op.window > 0, np.minimum(op.window, op.kv_len), op.kv_len)
     diagonal = np.minimum(width, op.q_len)
     scores = op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction * op.imbalance
     seconds: list[Number] = []
@@ -267,7 +301,7 @@ def stream_s(hardware: HardwareSpec, num_bytes: Number, num_kernels: Number, fam
     """Seconds of `num_kernels` memory-bound kernels that move `num_bytes` together: bytes / bandwidth + launches."""
     efficiency = hardware.efficiency
     bytes_per_s = efficiency.of_family(family) * hardware.hbm_bytes_per_s / efficiency.stream_factor
-    return num_bytes / bytes_per_s + num_kernels * launch_s(hardware) * (np.asarray(num_bytes) > 0)
+    return num_bytes / bytes_per_s + num_kernels * launch_s(hardware) * (num_bytes > 0)
 
 
 def optimizer_s(

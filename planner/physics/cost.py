@@ -81,7 +81,7 @@ class PartCost:
     def times(self, count: Number) -> PartCost:
         """`count` such parts on one rank, one after the other; they need their transient bytes in turn."""
         scaled = {f.name: count * getattr(self, f.name) for f in fields(self)}
-        scaled["transient_bytes"] = np.where(np.asarray(count) > 0, self.transient_bytes, 0.0)
+        scaled["transient_bytes"] = np.where(count > 0, self.transient_bytes, 0.0)
         return PartCost(**scaled)
 
     def changed_by(self, before: PartCost, after: PartCost, count: int = 1) -> PartCost:

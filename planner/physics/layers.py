@@ -27,7 +27,7 @@ def decoder_layer(
 
 def padded_vocab(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
     """vocab_size rounded up to a multiple of vocab_divisible_by·tp, as the trainer pads it."""
-    multiple = runtime.vocab_divisible_by * np.asarray(shape.tp)
+    multiple = runtime.vocab_divisible_by * shape.tp
     return np.ceil(model.vocab_size / multiple) * multiple
 
 

@@ -29,8 +29,8 @@ def weights_bytes(
     from_stage = 2 if are_masters else 3
     kept = cast * _sharded(dense - wide, expert, shape, from_stage)
     kept = kept + runtime.weight_bytes * _sharded(wide, 0.0, shape, from_stage)
-    zero = np.asarray(shape.zero_stage)
-    gathered = ((zero == 3) & (np.asarray(shape.pp) > 1)) | ((zero == 2) & are_masters)
+    zero = shape.zero_stage
+    gathered = ((zero == 3) & (shape.pp > 1)) | ((zero == 2) & are_masters)
     return kept + np.where(gathered, BF16 * (dense + expert), 0.0)
 
 
@@ -44,7 +44,7 @@ def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number
     if runtime.casts_weights:
         return runtime.weight_bytes
     copies = runtime.fp8_copies if dtype == "fp8" else 2
-    beside = np.where(runtime.narrow_parameters & (np.asarray(shape.zero_stage) >= 1), 0, runtime.weight_bytes)
+    beside = np.where(runtime.narrow_parameters & (shape.zero_stage >= 1), 0, runtime.weight_bytes)
     return beside + copies * NARROW_BYTES[dtype]
 
 
@@ -54,7 +54,7 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
     A pipeline stage sums them whole until its last micro-batch, and shards them then (torch 2.13,
     distributed/pipelining/stage.py: set_requires_gradient_sync(False)).
     """
-    each, pipelined = runtime.gradient_bytes + runtime.kept_gradient_bytes, np.asarray(shape.pp) > 1
+    each, pipelined = runtime.gradient_bytes + runtime.kept_gradient_bytes, shape.pp > 1
     return each * np.where(pipelined, dense + expert, _sharded(dense, expert, shape, 2))
 
 
@@ -70,7 +70,7 @@ def sharded_parameters(dense: Number, expert: Number, shape: Shape) -> Number:
 
 def _sharded(dense: Number, expert: Number, shape: Shape, from_stage: int) -> Number:
     """Parameters over shard_size ranks (experts: over expert_dp of them) where zero_stage ≥ from_stage, else whole."""
-    on = np.asarray(shape.zero_stage) >= from_stage
+    on = shape.zero_stage >= from_stage
     # HSDP shards experts over no more ranks than it shards the rest
     expert_ranks = np.minimum(np.maximum(shape.expert_dp, 1), shape.shard_size)
     return dense / np.where(on, shape.shard_size, 1) + expert / np.where(on, expert_ranks, 1)
@@ -84,9 +84,9 @@ def communicators(shape: Shape) -> Number:
         shape.pp,
         shape.dp * shape.cp,
         shape.ep,
-        np.where(np.asarray(shape.ep) > 1, shape.expert_dp, 1),
+        np.where(shape.ep > 1, shape.expert_dp, 1),
     )
-    return sum((np.asarray(size) > 1).astype(float) for size in sizes)
+    return sum(1.0 * (size > 1) for size in sizes)
 
 
 def reserved_bytes(allocated_bytes: Number, shape: Shape, hardware: HardwareSpec) -> Number:
@@ -144,7 +144,7 @@ def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
             return backward
         # a ring holds all blocks of keys and values, and an output for each, until the last (Transformer Engine)
         blocks = BF16 * op.batch * op.kv_len * (op.kv_heads * (op.qk_dim + op.v_dim) + op.heads * op.v_dim)
-        return np.maximum(backward, blocks * (np.asarray(op.kv_len) > op.q_len))
+        return np.maximum(backward, blocks * (op.kv_len > op.q_len))
     if op.family == "loss":
         # beside the softmax, as large: its gradient, and that of the logits; in place, a bf16 copy alone
         return op.saved_bytes() * (BF16 / FP32 if runtime.loss_in_place else 2)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
-
 from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, residual
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
@@ -174,8 +172,8 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         yield Collective(name=name, kind=kind, group="etp", num_bytes=gathered, backward=backward, modules=recomputed)
     # with several local experts, received rows are sorted by expert before the GEMMs and back after them, unless the
     # dispatcher that sends tokens once has laid them out so
-    laid_out = runtime.sends_tokens_once & (np.asarray(shape.ep) * shape.etp > 1)
-    several = (np.asarray(local) > 1) & ~laid_out
+    laid_out = runtime.sends_tokens_once & (shape.ep * shape.etp > 1)
+    several = 1.0 * ((local > 1) & (laid_out == 0))
     yield _move("sort rows", 2 * gathered * several)
     yield Operator(
         name="experts up",
@@ -194,7 +192,7 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
     )
     yield _activation("moe_act", model, rows * width, runtime, ("moe", "moe_act"))
     if not runtime.fused_permute:
-        yield from _row_weights(rows, width, local, several & (np.asarray(shape.ep) > 1))
+        yield from _row_weights(rows, width, local, several * (shape.ep > 1))
     yield Operator(
         name="experts down",
         kind="gemm",

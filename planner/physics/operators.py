@@ -109,7 +109,7 @@ class Operator:
     @property
     def attended_fraction(self) -> Number:
         """Share of the q_len × kv_len square that is computed: ½ (causal), or window/kv_len less its corner."""
-        width = np.where(np.asarray(self.window) > 0, np.minimum(self.window, self.kv_len), self.kv_len)
+        width = np.where(self.window > 0, np.minimum(self.window, self.kv_len), self.kv_len)
         return width / self.kv_len * (1 - width / self.kv_len / 2)
 
     @property

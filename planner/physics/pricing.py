@@ -1,4 +1,22 @@
-"""Prices of a shape: operators and exchanges folded into the cost table."""
+"""Prices of a shape: operators and exchanges folded into the cost table.
+
+A layer of Llama 3.1 8B on eight GPUs, tensor-parallel:
+
+>>> from planner.specs.registry import load_hardware, load_model
+>>> from planner.trainers.load import load_runtime
+>>> pricing = Pricing(
+...     model=load_model("8b"),
+...     training=TrainingSpec(seq_length=8192, global_batch_size=8),
+...     cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=8),
+...     runtime=load_runtime("megatron"),
+... )
+>>> table = pricing.table(Shape.of(tp=8, seq_length=8192, sequence_parallel=1))
+>>> layer = table.layers[pricing.model.kinds[0], "none"]
+>>> print(f"{layer.parameters:,.0f} parameters, {layer.live_bytes / GIB:.3f} GiB kept of a micro-batch")
+27,271,168 parameters, 0.133 GiB kept of a micro-batch
+>>> print(layer.forward_total_s < layer.backward_total_s)
+True
+"""
 
 from __future__ import annotations
 
@@ -129,12 +147,17 @@ class Pricing:
 
     def _seconds(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """Seconds of a part by pass and kind, exposed exchanges only."""
-        seconds: dict[str, Number] = dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), 0.0)
-        seconds.update({f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")})
-        slow = 1 + self.training.straggler_fraction
-        passes = compute.part_seconds(operators_of(items), self.cluster.hardware, self.training.dtype, self.runtime)
+        seconds: dict[str, Number] = {f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")}
+        slow, operators = 1 + self.training.straggler_fraction, operators_of(items)
+        hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
+        gpu = compute.gpu_seconds(operators, hardware, dtype, runtime)
+        passes = compute.with_host(gpu, compute.issue_seconds(operators, hardware, runtime), runtime)
         for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
             seconds[key] = slow * value
+        # while the GPU waits for the host, exchanges go on
+        idle = 0.0 if runtime.blocking_launches else 1.0
+        idle_s = {"forward": idle * (passes[0] - gpu[0]), "backward": idle * (sum(passes[1:]) - sum(gpu[1:]))}
+        shown_of_hideable: dict[str, Number] = dict.fromkeys(seconds, 0.0)
         behind = dict.fromkeys(("ep_forward_s", "ep_backward_s"), np.zeros(()))
         for exchange in collectives_of(items):
             group = "ep" if exchange.group == "etp" else exchange.group
@@ -142,11 +165,11 @@ class Pricing:
             size, _ = group_of(exchange.group, shape)
             hidden = self._hidden_fraction(exchange, size)
             sync_us = 0.0 if exchange.choices else self.runtime.collective_sync_us
-            waits = (REPLAYED if self.runtime.cuda_graphs else 1.0) * (np.asarray(exchange.num_bytes) > 0)
+            waits = (REPLAYED if self.runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
             sync_s = waits * sync_us * MICRO * np.log2(size)
             sent = self.training.dtype if self.runtime.narrow_exchanges else "bf16"
             exchanged_s = exchange_s(exchange, shape, self.cluster, sent) + sync_s
-            hidden_s = hidden * exchanged_s
+            hideable_s = hidden_s = hidden * exchanged_s
             if exchange.overlap == "cp":
                 hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
             if exchange.beside and np.any(hidden_s):
@@ -154,11 +177,19 @@ class Pricing:
             if exchange.overlap == "ep":
                 behind[key] = behind[key] + hidden_s
             seconds[key] = seconds[key] + exchanged_s - hidden_s
-        # another micro-batch's pass through the same part hides no more than it takes
-        all_s = sum(behind.values())
-        shown_fraction = np.maximum(all_s - sum(passes), 0.0) / np.where(all_s > 0, all_s, 1.0)
-        for key, hidden_s in behind.items():
-            seconds[key] = seconds[key] + shown_fraction * hidden_s
+            shown_of_hideable[key] = shown_of_hideable[key] + hideable_s - hidden_s
+        for way in ("forward", "backward"):
+            # what waits for no product waits for the host beside it
+            keys = [f"{g}_{way}_s" for g in COMM_GROUPS]
+            all_s = sum(shown_of_hideable[key] for key in keys)
+            hidden_fraction = np.minimum(all_s, idle_s[way]) / np.where(all_s > 0, all_s, 1.0)
+            for key in keys:
+                seconds[key] = seconds[key] - hidden_fraction * shown_of_hideable[key]
+        # the same pass of another micro-batch hides no more than it takes
+        for way, pass_s in (("forward", passes[0]), ("backward", passes[1] + passes[2])):
+            beside_s = pass_s + seconds[f"tp_{way}_s"] + seconds[f"cp_{way}_s"]
+            key = f"ep_{way}_s"
+            seconds[key] = seconds[key] + np.maximum(behind[key] - beside_s, 0.0)
         return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
 
     def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:
@@ -170,26 +201,27 @@ class Pricing:
             return 0.0
         where = "mla_" if exchange.overlap == "tp" and self.model.mla is not None else ""
         fraction = float(getattr(self.runtime, f"{where}{exchange.overlap}_overlap_fraction"))
-        return fraction * (1 - 1 / np.asarray(size, dtype=float)) if exchange.overlap == "tp" else fraction
+        return fraction * (1 - 1 / size) if exchange.overlap == "tp" else fraction
 
     def _other_blocks_s(self, items: Sequence[Item], exchange: Collective, size: Number) -> Number:
         """Seconds of attention to all blocks of keys in a ring but one: what hides the exchange of the others."""
         attention = [op for op in operators_of(items) if op.kind == "attention"]
-        passes = compute.part_seconds(attention, self.cluster.hardware, self.training.dtype, self.runtime)
+        passes = compute.gpu_seconds(attention, self.cluster.hardware, self.training.dtype, self.runtime)
         seconds = sum(passes[1:]) if exchange.backward else passes[0]
-        return seconds * (1 - 1 / np.asarray(size, dtype=float))
+        return seconds * (1 - 1 / size)
 
     def _products_s(self, exchange: Collective) -> Number:
         """Seconds of the products beside an exchange of tensor parallelism, which hides no longer than they take."""
         hardware, dtype = self.cluster.hardware, self.training.dtype
         passes = [compute.operator_seconds(op, hardware, dtype, self.runtime) for op in exchange.beside]
-        return sum(getattr(each, exchange.beside_pass) for each in passes)
+        seconds: Number = sum(getattr(each, exchange.beside_pass) for each in passes)
+        return seconds
 
     def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """`seconds` with what tensor-parallel ranks wait for the slowest of them, in proportion to its compute."""
         if not any(exchange.group == "tp" for exchange in collectives_of(items)):
             return seconds
-        late = self.runtime.tp_jitter_fraction * np.log2(np.asarray(shape.tp, dtype=float))
+        late = self.runtime.tp_jitter_fraction * np.log2(shape.tp)
         backward_s = seconds["input_grad_s"] + seconds["weight_grad_s"]
         return seconds | {
             "tp_forward_s": seconds["tp_forward_s"] + late * seconds["forward_s"],
@@ -207,12 +239,14 @@ class Pricing:
         host_s = self._mixture_host_s(shape)
         part = PartCost(**seconds)
         forward_s, backward_s = part.forward_total_s, part.backward_total_s
-        if not self.runtime.awaits_token_counts:
-            late_s = np.maximum(2 * host_s - forward_s - backward_s, 0.0)
-            return seconds | {"input_grad_s": seconds["input_grad_s"] + late_s}
+        if self.runtime.awaits_token_counts:
+            late_s = np.maximum(host_s - forward_s, 0.0), np.maximum(host_s - backward_s, 0.0)
+        else:
+            paced = compute.at_host_pace((forward_s, backward_s), (host_s, host_s))
+            late_s = paced[0] - forward_s, paced[1] - backward_s
         return seconds | {
-            "forward_s": seconds["forward_s"] + np.maximum(host_s - forward_s, 0.0),
-            "input_grad_s": seconds["input_grad_s"] + np.maximum(host_s - backward_s, 0.0),
+            "forward_s": seconds["forward_s"] + late_s[0],
+            "input_grad_s": seconds["input_grad_s"] + late_s[1],
         }
 
     def _is_mixture(self, items: Sequence[Item]) -> bool:
@@ -246,8 +280,8 @@ class Pricing:
         wide = wide_parameters(items)
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
         seconds = self._seconds(items, shape)
-        alone, zero = np.asarray(shape.pp) == 1, np.asarray(shape.zero_stage)
-        gathered = (dense + expert) * (zero == 3) * alone * (np.asarray(shape.shard_size) > 1)
+        alone, zero = shape.pp == 1, shape.zero_stage
+        gathered = (dense + expert) * (zero == 3) * alone * (shape.shard_size > 1)
         # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered; a
         # pipeline stage does so once a step
         seconds["forward_s"] = seconds["forward_s"] + compute.stream_s(hardware, 2 * BF16 * gathered, 1)
@@ -305,7 +339,7 @@ class Pricing:
         """Every multi-token-prediction block, its layer recomputed by mode; of several stages, theirs also embeds."""
         model, runtime, last = self.model, self.runtime, self.model.layers[-1]
         block = self._plain(mtp_block(model, shape, runtime, self.training.moe_imbalance), shape)
-        copy = self._plain(embedding(model, shape, runtime), shape).times(np.where(np.asarray(shape.pp) > 1, 1, 0))
+        copy = self._plain(embedding(model, shape, runtime), shape).times(np.where(shape.pp > 1, 1, 0))
         parts: dict[Recompute, PartCost] = {"none": block}
         for mode in modes if runtime.recomputes_mtp else ():
             if mode != "none":
@@ -328,7 +362,7 @@ class Pricing:
         In bf16, also where blocks of values are scaled: these are cast on arrival, in both directions.
         """
         in_fp8 = self.runtime.narrow_parameters and self.training.dtype == "fp8"
-        sharded = np.asarray(shape.zero_stage) >= 1
+        sharded = shape.zero_stage >= 1
         return self._data_parallel_s(dense, expert, shape, 1 if in_fp8 else BF16, reduces=False) * sharded
 
     def _data_parallel_s(
@@ -336,7 +370,7 @@ class Pricing:
     ) -> Number:
         seconds: Number = 0.0
         # one parameter at a time, ZeRO-3's exchanges are small
-        rate = np.where(np.asarray(shape.zero_stage) == 3, self.runtime.fsdp_rate_fraction, 1.0)
+        rate = np.where(shape.zero_stage == 3, self.runtime.fsdp_rate_fraction, 1.0)
         groups = ((dense, shape.dp * shape.cp, shape.tp), (expert, shape.expert_dp, shape.ep * shape.etp))
         for parameters, size, stride in groups:
             shard = np.minimum(shape.shard_size, size)
@@ -350,7 +384,7 @@ class Pricing:
                 continue
             replicas = seconds_of("all_reduce", payload / shard, size / shard, stride * shard)
             whole = seconds_of("all_reduce", payload, size, stride)
-            scatters = (np.asarray(shape.zero_stage) >= 1) & (not self.runtime.all_reduces_gradients)
+            scatters = (shape.zero_stage >= 1) & (not self.runtime.all_reduces_gradients)
             seconds = seconds + np.where(scatters, scatter + replicas, whole)
         return seconds
 
@@ -360,7 +394,7 @@ class Pricing:
         Where stages exchange slices, the gathering on arrival is included.
         """
         num_bytes = BF16 * shape.shard_tokens * self.model.hidden_size
-        distance, is_piped = shape.tp * shape.cp * shape.dp, np.asarray(shape.pp) > 1
+        distance, is_piped = shape.tp * shape.cp * shape.dp, shape.pp > 1
         if not self.runtime.scatters_p2p:
             return p2p_s(num_bytes, distance, self.cluster) * is_piped
         slices = np.where(shape.sequence_parallel, 1, shape.tp)
@@ -373,6 +407,6 @@ class Pricing:
         tied_s: Number = 0.0
         if self.model.tie_word_embeddings:
             vocab = self.model.vocab_size / shape.tp * self.model.hidden_size * self.runtime.gradient_bytes
-            distance = shape.tp * shape.cp * shape.dp * np.maximum(np.asarray(shape.pp) - 1, 1)
-            tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (np.asarray(shape.pp) > 1)
+            distance = shape.tp * shape.cp * shape.dp * np.maximum(shape.pp - 1, 1)
+            tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (shape.pp > 1)
         return norm_s + tied_s + self.runtime.step_overhead_s

@@ -73,7 +73,7 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
         forward = [cost.forward_s if alone else cost.forward_total_s for cost in costs]
         backward = [cost.input_grad_s + cost.weight_grad_s if alone else cost.backward_total_s for cost in costs]
         factors = np.array([getattr(hardware.efficiency, name) / start[name] for name in KERNELS])
-        return np.concatenate((forward, backward, factors / np.exp(np.log(factors).mean())))
+        return np.concatenate((np.array(forward), np.array(backward), factors / np.exp(np.log(factors).mean())))
 
     start = {name: float(getattr(cluster.hardware.efficiency, name)) for name in KERNELS}
     seconds = [*(measured[stage][0] for stage in stages), *(measured[stage][1] for stage in stages)]

@@ -77,8 +77,9 @@ class ModelRows:
         layer = _seconds(self.layer, hardware)
         backward = layer.dgrad_s + layer.wgrad_s
         if not self.pipelined:
-            share = cold(layer.forward_s + backward, bench) / (layer.forward_s + backward)
-            return Passes(layer.forward_s * share, backward * share)
+            forward_s, backward_s = np.asarray(layer.forward_s), np.asarray(backward)
+            share = cold(forward_s + backward_s, bench) / (forward_s + backward_s)
+            return Passes(forward_s * share, backward_s * share)
         backward = backward + accumulate_s(hardware, num_parameters(self.layer)) + self.full * layer.forward_s
         forward, backward = self.num_layers * layer.forward_s, self.num_layers * backward
         factor = bench["head_backward"]

@@ -1,4 +1,8 @@
-"""Every schedule by name: what it needs, its action lists, and how many activations it keeps in flight."""
+"""Every schedule by name: what it needs, its action lists, and how many activations it keeps in flight.
+
+`SCHEDULES` is the one table of what is known of a schedule: to add one is a row here and a function that writes its
+action lists.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 
@@ -29,6 +34,11 @@ __all__ = [
 ]
 
 
+Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
+"""Lower bounds on a makespan: closed forms of 1F1B and of interleaved 1F1B, or what any order obeys, its backward whole
+or split."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
     """A named schedule: its generator and the shapes it is defined for."""
@@ -49,18 +59,37 @@ class ScheduleKind:
     grouped: bool = False
     """Whether a micro-batch group size may be given, which replaces the multiple."""
     splits_backward: bool = False
+    """Whether weight gradients run apart from input gradients."""
     trains_one_copy: bool = True
     """Whether it trains, with a flush after each step, one copy of the model: what a plan can be made for."""
+    holds_all: bool = False
+    """Whether it holds every micro-batch of the step at once."""
+    frugal: bool = False
+    """Whether it holds fewer activations than 1F1B."""
+    bound: Bound = "any_order"
+    """Which lower bound on the makespan holds for its order."""
+    warms_up: bool = False
+    """Whether a rank holds its warm-up forwards and one more, whatever follows."""
+    chunks_end_in_turn: bool = False
+    """Whether a rank's chunks end one after the other, each pp micro-batches after the one before, as they start."""
+    runs_without_pipeline: bool = False
+    """Whether a user who names it is also content with a single stage."""
+    is_tried_by_default: bool = False
+    """Whether it is tried where the user names no schedule: what every trainer runs."""
+    is_measured_against: bool = False
+    """Whether the search for an order made to measure starts from the shapes that it suits."""
 
 
 _ANY_VPP = 1 << 30
 
-HOLDS_ALL = frozenset({"gpipe", "breadth-first"})
-"""Schedules that hold every micro-batch of the step at once."""
-
 
 def _v_shaped(
-    name: str, build: Callable[[int, int], Schedule], source: str, min_microbatches_per_rank: int = 0
+    name: str,
+    build: Callable[[int, int], Schedule],
+    source: str,
+    min_microbatches_per_rank: int = 0,
+    frugal: bool = False,
+    is_measured_against: bool = False,
 ) -> ScheduleKind:
     return ScheduleKind(
         name,
@@ -70,15 +99,41 @@ def _v_shaped(
         max_vpp=2,
         min_microbatches_per_rank=min_microbatches_per_rank,
         splits_backward=True,
+        frugal=frugal,
+        bound="split_backward",
+        is_measured_against=is_measured_against,
     )
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
     kind.name: kind
     for kind in (
-        ScheduleKind("none", lambda pp, v, m, g: looped.no_pipeline(m), "one pipeline rank", max_pp=1),
-        ScheduleKind("gpipe", lambda pp, v, m, g: looped.gpipe(pp, m), "Huang et al. 2019"),
-        ScheduleKind("1f1b", lambda pp, v, m, g: one_f_one_b(pp, m), "Narayanan et al. 2019"),
+        ScheduleKind(
+            "none",
+            lambda pp, v, m, g: looped.no_pipeline(m),
+            "one pipeline rank",
+            max_pp=1,
+            bound="one_f_one_b",
+            warms_up=True,
+            runs_without_pipeline=True,
+        ),
+        ScheduleKind(
+            "gpipe",
+            lambda pp, v, m, g: looped.gpipe(pp, m),
+            "Huang et al. 2019",
+            holds_all=True,
+            runs_without_pipeline=True,
+        ),
+        ScheduleKind(
+            "1f1b",
+            lambda pp, v, m, g: one_f_one_b(pp, m),
+            "Narayanan et al. 2019",
+            bound="one_f_one_b",
+            warms_up=True,
+            runs_without_pipeline=True,
+            is_tried_by_default=True,
+            is_measured_against=True,
+        ),
         ScheduleKind(
             "interleaved-1f1b",
             interleaved_one_f_one_b,
@@ -88,12 +143,19 @@ SCHEDULES: dict[str, ScheduleKind] = {
             max_vpp=_ANY_VPP,
             microbatch_multiple=lambda pp, vpp: pp,
             grouped=True,
+            bound="interleaved",
+            warms_up=True,
+            chunks_end_in_turn=True,
+            is_tried_by_default=True,
+            is_measured_against=True,
         ),
         ScheduleKind(
             "breadth-first",
             lambda pp, v, m, g: looped.breadth_first(pp, v, m),
             "Lamy-Poirier 2023",
             max_vpp=_ANY_VPP,
+            holds_all=True,
+            chunks_end_in_turn=True,
         ),
         ScheduleKind(
             "zb-h1",
@@ -103,11 +165,19 @@ SCHEDULES: dict[str, ScheduleKind] = {
             microbatch_multiple=lambda pp, vpp: pp if vpp > 1 else 1,
             grouped=True,
             splits_backward=True,
+            bound="split_backward",
+            is_measured_against=True,
         ),
-        ScheduleKind("zb-h2", lambda pp, v, m, g: zero_bubble.zb_h2(pp, m), "Qi et al. 2023", splits_backward=True),
-        _v_shaped("zb-v", zero_bubble.zb_v, "Qi et al. 2024"),
-        _v_shaped("v-half", building_block.v_half, "Qi et al. 2024"),
-        _v_shaped("v-min", building_block.v_min, "Qi et al. 2024"),
+        ScheduleKind(
+            "zb-h2",
+            lambda pp, v, m, g: zero_bubble.zb_h2(pp, m),
+            "Qi et al. 2023",
+            splits_backward=True,
+            bound="split_backward",
+        ),
+        _v_shaped("zb-v", zero_bubble.zb_v, "Qi et al. 2024", is_measured_against=True),
+        _v_shaped("v-half", building_block.v_half, "Qi et al. 2024", frugal=True),
+        _v_shaped("v-min", building_block.v_min, "Qi et al. 2024", frugal=True),
         ScheduleKind(
             "dualpipe",
             lambda pp, v, m, g: bidirectional.dualpipe(pp, m),
@@ -130,6 +200,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
             "pipedream-2bw",
             lambda pp, v, m, g: looped.pipedream_2bw(pp, m),
             "Narayanan et al. 2021 (2BW)",
+            warms_up=True,
             trains_one_copy=False,
         ),
         ScheduleKind(
@@ -142,6 +213,9 @@ SCHEDULES: dict[str, ScheduleKind] = {
     )
 }
 """Schedules by name, in the order in which comparisons list them."""
+
+HOLDS_ALL = frozenset(name for name, kind in SCHEDULES.items() if kind.holds_all)
+"""Schedules that hold every micro-batch of the step at once."""
 
 
 def violation(
@@ -216,7 +290,8 @@ def passes_behind(schedule: str, pp: int, vpp: int) -> float:
     Interleaved chunks end one after the other, each pp micro-batches after the one before: (pp·(vpp − 1) + 1) / vpp;
     so do their first forwards. Elsewhere all chunks end with the last micro-batch: 1.
     """
-    return (pp * (vpp - 1) + 1) / vpp if schedule in ("interleaved-1f1b", "breadth-first") else 1.0
+    in_turn = schedule in SCHEDULES and SCHEDULES[schedule].chunks_end_in_turn
+    return (pp * (vpp - 1) + 1) / vpp if in_turn else 1.0
 
 
 def lead_passes(schedule: str, vpp: int) -> float:
@@ -251,10 +326,10 @@ def in_flight_chunks(
     All others are counted along the action lists, which no duration changes.
     """
     total = num_microbatches * vpp
-    if name in ("1f1b", "interleaved-1f1b", "pipedream-2bw", "none"):
+    if SCHEDULES[name].warms_up:
         group = microbatch_group_size or pp
         return [min(total, warm_up_chunks(pp, vpp, rank, group) + 1) for rank in range(pp)]
-    if name in HOLDS_ALL:
+    if SCHEDULES[name].holds_all:
         return [total] * pp
     return _counted_chunks(build_schedule(name, pp, vpp, num_microbatches, microbatch_group_size))
 
@@ -274,13 +349,13 @@ def chunks_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> tup
     Interleaved: a rank is fullest at the end of its warm-up, of which each pp·vpp forwards are pp of every chunk, the
     first chunk's first; so the first chunk has more in flight than the others. GPipe and breadth-first: M of each.
     """
-    if name == "interleaved-1f1b":
+    if SCHEDULES[name].bound == "interleaved":
         counts = []
         for held in in_flight_chunks(name, pp, vpp, num_microbatches):
             groups, rest = divmod(held, pp * vpp)
             counts.append(tuple(groups * pp + min(max(rest - chunk * pp, 0), pp) for chunk in range(vpp)))
         return tuple(counts)
-    if name in HOLDS_ALL:
+    if SCHEDULES[name].holds_all:
         return ((num_microbatches,) * vpp,) * pp
     stages = placement(name, pp, vpp)
     held_by_rank = []

@@ -172,7 +172,7 @@ def _searched(run: Run, published: PricedLayout) -> bool:
     wanted = (layout.dp, layout.zero_stage, layout.shard_size, layout.sequence_parallel, layout.vpp, layout.schedule)
     candidates = (
         (shape.dp, shape.zero_stage, shape.shard_size, bool(shape.sequence_parallel), shape.vpp, schedule)
-        for index in range(len(shapes.tp))
+        for index in range(np.size(shapes.tp))
         for shape, schedule in schedule_options(shapes.take(index), run.model, pinned, run.runtime)
     )
     return recompute and wanted in candidates

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 
 from planner.physics.layers import decoder_layer
-from planner.physics.memory import gradients_bytes, transient_bytes, weights_bytes
+from planner.physics.memory import (
+    gradients_bytes,
+    optimizer_bytes,
+    sharded_parameters,
+    transient_bytes,
+    weights_bytes,
+)
 from planner.physics.operators import collectives_of, operators_of, saved_bytes
 from planner.shape import Shape
 from planner.specs.registry import load_model
@@ -114,3 +120,13 @@ def test_fp32_shards_with_weights_gathered_for_good() -> None:
     ):
         shape = Shape(pp=pp, dp=8, zero_stage=zero_stage, shard_size=8)
         assert weights_bytes(1e9, 0.0, shape, runtime, "bf16") == expected
+
+
+@pytest.mark.parametrize(("ep", "shard_size", "ranks"), [(1, 8, 8), (1, 64, 64), (4, 64, 16), (4, 8, 8), (16, 8, 4)])
+def test_experts_are_sharded_over_their_replicas_and_no_further_than_the_rest(
+    ep: int, shard_size: int, ranks: int
+) -> None:
+    """HSDP in groups of eight: replicas of an expert beyond the group hold whole copies of the same shards."""
+    shape = Shape.of(dp=64, ep=ep, shard_size=shard_size)
+    assert optimizer_bytes(0.0, 1e9, shape, load_runtime("megatron")) == pytest.approx(12e9 / ranks)
+    assert sharded_parameters(1e9, 1e9, shape) == pytest.approx(1e9 / shard_size + 1e9 / ranks)

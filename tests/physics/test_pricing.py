@@ -300,6 +300,8 @@ def test_late_ranks_cost_in_proportion_to_compute_and_doublings() -> None:
 def test_a_ring_hides_no_longer_than_the_attention_to_its_other_blocks(seq_length: int, hides: bool) -> None:
     """16 ranks, each on a node of its own: keys of 512 tokens take longer than their scores, those of 65,536 do not."""
     pricing = pricing_of("llama-2-7b")
+    # a host that is never late: while the GPU waits for one, exchanges go on
+    pricing = replace(pricing, runtime=pricing.runtime.model_copy(update={"host_factor": 0.0}))
     shape = Shape(tp=8, cp=16, dp=2, seq_length=seq_length, sequence_parallel=1)
     (kind,) = pricing.model.kinds
     layer = pricing.table(shape).layers[kind, "none"]
@@ -384,7 +386,8 @@ def test_a_host_that_awaits_no_counts_is_late_by_what_both_passes_need() -> None
     host = {"moe_kernels": between / KERNEL_S, "expert_kernels": 0.0}
     assert mixture(**host).forward_total_s == pytest.approx(between)
     ahead = mixture(**host, awaits_token_counts=False)
-    assert (ahead.forward_total_s, ahead.backward_total_s) == pytest.approx((forward_s, backward_s))
+    # what the host is late in the forward, the GPU makes up for in the backward
+    assert (ahead.forward_total_s, ahead.backward_total_s) == pytest.approx((between, between))
     late = mixture(moe_kernels=2 * between / KERNEL_S, expert_kernels=0.0, awaits_token_counts=False)
     assert late.forward_total_s + late.backward_total_s == pytest.approx(4 * between)
 

@@ -113,7 +113,7 @@ def fitting_candidate(case: Case) -> Candidate | None:
 def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism, Candidate]]:
     """The layouts of the shapes that probably need least memory; `may_fit`: of those alone that pass the screen."""
     shapes, _ = shapes_of(case)
-    if not len(shapes.tp) or not modes_allowed(case):
+    if not np.size(shapes.tp) or not modes_allowed(case):
         return
     pricing = pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits)
     screen = screen_of(pricing, shapes)
@@ -159,7 +159,7 @@ def _estimate_bytes(screen: Screen, modes: Sequence[Recompute]) -> FloatArray:
 def candidates_of(case: Case, shapes: Shape) -> Iterator[tuple[Parallelism, Candidate]]:
     """The layouts of some shapes: every schedule with its fewest chunks, every way to recompute."""
     tables: dict[RuntimeSpec, tuple[Pricing, CostTable]] = {}
-    for row in range(len(shapes.tp)):
+    for row in range(np.size(shapes.tp)):
         for shape, schedule in _fewest_chunks(case, scalar(shapes, row)):
             runtime = case.runtime.for_schedules(SCHEDULES[schedule].splits_backward)
             if runtime not in tables:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from planner.errors import Infeasible
 from planner.schedule.orders import SCHEDULES, violation
 from planner.search.case import Case
@@ -76,14 +78,14 @@ def refusal(case: Case) -> Refusal | None:
         return Refusal("schedule_not_in_trainer", says, Rejections())
     check_expressible(case.limits, case.runtime)
     shapes, rejections = shapes_of(case)
-    if not len(shapes.tp):
+    if not np.size(shapes.tp):
         reason = last_reason(rejections)
         says = _no_data_parallel(case) if reason == "no_data_parallel_size" else ""
         return Refusal(reason, says or rejections.examples[reason], rejections)
     if any(schedule_options(shape, case.model, case.limits, case.runtime) for shape in _scalars(shapes)):
         return None
     says = _no_schedule(case, next(_scalars(shapes)))
-    rejections.add("no_schedule", len(shapes.tp), says)
+    rejections.add("no_schedule", np.size(shapes.tp), says)
     return Refusal("no_schedule", says, rejections)
 
 
@@ -93,7 +95,7 @@ def shapes_of(case: Case) -> tuple[Shape, Rejections]:
 
 
 def _scalars(shapes: Shape) -> Iterator[Shape]:
-    return (scalar(shapes, index) for index in range(len(shapes.tp)))
+    return (scalar(shapes, index) for index in range(np.size(shapes.tp)))
 
 
 def _no_data_parallel(case: Case) -> str:

@@ -1,0 +1,75 @@
+"""What the table of schedules says of them is what their action lists do."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from planner.errors import SpecError
+from planner.schedule import replay
+from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, passes_behind, violation
+
+PP, MICROBATCHES = 4, 16
+TRAINS = sorted(name for name, kind in SCHEDULES.items() if kind.trains_one_copy and name != "none")
+
+
+def chunks_held(name: str) -> list[float]:
+    """Activations in flight of each of four ranks, in micro-batches."""
+    vpp = max(SCHEDULES[name].min_vpp, 1)
+    return [count / vpp for count in in_flight_chunks(name, PP, vpp, MICROBATCHES)]
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_properties_are_those_of_the_action_lists(name: str) -> None:
+    kind = SCHEDULES[name]
+    schedule = build_schedule(name, PP, max(kind.min_vpp, 1), MICROBATCHES)
+    assert kind.splits_backward == schedule.splits_backward
+    assert kind.holds_all == (chunks_held(name) == [MICROBATCHES] * PP)
+    assert kind.frugal == (max(chunks_held(name)) < max(chunks_held("1f1b")))
+    assert (kind.bound == "split_backward") == kind.splits_backward
+
+
+def test_schedules_with_a_role_in_the_search() -> None:
+    def names(field: str) -> set[str]:
+        return {name for name, kind in SCHEDULES.items() if getattr(kind, field)}
+
+    assert names("runs_without_pipeline") == {"none", "1f1b", "gpipe"}
+    assert names("is_tried_by_default") == {"1f1b", "interleaved-1f1b"}
+    assert names("is_measured_against") == {"1f1b", "interleaved-1f1b", "zb-h1", "zb-v"}
+    assert {name: kind.bound for name, kind in SCHEDULES.items() if kind.bound in ("one_f_one_b", "interleaved")} == {
+        "none": "one_f_one_b",
+        "1f1b": "one_f_one_b",
+        "interleaved-1f1b": "interleaved",
+    }
+    assert {name for name in SCHEDULES if passes_behind(name, 4, 2) > 1} == {"interleaved-1f1b", "breadth-first"}
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "vpp", "accepted", "refused"),
+    [
+        ("dualpipe", 4, 1, 10, 9),  # as many for either copy of the model
+        ("chimera", 4, 1, 8, 10),  # full rounds of pp
+        ("interleaved-1f1b", 4, 2, 8, 10),
+        ("zb-h1", 4, 2, 8, 10),
+    ],
+)
+def test_micro_batches_that_a_schedule_cannot_share_out_are_refused(
+    name: str, pp: int, vpp: int, accepted: int, refused: int
+) -> None:
+    assert violation(name, pp, vpp, accepted) is None
+    error = violation(name, pp, vpp, refused)
+    multiple = 2 if name == "dualpipe" else pp
+    assert error is not None
+    assert f"a multiple of {multiple} micro-batches at pp {pp}, not {refused}" in str(error)
+    with pytest.raises(SpecError, match="multiple"):
+        build_schedule(name, pp, vpp, refused)
+
+
+def test_chunks_that_are_not_interleaved_take_any_number_of_micro_batches() -> None:
+    for name in ("1f1b", "zb-h1", "gpipe"):
+        assert violation(name, 4, 1, 9) is None
+
+
+def test_the_example_of_a_replay_is_true() -> None:
+    assert doctest.testmod(replay).failed == 0
