@@ -143,7 +143,8 @@ class Branch:
         if best is None or not best.pricing.runtime.uneven_chunks or self._late():
             return
         blocks = frontier.all_nodes()
-        for base in dict.fromkeys(("none", best.split.base)):
+        without = [choice for choice in self.choices if choice.mode == "none"]
+        for base in dict.fromkeys((*("none" for _ in without[:1]), best.split.base)):
             ranked = [level_guess_s(nodes, any_memory=base != "none") for nodes in blocks]
             promising = [
                 (float(step_s[row]), number, row)

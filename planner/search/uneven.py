@@ -58,7 +58,8 @@ def any_chunks_bound_s(nodes: Nodes, choices: Sequence[RecomputeChoice]) -> Floa
 def _level_s(nodes: Nodes, screen: Screen, base: Recompute, whole: bool) -> FloatArray:
     """Least seconds of each row whose ranks hold any number of layers, with as few in flight as any chunk has."""
     orders = replace(nodes.orders, in_flight=nodes.orders.least_in_flight)
-    busiest = busiest_rank_s(screen, base, whole, orders, np.zeros(orders.full.shape))
+    no_trips = np.zeros(orders.full.shape)
+    busiest = busiest_rank_s(screen, base, whole, orders, no_trips, orders.more_in_flight)
     least_s = schedule_bound_s(screen, busiest, base, orders) + screen.pricing.tail_s(screen.shape)
     interleaves = np.array([name == "interleaved-1f1b" for name in nodes.schedules], dtype=bool)
     return np.asarray(np.where(interleaves, least_s, np.inf))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from planner.export.torch.schedule_csv import to_torch_csv
 from planner.schedule.orders import build_schedule
 from planner.schedule.torch_csv import to_torch_csv
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -26,14 +26,14 @@ class Orders:
     """Micro-batches that each rank holds at least; 1 beyond a node's ranks."""
     least_in_flight: FloatArray
     """The same for a layer that may be in any of a rank's chunks."""
+    more_in_flight: FloatArray
+    """Micro-batches beyond these, added up over the chunks that hold a layer at least."""
     full: npt.NDArray[np.bool_]
     """Ranks of chunks that are all equal: where stages interleave, those without the first and the last stage."""
 
     def take(self, index: npt.NDArray[np.int64]) -> Orders:
         """The rows at `index`."""
-        return Orders(
-            self.plain[index], self.splits[index], self.in_flight[index], self.least_in_flight[index], self.full[index]
-        )
+        return Orders(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 Kinds = Literal["one", "in runs", "in a pattern"]
@@ -44,10 +44,14 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") 
     """The orders of nodes given as (schedule, pp, vpp, num_microbatches), for layers of one kind or several."""
     width = max((pp for _, pp, _, _ in nodes), default=1)
     in_flight, full = np.ones((len(nodes), width)), np.zeros((len(nodes), width), dtype=bool)
-    least = np.ones((len(nodes), width))
+    least, more = np.ones((len(nodes), width)), np.zeros((len(nodes), width))
     for row, (name, pp, vpp, microbatches) in enumerate(nodes):
         in_flight[row, :pp] = _least_in_flight(name, pp, vpp, microbatches, kinds)
         least[row, :pp] = _least_in_flight(name, pp, vpp, microbatches, "in a pattern")
+        if vpp > 1 and not SCHEDULES[name].splits_backward:
+            for rank, chunks in enumerate(chunks_in_flight(name, pp, vpp, microbatches)):
+                held = chunks[1:] if rank == 0 else chunks
+                more[row, rank] = sum(held) - len(held) * least[row, rank]
         if vpp > 1:
             ranks = placement(name, pp, vpp)
             full[row, :pp] = True
@@ -57,6 +61,7 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") 
         splits=np.array([SCHEDULES[name].splits_backward for name, *_ in nodes], dtype=bool),
         in_flight=in_flight,
         least_in_flight=least,
+        more_in_flight=more,
         full=full,
     )
 

@@ -53,25 +53,37 @@ def pipeline_bound_s(screen: Screen, base: Recompute, whole: Whole, orders: Orde
     return np.asarray(np.maximum(schedule_bound_s(screen, busiest, base, orders), chunked_s))
 
 
-def busiest_rank_s(screen: Screen, base: Recompute, whole: bool, orders: Orders, trips_s: FloatArray) -> FloatArray:
+def busiest_rank_s(
+    screen: Screen,
+    base: Recompute,
+    whole: bool,
+    orders: Orders,
+    trips_s: FloatArray,
+    more_in_flight: FloatArray | float = 0.0,
+) -> FloatArray:
     """Least seconds of a micro-batch on the busiest rank, where ranks recompute what their memory forces them to.
 
     The least time in which all ranks together hold the layers is found by bisection: those of each kind with the others
     taken as free, and all with each as cheap as the cheapest. Beyond plain 1F1B it is the least T / M: rank r has T
-    less the trip of one micro-batch through the ranks before it. Infinite where nothing fits.
+    less the trip of one micro-batch through the ranks before it. Infinite where nothing fits. Each rank also keeps what
+    a layer of any kind keeps of `more_in_flight` micro-batches.
     """
     model, trips_s = screen.pricing.model, np.where(orders.plain[:, None], 0.0, trips_s)
     beside_s = screen.rank_ends_s(trips_s.shape[1]) + trips_s / np.asarray(screen.shape.num_microbatches)[:, None]
     busiest = np.maximum(screen.work_s(base) / np.asarray(screen.shape.pp), beside_s.max(axis=1))
     counts = screen.pricing.kind_counts
+    live_bytes = [screen.layer_s(mode, "live_bytes") for mode in ((base, FULL) if whole else (base,))]
+    ahead_bytes = more_in_flight * np.min(live_bytes, axis=(0, 1))[:, None]
     for kind, count in counts.items():
         if count >= RARE * model.num_hidden_layers:
             plain, full = screen.table.layers[kind, base], screen.table.layers[kind, FULL]
-            busiest = _holding_bound_s(screen, (plain, full), count, whole, orders.in_flight, beside_s, busiest)
+            busiest = _holding_bound_s(
+                screen, (plain, full), count, whole, orders.in_flight, beside_s, busiest, ahead_bytes
+            )
     if len(counts) > 1:
         plain, full = (cheapest([screen.table.layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
         busiest = _holding_bound_s(
-            screen, (plain, full), model.num_hidden_layers, whole, orders.in_flight, beside_s, busiest
+            screen, (plain, full), model.num_hidden_layers, whole, orders.in_flight, beside_s, busiest, ahead_bytes
         )
         busiest = np.where(exceeds_all_ranks(screen, (base, FULL) if whole else (base,), orders), np.inf, busiest)
     return np.asarray(busiest)
@@ -102,17 +114,19 @@ def _holding_bound_s(
     held: FloatArray,
     beside_s: FloatArray,
     least_s: FloatArray,
+    ahead_bytes: FloatArray,
 ) -> FloatArray:
     """The same for `count` layers that cost layer[0], or layer[1] where recomputed whole; `least_s` at least.
 
-    Ranks (columns) hold `held` micro-batches, and `beside_s` of a micro-batch's seconds are for no layer.
+    Ranks (columns) hold `held` micro-batches and `ahead_bytes` beside them, and `beside_s` of a micro-batch's seconds
+    are for no layer.
     """
     plain, full = layer
     seconds = screen.part(plain, "total_s")[:, None]
     again = np.maximum(screen.part(full, "total_s")[:, None] - seconds, 1e-12)
     static, live = screen.static_bytes(plain)[:, None], screen.part(plain, "live_bytes")[:, None]
     saved = np.maximum(live - screen.part(full, "live_bytes")[:, None], 1.0)
-    free = screen.free_bytes(plain, held.shape[1])
+    free = np.maximum(screen.free_bytes(plain, held.shape[1]) - ahead_bytes, 0.0)
     roomy = np.floor(free / (static + held * live))
     # layers = (busy + again·free/saved-bytes-in-flight) / (seconds + again·bytes per layer / saved bytes): memory binds
     rate = again / (held * saved)
