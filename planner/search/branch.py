@@ -30,7 +30,7 @@ from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
 from planner.search.uneven import SHAPES, any_chunks_bound_s, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
-from planner.specs.training import SearchLimits
+from planner.specs.training import Recompute, SearchLimits
 
 BLOCK = 1024
 """Shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
@@ -143,8 +143,10 @@ class Branch:
         if best is None or not best.pricing.runtime.uneven_chunks or self._late():
             return
         blocks = frontier.all_nodes()
-        without = [choice for choice in self.choices if choice.mode == "none"]
-        for base in dict.fromkeys((*("none" for _ in without[:1]), best.split.base)):
+        bases: list[Recompute] = [best.split.base]
+        if any(choice.mode == "none" for choice in self.choices) and best.split.base != "none":
+            bases.insert(0, "none")
+        for base in bases:
             ranked = [level_guess_s(nodes, any_memory=base != "none") for nodes in blocks]
             promising = [
                 (float(step_s[row]), number, row)
@@ -158,9 +160,9 @@ class Branch:
                 if base != "none":
                     pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
                 start = Candidate(pricing, pricing.table(shape), Split((), base), nodes.schedules[row])
-                candidate = improved(start.with_split(level_split(start)), best.step_s)
-                if candidate.fits:
-                    self._keep(candidate)
+                level = start.with_split(level_split(start))
+                if level.fits and least_step_s(level) < self.cutoff_s(0.0):
+                    self._keep(improved(level, best.step_s))
                 if self._late():
                     return
         if self.best is not best:

@@ -107,8 +107,8 @@ def _chunks(count: int, vpp: int, chunk: int, *, first: bool, may_be_empty: bool
 
 
 def improved(candidate: Candidate, best_s: float) -> Candidate:
-    """The candidate after moves of single layers, each of which makes it quicker and lets it fit."""
-    if not candidate.fits or candidate.step_s > NEAR * best_s:
+    """A candidate that fits, after moves of single layers, each of which makes it quicker and lets it fit."""
+    if candidate.step_s > NEAR * best_s:
         return candidate
     left = MOVES
     while left > 0:
