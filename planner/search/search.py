@@ -85,7 +85,12 @@ def search(case: Case) -> Plan:
     branch.try_uneven_chunks(frontier)
     branch.run_alternatives(frontier)
     best = branch.best
-    if best is not None and AUTO in (limits.schedule or ()) and not best.pricing.runtime.compiled:
+    if (
+        best is not None
+        and AUTO in (limits.schedule or ())
+        and not best.pricing.runtime.compiled
+        and not deadline.passed
+    ):
         best = made_to_measure(best)
     if best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
         raise NothingLegal(rejections)
