@@ -185,7 +185,7 @@ def _module_sets(branch: Branch, screens: Sequence[tuple[Screen, SearchLimits]])
 def _unsearched(screen: Screen, any_chunks: bool) -> Iterator[str]:
     """What the trainer could be told and the search left out."""
     if screen.pricing.runtime.uneven_chunks and not any_chunks:
-        yield "uneven inner chunks beyond those tried around the best"
+        yield "uneven inner chunks but those tried around the best"
     if screen.module_sets is not None and len(screen.module_sets.tables) >= MAX_SETS:
         yield "other sets of modules"
-    yield "other switches than the trainer's defaults"
+    yield "switches other than the trainer's defaults"
