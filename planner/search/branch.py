@@ -25,7 +25,7 @@ from planner.search.exhaustive import few_splits, fitting, least_step_s
 from planner.search.frontier import Frontier, Open, Prices, nodes_of
 from planner.search.ilp.program import solve
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
-from planner.search.priced_shapes import Screen
+from planner.search.priced_shapes import PricedShapes
 from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
 from planner.search.uneven import SHAPES, any_chunks_bound_s, improved, level_guess_s, level_split
@@ -92,19 +92,19 @@ class Branch:
         ranked = sorted(candidate.step_s for candidate in self.candidates.values())
         return ranked[self.limits.top] if len(ranked) > self.limits.top else best.step_s * self.slack
 
-    def run(self, screens: Sequence[tuple[Screen, SearchLimits]]) -> Frontier:
+    def run(self, priced: Sequence[tuple[PricedShapes, SearchLimits]]) -> Frontier:
         """Search the shapes that can fit; what was cut is left in the frontier.
 
         Screens are of the same shapes, each priced for one runtime with limits that name the schedules it is for.
         """
-        coarse = np.min([_coarse_bound_s(screen, limits) for screen, limits in screens], axis=0)
+        coarse = np.min([_coarse_bound_s(shapes, limits) for shapes, limits in priced], axis=0)
         order = np.argsort(coarse, kind="stable")
         blocks = iter([order[start : start + BLOCK] for start in range(0, len(order), BLOCK)])
         block, frontier = next(blocks, None), Frontier(self.choices)
         while True:
             cutoff = self.cutoff_s(self.limits.gap_fraction)
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
-                self._open([(screen.take(block), limits) for screen, limits in screens], coarse[block], frontier)
+                self._open([(shapes.take(block), limits) for shapes, limits in priced], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
             if not self._late() and frontier.open_sets(PRICED):
@@ -121,15 +121,17 @@ class Branch:
         self._leave(float(coarse[block[0]]) if block is not None else np.inf)
         return frontier
 
-    def _open(self, screens: Sequence[tuple[Screen, SearchLimits]], coarse_s: FloatArray, frontier: Frontier) -> None:
+    def _open(
+        self, priced: Sequence[tuple[PricedShapes, SearchLimits]], coarse_s: FloatArray, frontier: Frontier
+    ) -> None:
         """Put all nodes of a block of shapes into the frontier."""
         opened = np.zeros(len(coarse_s), dtype=bool)
-        for screen, limits in screens:
-            for rows, nodes in nodes_of(screen, limits):
+        for shapes, limits in priced:
+            for rows, nodes in nodes_of(shapes, limits):
                 opened[rows] = True
                 frontier.add(nodes, coarse_s[rows])
         if not opened.all():
-            shape = scalar(screens[0][0].shape, int(np.argmin(opened)))
+            shape = scalar(priced[0][0].shape, int(np.argmin(opened)))
             chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
             where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
             self.rejections.add("no_schedule", int((~opened).sum()), f"no schedule runs {where}")
@@ -156,7 +158,7 @@ class Branch:
             ]
             for _, number, row in sorted(promising)[:SHAPES]:
                 nodes = blocks[number]
-                shape, pricing = scalar(nodes.screen.shape, row), nodes.screen.pricing
+                shape, pricing = scalar(nodes.shapes.shape, row), nodes.shapes.pricing
                 if base != "none":
                     pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
                 start = Candidate(pricing, pricing.table(shape), Split((), base), nodes.schedules[row])
@@ -317,7 +319,7 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
     return (float(f"{step_s:.5g}"), memory, float(shape.tp), float(shape.pp), step_s)
 
 
-def _coarse_bound_s(screen: Screen, limits: SearchLimits) -> FloatArray:
+def _coarse_bound_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
     """A lower bound of each shape's step under any of the schedules tried."""
-    tried = schedules_tried(limits, screen.pricing.runtime)
-    return bounds.coarse_bound_s(screen, any(SCHEDULES[name].splits_backward for name in tried))
+    tried = schedules_tried(limits, shapes.pricing.runtime)
+    return bounds.coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))

@@ -19,7 +19,7 @@ from planner.search.ilp.layers import recurring
 from planner.search.ilp.node import Whole
 from planner.search.ilp.translate import RecomputeChoice
 from planner.search.module_sets import Modules
-from planner.search.priced_shapes import Screen
+from planner.search.priced_shapes import PricedShapes
 from planner.search.schedules import schedules_of
 from planner.shape import FloatArray, Shape
 from planner.specs.model import ModelSpec
@@ -67,7 +67,7 @@ class Open:
 class Nodes:
     """Shapes, each with a schedule that it may run: rows."""
 
-    screen: Screen
+    shapes: PricedShapes
     """The shape of each row, vpp included."""
     schedules: Sequence[str]
     orders: Orders
@@ -80,28 +80,30 @@ class Nodes:
         all the memory in the world.
         """
         if choice.whole in ("none", "all"):
-            return self._step_s(self.screen, choice.mode, choice.mode)
+            return self._step_s(self.shapes, choice.mode, choice.mode)
         if choice.whole == "any_modules":
-            return self._step_s(self.screen.with_any_modules(), "none", "selective", choice.whole)
-        bound_s = self._step_s(self.screen, choice.mode, "full", choice.whole)
+            return self._step_s(self.shapes.with_any_modules(), "none", "selective", choice.whole)
+        bound_s = self._step_s(self.shapes, choice.mode, "full", choice.whole)
         if choice.whole == "one_count":
-            boundless = replace(self.screen, pricing=replace(self.screen.pricing, headroom_bytes=-BOUNDLESS_BYTES))
+            boundless = replace(self.shapes, pricing=replace(self.shapes.pricing, headroom_bytes=-BOUNDLESS_BYTES))
             bound_s = np.maximum(bound_s, self._step_s(boundless, choice.mode, choice.mode))
         return bound_s
 
-    def _step_s(self, screen: Screen, base: Recompute, exchanging: Recompute, whole: Whole = "none") -> FloatArray:
-        pipeline_s = pipeline_bound_s(screen, base, whole, self.orders)
-        return np.where(np.isfinite(pipeline_s), with_ends_s(screen, pipeline_s, base, exchanging), np.inf)
+    def _step_s(
+        self, shapes: PricedShapes, base: Recompute, exchanging: Recompute, whole: Whole = "none"
+    ) -> FloatArray:
+        pipeline_s = pipeline_bound_s(shapes, base, whole, self.orders)
+        return np.where(np.isfinite(pipeline_s), with_ends_s(shapes, pipeline_s, base, exchanging), np.inf)
 
     def guess_s(self, choice: RecomputeChoice) -> FloatArray:
         """Seconds of the pipeline with layers spread as evenly as they go, and its fill."""
-        screen, model = self.screen, self.screen.pricing.model
+        shapes, model = self.shapes, self.shapes.pricing.model
         mode = "none" if choice.whole == "any_modules" else choice.mode
-        pp, vpp = np.asarray(screen.shape.pp), np.asarray(screen.shape.vpp)
-        mean_s = (screen.work_s(mode) - screen.ends_s) / pp
+        pp, vpp = np.asarray(shapes.shape.pp), np.asarray(shapes.shape.vpp)
+        mean_s = (shapes.work_s(mode) - shapes.ends_s) / pp
         busiest = np.ceil(np.ceil(model.num_hidden_layers / pp) / vpp) * vpp / (model.num_hidden_layers / pp)
-        fill_s = (pp - 1) * (mean_s / vpp + 2 * screen.p2p_s)
-        return np.asarray(np.asarray(screen.shape.num_microbatches) * mean_s * busiest + fill_s)
+        fill_s = (pp - 1) * (mean_s / vpp + 2 * shapes.p2p_s)
+        return np.asarray(np.asarray(shapes.shape.num_microbatches) * mean_s * busiest + fill_s)
 
 
 def kinds_of(model: ModelSpec) -> Kinds:
@@ -111,9 +113,9 @@ def kinds_of(model: ModelSpec) -> Kinds:
     return "in a pattern" if recurring(model.runs) is not None or len(model.runs) > len(model.kinds) else "in runs"
 
 
-def nodes_of(screen: Screen, limits: SearchLimits) -> Iterator[tuple[IntArray, Nodes]]:
-    """Every schedule that the shapes of `screen` may run, with the shape that each row is of."""
-    pricing, shape = screen.pricing, screen.shape
+def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntArray, Nodes]]:
+    """Every schedule that the shapes of `shapes` may run, with the shape that each row is of."""
+    pricing, shape = shapes.pricing, shapes.shape
     pps, steps = np.asarray(shape.pp), np.asarray(shape.num_microbatches)
     for narrow, wide in pairwise(WIDTHS):
         rows = np.flatnonzero((pps > narrow) & (pps <= wide))
@@ -129,7 +131,7 @@ def nodes_of(screen: Screen, limits: SearchLimits) -> Iterator[tuple[IntArray, N
         first = np.cumsum(count) - count
         kind = np.concatenate([np.arange(first[w], first[w] + count[w]) for w in which])
         index = np.repeat(rows, count[which])
-        chosen = screen.take(index)
+        chosen = shapes.take(index)
         vpps = np.array([vpp for _, _, vpp, _ in kinds])
         folded = np.array([placement(name, pp, vpp)[-1] == 0 for name, pp, vpp, _ in kinds])
         chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind])
@@ -187,11 +189,11 @@ class Frontier:
         for block in np.unique(place[:, 0]).tolist():
             at = place[:, 0] == block
             nodes, rows = self._nodes[block], place[at, 1]
-            sets = nodes.screen.module_sets
+            sets = nodes.shapes.module_sets
             assert sets is not None
             for modules in sets.tables:
-                screen = nodes.screen.with_modules(modules).take(rows)
-                some = Nodes(screen, [nodes.schedules[row] for row in rows.tolist()], nodes.orders.take(rows))
+                shapes = nodes.shapes.with_modules(modules).take(rows)
+                some = Nodes(shapes, [nodes.schedules[row] for row in rows.tolist()], nodes.orders.take(rows))
                 self.add(some, bound_s[at], (ONE_SET,))
         return True
 
@@ -233,9 +235,9 @@ class Frontier:
     def _open(self, index: int) -> Open:
         block, row, choice = self._place[index]
         nodes = self._nodes[block]
-        shape = scalar(nodes.screen.shape, int(row))
+        shape = scalar(nodes.shapes.shape, int(row))
         bound_s, guess_s = float(self._bound_s[index]), float(self._guess_s[index])
-        return Open(bound_s, guess_s, nodes.screen.pricing, shape, nodes.schedules[row], self._known[choice])
+        return Open(bound_s, guess_s, nodes.shapes.pricing, shape, nodes.schedules[row], self._known[choice])
 
     def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
         self._bound_s, self._guess_s, self._place = self._bound_s[kept], self._guess_s[kept], self._place[kept]

@@ -30,7 +30,7 @@ _COUNTED = ("parameters", "expert_parameters", "wide_parameters")
 
 
 @dataclass(frozen=True, slots=True)
-class Screen:
+class PricedShapes:
     """Shapes (arrays) with the prices of their kernels, looked up once per distinct (tp, cp, ep, etp, micro-batch)."""
 
     pricing: Pricing
@@ -44,13 +44,13 @@ class Screen:
     module_sets: ModuleSets | None = None
     """The sets of modules that selective recomputing may mean; None where it means the pricing's own."""
 
-    def with_modules(self, modules: Modules) -> Screen:
+    def with_modules(self, modules: Modules) -> PricedShapes:
         """The same shapes where selective recomputing means `modules`."""
         assert self.module_sets is not None
         sets = self.module_sets
         return replace(self, pricing=sets.pricings[modules], table=sets.tables[modules])
 
-    def with_any_modules(self) -> Screen:
+    def with_any_modules(self) -> PricedShapes:
         """The same shapes where a layer recomputed whole is no dearer than under any set (`ModuleSets.together`)."""
         assert self.module_sets is not None
         return replace(self, table=self.module_sets.together)
@@ -73,7 +73,7 @@ class Screen:
             static_bytes(counted, self.shape, self.pricing.runtime, self.pricing.training.dtype), dtype=float
         )
 
-    def take(self, index: npt.NDArray[np.int64]) -> Screen:
+    def take(self, index: npt.NDArray[np.int64]) -> PricedShapes:
         """The shapes at `index`."""
         return replace(self, shape=self.shape.take(index), kernel=self.kernel[index], folded=self.folded[index])
 
@@ -149,7 +149,7 @@ class Screen:
         return np.asarray(np.maximum(free - (rank == 0) * self.static_bytes(self.table.embedding)[:, None], 0.0))
 
 
-def screen_of(pricing: Pricing, shape: Shape, with_sets: bool = False) -> Screen:
+def priced_shapes(pricing: Pricing, shape: Shape, with_sets: bool = False) -> PricedShapes:
     """Price every distinct kernel of `shape` once; `with_sets`, for every useful set of modules to recompute too.
 
     Without a pipeline a micro-batch's seconds also depend on how ZeRO-2 and ZeRO-3 shard (`Pricing._plain`).
@@ -171,10 +171,10 @@ def screen_of(pricing: Pricing, shape: Shape, with_sets: bool = False) -> Screen
     table = pricing.table(kernels)
     sets = useful_sets(pricing, table) if with_sets else ()
     module_sets = ModuleSets.of(pricing, table, sets) if len(sets) > 1 else None
-    return Screen(pricing, shape, table, kernel.astype(np.int64), np.asarray(shape.pp) == 1, module_sets)
+    return PricedShapes(pricing, shape, table, kernel.astype(np.int64), np.asarray(shape.pp) == 1, module_sets)
 
 
-def room_layers(screen: Screen, kind: LayerKind, schedules: Sequence[str] = ()) -> FloatArray:
+def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] = ()) -> FloatArray:
     """Most layers of `kind` that all ranks of each shape can hold together, recomputed as cheaply in bytes as can be.
 
     Rank r holds min(M, pp − r) micro-batches in flight, the least of all `schedules` but the frugal ones, of which it
@@ -182,14 +182,14 @@ def room_layers(screen: Screen, kind: LayerKind, schedules: Sequence[str] = ()) 
     """
     frugal = bool(FRUGAL.intersection(schedules))
     folds = any(placement(name, 2, 2)[-1] == 0 for name in schedules if SCHEDULES[name].min_vpp == 2)
-    shape, table = screen.shape, screen.table
+    shape, table = shapes.shape, shapes.table
     parts = [table.layers[kind, mode] for mode in ("none", "selective", "full")]
-    static = screen.static_bytes(parts[0])
-    live = np.min([screen.part(part, "live_bytes") for part in parts], axis=0)
-    transient = np.min([screen.part(part, "transient_bytes") for part in parts], axis=0)
-    usable = screen.pricing.usable_bytes(shape) - transient
-    ends = (screen.static_bytes(table.embedding), (not folds) * screen.static_bytes(table.head))
-    room = np.zeros(len(screen.kernel))
+    static = shapes.static_bytes(parts[0])
+    live = np.min([shapes.part(part, "live_bytes") for part in parts], axis=0)
+    transient = np.min([shapes.part(part, "transient_bytes") for part in parts], axis=0)
+    usable = shapes.pricing.usable_bytes(shape) - transient
+    ends = (shapes.static_bytes(table.embedding), (not folds) * shapes.static_bytes(table.head))
+    room = np.zeros(len(shapes.kernel))
     pps = np.asarray(shape.pp)
     for pp in np.unique(pps):
         rows = np.flatnonzero(pps == pp)
@@ -203,10 +203,10 @@ def room_layers(screen: Screen, kind: LayerKind, schedules: Sequence[str] = ()) 
     return room
 
 
-def fits(screen: Screen, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
+def fits(shapes: PricedShapes, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
     """Whether all ranks together have room for the layers of each kind: necessary for any split."""
-    counts = screen.pricing.kind_counts
-    return np.asarray(np.all([room_layers(screen, kind, schedules) >= n for kind, n in counts.items()], axis=0))
+    counts = shapes.pricing.kind_counts
+    return np.asarray(np.all([room_layers(shapes, kind, schedules) >= n for kind, n in counts.items()], axis=0))
 
 
 def least_sum(values: FloatArray, counts: npt.NDArray[np.int64], number: FloatArray) -> FloatArray:

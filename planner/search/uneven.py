@@ -19,7 +19,7 @@ from planner.physics.cost import PartCost
 from planner.search.bounds.pipeline import busiest_rank_s, schedule_bound_s
 from planner.search.frontier import BOUNDLESS_BYTES, Nodes
 from planner.search.ilp.translate import RecomputeChoice
-from planner.search.priced_shapes import Screen
+from planner.search.priced_shapes import PricedShapes
 from planner.shape import FloatArray
 from planner.specs.training import Recompute
 
@@ -36,31 +36,31 @@ def level_guess_s(nodes: Nodes, any_memory: bool) -> FloatArray:
 
     With `any_memory` all layers fit.
     """
-    screen = nodes.screen
+    shapes = nodes.shapes
     if any_memory:
-        screen = replace(screen, pricing=replace(screen.pricing, headroom_bytes=-BOUNDLESS_BYTES))
-    return _level_s(nodes, screen, "none", whole=False)
+        shapes = replace(shapes, pricing=replace(shapes.pricing, headroom_bytes=-BOUNDLESS_BYTES))
+    return _level_s(nodes, shapes, "none", whole=False)
 
 
 def any_chunks_bound_s(nodes: Nodes, choices: Sequence[RecomputeChoice]) -> FloatArray:
     """A lower bound of each row for chunks of any length, however it recomputes; infinite without interleaving."""
     bounds = []
     for choice in choices:
-        screen, base = nodes.screen, choice.mode
+        shapes, base = nodes.shapes, choice.mode
         if choice.whole == "any_modules":
-            if screen.module_sets is None:
+            if shapes.module_sets is None:
                 continue
-            screen, base = screen.with_any_modules(), "none"
-        bounds.append(_level_s(nodes, screen, base, whole=choice.whole not in ("none", "all")))
+            shapes, base = shapes.with_any_modules(), "none"
+        bounds.append(_level_s(nodes, shapes, base, whole=choice.whole not in ("none", "all")))
     return np.asarray(np.min(bounds, axis=0))
 
 
-def _level_s(nodes: Nodes, screen: Screen, base: Recompute, whole: bool) -> FloatArray:
+def _level_s(nodes: Nodes, shapes: PricedShapes, base: Recompute, whole: bool) -> FloatArray:
     """Least seconds of each row whose ranks hold any number of layers, with as few in flight as any chunk has."""
     orders = replace(nodes.orders, in_flight=nodes.orders.least_in_flight)
     no_trips = np.zeros(orders.full.shape)
-    busiest = busiest_rank_s(screen, base, whole, orders, no_trips, orders.more_in_flight)
-    least_s = schedule_bound_s(screen, busiest, base, orders) + screen.pricing.tail_s(screen.shape)
+    busiest = busiest_rank_s(shapes, base, whole, orders, no_trips, orders.more_in_flight)
+    least_s = schedule_bound_s(shapes, busiest, base, orders) + shapes.pricing.tail_s(shapes.shape)
     interleaves = np.array([name == "interleaved-1f1b" for name in nodes.schedules], dtype=bool)
     return np.asarray(np.where(interleaves, least_s, np.inf))
 

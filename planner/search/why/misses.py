@@ -22,7 +22,7 @@ from planner.schedule.orders import SCHEDULES
 from planner.search.bounds.memory import layer_bytes
 from planner.search.case import Case
 from planner.search.enumerate import IntArray, Rejections, scalar
-from planner.search.priced_shapes import Screen, fits, screen_of
+from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
 from planner.search.schedules import schedule_options, schedules_tried
 from planner.search.why.refused import listed, shapes_of
 from planner.shape import FloatArray, Shape
@@ -112,24 +112,24 @@ def fitting_candidate(case: Case) -> Candidate | None:
 
 def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism, Candidate]]:
     """The layouts of the shapes that probably need least memory; `may_fit`: of those alone that pass the screen."""
-    shapes, _ = shapes_of(case)
-    if not np.size(shapes.tp) or not modes_allowed(case):
+    legal_shapes, _ = shapes_of(case)
+    if not np.size(legal_shapes.tp) or not modes_allowed(case):
         return
     pricing = pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits)
-    screen = screen_of(pricing, shapes)
+    shapes = priced_shapes(pricing, legal_shapes)
     if may_fit:
-        screen = screen.take(np.flatnonzero(fits(screen, schedules_tried(case.limits, case.runtime))))
-    rows = np.argsort(_estimate_bytes(screen, modes_allowed(case)), kind="stable")[:PROMISING]
-    yield from candidates_of(case, screen.shape.take(rows))
+        shapes = shapes.take(np.flatnonzero(fits(shapes, schedules_tried(case.limits, case.runtime))))
+    rows = np.argsort(_estimate_bytes(shapes, modes_allowed(case)), kind="stable")[:PROMISING]
+    yield from candidates_of(case, shapes.shape.take(rows))
 
 
-def count_misfits(case: Case, screen: Screen, may_fit: Sequence[int] | IntArray, rejections: Rejections) -> None:
+def count_misfits(case: Case, shapes: PricedShapes, may_fit: Sequence[int] | IntArray, rejections: Rejections) -> None:
     """Count the shapes whose ranks together have no room for the layers; the example is the one that lacks most."""
-    misfits = np.setdiff1d(np.arange(len(screen.kernel)), may_fit)
+    misfits = np.setdiff1d(np.arange(len(shapes.kernel)), may_fit)
     if not len(misfits):
         return
-    worst = misfits[[np.argmax(_estimate_bytes(screen.take(misfits), modes_allowed(case)))]]
-    misses = (Miss(layout, candidate) for layout, candidate in candidates_of(case, screen.shape.take(worst)))
+    worst = misfits[[np.argmax(_estimate_bytes(shapes.take(misfits), modes_allowed(case)))]]
+    misses = (Miss(layout, candidate) for layout, candidate in candidates_of(case, shapes.shape.take(worst)))
     least = min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
     rejections.add(
         "does_not_fit", len(misfits), "the ranks have no room for the layers" if least is None else str(least)
@@ -142,18 +142,18 @@ def modes_allowed(case: Case) -> tuple[Recompute, ...]:
     return tuple(m for m in MODES if m in allowed and (m != "selective" or case.runtime.has_sequence_parallel))
 
 
-def _estimate_bytes(screen: Screen, modes: Sequence[Recompute]) -> FloatArray:
+def _estimate_bytes(shapes: PricedShapes, modes: Sequence[Recompute]) -> FloatArray:
     """About how much the first rank of each shape lacks for its share of the layers.
 
     It only orders shapes; nobody is told this number.
     """
-    pp = np.asarray(screen.shape.pp)
-    in_flight = np.minimum(np.asarray(screen.shape.num_microbatches), pp)[:, None].astype(float)
-    layers_bytes = np.min([layer_bytes(screen, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
-    counts = np.array(list(screen.pricing.kind_counts.values()))
+    pp = np.asarray(shapes.shape.pp)
+    in_flight = np.minimum(np.asarray(shapes.shape.num_microbatches), pp)[:, None].astype(float)
+    layers_bytes = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
+    counts = np.array(list(shapes.pricing.kind_counts.values()))
     # the fullest rank has a whole number of layers
     share = np.ceil(counts.sum() / pp) / counts.sum()
-    return np.asarray(counts @ layers_bytes * share - screen.pricing.usable_bytes(screen.shape))
+    return np.asarray(counts @ layers_bytes * share - shapes.pricing.usable_bytes(shapes.shape))
 
 
 def candidates_of(case: Case, shapes: Shape) -> Iterator[tuple[Parallelism, Candidate]]:
