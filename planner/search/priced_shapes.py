@@ -21,10 +21,6 @@ from planner.shape import FloatArray, Number, Shape
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
-FRUGAL = frozenset({"v-half", "v-min"})
-"""Schedules that hold less than 1F1B."""
-
-
 _COUNTED = ("parameters", "expert_parameters", "wide_parameters")
 """Of a part, what its weights, gradients and optimizer are counted from."""
 
@@ -180,7 +176,7 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
     Rank r holds min(M, pp − r) micro-batches in flight, the least of all `schedules` but the frugal ones, of which it
     holds one at least. Where one of them may fold the pipeline nobody knows which rank has the head: none is charged.
     """
-    frugal = bool(FRUGAL.intersection(schedules))
+    frugal = any(SCHEDULES[name].frugal for name in schedules)
     folds = any(placement(name, 2, 2)[-1] == 0 for name in schedules if SCHEDULES[name].min_vpp == 2)
     shape, table = shapes.shape, shapes.table
     parts = [table.layers[kind, mode] for mode in ("none", "selective", "full")]

@@ -14,14 +14,8 @@ from planner.specs.problems import nearest
 from planner.specs.training import SearchLimits
 from planner.trainers.spec import RuntimeSpec
 
-MEASURED_AGAINST = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
-"""Schedules whose shapes an order made to measure starts from."""
-
-WITHOUT_PIPELINE = frozenset({"none", "1f1b", "gpipe", "auto"})
-"""What a user may name and get a layout of one stage."""
-
-DEFAULT_SCHEDULES = ("1f1b", "interleaved-1f1b")
-"""Tried where the user names none: what every trainer runs."""
+DEFAULT_SCHEDULES = tuple(kind.name for kind in SCHEDULES.values() if kind.is_tried_by_default)
+"""Schedules that are tried if the user names none."""
 
 
 def schedule_options(
@@ -39,7 +33,7 @@ def schedules_of(
 
     One rank runs none, which is what is left there of those that need no second one.
     """
-    alone = ("none",) if limits.schedule is None or WITHOUT_PIPELINE.intersection(limits.schedule) else ()
+    alone = ("none",) if limits.schedule is None or any(map(_runs_without_pipeline, limits.schedule)) else ()
     return [
         (name, vpp)
         for name in (schedules_tried(limits, runtime) if pp > 1 else alone)
@@ -47,6 +41,11 @@ def schedules_of(
         # where torch runs groups of other sizes than pp, those are not tried
         if not violation(name, pp, vpp, num_microbatches)
     ]
+
+
+def _runs_without_pipeline(name: str) -> bool:
+    """True for a name with which the user is also content with a layout of one stage."""
+    return name == "auto" or (name in SCHEDULES and SCHEDULES[name].runs_without_pipeline)
 
 
 def chunks_tried(schedule: str, pp: int, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec) -> Iterator[int]:
@@ -64,7 +63,8 @@ def schedules_tried(limits: SearchLimits, runtime: RuntimeSpec) -> tuple[str, ..
     wanted = limits.schedule or DEFAULT_SCHEDULES
     if "auto" in wanted:
         # a compiled layer's backward does not come apart (RuntimeSpec.for_schedules)
-        wanted = (*wanted, *(n for n in MEASURED_AGAINST if not (runtime.compiled and SCHEDULES[n].splits_backward)))
+        measured_against = (kind for kind in SCHEDULES.values() if kind.is_measured_against)
+        wanted = (*wanted, *(k.name for k in measured_against if not (runtime.compiled and k.splits_backward)))
     return ("none", *(n for n in dict.fromkeys(wanted) if n in runtime.schedules and n in SCHEDULES and n != "none"))
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_microbatches, placement
-from planner.search.priced_shapes import FRUGAL
 from planner.shape import FloatArray
 
 
@@ -73,8 +72,9 @@ def _least_in_flight(name: str, pp: int, vpp: int, num_microbatches: int, kinds:
     bytes than the others on any rank if layers differ: then the other chunks' mean counts; in a pattern any chunk may
     keep the fewest bytes: then the least counts.
     """
-    if SCHEDULES[name].splits_backward:
-        held = [1 if name in FRUGAL else min(num_microbatches, pp - rank) for rank in range(pp)]
+    kind = SCHEDULES[name]
+    if kind.splits_backward:
+        held = [1 if kind.frugal else min(num_microbatches, pp - rank) for rank in range(pp)]
         return [1, *held[1:]] if vpp > 1 else held
     in_flight = in_flight_microbatches(name, pp, vpp, num_microbatches)
     if vpp == 1:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from planner.schedule.orders import Bound
 from planner.search.ilp.formulation import Formulation, Group, Row, Variable
 from planner.search.ilp.layers import recurring
-from planner.search.ilp.node import Bound, Node
+from planner.search.ilp.node import Node
 from planner.search.ilp.program import build
 from planner.specs.units import GIB
 

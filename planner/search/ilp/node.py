@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.physics.cost import PartCost
+from planner.schedule.orders import Bound
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
@@ -19,9 +20,6 @@ FULL: Recompute = "full"
 
 Whole = Literal["none", "all", "one_count", "per_stage", "any_modules"]
 """How many layers are recomputed whole: none, all, the same number on every virtual stage, or each rank's own."""
-
-Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
-"""Lower bounds that hold for a schedule: those of its own order, or those of any order of passes."""
 
 Runs = Sequence[tuple[LayerKind, int]]
 """The model's layers as maximal runs of equal layers: kind and number of layers of each run."""

@@ -20,7 +20,7 @@ from planner.schedule.orders import (
     placement,
 )
 from planner.search.ilp.layers import recurring
-from planner.search.ilp.node import Bound, Node, Runs, Whole
+from planner.search.ilp.node import Node, Runs, Whole
 from planner.search.ilp.program import Solution
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
@@ -28,9 +28,6 @@ from planner.specs.training import Recompute
 MAX_RUNS_INTERLEAVED = 4
 """Beyond this many runs, or where all runs but the last do not fit into the ranks' first chunks, interleaved chunks are
 balanced with layers of the mean kind; layers that repeat in a pattern are counted exactly."""
-
-_BOUNDS: dict[str, Bound] = {"none": "one_f_one_b", "1f1b": "one_f_one_b", "interleaved-1f1b": "interleaved"}
-"""Schedules with bounds of their own; the others obey what holds for any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ def node_of(
         usable_bytes=float(table.usable_bytes) - fixed_bytes(pricing, table),
         short_bytes=short_bytes,
         p2p_s=float(table.p2p_s),
-        bound=_BOUNDS.get(schedule, "split_backward" if SCHEDULES[schedule].splits_backward else "any_order"),
+        bound=SCHEDULES[schedule].bound,
         placement=ranks,
         blocking_p2p=not (runtime.interleaved_p2p_overlap if vpp > 1 else runtime.p2p_overlap),
         cutoff_s=cutoff_s,
