@@ -278,7 +278,8 @@ class Branch:
             bound = min(bound, solution.bound_s)
             if solution.bound_s >= self.cutoff_s(0.0):
                 break
-            splits = [split_of(pricing, problem, each) for each in (solution, *with_shorter_chunks(problem, solution))]
+            variants = (solution, *with_shorter_chunks(problem, solution))
+            splits = [split_of(pricing, problem, variant) for variant in variants]
             candidates = [Candidate(pricing, table, split, node.schedule) for split in splits]
             for candidate in candidates:
                 if candidate.fits:

@@ -38,13 +38,13 @@ def fewest_of_kinds(layers: Sequence[LayerKind], ranks: Sequence[int], empty_end
     Legal as in the integer program's row 3 (`chunk_lengths`); stage j is on rank ranks[j]. Zeros where no split is.
     """
     stages, least = len(ranks), 0 if empty_ends else 1
-    among_first = np.array([np.cumsum([False, *(held == kind for held in layers)]) for kind in dict.fromkeys(layers)])
+    among_first = np.array([np.cumsum([False, *(layer == kind for layer in layers)]) for kind in dict.fromkeys(layers)])
     fewest = []
     for chunk in chunk_lengths(len(layers), stages, empty_ends):
         missing = stages * chunk - len(layers)
         at_first = np.arange(max(0, missing - chunk + least), min(missing, chunk - least) + 1)
         ends = np.minimum(np.arange(1, stages + 1) * chunk - at_first[:, None], len(layers))
-        held = np.diff(among_first[:, ends], axis=-1, prepend=0)
-        on_ranks = [held[:, :, np.equal(ranks, rank)].sum(axis=-1) for rank in range(max(ranks) + 1)]
+        on_stages = np.diff(among_first[:, ends], axis=-1, prepend=0)
+        on_ranks = [on_stages[:, :, np.equal(ranks, rank)].sum(axis=-1) for rank in range(max(ranks) + 1)]
         fewest.append(np.min(on_ranks, axis=-1).T)
     return np.min(fewest, axis=0) if fewest else np.zeros((len(among_first), max(ranks) + 1))

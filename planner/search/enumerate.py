@@ -74,8 +74,8 @@ def enumerate_shapes(
 
 def scalar(shape: Shape, index: int) -> Shape:
     """One shape of many, as Python numbers."""
-    one = shape.take(index)
-    numbers = {name: getattr(one, name) for name in Shape.__slots__}
+    row = shape.take(index)
+    numbers = {name: getattr(row, name) for name in Shape.__slots__}
     return Shape(**{k: v.item() if isinstance(v, np.generic) else v for k, v in numbers.items()})
 
 
@@ -186,17 +186,17 @@ def _shard_groups(grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: Search
     All of dp·cp; where weights or gradients are sharded also those of one NVLink domain and its doublings, among which
     only reductions leave the group (HSDP). Pinned sizes are kept to be refused with a reason.
     """
-    every, whole, zero = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
+    every_row, all_ranks, zero_stage = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
     if limits.shard_size is not None:
-        pinned = zero >= 1
-        groups = [(every[~pinned], whole[~pinned])]
-        groups += [(every[pinned], np.full(int(pinned.sum()), size)) for size in sorted(set(limits.shard_size))]
+        pinned = zero_stage >= 1
+        groups = [(every_row[~pinned], all_ranks[~pinned])]
+        groups += [(every_row[pinned], np.full(int(pinned.sum()), size)) for size in sorted(set(limits.shard_size))]
     else:
-        groups = [(every, whole)]
+        groups = [(every_row, all_ranks)]
         size = 2 ** np.floor(np.log2(np.maximum(cluster.nvlink_domain_size // grid["tp"], 1))).astype(np.int64)
-        while (smaller := (zero >= 2) & (size < whole)).any():
-            usable = smaller & (whole % size == 0) & (size % grid["cp"] == 0)
-            groups.append((every[usable], size[usable]))
+        while (smaller := (zero_stage >= 2) & (size < all_ranks)).any():
+            usable = smaller & (all_ranks % size == 0) & (size % grid["cp"] == 0)
+            groups.append((every_row[usable], size[usable]))
             size = 2 * size
     return np.concatenate([rows for rows, _ in groups]), np.concatenate([sizes for _, sizes in groups])
 

@@ -124,10 +124,10 @@ def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntAr
             [(name, pp, vpp, m) for name, vpp in schedules_of(pp, m, pricing.model, limits, pricing.runtime)]
             for pp, m in distinct.T.tolist()
         ]
-        kinds = [kind for each in options for kind in each]
+        kinds = [kind for option in options for kind in option]
         if not kinds:
             continue
-        count = np.array([len(each) for each in options])
+        count = np.array([len(option) for option in options])
         first = np.cumsum(count) - count
         kind = np.concatenate([np.arange(first[w], first[w] + count[w]) for w in which])
         index = np.repeat(rows, count[which])

@@ -149,7 +149,7 @@ class ModuleSets:
     def of(cls, pricing: Pricing, table: CostTable, sets: Sequence[Modules]) -> ModuleSets:
         """Price the sets; `table` has the kernels in all modes, the selective one for the pricing's own set."""
         pricings = {modules: replace(pricing, selective_modules=modules) for modules in sets}
-        tables = {modules: each.selective_table(table) for modules, each in pricings.items()}
+        tables = {modules: priced_as.selective_table(table) for modules, priced_as in pricings.items()}
         useful = {modules: priced for modules, priced in tables.items() if not _is_beaten(modules, tables)}
         return cls({modules: pricings[modules] for modules in useful}, useful)
 

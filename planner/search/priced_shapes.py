@@ -189,12 +189,12 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
     pps = np.asarray(shape.pp)
     for pp in np.unique(pps):
         rows = np.flatnonzero(pps == pp)
-        held = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
-        held = np.ones_like(held) if frugal else held
+        in_flight = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
+        in_flight = np.ones_like(in_flight) if frugal else in_flight
         free = np.repeat(usable[rows, None], pp, axis=1)
         free[:, 0] -= ends[0][rows]
         free[:, -1] -= ends[1][rows]
-        per_layer = static[rows, None] + held * live[rows, None]
+        per_layer = static[rows, None] + in_flight * live[rows, None]
         room[rows] = np.floor(np.maximum(free, 0.0) / per_layer).sum(axis=1)
     return room
 

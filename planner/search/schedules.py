@@ -74,11 +74,12 @@ def by_runtime(limits: SearchLimits, runtime: RuntimeSpec) -> list[tuple[Runtime
     split = tuple(name for name in named if name in SCHEDULES and SCHEDULES[name].splits_backward)
     if uncompiled is runtime or not split:
         return [(runtime, limits)]
-    whole = tuple(name for name in named if name not in split)
+    unsplit = tuple(name for name in named if name not in split)
     parts = (
-        (of, limits.model_copy(update={"schedule": names})) for of, names in ((runtime, whole), (uncompiled, split))
+        (priced_as, limits.model_copy(update={"schedule": names}))
+        for priced_as, names in ((runtime, unsplit), (uncompiled, split))
     )
-    return [(of, part) for of, part in parts if part.schedule]
+    return [(priced_as, part) for priced_as, part in parts if part.schedule]
 
 
 def check_expressible(limits: SearchLimits, runtime: RuntimeSpec) -> None:

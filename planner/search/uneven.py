@@ -39,7 +39,7 @@ def level_guess_s(nodes: Nodes, any_memory: bool) -> FloatArray:
     shapes = nodes.shapes
     if any_memory:
         shapes = replace(shapes, pricing=replace(shapes.pricing, headroom_bytes=-BOUNDLESS_BYTES))
-    return _level_s(nodes, shapes, "none", whole=False)
+    return _level_s(nodes, shapes, "none", may_recompute=False)
 
 
 def any_chunks_bound_s(nodes: Nodes, choices: Sequence[RecomputeChoice]) -> FloatArray:
@@ -51,15 +51,15 @@ def any_chunks_bound_s(nodes: Nodes, choices: Sequence[RecomputeChoice]) -> Floa
             if shapes.module_sets is None:
                 continue
             shapes, base = shapes.with_any_modules(), "none"
-        bounds.append(_level_s(nodes, shapes, base, whole=choice.whole not in ("none", "all")))
+        bounds.append(_level_s(nodes, shapes, base, may_recompute=choice.whole not in ("none", "all")))
     return np.asarray(np.min(bounds, axis=0))
 
 
-def _level_s(nodes: Nodes, shapes: PricedShapes, base: Recompute, whole: bool) -> FloatArray:
+def _level_s(nodes: Nodes, shapes: PricedShapes, base: Recompute, may_recompute: bool) -> FloatArray:
     """Least seconds of each row whose ranks hold any number of layers, with as few in flight as any chunk has."""
     orders = replace(nodes.orders, in_flight=nodes.orders.least_in_flight)
     no_trips = np.zeros(orders.full.shape)
-    busiest = busiest_rank_s(shapes, base, whole, orders, no_trips, orders.more_in_flight)
+    busiest = busiest_rank_s(shapes, base, may_recompute, orders, no_trips, orders.more_in_flight)
     least_s = schedule_bound_s(shapes, busiest, base, orders) + shapes.pricing.tail_s(shapes.shape)
     interleaves = np.array([name == "interleaved-1f1b" for name in nodes.schedules], dtype=bool)
     return np.asarray(np.where(interleaves, least_s, np.inf))
@@ -81,14 +81,14 @@ def level_split(candidate: Candidate) -> Split:
     last: list[PartCost] = [table.head, *([table.mtp] if table.mtp is not None else [])]
     beside[-1] += sum(float(part.total_s) for part in last)
     may_be_empty = candidate.pricing.runtime.head_only_stage
-    held = np.full(pp, vpp)
+    num_layers = np.full(pp, vpp)
     if may_be_empty:
-        held[[0, -1]] -= 1
-    for _ in range(layers - int(held.sum())):
-        held[int(np.argmin(beside + (held + 1) * mean_s))] += 1
+        num_layers[[0, -1]] -= 1
+    for _ in range(layers - int(num_layers.sum())):
+        num_layers[int(np.argmin(beside + (num_layers + 1) * mean_s))] += 1
     chunk = max(round(layers / (pp * vpp)), 1)
     rows = [_chunks(int(count), vpp, chunk, first=rank == 0, may_be_empty=may_be_empty and rank in (0, pp - 1))
-            for rank, count in enumerate(held)]  # fmt: skip
+            for rank, count in enumerate(num_layers)]  # fmt: skip
     return Split(tuple(rows[rank][row] for row in range(vpp) for rank in range(pp)), base)
 
 

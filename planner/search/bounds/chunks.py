@@ -25,7 +25,7 @@ def chunked_bound_s(
     to (one_count: what that of any rank does), and has T ≥ M · its seconds + the trip of one micro-batch through the
     ranks before it. Zero for other nodes, infinite where the layers do not fit.
     """
-    held, full = orders.in_flight, orders.full
+    in_flight, full = orders.in_flight, orders.full
     steps = np.asarray(shapes.shape.num_microbatches)[:, None]
     counts = np.array(list(shapes.pricing.kind_counts.values()))
     num_layers = _fewest_layers(shapes, full)
@@ -36,26 +36,26 @@ def chunked_bound_s(
         return np.maximum(least_sum(of_layer, counts, num_layers), together)
 
     modes: tuple[Recompute, ...] = (base,) if whole == "none" else (base, FULL)
-    free = free_bytes(shapes, modes, held.shape[1])
-    each_s = steps * (at_least(layer_s) + shapes.rank_ends_s(held.shape[1])) + trips_s
+    free = free_bytes(shapes, modes, in_flight.shape[1])
+    rank_s = steps * (at_least(layer_s) + shapes.rank_ends_s(in_flight.shape[1])) + trips_s
     if whole != "none":
         saved, again = shapes.layer_s(base, "live_bytes"), shapes.layer_s(FULL) - shapes.layer_s(base)
         saved = np.maximum((saved - shapes.layer_s(FULL, "live_bytes")).max(axis=0), 1.0)
-        lacking = np.maximum(at_least(layer_bytes(shapes, base, held)) - free, 0.0)
-        forced = lacking / (held * saved[:, None])
+        lacking = np.maximum(at_least(layer_bytes(shapes, base, in_flight)) - free, 0.0)
+        forced = lacking / (in_flight * saved[:, None])
         if whole != "any_modules":  # a set of modules saves a part of every layer
             forced = np.ceil(forced - 1e-9)
         if whole == "one_count":
             # in every chunk, the ends' shorter ones among them
-            of_each = np.ceil(forced.max(axis=1, initial=0.0) / np.asarray(shapes.shape.vpp) - 1e-9)
-            of_each = np.minimum(of_each, shapes.chunk_layers)
-            forced = np.maximum(forced, (of_each / shapes.chunk_layers)[:, None] * num_layers)
-        each_s = each_s + steps * forced * np.maximum(again.min(axis=0), 0.0)[:, None]
-    each_s = np.where(at_least(layer_bytes(shapes, modes[-1], held)) > free * (1 + 1e-9), np.inf, each_s)
+            per_chunk = np.ceil(forced.max(axis=1, initial=0.0) / np.asarray(shapes.shape.vpp) - 1e-9)
+            per_chunk = np.minimum(per_chunk, shapes.chunk_layers)
+            forced = np.maximum(forced, (per_chunk / shapes.chunk_layers)[:, None] * num_layers)
+        rank_s = rank_s + steps * forced * np.maximum(again.min(axis=0), 0.0)[:, None]
+    rank_s = np.where(at_least(layer_bytes(shapes, modes[-1], in_flight)) > free * (1 + 1e-9), np.inf, rank_s)
     num_full = np.maximum(full.sum(axis=1), 1)[:, None]
     together_s = least_sum(layer_s, counts, np.where(full, num_layers, 0.0).sum(axis=1)[:, None]) / num_full
     mean_s = (steps * together_s)[:, 0] + (trips_s * full).sum(axis=1) / num_full[:, 0]
-    busiest_s = np.where(num_layers > 0, each_s, 0.0).max(axis=1, initial=0.0)
+    busiest_s = np.where(num_layers > 0, rank_s, 0.0).max(axis=1, initial=0.0)
     return np.where(np.asarray(shapes.shape.vpp) > 1, np.maximum(busiest_s, mean_s), 0.0)
 
 
@@ -71,10 +71,10 @@ def _fewest_of_kinds(shapes: PricedShapes, num_ranks: int) -> FloatArray:
     """Layers of each kind (rows) that the ranks (last axis) of each node hold at least, where stages interleave."""
     model, shape, empty_ends = shapes.pricing.model, shapes.shape, shapes.pricing.runtime.head_only_stage
     fewest = np.zeros((len(model.kinds), len(shapes.kernel), num_ranks))
-    columns = [np.broadcast_to(each, len(shapes.kernel)) for each in (shape.pp, shape.vpp, shapes.folded)]
+    columns = [np.broadcast_to(axis, len(shapes.kernel)) for axis in (shape.pp, shape.vpp, shapes.folded)]
     distinct, which = np.unique(np.stack(columns), axis=1, return_inverse=True)
     for number, (pp, vpp, folded) in enumerate(distinct.T.tolist() if len(model.kinds) > 1 else ()):
         if vpp > 1:
-            of_ranks = fewest_of_kinds(model.layers, v_placement(pp) if folded else tuple(range(pp)) * vpp, empty_ends)
-            fewest[:, which == number, :pp] = of_ranks[:, None, :]
+            on_ranks = fewest_of_kinds(model.layers, v_placement(pp) if folded else tuple(range(pp)) * vpp, empty_ends)
+            fewest[:, which == number, :pp] = on_ranks[:, None, :]
     return fewest

@@ -21,20 +21,22 @@ def exceeds_all_ranks(shapes: PricedShapes, modes: Sequence[Recompute], orders: 
     A layer of kind κ takes needed[κ,r] = static + in flight · live bytes on rank r, the mean one mean[r]. For all the
     ranks' memory rows, each over mean[r], together: Σ_κ count_κ · min_r needed[κ,r] / mean[r] ≤ Σ_r free[r] / mean[r].
     """
-    held, counts = orders.in_flight, np.array(list(shapes.pricing.kind_counts.values()))[:, None, None]
-    needed = np.min([layer_bytes(shapes, mode, held) for mode in modes], axis=0)
+    in_flight, counts = orders.in_flight, np.array(list(shapes.pricing.kind_counts.values()))[:, None, None]
+    needed = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)
     mean = (counts * needed).sum(axis=0) / counts.sum()
-    exists = np.arange(held.shape[1])[None, :] < np.asarray(shapes.shape.pp)[:, None]
-    free = free_bytes(shapes, modes, held.shape[1])
+    exists = np.arange(in_flight.shape[1])[None, :] < np.asarray(shapes.shape.pp)[:, None]
+    free = free_bytes(shapes, modes, in_flight.shape[1])
     layers_of_room = np.where(exists, free / mean, 0.0).sum(axis=1)
     taken = counts[:, :, 0] * np.where(exists, needed / mean, np.inf).min(axis=2)
     return np.asarray(taken.sum(axis=0) > layers_of_room * (1 + 1e-9))
 
 
-def layer_bytes(shapes: PricedShapes, mode: Recompute, held: FloatArray) -> FloatArray:
-    """What a layer of each kind (first axis) takes on ranks (last axis) that hold `held` micro-batches."""
+def layer_bytes(shapes: PricedShapes, mode: Recompute, in_flight: FloatArray) -> FloatArray:
+    """What a layer of each kind (first axis) takes on ranks (last axis) that hold `in_flight` micro-batches."""
     parts = [shapes.table.layers[kind, mode] for kind in shapes.pricing.model.kinds]
-    return np.array([shapes.static_bytes(p)[:, None] + held * shapes.part(p, "live_bytes")[:, None] for p in parts])
+    return np.array(
+        [shapes.static_bytes(p)[:, None] + in_flight * shapes.part(p, "live_bytes")[:, None] for p in parts]
+    )
 
 
 def free_bytes(shapes: PricedShapes, modes: Sequence[Recompute], num_ranks: int) -> FloatArray:

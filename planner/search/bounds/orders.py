@@ -32,7 +32,7 @@ class Orders:
 
     def take(self, index: npt.NDArray[np.int64]) -> Orders:
         """The rows at `index`."""
-        return Orders(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+        return Orders(**{column.name: getattr(self, column.name)[index] for column in fields(self)})
 
 
 Kinds = Literal["one", "in runs", "in a pattern"]
@@ -49,8 +49,8 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") 
         least[row, :pp] = _least_in_flight(name, pp, vpp, microbatches, "in a pattern")
         if vpp > 1 and not SCHEDULES[name].splits_backward:
             for rank, chunks in enumerate(chunks_in_flight(name, pp, vpp, microbatches)):
-                held = chunks[1:] if rank == 0 else chunks
-                more[row, rank] = sum(held) - len(held) * least[row, rank]
+                filled_chunks = chunks[1:] if rank == 0 else chunks
+                more[row, rank] = sum(filled_chunks) - len(filled_chunks) * least[row, rank]
         if vpp > 1:
             ranks = placement(name, pp, vpp)
             full[row, :pp] = True
@@ -74,8 +74,8 @@ def _least_in_flight(name: str, pp: int, vpp: int, num_microbatches: int, kinds:
     """
     kind = SCHEDULES[name]
     if kind.splits_backward:
-        held = [1 if kind.frugal else min(num_microbatches, pp - rank) for rank in range(pp)]
-        return [1, *held[1:]] if vpp > 1 else held
+        least = [1 if kind.frugal else min(num_microbatches, pp - rank) for rank in range(pp)]
+        return [1, *least[1:]] if vpp > 1 else least
     in_flight = in_flight_microbatches(name, pp, vpp, num_microbatches)
     if vpp == 1:
         return in_flight

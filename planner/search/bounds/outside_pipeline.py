@@ -20,7 +20,9 @@ def with_ends_s(shapes: PricedShapes, pipeline_s: FloatArray, base: Recompute, e
     the one and a bound by the other. The optimizer takes the mean over ranks at least; the tail is the same on all.
     """
     pps = np.asarray(shapes.shape.pp, dtype=float)
-    bounds = [_with_exchange_s(shapes, pipeline_s, base, exchanging, of_part) for of_part in (beyond_s, showing_s)]
+    bounds = [
+        _with_exchange_s(shapes, pipeline_s, base, exchanging, exchange_s_of) for exchange_s_of in (beyond_s, showing_s)
+    ]
     return np.asarray(np.maximum(*bounds) + all_optimizers_s(shapes) / pps + shapes.pricing.tail_s(shapes.shape))
 
 
@@ -29,9 +31,9 @@ def _with_exchange_s(
     pipeline_s: FloatArray,
     base: Recompute,
     exchanging: Recompute,
-    of_part: Callable[[PricedShapes, PartCost], FloatArray],
+    exchange_s_of: Callable[[PricedShapes, PartCost], FloatArray],
 ) -> FloatArray:
-    """A lower bound of pipeline and exchange, of which each part on the first rank adds `of_part`.
+    """A lower bound of pipeline and exchange, of which each part on the first rank adds `exchange_s_of`.
 
     With n layers on the first rank the step takes max(pipeline, M·(work − n·t)/(pp − 1)) + x(n) at least, since the
     other ranks hold what the first does not: t is the slowest kind of layer, x(n) the exchange of the n layers that
@@ -42,29 +44,29 @@ def _with_exchange_s(
     pricing, shape, table = shapes.pricing, shapes.shape, shapes.table
     layers, counts = pricing.model.num_hidden_layers, np.array(list(pricing.kind_counts.values()))
     pps, vpps, steps = np.asarray(shape.pp, dtype=float), np.asarray(shape.vpp), np.asarray(shape.num_microbatches)
-    each = np.array([of_part(shapes, table.layers[kind, exchanging]) for kind in pricing.kind_counts])
-    embedding = of_part(shapes, table.embedding)
+    layer_exchange_s = np.array([exchange_s_of(shapes, table.layers[kind, exchanging]) for kind in pricing.kind_counts])
+    embedding = exchange_s_of(shapes, table.embedding)
     mtp = () if table.mtp is None else (table.mtp_recomputed.get(exchanging, table.mtp),)
-    last = np.sum([of_part(shapes, part) for part in (table.head, *mtp)], axis=0)
-    alone = counts @ each + embedding + last
+    last = np.sum([exchange_s_of(shapes, part) for part in (table.head, *mtp)], axis=0)
+    alone = counts @ layer_exchange_s + embedding + last
     ends_s = embedding + np.where(shapes.folded, np.minimum(last, 0.0), 0.0)
     work, slowest = shapes.work_s(base) - shapes.ends_s, shapes.layer_s(base).max(axis=0)
     others = np.maximum(pps - 1, 1)
 
     def step_s(num_layers: FloatArray) -> FloatArray:
         held_by_others_s = steps * (work - num_layers * slowest) / others
-        exposed_s = ends_s + least_sum(each, counts, num_layers)
+        exposed_s = ends_s + least_sum(layer_exchange_s, counts, num_layers)
         return np.asarray(np.maximum(pipeline_s, held_by_others_s) + np.maximum(exposed_s, 0.0))
 
     fewest = np.maximum(vpps - 1 - shapes.folded, 0) * np.ceil(layers / (pps * vpps))
     breaks = [(work - pipeline_s * others / steps) / slowest]
     before, exposed_s = np.zeros_like(work), ends_s
-    order = np.argsort(each, axis=0)
-    for more_s, count in zip(np.take_along_axis(each, order, axis=0), counts[order], strict=True):
+    order = np.argsort(layer_exchange_s, axis=0)
+    for more_s, count in zip(np.take_along_axis(layer_exchange_s, order, axis=0), counts[order], strict=True):
         until_positive = np.where(more_s > 0, -exposed_s / np.where(more_s > 0, more_s, 1.0), count)
         breaks.append(before + np.clip(until_positive, 0, count))
         before, exposed_s = before + count, exposed_s + count * more_s
-    piped = np.min([step_s(np.clip(held, fewest, layers)) for held in (fewest, *breaks)], axis=0)
+    piped = np.min([step_s(np.clip(num_layers, fewest, layers)) for num_layers in (fewest, *breaks)], axis=0)
     return np.asarray(np.where(pps == 1, pipeline_s + np.maximum(alone, 0.0), piped))
 
 

@@ -56,7 +56,7 @@ def pipeline_bound_s(shapes: PricedShapes, base: Recompute, whole: Whole, orders
 def busiest_rank_s(
     shapes: PricedShapes,
     base: Recompute,
-    whole: bool,
+    may_recompute: bool,
     orders: Orders,
     trips_s: FloatArray,
     more_in_flight: FloatArray | float = 0.0,
@@ -72,20 +72,28 @@ def busiest_rank_s(
     beside_s = shapes.rank_ends_s(trips_s.shape[1]) + trips_s / np.asarray(shapes.shape.num_microbatches)[:, None]
     busiest = np.maximum(shapes.work_s(base) / np.asarray(shapes.shape.pp), beside_s.max(axis=1))
     counts = shapes.pricing.kind_counts
-    live_bytes = [shapes.layer_s(mode, "live_bytes") for mode in ((base, FULL) if whole else (base,))]
+    modes: tuple[Recompute, ...] = (base, FULL) if may_recompute else (base,)
+    live_bytes = [shapes.layer_s(mode, "live_bytes") for mode in modes]
     ahead_bytes = more_in_flight * np.min(live_bytes, axis=(0, 1))[:, None]
     for kind, count in counts.items():
         if count >= RARE * model.num_hidden_layers:
             plain, full = shapes.table.layers[kind, base], shapes.table.layers[kind, FULL]
             busiest = _holding_bound_s(
-                shapes, (plain, full), count, whole, orders.in_flight, beside_s, busiest, ahead_bytes
+                shapes, (plain, full), count, may_recompute, orders.in_flight, beside_s, busiest, ahead_bytes
             )
     if len(counts) > 1:
         plain, full = (cheapest([shapes.table.layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
         busiest = _holding_bound_s(
-            shapes, (plain, full), model.num_hidden_layers, whole, orders.in_flight, beside_s, busiest, ahead_bytes
+            shapes,
+            (plain, full),
+            model.num_hidden_layers,
+            may_recompute,
+            orders.in_flight,
+            beside_s,
+            busiest,
+            ahead_bytes,
         )
-        busiest = np.where(exceeds_all_ranks(shapes, (base, FULL) if whole else (base,), orders), np.inf, busiest)
+        busiest = np.where(exceeds_all_ranks(shapes, modes, orders), np.inf, busiest)
     return np.asarray(busiest)
 
 
@@ -110,15 +118,15 @@ def _holding_bound_s(
     shapes: PricedShapes,
     layer: tuple[PartCost, PartCost],
     count: int,
-    whole: bool,
-    held: FloatArray,
+    may_recompute: bool,
+    in_flight: FloatArray,
     beside_s: FloatArray,
     least_s: FloatArray,
     ahead_bytes: FloatArray,
 ) -> FloatArray:
     """The same for `count` layers that cost layer[0], or layer[1] where recomputed whole; `least_s` at least.
 
-    Ranks (columns) hold `held` micro-batches and `ahead_bytes` beside them, and `beside_s` of a micro-batch's seconds
+    Ranks (columns) hold `in_flight` micro-batches and `ahead_bytes` beside them, and `beside_s` of a micro-batch's seconds
     are for no layer.
     """
     plain, full = layer
@@ -126,19 +134,20 @@ def _holding_bound_s(
     again = np.maximum(shapes.part(full, "total_s")[:, None] - seconds, 1e-12)
     static, live = shapes.static_bytes(plain)[:, None], shapes.part(plain, "live_bytes")[:, None]
     saved = np.maximum(live - shapes.part(full, "live_bytes")[:, None], 1.0)
-    free = np.maximum(shapes.free_bytes(plain, held.shape[1]) - ahead_bytes, 0.0)
-    roomy = np.floor(free / (static + held * live))
+    free = np.maximum(shapes.free_bytes(plain, in_flight.shape[1]) - ahead_bytes, 0.0)
+    roomy = np.floor(free / (static + in_flight * live))
     # layers = (busy + again·free/saved-bytes-in-flight) / (seconds + again·bytes per layer / saved bytes): memory binds
-    rate = again / (held * saved)
-    tight = np.floor(free / (static + held * (live - saved))) if whole else roomy
-    exists = np.arange(held.shape[1])[None, :] < np.asarray(shapes.shape.pp)[:, None]
+    rate = again / (in_flight * saved)
+    tight = np.floor(free / (static + in_flight * (live - saved))) if may_recompute else roomy
+    exists = np.arange(in_flight.shape[1])[None, :] < np.asarray(shapes.shape.pp)[:, None]
     low, high = least_s, np.maximum(count * (seconds + again)[:, 0] + beside_s.max(axis=1), least_s)
     for _ in range(BISECTIONS):
         middle = np.sqrt(low * high)
         busy = np.maximum(middle[:, None] - beside_s, 0.0)
         layers = busy / seconds
-        if whole:
-            layers = np.minimum(layers, np.maximum((busy + rate * free) / (seconds + rate * (static + held * live)), 0))
+        if may_recompute:
+            layers_in_memory = (busy + rate * free) / (seconds + rate * (static + in_flight * live))
+            layers = np.minimum(layers, np.maximum(layers_in_memory, 0))
         layers = np.floor(np.minimum(layers, tight) + 1e-9)
         enough = (layers * exists).sum(axis=1) >= count
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)

@@ -74,7 +74,7 @@ def _layers(node: Node) -> str:
 
 def _variables(program: Formulation) -> list[str]:
     """Name, range and meaning of every variable, in columns."""
-    cells = [(each.name, _range(each), program.meanings[each.name]) for each in program.variables]
+    cells = [(variable.name, _range(variable), program.meanings[variable.name]) for variable in program.variables]
     name_width, range_width = (max(len(cell[column]) for cell in cells) for column in (0, 1))
     return [f"  {name:<{name_width}}  {limits:<{range_width}}  {meaning}" for name, limits, meaning in cells]
 
@@ -95,7 +95,7 @@ def _row(row: Row) -> str:
     terms = list(row.items())
     if row.name.startswith("is_"):
         (variable, _), *others = terms
-        line = f"{row.name}: {variable.name} = {_sum([(each, -c) for each, c in others], -row.constant)}"
+        line = f"{row.name}: {variable.name} = {_sum([(other, -c) for other, c in others], -row.constant)}"
     else:
         line = f"{row.name}: {_sum(terms)} {_SIGNS[row.sense]} {_number(-row.constant)}"
     return _wrapped(line)

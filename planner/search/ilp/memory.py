@@ -29,12 +29,12 @@ def add_memory(program: Formulation, sums: RankSums) -> list[Expression]:
         needed = sums.total(rank, "static_bytes") + _live_bytes(sums, rank) + transient_bytes + short_bytes
         needed_bytes.append(needed)
         program.add_row("memory", f"memory_{rank}", needed * (1 / GIB) <= usable_gib)
-        for number, (held, kind, mode) in enumerate(_layers_by_mode(sums, rank)):
+        for number, (on_rank, kind, mode) in enumerate(_layers_by_mode(sums, rank)):
             more_bytes = float(node.layers[kind, mode].transient_bytes) - transient_bytes
             if more_bytes > 0:
                 meaning = f"1 if rank {rank} holds {kind} layers in mode {mode}"
                 holds = program.variable(f"holds_{rank}_{number}", meaning, 1, integer=True)
-                program.add_row("memory", f"holds_{rank}_{number}_any", held <= node.num_layers * holds)
+                program.add_row("memory", f"holds_{rank}_{number}_any", on_rank <= node.num_layers * holds)
                 with_backward = (needed + more_bytes * holds) * (1 / GIB)
                 program.add_row("memory", f"memory_{rank}_{number}", with_backward <= usable_gib)
     return needed_bytes
@@ -54,8 +54,8 @@ def _live_bytes(sums: RankSums, rank: int) -> Expression:
 def _layers_by_mode(sums: RankSums, rank: int) -> Iterator[tuple[Expression, LayerKind, Recompute]]:
     """Layers of a rank by kind and recompute mode; those of the first mode may include those of the second."""
     first, *others = sums.node.modes
-    for kind, held in sums.layers.by_kind[rank].items():
-        yield held, kind, first
+    for kind, on_rank in sums.layers.by_kind[rank].items():
+        yield on_rank, kind, first
     for mode in others:
-        for kind, held in sums.recomputed.by_kind[rank].items():
-            yield held, kind, mode
+        for kind, on_rank in sums.recomputed.by_kind[rank].items():
+            yield on_rank, kind, mode

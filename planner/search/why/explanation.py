@@ -93,6 +93,11 @@ class Explanation(Spec):
 
 def _plain(differences: Iterable[Difference], unit: str) -> list[dict[str, Any]]:
     return [
-        {"item": one.item, f"best{unit}": one.best, f"pinned{unit}": one.other, f"difference{unit}": one.change}
-        for one in differences
+        {
+            "item": difference.item,
+            f"best{unit}": difference.best,
+            f"pinned{unit}": difference.other,
+            f"difference{unit}": difference.change,
+        }
+        for difference in differences
     ]

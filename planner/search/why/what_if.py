@@ -83,7 +83,7 @@ def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
         with suppress(OSError), context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
             return pool.map(ask, what_ifs, chunksize=1)
     # also where a sandbox allows no semaphores
-    return [ask(one) for one in what_ifs]
+    return [ask(what_if) for what_if in what_ifs]
 
 
 def _num_processors() -> int:
