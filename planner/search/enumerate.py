@@ -1,4 +1,4 @@
-"""Every shape worth pricing, as arrays: the axes, what is legal, and a typed reason for each shape that is not."""
+"""Every shape worth pricing, as arrays: the axes, the rules, and a typed reason for each shape that is not legal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planner.trainers.spec import RuntimeSpec
 IntArray = npt.NDArray[np.int64]
 
 MAX_MICRO_BATCH_TOKENS = 1 << 16
-"""Tokens of a micro-batch beyond which larger ones are not tried: GEMMs gain nothing and activations grow."""
+"""Most tokens of a micro-batch that is tried; with more, GEMMs gain nothing and activations grow."""
 MAX_CP = 512
 
 
@@ -47,9 +47,9 @@ def enumerate_shapes(
 ) -> tuple[Shape, Rejections]:
     """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage, dp, shard group), with as much dp as the batch allows.
 
-    Interleaving and recompute are chosen later, shape by shape. dp is the largest divisor of
-    global_batch_size / micro_batch_size that needs no more ranks than GPUs, or that leaves as many micro-batches as
-    orders ask for (`_data_parallel`); other GPUs stay spare.
+    Interleaving and recompute are chosen later, for each shape. dp is the largest divisor of
+    global_batch_size / micro_batch_size that needs no more ranks than there are GPUs, or that leaves as many
+    micro-batches as the schedules ask for (`_data_parallel`). The other GPUs stay spare.
     """
     rejections = Rejections()
     grid = _grid(model, cluster, training, limits, runtime, rejections)
@@ -137,10 +137,10 @@ def _useful_zero_stages(runtime: RuntimeSpec) -> list[int]:
 def _data_parallel(
     grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits
 ) -> tuple[IntArray, IntArray]:
-    """Rows of the grid, each as often as there are data-parallel sizes to try, and the sizes; 0 where there is none.
+    """Rows of the grid, one for each data-parallel size to try, and the sizes; 0 for a row without any.
 
-    The largest, since fewer ranks compute longer. Where that leaves fewer micro-batches than some order asks for, or no
-    multiple of pp, also the largest that leaves enough of them.
+    The largest size is tried, since fewer ranks compute longer. If it leaves fewer micro-batches than some schedule
+    asks for, or no multiple of pp, then the largest size that leaves enough of them is tried, too.
     """
     leasts = {SCHEDULES[name].min_microbatches_per_rank for name in limits.schedule or () if name in SCHEDULES}
     asked = [(0, False), (1, False), *((least, True) for least in sorted(leasts | {1}) if least)]
@@ -153,7 +153,7 @@ def _data_parallel(
 def _largest(
     grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits, least: int, even: bool
 ) -> IntArray:
-    """Largest dp of each row that leaves `least`·pp micro-batches, and if `even` a multiple of pp; 0 without any."""
+    """The largest dp of each row that leaves `least`·pp micro-batches or more, with `even` a multiple of pp; else 0."""
     room = cluster.num_gpus // (grid["tp"] * grid["cp"] * grid["pp"])
     dp = np.zeros_like(room)
     slots = grid["tp"] * grid["cp"]
@@ -181,10 +181,10 @@ def _largest(
 
 
 def _shard_groups(grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: SearchLimits) -> tuple[IntArray, IntArray]:
-    """Rows of the grid, each as often as there are groups to shard over, and the ranks of the group.
+    """Rows of the grid, one for each group size to shard over, and the number of ranks in the group.
 
-    All of dp·cp; where weights or gradients are sharded also those of one NVLink domain and its doublings, among which
-    only reductions leave the group (HSDP). Pinned sizes are kept to be refused with a reason.
+    A group has all dp·cp ranks. If weights or gradients are sharded, groups of one NVLink domain and its doublings are
+    tried as well; then only reductions leave the group (HSDP). Pinned sizes are kept, to be refused with a reason.
     """
     every_row, all_ranks, zero_stage = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
     if limits.shard_size is not None:
@@ -204,7 +204,7 @@ def _shard_groups(grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: Search
 def _reject(
     grid: Grid, rows: npt.NDArray[np.bool_], rejections: Rejections, cluster: ClusterSpec, training: TrainingSpec
 ) -> None:
-    """Count rows without any data-parallel size by what stands in the way."""
+    """Count the rows without any data-parallel size, by the reason why they have none."""
     if not rows.any():
         return
     ranks = grid["tp"] * grid["cp"] * grid["pp"]

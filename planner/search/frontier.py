@@ -1,4 +1,4 @@
-"""Nodes not solved yet, thousands of them as arrays: a shape with a schedule, its chunks, and how it recomputes."""
+"""The open nodes, thousands of them as arrays: a node is a shape with a schedule, its vpp and a way to recompute."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from planner.specs.training import Recompute, SearchLimits
 from planner.trainers.spec import RuntimeSpec
 
 WIDTHS = (0, 2, 4, 8, 16, 32, 1 << 30)
-"""Nodes are bounded together with those of about as many ranks, so that few columns are idle."""
+"""Limits of pp between which nodes are bounded together; nodes of about as many ranks leave few columns idle."""
 
 BOUNDLESS_BYTES = 1e18
-"""More than any GPU has."""
+"""More bytes than any GPU has."""
 
 ONE_SET = RecomputeChoice("selective", "none")
-"""Selective recomputing of one set of modules."""
+"""Selective recompute of one set of modules."""
 ANY_SET = RecomputeChoice("selective", "any_modules")
-"""Selective recomputing of any set: what a node stands for until its sets are opened one by one."""
+"""Selective recompute of any set of modules; a node stands for all sets until they are opened one by one."""
 
 KEPT = 64
-"""Nodes remembered of those cut, for the alternatives to come from."""
+"""Number of cut nodes that are remembered; the alternatives are chosen among them."""
 
 
 Prices = tuple[RuntimeSpec, Modules, Shape]
-"""Runtime, recomputed modules and shape."""
+"""The runtime, the recomputed modules and the shape that a cost table belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Open:
 
     bound_s: float
     guess_s: float
-    """What it will probably take: where to look first, nothing more."""
+    """A guess of the step in seconds; it only decides which node is solved first."""
     pricing: Pricing
     shape: Shape
     schedule: str
@@ -59,13 +59,13 @@ class Open:
 
     @property
     def prices(self) -> Prices:
-        """What its prices are known by; chunks change none."""
+        """The key of the node's cost table; vpp changes no price."""
         return self.pricing.runtime, self.pricing.selective_modules, replace(self.shape, vpp=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Shapes, each with a schedule that it may run: rows."""
+    """Rows of shapes, each with a schedule that it may run."""
 
     shapes: PricedShapes
     """The shape of each row, vpp included."""
@@ -73,11 +73,12 @@ class Nodes:
     orders: Orders
 
     def bound_s(self, choice: RecomputeChoice) -> FloatArray:
-        """A lower bound of each row's step, recomputing as `choice` says; infinite where it cannot fit.
+        """A lower bound of each row's step in seconds, recomputing as `choice` says; infinite where it cannot fit.
 
-        Recomputed layers hide more of an exchange, so that where some may be, all are taken to be while it lasts. One
-        number for all ranks adds no less to the step than it hides: nor is the step shorter than with none of them and
-        all the memory in the world.
+        Recomputed layers hide more of an exchange. So if some layers may be recomputed, the bound takes all of them to
+        be recomputed during the exchange. If one number of recomputed layers holds for all ranks, recomputing adds no
+        less to the step than it hides: the step is then also no shorter than without recompute and with boundless
+        memory.
         """
         if choice.whole in ("none", "all"):
             return self._step_s(self.shapes, choice.mode, choice.mode)
@@ -96,7 +97,7 @@ class Nodes:
         return np.where(np.isfinite(pipeline_s), with_ends_s(shapes, pipeline_s, base, exchanging), np.inf)
 
     def guess_s(self, choice: RecomputeChoice) -> FloatArray:
-        """Seconds of the pipeline with layers spread as evenly as they go, and its fill."""
+        """Seconds of the pipeline with layers spread as evenly as possible, and with its fill."""
         shapes, model = self.shapes, self.shapes.pricing.model
         mode = "none" if choice.whole == "any_modules" else choice.mode
         pp, vpp = np.asarray(shapes.shape.pp), np.asarray(shapes.shape.vpp)
@@ -114,7 +115,7 @@ def kinds_of(model: ModelSpec) -> Kinds:
 
 
 def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntArray, Nodes]]:
-    """Every schedule that the shapes of `shapes` may run, with the shape that each row is of."""
+    """Every schedule that the shapes may run, as blocks: the index of each row's shape, and the rows."""
     pricing, shape = shapes.pricing, shapes.shape
     pps, steps = np.asarray(shape.pp), np.asarray(shape.num_microbatches)
     for narrow, wide in pairwise(WIDTHS):
@@ -151,7 +152,7 @@ class Frontier:
     _known: list[RecomputeChoice] = field(default_factory=list)
     """Every choice that any node was opened under."""
     _place: IntArray = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
-    """Of each open node: which of `_nodes`, its row there, which of `_known`."""
+    """Three indices of each open node: its block in `_nodes`, its row there, and its choice in `_known`."""
 
     @property
     def least_guess_s(self) -> float:
@@ -162,7 +163,7 @@ class Frontier:
         return float(self._bound_s.min(initial=np.inf))
 
     def add(self, nodes: Nodes, least_s: FloatArray, choices: Sequence[RecomputeChoice] = ()) -> None:
-        """Open nodes, of which `least_s` is known, under every choice, or those given."""
+        """Open nodes under every choice, or under those given; `least_s` is a lower bound of their step in seconds."""
         for choice in choices or self.choices:
             if choice not in self._known:
                 self._known.append(choice)
@@ -176,9 +177,10 @@ class Frontier:
         self._nodes.append(nodes)
 
     def open_sets(self, most: int) -> bool:
-        """Open the sets of modules of the most promising node, and of `most` like it; False where it has none.
+        """Open the sets of modules of the `most` most promising nodes that stand for any set.
 
-        Nodes that stand for any set of modules are bounded together first; now each set has its own.
+        Such nodes have one bound for all sets; now each set gets its own. False if the most promising node of
+        all stands for no sets; then nothing is opened.
         """
         if not len(self._guess_s) or not self._stands_for_sets(int(np.argmin(self._guess_s))):
             return False
@@ -205,7 +207,7 @@ class Frontier:
         return self._nodes
 
     def cut(self, cutoff_s: float) -> float:
-        """Close the nodes whose bound is not below `cutoff_s`; the least of their bounds."""
+        """Close the nodes whose bound is not below `cutoff_s`, and return the least of their bounds."""
         lost = self._bound_s >= cutoff_s
         if not lost.any():
             return np.inf
@@ -216,11 +218,11 @@ class Frontier:
         return least_s
 
     def put_aside(self, nodes: Sequence[Open]) -> None:
-        """Remember nodes that are not the best for the alternatives."""
+        """Remember nodes that are not the best, since the alternatives are chosen among them."""
         self.runners_up = sorted([*self.runners_up, *nodes], key=lambda node: node.guess_s)[:KEPT]
 
     def take(self) -> Open | None:
-        """The most promising node, no longer in the frontier."""
+        """Remove the most promising node from the frontier and return it."""
         if not len(self._guess_s):
             return None
         index = int(np.argmin(self._guess_s))
@@ -229,7 +231,7 @@ class Frontier:
         return node
 
     def most_promising(self, number: int) -> list[Open]:
-        """As many nodes, left in the frontier."""
+        """The `number` most promising nodes, which stay in the frontier."""
         return [self._open(index) for index in np.argsort(self._guess_s, kind="stable")[:number].tolist()]
 
     def _open(self, index: int) -> Open:

@@ -1,4 +1,4 @@
-"""The file to read first: three specs in, one plan out."""
+"""The whole search, and the file to read first: three specs in, one plan out."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def plan(
     limits: SearchLimits | None = None,
     runtime: RuntimeSpec | str = "megatron",
 ) -> Plan:
-    """The fastest layout of `model` on `cluster` that fits, proven within the reported gap; what else was looked at.
+    """The fastest layout of `model` on `cluster` that fits, proven within the reported gap, and its alternatives.
 
-    Raises Infeasible when nothing is legal and fits, with the nearest miss and a remedy as far as the time limit
-    allows to look for one, and SpecError when the inputs contradict each other.
+    Raises Infeasible if no layout is legal and fits; the error has the nearest miss, and a remedy if one was found
+    within the time limit. Raises SpecError if the inputs contradict each other.
     """
     case = Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits())
     deadline = Deadline(case.limits.time_limit_s)
@@ -58,7 +58,7 @@ def plan(
 
 
 def search(case: Case) -> Plan:
-    """The plan of one case; NothingLegal or NothingFits where there is none."""
+    """The plan of one case. Raises NothingLegal or NothingFits if there is none."""
     started = time.monotonic()
     deadline = Deadline(case.limits.time_limit_s)
     model, cluster, training, runtime, limits = case.model, case.cluster, case.training, case.runtime, case.limits
@@ -134,10 +134,10 @@ def _report(
     num_fitting: int,
     seconds: float,
 ) -> SearchReport:
-    """How sure the answer is: proven within the gap that was asked, bounded by a wider one, or stopped by the deadline.
+    """A report of how sure the answer is: proven within the asked gap, bounded by a wider one, or stopped by time.
 
-    The gap is how far the replayed best is above the least bound of all that was not replayed. A best layout with
-    uneven chunks is outside what the search has bounded; then the bound is one of any chunks.
+    The gap is how far the replayed best step is above the least bound of all nodes. A best layout with uneven chunks may
+    be faster than the bound for equal chunks; then the bound for chunks of any length is reported.
     """
     is_any, bound_s = branch.bound_of_chunks(step_s)
     bound_s = min(bound_s, step_s)
@@ -178,7 +178,7 @@ def _module_sets(branch: Branch, priced: Sequence[tuple[PricedShapes, SearchLimi
 
 
 def _unsearched(shapes: PricedShapes, any_chunks: bool) -> Iterator[str]:
-    """What the trainer could be told and the search left out."""
+    """The choices that the trainer could be told and the search left out, in words."""
     if shapes.pricing.runtime.uneven_chunks and not any_chunks:
         yield "uneven inner chunks beyond those tried around the best"
     if shapes.module_sets is not None and len(shapes.module_sets.tables) >= MAX_SETS:
