@@ -206,7 +206,7 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
 
 
 def fits(shapes: PricedShapes, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
-    """True for a shape whose ranks together have memory for the layers of each kind, as every split needs it."""
+    """True for a shape whose ranks together have memory for the layers of each kind, which every split needs."""
     counts = shapes.pricing.kind_counts
     return np.asarray(np.all([room_layers(shapes, kind, schedules) >= n for kind, n in counts.items()], axis=0))
 

@@ -86,7 +86,7 @@ def by_runtime(limits: SearchLimits, runtime: RuntimeSpec) -> list[tuple[Runtime
 
 
 def check_expressible(limits: SearchLimits, runtime: RuntimeSpec) -> None:
-    """Raise SpecError for an unknown schedule, and for a schedule or a recompute mode that the trainer does not have."""
+    """Raise SpecError for an unknown schedule, and for a schedule or recompute mode that the trainer does not have."""
     if "selective" in (limits.recompute or ()) and not runtime.has_sequence_parallel:
         raise SpecError(f"recompute: {runtime.name} has no selective recompute", "one of none, full")
     for name in limits.schedule or ():

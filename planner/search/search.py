@@ -136,8 +136,8 @@ def _report(
 ) -> SearchReport:
     """A report of how sure the answer is: proven within the asked gap, bounded by a wider one, or stopped by time.
 
-    The gap is how far the replayed best step is above the least bound of all nodes. A best layout with uneven chunks may
-    be faster than the bound for equal chunks; then the bound for chunks of any length is reported.
+    The gap is how far the replayed best step is above the least bound of all nodes. A best layout with uneven chunks
+    may be faster than the bound for equal chunks; then the bound for chunks of any length is reported.
     """
     is_any, bound_s = branch.bound_of_chunks(step_s)
     bound_s = min(bound_s, step_s)

@@ -60,7 +60,7 @@ def any_chunks_bound_s(nodes: Nodes, choices: Sequence[RecomputeChoice]) -> Floa
 
 
 def _level_s(nodes: Nodes, shapes: PricedShapes, base: Recompute, may_recompute: bool) -> FloatArray:
-    """Least seconds of each row if ranks hold any number of layers, each as often in flight as the least of any chunk."""
+    """Least seconds of each row if ranks hold any number of layers, with the fewest in flight that any chunk has."""
     orders = replace(nodes.orders, in_flight=nodes.orders.least_in_flight)
     no_trips = np.zeros(orders.full.shape)
     busiest = busiest_rank_s(shapes, base, may_recompute, orders, no_trips, orders.more_in_flight)

@@ -1,4 +1,4 @@
-"""A lower bound where stages interleave: ranks take equal chunks, as the integer program cuts them."""
+"""A lower bound of the pipeline with interleaved stages: ranks take equal chunks, as the integer program cuts them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from planner.specs.training import Recompute
 def chunked_bound_s(
     shapes: PricedShapes, base: Recompute, whole: Whole, orders: Orders, trips_s: FloatArray
 ) -> FloatArray:
-    """Where stages interleave: what each rank takes with its equal chunks, and those without an end on average.
+    """A lower bound of the pipeline's seconds for nodes whose stages interleave: ranks hold equal chunks of layers.
 
-    A rank of n layers (vpp · chunk, without those chunks that may be shorter) takes no less than the n quickest of the
-    model, nor than the fewest of each kind that the order of layers leaves it; it recomputes what its memory forces it
-    to (one_count: what that of any rank does), and has T ≥ M · its seconds + the trip of one micro-batch through the
-    ranks before it. Zero for other nodes, infinite where the layers do not fit.
+    A rank holds n layers: vpp · chunk, without the chunks that may be shorter. It takes no less than the n quickest
+    layers of the model, and no less than the fewest layers of each kind that the order of layers leaves it. It
+    recomputes the layers that its memory forces it to (with one_count: that the memory of any rank forces it to). Then
+    T ≥ M · its seconds + the trip of one micro-batch through the ranks before it. The same holds on average over the
+    ranks without the first and the last stage. The bound is 0 for other nodes, and infinite if the layers do not fit.
     """
     in_flight, full = orders.in_flight, orders.full
     steps = np.asarray(shapes.shape.num_microbatches)[:, None]
@@ -60,7 +61,7 @@ def chunked_bound_s(
 
 
 def _fewest_layers(shapes: PricedShapes, full: npt.NDArray[np.bool_]) -> FloatArray:
-    """Layers of each rank (columns) in chunks that are all equal; none beyond a node's ranks."""
+    """Layers that each rank (columns) holds in its full chunks; 0 for columns beyond a node's ranks."""
     vpp, rank = np.asarray(shapes.shape.vpp)[:, None], np.arange(full.shape[1])[None, :]
     shorter = np.where(full, 0, np.where(shapes.folded, 2, 1)[:, None])
     exists = rank < np.asarray(shapes.shape.pp)[:, None]
@@ -68,7 +69,7 @@ def _fewest_layers(shapes: PricedShapes, full: npt.NDArray[np.bool_]) -> FloatAr
 
 
 def _fewest_of_kinds(shapes: PricedShapes, num_ranks: int) -> FloatArray:
-    """Layers of each kind (rows) that the ranks (last axis) of each node hold at least, where stages interleave."""
+    """The fewest layers of each kind (rows) on each rank (last axis) of each node; 0 without interleaving."""
     model, shape, empty_ends = shapes.pricing.model, shapes.shape, shapes.pricing.runtime.head_only_stage
     fewest = np.zeros((len(model.kinds), len(shapes.kernel), num_ranks))
     columns = [np.broadcast_to(axis, len(shapes.kernel)) for axis in (shape.pp, shape.vpp, shapes.folded)]

@@ -1,4 +1,4 @@
-"""What layers take of the ranks' memory, and whether all ranks together have it."""
+"""Memory that layers need on each rank, and a test of whether all ranks together have it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from planner.specs.training import Recompute
 
 
 def exceeds_all_ranks(shapes: PricedShapes, modes: Sequence[Recompute], orders: Orders) -> npt.NDArray[np.bool_]:
-    """Whether layers of several kinds need more memory than all ranks together have.
+    """True for a node whose layers, of several kinds, need more memory than all its ranks together have.
 
-    A layer of kind κ takes needed[κ,r] = static + in flight · live bytes on rank r, the mean one mean[r]. For all the
-    ranks' memory rows, each over mean[r], together: Σ_κ count_κ · min_r needed[κ,r] / mean[r] ≤ Σ_r free[r] / mean[r].
+    A layer of kind κ needs needed[κ,r] = static + in flight · live bytes on rank r; mean[r] is the mean of all layers.
+    Divide each rank's memory row by mean[r] and add the rows up:
+    Σ_κ count_κ · min_r needed[κ,r] / mean[r] ≤ Σ_r free[r] / mean[r] holds for every split that fits.
     """
     in_flight, counts = orders.in_flight, np.array(list(shapes.pricing.kind_counts.values()))[:, None, None]
     needed = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)
@@ -32,7 +33,7 @@ def exceeds_all_ranks(shapes: PricedShapes, modes: Sequence[Recompute], orders: 
 
 
 def layer_bytes(shapes: PricedShapes, mode: Recompute, in_flight: FloatArray) -> FloatArray:
-    """What a layer of each kind (first axis) takes on ranks (last axis) that hold `in_flight` micro-batches."""
+    """Bytes that a layer of each kind (first axis) needs on ranks (last axis) with `in_flight` micro-batches."""
     parts = [shapes.table.layers[kind, mode] for kind in shapes.pricing.model.kinds]
     return np.array(
         [shapes.static_bytes(p)[:, None] + in_flight * shapes.part(p, "live_bytes")[:, None] for p in parts]
@@ -40,7 +41,7 @@ def layer_bytes(shapes: PricedShapes, mode: Recompute, in_flight: FloatArray) ->
 
 
 def free_bytes(shapes: PricedShapes, modes: Sequence[Recompute], num_ranks: int) -> FloatArray:
-    """What each rank (columns) has for layers of any kind in any of `modes`, at most."""
+    """The most bytes that each rank (columns) has for layers of any kind in any of `modes`."""
     layers, kinds = shapes.table.layers, shapes.pricing.model.kinds
     return shapes.free_bytes(cheapest([layers[kind, mode] for kind in kinds for mode in modes]), num_ranks)
 

@@ -1,4 +1,4 @@
-"""Lower bounds of what a step takes outside its pipeline, over thousands of nodes at once."""
+"""Lower bounds of the seconds that a step takes outside its pipeline, for thousands of nodes at once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from planner.specs.training import Recompute
 
 
 def with_ends_s(shapes: PricedShapes, pipeline_s: FloatArray, base: Recompute, exchanging: Recompute) -> FloatArray:
-    """A lower bound of the step from one of the pipeline; layers in mode `exchanging` hide the exchange.
+    """A lower bound of the step from a bound of the pipeline; layers in mode `exchanging` hide the exchange.
 
-    Of the first rank's exchange shows what nothing hides, and at least a share of all of it: the greater of a bound by
-    the one and a bound by the other. The optimizer takes the mean over ranks at least; the tail is the same on all.
+    Two bounds hold for the part of the first rank's exchange that shows: the seconds that nothing hides, and a fraction
+    of the whole exchange. The greater one is taken. The optimizer takes at least its mean over the ranks. The tail is
+    the same on all ranks.
     """
     pps = np.asarray(shapes.shape.pp, dtype=float)
     bounds = [
@@ -33,13 +34,14 @@ def _with_exchange_s(
     exchanging: Recompute,
     exchange_s_of: Callable[[PricedShapes, PartCost], FloatArray],
 ) -> FloatArray:
-    """A lower bound of pipeline and exchange, of which each part on the first rank adds `exchange_s_of`.
+    """A lower bound of pipeline and exchange; `exchange_s_of` gives the seconds that a part on the first rank adds.
 
-    With n layers on the first rank the step takes max(pipeline, M·(work − n·t)/(pp − 1)) + x(n) at least, since the
-    other ranks hold what the first does not: t is the slowest kind of layer, x(n) the exchange of the n layers that
-    have the least of it. Both terms are convex and piecewise linear, so the least is where a piece ends: where the
-    maximum's terms meet, where the next kind begins or x becomes positive, or at the fewest layers that the first rank
-    may hold: its full chunks where stages interleave, none elsewhere. Unpipelined, n = L.
+    With n layers on the first rank, the step takes at least max(pipeline, M·(work − n·t)/(pp − 1)) + x(n), since the
+    other ranks hold the layers that the first does not. Here t is the time of the slowest kind of layer, and x(n) the
+    exchange of the n layers that exchange least. Both terms are convex and piecewise linear, so the least value is
+    where a piece ends: where the two terms of the maximum meet, where the next kind begins, where x becomes positive, or at
+    the fewest layers that the first rank may hold (its full chunks if stages interleave, otherwise none). Without a
+    pipeline n = L.
     """
     pricing, shape, table = shapes.pricing, shapes.shape, shapes.table
     layers, counts = pricing.model.num_hidden_layers, np.array(list(pricing.kind_counts.values()))
@@ -71,9 +73,10 @@ def _with_exchange_s(
 
 
 def beyond_s(shapes: PricedShapes, part: PartCost) -> FloatArray:
-    """Seconds of data-parallel exchange of one part less what hides it; of all micro-batches where each makes some.
+    """Seconds of data-parallel exchange of one part, less the seconds that hide it.
 
-    Where stages interleave, of the chunk that exchanges last, which is no more than is exposed.
+    If every micro-batch exchanges, they are added up over all micro-batches. If stages interleave, they are those of
+    the chunk that exchanges last, which are no more than the seconds that show.
     """
     runtime, shape = shapes.pricing.runtime, shapes.shape
     reduce_s, gather_s = _exchanges_s(shapes, part)
@@ -86,7 +89,7 @@ def beyond_s(shapes: PricedShapes, part: PartCost) -> FloatArray:
 
 
 def showing_s(shapes: PricedShapes, part: PartCost) -> FloatArray:
-    """What shows of the data-parallel exchange of one part however much is hidden; of all micro-batches likewise."""
+    """Seconds of the data-parallel exchange of one part that show however much is hidden, over all micro-batches."""
     fraction = shapes.pricing.runtime.contention_fraction
     reduce_s, gather_s = (fraction * seconds for seconds in _exchanges_s(shapes, part))
     return _each_time(shapes.shape, reduce_s + gather_s, reduce_s, gather_s, reduce_s + 2 * gather_s)
@@ -100,7 +103,10 @@ def _exchanges_s(shapes: PricedShapes, part: PartCost) -> tuple[Number, Number]:
 
 
 def _each_time(shape: Shape, once: Number, gradients: Number, gathered: Number, weights: Number) -> FloatArray:
-    """`once`; without a pipeline M · gradients + gathered under ZeRO-2, M · weights under ZeRO-3."""
+    """Seconds of exchange in a step.
+
+    Without a pipeline they are M · gradients + gathered under ZeRO-2 and M · weights under ZeRO-3; otherwise `once`.
+    """
     steps, zero, alone = np.asarray(shape.num_microbatches), np.asarray(shape.zero_stage), np.asarray(shape.pp) == 1
     return np.asarray(
         np.select([alone & (zero == 2), alone & (zero == 3)], [steps * gradients + gathered, steps * weights], once)
@@ -108,7 +114,7 @@ def _each_time(shape: Shape, once: Number, gradients: Number, gathered: Number, 
 
 
 def all_optimizers_s(shapes: PricedShapes) -> FloatArray:
-    """Seconds of the optimizer's work on the whole model's shards, one after the other."""
+    """Seconds that the optimizer takes on the shards of the whole model, one rank's after the other's."""
     pricing, table = shapes.pricing, shapes.table
     counted = [(table.layers[kind, "none"], count) for kind, count in pricing.kind_counts.items()] + [(table.head, 1)]
     total = np.zeros(len(shapes.kernel))

@@ -1,8 +1,8 @@
 """Closed-form lower bounds of the step over thousands of nodes at once: a shape, its schedule and how it recomputes.
 
-They are relaxations of the integer program, so nothing that could win is lost: ranks take any number of layers that
-their memory and time allow (equal chunks where stages interleave, as in the program), recomputing as little as fits,
-and only together must they hold the model.
+They are relaxations of the integer program, so no node that could win is lost. Ranks take any number of layers that
+their memory and time allow (equal chunks if stages interleave, as in the program), and recompute as little as fits.
+Only together must they hold the model.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from planner.shape import FloatArray
 from planner.specs.training import Recompute
 
 NEVER_S = 1e30
-"""Stands for infinity where it is multiplied by what may be zero."""
+"""Seconds that stand for infinity in products with a factor that may be 0."""
 
 BISECTIONS = 13
-"""Halvings of the logarithm of the interval in which the busiest rank's seconds lie, at most a few hundred wide: what
-is left of it is a thousandth."""
+"""Number of times that the interval of the busiest rank's seconds is halved, on a logarithmic scale.
+
+Its ends differ by a factor of a few hundred at most; after the halvings they differ by a thousandth."""
 
 RARE = 1 / 8
-"""Kinds of fewer layers than this share of the model get no bound of their own: they decide nothing."""
+"""Least share of the model's layers that a kind must have to get a bound of its own; rarer kinds decide nothing."""
 
 
 def coarse_bound_s(shapes: PricedShapes, splits_backward: bool = False) -> FloatArray:
     """A lower bound of the step for every shape: max(M · the busiest rank, one micro-batch's round trip).
 
-    The busiest rank has at least work / pp, the longest count of the quickest layer, and what is on the last stage.
+    The busiest rank takes at least work / pp. It also takes at least ⌈L / pp⌉ of the quickest layer, and at least the
+    seconds of the parts on the last stage.
     """
     model, shape = shapes.pricing.model, shapes.shape
     work = shapes.work_s("none")
@@ -45,7 +47,7 @@ def coarse_bound_s(shapes: PricedShapes, splits_backward: bool = False) -> Float
 def pipeline_bound_s(shapes: PricedShapes, base: Recompute, whole: Whole, orders: Orders) -> FloatArray:
     """A lower bound of the pipeline's seconds for every node; infinite where nothing fits.
 
-    Layers not recomputed whole are in mode `base`; `whole` says how many may be.
+    Layers that are not recomputed whole are in mode `base`; `whole` says how many may be recomputed whole.
     """
     trips_s = _trip_s(shapes, base, orders)
     busiest = busiest_rank_s(shapes, base, whole != "none", orders, trips_s)
@@ -61,12 +63,13 @@ def busiest_rank_s(
     trips_s: FloatArray,
     more_in_flight: FloatArray | float = 0.0,
 ) -> FloatArray:
-    """Least seconds of a micro-batch on the busiest rank, where ranks recompute what their memory forces them to.
+    """Least seconds of a micro-batch on the busiest rank; ranks recompute the layers that their memory forces them to.
 
-    The least time in which all ranks together hold the layers is found by bisection: those of each kind with the others
-    taken as free, and all with each as cheap as the cheapest. Beyond plain 1F1B it is the least T / M: rank r has T
-    less the trip of one micro-batch through the ranks before it. Infinite where nothing fits. Each rank also keeps what
-    a layer of any kind keeps of `more_in_flight` micro-batches.
+    Bisection finds the least time in which all ranks together hold the layers. It does so for the layers of each kind
+    with the other kinds taken as free, and for all layers with each as cheap as the cheapest. For other schedules than
+    plain 1F1B the result is the least T / M: rank r has T less the trip of one micro-batch through the ranks before it.
+    The result is infinite if nothing fits. Each rank also keeps the fewest bytes that a layer of any kind keeps of
+    `more_in_flight` micro-batches.
     """
     model, trips_s = shapes.pricing.model, np.where(orders.plain[:, None], 0.0, trips_s)
     beside_s = shapes.rank_ends_s(trips_s.shape[1]) + trips_s / np.asarray(shapes.shape.num_microbatches)[:, None]
@@ -98,10 +101,10 @@ def busiest_rank_s(
 
 
 def _trip_s(shapes: PricedShapes, base: Recompute, orders: Orders) -> FloatArray:
-    """Seconds of one micro-batch through the ranks before each rank (columns) and back, at least.
+    """Least seconds of one micro-batch through the ranks before each rank (columns) and back.
 
-    The ranks between the first and this one hold full chunks where stages interleave, a layer at least elsewhere; the
-    first may hold none where the trainer allows that. Zero where the way back need not be over.
+    The ranks between the first and this one hold full chunks if stages interleave, otherwise at least one layer. The
+    first may hold no layer if the trainer allows that. The result is 0 if a rank may end after the way back is over.
     """
     shape = shapes.shape
     rank = np.arange(orders.full.shape[1])[None, :]
@@ -124,10 +127,10 @@ def _holding_bound_s(
     least_s: FloatArray,
     ahead_bytes: FloatArray,
 ) -> FloatArray:
-    """The same for `count` layers that cost layer[0], or layer[1] where recomputed whole; `least_s` at least.
+    """Least seconds of a micro-batch on the busiest rank for `count` layers; `least_s` or more.
 
-    Ranks (columns) hold `in_flight` micro-batches and `ahead_bytes` beside them, and `beside_s` of a micro-batch's seconds
-    are for no layer.
+    A layer costs layer[0], or layer[1] if it is recomputed whole. Ranks (columns) hold `in_flight` micro-batches, and
+    `ahead_bytes` beside them. `beside_s` of a micro-batch's seconds are spent on no layer.
     """
     plain, full = layer
     seconds = shapes.part(plain, "total_s")[:, None]
@@ -155,14 +158,19 @@ def _holding_bound_s(
 
 
 def schedule_bound_s(shapes: PricedShapes, busiest_s: FloatArray, base: Recompute, orders: Orders) -> FloatArray:
-    """From the busiest rank to the step: M · busiest, and for 1F1B the fill and drain.
+    """A lower bound of the pipeline's seconds T from the busiest rank: M · busiest, and for 1F1B its fill and drain.
 
-    1F1B, M > pp, with stages no longer than `busiest`: T ≥ (M − 1 − pp) · busiest + 2 · work, from T ≥ M·t_r + Σ_{q<r}
-    t_q + [2·Σ_{q>r} t_q − (pp − 1 − r)·t_r]⁺ at the busiest rank, since all stages together fall short of pp · busiest
-    by no more than pp · busiest − work. For any M, with one stage per rank, a rank's first backward comes after the
-    whole trip and M − 1 more follow: T ≥ work + (M − 1)·b_r, with b_r ≥ β·t_r, the least share that the backward has of
-    any part. Where M ≤ pp only the first e = pp − M + 1 ranks may be that quiet; what the others hold comes twice: T ≥
-    2·work − Σ_{r<e} t_r, both together T ≥ work · (1 + n/(n + e)), n = (M − 1)·β. A trip has 2·(pp − 1) transfers.
+    1F1B with M > pp and stages no longer than `busiest`: T ≥ (M − 1 − pp) · busiest + 2 · work. This follows from
+    T ≥ M·t_r + Σ_{q<r} t_q + [2·Σ_{q>r} t_q − (pp − 1 − r)·t_r]⁺ at the busiest rank r, since all stages together fall
+    short of pp · busiest by no more than pp · busiest − work.
+
+    1F1B with any M and one stage per rank: a rank's first backward comes after the whole trip, and M − 1 more follow.
+    So T ≥ work + (M − 1)·b_r with b_r ≥ β·t_r, where β is the least share that the backward has of any part.
+
+    1F1B with M ≤ pp: only the first e = pp − M + 1 ranks may be that idle, and the seconds of the others count twice:
+    T ≥ 2·work − Σ_{r<e} t_r. Both together give T ≥ work · (1 + n/(n + e)) with n = (M − 1)·β.
+
+    A trip has 2·(pp − 1) transfers.
     """
     shape = shapes.shape
     pps, work, steps = np.asarray(shape.pp), shapes.work_s(base), np.asarray(shape.num_microbatches)
@@ -177,7 +185,10 @@ def schedule_bound_s(shapes: PricedShapes, busiest_s: FloatArray, base: Recomput
 
 
 def _trips_bound_s(shapes: PricedShapes, base: Recompute, orders: Orders) -> FloatArray:
-    """One micro-batch's way through all stages and back, and M − 1 more passes of the longest stage, there or back."""
+    """Seconds of one micro-batch through all stages and back, and of M − 1 more passes, there or back, of a stage.
+
+    The stage is the longest one, which takes at least the mean over the stages.
+    """
     shape, counts = shapes.shape, shapes.pricing.kind_counts
     num_stages = np.asarray(shape.pp) * np.asarray(shape.vpp)
     hops = num_stages - np.where(shapes.folded, np.asarray(shape.vpp), 1)
