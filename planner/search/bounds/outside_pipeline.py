@@ -39,9 +39,9 @@ def _with_exchange_s(
     With n layers on the first rank, the step takes at least max(pipeline, M·(work − n·t)/(pp − 1)) + x(n), since the
     other ranks hold the layers that the first does not. Here t is the time of the slowest kind of layer, and x(n) the
     exchange of the n layers that exchange least. Both terms are convex and piecewise linear, so the least value is
-    where a piece ends: where the two terms of the maximum meet, where the next kind begins, where x becomes positive, or at
-    the fewest layers that the first rank may hold (its full chunks if stages interleave, otherwise none). Without a
-    pipeline n = L.
+    where a piece ends: where the two terms of the maximum meet, where the next kind begins, where x becomes positive,
+    or at the fewest layers that the first rank may hold (its full chunks if stages interleave, otherwise none). Without
+    a pipeline n = L.
     """
     pricing, shape, table = shapes.pricing, shapes.shape, shapes.table
     layers, counts = pricing.model.num_hidden_layers, np.array(list(pricing.kind_counts.values()))

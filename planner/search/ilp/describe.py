@@ -36,8 +36,8 @@ _BOUNDS: dict[Bound, str] = {
 def describe(node: Node, max_rows: int | None = None) -> str:
     """The integer program of a node with its numbers, in the groups of the docstring of `program`.
 
-    A row is a line `name: 0.0123·filled_0_0 + … ≤ 76.2`, wrapped where it is long; numbers have six digits. Where
-    `max_rows` is given, the list of variables and each group of rows end after so many of them.
+    A row is a line `name: 0.0123·filled_0_0 + … ≤ 76.2`, which is wrapped if it is long; numbers have six digits. With
+    `max_rows` the list of variables and each group of rows end after that number of them.
     """
     program = build(node).formulation
     sections = [
@@ -52,7 +52,7 @@ def describe(node: Node, max_rows: int | None = None) -> str:
 
 
 def _shape(node: Node) -> Iterator[str]:
-    """The numbers of the node that several rows share."""
+    """Lines with the numbers of the node that several rows share."""
     yield _wrapped(f"{node.num_layers} layers: {_layers(node)}")
     stages = "1 stage" if node.vpp == 1 else f"{node.vpp} virtual stages"
     yield f"  {node.pp} ranks with {stages} each, {node.num_microbatches} micro-batches"
@@ -102,14 +102,14 @@ def _row(row: Row) -> str:
 
 
 def _wrapped(line: str) -> str:
-    """A line of a section; where it is too long, the next lines are indented further."""
+    """A line of a section; if it is too long, the lines after the first are indented further."""
     return textwrap.fill(
         line, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
     )
 
 
 def _sum(terms: Iterable[tuple[Variable, float]], constant: float = 0.0) -> str:
-    """`2·x − 0.5·y + 3`; terms of coefficient 0 are left out."""
+    """A sum as text, such as `2·x − 0.5·y + 3`; terms with the coefficient 0 are left out."""
     parts = [(c, variable.name if abs(c) == 1 else f"{_number(abs(c))}·{variable.name}") for variable, c in terms if c]
     if constant or not parts:
         parts.append((constant, _number(abs(constant))))
@@ -122,7 +122,7 @@ def _number(value: float) -> str:
 
 
 def _shortened(lines: Sequence[str], most: int | None) -> list[str]:
-    """The first `most` lines, and how many more there are."""
+    """The first `most` lines, and a line with the number of those left out."""
     if most is None or len(lines) <= most:
         return list(lines)
     return [*lines[:most], f"  … and {len(lines) - most} more"]

@@ -1,6 +1,6 @@
-"""The pulp problem under construction, with types that mypy sees and with what a reader needs to understand it.
+"""The pulp problem under construction, with types for mypy and with names and meanings for readers.
 
-pulp has no type stubs: the protocols below name the few operations that the rows are written with.
+pulp has no type stubs. The protocols below name the few operations that rows are written with.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Formulation:
 
     problem: Any = field(default_factory=lambda: pulp.LpProblem("split", pulp.LpMinimize))
     meanings: dict[str, str] = field(default_factory=dict)
-    """What each variable counts or measures, by the variable's name."""
+    """The quantity that each variable counts or measures, by the variable's name."""
     groups: dict[str, Group] = field(default_factory=dict)
     """The group of each row, by the row's name."""
 

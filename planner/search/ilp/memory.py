@@ -1,8 +1,8 @@
-"""Row 6 of the integer program: what a rank needs at its fullest is at most what its memory can take.
+"""Row 6 of the integer program: the memory that a rank needs at its peak is at most the memory that it can use.
 
-static + in flight · live + transient ≤ usable, in GiB. The transient bytes are the largest of the loss's and of those
-of the backward of any layer that the rank holds: a binary says of each kind and recompute mode that needs more than the
-least whether the rank holds such layers.
+static + in flight · live + transient ≤ usable, in GiB. The transient bytes are the largest of those of the loss and of
+the backward of any layer that the rank holds. For each kind and recompute mode that needs more than the least, a binary
+variable is 1 if the rank holds such layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planner.specs.units import GIB
 
 
 def add_memory(program: Formulation, sums: RankSums) -> list[Expression]:
-    """Add row 6 and give the bytes that each rank needs, with the least transient bytes it can have."""
+    """Add row 6 and return the bytes that each rank needs, with the least transient bytes that it can have."""
     node = sums.node
     usable_gib = node.usable_bytes / GIB
     least = min(float(node.layers[kind, node.modes[0]].transient_bytes) for kind in node.kinds)
@@ -41,7 +41,7 @@ def add_memory(program: Formulation, sums: RankSums) -> list[Expression]:
 
 
 def _live_bytes(sums: RankSums, rank: int) -> Expression:
-    """Bytes that a rank keeps from forward to backward of all micro-batches in flight."""
+    """Bytes that a rank keeps from forward to backward, for all micro-batches in flight."""
     node = sums.node
     in_flight = node.in_flight_of(rank)
     layers = in_flight[0] * sums.of_layers(rank, "live_bytes") if node.vpp == 1 else sums.in_flight_bytes(rank)

@@ -1,7 +1,8 @@
 """The smallest change of the request after which some layout fits.
 
 A change is named only if a layout was found with it: one that fits by its exact memory, or a short search's answer.
-Pinned axes are changed first, beginning with those whose change costs least; then the headroom; then the number of GPUs.
+Pinned axes are changed first, beginning with those whose change costs least, then the headroom, then the number of
+GPUs.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Remedy]:
 
 
 def _values(case: Case, axis: str) -> list[Any]:
-    """Other values of a pinned axis, those near to the pinned ones first: modes, schedules, or sizes of legal shapes."""
+    """Other values of a pinned axis, the nearest to the pinned ones first: modes, schedules, sizes of legal shapes."""
     pinned = case.pins[axis]
     others: set[int]
     match axis:
