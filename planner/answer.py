@@ -46,7 +46,7 @@ class Layout(Spec):
     """Ranks over which ZeRO or FSDP shards; dp·cp unless a smaller group was asked for (HSDP)."""
     sequence_parallel: bool
     recompute: Literal["none", "selective", "full"]
-    """`full` where any layer is recomputed whole: the stages say how many."""
+    """`full` if any layer is recomputed whole; the stages say how many."""
     recompute_modules: tuple[str, ...] = ()
     num_gpus_used: int
     num_gpus_spare: int = 0
@@ -156,11 +156,11 @@ class PricedLayout(Spec):
     step: StepTime
     warnings: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
-    """Each rank's actions in order, as torch spells them, where the schedule was made to measure (`auto`)."""
+    """Each rank's actions in order, as torch spells them, if the schedule was made to measure (`auto`)."""
     rank_factors: tuple[float, ...] = ()
     """Measured: how many times as long each pipeline rank takes as the profile says; empty: all take as long."""
     runtime_spec: RuntimeSpec | None = None
-    """The runtime that priced an alternative where the best has another: one splits backwards, the other does not."""
+    """The runtime that priced an alternative, if it is not that of the best: only one of the two splits backwards."""
     trade: str = ""
     """A sentence on an alternative: what it gives up against the best plan, and what it gains."""
 
@@ -195,7 +195,7 @@ class Searched(Spec):
     switches: dict[str, tuple[str, ...]]
     """Values that each performance switch was tried with, as the command line spells them."""
     chunks: Literal["equal", "any"]
-    """`equal` where all inner chunks of an interleaved pipeline hold equally many layers."""
+    """`equal` if all inner chunks of an interleaved pipeline hold equally many layers."""
 
 
 class SearchReport(Spec):
@@ -307,7 +307,7 @@ class Plan(Spec):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Read what `to_json` wrote. Raises pydantic's ValidationError where the data do not fit."""
+        """Read what `to_json` wrote. Raises pydantic's ValidationError if the data do not fit."""
         return cls.model_validate({key: value for key, value in data.items() if key != "inputs_sha256"})
 
     def save(self, path: str | Path, *, force: bool = False) -> None:

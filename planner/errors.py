@@ -34,7 +34,7 @@ class PlannerError(Exception):
         self.hint = hint
 
     def lines(self) -> str:
-        """The lines that stderr shows: `error:` and, where there is one, `hint:`, each on one line."""
+        """The lines that stderr shows: `error:` and, if there is one, `hint:`, each on one line."""
         labels = (("error", self.message), ("hint", self.hint))
         return "".join(f"{label}: {printable(' '.join(text.split()))}\n" for label, text in labels if text)
 

@@ -130,7 +130,7 @@ def _grid(
 
 
 def _useful_zero_stages(runtime: RuntimeSpec) -> list[int]:
-    """ZeRO stages worth trying: not 0 where 1 can be had, since it needs more memory and moves the same bytes."""
+    """ZeRO stages worth trying: not 0 if 1 can be had, since it needs more memory and moves the same bytes."""
     return [stage for stage in runtime.zero_stages if stage > 0 or 1 not in runtime.zero_stages]
 
 
@@ -168,7 +168,7 @@ def _largest(
         rows = np.flatnonzero(grid["micro_batch_size"] == batch)
         pp = grid["pp"][rows]
         index = np.searchsorted(sizes, room[rows], side="right") - 1
-        # step down to what suits the order and fits the expert grid; 0 is a size of no order and ends the walk
+        # step down to a size that suits the schedule and fits the expert grid; the size 0 suits none and ends the loop
         while True:
             few = (steps[index] < least * pp) | (even & (steps[index] % pp != 0))
             crowded = slots[rows] * sizes[index] % experts[rows] != 0

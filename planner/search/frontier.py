@@ -73,7 +73,7 @@ class Nodes:
     orders: Orders
 
     def bound_s(self, choice: RecomputeChoice) -> FloatArray:
-        """A lower bound of each row's step in seconds, recomputing as `choice` says; infinite where it cannot fit.
+        """A lower bound of each row's step in seconds, recomputing as `choice` says; infinite if it cannot fit.
 
         Recomputed layers hide more of an exchange. So if some layers may be recomputed, the bound takes all of them to
         be recomputed during the exchange. If one number of recomputed layers holds for all ranks, recomputing adds no

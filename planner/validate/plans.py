@@ -36,7 +36,7 @@ Note = Literal["", "does not fit", "refused", "not searched", "out of time", "no
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A published layout and the plan that the planner would have run instead; None where the search found none."""
+    """A published layout and the plan that the planner would have run instead; None if the search found none."""
 
     row: Row
     published: PricedLayout
@@ -155,7 +155,7 @@ def _note(run: Run, published: PricedLayout, chosen: Plan | None) -> Note:
 
 
 def _searched(run: Run, published: PricedLayout) -> bool:
-    """True where the published layout, its split of layers aside, is a candidate of the search."""
+    """True if the published layout, its split of layers aside, is a candidate of the search."""
     layout = published.parallelism
     pinned = SearchLimits(
         tp=(layout.tp,),

@@ -50,12 +50,12 @@ class Row(Spec):
 
     @property
     def counts(self) -> bool:
-        """True where errors on this row are scored: it is trusted, and nothing about it is assumed."""
+        """True if errors on this row are scored: it is trusted, and nothing about it is assumed."""
         return self.trust in ("A", "B") and not self.assumed
 
     @property
     def held_out(self) -> bool:
-        """True where coefficients are fitted without this row."""
+        """True if coefficients are fitted without this row."""
         return self.family in HELD_OUT
 
     @property
@@ -66,7 +66,7 @@ class Row(Spec):
     def parsed(self) -> Run:
         """The run with its model, cluster and runtime looked up, as `plan evaluate --runs` would read it.
 
-        Raises Unsupported where the run did what is not modelled.
+        Raises Unsupported if the run did what is not modelled.
         """
         return parse_run({"id": self.id, "run": self.run}, self.id)
 

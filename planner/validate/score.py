@@ -58,7 +58,7 @@ class Scored:
 
     @property
     def in_interval(self) -> bool | None:
-        """True where the measured step lies in the predicted interval; None where there is no interval."""
+        """True if the measured step lies in the predicted interval; None if there is no interval."""
         assert self.layout is not None
         interval = self.layout.step.step_s_interval
         return None if interval is None else interval[0] <= self.row.measured.step_s <= interval[1]
@@ -76,7 +76,7 @@ class Score:
     p90: float
     mean: float
     bias: float
-    """Mean signed step error: below zero where the planner is too optimistic."""
+    """Mean signed step error: below zero if the planner is too optimistic."""
     worst: float
     worst_id: str
     rank_correlation: float | None

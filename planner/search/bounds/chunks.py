@@ -47,7 +47,7 @@ def chunked_bound_s(
         if whole != "any_modules":  # a set of modules saves a part of every layer
             forced = np.ceil(forced - 1e-9)
         if whole == "one_count":
-            # in every chunk, the ends' shorter ones among them
+            # every chunk recomputes the same number of layers, the shorter ones at the ends included
             per_chunk = np.ceil(forced.max(axis=1, initial=0.0) / np.asarray(shapes.shape.vpp) - 1e-9)
             per_chunk = np.minimum(per_chunk, shapes.chunk_layers)
             forced = np.maximum(forced, (per_chunk / shapes.chunk_layers)[:, None] * num_layers)

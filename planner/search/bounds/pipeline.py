@@ -45,7 +45,7 @@ def coarse_bound_s(shapes: PricedShapes, splits_backward: bool = False) -> Float
 
 
 def pipeline_bound_s(shapes: PricedShapes, base: Recompute, whole: Whole, orders: Orders) -> FloatArray:
-    """A lower bound of the pipeline's seconds for every node; infinite where nothing fits.
+    """A lower bound of the pipeline's seconds for every node; infinite if nothing fits.
 
     Layers that are not recomputed whole are in mode `base`; `whole` says how many may be recomputed whole.
     """

@@ -107,7 +107,7 @@ def constant(value: float) -> Expression:
 
 
 def scaled(coefficient: float, variable: Expression) -> Expression:
-    """`coefficient` times a variable; the variable stays in the expression even where the coefficient is 0."""
+    """`coefficient` times a variable; the variable stays in the expression even if the coefficient is 0."""
     expression: Expression = pulp.LpAffineExpression([(variable, coefficient)])
     return expression
 

@@ -17,13 +17,13 @@ exchanges included), M micro-batches, c seconds of a transfer.
     3. chunks     no stage is empty, unless it holds the embedding or the head and the trainer allows that; interleaved
                   stages are equal, but for the first and the last: the order stalls on unequal ones
                   → layers._add_chunks, layers._add_later_chunks
-    4. recompute  recomputed[r,κ] ≤ layers of κ on r; one number for all where the trainer has one setting
+    4. recompute  recomputed[r,κ] ≤ layers of κ on r; one number for all if the trainer has one setting
                   → recompute.add_recompute
     5. time       T ≥ every lower bound of the schedule on every rank (any order; at most k in flight)
                   → time.add_time
     6. memory     static + in flight · live + transient ≤ usable on every rank
                   → memory.add_memory
-    7. ends       gradients, parameters: any rank's exchange less what hides it, and less a chunk's pass of each rank
+    7. ends       gradients, parameters: any rank's exchange less the seconds that hide it, and less a chunk's pass of each rank
                   before it; optimizer: any rank's
                   → ends.add_ends
 
@@ -60,7 +60,7 @@ class Solution:
     recomputed: tuple[tuple[int, ...], ...]
     """Layers of each rank and kind that are recomputed whole (one_count: of each virtual stage)."""
     bound_s: float
-    """Proven lower bound of the objective; 0 where the solver was stopped."""
+    """Proven lower bound of the objective; 0 if the solver was stopped."""
     free_bytes: tuple[float, ...]
     """Bytes that the memory row of each rank leaves free."""
 

@@ -42,7 +42,7 @@ class RecomputeChoice:
 
     @property
     def mode(self) -> Recompute:
-        """The recompute mode of all layers, except for those that are recomputed whole beside others that are not."""
+        """The recompute mode of most layers: `full` if all layers are recomputed whole, otherwise `base`."""
         return "full" if self.whole == "all" else self.base
 
     def __str__(self) -> str:

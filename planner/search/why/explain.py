@@ -31,7 +31,7 @@ def explain(
     limits: SearchLimits | None = None,
     runtime: RuntimeSpec | str = "megatron",
 ) -> Explanation:
-    """The answer of `plan explain`: why the best layout is the best or, where `limits` pin axes, why not those.
+    """The answer of `plan explain`: why the best layout is the best or, if `limits` pin axes, why not those.
 
     With pins it plans with them and without them, and says which rule refuses them, why they do not fit, or where the
     seconds go. Without pins it says what decides against each alternative, and what would change the choice. Raises

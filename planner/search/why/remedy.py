@@ -48,7 +48,7 @@ class Remedy:
     case: Case
     """The case with the change."""
     replaced: str = ""
-    """The value that the option had; empty where it had none."""
+    """The value that the option had; empty if it had none."""
 
     @property
     def as_data(self) -> dict[str, Any]:
