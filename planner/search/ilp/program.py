@@ -23,8 +23,8 @@ exchanges included), M micro-batches, c seconds of a transfer.
                   → time.add_time
     6. memory     static + in flight · live + transient ≤ usable on every rank
                   → memory.add_memory
-    7. ends       gradients, parameters: any rank's exchange less the seconds that hide it, and less a chunk's pass of each rank
-                  before it; optimizer: any rank's
+    7. ends       gradients, parameters: any rank's exchange less the seconds that hide it, and less a chunk's pass of
+                  each rank before it; optimizer: any rank's
                   → ends.add_ends
 
 `describe` prints the program of a node with its numbers.
