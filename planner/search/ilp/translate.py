@@ -29,7 +29,7 @@ MAX_RUNS_INTERLEAVED = 4
 """Most runs of layers that are counted exactly on interleaved chunks.
 
 If there are more, or if all runs but the last do not fit into the ranks' first chunks, chunks are balanced with layers
-of the mean kind. Layers that repeat in a pattern are always counted exactly.
+of the mean kind. Layers that repeat in a pattern are counted exactly.
 """
 
 
