@@ -90,7 +90,7 @@ class Bounded:
     coarse_s: float
     node_s: float
     may_fit: bool
-    """Whether the screen lets the shape through."""
+    """True if `fits` lets the shape through."""
 
     def splits(self, rng: random.Random) -> list[Split]:
         """Legal splits, some of them where there are many."""
