@@ -216,9 +216,6 @@ SCHEDULES: dict[str, ScheduleKind] = {
 }
 """Schedules by name, in the order in which comparisons list them."""
 
-HOLDS_ALL = frozenset(name for name, kind in SCHEDULES.items() if kind.holds_all)
-"""Schedules that hold every micro-batch of the step at once."""
-
 
 def violation(
     name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None

@@ -17,6 +17,7 @@ import numpy as np
 from planner.layout.candidate import Candidate
 from planner.layout.split import Split
 from planner.physics.cost import PartCost
+from planner.schedule.orders import SCHEDULES
 from planner.search.bounds.pipeline import busiest_rank_s, schedule_bound_s
 from planner.search.frontier import BOUNDLESS_BYTES, Nodes
 from planner.search.ilp.translate import RecomputeChoice
@@ -65,7 +66,7 @@ def _level_s(nodes: Nodes, shapes: PricedShapes, base: Recompute, may_recompute:
     no_trips = np.zeros(orders.full.shape)
     busiest = busiest_rank_s(shapes, base, may_recompute, orders, no_trips, orders.more_in_flight)
     least_s = schedule_bound_s(shapes, busiest, base, orders) + shapes.pricing.tail_s(shapes.shape)
-    interleaves = np.array([name == "interleaved-1f1b" for name in nodes.schedules], dtype=bool)
+    interleaves = np.array([SCHEDULES[name].bound == "interleaved" for name in nodes.schedules], dtype=bool)
     return np.asarray(np.where(interleaves, least_s, np.inf))
 
 

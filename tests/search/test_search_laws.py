@@ -1,4 +1,4 @@
-"""Laws of the search over random jobs: more of any resource finds no slower plan, and a proof is no better than asked."""
+"""Laws of the search over random jobs: more of a resource finds no slower plan, proven is what it says."""
 
 from __future__ import annotations
 

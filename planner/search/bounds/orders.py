@@ -56,7 +56,7 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") 
             full[row, :pp] = True
             full[row, [ranks[0], ranks[-1]]] = False
     return Orders(
-        plain=np.array([name in ("none", "1f1b") for name, *_ in nodes], dtype=bool),
+        plain=np.array([SCHEDULES[name].bound == "one_f_one_b" for name, *_ in nodes], dtype=bool),
         splits=np.array([SCHEDULES[name].splits_backward for name, *_ in nodes], dtype=bool),
         in_flight=in_flight,
         least_in_flight=least,
