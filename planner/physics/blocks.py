@@ -76,7 +76,7 @@ def leave_tp(product: Operator, num_bytes: Number, shape: Shape, modules: tuple[
 
 
 def bias_gradients(name: str, widths: Sequence[Number], shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
-    """Sums of output gradients over tokens, one sum for each product with a bias; `widths` are the products' columns."""
+    """Sums of output gradients over tokens, one for each product with a bias; `widths` are the products' columns."""
     if runtime.fused_bias_gradients or not widths:
         return
     yield Operator(

@@ -152,7 +152,7 @@ def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
 
 
 def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Bytes that a stage holds beside its parameters: cosines and sines [seq, head_dim / 2] and the step's token ids."""
+    """Bytes that a stage holds beside parameters: cosines and sines [seq, head_dim / 2] and the step's token ids."""
     if not runtime.keeps_tables:
         return 0.0
     return 2 * BF16 * shape.seq_length * model.head_dim / 2 + INT64 * shape.tokens + ALIGNMENT

@@ -78,7 +78,7 @@ class Pricing:
         return {kind: self.model.layers.count(kind) for kind in self.model.kinds}
 
     def usable_bytes(self, shape: Shape) -> Number:
-        """The most bytes that tensors may take on a GPU: memory less headroom, driver's reserve and trainer's reserve."""
+        """The most bytes that tensors may take on a GPU: memory less headroom, driver's and trainer's reserve."""
         reserved = self.headroom_bytes + self.runtime.reserved_gib * GIB
         return memory.usable_bytes(shape, self.cluster.hardware, reserved)
 
