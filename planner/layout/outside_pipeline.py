@@ -1,4 +1,4 @@
-"""What a step takes beside its pipeline: exposed data-parallel exchange, the optimizer, the tail on every rank."""
+"""Seconds of a step outside its pipeline: exposed data-parallel exchange, the optimizer, the tail on every rank."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def outside_pipeline(pricing: Pricing, table: CostTable, ranks: Sequence[PartCos
 
 
 def reduce_overlap_fraction(runtime: RuntimeSpec, shape: Shape) -> Number:
-    """Of the window behind the last backward, what hides the reduction; torch's stages wait for that of FSDP."""
+    """Share of the window behind the last backward that hides the reduction; torch's stages wait for FSDP's reduction."""
     waits = runtime.has_torch_stages & (np.asarray(shape.zero_stage) >= 2) & (np.asarray(shape.pp) > 1)
     return runtime.gradient_overlap_fraction * (1.0 - waits)
 
 
 def sharded_each_time(zero_stage: int, pp: int) -> int:
-    """The ZeRO stage, 2 or 3, whose exchanges every micro-batch makes; 0 where all wait for the last one's."""
+    """ZeRO stage, 2 or 3, whose exchanges run in every micro-batch; 0 where they run once, in the last micro-batch."""
     return zero_stage if pp == 1 and zero_stage >= 2 else 0

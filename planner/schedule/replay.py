@@ -177,7 +177,7 @@ def _costs(schedule: Schedule, graph: Graph, durations: Durations) -> Costs:
 
 
 def _overlap_pairs(schedule: Schedule, graph: Graph, compute_s: FloatArray, overlap_fraction: float) -> None:
-    """Count all seconds of an overlapped pair with its backward: the longer half, and the unhidden rest of the shorter."""
+    """Count all seconds of an overlapped pair with its backward: the longer half, and the exposed rest of the other."""
     forward, backward = (positions - 1 for positions in pair_positions(schedule, graph))
     longer = np.maximum(compute_s[forward], compute_s[backward])
     shorter = np.minimum(compute_s[forward], compute_s[backward])

@@ -69,7 +69,7 @@ class Timeline:
 
     @cached_property
     def hop_s(self) -> tuple[FloatArray, ...]:
-        """Seconds to transfer the result that each action consumes; 0 where there is none or it is on the rank already."""
+        """Seconds to transfer the result that each action consumes; 0 where there is none or it is on the same rank."""
         return self._by_rank(self.timing.hop_s)
 
     @cached_property
@@ -108,7 +108,7 @@ class Timeline:
 
     @property
     def peak_in_flight_microbatches(self) -> FloatArray:
-        """The most activations held per rank, in micro-batches: all that a pp-th of the model saves of one counts as 1."""
+        """The most activations held per rank, in micro-batches: all that a pp-th of the model saves of one is 1."""
         return self.peak_in_flight_chunks / self.schedule.vpp
 
     @cached_property

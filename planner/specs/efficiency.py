@@ -77,7 +77,7 @@ class Efficiency(Spec):
     evidence: Literal["probed", "measured", "family", "spec_sheet"] = "spec_sheet"
     """Corrected by a probe of a plan, measured on this GPU, on another of its silicon generation, or on neither."""
     source: str = ""
-    """Where the block's numbers come from."""
+    """Source of the block's numbers."""
     gemm: GemmEfficiency = GemmEfficiency()
     """Products."""
     flash: AttentionEfficiency = AttentionEfficiency(

@@ -75,7 +75,7 @@ class TrainingDefaults(Spec):
     tokens_per_step: PositiveInt
     """Tokens of an optimizer step."""
     source: str = ""
-    """Where these numbers come from."""
+    """Source of these numbers."""
 
 
 _MOE_FIELDS = frozenset(MoESpec.model_fields)
