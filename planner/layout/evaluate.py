@@ -96,8 +96,8 @@ def pricing_of(
 
 
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "op", "shared_experts")
-"""Parts of a layer that can be recomputed by themselves, as Megatron names them; `op` is torchtitan's: all but attention
-and every other product."""
+"""Parts of a layer that can be recomputed by themselves, as Megatron names them; `op` is torchtitan's: all but
+attention and every other product."""
 
 
 def selective_modules(model: ModelSpec, runtime: RuntimeSpec) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Checks a layout that the user states, completes it with the trainer's defaults, and makes a shape and a split of it."""
+"""Checks a layout that the user states, completes it with the trainer's defaults, and makes shape and split of it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _largest_dp(layout: Parallelism, num_gpus: int, global_batch_size: int) -> i
 def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
     """Turn a stated layout into a shape and a split.
 
-    Raises SpecError where it contradicts model, batch or cluster. A layout that only the trainer refuses gets a warning.
+    Raises SpecError where it contradicts model, batch or cluster. A layout that only the trainer refuses has a warning.
     """
     wanted = fill_dp(wanted, pricing.cluster.num_gpus, pricing.training.global_batch_size)
     shape = _shape(pricing, wanted)

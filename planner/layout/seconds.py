@@ -93,7 +93,7 @@ def run_pipeline(
 
 
 def _short_of(shape: Shape, rounds: int) -> int:
-    """Number of micro-batches in a step of `rounds` rounds that ends with the same incomplete round as the full step."""
+    """Number of micro-batches in a step of `rounds` rounds, and an incomplete round at the end if the step has one."""
     pp = int(shape.pp)
     return rounds * pp + int(shape.num_microbatches) % pp
 
@@ -122,10 +122,11 @@ def _extrapolated_s(shape: Shape, durations: Durations, schedule: str) -> float 
 
 
 def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int]) -> bool:
-    """True where a further micro-batch adds as much time as the busiest rank needs for it; until then the pace may change.
+    """True where a further micro-batch adds as much time as the busiest rank needs for it.
 
-    Where ranks wait for transfers, these count as busy time too. A rank turns twice per micro-batch, from forward to
-    backward and back. The first and the last rank exchange something at one of these turns, the others at both.
+    As long as this does not hold, the pace may change. Where ranks wait for transfers, these count as busy time too. A
+    rank turns twice per micro-batch, from forward to backward and back. The first and the last rank exchange something
+    at one of these turns, the others at both.
     """
     busy = [0.0] * (max(placement) + 1)
     parts = zip(placement, durations.forward_s, durations.input_grad_s, durations.weight_grad_s, strict=True)

@@ -49,7 +49,7 @@ class Split:
 
     @property
     def mtp_mode(self) -> Recompute:
-        """Recompute mode of the multi-token-prediction layers: full only if all decoder layers are recomputed in full."""
+        """Recompute mode of the multi-token-prediction layers: full only if all decoder layers are."""
         all_layers = bool(self.recomputed) and tuple(map(sum, self.recomputed)) == self.counts
         return FULL if all_layers else self.base
 
