@@ -26,9 +26,12 @@ if TYPE_CHECKING:
         SpecError,
         Unsupported,
     )
+    from planner.export.export import export as export_plan
+    from planner.export.read import read as read_configuration
     from planner.layout.evaluate import evaluate
     from planner.report.page import write_report
     from planner.search.search import plan
+    from planner.search.why.explain import explain
     from planner.specs.cluster import ClusterSpec
     from planner.specs.hardware import HardwareSpec
     from planner.specs.model import ModelSpec
@@ -57,10 +60,13 @@ __all__ = [
     "TrainingSpec",
     "Unsupported",
     "evaluate",
+    "explain",
+    "export_plan",
     "load_hardware",
     "load_model",
     "load_runtime",
     "plan",
+    "read_configuration",
     "validate_runs",
     "write_report",
 ]
@@ -82,20 +88,24 @@ _HOMES = {
     "TrainingSpec": "planner.specs.training",
     "Unsupported": "planner.errors",
     "evaluate": "planner.layout.evaluate",
+    "explain": "planner.search.why.explain",
+    "export_plan": "planner.export.export:export",
     "load_hardware": "planner.specs.registry",
     "load_model": "planner.specs.registry",
     "load_runtime": "planner.trainers.load",
     "plan": "planner.search.search",
+    "read_configuration": "planner.export.read:read",
     "validate_runs": "planner.validate.score",
     "write_report": "planner.report.page",
 }
-"""The module that each name is loaded from."""
+"""The module that each name is loaded from, and its name there where that is another (a folder has the same one)."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    module, _, there = _HOMES[name].partition(":")
+    return getattr(import_module(module), there or name)
 
 
 def __dir__() -> list[str]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 from planner.cli import options as o
 from planner.cli.job_options import SearchOptions, job_options
+
+Program = Annotated[
+    bool, o.text(o.OUTPUT, "--program", None, "Print the integer program of the best layout with its numbers instead.")
+]
 
 
 @job_options
 def explain_command(
     asked: SearchOptions,
+    program: Program = False,
     json: o.Json = False,
 ) -> None:
     """Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.
@@ -22,7 +28,11 @@ def explain_command(
     Example:
       plan explain --model 405b --gpus 2048 --tp 16
       plan explain --model 405b --gpus 2048
+      plan explain --model 8b --gpus 16 --program
     """
+    if program:
+        _print_program(asked, json)
+        return
     from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import dumps, show, waiting
     from planner.report.explain import render_explanation
@@ -35,3 +45,17 @@ def explain_command(
         sys.stdout.write(dumps(answer.to_json()))
     else:
         show(render_explanation(answer))
+
+
+def _print_program(asked: SearchOptions, json: bool) -> None:
+    """Plan, and print the integer program of the best layout with its numbers."""
+    from planner.cli.inputs import read_job, read_limits
+    from planner.cli.output import dumps, waiting
+    from planner.search.search import plan
+    from planner.search.why.program import program_text
+
+    job, limits = read_job(asked), read_limits(asked)
+    with waiting("searching"):
+        answer = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
+    text = program_text(answer)
+    sys.stdout.write(dumps({"parallelism": answer.parallelism.model_dump(), "program": text}) if json else f"{text}\n")

@@ -37,16 +37,22 @@ def says_bound(search: SearchReport) -> str:
     return f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model{under}{among}{left_out}"
 
 
+MAX_SETS_NAMED = 3
+"""Sets of modules that the sentence lists; more are counted, and JSON has them all."""
+
+
 def _among(searched: Searched) -> Iterator[str]:
     """Phrases that narrow the layouts searched down, beside their schedules."""
     sets = [" + ".join(modules) for modules in searched.recompute_modules if modules]
-    if sets:
-        yield f"selective recompute of {_either(sets)}"
+    if len(sets) > MAX_SETS_NAMED:
+        yield f"selective recompute meaning one of {len(sets)} sets of modules"
+    elif sets:
+        yield f"selective recompute meaning {_either(sets)}"
     tried = [f"{name} {_either(values)}" for name, values in searched.switches.items()]
     if tried:
         yield f"with {', '.join(tried)}"
     if searched.chunks == "equal":
-        yield "inner chunks of equal length"
+        yield "equal inner chunks"
 
 
 def _either(names: Sequence[str]) -> str:

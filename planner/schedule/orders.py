@@ -81,6 +81,8 @@ class ScheduleKind:
 
 
 _ANY_VPP = 1 << 30
+FULL_ROUNDS = 8
+"""Rounds of pp micro-batches after which no rank holds more: all schedules that are counted fill in three."""
 
 
 def _v_shaped(
@@ -331,6 +333,8 @@ def in_flight_chunks(
         return [min(total, warm_up_chunks(pp, vpp, rank, group) + 1) for rank in range(pp)]
     if SCHEDULES[name].holds_all:
         return [total] * pp
+    if microbatch_group_size is None:
+        num_microbatches = _enough_to_fill(name, pp, num_microbatches)
     return _counted_chunks(build_schedule(name, pp, vpp, num_microbatches, microbatch_group_size))
 
 
@@ -360,13 +364,20 @@ def chunks_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> tup
         return ((num_microbatches,) * vpp,) * pp
     stages = placement(name, pp, vpp)
     held_by_rank = []
-    for rank, order in enumerate(build_schedule(name, pp, vpp, num_microbatches).ranks):
+    for rank, order in enumerate(build_schedule(name, pp, vpp, _enough_to_fill(name, pp, num_microbatches)).ranks):
         actions = ActionList.of(order)
         change = HELD_BY_PLACE[actions.kind]
         fullest = slice(np.cumsum(change).argmax() + 1)
         chunks = [stage for stage, holder in enumerate(stages) if holder == rank]
         held_by_rank.append(tuple(int(change[fullest][actions.stage[fullest] == stage].sum()) for stage in chunks))
     return tuple(held_by_rank)
+
+
+def _enough_to_fill(name: str, pp: int, num_microbatches: int) -> int:
+    """Micro-batches of a step that holds as much as the whole one: a few rounds of pp, ending as the whole one does."""
+    if not SCHEDULES[name].trains_one_copy:
+        return num_microbatches
+    return min(num_microbatches, FULL_ROUNDS * pp + num_microbatches % pp)
 
 
 def _counted_chunks(schedule: Schedule) -> list[int]:

@@ -143,9 +143,9 @@ class Branch:
         if best is None or not best.pricing.runtime.uneven_chunks or self._late():
             return
         blocks = frontier.all_nodes()
-        bases: list[Recompute] = [best.split.base]
-        if any(choice.mode == "none" for choice in self.choices) and best.split.base != "none":
-            bases.insert(0, "none")
+        bases: list[Recompute] = ["none"] if any(choice.mode == "none" for choice in self.choices) else []
+        if best.split.base == "selective":
+            bases.append("selective")
         for base in bases:
             ranked = [level_guess_s(nodes, any_memory=base != "none") for nodes in blocks]
             promising = [

@@ -85,7 +85,12 @@ def search(case: Case) -> Plan:
     branch.try_uneven_chunks(frontier)
     branch.run_alternatives(frontier)
     best = branch.best
-    if best is not None and AUTO in (limits.schedule or ()) and not best.pricing.runtime.compiled:
+    if (
+        best is not None
+        and AUTO in (limits.schedule or ())
+        and not best.pricing.runtime.compiled
+        and not deadline.passed
+    ):
         best = made_to_measure(best)
     if best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
         raise NothingLegal(rejections)
@@ -180,7 +185,7 @@ def _module_sets(branch: Branch, screens: Sequence[tuple[Screen, SearchLimits]])
 def _unsearched(screen: Screen, any_chunks: bool) -> Iterator[str]:
     """What the trainer could be told and the search left out."""
     if screen.pricing.runtime.uneven_chunks and not any_chunks:
-        yield "uneven inner chunks beyond those tried around the best"
+        yield "uneven inner chunks but those tried around the best"
     if screen.module_sets is not None and len(screen.module_sets.tables) >= MAX_SETS:
         yield "other sets of modules"
-    yield "other switches than the trainer's defaults"
+    yield "switches other than the trainer's defaults"

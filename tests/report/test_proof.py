@@ -58,7 +58,7 @@ def test_the_bound_names_everything_that_was_searched_and_what_was_not() -> None
     said = says_bound(report(searched=searched, unsearched=("offloading", "fp8")))
     assert said == (
         "no layout that fits is faster than 20.00 s in this model under 1f1b or interleaved-1f1b, selective recompute "
-        "of layernorm + moe_act or mlp, with ep_overlap on or off, dispatcher alltoall, inner chunks of equal length; "
+        "meaning layernorm + moe_act or mlp, with ep_overlap on or off, dispatcher alltoall, equal inner chunks; "
         "not searched: offloading, fp8"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 
@@ -166,3 +167,17 @@ def test_unknown_name_suggests_the_nearest() -> None:
     error = violation("interleaved", 4, 2, 8)
     assert error is not None
     assert "interleaved-1f1b" in error.hint
+
+
+@pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.trains_one_copy])
+@pytest.mark.parametrize("more", [0, 1])
+def test_long_steps_hold_no_more_than_their_whole_list_says(name: str, more: int) -> None:
+    """Long steps are counted over a few rounds: against every action of the whole one."""
+    kind, pp, num_microbatches = SCHEDULES[name], 4, 4 * 24 + more
+    vpp = max(kind.min_vpp, min(kind.max_vpp, 2))
+    if violation(name, pp, vpp, num_microbatches):
+        pytest.skip("no such step")
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    for rank, held in enumerate(in_flight_chunks(name, pp, vpp, num_microbatches)):
+        actions = build_schedule(name, pp, vpp, num_microbatches).ranks[rank]
+        assert held == max(accumulate(change[action.kind] for action in actions))

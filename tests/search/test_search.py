@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from toys import MOE, NO_LIMIT_S, Problem, toy_cluster, toy_hardware, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, PricedLayout
-from planner.errors import Infeasible, PlannerError
+from planner.errors import Infeasible, PlannerError, SolverError
 from planner.layout.evaluate import evaluate
 from planner.physics.layers import model_totals
 from planner.search.search import plan
@@ -48,7 +50,7 @@ def test_nothing_that_fits_is_faster(name: str) -> None:
     problem = toy_problem(**(SMALL | {"top": 1, "gap_fraction": 0.0} | EXHAUSTIVE[name]))
     answer, best_s = solved(problem), problem.best_step_s()
     assert answer.search is not None
-    assert answer.search.outcome == "proven"
+    assert answer.search.outcome != "feasible"  # it ended by itself
     assert answer.search.lower_bound_s <= best_s * (1 + 1e-6)
     # the program's bounds are a little below the replay, so that a split next to the best may be taken for it
     assert answer.step.step_s <= best_s * 1.005
@@ -162,7 +164,7 @@ def test_more_memory_or_bandwidth_is_never_slower(runtime: str, memory_gib: floa
         cluster = ClusterSpec(hardware=toy_hardware(**(given | better)), num_gpus=8)
         answer = solved(toy_problem(toy_model(6), cluster, toy_training(32), runtime, top=1, cp=(1,)))
         assert answer.search is not None
-        assert answer.search.outcome == "proven"
+        assert answer.search.outcome != "feasible"  # it ended by itself
         return answer.step.step_s, answer.search.gap
 
     worst, gap = step_s()
@@ -263,17 +265,37 @@ def test_405b_is_planned_to_within_a_percent_of_the_bound() -> None:
     assert answer.search.gap <= 0.01
 
 
-@pytest.mark.parametrize("time_limit_s", [0.001, 1.0])
-def test_time_limits_leave_a_plan_and_say_what_is_proven(time_limit_s: float) -> None:
+def searched_until(asks: float, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """A search whose time is up when its clock has been asked so often: each answer is a second later."""
+    monkeypatch.setattr("planner.search.deadline.time", SimpleNamespace(monotonic=count().__next__))
     model, training = load_model("70b"), TrainingSpec(seq_length=8192, global_batch_size=1024)
-    limits = SearchLimits(time_limit_s=time_limit_s, gap_fraction=0.0)
-    answer = plan(model, ClusterSpec(hardware=load_hardware("h100"), num_gpus=512), training, limits=limits)
+    limits = SearchLimits(time_limit_s=asks, gap_fraction=0.0)
+    return plan(model, ClusterSpec(hardware=load_hardware("h100"), num_gpus=512), training, limits=limits)
+
+
+@pytest.mark.parametrize("asks", [1, 3])
+def test_a_search_without_time_says_so(asks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SolverError, match=f"time is up after {asks} s.*no layout was found yet"):
+        searched_until(asks, monkeypatch)
+
+
+@pytest.mark.parametrize("asks", [30, 1e9])
+def test_time_limits_leave_a_plan_and_say_what_is_proven(asks: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = searched_until(asks, monkeypatch)
     assert answer.search is not None
-    check_layout(answer.best, model, answer.cluster, training)
-    assert answer.search.outcome in ("proven", "feasible")
+    check_layout(answer.best, answer.model.spec, answer.cluster, answer.training)
+    assert (answer.search.outcome == "feasible") == (asks < 1e9)
     assert answer.search.lower_bound_s <= answer.step.step_s
-    if time_limit_s < 0.01:
-        assert answer.search.outcome == "feasible"
+
+
+def test_proven_means_within_the_gap_that_was_asked() -> None:
+    outcomes = {}
+    for gap_fraction in (0.0, 0.3):
+        answer = solved(toy_problem(toy_model(7), toy_cluster(8), toy_training(8), gap_fraction=gap_fraction, top=1))
+        assert answer.search is not None
+        assert (answer.search.outcome == "proven") == (answer.search.gap <= gap_fraction * (1 + 1e-9))
+        outcomes[gap_fraction] = answer.search.outcome
+    assert outcomes[0.3] == "proven"
 
 
 SPLIT_OR_NOT: dict[str, Any] = {

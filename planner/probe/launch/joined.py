@@ -66,4 +66,5 @@ def rank_error(failure: Failure, run: ProbeRun) -> ProbeError:
         f"rank {failure.rank} ({run.place(failure.rank)}) failed in {failure.phase}: {failure.message}", hint
     )
     error.add_note(failure.traceback)  # which --debug prints
+    error.follows_answer = failure.kind == "lost_peer"  # the rank that failed has the answer
     return error

@@ -114,7 +114,7 @@ def test_the_options_can_be_typed(pins: str, capsys: pytest.CaptureFixture[str])
     miss = nearest_miss(Case(case.model, case.cluster, training, case.runtime, limits))
     assert miss is not None
     assert main(["evaluate", *job, *trainer, *options_of(miss.layout), "--json"]) == 0
-    stages = json.loads(capsys.readouterr().out)["stages"]
+    stages = json.loads(capsys.readouterr().out)["best"]["stages"]
     total = max(stage["memory"]["total_bytes"] for stage in stages)
     assert miss.shortfall_bytes == total - case.cluster.hardware.memory_bytes
     sizes = {name: value for name, value in miss.as_data.items() if name in Parallelism.model_fields}

@@ -12,6 +12,7 @@ from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 from planner.answer import Plan
 from planner.cli import main
 from planner.cli.inputs import read_job, read_limits
+from planner.cli.job_options import SearchOptions
 from planner.errors import Infeasible, SolverError
 from planner.search.case import Case
 from planner.search.deadline import Deadline
@@ -41,8 +42,9 @@ def read_arguments(options: dict[str, str]) -> tuple[Any, ...]:
         short.get(option, option.lstrip("-").replace("-", "_")): value for option, value in options.items()
     }
     params |= {name: int(params[name]) for name in numbers}
-    job = read_job(params)
-    return job.model, job.cluster, job.training, read_limits(params)
+    asked = SearchOptions(**params)
+    job = read_job(asked)
+    return job.model, job.cluster, job.training, read_limits(asked)
 
 
 def missing_gib(error: Infeasible) -> float:

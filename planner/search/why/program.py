@@ -1,0 +1,19 @@
+"""The integer program behind a plan, with its numbers, to be read."""
+
+from __future__ import annotations
+
+from planner.answer import Plan
+from planner.layout.replan import reprice
+from planner.search.ilp.describe import describe
+from planner.search.ilp.translate import node_of
+from planner.search.rebalance import recompute_of
+
+
+def program_text(plan: Plan, max_rows: int | None = None) -> str:
+    """The integer program of the plan's best layout: its shape, schedule and way to recompute, any split of the layers.
+
+    Groups of more than `max_rows` variables or rows are shortened.
+    """
+    candidate = reprice(plan, plan.best)
+    choice = recompute_of(candidate.split, plan)
+    return describe(node_of(candidate.pricing, candidate.table, choice, candidate.schedule), max_rows)

@@ -1,0 +1,29 @@
+"""The program of a plan: it is the one of its best layout."""
+
+from __future__ import annotations
+
+from toys import toy_cluster, toy_model, toy_problem, toy_training
+
+from planner.answer import Plan
+from planner.search.search import plan
+from planner.search.why.program import program_text
+
+
+def planned(**limits: tuple[int, ...]) -> Plan:
+    problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(16), **limits)
+    return plan(problem.model, problem.cluster, problem.training, limits=problem.limits, runtime=problem.runtime)
+
+
+def test_the_program_is_that_of_the_best_layout() -> None:
+    answer = planned(pp=(4,), vpp=(1,))
+    text = program_text(answer)
+    assert f"{answer.parallelism.pp} ranks with 1 stage each" in text
+    assert f"{answer.parallelism.num_microbatches} micro-batches" in text
+    for rank in range(4):
+        assert f"\n  memory_{rank}:" in text
+        assert f"\n  time_{rank}_0:" in text
+
+
+def test_long_groups_are_shortened_where_that_is_asked() -> None:
+    answer = planned(pp=(4,), vpp=(1,))
+    assert len(program_text(answer, max_rows=2)) < 0.7 * len(program_text(answer))
