@@ -100,15 +100,15 @@ def local_copies(
     """
     if runtime.fused_rotary:
         return
-    whole = num_bytes * shape.sequence_parallel
-    shard = whole / shape.tp
+    gathered = num_bytes * shape.sequence_parallel
+    shard = gathered / shape.tp
     yield Operator(
         name=name,
         kind="elementwise",
         family="copy",
         modules=modules,
-        forward_bytes=whole + 3 * shard,
-        backward_bytes=2 * whole + 5 * shard,
+        forward_bytes=gathered + 3 * shard,
+        backward_bytes=2 * gathered + 5 * shard,
         forward_kernels=2,
         backward_kernels=4,
     )
