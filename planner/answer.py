@@ -1,6 +1,7 @@
-"""The product: one layout with its stages, its time and its memory; and the answer that holds the best of them.
+"""The types of the answer: a plan, and the layouts in it with their stages, their time and their memory.
 
-The JSON of these types is the interface contract: fields are added, never renamed. Seconds, bytes; intervals are 80%.
+The JSON of these types is the interface contract: fields are added, never renamed. Times are in seconds, memory is in
+bytes, and an interval is meant to hold the true value in 80% of all cases.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SCHEMA_VERSION: Final = 1
 
 Interval = tuple[float, float]
 Evidence = Literal["spec_sheet", "calibrated", "probed"]
-"""Where the seconds come from: data sheets, measurements of this kind of GPU, or those corrected by a probe."""
+"""The source of the seconds: data sheets, measurements of this kind of GPU, or those corrected by a probe."""
 
 
 class Layout(Spec):
@@ -45,7 +46,7 @@ class Layout(Spec):
     """Ranks over which ZeRO or FSDP shards; dp·cp unless a smaller group was asked for (HSDP)."""
     sequence_parallel: bool
     recompute: Literal["none", "selective", "full"]
-    """`full` where any layer is recomputed whole: the stages say how many."""
+    """`full` if any layer is recomputed whole; the stages say how many."""
     recompute_modules: tuple[str, ...] = ()
     num_gpus_used: int
     num_gpus_spare: int = 0
@@ -66,7 +67,7 @@ class Layout(Spec):
 
 
 class StageMemory(Spec):
-    """Bytes on one rank of a stage at its worst moment; the items add up to peak_allocated_bytes."""
+    """Memory that a rank of a stage needs at its peak, in bytes; the items add up to peak_allocated_bytes."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -74,10 +75,10 @@ class StageMemory(Spec):
     activations_bytes: int
     logits_bytes: int
     workspace_bytes: int
-    """What a backward (or recomputed) layer needs for a moment, and fixed buffers."""
+    """Bytes that a backward (or a recomputed layer) needs for a moment, and bytes of fixed buffers."""
     reserved_bytes: int
     peak_allocated_bytes: int
-    """What torch.cuda.max_memory_allocated would show."""
+    """The bytes that torch.cuda.max_memory_allocated would show."""
     total_bytes: int
     """peak_allocated_bytes + reserved_bytes."""
     total_bytes_interval: Interval | None = None
@@ -91,30 +92,30 @@ class StagePlan(Spec):
     """[first layer, last layer exclusive) of each virtual stage, in the order a micro-batch meets them."""
     num_layers: int
     holds: tuple[str, ...]
-    """Those of embedding, head and mtp that the stage holds."""
+    """The parts beside layers that the stage holds: any of embedding, head and mtp."""
     recompute: dict[str, int]
     """Layers per recompute mode."""
     num_recomputed: tuple[tuple[int, ...], ...] = ()
-    """How many layers, counted from the first, are recomputed whole in each chunk and layer kind (in model order);
-    empty where none are on any stage, and in files that say no more than `recompute`."""
+    """Number of layers that are recomputed whole, for each chunk and each kind of layer (in model order); they are the
+    first layers of the chunk. Empty if no stage recomputes any, and in files that say no more than `recompute`."""
     in_flight_microbatches: float
     forward_s: float
-    """Compute of one micro-batch's forward; exchanges are beside it."""
+    """Seconds of computing in one micro-batch's forward; its exchanges are counted in forward_comm_s."""
     backward_s: float
-    """Compute of one micro-batch's backward, recomputation included."""
+    """Seconds of computing in one micro-batch's backward, recomputation included."""
     weight_grad_s: float
-    """The part of backward_s that weight gradients take, which split-backward schedules move."""
+    """The seconds of backward_s that weight gradients take; schedules that split the backward move them."""
     forward_comm_s: float
-    """Exposed tensor-, context- and expert-parallel exchanges of one forward."""
+    """Seconds of tensor-, context- and expert-parallel exchanges in one forward that no computing hides."""
     backward_comm_s: float
     optimizer_s: float
     num_parameters: int
-    """Parameters one rank holds."""
+    """Number of parameters that one rank holds."""
     memory: StageMemory
 
 
 class StepBreakdown(Spec):
-    """Where the seconds of a step go, on the rank that decides it; the items add up to step_s."""
+    """The parts of a step's seconds, on the rank that decides how long it is; the items add up to step_s."""
 
     compute_s: float
     tp_comm_s: float
@@ -128,13 +129,13 @@ class StepBreakdown(Spec):
 
 
 class StepTime(Spec):
-    """One optimizer step."""
+    """The time of one optimizer step, and the speeds that follow from it."""
 
     step_s: float
     step_s_interval: Interval | None = None
     tokens_per_s: float
     tokens_per_s_per_gpu: float
-    """Over all GPUs given, spare ones included."""
+    """Tokens per second, divided by all GPUs given, spare ones included."""
     model_tflops_per_gpu: float
     """Model FLOPs (no recompute) per second and GPU used."""
     mfu: float
@@ -155,13 +156,13 @@ class PricedLayout(Spec):
     step: StepTime
     warnings: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
-    """Each rank's actions in order, as torch spells them, where the schedule was made to measure (`auto`)."""
+    """Each rank's actions in order, as torch spells them, if the schedule was made to measure (`auto`)."""
     rank_factors: tuple[float, ...] = ()
     """Measured: how many times as long each pipeline rank takes as the profile says; empty: all take as long."""
     runtime_spec: RuntimeSpec | None = None
-    """The runtime that priced an alternative where the best has another: one splits backwards, the other does not."""
+    """The runtime that priced an alternative, if it is not that of the best: only one of the two splits backwards."""
     trade: str = ""
-    """What an alternative trades against the best plan."""
+    """A sentence on an alternative: what it gives up against the best plan, and what it gains."""
 
     @property
     def worst_stage(self) -> StagePlan:
@@ -175,7 +176,7 @@ class PricedLayout(Spec):
 
 
 class ModelSummary(Spec):
-    """The model's totals; `spec` holds all of it."""
+    """The model's totals; `spec` holds the whole model."""
 
     name: str
     num_parameters: int
@@ -185,7 +186,7 @@ class ModelSummary(Spec):
 
 
 class Searched(Spec):
-    """What the search tried, and so which layouts its bound holds for."""
+    """The choices that the search tried; its lower bound holds for the layouts made of them."""
 
     schedules: tuple[str, ...]
     """Schedules of the pipelines."""
@@ -194,7 +195,7 @@ class Searched(Spec):
     switches: dict[str, tuple[str, ...]]
     """Values that each performance switch was tried with, as the command line spells them."""
     chunks: Literal["equal", "any"]
-    """`equal` where all inner chunks of an interleaved pipeline hold equally many layers."""
+    """`equal` if all inner chunks of an interleaved pipeline hold equally many layers."""
 
 
 class SearchReport(Spec):
@@ -217,15 +218,15 @@ class SearchReport(Spec):
     asked_gap_fraction: float | None = None
     """How far above the bound the step was allowed to be, as a fraction of the step; null in files that do not say."""
     schedules: tuple[str, ...] = ()
-    """Those that pipelines were searched under; empty in files that do not say. `searched` says more."""
+    """Schedules that were tried for pipelines; empty in files that do not say. `searched` says more."""
     searched: Searched | None = None
-    """What the search tried; null in files that do not say."""
+    """The choices that the search tried; null in files that do not say."""
     unsearched: tuple[str, ...] = ()
-    """What the search left out, in the words that the sentence of the proof ends with."""
+    """The choices that the search left out, in the words with which the sentence about the proof ends."""
 
 
 class RunCost(Spec):
-    """What the whole training run takes, for the tokens asked for."""
+    """Time, energy and money that the whole training run takes for the tokens asked for."""
 
     tokens: float
     days: float
@@ -235,7 +236,7 @@ class RunCost(Spec):
 
 
 class Plan(Spec):
-    """What `plan()` and `evaluate()` return: the inputs, the best layout, alternatives, why the others were rejected.
+    """The answer of `plan()` and `evaluate()`: the inputs, the best layout, alternatives, why others were rejected.
 
     `fits`, `parallelism`, `stages`, `step`, `evidence` and `warnings` are those of `best`.
     """
@@ -300,20 +301,20 @@ class Plan(Spec):
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data in the contract's form; without `search` where nothing was searched."""
+        """The plan as plain data in the contract's form; without `search` if nothing was searched."""
         left_out = {"search"} if self.search is None else None
         return {**self.model_dump(mode="json", exclude=left_out), "inputs_sha256": self.inputs_sha256}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Read what `to_json` wrote; pydantic's ValidationError where it does not fit."""
+        """Read what `to_json` wrote. Raises pydantic's ValidationError if the data do not fit."""
         return cls.model_validate({key: value for key, value in data.items() if key != "inputs_sha256"})
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write the plan as JSON to a file that `load` and every command read; `-` is stdout.
 
-        Without the search's own seconds, so that the same inputs make the same bytes. Raises SpecError where the file
-        exists and `force` is not given.
+        The seconds that the search took are left out, so that the same inputs make the same bytes. Raises SpecError if
+        the file exists and `force` is not given.
         """
         search = None if self.search is None else self.search.model_copy(update={"seconds": None})
         data = self.model_copy(update={"search": search}).to_json()
@@ -322,13 +323,13 @@ class Plan(Spec):
     # load and _repr_html_ are the imports that climb: users ask the plan itself
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """The plan in a file that `save` wrote; `-` is stdin. SpecError where it holds no plan of this version."""
+        """The plan in a file that `save` wrote; `-` is stdin. Raises SpecError if it holds no plan of this version."""
         from planner.plan_file import read_plan
 
         return read_plan(str(path))
 
     def _repr_html_(self) -> str:
-        """The report, for notebooks: in a frame, so that its styles stay its own."""
+        """The report as a notebook shows it, in a frame of its own so that its styles change nothing else."""
         from planner.report.page import report_page
 
         return f'<iframe srcdoc="{escape(report_page(self))}" style="width: 100%; height: 40em; border: 0"></iframe>'

@@ -1,4 +1,4 @@
-"""Every way the planner fails, and the exit code of each.
+"""Every way in which the planner fails, and the exit code of each.
 
 PlannerError                 1
 ├─ SpecError                 2   bad or unknown model, hardware or training spec: file, field, value, nearest match
@@ -26,7 +26,7 @@ class PlannerError(Exception):
 
     exit_code = 1
     follows_answer = False
-    """Whether stdout has its answer already when this is raised: the exit code is then a verdict on that answer."""
+    """True if stdout has its answer already when this is raised; the exit code is then a verdict on that answer."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -34,12 +34,12 @@ class PlannerError(Exception):
         self.hint = hint
 
     def lines(self) -> str:
-        """The lines that stderr shows: `error:` and, where there is one, `hint:`, each on one line."""
+        """The lines that stderr shows: `error:` and, if there is one, `hint:`, each on one line."""
         labels = (("error", self.message), ("hint", self.hint))
         return "".join(f"{label}: {printable(' '.join(text.split()))}\n" for label, text in labels if text)
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints in place of an answer, as plain data."""
+        """The error as plain data, which `--json` prints in place of an answer."""
         return {"error": {"type": type(self).__name__, "message": self.message, "hint": self.hint}}
 
 
@@ -49,7 +49,10 @@ def printable(text: str) -> str:
 
 
 def exit_code_of(main: Callable[[Sequence[str]], None]) -> int:
-    """Run a script's `main` on the command line's arguments; what it cannot do is one `error:` and one `hint:`."""
+    """Run a script's `main` on the command line's arguments and return its exit code.
+
+    If the planner fails, stderr shows one `error:` line and one `hint:` line.
+    """
     try:
         main(sys.argv[1:])
     except PlannerError as error:
@@ -59,7 +62,7 @@ def exit_code_of(main: Callable[[Sequence[str]], None]) -> int:
 
 
 def defect(error: Exception) -> PlannerError:
-    """An exception that nobody foresaw, as one line: what and where."""
+    """An exception that nobody foresaw, as one line: what happened and where."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return PlannerError(
         f"internal: {type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})",
@@ -78,11 +81,11 @@ class Unsupported(SpecError):
 
 
 class Infeasible(PlannerError):
-    """No layout is legal and fits.
+    """No layout is legal and fits into memory.
 
     `rejections` counts shapes by the reason that excludes them, `nearest` is the layout that lacks least memory and
-    `remedy` the smallest change that makes something fit (its `options` are words of the command line); both as plain
-    data for JSON, None where nobody worked them out.
+    `remedy` the smallest change that makes something fit (its `options` are words of the command line). Both are plain
+    data for JSON, and None if nobody worked them out.
     """
 
     exit_code = 3

@@ -43,7 +43,12 @@ def toy_model(num_hidden_layers: int = 6, **changes: Any) -> ModelSpec:
 
 
 def toy_hardware(
-    memory_gib: float = 80.0, nvlink_gb_per_s: float = 450.0, network_gb_per_s: float = 50.0, latency_us: float = 5.0
+    memory_gib: float = 80.0,
+    nvlink_gb_per_s: float = 450.0,
+    network_gb_per_s: float = 50.0,
+    latency_us: float = 5.0,
+    hbm_gb_per_s: float = 3000.0,
+    tflops: float = 1000.0,
 ) -> HardwareSpec:
     """A GPU in nodes of four; all of its memory holds tensors."""
     return HardwareSpec(
@@ -51,8 +56,8 @@ def toy_hardware(
         source="made up",
         architecture="hopper",
         memory_gib=memory_gib,
-        hbm_gb_per_s=3000.0,
-        peak_tflops={"bf16": 1000.0, "fp8": 2000.0},
+        hbm_gb_per_s=hbm_gb_per_s,
+        peak_tflops={"bf16": tflops, "fp8": 2 * tflops},
         num_sms=132,
         gpus_per_node=4,
         tiers=(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from planner.layout.seconds import STEADY_ROUNDS, is_long
 from planner.schedule.actions import HELD_BY_PLACE, ActionList, Schedule
-from planner.schedule.orders import HOLDS_ALL, build_schedule, placement
+from planner.schedule.orders import SCHEDULES, build_schedule, placement
 from planner.shape import FloatArray, Shape
 
 
@@ -32,14 +32,14 @@ def peaks_of_schedule(shape: Shape, schedule: str, live_bytes: Sequence[float]) 
     They are counted over so many micro-batches that the ranks hold all that they ever hold.
     """
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
-    few = STEADY_ROUNDS[0] * pp
-    if schedule in HOLDS_ALL and is_long(shape):
+    few, holds_all = STEADY_ROUNDS[0] * pp, SCHEDULES[schedule].holds_all
+    if holds_all and is_long(shape):
         ranks = placement(schedule, pp, vpp)
         return [
             wanted * sum(live for live, at in zip(live_bytes, ranks, strict=True) if at == rank) for rank in range(pp)
         ]
     if is_long(shape):
         few += wanted % pp
-    elif wanted % pp or schedule in HOLDS_ALL:
+    elif wanted % pp or holds_all:
         few = wanted
     return activation_peaks_bytes(build_schedule(schedule, pp, vpp, min(few, wanted)), live_bytes)

@@ -138,7 +138,7 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
     etp = wanted.etp or (wanted.tp if pricing.model.moe is None else 1)
     stated = wanted.sequence_parallel
     sequence_parallel = pricing.runtime.sequence_parallel if stated is None else stated
-    return Shape(
+    return Shape.of(
         tp=wanted.tp,
         cp=wanted.cp,
         ep=wanted.ep,

@@ -27,7 +27,7 @@ def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = 
         runtime=layout.runtime_spec or plan.runtime_spec,
         selective_modules=chosen.recompute_modules or ("core_attn",) if modules is None else modules,
     )
-    shape = Shape(
+    shape = Shape.of(
         **{axis: getattr(chosen, axis) for axis in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size")},
         num_microbatches=chosen.num_microbatches,
         seq_length=plan.training.seq_length,

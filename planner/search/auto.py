@@ -1,4 +1,4 @@
-"""An order made to measure: after the shape and the split are chosen, look for a better order of its actions."""
+"""An order made to measure: once the shape and the split are chosen, the search looks for a better order of actions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from planner.schedule.synthesis import synthesize
 
 AUTO = "auto"
 MAX_ACTIONS = 24_000
-"""Orders of more actions than this are left as they are: looking for a better one would take longer than the plan."""
+"""Most actions of an order that is improved; with more, looking for a better order would take longer than the plan."""
 
 
 def made_to_measure(candidate: Candidate) -> Candidate:
-    """`candidate` with the best order for its own stage times and memory, or as it was where none is better.
+    """The candidate with the best order for its own stage times and memory, or unchanged if no order is better.
 
-    The chunks of a made order may all end with the last micro-batch, and then hide less of their exchanges: the whole
-    step decides.
+    In an order made to measure all chunks may end with the last micro-batch. They then hide less of their exchanges,
+    so the seconds of the whole step decide which order is better.
     """
     shape = candidate.shape
     pp, vpp, num_microbatches = int(shape.pp), int(shape.vpp), candidate.num_microbatches

@@ -1,9 +1,10 @@
-"""Branch and bound over shapes: the shape is the branching variable, a node an integer program, the replay the judge.
+"""Branch and bound over shapes: the search branches on the shape, a node is an integer program, and the replay judges.
 
-Shapes come in the order of a coarse lower bound on their step, and are opened into nodes (schedule, vpp, recompute) as
-long as that bound is below the most promising open node. Of the open nodes the most promising is solved and replayed;
-those whose bound is not below the incumbent's replayed time are cut. The search ends when no bound is left below the
-incumbent less the gap asked for, or when time is up; either way it says how far the bound is.
+Shapes are sorted by a coarse lower bound of their step. They are opened into nodes (schedule, vpp, recompute) as long
+as that bound is below the most promising open node. The most promising open node is solved and replayed. A node is cut
+if its bound is not below the replayed step of the best candidate so far (the incumbent). The search ends when no bound
+is left below the incumbent less the gap that was asked for, or when time is up. In both cases it reports how far the
+lowest bound is from the best step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from planner.search.exhaustive import few_splits, fitting, least_step_s
 from planner.search.frontier import Frontier, Open, Prices, nodes_of
 from planner.search.ilp.program import solve
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
-from planner.search.priced_shapes import Screen
+from planner.search.priced_shapes import PricedShapes
 from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
 from planner.search.uneven import SHAPES, any_chunks_bound_s, improved, level_guess_s, level_split
@@ -33,21 +34,21 @@ from planner.shape import FloatArray, Shape
 from planner.specs.training import Recompute, SearchLimits
 
 BLOCK = 1024
-"""Shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
+"""Number of shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
 PRICED = 16
-"""Nodes priced together with the one that is solved next."""
+"""Number of nodes that are priced together with the one that is solved next."""
 MAX_TRIES = 4
-"""Programs solved for a node, each with more left free on the ranks that the replay showed to be too full."""
+"""Most programs solved for a node; each leaves more bytes free on the ranks that the replay showed to be too full."""
 RUNNERS_UP = 16
 NODES_PER_ALTERNATIVE = 2
-"""Shapes, and nodes of each, that are looked at for alternatives once the best is proven."""
+"""Numbers of shapes, and of nodes of each shape, that are solved for alternatives once the best is proven."""
 ALTERNATIVE_SLACK = 1.5
 ALTERNATIVE_GAP = 0.01
-"""How many times slower than the best an alternative may be, and how near its own optimum it is solved."""
+"""The largest step of an alternative over the best step, and the gap to its own optimum that its program may leave."""
 
 
 Key = tuple[int, ...]
-"""The grid and the micro-batch: two layouts that differ in nothing else are one to a reader."""
+"""The grid and the micro-batch size; a reader takes two layouts with the same key for the same layout."""
 
 
 def key_of(shape: Shape) -> Key:
@@ -67,23 +68,23 @@ class Branch:
     """The fastest candidate of each key."""
     num_ilps: int = 0
     num_exhausted: int = 0
-    """Nodes of which every split was replayed."""
+    """Number of nodes for which every split was tried, by a bound of its own or by a replay."""
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
     any_chunks_bound_s: float = 0.0
-    """The same for interleaved chunks of any length; 0 where nobody asked."""
+    """The same for interleaved chunks of any length, in seconds; 0 if it was not worked out."""
     complete: bool = True
     tables: dict[Prices, CostTable] = field(default_factory=dict)
-    """Prices, whatever the vpp."""
+    """The cost table of each runtime, set of modules and shape; vpp does not change it."""
     slack: float | None = None
-    """Once alternatives are wanted: how many times slower than the best they may be."""
+    """The largest step of an alternative over the best step; None while the search is for the best."""
 
     @property
     def best(self) -> Candidate | None:
         return min(self.candidates.values(), key=_rank, default=None)
 
     def cutoff_s(self, gap_fraction: float) -> float:
-        """A node whose bound is not below this cannot beat the incumbent by more than the gap."""
+        """The seconds below which a node's bound must be for it to beat the incumbent by more than the gap."""
         best = self.best
         if best is None:
             return np.inf
@@ -92,19 +93,20 @@ class Branch:
         ranked = sorted(candidate.step_s for candidate in self.candidates.values())
         return ranked[self.limits.top] if len(ranked) > self.limits.top else best.step_s * self.slack
 
-    def run(self, screens: Sequence[tuple[Screen, SearchLimits]]) -> Frontier:
-        """Search the shapes that can fit; what was cut is left in the frontier.
+    def run(self, priced: Sequence[tuple[PricedShapes, SearchLimits]]) -> Frontier:
+        """Search the shapes that can fit; the nodes that were cut stay in the frontier.
 
-        Screens are of the same shapes, each priced for one runtime with limits that name the schedules it is for.
+        `priced` has the same shapes several times: each time they are priced for one runtime, with limits that name the
+        schedules which this runtime runs.
         """
-        coarse = np.min([_coarse_bound_s(screen, limits) for screen, limits in screens], axis=0)
+        coarse = np.min([_coarse_bound_s(shapes, limits) for shapes, limits in priced], axis=0)
         order = np.argsort(coarse, kind="stable")
         blocks = iter([order[start : start + BLOCK] for start in range(0, len(order), BLOCK)])
         block, frontier = next(blocks, None), Frontier(self.choices)
         while True:
             cutoff = self.cutoff_s(self.limits.gap_fraction)
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
-                self._open([(screen.take(block), limits) for screen, limits in screens], coarse[block], frontier)
+                self._open([(shapes.take(block), limits) for shapes, limits in priced], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
             if not self._late() and frontier.open_sets(PRICED):
@@ -121,15 +123,17 @@ class Branch:
         self._leave(float(coarse[block[0]]) if block is not None else np.inf)
         return frontier
 
-    def _open(self, screens: Sequence[tuple[Screen, SearchLimits]], coarse_s: FloatArray, frontier: Frontier) -> None:
+    def _open(
+        self, priced: Sequence[tuple[PricedShapes, SearchLimits]], coarse_s: FloatArray, frontier: Frontier
+    ) -> None:
         """Put all nodes of a block of shapes into the frontier."""
         opened = np.zeros(len(coarse_s), dtype=bool)
-        for screen, limits in screens:
-            for rows, nodes in nodes_of(screen, limits):
+        for shapes, limits in priced:
+            for rows, nodes in nodes_of(shapes, limits):
                 opened[rows] = True
                 frontier.add(nodes, coarse_s[rows])
         if not opened.all():
-            shape = scalar(screens[0][0].shape, int(np.argmin(opened)))
+            shape = scalar(priced[0][0].shape, int(np.argmin(opened)))
             chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
             where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
             self.rejections.add("no_schedule", int((~opened).sum()), f"no schedule runs {where}")
@@ -137,7 +141,7 @@ class Branch:
     def try_uneven_chunks(self, frontier: Frontier) -> None:
         """Try inner chunks of different lengths in the shapes that could gain by them.
 
-        If one of them is the best then, every shape is bounded for chunks of any length.
+        If one of them is the best afterwards, a bound for chunks of any length is worked out for every shape.
         """
         best = self.best
         if best is None or not best.pricing.runtime.uneven_chunks or self._late():
@@ -156,7 +160,7 @@ class Branch:
             ]
             for _, number, row in sorted(promising)[:SHAPES]:
                 nodes = blocks[number]
-                shape, pricing = scalar(nodes.screen.shape, row), nodes.screen.pricing
+                shape, pricing = scalar(nodes.shapes.shape, row), nodes.shapes.pricing
                 if base != "none":
                     pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
                 start = Candidate(pricing, pricing.table(shape), Split((), base), nodes.schedules[row])
@@ -170,15 +174,18 @@ class Branch:
             self.any_chunks_bound_s = min([self.lower_bound_s, *least_s])
 
     def bound_of_chunks(self, step_s: float) -> tuple[bool, float]:
-        """Whether the proof is about chunks of any length, and its lower bound.
+        """True if the proof covers chunks of any length, and the lower bound in seconds of that proof.
 
-        A best step that is below the bound of equal chunks leaves no other.
+        If the best step is below the bound for equal chunks, only the bound for chunks of any length proves anything.
         """
         is_any = step_s < self.lower_bound_s and self.any_chunks_bound_s > 0
         return is_any, self.any_chunks_bound_s if is_any else self.lower_bound_s
 
     def run_alternatives(self, frontier: Frontier) -> None:
-        """Solve more nodes, most promising first, until none can be among those asked for; they change no proof."""
+        """Solve more nodes, the most promising first, until none can be among the alternatives asked for.
+
+        These nodes leave the proof as it is.
+        """
         proof = self.lower_bound_s, self.complete
         self.slack = ALTERNATIVE_SLACK
         self._price(frontier.runners_up[:RUNNERS_UP])
@@ -217,8 +224,8 @@ class Branch:
     def _solve(self, node: Open) -> None:
         """Solve one node and remember its bound.
 
-        Where one number of recomputed layers holds for all stages, none is tried first: mostly it fits, and is fast
-        enough for the node's own bound to rule the others out.
+        If one number of recomputed layers holds for all stages, the number 0 is tried first. Mostly that fits, and is
+        so fast that the node's own bound rules the other numbers out.
         """
         without = np.inf
         if node.choice.whole == "one_count":
@@ -229,9 +236,9 @@ class Branch:
         self._leave(max(node.bound_s, min(without, self._solve_choice(node, node.choice))))
 
     def _solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
-        """Find the node's best split; a bound of all of its splits (∞: nothing fits).
+        """Find the node's best split and return a lower bound of all its splits, in seconds (∞: no split fits).
 
-        Where the program's bound leaves a gap to its replay, and the node has few splits, all of them are replayed.
+        If the program's bound leaves a gap to its replay, and the node has few splits, each of them is tried.
         """
         bound_s = self._solve_program(node, choice)
         if self.slack is not None or bound_s >= self.cutoff_s(self.limits.gap_fraction):
@@ -251,7 +258,7 @@ class Branch:
         return max(bound_s, fastest_s)
 
     def _solve_program(self, node: Open, choice: RecomputeChoice) -> float:
-        """Solve the integer program, replay its split, keep the fastest of its key; the solver's bound."""
+        """Solve the integer program, replay its split and keep the fastest candidate of its key; the solver's bound."""
         bound, pricing, table = np.inf, node.pricing, self._table(node)
         short_bytes: list[float] = []
         for _ in range(MAX_TRIES):
@@ -276,7 +283,8 @@ class Branch:
             bound = min(bound, solution.bound_s)
             if solution.bound_s >= self.cutoff_s(0.0):
                 break
-            splits = [split_of(pricing, problem, each) for each in (solution, *with_shorter_chunks(problem, solution))]
+            variants = (solution, *with_shorter_chunks(problem, solution))
+            splits = [split_of(pricing, problem, variant) for variant in variants]
             candidates = [Candidate(pricing, table, split, node.schedule) for split in splits]
             for candidate in candidates:
                 if candidate.fits:
@@ -294,13 +302,13 @@ class Branch:
             self.candidates[key] = candidate
 
     def _leave(self, bound_s: float) -> None:
-        """Remember the least bound of what will not be looked at further."""
+        """Remember the least bound of the nodes that are not examined further."""
         self.lower_bound_s = min(self.lower_bound_s, bound_s)
 
     def _late(self) -> bool:
-        """Whether time is up; the search then stops with the best candidate, and its outcome is no proof.
+        """True if time is up; the search then stops with the best candidate, and its outcome is no proof.
 
-        Raises SolverError where there is none yet.
+        Raises SolverError if there is no candidate yet.
         """
         if not self.deadline.passed:
             return False
@@ -311,13 +319,17 @@ class Branch:
 
 
 def _rank(candidate: Candidate) -> tuple[float, ...]:
-    """Faster first; equal to a thousandth of a percent: less memory, less tensor parallelism, fewer stages."""
+    """A key that sorts faster candidates first.
+
+    Steps that are equal in their first five digits are sorted by memory, then by tensor parallelism, then by the number
+    of stages.
+    """
     shape, step_s = candidate.shape, candidate.step_s
     memory = max(float(part.static_bytes) for part in candidate.table.layers.values())
     return (float(f"{step_s:.5g}"), memory, float(shape.tp), float(shape.pp), step_s)
 
 
-def _coarse_bound_s(screen: Screen, limits: SearchLimits) -> FloatArray:
+def _coarse_bound_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
     """A lower bound of each shape's step under any of the schedules tried."""
-    tried = schedules_tried(limits, screen.pricing.runtime)
-    return bounds.coarse_bound_s(screen, any(SCHEDULES[name].splits_backward for name in tried))
+    tried = schedules_tried(limits, shapes.pricing.runtime)
+    return bounds.coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))

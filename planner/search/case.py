@@ -1,4 +1,4 @@
-"""A case: everything that one search is asked, as one value."""
+"""A case: all inputs of one search, as one value."""
 
 from __future__ import annotations
 

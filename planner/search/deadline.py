@@ -11,7 +11,7 @@ from planner.errors import SolverError
 class Deadline:
     """A moment by which a search ends, counted from when this object is made.
 
-    `clock` gives seconds; tests give one that counts how often it is asked.
+    `clock` returns seconds; tests pass one that counts how often it is called.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] | None = None) -> None:
@@ -26,11 +26,11 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether time is up."""
+        """True if time is up."""
         return self.left_s <= 0
 
     def check(self, doing: str) -> None:
-        """Raise SolverError where time is up before anything was found."""
+        """Raise SolverError if time is up before any layout was found."""
         if self.passed:
             raise SolverError(
                 f"time is up after {self.limit_s:g} s, {doing}: no layout was found yet",

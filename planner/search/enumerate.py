@@ -1,4 +1,4 @@
-"""Every shape worth pricing, as arrays: the axes, what is legal, and a typed reason for each shape that is not."""
+"""Every shape worth pricing, as arrays: the axes, the rules, and a typed reason for each shape that is not legal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planner.trainers.spec import RuntimeSpec
 IntArray = npt.NDArray[np.int64]
 
 MAX_MICRO_BATCH_TOKENS = 1 << 16
-"""Tokens of a micro-batch beyond which larger ones are not tried: GEMMs gain nothing and activations grow."""
+"""Most tokens of a micro-batch that is tried; with more, GEMMs gain nothing and activations grow."""
 MAX_CP = 512
 
 
@@ -47,9 +47,9 @@ def enumerate_shapes(
 ) -> tuple[Shape, Rejections]:
     """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage, dp, shard group), with as much dp as the batch allows.
 
-    Interleaving and recompute are chosen later, shape by shape. dp is the largest divisor of
-    global_batch_size / micro_batch_size that needs no more ranks than GPUs, or that leaves as many micro-batches as
-    orders ask for (`_data_parallel`); other GPUs stay spare.
+    Interleaving and recompute are chosen later, for each shape. dp is the largest divisor of
+    global_batch_size / micro_batch_size that needs no more ranks than there are GPUs, or that leaves as many
+    micro-batches as the schedules ask for (`_data_parallel`). The other GPUs stay spare.
     """
     rejections = Rejections()
     grid = _grid(model, cluster, training, limits, runtime, rejections)
@@ -74,8 +74,8 @@ def enumerate_shapes(
 
 def scalar(shape: Shape, index: int) -> Shape:
     """One shape of many, as Python numbers."""
-    one = shape.take(index)
-    numbers = {name: getattr(one, name) for name in Shape.__slots__}
+    row = shape.take(index)
+    numbers = {name: getattr(row, name) for name in Shape.__slots__}
     return Shape(**{k: v.item() if isinstance(v, np.generic) else v for k, v in numbers.items()})
 
 
@@ -130,17 +130,17 @@ def _grid(
 
 
 def _useful_zero_stages(runtime: RuntimeSpec) -> list[int]:
-    """ZeRO stages worth trying: not 0 where 1 can be had, since it needs more memory and moves the same bytes."""
+    """ZeRO stages worth trying: not 0 if 1 can be had, since it needs more memory and moves the same bytes."""
     return [stage for stage in runtime.zero_stages if stage > 0 or 1 not in runtime.zero_stages]
 
 
 def _data_parallel(
     grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits
 ) -> tuple[IntArray, IntArray]:
-    """Rows of the grid, each as often as there are data-parallel sizes to try, and the sizes; 0 where there is none.
+    """Rows of the grid, one for each data-parallel size to try, and the sizes; 0 for a row without any.
 
-    The largest, since fewer ranks compute longer. Where that leaves fewer micro-batches than some order asks for, or no
-    multiple of pp, also the largest that leaves enough of them.
+    The largest size is tried, since fewer ranks compute longer. If it leaves fewer micro-batches than some schedule
+    asks for, or no multiple of pp, then the largest size that leaves enough of them is tried, too.
     """
     leasts = {SCHEDULES[name].min_microbatches_per_rank for name in limits.schedule or () if name in SCHEDULES}
     asked = [(0, False), (1, False), *((least, True) for least in sorted(leasts | {1}) if least)]
@@ -153,7 +153,7 @@ def _data_parallel(
 def _largest(
     grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits, least: int, even: bool
 ) -> IntArray:
-    """Largest dp of each row that leaves `least`·pp micro-batches, and if `even` a multiple of pp; 0 without any."""
+    """The largest dp of each row that leaves `least`·pp micro-batches or more, with `even` a multiple of pp; else 0."""
     room = cluster.num_gpus // (grid["tp"] * grid["cp"] * grid["pp"])
     dp = np.zeros_like(room)
     slots = grid["tp"] * grid["cp"]
@@ -168,7 +168,7 @@ def _largest(
         rows = np.flatnonzero(grid["micro_batch_size"] == batch)
         pp = grid["pp"][rows]
         index = np.searchsorted(sizes, room[rows], side="right") - 1
-        # step down to what suits the order and fits the expert grid; 0 is a size of no order and ends the walk
+        # step down to a size that suits the schedule and fits the expert grid; the size 0 suits none and ends the loop
         while True:
             few = (steps[index] < least * pp) | (even & (steps[index] % pp != 0))
             crowded = slots[rows] * sizes[index] % experts[rows] != 0
@@ -181,22 +181,22 @@ def _largest(
 
 
 def _shard_groups(grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: SearchLimits) -> tuple[IntArray, IntArray]:
-    """Rows of the grid, each as often as there are groups to shard over, and the ranks of the group.
+    """Rows of the grid, one for each group size to shard over, and the number of ranks in the group.
 
-    All of dp·cp; where weights or gradients are sharded also those of one NVLink domain and its doublings, among which
-    only reductions leave the group (HSDP). Pinned sizes are kept to be refused with a reason.
+    A group has all dp·cp ranks. If weights or gradients are sharded, groups of one NVLink domain and its doublings are
+    tried as well; then only reductions leave the group (HSDP). Pinned sizes are kept, to be refused with a reason.
     """
-    every, whole, zero = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
+    every_row, all_ranks, zero_stage = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
     if limits.shard_size is not None:
-        pinned = zero >= 1
-        groups = [(every[~pinned], whole[~pinned])]
-        groups += [(every[pinned], np.full(int(pinned.sum()), size)) for size in sorted(set(limits.shard_size))]
+        pinned = zero_stage >= 1
+        groups = [(every_row[~pinned], all_ranks[~pinned])]
+        groups += [(every_row[pinned], np.full(int(pinned.sum()), size)) for size in sorted(set(limits.shard_size))]
     else:
-        groups = [(every, whole)]
+        groups = [(every_row, all_ranks)]
         size = 2 ** np.floor(np.log2(np.maximum(cluster.nvlink_domain_size // grid["tp"], 1))).astype(np.int64)
-        while (smaller := (zero >= 2) & (size < whole)).any():
-            usable = smaller & (whole % size == 0) & (size % grid["cp"] == 0)
-            groups.append((every[usable], size[usable]))
+        while (smaller := (zero_stage >= 2) & (size < all_ranks)).any():
+            usable = smaller & (all_ranks % size == 0) & (size % grid["cp"] == 0)
+            groups.append((every_row[usable], size[usable]))
             size = 2 * size
     return np.concatenate([rows for rows, _ in groups]), np.concatenate([sizes for _, sizes in groups])
 
@@ -204,7 +204,7 @@ def _shard_groups(grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: Search
 def _reject(
     grid: Grid, rows: npt.NDArray[np.bool_], rejections: Rejections, cluster: ClusterSpec, training: TrainingSpec
 ) -> None:
-    """Count rows without any data-parallel size by what stands in the way."""
+    """Count the rows without any data-parallel size, by the reason why they have none."""
     if not rows.any():
         return
     ranks = grid["tp"] * grid["cp"] * grid["pp"]

@@ -1,6 +1,6 @@
-"""Nodes of so few splits that all of them are replayed: then no bound is needed, and no program.
+"""Nodes with so few splits that all of them are tried by replay, without an integer program.
 
-Where stages interleave all chunks are equal but the first and the last, so that a node has a handful of splits.
+If stages interleave, all chunks but the first and the last are equal, so that a node has only a handful of splits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from planner.search.ilp.translate import RecomputeChoice
 from planner.specs.model import ModelSpec
 
 MAX_SPLITS = 256
-"""Splits of a node that are looked at; most are ruled out by a bound of their own, without a replay."""
+"""Most splits of a node for all of them to be tried; most are ruled out by a bound of their own, without a replay."""
 
 
 def few_splits(candidate: Candidate, choice: RecomputeChoice) -> list[tuple[int, ...]] | None:
-    """Layers of each virtual stage in every split of the candidate's node; None where a program is needed."""
+    """Layers of each virtual stage in every split of the candidate's node; None if an integer program is needed."""
     shape, runtime = candidate.shape, candidate.pricing.runtime
     if int(shape.vpp) == 1 or choice.whole == "per_stage":
         return None
@@ -31,7 +31,7 @@ def few_splits(candidate: Candidate, choice: RecomputeChoice) -> list[tuple[int,
 
 
 def least_step_s(candidate: Candidate) -> float:
-    """A lower bound of the candidate's step, without a replay: each rank's work and the trips to it and back."""
+    """A lower bound of the candidate's step in seconds, from each rank's work and the trips to it; without a replay."""
     schedule = SCHEDULES[candidate.schedule]
     bounds_s = any_order_bounds_s(
         candidate.durations,
@@ -43,7 +43,7 @@ def least_step_s(candidate: Candidate) -> float:
 
 
 def fitting(candidate: Candidate, choice: RecomputeChoice, splits: list[tuple[int, ...]]) -> Iterator[Candidate]:
-    """The candidate with each split that fits, recomputing as few layers as `choice` makes it."""
+    """The candidate with each split that fits, with as few layers recomputed as `choice` allows."""
     model = candidate.pricing.model
     for counts in splits:
         numbers = range(max(counts) + 1) if choice.whole == "one_count" else [max(counts) * (choice.whole == "all")]
@@ -55,7 +55,10 @@ def fitting(candidate: Candidate, choice: RecomputeChoice, splits: list[tuple[in
 def _least_recomputed(
     candidate: Candidate, choice: RecomputeChoice, counts: tuple[int, ...], numbers: range | list[int], model: ModelSpec
 ) -> Candidate | None:
-    """The candidate with the least of `numbers` layers a chunk recomputed whole that fits: no more could be faster."""
+    """The candidate that fits with the fewest layers of each chunk recomputed whole; None if none fits.
+
+    `numbers` are the numbers of layers to try. More recomputed layers than necessary cannot be faster.
+    """
     low, high = 0, len(numbers)
     fits: Candidate | None = None
     while low < high:
@@ -69,7 +72,7 @@ def _least_recomputed(
 
 
 def _split(counts: tuple[int, ...], choice: RecomputeChoice, number: int, model: ModelSpec) -> Split:
-    """Layers of each stage, the first `number` of each chunk recomputed whole."""
+    """The split with these layers of each stage, and the first `number` layers of each chunk recomputed whole."""
     plain = Split(counts, choice.base)
     if not number:
         return plain

@@ -1,4 +1,4 @@
-"""Nodes not solved yet, thousands of them as arrays: a shape with a schedule, its chunks, and how it recomputes."""
+"""The open nodes, thousands of them as arrays: a node is a shape with a schedule, its vpp and a way to recompute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from planner.search.ilp.layers import recurring
 from planner.search.ilp.node import Whole
 from planner.search.ilp.translate import RecomputeChoice
 from planner.search.module_sets import Modules
-from planner.search.priced_shapes import Screen
+from planner.search.priced_shapes import PricedShapes
 from planner.search.schedules import schedules_of
 from planner.shape import FloatArray, Shape
 from planner.specs.model import ModelSpec
@@ -27,22 +27,22 @@ from planner.specs.training import Recompute, SearchLimits
 from planner.trainers.spec import RuntimeSpec
 
 WIDTHS = (0, 2, 4, 8, 16, 32, 1 << 30)
-"""Nodes are bounded together with those of about as many ranks, so that few columns are idle."""
+"""Limits of pp between which nodes are bounded together; nodes of about as many ranks leave few columns idle."""
 
 BOUNDLESS_BYTES = 1e18
-"""More than any GPU has."""
+"""More bytes than any GPU has."""
 
 ONE_SET = RecomputeChoice("selective", "none")
-"""Selective recomputing of one set of modules."""
+"""Selective recompute of one set of modules."""
 ANY_SET = RecomputeChoice("selective", "any_modules")
-"""Selective recomputing of any set: what a node stands for until its sets are opened one by one."""
+"""Selective recompute of any set of modules; a node stands for all sets until they are opened one by one."""
 
 KEPT = 64
-"""Nodes remembered of those cut, for the alternatives to come from."""
+"""Number of cut nodes that are remembered; the alternatives are chosen among them."""
 
 
 Prices = tuple[RuntimeSpec, Modules, Shape]
-"""Runtime, recomputed modules and shape."""
+"""The runtime, the recomputed modules and the shape that a cost table belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Open:
 
     bound_s: float
     guess_s: float
-    """What it will probably take: where to look first, nothing more."""
+    """A guess of the step in seconds; it only decides which node is solved first."""
     pricing: Pricing
     shape: Shape
     schedule: str
@@ -59,49 +59,52 @@ class Open:
 
     @property
     def prices(self) -> Prices:
-        """What its prices are known by; chunks change none."""
+        """The key of the node's cost table; vpp changes no price."""
         return self.pricing.runtime, self.pricing.selective_modules, replace(self.shape, vpp=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Shapes, each with a schedule that it may run: rows."""
+    """Rows of shapes, each with a schedule that it may run."""
 
-    screen: Screen
+    shapes: PricedShapes
     """The shape of each row, vpp included."""
     schedules: Sequence[str]
     orders: Orders
 
     def bound_s(self, choice: RecomputeChoice) -> FloatArray:
-        """A lower bound of each row's step, recomputing as `choice` says; infinite where it cannot fit.
+        """A lower bound of each row's step in seconds, recomputing as `choice` says; infinite if it cannot fit.
 
-        Recomputed layers hide more of an exchange, so that where some may be, all are taken to be while it lasts. One
-        number for all ranks adds no less to the step than it hides: nor is the step shorter than with none of them and
-        all the memory in the world.
+        Recomputed layers hide more of an exchange. So if some layers may be recomputed, the bound takes all of them to
+        be recomputed during the exchange. If one number of recomputed layers holds for all ranks, recomputing adds no
+        less to the step than it hides: the step is then also no shorter than without recompute and with boundless
+        memory.
         """
         if choice.whole in ("none", "all"):
-            return self._step_s(self.screen, choice.mode, choice.mode)
+            return self._step_s(self.shapes, choice.mode, choice.mode)
         if choice.whole == "any_modules":
-            return self._step_s(self.screen.with_any_modules(), "none", "selective", choice.whole)
-        bound_s = self._step_s(self.screen, choice.mode, "full", choice.whole)
+            return self._step_s(self.shapes.with_any_modules(), "none", "selective", choice.whole)
+        bound_s = self._step_s(self.shapes, choice.mode, "full", choice.whole)
         if choice.whole == "one_count":
-            boundless = replace(self.screen, pricing=replace(self.screen.pricing, headroom_bytes=-BOUNDLESS_BYTES))
+            boundless = replace(self.shapes, pricing=replace(self.shapes.pricing, headroom_bytes=-BOUNDLESS_BYTES))
             bound_s = np.maximum(bound_s, self._step_s(boundless, choice.mode, choice.mode))
         return bound_s
 
-    def _step_s(self, screen: Screen, base: Recompute, exchanging: Recompute, whole: Whole = "none") -> FloatArray:
-        pipeline_s = pipeline_bound_s(screen, base, whole, self.orders)
-        return np.where(np.isfinite(pipeline_s), with_ends_s(screen, pipeline_s, base, exchanging), np.inf)
+    def _step_s(
+        self, shapes: PricedShapes, base: Recompute, exchanging: Recompute, whole: Whole = "none"
+    ) -> FloatArray:
+        pipeline_s = pipeline_bound_s(shapes, base, whole, self.orders)
+        return np.where(np.isfinite(pipeline_s), with_ends_s(shapes, pipeline_s, base, exchanging), np.inf)
 
     def guess_s(self, choice: RecomputeChoice) -> FloatArray:
-        """Seconds of the pipeline with layers spread as evenly as they go, and its fill."""
-        screen, model = self.screen, self.screen.pricing.model
+        """Seconds of the pipeline with layers spread as evenly as possible, and with its fill."""
+        shapes, model = self.shapes, self.shapes.pricing.model
         mode = "none" if choice.whole == "any_modules" else choice.mode
-        pp, vpp = np.asarray(screen.shape.pp), np.asarray(screen.shape.vpp)
-        mean_s = (screen.work_s(mode) - screen.ends_s) / pp
+        pp, vpp = np.asarray(shapes.shape.pp), np.asarray(shapes.shape.vpp)
+        mean_s = (shapes.work_s(mode) - shapes.ends_s) / pp
         busiest = np.ceil(np.ceil(model.num_hidden_layers / pp) / vpp) * vpp / (model.num_hidden_layers / pp)
-        fill_s = (pp - 1) * (mean_s / vpp + 2 * screen.p2p_s)
-        return np.asarray(np.asarray(screen.shape.num_microbatches) * mean_s * busiest + fill_s)
+        fill_s = (pp - 1) * (mean_s / vpp + 2 * shapes.p2p_s)
+        return np.asarray(np.asarray(shapes.shape.num_microbatches) * mean_s * busiest + fill_s)
 
 
 def kinds_of(model: ModelSpec) -> Kinds:
@@ -111,9 +114,9 @@ def kinds_of(model: ModelSpec) -> Kinds:
     return "in a pattern" if recurring(model.runs) is not None or len(model.runs) > len(model.kinds) else "in runs"
 
 
-def nodes_of(screen: Screen, limits: SearchLimits) -> Iterator[tuple[IntArray, Nodes]]:
-    """Every schedule that the shapes of `screen` may run, with the shape that each row is of."""
-    pricing, shape = screen.pricing, screen.shape
+def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntArray, Nodes]]:
+    """Every schedule that the shapes may run, as blocks: the index of each row's shape, and the rows."""
+    pricing, shape = shapes.pricing, shapes.shape
     pps, steps = np.asarray(shape.pp), np.asarray(shape.num_microbatches)
     for narrow, wide in pairwise(WIDTHS):
         rows = np.flatnonzero((pps > narrow) & (pps <= wide))
@@ -122,14 +125,14 @@ def nodes_of(screen: Screen, limits: SearchLimits) -> Iterator[tuple[IntArray, N
             [(name, pp, vpp, m) for name, vpp in schedules_of(pp, m, pricing.model, limits, pricing.runtime)]
             for pp, m in distinct.T.tolist()
         ]
-        kinds = [kind for each in options for kind in each]
+        kinds = [kind for option in options for kind in option]
         if not kinds:
             continue
-        count = np.array([len(each) for each in options])
+        count = np.array([len(option) for option in options])
         first = np.cumsum(count) - count
         kind = np.concatenate([np.arange(first[w], first[w] + count[w]) for w in which])
         index = np.repeat(rows, count[which])
-        chosen = screen.take(index)
+        chosen = shapes.take(index)
         vpps = np.array([vpp for _, _, vpp, _ in kinds])
         folded = np.array([placement(name, pp, vpp)[-1] == 0 for name, pp, vpp, _ in kinds])
         chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind])
@@ -149,7 +152,7 @@ class Frontier:
     _known: list[RecomputeChoice] = field(default_factory=list)
     """Every choice that any node was opened under."""
     _place: IntArray = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
-    """Of each open node: which of `_nodes`, its row there, which of `_known`."""
+    """Three indices of each open node: its block in `_nodes`, its row there, and its choice in `_known`."""
 
     @property
     def least_guess_s(self) -> float:
@@ -160,7 +163,7 @@ class Frontier:
         return float(self._bound_s.min(initial=np.inf))
 
     def add(self, nodes: Nodes, least_s: FloatArray, choices: Sequence[RecomputeChoice] = ()) -> None:
-        """Open nodes, of which `least_s` is known, under every choice, or those given."""
+        """Open nodes under every choice, or under those given; `least_s` is a lower bound of their step in seconds."""
         for choice in choices or self.choices:
             if choice not in self._known:
                 self._known.append(choice)
@@ -174,9 +177,10 @@ class Frontier:
         self._nodes.append(nodes)
 
     def open_sets(self, most: int) -> bool:
-        """Open the sets of modules of the most promising node, and of `most` like it; False where it has none.
+        """Open the sets of modules of the `most` most promising nodes that stand for any set.
 
-        Nodes that stand for any set of modules are bounded together first; now each set has its own.
+        Such nodes have one bound for all sets; now each set gets its own. False if the most promising node of
+        all stands for no sets; then nothing is opened.
         """
         if not len(self._guess_s) or not self._stands_for_sets(int(np.argmin(self._guess_s))):
             return False
@@ -187,11 +191,11 @@ class Frontier:
         for block in np.unique(place[:, 0]).tolist():
             at = place[:, 0] == block
             nodes, rows = self._nodes[block], place[at, 1]
-            sets = nodes.screen.module_sets
+            sets = nodes.shapes.module_sets
             assert sets is not None
             for modules in sets.tables:
-                screen = nodes.screen.with_modules(modules).take(rows)
-                some = Nodes(screen, [nodes.schedules[row] for row in rows.tolist()], nodes.orders.take(rows))
+                shapes = nodes.shapes.with_modules(modules).take(rows)
+                some = Nodes(shapes, [nodes.schedules[row] for row in rows.tolist()], nodes.orders.take(rows))
                 self.add(some, bound_s[at], (ONE_SET,))
         return True
 
@@ -203,7 +207,7 @@ class Frontier:
         return self._nodes
 
     def cut(self, cutoff_s: float) -> float:
-        """Close the nodes whose bound is not below `cutoff_s`; the least of their bounds."""
+        """Close the nodes whose bound is not below `cutoff_s`, and return the least of their bounds."""
         lost = self._bound_s >= cutoff_s
         if not lost.any():
             return np.inf
@@ -214,11 +218,11 @@ class Frontier:
         return least_s
 
     def put_aside(self, nodes: Sequence[Open]) -> None:
-        """Remember nodes that are not the best for the alternatives."""
+        """Remember nodes that are not the best, since the alternatives are chosen among them."""
         self.runners_up = sorted([*self.runners_up, *nodes], key=lambda node: node.guess_s)[:KEPT]
 
     def take(self) -> Open | None:
-        """The most promising node, no longer in the frontier."""
+        """Remove the most promising node from the frontier and return it."""
         if not len(self._guess_s):
             return None
         index = int(np.argmin(self._guess_s))
@@ -227,15 +231,15 @@ class Frontier:
         return node
 
     def most_promising(self, number: int) -> list[Open]:
-        """As many nodes, left in the frontier."""
+        """The `number` most promising nodes, which stay in the frontier."""
         return [self._open(index) for index in np.argsort(self._guess_s, kind="stable")[:number].tolist()]
 
     def _open(self, index: int) -> Open:
         block, row, choice = self._place[index]
         nodes = self._nodes[block]
-        shape = scalar(nodes.screen.shape, int(row))
+        shape = scalar(nodes.shapes.shape, int(row))
         bound_s, guess_s = float(self._bound_s[index]), float(self._guess_s[index])
-        return Open(bound_s, guess_s, nodes.screen.pricing, shape, nodes.schedules[row], self._known[choice])
+        return Open(bound_s, guess_s, nodes.shapes.pricing, shape, nodes.schedules[row], self._known[choice])
 
     def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
         self._bound_s, self._guess_s, self._place = self._bound_s[kept], self._guess_s[kept], self._place[kept]

@@ -1,9 +1,10 @@
-"""Which modules of a layer to recompute: the sets that the trainer can be told, as far as they are worth a try.
+"""The sets of modules of a layer that are worth recomputing, among those that the trainer can be told.
 
-A trainer names parts of a layer that it can recompute by themselves. Each set of them saves some bytes of a micro-batch
-for some seconds. The search tries every set that is useful: no other saves as many bytes for fewer seconds, on kernels
-of the job itself. First it bounds all of them together (`ModuleSets.together`), since for most shapes no set is fast
-enough; then it bounds each set of those shapes that are left by itself.
+A trainer names parts of a layer (modules) that it can recompute by themselves. Recomputing a set of them saves some
+bytes of a micro-batch and costs some seconds. The search tries every useful set: a set is useful if no other saves as
+many bytes for fewer seconds, on the kernels of the job itself. First one bound is worked out for all sets together
+(`ModuleSets.together`), since for most shapes no set is fast enough. Then each set gets its own bound, for the shapes
+that are left.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from planner.specs.training import Recompute
 Modules = tuple[str, ...]
 
 MAX_SETS = 16
-"""Sets that are tried at most; beyond that those that lie most evenly between saving nothing and all."""
+"""Most sets that are tried; if there are more, those that lie most evenly between saving nothing and all are tried."""
 SAMPLES = (0.0, 0.5, 1.0)
-"""Kernels on which sets are compared: the least, the median and the most bytes kept of a micro-batch."""
+"""Kernels on which sets are compared: those that keep the least, the median and the most bytes of a micro-batch."""
 TINY = 1e-9
-"""Relative difference of two sums that are the same."""
+"""Largest relative difference of two sums that count as equal."""
 NEGLIGIBLE = 1e-3
 """Share of a layer's kept bytes below which a module is not worth recomputing."""
 
 
 def useful_sets(pricing: Pricing, table: CostTable) -> tuple[Modules, ...]:
-    """The sets of modules that the search tries, in the trainer's order of modules; the pricing's own is among them.
+    """The sets of modules that the search tries, in the trainer's order of modules; the pricing's own set comes first.
 
-    Seconds and bytes of a set are taken as the sums of its modules' here. That decides which sets are tried, not what
-    they cost.
+    Here the seconds and bytes of a set are taken as the sums over its modules. That decides only which sets are tried,
+    not what they cost.
     """
     own = pricing.selective_modules
     if len(pricing.runtime.selective_recompute_modules) < 2:
@@ -76,7 +77,7 @@ def _kept_bytes(pricing: Pricing, table: CostTable) -> FloatArray:
 
 
 def _changes(pricing: Pricing, table: CostTable, mode: Recompute) -> tuple[FloatArray, FloatArray]:
-    """Bytes that all layers save, and seconds that they take longer, in a mode of the table."""
+    """Bytes that all layers save, and seconds that they take longer, in a recompute mode of the table."""
     saved = _over_layers(pricing, table, "none", "live_bytes") - _over_layers(pricing, table, mode, "live_bytes")
     again = _over_layers(pricing, table, mode, "total_s") - _over_layers(pricing, table, "none", "total_s")
     return saved, again
@@ -88,9 +89,9 @@ def _over_layers(pricing: Pricing, table: CostTable, mode: Recompute, quantity: 
 
 
 def _is_beaten(modules: Modules, tables: dict[Modules, CostTable]) -> bool:
-    """Whether another set, or recomputing all, takes no longer and keeps no more for any kernel and kind of layer.
+    """True if another set, or recomputing all, takes no longer and keeps no more for any kernel and kind of layer.
 
-    Of sets that are equal the first stays.
+    If two sets are equal, the first one stays.
     """
     parts = _selective_parts(tables[modules])
     if _is_no_worse([part for (_, mode), part in tables[modules].layers.items() if mode == "full"], parts):
@@ -111,7 +112,7 @@ def _selective_parts(table: CostTable) -> list[PartCost]:
 
 
 def _is_no_worse(parts: Sequence[PartCost], others: Sequence[PartCost]) -> bool:
-    """Whether `parts` take no longer and keep no more than `others`, kind by kind."""
+    """True if each of `parts` takes no longer and keeps no more than the one of `others` that is of its kind."""
     return all(
         bool(np.all(np.asarray(part.total_s <= other.total_s * (1 + TINY))))
         and bool(np.all(np.asarray(part.live_bytes <= other.live_bytes * (1 + TINY))))
@@ -120,7 +121,7 @@ def _is_no_worse(parts: Sequence[PartCost], others: Sequence[PartCost]) -> bool:
 
 
 def _undominated(saved: FloatArray, seconds: FloatArray) -> list[int]:
-    """Rows (sets) that, in some column (kernel), no other row beats in both respects."""
+    """Rows (sets) that no other row beats in both bytes and seconds, in at least one column (kernel)."""
     useful = []
     for row in range(len(saved)):
         no_worse = (saved >= saved[row]) & (seconds <= seconds[row])
@@ -132,7 +133,7 @@ def _undominated(saved: FloatArray, seconds: FloatArray) -> list[int]:
 
 
 def _spread(sets: Sequence[Modules]) -> list[Modules]:
-    """At most `MAX_SETS` of the sets, evenly over their order."""
+    """At most `MAX_SETS` of the sets, chosen evenly over their order."""
     if len(sets) <= MAX_SETS:
         return list(sets)
     return [sets[round(index)] for index in np.linspace(0, len(sets) - 1, MAX_SETS)]
@@ -140,7 +141,7 @@ def _spread(sets: Sequence[Modules]) -> list[Modules]:
 
 @dataclass(frozen=True)
 class ModuleSets:
-    """The sets that are tried, each with the prices of a screen's kernels."""
+    """The sets of modules that are tried, each with the prices of all kernels."""
 
     pricings: dict[Modules, Pricing]
     tables: dict[Modules, CostTable]
@@ -149,17 +150,17 @@ class ModuleSets:
     def of(cls, pricing: Pricing, table: CostTable, sets: Sequence[Modules]) -> ModuleSets:
         """Price the sets; `table` has the kernels in all modes, the selective one for the pricing's own set."""
         pricings = {modules: replace(pricing, selective_modules=modules) for modules in sets}
-        tables = {modules: each.selective_table(table) for modules, each in pricings.items()}
+        tables = {modules: priced_as.selective_table(table) for modules, priced_as in pricings.items()}
         useful = {modules: priced for modules, priced in tables.items() if not _is_beaten(modules, tables)}
         return cls({modules: pricings[modules] for modules in useful}, useful)
 
     @cached_property
     def together(self) -> CostTable:
-        """A table whose full mode is no dearer than any set, in a bound that mixes such layers with plain ones.
+        """A table for one lower bound of all sets: a mixture of its plain and full layers is no dearer than any set.
 
-        Such a layer keeps the least bytes of any set, for the fewest seconds that any set takes a byte that it saves:
-        a set's layers cost no less than some mixture of plain layers with these. Its selective mode has the longest
-        backward of any set, behind which most of an exchange hides.
+        A layer in its full mode keeps the least bytes of any set, and each byte saved costs the fewest seconds that
+        any set takes for it. So the layers of a set cost no less than some mixture of plain layers with these. A layer
+        in its selective mode has the longest backward of any set, and hides the most of an exchange.
         """
         tables = list(self.tables.values())
         layers, mtp, mtp_recomputed = dict(tables[0].layers), tables[0].mtp, tables[0].mtp_recomputed
@@ -173,7 +174,7 @@ class ModuleSets:
 
 
 def _cheapest_mixture(plain: PartCost, sets: Sequence[PartCost]) -> PartCost:
-    """The part that keeps the least bytes, for the fewest seconds a byte that any of `sets` saves bytes for."""
+    """A part that keeps the least bytes of any of `sets`, at the fewest seconds per byte saved of any of them."""
     saved = np.array([np.asarray(plain.live_bytes - part.live_bytes, dtype=float) for part in sets])
     again = np.array([np.asarray(part.total_s - plain.total_s, dtype=float) for part in sets])
     s_per_byte = np.where(saved > 0, np.maximum(again, 0.0) / np.where(saved > 0, saved, 1.0), np.inf).min(axis=0)
@@ -186,6 +187,6 @@ def _cheapest_mixture(plain: PartCost, sets: Sequence[PartCost]) -> PartCost:
 
 
 def _slowest(plain: PartCost, sets: Sequence[PartCost]) -> PartCost:
-    """A part whose backward is as long as any of `sets` has it: the longest window to hide an exchange behind."""
+    """A part whose backward is the longest of any of `sets`, and so hides the most of an exchange."""
     longest_s = np.max([np.asarray(part.backward_total_s, dtype=float) for part in sets], axis=0)
     return replace(plain, input_grad_s=plain.input_grad_s + longest_s - plain.backward_total_s)

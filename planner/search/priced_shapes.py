@@ -1,7 +1,8 @@
-"""Thousands of shapes at once, with the prices of their kernels; and which of them can fit at all.
+"""Thousands of shapes at once, with the prices of their kernels, and the shapes among them that can fit at all.
 
-The screen for memory is a relaxation of the integer program, so nothing that could win is lost: ranks take any number
-of layers that their memory allows, recomputing as little as fits, and only together must they hold the model.
+The test for memory is a relaxation of the integer program, so no shape that could win is lost: ranks take any number
+of layers that their memory allows, they recompute as cheaply in bytes as can be, and only together must they hold the
+model.
 """
 
 from __future__ import annotations
@@ -21,42 +22,41 @@ from planner.shape import FloatArray, Number, Shape
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
-FRUGAL = frozenset({"v-half", "v-min"})
-"""Schedules that hold less than 1F1B."""
-
-
 _COUNTED = ("parameters", "expert_parameters", "wide_parameters")
-"""Of a part, what its weights, gradients and optimizer are counted from."""
+"""Fields of a part from which the bytes of its weights, gradients and optimizer are counted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Screen:
+class PricedShapes:
     """Shapes (arrays) with the prices of their kernels, looked up once per distinct (tp, cp, ep, etp, micro-batch)."""
 
     pricing: Pricing
     shape: Shape
     table: CostTable
-    """Prices per distinct kernel; memory and data-parallel exchange in it are of no use here."""
+    """Prices per distinct kernel; its memory and data-parallel exchanges do not belong to these shapes."""
     kernel: npt.NDArray[np.int64]
     """Row of the table for each shape."""
     folded: npt.NDArray[np.bool_]
-    """Whether the last virtual stage is on the first rank, the head beside the embedding."""
+    """True for a shape whose last virtual stage is on the first rank, with the head beside the embedding."""
     module_sets: ModuleSets | None = None
-    """The sets of modules that selective recomputing may mean; None where it means the pricing's own."""
+    """The sets of modules that selective recompute may mean; None if it means the pricing's own set."""
 
-    def with_modules(self, modules: Modules) -> Screen:
-        """The same shapes where selective recomputing means `modules`."""
+    def with_modules(self, modules: Modules) -> PricedShapes:
+        """The same shapes, priced so that selective recompute means `modules`."""
         assert self.module_sets is not None
         sets = self.module_sets
         return replace(self, pricing=sets.pricings[modules], table=sets.tables[modules])
 
-    def with_any_modules(self) -> Screen:
-        """The same shapes where a layer recomputed whole is no dearer than under any set (`ModuleSets.together`)."""
+    def with_any_modules(self) -> PricedShapes:
+        """The same shapes, priced so that a mixture of plain and full layers is no dearer than any set of modules.
+
+        `ModuleSets.together` says how.
+        """
         assert self.module_sets is not None
         return replace(self, table=self.module_sets.together)
 
     def part(self, part: PartCost, quantity: str) -> FloatArray:
-        """A quantity of a part for every shape; the head is beside its embedding where the pipeline is folded."""
+        """A quantity of a part for every shape; in a folded pipeline the head is priced beside its embedding."""
         if part is self.table.head:
             beside = self._column(getattr(self.table.head_beside_embedding, quantity))
             return np.where(self.folded, beside, self._column(getattr(part, quantity)))
@@ -67,13 +67,13 @@ class Screen:
         return column[self.kernel] if column.ndim else np.full(len(self.kernel), float(column))
 
     def static_bytes(self, part: PartCost) -> FloatArray:
-        """Weights, gradients and optimizer of a part under each shape's sharding."""
+        """Bytes of a part's weights, gradients and optimizer under each shape's sharding."""
         counted = PartCost(**{name: self.part(part, name) for name in _COUNTED})
         return np.asarray(
             static_bytes(counted, self.shape, self.pricing.runtime, self.pricing.training.dtype), dtype=float
         )
 
-    def take(self, index: npt.NDArray[np.int64]) -> Screen:
+    def take(self, index: npt.NDArray[np.int64]) -> PricedShapes:
         """The shapes at `index`."""
         return replace(self, shape=self.shape.take(index), kernel=self.kernel[index], folded=self.folded[index])
 
@@ -84,7 +84,7 @@ class Screen:
 
     @property
     def last_parts(self) -> list[PartCost]:
-        """What the last virtual stage holds beside layers: the head, and the least that multi-token prediction may."""
+        """Parts on the last virtual stage beside layers: the head, and multi-token prediction with its least bytes."""
         table = self.table
         if table.mtp is None:
             return [table.head]
@@ -96,7 +96,7 @@ class Screen:
 
     @property
     def ends_s(self) -> FloatArray:
-        """Seconds of a micro-batch in embedding, head and multi-token prediction."""
+        """Seconds of a micro-batch in the embedding, the head and multi-token prediction."""
         parts = [self.table.embedding, *self.last_parts]
         return np.asarray(np.sum([self.part(part, "total_s") for part in parts], axis=0))
 
@@ -107,7 +107,7 @@ class Screen:
         return np.asarray(self.ends_s + np.sum(layers, axis=0))
 
     def trip_s(self, mode: Recompute, splits_backward: bool) -> FloatArray:
-        """Seconds of one micro-batch's way through the model and back; weight gradients may follow where split off."""
+        """Seconds of one micro-batch's way through the model and back, without weight gradients that are split off."""
         if not splits_backward:
             return self.work_s(mode)
         counts = self.pricing.kind_counts
@@ -118,8 +118,10 @@ class Screen:
 
     @property
     def chunk_layers(self) -> FloatArray:
-        """Layers of a virtual stage at least, where all are equal but the first and the last, which may be shorter; 1
-        where stages do not interleave."""
+        """The least number of layers of a virtual stage that is neither the first nor the last.
+
+        If stages interleave, all such stages are equal. The number is 1 if they do not interleave.
+        """
         layers, vpp = self.pricing.model.num_hidden_layers, np.asarray(self.shape.vpp)
         return np.where(vpp > 1, np.ceil(layers / (np.asarray(self.shape.pp) * vpp)), 1.0)
 
@@ -128,18 +130,18 @@ class Screen:
         return np.array([self.part(self.table.layers[kind, mode], quantity) for kind in self.pricing.model.kinds])
 
     def holds_last(self, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which ranks (columns) hold the last virtual stage."""
+        """True for the ranks (columns) that hold the last virtual stage."""
         return np.asarray(rank == np.where(self.folded, 0, np.asarray(self.shape.pp) - 1)[:, None])
 
     def rank_ends_s(self, num_ranks: int) -> FloatArray:
-        """Seconds of a micro-batch that each rank (columns) has for the embedding, the head, multi-token prediction."""
+        """Seconds of a micro-batch that each rank (columns) spends in embedding, head and multi-token prediction."""
         rank = np.arange(num_ranks)[None, :]
         last_s = np.sum([self.part(part, "total_s") for part in self.last_parts], axis=0)
         first_s = self.part(self.table.embedding, "total_s")
         return np.asarray((rank == 0) * first_s[:, None] + self.holds_last(rank) * last_s[:, None])
 
     def free_bytes(self, layer: PartCost, num_ranks: int) -> FloatArray:
-        """What each rank (columns) has for layers like `layer`, beside what else it holds and the larger transient."""
+        """Bytes that each rank (columns) has for layers like `layer`, less its other parts and the larger transient."""
         rank, last = np.arange(num_ranks)[None, :], self.last_parts
         transient = self.part(layer, "transient_bytes")
         loss = np.max([transient, *(self.part(part, "transient_bytes") for part in last)], axis=0) - transient
@@ -149,10 +151,10 @@ class Screen:
         return np.asarray(np.maximum(free - (rank == 0) * self.static_bytes(self.table.embedding)[:, None], 0.0))
 
 
-def screen_of(pricing: Pricing, shape: Shape, with_sets: bool = False) -> Screen:
-    """Price every distinct kernel of `shape` once; `with_sets`, for every useful set of modules to recompute too.
+def priced_shapes(pricing: Pricing, shape: Shape, with_sets: bool = False) -> PricedShapes:
+    """Price every distinct kernel of `shape` once; `with_sets` also prices every useful set of modules to recompute.
 
-    Without a pipeline a micro-batch's seconds also depend on how ZeRO-2 and ZeRO-3 shard (`Pricing._plain`).
+    Without a pipeline, a micro-batch's seconds also depend on how ZeRO-2 and ZeRO-3 shard (`Pricing._plain`).
     """
     axes = ("tp", "cp", "ep", "etp", "micro_batch_size")
     zero = np.asarray(shape.zero_stage)
@@ -171,46 +173,46 @@ def screen_of(pricing: Pricing, shape: Shape, with_sets: bool = False) -> Screen
     table = pricing.table(kernels)
     sets = useful_sets(pricing, table) if with_sets else ()
     module_sets = ModuleSets.of(pricing, table, sets) if len(sets) > 1 else None
-    return Screen(pricing, shape, table, kernel.astype(np.int64), np.asarray(shape.pp) == 1, module_sets)
+    return PricedShapes(pricing, shape, table, kernel.astype(np.int64), np.asarray(shape.pp) == 1, module_sets)
 
 
-def room_layers(screen: Screen, kind: LayerKind, schedules: Sequence[str] = ()) -> FloatArray:
+def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] = ()) -> FloatArray:
     """Most layers of `kind` that all ranks of each shape can hold together, recomputed as cheaply in bytes as can be.
 
-    Rank r holds min(M, pp − r) micro-batches in flight, the least of all `schedules` but the frugal ones, of which it
-    holds one at least. Where one of them may fold the pipeline nobody knows which rank has the head: none is charged.
+    Rank r holds at least min(M, pp − r) micro-batches in flight, or one if any of `schedules` is frugal. If one of them
+    may fold the pipeline, the rank of the head is not known, and no rank is charged for it.
     """
-    frugal = bool(FRUGAL.intersection(schedules))
+    frugal = any(SCHEDULES[name].frugal for name in schedules)
     folds = any(placement(name, 2, 2)[-1] == 0 for name in schedules if SCHEDULES[name].min_vpp == 2)
-    shape, table = screen.shape, screen.table
+    shape, table = shapes.shape, shapes.table
     parts = [table.layers[kind, mode] for mode in ("none", "selective", "full")]
-    static = screen.static_bytes(parts[0])
-    live = np.min([screen.part(part, "live_bytes") for part in parts], axis=0)
-    transient = np.min([screen.part(part, "transient_bytes") for part in parts], axis=0)
-    usable = screen.pricing.usable_bytes(shape) - transient
-    ends = (screen.static_bytes(table.embedding), (not folds) * screen.static_bytes(table.head))
-    room = np.zeros(len(screen.kernel))
+    static = shapes.static_bytes(parts[0])
+    live = np.min([shapes.part(part, "live_bytes") for part in parts], axis=0)
+    transient = np.min([shapes.part(part, "transient_bytes") for part in parts], axis=0)
+    usable = shapes.pricing.usable_bytes(shape) - transient
+    ends = (shapes.static_bytes(table.embedding), (not folds) * shapes.static_bytes(table.head))
+    room = np.zeros(len(shapes.kernel))
     pps = np.asarray(shape.pp)
     for pp in np.unique(pps):
         rows = np.flatnonzero(pps == pp)
-        held = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
-        held = np.ones_like(held) if frugal else held
+        in_flight = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
+        in_flight = np.ones_like(in_flight) if frugal else in_flight
         free = np.repeat(usable[rows, None], pp, axis=1)
         free[:, 0] -= ends[0][rows]
         free[:, -1] -= ends[1][rows]
-        per_layer = static[rows, None] + held * live[rows, None]
+        per_layer = static[rows, None] + in_flight * live[rows, None]
         room[rows] = np.floor(np.maximum(free, 0.0) / per_layer).sum(axis=1)
     return room
 
 
-def fits(screen: Screen, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
-    """Whether all ranks together have room for the layers of each kind: necessary for any split."""
-    counts = screen.pricing.kind_counts
-    return np.asarray(np.all([room_layers(screen, kind, schedules) >= n for kind, n in counts.items()], axis=0))
+def fits(shapes: PricedShapes, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
+    """True for a shape whose ranks together have memory for the layers of each kind, which every split needs."""
+    counts = shapes.pricing.kind_counts
+    return np.asarray(np.all([room_layers(shapes, kind, schedules) >= n for kind, n in counts.items()], axis=0))
 
 
 def least_sum(values: FloatArray, counts: npt.NDArray[np.int64], number: FloatArray) -> FloatArray:
-    """The least that `number` items add up to, when there are counts[k] of values[k]."""
+    """The least sum of `number` items, if there are counts[k] items of the value values[k]."""
     order = np.argsort(values, axis=0)
     values, ordered = np.take_along_axis(values, order, axis=0), counts[order]
     taken = np.clip(number - (np.cumsum(ordered, axis=0) - ordered), 0, ordered)

@@ -1,8 +1,9 @@
 """Layers moved between the stages of a plan whose ranks turned out to be unequally fast; all else stays as it is.
 
-The integer program splits again with each rank's measured slowness in its time rows. Where its rows allow less than the
-schedule does (interleaved chunks of equal size), or an order was made to measure, single layers are then moved away
-from the busiest rank as long as the replay gets faster. Nothing is answered that the replay finds slower than before.
+The integer program splits the layers again, with each rank's measured slowness in its time rows. It allows less than
+the schedule does if chunks interleave (they have equal sizes), and it does not run if an order was made to measure. So
+after it single layers are moved away from the busiest rank, as long as the replay gets faster. The answer is never a
+split that the replay finds slower than before.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from planner.search.retry import shorter
 from planner.specs.model import ModelSpec
 
 MAX_TRIES = 4
-"""Programs solved, each with more left free on the ranks that the replay shows to be too full."""
+"""Most programs solved; each leaves more bytes free on the ranks that the replay showed to be too full."""
 LEAST_GAIN = 1e-6
 MAX_FACTOR = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rebalanced:
-    """The same layout before and after layers moved, both priced with the ranks as slow as they are."""
+    """The same layout before and after layers moved, both priced with the measured slowness of the ranks."""
 
     before: PricedLayout
     after: PricedLayout
@@ -41,14 +42,14 @@ class Rebalanced:
 
     @property
     def gain_fraction(self) -> float:
-        """Seconds saved, of the step before."""
+        """Seconds saved, as a fraction of the step before."""
         return 1 - self.after.step.step_s / self.before.step.step_s
 
 
 def rebalance(plan: Plan, rank_factors: Sequence[float], time_limit_s: float = 10.0) -> Rebalanced:
     """Split the layers of the plan's best layout for ranks that take `rank_factors` times as long as its profile says.
 
-    Raises SpecError where there is not one positive factor a pipeline rank.
+    Raises SpecError unless there is one positive factor for each pipeline rank.
     """
     pp = plan.parallelism.pp
     if len(rank_factors) != pp or not all(0 < factor <= MAX_FACTOR for factor in rank_factors):
@@ -65,15 +66,15 @@ def rebalance(plan: Plan, rank_factors: Sequence[float], time_limit_s: float = 1
 
 @dataclass(frozen=True, slots=True)
 class _Rebalancing:
-    """One layout whose ranks are unequally fast, and how long to look for a faster split of its layers."""
+    """One layout whose ranks are unequally fast, and a deadline for the search of a faster split of its layers."""
 
     plan: Plan
     start: Candidate
-    """The plan's layout with its ranks as slow as they are."""
+    """The plan's layout, priced with the measured slowness of its ranks."""
     deadline: Deadline
 
     def fastest(self) -> Candidate:
-        """The fastest split that was found; the old one where none is faster."""
+        """The fastest split that was found; the old one if none is faster."""
         best = self.start
         solved = None if best.made_order is not None else self._solved()
         if solved is not None and _fitting_step_s(solved) < _fitting_step_s(best):
@@ -83,7 +84,7 @@ class _Rebalancing:
         return best
 
     def _solved(self) -> Candidate | None:
-        """The integer program's split, where there is one that fits."""
+        """The integer program's split; None if it gives none that fits."""
         start, short_bytes = self.start, list[float]()
         choice = recompute_of(start.split, self.plan)
         for _ in range(MAX_TRIES):
@@ -131,12 +132,12 @@ class _Rebalancing:
 
 
 def _fitting_step_s(candidate: Candidate) -> float:
-    """Seconds of a step; infinite where the candidate does not fit, so that any that does is better."""
+    """Seconds of a step; infinite if the candidate does not fit, so that any candidate that fits is better."""
     return candidate.step_s if candidate.fits else inf
 
 
 def recompute_of(split: Split, plan: Plan) -> RecomputeChoice:
-    """How a plan's layout recomputes, as the integer program is told."""
+    """The way in which a plan's layout recomputes, as a choice of the integer program."""
     if not split.recomputed:
         return RecomputeChoice(split.base, "none")
     if sum(map(sum, split.recomputed)) == sum(split.counts):
@@ -146,7 +147,10 @@ def recompute_of(split: Split, plan: Plan) -> RecomputeChoice:
 
 
 def recounted(split: Split, counts: tuple[int, ...], model: ModelSpec) -> Split:
-    """`split` with other layer counts: stages that recompute all of a kind still do, others no more than before."""
+    """`split` with other layer counts.
+
+    A stage that recomputes all layers of a kind still does; other stages recompute no more layers than before.
+    """
     changed = replace(split, counts=counts, recomputed=())
     if not split.recomputed:
         return changed

@@ -1,4 +1,4 @@
-"""Which schedules a shape may run, and in how many chunks a rank."""
+"""The schedules that a shape may run, and the number of chunks per rank with each of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ from planner.specs.problems import nearest
 from planner.specs.training import SearchLimits
 from planner.trainers.spec import RuntimeSpec
 
-MEASURED_AGAINST = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
-"""Schedules whose shapes an order made to measure starts from."""
-
-WITHOUT_PIPELINE = frozenset({"none", "1f1b", "gpipe", "auto"})
-"""What a user may name and get a layout of one stage."""
-
-DEFAULT_SCHEDULES = ("1f1b", "interleaved-1f1b")
-"""Tried where the user names none: what every trainer runs."""
+DEFAULT_SCHEDULES = tuple(kind.name for kind in SCHEDULES.values() if kind.is_tried_by_default)
+"""Schedules that are tried if the user names none."""
 
 
 def schedule_options(
@@ -37,9 +31,9 @@ def schedules_of(
 ) -> list[tuple[str, int]]:
     """Every schedule and vpp that pp ranks may run with so many micro-batches.
 
-    One rank runs none, which is what is left there of those that need no second one.
+    A single rank runs the schedule `none`. It is tried if the user names no schedule, or one that needs no pipeline.
     """
-    alone = ("none",) if limits.schedule is None or WITHOUT_PIPELINE.intersection(limits.schedule) else ()
+    alone = ("none",) if limits.schedule is None or any(map(_runs_without_pipeline, limits.schedule)) else ()
     return [
         (name, vpp)
         for name in (schedules_tried(limits, runtime) if pp > 1 else alone)
@@ -49,8 +43,13 @@ def schedules_of(
     ]
 
 
+def _runs_without_pipeline(name: str) -> bool:
+    """True for a name with which the user is also content with a layout of one stage."""
+    return name == "auto" or (name in SCHEDULES and SCHEDULES[name].runs_without_pipeline)
+
+
 def chunks_tried(schedule: str, pp: int, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec) -> Iterator[int]:
-    """Chunks per rank that a schedule may have and the model's layers fill."""
+    """Numbers of chunks per rank that the schedule allows and the model's layers fill."""
     kind, layers = SCHEDULES[schedule], model.num_hidden_layers
     # Megatron-LM interleaves over two ranks only where sends and receives overlap compute (arguments.py)
     interleaves = pp > 2 or runtime.interleaved_p2p_overlap
@@ -60,29 +59,34 @@ def chunks_tried(schedule: str, pp: int, model: ModelSpec, limits: SearchLimits,
 
 
 def schedules_tried(limits: SearchLimits, runtime: RuntimeSpec) -> tuple[str, ...]:
-    """Schedules the search may use; without a pipeline there is always the one that is none."""
+    """Schedules that the search may use; the first is always `none`, for shapes without a pipeline."""
     wanted = limits.schedule or DEFAULT_SCHEDULES
     if "auto" in wanted:
         # a compiled layer's backward does not come apart (RuntimeSpec.for_schedules)
-        wanted = (*wanted, *(n for n in MEASURED_AGAINST if not (runtime.compiled and SCHEDULES[n].splits_backward)))
+        measured_against = (kind for kind in SCHEDULES.values() if kind.is_measured_against)
+        wanted = (*wanted, *(k.name for k in measured_against if not (runtime.compiled and k.splits_backward)))
     return ("none", *(n for n in dict.fromkeys(wanted) if n in runtime.schedules and n in SCHEDULES and n != "none"))
 
 
 def by_runtime(limits: SearchLimits, runtime: RuntimeSpec) -> list[tuple[RuntimeSpec, SearchLimits]]:
-    """What prices the schedules that may be tried: split backwards have a runtime, and limits, of their own."""
+    """The runtimes that price the schedules to be tried, each with limits that name its schedules.
+
+    A compiled layer cannot split its backward, so schedules that split it may have an uncompiled runtime of their own.
+    """
     named, uncompiled = limits.schedule or (), runtime.for_schedules(split_backward=True)
     split = tuple(name for name in named if name in SCHEDULES and SCHEDULES[name].splits_backward)
     if uncompiled is runtime or not split:
         return [(runtime, limits)]
-    whole = tuple(name for name in named if name not in split)
+    unsplit = tuple(name for name in named if name not in split)
     parts = (
-        (of, limits.model_copy(update={"schedule": names})) for of, names in ((runtime, whole), (uncompiled, split))
+        (priced_as, limits.model_copy(update={"schedule": names}))
+        for priced_as, names in ((runtime, unsplit), (uncompiled, split))
     )
-    return [(of, part) for of, part in parts if part.schedule]
+    return [(priced_as, part) for priced_as, part in parts if part.schedule]
 
 
 def check_expressible(limits: SearchLimits, runtime: RuntimeSpec) -> None:
-    """Raise SpecError for a schedule that nobody knows, or that this trainer cannot run; so for selective recompute."""
+    """Raise SpecError for an unknown schedule, and for a schedule or recompute mode that the trainer does not have."""
     if "selective" in (limits.recompute or ()) and not runtime.has_sequence_parallel:
         raise SpecError(f"recompute: {runtime.name} has no selective recompute", "one of none, full")
     for name in limits.schedule or ():
@@ -96,5 +100,5 @@ def check_expressible(limits: SearchLimits, runtime: RuntimeSpec) -> None:
 
 
 def cuts_evenly(num_layers: int, num_stages: int, empty_ends: bool) -> bool:
-    """Whether equal stages hold the layers when the first and the last may hold fewer (none, where `empty_ends`)."""
+    """True if equal stages hold the layers; the first and the last may hold fewer (none, with `empty_ends`)."""
     return next(chunk_lengths(num_layers, num_stages, empty_ends), None) is not None

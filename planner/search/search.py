@@ -1,4 +1,4 @@
-"""The file to read first: three specs in, one plan out."""
+"""The whole search, and the file to read first: three specs in, one plan out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from planner.search.enumerate import enumerate_shapes
 from planner.search.frontier import ANY_SET, ONE_SET
 from planner.search.ilp.translate import RecomputeChoice
 from planner.search.module_sets import MAX_SETS, Modules
-from planner.search.priced_shapes import Screen, fits, screen_of
+from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
 from planner.search.schedules import by_runtime, check_expressible, schedules_tried
 from planner.search.why.misses import NothingFits, count_misfits
 from planner.search.why.refused import NothingLegal
@@ -44,10 +44,10 @@ def plan(
     limits: SearchLimits | None = None,
     runtime: RuntimeSpec | str = "megatron",
 ) -> Plan:
-    """The fastest layout of `model` on `cluster` that fits, proven within the reported gap; what else was looked at.
+    """The fastest layout of `model` on `cluster` that fits, proven within the reported gap, and its alternatives.
 
-    Raises Infeasible when nothing is legal and fits, with the nearest miss and a remedy as far as the time limit
-    allows to look for one, and SpecError when the inputs contradict each other.
+    Raises Infeasible if no layout is legal and fits; the error has the nearest miss, and a remedy if one was found
+    within the time limit. Raises SpecError if the inputs contradict each other.
     """
     case = Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits())
     deadline = Deadline(case.limits.time_limit_s)
@@ -58,7 +58,7 @@ def plan(
 
 
 def search(case: Case) -> Plan:
-    """The plan of one case; NothingLegal or NothingFits where there is none."""
+    """The plan of one case. Raises NothingLegal or NothingFits if there is none."""
     started = time.monotonic()
     deadline = Deadline(case.limits.time_limit_s)
     model, cluster, training, runtime, limits = case.model, case.cluster, case.training, case.runtime, case.limits
@@ -67,21 +67,21 @@ def search(case: Case) -> Plan:
         (pricing_of(model, cluster, training, priced_as, limits), tried)
         for priced_as, tried in by_runtime(limits, runtime)
     ]
-    shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
-    if not len(np.atleast_1d(shapes.tp)):
+    legal_shapes, rejections = enumerate_shapes(model, cluster, training, limits, runtime)
+    if not len(np.atleast_1d(legal_shapes.tp)):
         raise NothingLegal(rejections)
     deadline.check("enumerating shapes")
     choices = recompute_choices(model, runtime, limits)
     with_sets = any(choice.base == "selective" for choice in choices)
-    screens = [(screen_of(pricing, shapes, with_sets), tried) for pricing, tried in pricings]
-    if screens[0][0].module_sets is not None:
+    priced = [(priced_shapes(pricing, legal_shapes, with_sets), tried) for pricing, tried in pricings]
+    if priced[0][0].module_sets is not None:
         choices = tuple(ANY_SET if choice == ONE_SET else choice for choice in choices)
     deadline.check("pricing shapes")
-    may_fit = [fits(screen, schedules_tried(tried, screen.pricing.runtime)) for screen, tried in screens]
-    screen, fitting = screens[0][0], np.flatnonzero(np.any(may_fit, axis=0))
-    count_misfits(case, screen, fitting, rejections)
+    may_fit = [fits(shapes, schedules_tried(tried, shapes.pricing.runtime)) for shapes, tried in priced]
+    shapes, fitting = priced[0][0], np.flatnonzero(np.any(may_fit, axis=0))
+    count_misfits(case, shapes, fitting, rejections)
     branch = Branch(limits, choices, deadline, rejections)
-    frontier = branch.run([(screen.take(fitting), tried) for screen, tried in screens])
+    frontier = branch.run([(shapes.take(fitting), tried) for shapes, tried in priced])
     branch.try_uneven_chunks(frontier)
     branch.run_alternatives(frontier)
     best = branch.best
@@ -95,7 +95,7 @@ def search(case: Case) -> Plan:
     if best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
         raise NothingLegal(rejections)
     if best is None:
-        rejections.counts.setdefault("does_not_fit", len(screen.kernel))
+        rejections.counts.setdefault("does_not_fit", len(shapes.kernel))
         raise NothingFits(case, rejections.counts)
     others = (other for key, other in branch.candidates.items() if key != key_of(best.shape))
     candidates = [best, *sorted(others, key=lambda other: other.step_s)[: limits.top]]
@@ -103,7 +103,7 @@ def search(case: Case) -> Plan:
     layouts = [_priced(candidate, best, totals) for candidate in candidates]
     layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(best.pricing)})
     step_s, seconds = layouts[0].step.step_s, time.monotonic() - started
-    report = _report(branch, screens, step_s, len(fitting), seconds)
+    report = _report(branch, priced, step_s, len(fitting), seconds)
     told = told_assumptions(best)
     return assemble(best.pricing, totals, layouts, told, report, rejections.counts, rejections.examples)
 
@@ -134,24 +134,24 @@ def _priced(candidate: Candidate, best: Candidate, totals: ModelTotals) -> Price
 
 def _report(
     branch: Branch,
-    screens: Sequence[tuple[Screen, SearchLimits]],
+    priced: Sequence[tuple[PricedShapes, SearchLimits]],
     step_s: float,
     num_fitting: int,
     seconds: float,
 ) -> SearchReport:
-    """How sure the answer is: proven within the gap that was asked, bounded by a wider one, or stopped by the deadline.
+    """A report of how sure the answer is: proven within the asked gap, bounded by a wider one, or stopped by time.
 
-    The gap is how far the replayed best is above the least bound of all that was not replayed. A best layout with
-    uneven chunks is outside what the search has bounded; then the bound is one of any chunks.
+    The gap is how far the replayed best step is above the least bound of all nodes. A best layout with uneven chunks
+    may be faster than the bound for equal chunks; then the bound for chunks of any length is reported.
     """
     is_any, bound_s = branch.bound_of_chunks(step_s)
     bound_s = min(bound_s, step_s)
-    tried = [name for screen, limits in screens for name in schedules_tried(limits, screen.pricing.runtime)]
+    tried = [name for shapes, limits in priced for name in schedules_tried(limits, shapes.pricing.runtime)]
     schedules = tuple(name for name in dict.fromkeys(tried) if name != "none")
     gap = step_s / bound_s - 1
     is_closed = gap <= branch.limits.gap_fraction * (1 + 1e-9)
     return SearchReport(
-        num_shapes=len(screens[0][0].kernel),
+        num_shapes=len(priced[0][0].kernel),
         num_fitting=num_fitting,
         num_ilps=branch.num_ilps,
         seconds=seconds,
@@ -162,30 +162,30 @@ def _report(
         schedules=schedules,
         searched=Searched(
             schedules=schedules,
-            recompute_modules=_module_sets(branch, screens),
+            recompute_modules=_module_sets(branch, priced),
             switches={},
             chunks="any" if is_any else "equal",
         ),
-        unsearched=tuple(_unsearched(screens[0][0], is_any)),
+        unsearched=tuple(_unsearched(priced[0][0], is_any)),
     )
 
 
-def _module_sets(branch: Branch, screens: Sequence[tuple[Screen, SearchLimits]]) -> tuple[Modules, ...]:
+def _module_sets(branch: Branch, priced: Sequence[tuple[PricedShapes, SearchLimits]]) -> tuple[Modules, ...]:
     """The sets of modules that selective recomputing was tried with."""
     if all(choice.base != "selective" for choice in branch.choices):
         return ()
     sets = [
         modules
-        for screen, _ in screens
-        for modules in (screen.module_sets.tables if screen.module_sets else (screen.pricing.selective_modules,))
+        for shapes, _ in priced
+        for modules in (shapes.module_sets.tables if shapes.module_sets else (shapes.pricing.selective_modules,))
     ]
     return tuple(dict.fromkeys(sets))
 
 
-def _unsearched(screen: Screen, any_chunks: bool) -> Iterator[str]:
-    """What the trainer could be told and the search left out."""
-    if screen.pricing.runtime.uneven_chunks and not any_chunks:
+def _unsearched(shapes: PricedShapes, any_chunks: bool) -> Iterator[str]:
+    """The choices that the trainer could be told and the search left out, in words."""
+    if shapes.pricing.runtime.uneven_chunks and not any_chunks:
         yield "uneven inner chunks but those tried around the best"
-    if screen.module_sets is not None and len(screen.module_sets.tables) >= MAX_SETS:
+    if shapes.module_sets is not None and len(shapes.module_sets.tables) >= MAX_SETS:
         yield "other sets of modules"
     yield "switches other than the trainer's defaults"

@@ -1,9 +1,10 @@
-"""Interleaved splits whose inner chunks differ: tried around the best layout, where the trainer takes a layout string.
+"""Interleaved splits whose inner chunks differ; they are tried around the best layout if the trainer allows them.
 
-The search proves its answer among splits into equal chunks, of which only the first and the last may be shorter. A rank
-that holds the head then often waits for nothing better than a chunk less. Here ranks get the number of layers that
-levels their seconds, whatever their chunks, and single layers move while that helps. These splits are judged by replay,
-like all others; nothing is proven about them.
+A trainer allows them if it takes a layout string. The search proves its answer among splits into equal chunks, of which
+only the first and the last may be shorter. The rank that holds the head then often needs fewer layers than such chunks
+can give it. Here every rank gets the number of layers that makes the ranks' seconds about equal, whatever the lengths
+of its chunks, and single layers move as long as that helps. These splits are judged by replay, like all others; nothing
+is proven about them.
 """
 
 from __future__ import annotations
@@ -19,57 +20,60 @@ from planner.physics.cost import PartCost
 from planner.search.bounds.pipeline import busiest_rank_s, schedule_bound_s
 from planner.search.frontier import BOUNDLESS_BYTES, Nodes
 from planner.search.ilp.translate import RecomputeChoice
-from planner.search.priced_shapes import Screen
+from planner.search.priced_shapes import PricedShapes
 from planner.shape import FloatArray
 from planner.specs.training import Recompute
 
 SHAPES = 6
-"""Shapes that are tried, the most promising first."""
+"""Number of shapes that are tried, the most promising first."""
 NEAR = 1.01
-"""How many times as long as the best step a split may take for its layers to be moved."""
+"""The largest step of a split whose layers are moved, over the best step."""
 MOVES = 24
-"""Replays of moved layers in one shape."""
+"""Most replays of moved layers in one shape."""
 
 
 def level_guess_s(nodes: Nodes, any_memory: bool) -> FloatArray:
     """Seconds of each row if its ranks held any number of layers, none recomputed; infinite without interleaving.
 
-    With `any_memory` all layers fit.
+    With `any_memory` all layers are taken to fit.
     """
-    screen = nodes.screen
+    shapes = nodes.shapes
     if any_memory:
-        screen = replace(screen, pricing=replace(screen.pricing, headroom_bytes=-BOUNDLESS_BYTES))
-    return _level_s(nodes, screen, "none", whole=False)
+        shapes = replace(shapes, pricing=replace(shapes.pricing, headroom_bytes=-BOUNDLESS_BYTES))
+    return _level_s(nodes, shapes, "none", may_recompute=False)
 
 
 def any_chunks_bound_s(nodes: Nodes, choices: Sequence[RecomputeChoice]) -> FloatArray:
-    """A lower bound of each row for chunks of any length, however it recomputes; infinite without interleaving."""
+    """A lower bound of each row's step in seconds, for chunks of any length; infinite without interleaving.
+
+    It holds for each of the choices of recompute.
+    """
     bounds = []
     for choice in choices:
-        screen, base = nodes.screen, choice.mode
+        shapes, base = nodes.shapes, choice.mode
         if choice.whole == "any_modules":
-            if screen.module_sets is None:
+            if shapes.module_sets is None:
                 continue
-            screen, base = screen.with_any_modules(), "none"
-        bounds.append(_level_s(nodes, screen, base, whole=choice.whole not in ("none", "all")))
+            shapes, base = shapes.with_any_modules(), "none"
+        bounds.append(_level_s(nodes, shapes, base, may_recompute=choice.whole not in ("none", "all")))
     return np.asarray(np.min(bounds, axis=0))
 
 
-def _level_s(nodes: Nodes, screen: Screen, base: Recompute, whole: bool) -> FloatArray:
-    """Least seconds of each row whose ranks hold any number of layers, with as few in flight as any chunk has."""
+def _level_s(nodes: Nodes, shapes: PricedShapes, base: Recompute, may_recompute: bool) -> FloatArray:
+    """Least seconds of each row if ranks hold any number of layers, with the fewest in flight that any chunk has."""
     orders = replace(nodes.orders, in_flight=nodes.orders.least_in_flight)
     no_trips = np.zeros(orders.full.shape)
-    busiest = busiest_rank_s(screen, base, whole, orders, no_trips, orders.more_in_flight)
-    least_s = schedule_bound_s(screen, busiest, base, orders) + screen.pricing.tail_s(screen.shape)
+    busiest = busiest_rank_s(shapes, base, may_recompute, orders, no_trips, orders.more_in_flight)
+    least_s = schedule_bound_s(shapes, busiest, base, orders) + shapes.pricing.tail_s(shapes.shape)
     interleaves = np.array([name == "interleaved-1f1b" for name in nodes.schedules], dtype=bool)
     return np.asarray(np.where(interleaves, least_s, np.inf))
 
 
 def level_split(candidate: Candidate) -> Split:
-    """A split whose ranks take about as long as each other: the shortest rank gets the next layer.
+    """A split whose ranks take about as long as each other: the rank that takes least gets the next layer.
 
-    A rank's chunks are equal as far as that goes. The first rank lacks layers in its first chunk, other ranks in their
-    last; a layer too many is in a rank's first chunk.
+    A rank's chunks are as equal as possible. If they cannot be equal, the first rank has fewer layers in its first
+    chunk and the other ranks in their last; a layer too many is in the rank's first chunk.
     """
     shape, model, table = candidate.shape, candidate.pricing.model, candidate.table
     pp, vpp, layers = int(shape.pp), int(shape.vpp), model.num_hidden_layers
@@ -81,19 +85,19 @@ def level_split(candidate: Candidate) -> Split:
     last: list[PartCost] = [table.head, *([table.mtp] if table.mtp is not None else [])]
     beside[-1] += sum(float(part.total_s) for part in last)
     may_be_empty = candidate.pricing.runtime.head_only_stage
-    held = np.full(pp, vpp)
+    num_layers = np.full(pp, vpp)
     if may_be_empty:
-        held[[0, -1]] -= 1
-    for _ in range(layers - int(held.sum())):
-        held[int(np.argmin(beside + (held + 1) * mean_s))] += 1
+        num_layers[[0, -1]] -= 1
+    for _ in range(layers - int(num_layers.sum())):
+        num_layers[int(np.argmin(beside + (num_layers + 1) * mean_s))] += 1
     chunk = max(round(layers / (pp * vpp)), 1)
     rows = [_chunks(int(count), vpp, chunk, first=rank == 0, may_be_empty=may_be_empty and rank in (0, pp - 1))
-            for rank, count in enumerate(held)]  # fmt: skip
+            for rank, count in enumerate(num_layers)]  # fmt: skip
     return Split(tuple(rows[rank][row] for row in range(vpp) for rank in range(pp)), base)
 
 
 def _chunks(count: int, vpp: int, chunk: int, *, first: bool, may_be_empty: bool) -> list[int]:
-    """`count` layers of a rank over its chunks of `chunk` layers."""
+    """Layers of each chunk of a rank that holds `count` layers, as near to `chunk` each as possible."""
     counts = [chunk] * vpp
     order = list(range(vpp)) if first else list(reversed(range(vpp)))
     while sum(counts) > count:
@@ -107,7 +111,7 @@ def _chunks(count: int, vpp: int, chunk: int, *, first: bool, may_be_empty: bool
 
 
 def improved(candidate: Candidate, best_s: float) -> Candidate:
-    """A candidate that fits, after moves of single layers, each of which makes it quicker and lets it fit."""
+    """The candidate after moves of single layers; each move makes it faster and leaves it fitting."""
     if candidate.step_s > NEAR * best_s:
         return candidate
     left = MOVES

@@ -1,7 +1,7 @@
-"""The planner's own choice for the jobs that others published, beside the layouts they ran, both priced alike.
+"""The planner's own choice for the jobs that others published, beside the layouts that they ran.
 
-A speed-up is published / chosen seconds of a step. Both are predicted: it says what the search finds, not what was
-measured.
+A speed-up is the published layout's seconds of a step over the chosen layout's. Both are predicted in the same way, so
+it says what the search gains in the model, not what was measured.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ GAP = 0.01
 """A choice that is slower than a published layout by more than this is a finding, if it could have been that layout."""
 
 Note = Literal["", "does not fit", "refused", "not searched", "out of time", "no plan", "slower"]
-"""The reason why the published layout is not the choice: memory, the trainer's rules, those of the search; `slower`
-where there is none of them."""
+"""The reason why the published layout is not the choice: memory, the trainer's rules, or the limits of the search.
+`slower` says that there is no such reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A published layout and the plan that the planner would have run instead; None where the search found none."""
+    """A published layout and the plan that the planner would have run instead; None if the search found none."""
 
     row: Row
     published: PricedLayout
@@ -45,7 +45,7 @@ class Beside:
 
     @property
     def speedup(self) -> float | None:
-        """published / chosen seconds of a step."""
+        """The published layout's seconds of a step over the chosen layout's."""
         return None if self.chosen is None else self.published.step.step_s / self.chosen.step.step_s
 
 
@@ -56,17 +56,17 @@ class Gain:
     name: str
     num_rows: int
     median: float | None
-    """Weighted by 1 / how often the same configuration was published."""
+    """The median speed-up; a row weighs 1 / how often the same configuration was published."""
     least: float | None
     least_id: str | None
     num_misfits: int
     num_refused: int
     num_not_searched: int
-    """Faster than the choice, but no candidate of the search, such as ZeRO over groups of ranks."""
+    """Rows whose layout is faster than the choice but no candidate of the search, such as ZeRO over groups of ranks."""
     num_unfinished: int
-    """Without a plan, or faster than what was found in time."""
+    """Rows without a plan, or whose layout is faster than what was found in time."""
     num_slower: int
-    """Findings: the search could have chosen the published layout, which is faster."""
+    """Rows that are findings: the published layout is faster, and the search could have chosen it."""
 
 
 def counted(scored: Iterable[Scored]) -> list[Scored]:
@@ -93,7 +93,7 @@ def plans_beside(
 
 
 def gains(beside: Iterable[Beside]) -> list[Gain]:
-    """Speed-ups per family, in order of appearance; the last is of all rows."""
+    """Speed-ups per family, in order of appearance; the last entry is for all rows."""
     families: dict[str, list[Beside]] = defaultdict(list)
     for pair in beside:
         families[pair.row.family].append(pair)
@@ -127,7 +127,7 @@ def _num_noted(members: Sequence[Beside], *notes: Note) -> int:
 
 
 def _job(run: Run) -> str:
-    """A key that is the same for runs which ask the search the same."""
+    """A key that is the same for runs which ask the search the same question."""
     return "\n".join(spec.model_dump_json() for spec in (run.model, run.cluster, run.training, run.runtime))
 
 
@@ -155,7 +155,7 @@ def _note(run: Run, published: PricedLayout, chosen: Plan | None) -> Note:
 
 
 def _searched(run: Run, published: PricedLayout) -> bool:
-    """True where the published layout, its split of layers aside, is a candidate of the search."""
+    """True if the published layout, its split of layers aside, is a candidate of the search."""
     layout = published.parallelism
     pinned = SearchLimits(
         tp=(layout.tp,),

@@ -1,7 +1,7 @@
-"""Training runs that others published, each with its source, as the planner is judged by them.
+"""Training runs that others published, each with its source; the planner is judged by them.
 
-`data/runs.jsonl` holds one run a line in the form of `plan evaluate --runs`, with what was measured beside it; models
-that several runs share stand once in `data/models.jsonl`.
+`data/runs.jsonl` holds one run a line, in the form of `plan evaluate --runs`, together with what was measured. A model
+that several runs share is written once, in `data/models.jsonl`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from planner.layout.runs import Run, parse_run
 from planner.specs.base import PositiveFloat, Spec
 
 HELD_OUT = ("mlperf", "nemo-2022", "llm-foundry", "torchtitan-docs", "fms-fsdp", "nemo-gb200")
-"""Families that no coefficient is fitted to, neither with others nor alone."""
+"""Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 MemoryKind = Literal["allocated", "allocated on rank 0", "reserved", "nvidia-smi", "unverified"]
-"""The kind of peak memory that a source reports: torch's allocator's (on the worst rank unless it names one), or
-nvidia-smi's."""
+"""The kind of peak memory that a source reports: of torch's allocator (on the worst rank, unless the source names one),
+or of nvidia-smi."""
 
 
 class Measured(Spec):
     """The numbers that the source reports of the run."""
 
     step_s: PositiveFloat
-    """Seconds of an optimizer step; throughput is inverted with the source's own convention."""
+    """Seconds of an optimizer step; if the source reports throughput, they are worked out by its own convention."""
     peak_memory_gib: PositiveFloat | None = None
     memory_kind: MemoryKind | None = None
 
@@ -35,13 +35,13 @@ class Row(Spec):
 
     id: str
     source: str
-    """Document and table."""
+    """The document and the table that the numbers are from."""
     family: str
-    """Rows of one family come from one place, share hardware, software and habits, and are left out together."""
+    """A name for rows that come from one place and share hardware, software and habits; they are left out together."""
     trust: Literal["A", "B", "C"]
-    """A fully specified and consistent, B one field inferred, C to be used with care."""
+    """How far the row is trusted: A is fully specified and consistent, B has one field inferred, C needs care."""
     weight: PositiveFloat
-    """One over how often the same configuration was published."""
+    """The row's weight: one over how often the same configuration was published."""
     run: dict[str, Any]
     """The run, in the form of `plan evaluate --runs`."""
     measured: Measured
@@ -50,12 +50,12 @@ class Row(Spec):
 
     @property
     def counts(self) -> bool:
-        """True where errors on this row are scored: it is trusted, and nothing about it is assumed."""
+        """True if errors on this row are scored: it is trusted, and nothing about it is assumed."""
         return self.trust in ("A", "B") and not self.assumed
 
     @property
     def held_out(self) -> bool:
-        """True where coefficients are fitted without this row."""
+        """True if coefficients are fitted without this row."""
         return self.family in HELD_OUT
 
     @property
@@ -66,7 +66,7 @@ class Row(Spec):
     def parsed(self) -> Run:
         """The run with its model, cluster and runtime looked up, as `plan evaluate --runs` would read it.
 
-        Raises Unsupported where the run did what is not modelled.
+        Raises Unsupported if the run did what is not modelled.
         """
         return parse_run({"id": self.id, "run": self.run}, self.id)
 

@@ -19,9 +19,9 @@ from planner.validate.rows import Row, load_rows
 MIN_RANKED = 3
 """The fewest layouts in a group whose order says something."""
 MIN_REPEATS = 5
-"""The fewest runs measured again that tell how far two measurements of the same run are apart."""
+"""The fewest repeated measurements that tell how far two measurements of the same run are apart."""
 NUM_DRAWS = 200
-"""Draws of noise for the rank correlation that a perfect prediction would be seen to have."""
+"""Number of draws of noise for the rank correlation that a perfect prediction would seem to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Scored:
 
     @property
     def step_error(self) -> float:
-        """The step's predicted / measured seconds − 1; only where the run was priced."""
+        """Error of the step, predicted / measured seconds − 1; only for a run that was priced."""
         assert self.layout is not None
         return self.layout.step.step_s / self.row.measured.step_s - 1
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted / measured peak memory − 1, of the kind that was measured; None where nothing comparable was."""
+        """Error of the peak memory, predicted / measured − 1, of the kind measured; None if no kind can be compared."""
         assert self.layout is not None
         measured = self.row.measured
         if measured.peak_memory_gib is None or measured.memory_kind in (None, "unverified"):
@@ -58,7 +58,7 @@ class Scored:
 
     @property
     def in_interval(self) -> bool | None:
-        """True where the measured step lies in the predicted interval; None where there is no interval."""
+        """True if the measured step lies in the predicted interval; None if there is no interval."""
         assert self.layout is not None
         interval = self.layout.step.step_s_interval
         return None if interval is None else interval[0] <= self.row.measured.step_s <= interval[1]
@@ -66,37 +66,38 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Errors of a set of rows, weighted by 1 / how often the same configuration was published; errors are fractions."""
+    """Errors of a set of rows, as fractions; a row weighs 1 / how often the same configuration was published."""
 
     name: str
     num_rows: int
     num_unsupported: int
     median: float
-    """Median of |step error|; likewise p90 and mean."""
+    """Median of |step error|; `p90` and `mean` are of the same values."""
     p90: float
     mean: float
     bias: float
-    """Mean signed step error: below zero where the planner is too optimistic."""
+    """Mean signed step error: below zero if the planner is too optimistic."""
     worst: float
     worst_id: str
     rank_correlation: float | None
-    """Spearman's, in groups of the same model, GPUs and sequence length, averaged over rows; None without groups."""
+    """Spearman's rank correlation within groups of the same model, GPUs and sequence length, averaged over rows; None
+    without groups."""
     repeat_spread: float | None
-    """Standard deviation of log seconds of the same run measured again; None where that is too rarely published."""
+    """Standard deviation of log seconds over repeated measurements of the same run; None if too few are published."""
     rank_ceiling: float | None
-    """The rank correlation that a perfect prediction would be seen to have beside measurements of that spread."""
+    """The rank correlation that a perfect prediction would have with measurements of that spread."""
     memory_mean: float | None
-    """Mean |memory error| of the rows that report memory; likewise worst."""
+    """Mean |memory error| of the rows that report memory; `memory_worst` is the largest of them."""
     memory_worst: float | None
     num_memory_rows: int
     coverage: float | None
-    """Share of rows inside their 80% interval."""
+    """Share of rows whose measured step lies in the predicted 80% interval."""
 
 
 def validate_runs(family: str | None = None) -> list[Score]:
     """The planner's errors on the published runs that come with it, per family and in all: `plan validate`.
 
-    Only rows that count are scored. `family` names one source. Raises SpecError where there is none of that name.
+    Only rows that count are scored. `family` names one source. Raises SpecError if no family has that name.
     """
     rows = [row for row in load_rows() if row.counts]
     families = list(dict.fromkeys(row.family for row in rows))
@@ -119,7 +120,7 @@ def _priced(row: Row) -> Scored:
 
 
 def score(name: str, scored: Iterable[Scored]) -> Score | None:
-    """The errors of `scored` in numbers; None where no row was priced."""
+    """The errors of `scored` in numbers; None if no row was priced."""
     answers = list(scored)
     priced = [answer for answer in answers if answer.layout is not None]
     if not priced:
@@ -152,7 +153,7 @@ def score(name: str, scored: Iterable[Scored]) -> Score | None:
 
 
 def by_family(scored: Iterable[Scored], counts: Callable[[Row], bool] = lambda row: row.counts) -> list[Score]:
-    """A score per family, in order of appearance, of the rows that `counts`; the last one is of all of them."""
+    """A score per family, in order of appearance, over the rows for which `counts` is true; the last is over all."""
     families: dict[str, list[Scored]] = defaultdict(list)
     for answer in scored:
         if counts(answer.row):
@@ -170,12 +171,12 @@ def weighted_quantile(values: FloatArray, weights: FloatArray, fraction: float) 
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Weighted mean of (value, weight) pairs; None of none."""
+    """Weighted mean of (value, weight) pairs; None if there are none."""
     return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs) if pairs else None
 
 
 def repeat_spread(rows: Sequence[Row]) -> float | None:
-    """√( Σ (log seconds − their mean)² / Σ (n − 1) ) over runs that were measured n > 1 times."""
+    """Spread of repeated measurements: √( Σ (log seconds − their mean)² / Σ (n − 1) ), runs measured n > 1 times."""
     log_seconds: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         log_seconds[row.run_key].append(np.log(row.measured.step_s))
@@ -201,7 +202,10 @@ def _per_sequence(scored: Sequence[Scored]) -> tuple[FloatArray, FloatArray]:
 
 
 def _rank_ceiling(groups: Sequence[Sequence[Scored]], spread: float) -> float | None:
-    """Mean rank correlation of the predictions with themselves times lognormal noise, as if they were the truth."""
+    """The mean rank correlation of the predictions with themselves times lognormal noise.
+
+    The predictions are taken for the truth, and the noise for errors of measurement.
+    """
     rng = np.random.default_rng(0)
     ceilings = []
     for group in groups:
@@ -214,7 +218,7 @@ def _rank_ceiling(groups: Sequence[Sequence[Scored]], spread: float) -> float | 
 
 
 def spearman(a: FloatArray, b: FloatArray) -> float:
-    """Rank correlation; 0 where one of the two does not vary."""
+    """Spearman's rank correlation; 0 if one of the two does not vary."""
     a, b = _ranks(a), _ranks(b)
     if min(a.std(), b.std()) == 0.0:
         return 0.0
@@ -222,7 +226,7 @@ def spearman(a: FloatArray, b: FloatArray) -> float:
 
 
 def _ranks(values: FloatArray) -> FloatArray:
-    """Positions in sorted order, ties sharing their mean."""
+    """Positions in sorted order; equal values share the mean of their positions."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return np.asarray((last - (counts - 1) / 2)[inverse], dtype=float)

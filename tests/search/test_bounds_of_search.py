@@ -25,7 +25,7 @@ from planner.search.enumerate import enumerate_shapes, scalar
 from planner.search.frontier import nodes_of
 from planner.search.ilp.program import solve
 from planner.search.ilp.translate import RecomputeChoice, node_of
-from planner.search.priced_shapes import fits, room_layers, screen_of
+from planner.search.priced_shapes import fits, priced_shapes, room_layers
 from planner.search.schedules import schedules_tried
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
@@ -90,7 +90,7 @@ class Bounded:
     coarse_s: float
     node_s: float
     may_fit: bool
-    """Whether the screen lets the shape through."""
+    """True if `fits` lets the shape through."""
 
     def splits(self, rng: random.Random) -> list[Split]:
         """Legal splits, some of them where there are many."""
@@ -112,14 +112,14 @@ def bounded_nodes(problem: Problem, rng: random.Random) -> Iterator[Bounded]:
     """Some nodes of a problem, with the bounds of both levels."""
     model, limits, runtime, pricing = problem.model, problem.limits, problem.runtime, problem.pricing
     shapes, _ = enumerate_shapes(model, problem.cluster, problem.training, limits, runtime)
-    screen = screen_of(pricing, shapes)
+    priced = priced_shapes(pricing, shapes)
     tried = schedules_tried(limits, runtime)
-    coarse = coarse_bound_s(screen, any(SCHEDULES[name].splits_backward for name in tried))
-    fitting = fits(screen, tried)
-    for shape_of_row, nodes in nodes_of(screen, limits):
+    coarse = coarse_bound_s(priced, any(SCHEDULES[name].splits_backward for name in tried))
+    fitting = fits(priced, tried)
+    for shape_of_row, nodes in nodes_of(priced, limits):
         node_s = [nodes.bound_s(choice) for choice in problem.choices]
         for row in rng.sample(range(len(shape_of_row)), min(NODES_PER_BLOCK, len(shape_of_row))):
-            table, index = pricing.table(scalar(nodes.screen.shape, row)), shape_of_row[row]
+            table, index = pricing.table(scalar(nodes.shapes.shape, row)), shape_of_row[row]
             for choice, bound_s in zip(problem.choices, node_s, strict=True):
                 yield Bounded(
                     problem,
@@ -216,9 +216,9 @@ def test_one_number_for_all_stages_is_what_the_fullest_needs(memory_gib: float) 
     problem = toy_problem(toy_model(8), toy_cluster(8, memory_gib=memory_gib), toy_training(48))
     shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
     slower = []
-    for _, nodes in nodes_of(screen_of(problem.pricing, shapes), problem.limits):
+    for _, nodes in nodes_of(priced_shapes(problem.pricing, shapes), problem.limits):
         own, same = (nodes.bound_s(RecomputeChoice("none", whole)) for whole in ("per_stage", "one_count"))
-        possible = np.isfinite(same) & (np.asarray(nodes.screen.shape.vpp) > 1)
+        possible = np.isfinite(same) & (np.asarray(nodes.shapes.shape.vpp) > 1)
         assert (same >= own * (1 - RELATIVE)).all()
         slower += (same[possible] / own[possible] - 1).tolist()
     assert max(slower) > 0.1
@@ -231,22 +231,22 @@ def test_the_first_rank_exchanges_what_it_holds(network_gb_per_s: float) -> None
     model = toy_model(6, moe=MOE | {"first_k_dense_replace": 3})
     problem = toy_problem(model, cluster, toy_training(48))
     shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
-    screen = screen_of(problem.pricing, shapes.take(np.flatnonzero(np.asarray(shapes.pp) > 1)))
-    table, kinds, steps = screen.table, problem.model.kinds, np.asarray(screen.shape.num_microbatches)
-    each = [np.array([f(screen, table.layers[kind, "none"]) for kind in kinds]) for f in (beyond_s, showing_s)]
-    times = screen.layer_s("none")
-    work, others = screen.work_s("none") - screen.ends_s, np.asarray(screen.shape.pp) - 1
-    pipeline_s = steps * work / np.asarray(screen.shape.pp)
+    priced = priced_shapes(problem.pricing, shapes.take(np.flatnonzero(np.asarray(shapes.pp) > 1)))
+    table, kinds, steps = priced.table, problem.model.kinds, np.asarray(priced.shape.num_microbatches)
+    each = [np.array([f(priced, table.layers[kind, "none"]) for kind in kinds]) for f in (beyond_s, showing_s)]
+    times = priced.layer_s("none")
+    work, others = priced.work_s("none") - priced.ends_s, np.asarray(priced.shape.pp) - 1
+    pipeline_s = steps * work / np.asarray(priced.shape.pp)
     least = np.full(len(work), np.inf)
     for held in product(range(4), range(4)):
         beyond, showing = (
-            f(screen, table.embedding) + np.asarray(held) @ of_kind
+            f(priced, table.embedding) + np.asarray(held) @ of_kind
             for f, of_kind in zip((beyond_s, showing_s), each, strict=True)
         )
         elsewhere = steps * (work - sum(held) * times.max(axis=0)) / others
         least = np.minimum(least, np.maximum(pipeline_s, elsewhere) + np.maximum(beyond, showing))
-    found = with_ends_s(screen, pipeline_s, "none", "none")
-    beside = all_optimizers_s(screen) / np.asarray(screen.shape.pp) + problem.pricing.tail_s(screen.shape)
+    found = with_ends_s(priced, pipeline_s, "none", "none")
+    beside = all_optimizers_s(priced) / np.asarray(priced.shape.pp) + problem.pricing.tail_s(priced.shape)
     assert (found - beside <= least * (1 + RELATIVE)).all()
     assert (found - beside >= 0.97 * least).all()
 
@@ -255,12 +255,12 @@ def test_what_cannot_fit_is_screened_out() -> None:
     """The other direction, where it is plain: not even the weights fit."""
     problem = toy_problem(toy_model(8), toy_cluster(8, memory_gib=0.3))
     shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
-    screen = screen_of(problem.pricing, shapes)
+    priced = priced_shapes(problem.pricing, shapes)
     kind = problem.model.kinds[0]
-    weights = 8 * np.asarray(screen.static_bytes(screen.table.layers[kind, "none"])) / np.asarray(shapes.pp)
+    weights = 8 * np.asarray(priced.static_bytes(priced.table.layers[kind, "none"])) / np.asarray(shapes.pp)
     hopeless = weights > 0.3 * 2**30
     assert hopeless.any()
-    assert not fits(screen)[hopeless].any()
+    assert not fits(priced)[hopeless].any()
 
 
 def model_of_kinds(**changes: Any) -> ModelSpec:
@@ -273,8 +273,8 @@ def test_room_shrinks_with_memory_and_headroom(memory_gib: float) -> None:
     for gib, headroom in ((memory_gib, 0.0), (memory_gib, 0.5), (memory_gib + 1.0, 0.0)):
         problem = toy_problem(model_of_kinds(), toy_cluster(8, memory_gib=gib), memory_headroom_gib=headroom)
         shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
-        screen = screen_of(problem.pricing, shapes)
-        rooms.append([room_layers(screen, kind) for kind in problem.model.kinds])
+        priced = priced_shapes(problem.pricing, shapes)
+        rooms.append([room_layers(priced, kind) for kind in problem.model.kinds])
     plain, tight, larger = rooms
     for kind in range(len(plain)):
         assert (tight[kind] <= plain[kind]).all()
@@ -282,26 +282,26 @@ def test_room_shrinks_with_memory_and_headroom(memory_gib: float) -> None:
     assert any((tight[kind] < larger[kind]).any() for kind in range(len(plain)))
 
 
-def test_a_screen_takes_some_of_its_shapes() -> None:
+def test_some_of_the_priced_shapes_are_priced_as_before() -> None:
     problem = toy_problem(model_of_kinds())
     shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
-    screen = screen_of(problem.pricing, shapes)
+    priced = priced_shapes(problem.pricing, shapes)
     some = np.array([5, 0, 17])
-    np.testing.assert_array_equal(coarse_bound_s(screen.take(some)), coarse_bound_s(screen)[some])
-    np.testing.assert_array_equal(fits(screen.take(some)), fits(screen)[some])
+    np.testing.assert_array_equal(coarse_bound_s(priced.take(some)), coarse_bound_s(priced)[some])
+    np.testing.assert_array_equal(fits(priced.take(some)), fits(priced)[some])
 
 
 def test_prices_looked_up_by_kernel_are_those_of_the_shape() -> None:
     problem = toy_problem(model_of_kinds())
     shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
-    screen = screen_of(problem.pricing, shapes)
-    for index in range(0, len(screen.kernel), 23):
+    priced = priced_shapes(problem.pricing, shapes)
+    for index in range(0, len(priced.kernel), 23):
         table = problem.pricing.table(scalar(shapes, index))
-        for key, part in screen.table.layers.items():
+        for key, part in priced.table.layers.items():
             for quantity in ("total_s", "live_bytes", "transient_bytes", "parameters"):
-                assert screen.part(part, quantity)[index] == pytest.approx(float(getattr(table.layers[key], quantity)))
-            assert screen.static_bytes(part)[index] == pytest.approx(float(table.layers[key].static_bytes))
-        assert screen.p2p_s[index] == pytest.approx(float(table.p2p_s))
+                assert priced.part(part, quantity)[index] == pytest.approx(float(getattr(table.layers[key], quantity)))
+            assert priced.static_bytes(part)[index] == pytest.approx(float(table.layers[key].static_bytes))
+        assert priced.p2p_s[index] == pytest.approx(float(table.p2p_s))
 
 
 def test_a_first_chunk_that_keeps_less_is_counted_by_its_own_bytes() -> None:

@@ -1,4 +1,4 @@
-"""What the schedules of nodes mean for their ranks, as the bounds look at them: rows of nodes, columns of ranks."""
+"""Properties of the nodes' schedules that the bounds need, as arrays with rows of nodes and columns of ranks."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_microbatches, placement
-from planner.search.priced_shapes import FRUGAL
 from planner.shape import FloatArray
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What the schedules of nodes (rows) mean for their ranks (columns)."""
+    """Properties of the schedules of nodes (rows), for each of their ranks (columns)."""
 
     plain: npt.NDArray[np.bool_]
-    """1F1B without interleaving, or no pipeline."""
+    """True for 1F1B without interleaving, and for no pipeline."""
     splits: npt.NDArray[np.bool_]
-    """Weight gradients may follow the last input gradient, so that the way back need not be over when a rank is."""
+    """True if weight gradients may follow the last input gradient: a rank may then end after the way back is over."""
     in_flight: FloatArray
-    """Micro-batches that each rank holds at least; 1 beyond a node's ranks."""
+    """The fewest micro-batches that each rank holds at its peak; 1 in columns beyond a node's ranks."""
     least_in_flight: FloatArray
-    """The same for a layer that may be in any of a rank's chunks."""
+    """The same for a layer that may be in any of the rank's chunks."""
     more_in_flight: FloatArray
-    """Micro-batches beyond these, added up over the chunks that hold a layer at least."""
+    """Micro-batches beyond `least_in_flight`, added up over the chunks of a rank that hold at least one layer."""
     full: npt.NDArray[np.bool_]
-    """Ranks of chunks that are all equal: where stages interleave, those without the first and the last stage."""
+    """True for a rank with full chunks only: if stages interleave, every rank without the first and the last stage."""
 
     def take(self, index: npt.NDArray[np.int64]) -> Orders:
         """The rows at `index`."""
-        return Orders(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+        return Orders(**{column.name: getattr(self, column.name)[index] for column in fields(self)})
 
 
 Kinds = Literal["one", "in runs", "in a pattern"]
@@ -41,7 +40,7 @@ Kinds = Literal["one", "in runs", "in a pattern"]
 
 
 def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") -> Orders:
-    """The orders of nodes given as (schedule, pp, vpp, num_microbatches), for layers of one kind or several."""
+    """The properties of nodes given as (schedule, pp, vpp, num_microbatches); `kinds` says how their layers differ."""
     width = max((pp for _, pp, _, _ in nodes), default=1)
     in_flight, full = np.ones((len(nodes), width)), np.zeros((len(nodes), width), dtype=bool)
     least, more = np.ones((len(nodes), width)), np.zeros((len(nodes), width))
@@ -50,8 +49,8 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") 
         least[row, :pp] = _least_in_flight(name, pp, vpp, microbatches, "in a pattern")
         if vpp > 1 and not SCHEDULES[name].splits_backward:
             for rank, chunks in enumerate(chunks_in_flight(name, pp, vpp, microbatches)):
-                held = chunks[1:] if rank == 0 else chunks
-                more[row, rank] = sum(held) - len(held) * least[row, rank]
+                filled_chunks = chunks[1:] if rank == 0 else chunks
+                more[row, rank] = sum(filled_chunks) - len(filled_chunks) * least[row, rank]
         if vpp > 1:
             ranks = placement(name, pp, vpp)
             full[row, :pp] = True
@@ -67,15 +66,20 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") 
 
 
 def _least_in_flight(name: str, pp: int, vpp: int, num_microbatches: int, kinds: Kinds) -> Sequence[float]:
-    """As the schedule has it where that is a formula; else what all of them hold: min(M, pp − r), or 1 if frugal.
+    """The fewest micro-batches that each rank holds at its peak under a schedule.
 
-    Where stages interleave a rank holds most of its first chunk. That may be missing on the first rank, and keep fewer
-    bytes than the others on any rank if layers differ: then the other chunks' mean counts; in a pattern any chunk may
-    keep the fewest bytes: then the least counts.
+    If the schedule has a formula, that is used. Otherwise it is what all such schedules hold: min(M, pp − r), or 1 if
+    the schedule is frugal.
+
+    If stages interleave, a rank has most micro-batches of its first chunk in flight. But the first rank may have no
+    layer in that chunk, and if layers differ, the chunk may keep fewer bytes than the others on any rank; then the mean
+    over the other chunks is taken. If layers repeat in a pattern, any chunk may keep the fewest bytes; then the least
+    over the chunks is taken.
     """
-    if SCHEDULES[name].splits_backward:
-        held = [1 if name in FRUGAL else min(num_microbatches, pp - rank) for rank in range(pp)]
-        return [1, *held[1:]] if vpp > 1 else held
+    kind = SCHEDULES[name]
+    if kind.splits_backward:
+        least = [1 if kind.frugal else min(num_microbatches, pp - rank) for rank in range(pp)]
+        return [1, *least[1:]] if vpp > 1 else least
     in_flight = in_flight_microbatches(name, pp, vpp, num_microbatches)
     if vpp == 1:
         return in_flight

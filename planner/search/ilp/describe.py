@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from planner.schedule.orders import Bound
 from planner.search.ilp.formulation import Formulation, Group, Row, Variable
 from planner.search.ilp.layers import recurring
-from planner.search.ilp.node import Bound, Node
+from planner.search.ilp.node import Node
 from planner.search.ilp.program import build
 from planner.specs.units import GIB
 
@@ -35,8 +36,8 @@ _BOUNDS: dict[Bound, str] = {
 def describe(node: Node, max_rows: int | None = None) -> str:
     """The integer program of a node with its numbers, in the groups of the docstring of `program`.
 
-    A row is a line `name: 0.0123·filled_0_0 + … ≤ 76.2`, wrapped where it is long; numbers have six digits. Where
-    `max_rows` is given, the list of variables and each group of rows end after so many of them.
+    A row is a line `name: 0.0123·filled_0_0 + … ≤ 76.2`, which is wrapped if it is long; numbers have six digits. With
+    `max_rows` the list of variables and each group of rows end after that number of them.
     """
     program = build(node).formulation
     sections = [
@@ -51,7 +52,7 @@ def describe(node: Node, max_rows: int | None = None) -> str:
 
 
 def _shape(node: Node) -> Iterator[str]:
-    """The numbers of the node that several rows share."""
+    """Lines with the numbers of the node that several rows share."""
     yield _wrapped(f"{node.num_layers} layers: {_layers(node)}")
     stages = "1 stage" if node.vpp == 1 else f"{node.vpp} virtual stages"
     yield f"  {node.pp} ranks with {stages} each, {node.num_microbatches} micro-batches"
@@ -73,7 +74,7 @@ def _layers(node: Node) -> str:
 
 def _variables(program: Formulation) -> list[str]:
     """Name, range and meaning of every variable, in columns."""
-    cells = [(each.name, _range(each), program.meanings[each.name]) for each in program.variables]
+    cells = [(variable.name, _range(variable), program.meanings[variable.name]) for variable in program.variables]
     name_width, range_width = (max(len(cell[column]) for cell in cells) for column in (0, 1))
     return [f"  {name:<{name_width}}  {limits:<{range_width}}  {meaning}" for name, limits, meaning in cells]
 
@@ -94,21 +95,21 @@ def _row(row: Row) -> str:
     terms = list(row.items())
     if row.name.startswith("is_"):
         (variable, _), *others = terms
-        line = f"{row.name}: {variable.name} = {_sum([(each, -c) for each, c in others], -row.constant)}"
+        line = f"{row.name}: {variable.name} = {_sum([(other, -c) for other, c in others], -row.constant)}"
     else:
         line = f"{row.name}: {_sum(terms)} {_SIGNS[row.sense]} {_number(-row.constant)}"
     return _wrapped(line)
 
 
 def _wrapped(line: str) -> str:
-    """A line of a section; where it is too long, the next lines are indented further."""
+    """A line of a section; if it is too long, the lines after the first are indented further."""
     return textwrap.fill(
         line, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
     )
 
 
 def _sum(terms: Iterable[tuple[Variable, float]], constant: float = 0.0) -> str:
-    """`2·x − 0.5·y + 3`; terms of coefficient 0 are left out."""
+    """A sum as text, such as `2·x − 0.5·y + 3`; terms with the coefficient 0 are left out."""
     parts = [(c, variable.name if abs(c) == 1 else f"{_number(abs(c))}·{variable.name}") for variable, c in terms if c]
     if constant or not parts:
         parts.append((constant, _number(abs(constant))))
@@ -121,7 +122,7 @@ def _number(value: float) -> str:
 
 
 def _shortened(lines: Sequence[str], most: int | None) -> list[str]:
-    """The first `most` lines, and how many more there are."""
+    """The first `most` lines, and a line with the number of those left out."""
     if most is None or len(lines) <= most:
         return list(lines)
     return [*lines[:most], f"  … and {len(lines) - most} more"]

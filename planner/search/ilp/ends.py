@@ -1,7 +1,7 @@
 """Row 7 of the integer program: seconds of a step outside the pipeline, on the rank where they are longest.
 
-Gradients are reduced after the last backward and parameters gathered before the first forward, as far as nothing hides
-them; then comes the optimizer.
+Gradients are reduced after the last backward, and parameters are gathered before the first forward. Only the seconds
+that nothing hides count here. The optimizer comes last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _WORDS = {"reduce_s": "gradient reduction", "gather_s": "parameter gathering"}
 
 
 def add_ends(program: Formulation, sums: RankSums) -> Expression:
-    """Add row 7 and give the seconds outside the pipeline: gradients + parameters + optimizer."""
+    """Add row 7 and return the seconds outside the pipeline: gradients + parameters + optimizer."""
     node = sums.node
     gradients_s = program.variable("gradients", "seconds of gradient reduction that nothing hides")
     parameters_s = program.variable("parameters", "seconds of parameter gathering that nothing hides")
@@ -32,7 +32,10 @@ def add_ends(program: Formulation, sums: RankSums) -> Expression:
 
 
 def _add_each_time(program: Formulation, sums: RankSums, gradients_s: Expression) -> None:
-    """Gradients that are reduced, and weights that are gathered, for every micro-batch (ZeRO-2 and 3, pp = 1)."""
+    """Add the rows of ZeRO-2 and ZeRO-3 at pp = 1.
+
+    Gradients are reduced for every micro-batch, and with ZeRO-3 weights are gathered, too.
+    """
     node, weights_too = sums.node, sums.node.sharded_each_time == 3
     exchanged_s = sums.total(0, "reduce_s") + (2 * sums.total(0, "gather_s") if weights_too else 0.0)
     behind_s = sums.total(0, "total_s" if weights_too else "backward_total_s")
@@ -51,7 +54,10 @@ def _add_exchange(
     hidden_fraction: float,
     lead: float,
 ) -> None:
-    """What of a rank's exchange its own passes do not hide, less `lead` passes of each rank before it."""
+    """Add the rows of one exchange: its seconds on a rank that the rank's own passes do not hide.
+
+    `lead` passes of each rank before it are taken off.
+    """
     node = sums.node
     before_s = constant(0)
     for rank in range(node.pp):

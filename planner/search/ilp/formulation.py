@@ -1,6 +1,6 @@
-"""The pulp problem under construction, with types that mypy sees and with what a reader needs to understand it.
+"""The pulp problem under construction, with types for mypy and with names and meanings for readers.
 
-pulp has no type stubs: the protocols below name the few operations that the rows are written with.
+pulp has no type stubs. The protocols below name the few operations that rows are written with.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Formulation:
 
     problem: Any = field(default_factory=lambda: pulp.LpProblem("split", pulp.LpMinimize))
     meanings: dict[str, str] = field(default_factory=dict)
-    """What each variable counts or measures, by the variable's name."""
+    """The quantity that each variable counts or measures, by the variable's name."""
     groups: dict[str, Group] = field(default_factory=dict)
     """The group of each row, by the row's name."""
 
@@ -107,7 +107,7 @@ def constant(value: float) -> Expression:
 
 
 def scaled(coefficient: float, variable: Expression) -> Expression:
-    """`coefficient` times a variable; the variable stays in the expression even where the coefficient is 0."""
+    """`coefficient` times a variable; the variable stays in the expression even if the coefficient is 0."""
     expression: Expression = pulp.LpAffineExpression([(variable, coefficient)])
     return expression
 

@@ -1,9 +1,10 @@
-"""Rows 1 to 3 of the integer program: which layers of the model are on which rank, as integers and sums of them.
+"""Rows 1 to 3 of the integer program: the layers of the model on each rank, as integers and sums of them.
 
-There are two ways to say that layers stay in order, each exact where it is used. Where the model is a few runs of equal
-layers, a binary says of each rank whether a run is finished there (`_add_runs`). Where the layers repeat every p (every
-second one slides), the first n layers hold ⌊(n + c) / p⌋ of those at place p − 1 − c of the pattern, which is the one
-integer s with (n + c − p + 1) / p ≤ s ≤ (n + c) / p (`_add_recurring`).
+There are two ways to keep the layers in order, and each is exact for the models that it is used for. If the model is a
+few runs of equal layers, a binary variable of each rank is 1 if a run is finished there (`_add_runs`). If the layers
+repeat with a period p (for instance, every second one has a sliding window), then among the first n layers there are
+⌊(n + c) / p⌋ at place p − 1 − c of the pattern. That is the only integer s with (n + c − p + 1) / p ≤ s ≤ (n + c) / p
+(`_add_recurring`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from planner.search.ilp.node import Node, Runs
 from planner.specs.model import LayerKind
 
 MAX_PLACES = 4
-"""Places of a pattern whose layers are counted: each is an integer for every virtual stage."""
+"""Most places of a pattern whose layers are counted; each place is an integer variable of every virtual stage."""
 
 
 class Recurring(NamedTuple):
@@ -25,11 +26,11 @@ class Recurring(NamedTuple):
 
     period: int
     places: dict[LayerKind, list[int]]
-    """Where in the pattern the layers of each kind are; the commonest kind is left out."""
+    """Places in the pattern of the layers of each kind; the commonest kind is left out."""
 
 
 def recurring(runs: Runs) -> Recurring | None:
-    """The pattern that repeats; None where no kind comes back, or too many places would have to be counted."""
+    """The pattern that repeats; None if no kind comes back, or if too many places would have to be counted."""
     layers = [kind for kind, length in runs for _ in range(length)]
     kinds = list(dict.fromkeys(layers))
     period = next((p for p in range(1, len(layers)) if layers[p:] == layers[:-p]), len(layers))
@@ -41,17 +42,17 @@ def recurring(runs: Runs) -> Recurring | None:
 
 
 class Chunks(NamedTuple):
-    """Layers of the virtual stages where stages interleave: all hold the same number, but for the first and the last.
+    """Numbers of layers of interleaved virtual stages: all hold the same number, except for the first and the last.
 
-    Without interleaving all three are 0 and stand in no row.
+    Without interleaving all three are 0 and are in no row.
     """
 
     length: Expression
     """Layers of every virtual stage but the first and the last."""
     missing_first: Expression
-    """How many layers fewer the first virtual stage holds."""
+    """Number of layers that the first virtual stage holds fewer than `length`."""
     missing_last: Expression
-    """How many layers fewer the last virtual stage holds."""
+    """Number of layers that the last virtual stage holds fewer than `length`."""
 
 
 class LayerSums(NamedTuple):
@@ -64,7 +65,7 @@ class LayerSums(NamedTuple):
     by_kind: list[dict[LayerKind, Expression]]
     """Layers of each rank by kind; `add_layers` gives each sum a variable."""
     in_flight: list[dict[LayerKind, Expression]]
-    """The same, each layer as often as there are micro-batches of its chunk in flight."""
+    """The same, with each layer counted once for each micro-batch of its chunk in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,13 @@ class LayersOnRanks:
     first_row: list[Expression]
     """Layers of each rank's first virtual stage."""
     last_row: list[Expression]
-    """Layers of the last pp virtual stages, where stages interleave."""
+    """Layers of the last pp virtual stages, if stages interleave."""
     totals: list[Expression]
     """Layers of each rank."""
     by_kind: list[dict[LayerKind, Expression]]
     """Layers of each rank by kind; each is a variable, since it enters many rows."""
     in_flight: list[dict[LayerKind, Expression]]
-    """Layers of each rank by kind, each as often as there are micro-batches of its chunk in flight."""
+    """Layers of each rank by kind, each counted once for each micro-batch of its chunk in flight."""
     chunks: Chunks
 
     def counts(self, node: Node) -> tuple[int, ...]:
@@ -112,7 +113,10 @@ def add_layers(program: Formulation, node: Node) -> LayersOnRanks:
 
 
 def _add_chunks(program: Formulation, node: Node) -> Chunks:
-    """Row 3 where stages interleave: an end stage lacks some layers of a chunk, and all of them only if it may."""
+    """Add row 3 for interleaved stages: the first and the last stage may hold fewer layers than a chunk.
+
+    They hold no layer only if the trainer allows that.
+    """
     most = node.num_layers
     chunk = program.variable("chunk", "layers of every virtual stage but the first and the last", most, integer=True)
     missing = []
@@ -125,10 +129,10 @@ def _add_chunks(program: Formulation, node: Node) -> Chunks:
 
 
 def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks: Chunks) -> LayerSums:
-    """Rows 1 and 2 of layers that repeat: where each virtual stage ends, and how many of each kind lie before that.
+    """Add rows 1 and 2 for layers that repeat: the end of each virtual stage, and the layers of each kind before it.
 
-    `ends[j]` layers lie on the virtual stages 0 … j, `before[j]` of them are of one kind; the layers of the commonest
-    kind are those that are left.
+    `ends[j]` layers are on the virtual stages 0 … j, and `before[j]` of them are of one kind. The layers that are left
+    are of the commonest kind.
     """
     ends: list[Expression] = []
     for stage in range(node.num_stages - 1):
@@ -162,7 +166,7 @@ def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks:
 def _with_commonest(
     node: Node, counted: Sequence[dict[LayerKind, Expression]], totals: Sequence[Expression]
 ) -> list[dict[LayerKind, Expression]]:
-    """Sums by kind of each rank; the commonest kind, which is not counted, has the rest of the total."""
+    """Sums by kind for each rank; the commonest kind is not counted, so it gets the rest of the total."""
     left = [total - add_up(kinds.values()) for kinds, total in zip(counted, totals, strict=True)]
     return [{kind: counted[rank].get(kind, left[rank]) for kind in node.kinds} for rank in range(node.pp)]
 
@@ -174,7 +178,7 @@ def _weighted(weights: Sequence[float], numbers: Sequence[Expression]) -> Expres
 def _add_places(
     program: Formulation, node: Node, period: int, places: Sequence[int], stage: int, end: Expression
 ) -> Expression:
-    """Layers at `places` of the pattern among the first `end` layers, those on the virtual stages 0 … `stage`."""
+    """Layers at `places` of the pattern on the virtual stages 0 … `stage`, which hold the first `end` layers."""
     counts = []
     for place in places:
         name, meaning = (
@@ -189,7 +193,7 @@ def _add_places(
 
 
 def _add_runs(program: Formulation, node: Node, chunks: Chunks) -> LayerSums:
-    """Rows 1 and 2 of runs of equal layers: each rank's first chunk; where stages interleave, also its later ones."""
+    """Add rows 1 and 2 for runs of equal layers: each rank's first chunk and, if stages interleave, its later ones."""
     lengths = [length for _, length in node.runs]
     filled = _add_filled(program, node, lengths)
     first = [
@@ -216,7 +220,7 @@ def _add_runs(program: Formulation, node: Node, chunks: Chunks) -> LayerSums:
 
 
 def _of_runs(node: Node, numbers: Sequence[Expression], rest: Expression) -> dict[LayerKind, Expression]:
-    """Layers by kind, where `numbers` are of each run on the first chunk, and `rest` of the last run on later ones."""
+    """Layers by kind: `numbers` layers of each run on the first chunk, `rest` layers of the last run on later ones."""
     parts: dict[LayerKind, list[Expression]] = {kind: [] for kind in node.kinds}
     for (kind, _), number in zip(node.runs, numbers, strict=True):
         parts[kind].append(number)
@@ -225,7 +229,7 @@ def _of_runs(node: Node, numbers: Sequence[Expression], rest: Expression) -> dic
 
 
 def _add_filled(program: Formulation, node: Node, lengths: Sequence[int]) -> list[list[Expression]]:
-    """`filled[r][i]` layers of run i on the first-row stages 0 … r; a run begins where the run before is finished."""
+    """Layers `filled[r][i]` of run i on the first-row stages 0 … r; a run begins once the run before is finished."""
     last_rank, last_run = node.pp - 1, len(lengths) - 1
     filled: list[list[Expression]] = []
     for rank in range(node.pp):
@@ -250,7 +254,10 @@ def _add_filled(program: Formulation, node: Node, lengths: Sequence[int]) -> lis
 def _add_later_chunks(
     program: Formulation, node: Node, chunks: Chunks, first_row: Sequence[Expression]
 ) -> list[Expression]:
-    """Row 3: the first row is of chunks. The result is the layers of each rank's later chunks, all of the last run."""
+    """Add row 3 for the first row of stages, and return the layers of each rank's later chunks.
+
+    All layers of the later chunks are of the last run.
+    """
     later: list[Expression] = []
     for rank in range(node.pp):
         missing = chunks.missing_first if rank == 0 else constant(0)

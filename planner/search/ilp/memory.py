@@ -1,8 +1,8 @@
-"""Row 6 of the integer program: what a rank needs at its fullest is at most what its memory can take.
+"""Row 6 of the integer program: the memory that a rank needs at its peak is at most the memory that it can use.
 
-static + in flight · live + transient ≤ usable, in GiB. The transient bytes are the largest of the loss's and of those
-of the backward of any layer that the rank holds: a binary says of each kind and recompute mode that needs more than the
-least whether the rank holds such layers.
+static + in flight · live + transient ≤ usable, in GiB. The transient bytes are the largest of those of the loss and of
+the backward of any layer that the rank holds. For each kind and recompute mode that needs more than the least, a binary
+variable is 1 if the rank holds such layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planner.specs.units import GIB
 
 
 def add_memory(program: Formulation, sums: RankSums) -> list[Expression]:
-    """Add row 6 and give the bytes that each rank needs, with the least transient bytes it can have."""
+    """Add row 6 and return the bytes that each rank needs, with the least transient bytes that it can have."""
     node = sums.node
     usable_gib = node.usable_bytes / GIB
     least = min(float(node.layers[kind, node.modes[0]].transient_bytes) for kind in node.kinds)
@@ -29,19 +29,19 @@ def add_memory(program: Formulation, sums: RankSums) -> list[Expression]:
         needed = sums.total(rank, "static_bytes") + _live_bytes(sums, rank) + transient_bytes + short_bytes
         needed_bytes.append(needed)
         program.add_row("memory", f"memory_{rank}", needed * (1 / GIB) <= usable_gib)
-        for number, (held, kind, mode) in enumerate(_layers_by_mode(sums, rank)):
+        for number, (on_rank, kind, mode) in enumerate(_layers_by_mode(sums, rank)):
             more_bytes = float(node.layers[kind, mode].transient_bytes) - transient_bytes
             if more_bytes > 0:
                 meaning = f"1 if rank {rank} holds {kind} layers in mode {mode}"
                 holds = program.variable(f"holds_{rank}_{number}", meaning, 1, integer=True)
-                program.add_row("memory", f"holds_{rank}_{number}_any", held <= node.num_layers * holds)
+                program.add_row("memory", f"holds_{rank}_{number}_any", on_rank <= node.num_layers * holds)
                 with_backward = (needed + more_bytes * holds) * (1 / GIB)
                 program.add_row("memory", f"memory_{rank}_{number}", with_backward <= usable_gib)
     return needed_bytes
 
 
 def _live_bytes(sums: RankSums, rank: int) -> Expression:
-    """Bytes that a rank keeps from forward to backward of all micro-batches in flight."""
+    """Bytes that a rank keeps from forward to backward, for all micro-batches in flight."""
     node = sums.node
     in_flight = node.in_flight_of(rank)
     layers = in_flight[0] * sums.of_layers(rank, "live_bytes") if node.vpp == 1 else sums.in_flight_bytes(rank)
@@ -54,8 +54,8 @@ def _live_bytes(sums: RankSums, rank: int) -> Expression:
 def _layers_by_mode(sums: RankSums, rank: int) -> Iterator[tuple[Expression, LayerKind, Recompute]]:
     """Layers of a rank by kind and recompute mode; those of the first mode may include those of the second."""
     first, *others = sums.node.modes
-    for kind, held in sums.layers.by_kind[rank].items():
-        yield held, kind, first
+    for kind, on_rank in sums.layers.by_kind[rank].items():
+        yield on_rank, kind, first
     for mode in others:
-        for kind, held in sums.recomputed.by_kind[rank].items():
-            yield held, kind, mode
+        for kind, on_rank in sums.recomputed.by_kind[rank].items():
+            yield on_rank, kind, mode

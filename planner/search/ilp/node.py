@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.physics.cost import PartCost
+from planner.schedule.orders import Bound
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
 PASSES = ("forward_total_s", "backward_total_s")
 """The two passes of a micro-batch through a stage, as `PartCost` names their seconds, exchanges included."""
 _SLOWED = frozenset({*PASSES, "input_grad_total_s", "total_s", "optimizer_s"})
-"""Quantities that take a slow rank longer."""
+"""Quantities in seconds that are longer on a slow rank."""
 FULL: Recompute = "full"
 
 Whole = Literal["none", "all", "one_count", "per_stage", "any_modules"]
-"""How many layers are recomputed whole: none, all, the same number on every virtual stage, or each rank's own."""
+"""The number of layers that are recomputed whole: none, all, one number for every virtual stage, or a number per rank.
 
-Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
-"""Lower bounds that hold for a schedule: those of its own order, or those of any order of passes."""
+`any_modules` stands for any set of modules of a layer instead of whole layers.
+"""
 
 Runs = Sequence[tuple[LayerKind, int]]
 """The model's layers as maximal runs of equal layers: kind and number of layers of each run."""
@@ -41,43 +42,45 @@ class Node:
     vpp: int
     num_microbatches: int
     base: Recompute
-    """Mode of layers that are not recomputed whole."""
+    """Recompute mode of layers that are not recomputed whole."""
     whole: Whole
     in_flight: Sequence[float]
-    """Micro-batches that each rank holds at its fullest, in units of all its chunks."""
+    """Micro-batches that each rank holds at its peak; a micro-batch in all of the rank's chunks counts as 1."""
     chunk_in_flight: Sequence[Sequence[float]] = ()
-    """Micro-batches of each chunk that each rank holds at its fullest; empty: as many of one chunk as of another."""
+    """Micro-batches of each chunk that each rank holds at its peak; empty if it holds as many of every chunk."""
     usable_bytes: float
     p2p_s: float
     bound: Bound
-    """Which lower bounds the schedule obeys."""
+    """The lower bounds that hold for the schedule."""
     placement: Sequence[int]
     """Rank of each virtual stage."""
     blocking_p2p: bool = False
-    """Whether a rank waits for its transfers."""
+    """True if a rank waits for its transfers."""
     cutoff_s: float = math.inf
-    """Solutions that take longer are of no interest."""
+    """Seconds of a step; slower solutions are not wanted."""
     gap_fraction: float = 1e-4
-    """How near the optimum is near enough."""
+    """The relative gap to the optimum at which the solver may stop."""
     empty_ends: bool = False
-    """Whether the first and the last virtual stage may hold no decoder layer."""
+    """True if the first and the last virtual stage may hold no decoder layer."""
     sharded_each_time: int = 0
-    """2: gradients are reduced for every micro-batch; 3: and weights gathered twice
-    (`outside_pipeline.sharded_each_time`)."""
+    """The ZeRO stage that exchanges for every micro-batch, or 0 (`outside_pipeline.sharded_each_time`).
+
+    With 2 gradients are reduced for every micro-batch; with 3 weights are also gathered twice.
+    """
     passes_behind: float = 1.0
     """Micro-batches of a rank that hide what it exchanges (`orders.passes_behind`)."""
     lead_passes: float = 1.0
-    """Micro-batches whose backward a rank has left when the one behind it is done (`orders.lead_passes`)."""
+    """Micro-batches whose backward a rank has left when the rank behind it is done (`orders.lead_passes`)."""
     contention_fraction: float = 0.0
     fsdp_overlap_fraction: float = 0.0
     gradient_overlap_fraction: float = 0.0
     parameter_overlap_fraction: float = 0.0
     short_bytes: Sequence[float] = ()
-    """Bytes that each rank is to leave free, where a replay has shown that a split does not fit; empty: none."""
+    """Bytes that each rank is to leave free since a replay showed that a split does not fit; empty for none."""
     of_mean_layers: bool = False
-    """Layers of several kinds are taken as so many of their mean: a good split, but its bound proves nothing."""
+    """True if every layer is priced as the mean of several kinds: the split is good, but its bound proves nothing."""
     rank_factors: Sequence[float] = ()
-    """How many times the costs' seconds each rank takes; empty: all take as long as the costs say."""
+    """The factor by which each rank is slower than the costs say; empty if no rank is slower."""
 
     @property
     def num_layers(self) -> int:
@@ -101,9 +104,9 @@ class Node:
         return only.get(self.whole, (self.base, FULL))
 
     def in_flight_of(self, rank: int) -> Sequence[float]:
-        """Micro-batches of each of the rank's chunks that it holds at its fullest."""
+        """Micro-batches of each of the rank's chunks that it holds at its peak."""
         return self.chunk_in_flight[rank] if self.chunk_in_flight else [self.in_flight[rank]] * self.vpp
 
     def slowness(self, rank: int, quantity: str) -> float:
-        """How many times as much of a quantity a rank takes as the costs say; 1 for all but seconds of computing."""
+        """The factor on a rank's quantity for the slowness of the rank; 1 for all quantities but those in `_SLOWED`."""
         return self.rank_factors[rank] if self.rank_factors and quantity in _SLOWED else 1.0

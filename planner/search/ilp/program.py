@@ -1,4 +1,4 @@
-"""The integer program of one shape: how many layers on which rank, and how many of them recomputed.
+"""The integer program of one shape: it chooses the number of layers on each rank, and of those that are recomputed.
 
 Ranks r = 0 … pp − 1, virtual stages j = chunk·pp + r; the first row of virtual stages is j = r. Maximal runs of equal
 layers are numbered i, kinds κ. t, f, b are seconds of one micro-batch (forward plus backward, forward, backward;
@@ -17,20 +17,20 @@ exchanges included), M micro-batches, c seconds of a transfer.
     3. chunks     no stage is empty, unless it holds the embedding or the head and the trainer allows that; interleaved
                   stages are equal, but for the first and the last: the order stalls on unequal ones
                   → layers._add_chunks, layers._add_later_chunks
-    4. recompute  recomputed[r,κ] ≤ layers of κ on r; one number for all where the trainer has one setting
+    4. recompute  recomputed[r,κ] ≤ layers of κ on r; one number for all if the trainer has one setting
                   → recompute.add_recompute
     5. time       T ≥ every lower bound of the schedule on every rank (any order; at most k in flight)
                   → time.add_time
     6. memory     static + in flight · live + transient ≤ usable on every rank
                   → memory.add_memory
-    7. ends       gradients, parameters: any rank's exchange less what hides it, and less a chunk's pass of each rank
-                  before it; optimizer: any rank's
+    7. ends       gradients, parameters: any rank's exchange less the seconds that hide it, and less a chunk's pass of
+                  each rank before it; optimizer: any rank's
                   → ends.add_ends
 
 `describe` prints the program of a node with its numbers.
 
-Sources: PHYSICS §5 for the bounds (Narayanan et al. 2021 for the orders). For 1F1B they meet the replay wherever stages
-differ little, so the optimum is a certificate; the gap to the replay is reported, never hidden.
+Sources: PHYSICS §5 for the bounds (Narayanan et al. 2021 for the orders). For 1F1B the bounds are equal to the replay
+if stages differ little, so the optimum is a certificate. The gap to the replay is always reported.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from planner.search.ilp.time import add_time
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Layers as the solver chose them."""
+    """The split as the solver chose it."""
 
     counts: tuple[int, ...]
     """Decoder layers of each virtual stage, in model order."""
     recomputed: tuple[tuple[int, ...], ...]
     """Layers of each rank and kind that are recomputed whole (one_count: of each virtual stage)."""
     bound_s: float
-    """Proven lower bound of the objective; 0 where the solver was stopped."""
+    """Proven lower bound of the objective; 0 if the solver was stopped."""
     free_bytes: tuple[float, ...]
     """Bytes that the memory row of each rank leaves free."""
 
@@ -85,9 +85,12 @@ class Program:
 _NO_HEURISTICS = {
     f"mip_heuristic_run_{name}": False for name in ("rins", "rens", "root_reduced_cost", "feasibility_jump")
 }
-"""Heuristics that solve programs of their own, which takes longer than a program this small."""
+"""Heuristics of HiGHS that are switched off; they solve programs of their own, which takes longer than this one."""
 _SOUND = {"presolve_rule_off": 1 << 9}
-"""Substituting equations of two variables, HiGHS 1.15.1 finds programs infeasible that are not."""
+"""A presolve rule of HiGHS that is switched off: it substitutes equations of two variables.
+
+With it HiGHS 1.15.1 calls some feasible programs infeasible.
+"""
 
 
 def build(node: Node) -> Program:
@@ -104,9 +107,9 @@ def build(node: Node) -> Program:
 
 
 def solve(node: Node, time_limit_s: float) -> Solution | None:
-    """Solve the integer program of a node; None when no split fits and is quicker than the cutoff.
+    """Solve the integer program of a node; None if no split fits and is faster than the cutoff.
 
-    Raises SolverError when the solver stops without an answer.
+    Raises SolverError if the solver stops without an answer.
     """
     program = build(node)
     time_s = max(time_limit_s, 0.05)

@@ -1,4 +1,4 @@
-"""What a rank's layers, embedding and head add up to, in seconds or bytes: linear in the layers that it holds.
+"""Sums over a rank's layers, embedding and head, in seconds or bytes; they are linear in the layers that it holds.
 
 A quantity is named as a field or property of `PartCost`, such as `forward_total_s`.
 """
@@ -40,8 +40,8 @@ class RankSums:
     def in_flight_bytes(self, rank: int) -> Expression:
         """Bytes that the layers of an interleaved rank keep, each for its chunk's micro-batches in flight.
 
-        Recomputed layers are one number a chunk (one_count), or spread evenly over the chunks (per_stage), the chunks
-        with more in flight taken to have one more of them each.
+        Recomputed layers are one number per chunk (one_count), or are spread evenly over the chunks (per_stage). In the
+        second case each chunk with more than the mean in flight is taken to have one more of them.
         """
         node, weights = self.node, self.node.in_flight_of(rank)
         mean = sum(weights) / len(weights)
@@ -58,8 +58,8 @@ class RankSums:
     def of_ends(self, rank: int, quantity: str, *, first_row: bool = True, last_row: bool = True) -> float:
         """A quantity of the embedding and the head that a rank holds.
 
-        The embedding is on its stage of the first row of virtual stages, the head on its stage of the last row;
-        either row can be left out.
+        The embedding is on a stage of the first row of virtual stages, the head on a stage of the last row. Either row
+        can be left out.
         """
         node, parts = self.node, []
         if rank == 0 and first_row:

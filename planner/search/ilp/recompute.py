@@ -1,6 +1,7 @@
-"""Row 4 of the integer program: how many layers of each kind are recomputed whole, on each rank.
+"""Row 4 of the integer program: the number of layers of each kind that are recomputed whole on each rank.
 
-At most the layers that the rank holds. A trainer with one setting for all virtual stages gets one variable.
+It is at most the number of layers that the rank holds. A trainer with one setting for all virtual stages gets one
+variable.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class RecomputedLayers:
     by_kind: list[dict[LayerKind, Expression]]
     """Layers of each rank by kind."""
     settings: list[dict[LayerKind, Expression]]
-    """What the trainer is told for each rank and kind: the same, but `one_count` is told for a virtual stage."""
+    """The numbers that the trainer is told for each rank and kind; with `one_count` they are for one virtual stage."""
 
 
 def add_recompute(program: Formulation, node: Node, layers: LayersOnRanks) -> RecomputedLayers:

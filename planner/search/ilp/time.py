@@ -13,7 +13,7 @@ _WORDS = {"forward_total_s": "forward seconds", "backward_total_s": "backward se
 
 
 def add_time(program: Formulation, sums: RankSums) -> Expression:
-    """Add row 5 and give T, the seconds of the pipeline."""
+    """Add row 5 and return T, the seconds of the pipeline."""
     node = sums.node
     most_s = None if math.isinf(node.cutoff_s) else node.cutoff_s
     pipeline_s = program.variable("T", "seconds of the pipeline, from the first forward to the last backward", most_s)
@@ -27,9 +27,9 @@ def add_time(program: Formulation, sums: RankSums) -> Expression:
 
 
 def _add_any_order(program: Formulation, sums: RankSums, pipeline_s: Expression) -> None:
-    """T ≥ trip to the rank + M·t + trip back.
+    """Add T ≥ trip to the rank + M·t + trip back, for every rank.
 
-    There is no way back where weight gradients may follow the last input gradient.
+    There is no trip back if weight gradients may follow the last input gradient.
     """
     node = sums.node
     splits = node.bound == "split_backward"
@@ -48,7 +48,10 @@ def _add_any_order(program: Formulation, sums: RankSums, pipeline_s: Expression)
 
 
 def _add_trips(program: Formulation, sums: RankSums, pipeline_s: Expression, back: str) -> None:
-    """T ≥ one micro-batch's whole trip + M − 1 more passes of any stage, there or `back`: long where M is small."""
+    """Add T ≥ one micro-batch's whole trip + M − 1 more passes of any stage, there or `back`.
+
+    These rows matter if M is small.
+    """
     node = sums.node
     there = "forward_total_s"
     hops = sum(a != b for a, b in pairwise(node.placement)) if node.pp > 1 else 0
@@ -66,10 +69,11 @@ def _add_trips(program: Formulation, sums: RankSums, pipeline_s: Expression, bac
 
 
 def _add_one_f_one_b(program: Formulation, sums: RankSums, pipeline_s: Expression) -> None:
-    """At most k = min(M, pp − r) in flight: what of the trip below a rank k passes cannot fill is idle.
+    """Add the rows of 1F1B: a rank is idle for the part of the trip below it that k passes cannot fill.
 
-    Where transfers block, a rank spends c between any two of its 2M actions as well; but the first rank exchanges
-    nothing between a backward and the next forward, nor the last between a forward and its backward.
+    Rank r has at most k = min(M, pp − r) micro-batches in flight. If transfers block, a rank also spends c between any
+    two of its 2M actions. But the first rank exchanges nothing between a backward and the next forward, and the last
+    rank nothing between a forward and its backward.
     """
     node, pp, steps = sums.node, sums.node.pp, sums.node.num_microbatches
     hop_s = 2 * node.p2p_s
@@ -99,10 +103,11 @@ def _add_one_f_one_b(program: Formulation, sums: RankSums, pipeline_s: Expressio
 
 
 def _add_interleaved(program: Formulation, sums: RankSums, pipeline_s: Expression) -> None:
-    """At most k chunks in flight: head + M·t + tail + what of the trip below a rank k chunk passes cannot fill.
+    """Add the rows of interleaved 1F1B: T ≥ head + M·t + tail + the part of the trip below that k passes cannot fill.
 
-    With s the rank's first virtual stage and e its last: head and tail are the trips through the chunks before s; a
-    first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after Σ_{j>e} f_j + Σ_{j≥s} b_j.
+    A rank has at most k chunks in flight. Let s be the rank's first virtual stage and e its last. Head and tail are the
+    trips through the chunks before s. The first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after
+    Σ_{j>e} f_j + Σ_{j≥s} b_j.
     """
     node, pp, hop_s = sums.node, sums.node.pp, sums.node.p2p_s
     num_chunks = node.num_microbatches * node.vpp
@@ -140,7 +145,7 @@ def _add_interleaved(program: Formulation, sums: RankSums, pipeline_s: Expressio
 
 
 def _add_behind(program: Formulation, sums: RankSums) -> dict[str, list[Expression]]:
-    """For each pass and rank r, the seconds of a micro-batch on the last row's stages r … pp − 1, at least."""
+    """The least seconds of a micro-batch on the last row's stages r … pp − 1, for each pass and each rank r."""
     pp = sums.node.pp
     behind_s = {name: [constant(0)] * (pp + 1) for name in PASSES}
     for rank in reversed(range(pp)):

@@ -20,17 +20,17 @@ from planner.schedule.orders import (
     placement,
 )
 from planner.search.ilp.layers import recurring
-from planner.search.ilp.node import Bound, Node, Runs, Whole
+from planner.search.ilp.node import Node, Runs, Whole
 from planner.search.ilp.program import Solution
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
 MAX_RUNS_INTERLEAVED = 4
-"""Beyond this many runs, or where all runs but the last do not fit into the ranks' first chunks, interleaved chunks are
-balanced with layers of the mean kind; layers that repeat in a pattern are counted exactly."""
+"""Most runs of layers that are counted exactly on interleaved chunks.
 
-_BOUNDS: dict[str, Bound] = {"none": "one_f_one_b", "1f1b": "one_f_one_b", "interleaved-1f1b": "interleaved"}
-"""Schedules with bounds of their own; the others obey what holds for any order."""
+If there are more, or if all runs but the last do not fit into the ranks' first chunks, chunks are balanced with layers
+of the mean kind. Layers that repeat in a pattern are counted exactly.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RecomputeChoice:
 
     @property
     def mode(self) -> Recompute:
-        """The recompute mode of a layer that is not one of some that are recomputed whole."""
+        """The recompute mode of most layers: `full` if all layers are recomputed whole, otherwise `base`."""
         return "full" if self.whole == "all" else self.base
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def node_of(
         usable_bytes=float(table.usable_bytes) - fixed_bytes(pricing, table),
         short_bytes=short_bytes,
         p2p_s=float(table.p2p_s),
-        bound=_BOUNDS.get(schedule, "split_backward" if SCHEDULES[schedule].splits_backward else "any_order"),
+        bound=SCHEDULES[schedule].bound,
         placement=ranks,
         blocking_p2p=not (runtime.interleaved_p2p_overlap if vpp > 1 else runtime.p2p_overlap),
         cutoff_s=cutoff_s,
@@ -103,7 +103,7 @@ def node_of(
 
 
 def _last_parts(pricing: Pricing, table: CostTable, choice: RecomputeChoice, ranks: Sequence[int]) -> PartCost:
-    """Costs of all that the last virtual stage holds beside layers and embedding."""
+    """Costs of all parts that the last virtual stage holds beside layers and embedding."""
     num_stages, no_layers = len(ranks), (0,) * len(pricing.model.kinds)
     recomputed = (no_layers,) * num_stages if choice.whole == "all" else ()
     empty = Split((0,) * num_stages, choice.base, recomputed)
@@ -126,10 +126,11 @@ def _mean_kind(pricing: Pricing, table: CostTable) -> tuple[Runs, dict[tuple[Lay
 
 
 def with_shorter_chunks(node: Node, solution: Solution) -> Iterator[Solution]:
-    """Solutions on the shortest chunks that hold the layers, where the solver chose longer chunks and shorter ends.
+    """Solutions on the shortest chunks that hold the layers, if the solver chose longer chunks and shorter end stages.
 
-    To the program a rank's seconds are the same; only the replay sees that the order stalls on end stages much shorter
-    than the chunks. The layers that the end stages lack are shared by both, or lacking at the last as far as it goes.
+    In the program a rank's seconds are the same. Only the replay shows that the order stalls on end stages that are
+    much shorter than the chunks. The layers that the end stages lack are shared between both, or as many as possible
+    are lacking at the last.
     """
     num_layers, num_stages = sum(solution.counts), len(solution.counts)
     chunk = -(-num_layers // num_stages)  # long enough: `cuts_evenly` lets no other vpp through

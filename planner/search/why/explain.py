@@ -1,4 +1,4 @@
-"""Why this layout is the best or, with some axes pinned, why those are not chosen."""
+"""The answer to why a layout is the best or, if some axes are pinned, why those values are not chosen."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def explain(
     limits: SearchLimits | None = None,
     runtime: RuntimeSpec | str = "megatron",
 ) -> Explanation:
-    """The answer of `plan explain`: why the best layout is the best or, where `limits` pin axes, why not those.
+    """The answer of `plan explain`: why the best layout is the best or, if `limits` pin axes, why not those.
 
-    With pins it plans with them and without, and says what refuses them, what does not fit, or where the seconds go;
-    without, what decides against each alternative and what would change the choice. Raises Infeasible where nothing
-    fits even without pins.
+    With pins it plans with them and without them, and says which rule refuses them, why they do not fit, or where the
+    seconds go. Without pins it says what decides against each alternative, and what would change the choice. Raises
+    Infeasible if nothing fits even without pins.
     """
     case = Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits())
     return _why_not(case) if case.pins else _why_this(case)
@@ -57,7 +57,7 @@ def _explanation(case: Case, best: Plan, **answer: Any) -> Explanation:
 
 
 def _why_not(case: Case) -> Explanation:
-    """Search with the pins and without, and say what stands between the two."""
+    """Search with the pins and without them, and explain the difference between the two answers."""
     refused = refusal(case)
     best = _planned(case.free().limited(top=1))
     if refused is not None:
@@ -139,7 +139,7 @@ def _why_slower(case: Case, best: Plan, pinned: Plan) -> Explanation:
 
 
 def _why_this(case: Case) -> Explanation:
-    """What decides against each alternative, and what would change the choice."""
+    """The explanation without pins: what decides against each alternative, and what would change the choice."""
     best = _planned(case)
     assumptions, limits = list(other_assumptions(case)), list(other_limits(case))
     then = outcomes([*assumptions, *limits], best)

@@ -1,4 +1,4 @@
-"""The answer of `explain` as data: the best layout beside the one asked for, or beside everything it beat."""
+"""The answer of `explain` as data: the best layout beside the one that was asked about, or beside all that it beat."""
 
 from __future__ import annotations
 
@@ -15,75 +15,75 @@ Verdict = Literal["chosen", "as_fast", "faster", "slower", "does_not_fit", "refu
 
 
 class Change(Spec):
-    """A change of what was asked that makes something fit, and what is the best then."""
+    """A change of the request that makes some layout fit, and the best layout after it."""
 
     change: str
     parallelism: Layout
     step_s: float
     more_fraction: float
-    """step_s over the best's, less one."""
+    """step_s over the best layout's step_s, less one."""
 
 
 class Beaten(Spec):
-    """An alternative, and what decides against it."""
+    """An alternative, and the cause that decides against it."""
 
     layout: PricedLayout
     cause: Cause
 
 
 class ChangedAssumption(Spec):
-    """What a changed assumption would do to the choice."""
+    """A changed assumption, and its effect on the choice."""
 
     name: str
     says: str
     changes_the_choice: bool
     parallelism: Layout | None
-    """The choice then; null where nothing fits."""
+    """The choice under the changed assumption; null if nothing fits."""
     step_s: float | None
     kept_step_s: float
-    """Seconds that today's choice would take then."""
+    """Seconds of a step that the present choice would take under the changed assumption."""
     kept_fits: bool
 
 
 class Constraint(Spec):
-    """What a job has to obey, and what it would gain if it had not."""
+    """A limit that the job has to obey, and the gain if it were moved."""
 
     name: str
     now: str
     moved: str
     gain_fraction: float
-    """More tokens a second."""
+    """Tokens per second after the limit is moved, over those now, less one."""
     binds: bool
 
 
 class Explanation(Spec):
-    """The answer to one question."""
+    """The answer to one question of why."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     job: str
     asked: dict[str, tuple[int | str, ...]]
-    """The pins; none asks why the best is the best."""
+    """The pinned axes and their values; if there are none, the question is why the best layout is the best."""
     verdict: Verdict
     says: str
     """The answer in one sentence."""
     reason: str | None = None
-    """The rule that refuses what was asked, or does_not_fit."""
+    """The name of the rule that refuses the pins, or does_not_fit."""
     rejections: dict[str, int] = Field(default_factory=dict)
     rejection_examples: dict[str, str] = Field(default_factory=dict)
     lifts: tuple[Change, ...] = ()
     hint: str | None = None
-    """A hint where no change of a pin helps."""
+    """A hint, for pins of which no single change helps."""
     capacity_bytes: int
     best: PricedLayout
     pinned: PricedLayout | None = None
-    """The best layout that obeys the pins, or the one that lacks least memory."""
+    """The best layout that obeys the pins; if none fits, the one that lacks least memory."""
     cause: Cause | None = None
     beaten: tuple[Beaten, ...] = ()
     assumptions: tuple[ChangedAssumption, ...] = ()
     constraints: tuple[Constraint, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, the differences between the two layouts worked out."""
+        """The explanation as plain data, with the differences between the two layouts."""
         data = self.model_dump(mode="json")
         if self.pinned is not None:
             data["step_differences"] = _plain(step_differences(self.best, self.pinned), "_s")
@@ -93,6 +93,11 @@ class Explanation(Spec):
 
 def _plain(differences: Iterable[Difference], unit: str) -> list[dict[str, Any]]:
     return [
-        {"item": one.item, f"best{unit}": one.best, f"pinned{unit}": one.other, f"difference{unit}": one.change}
-        for one in differences
+        {
+            "item": difference.item,
+            f"best{unit}": difference.best,
+            f"pinned{unit}": difference.other,
+            f"difference{unit}": difference.change,
+        }
+        for difference in differences
     ]

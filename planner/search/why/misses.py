@@ -1,7 +1,7 @@
-"""Layouts that do not fit: the one that misses by least, and one that shows why shapes were left out.
+"""Layouts that do not fit: the one that lacks least memory, and an example of the shapes that were left out.
 
-Thousands of shapes are ranked by a cheap estimate; the layouts of the most promising are then held to the exact memory
-that `plan evaluate` prints for them, so that the message and `plan evaluate` name one number.
+Thousands of shapes are sorted by a cheap estimate. For the most promising ones the exact memory of their layouts is
+worked out, as `plan evaluate` prints it, so that the message and `plan evaluate` name the same number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planner.schedule.orders import SCHEDULES
 from planner.search.bounds.memory import layer_bytes
 from planner.search.case import Case
 from planner.search.enumerate import IntArray, Rejections, scalar
-from planner.search.priced_shapes import Screen, fits, screen_of
+from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
 from planner.search.schedules import schedule_options, schedules_tried
 from planner.search.why.refused import listed, shapes_of
 from planner.shape import FloatArray, Shape
@@ -31,9 +31,9 @@ from planner.specs.units import gib
 from planner.trainers.spec import RuntimeSpec
 
 PROMISING = 12
-"""Shapes whose exact memory is looked at."""
+"""Number of shapes whose exact memory is worked out."""
 MODES: tuple[Recompute, ...] = ("full", "selective", "none")
-"""Ways to recompute, mostly the least memory first."""
+"""Ways to recompute; mostly the first needs the least memory."""
 
 
 class NothingFits(Infeasible):
@@ -51,7 +51,7 @@ class Miss:
     """A layout that does not fit, and how much it lacks."""
 
     layout: Parallelism
-    """The layout as `plan evaluate` is told; only the fields that have to be said are set."""
+    """The layout as `plan evaluate` is told it; only the fields that have to be said are set."""
     candidate: Candidate
     """The same layout with its prices."""
 
@@ -67,7 +67,7 @@ class Miss:
 
     @property
     def as_data(self) -> dict[str, Any]:
-        """The layout field by field, its words on the command line, the stage, and what that lacks."""
+        """The layout field by field, its words on the command line, the fullest stage, and the GiB that it lacks."""
         return {
             **_fields(self.layout),
             "options": options_of(self.layout),
@@ -96,9 +96,9 @@ def _fields(layout: Parallelism) -> dict[str, Any]:
 
 
 def nearest_miss(case: Case) -> Miss | None:
-    """The layout that lacks least memory among those of the most promising shapes; None where none lacks any.
+    """The layout that lacks least memory among those of the most promising shapes; None if none lacks any.
 
-    Layers are cut as trainers cut them when they are told nothing, since that is what can be typed in a line.
+    Layers are split as trainers split them by default, since such a layout can be written in one command line.
     """
     misses = (Miss(layout, candidate) for layout, candidate in _promising(case) if not candidate.fits)
     return min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
@@ -111,25 +111,28 @@ def fitting_candidate(case: Case) -> Candidate | None:
 
 
 def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism, Candidate]]:
-    """The layouts of the shapes that probably need least memory; `may_fit`: of those alone that pass the screen."""
-    shapes, _ = shapes_of(case)
-    if not np.size(shapes.tp) or not modes_allowed(case):
+    """The layouts of the shapes that probably need least memory.
+
+    With `may_fit` they are only those of shapes that pass the test of `priced_shapes.fits`.
+    """
+    legal_shapes, _ = shapes_of(case)
+    if not np.size(legal_shapes.tp) or not modes_allowed(case):
         return
     pricing = pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits)
-    screen = screen_of(pricing, shapes)
+    shapes = priced_shapes(pricing, legal_shapes)
     if may_fit:
-        screen = screen.take(np.flatnonzero(fits(screen, schedules_tried(case.limits, case.runtime))))
-    rows = np.argsort(_estimate_bytes(screen, modes_allowed(case)), kind="stable")[:PROMISING]
-    yield from candidates_of(case, screen.shape.take(rows))
+        shapes = shapes.take(np.flatnonzero(fits(shapes, schedules_tried(case.limits, case.runtime))))
+    rows = np.argsort(_estimate_bytes(shapes, modes_allowed(case)), kind="stable")[:PROMISING]
+    yield from candidates_of(case, shapes.shape.take(rows))
 
 
-def count_misfits(case: Case, screen: Screen, may_fit: Sequence[int] | IntArray, rejections: Rejections) -> None:
-    """Count the shapes whose ranks together have no room for the layers; the example is the one that lacks most."""
-    misfits = np.setdiff1d(np.arange(len(screen.kernel)), may_fit)
+def count_misfits(case: Case, shapes: PricedShapes, may_fit: Sequence[int] | IntArray, rejections: Rejections) -> None:
+    """Count the shapes whose ranks together lack memory for the layers; the example is the shape that lacks most."""
+    misfits = np.setdiff1d(np.arange(len(shapes.kernel)), may_fit)
     if not len(misfits):
         return
-    worst = misfits[[np.argmax(_estimate_bytes(screen.take(misfits), modes_allowed(case)))]]
-    misses = (Miss(layout, candidate) for layout, candidate in candidates_of(case, screen.shape.take(worst)))
+    worst = misfits[[np.argmax(_estimate_bytes(shapes.take(misfits), modes_allowed(case)))]]
+    misses = (Miss(layout, candidate) for layout, candidate in candidates_of(case, shapes.shape.take(worst)))
     least = min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
     rejections.add(
         "does_not_fit", len(misfits), "the ranks have no room for the layers" if least is None else str(least)
@@ -142,22 +145,22 @@ def modes_allowed(case: Case) -> tuple[Recompute, ...]:
     return tuple(m for m in MODES if m in allowed and (m != "selective" or case.runtime.has_sequence_parallel))
 
 
-def _estimate_bytes(screen: Screen, modes: Sequence[Recompute]) -> FloatArray:
-    """About how much the first rank of each shape lacks for its share of the layers.
+def _estimate_bytes(shapes: PricedShapes, modes: Sequence[Recompute]) -> FloatArray:
+    """A rough estimate of the bytes that the first rank of each shape lacks for its share of the layers.
 
-    It only orders shapes; nobody is told this number.
+    It only sorts the shapes; no user sees this number.
     """
-    pp = np.asarray(screen.shape.pp)
-    in_flight = np.minimum(np.asarray(screen.shape.num_microbatches), pp)[:, None].astype(float)
-    layers_bytes = np.min([layer_bytes(screen, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
-    counts = np.array(list(screen.pricing.kind_counts.values()))
+    pp = np.asarray(shapes.shape.pp)
+    in_flight = np.minimum(np.asarray(shapes.shape.num_microbatches), pp)[:, None].astype(float)
+    layers_bytes = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
+    counts = np.array(list(shapes.pricing.kind_counts.values()))
     # the fullest rank has a whole number of layers
     share = np.ceil(counts.sum() / pp) / counts.sum()
-    return np.asarray(counts @ layers_bytes * share - screen.pricing.usable_bytes(screen.shape))
+    return np.asarray(counts @ layers_bytes * share - shapes.pricing.usable_bytes(shapes.shape))
 
 
 def candidates_of(case: Case, shapes: Shape) -> Iterator[tuple[Parallelism, Candidate]]:
-    """The layouts of some shapes: every schedule with its fewest chunks, every way to recompute."""
+    """The layouts of some shapes: each schedule with its fewest chunks, and each way to recompute."""
     tables: dict[RuntimeSpec, tuple[Pricing, CostTable]] = {}
     for row in range(np.size(shapes.tp)):
         for shape, schedule in _fewest_chunks(case, scalar(shapes, row)):
@@ -178,7 +181,7 @@ def candidates_of(case: Case, shapes: Shape) -> Iterator[tuple[Parallelism, Cand
 
 
 def _fewest_chunks(case: Case, shape: Shape) -> Iterator[tuple[Shape, str]]:
-    """The schedules that a shape may run, each with the fewest chunks, which hold least."""
+    """The schedules that a shape may run, each with the fewest chunks, since those need least memory."""
     seen = set()
     for option, schedule in schedule_options(shape, case.model, case.limits, case.runtime):
         if schedule not in seen:
@@ -187,7 +190,7 @@ def _fewest_chunks(case: Case, shape: Shape) -> Iterator[tuple[Shape, str]]:
 
 
 def layout_of(case: Case, shape: Shape, schedule: str, recompute: Recompute) -> Parallelism:
-    """One scalar shape as `plan evaluate` is told it; what it would take by itself is left unset."""
+    """One scalar shape as `plan evaluate` is told it; a field with its default value is left unset."""
     runtime, vpp, shard_size = case.runtime, int(shape.vpp), int(shape.shard_size)
     fields: dict[str, Any] = {axis: int(getattr(shape, axis)) for axis in ("tp", "pp", "dp")}
     fields |= {axis: size for axis in ("cp", "ep", "vpp") if (size := int(getattr(shape, axis))) > 1}

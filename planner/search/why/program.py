@@ -1,4 +1,4 @@
-"""The integer program behind a plan, with its numbers, to be read."""
+"""The integer program behind a plan as text, with its numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.search.rebalance import recompute_of
 
 
 def program_text(plan: Plan, max_rows: int | None = None) -> str:
-    """The integer program of the plan's best layout: its shape, schedule and way to recompute, any split of the layers.
+    """The integer program that splits the layers for the shape, schedule and recompute of the plan's best layout.
 
     Groups of more than `max_rows` variables or rows are shortened.
     """

@@ -40,9 +40,9 @@ class NothingLegal(Infeasible):
 
 
 def last_reason(rejections: Rejections) -> str:
-    """The rule that left nothing over; empty where none refused anything.
+    """The rule that left no shape over; empty if no rule refused any.
 
-    Rules are applied one after the other, so it is the last that refused any shape.
+    Rules are applied one after the other, so it is the last rule that refused a shape.
     """
     return next(reversed(rejections.counts), "")
 
@@ -68,9 +68,9 @@ class Refusal:
 
 
 def refusal(case: Case) -> Refusal | None:
-    """The rule that leaves no shape over, or None where some shape obeys all rules.
+    """The rule that leaves no shape over, or None if some shape obeys all rules.
 
-    Raises SpecError for a schedule that nobody knows.
+    Raises SpecError for an unknown schedule.
     """
     known = [name for name in case.limits.schedule or () if name in SCHEDULES and name not in case.runtime.schedules]
     if known:
@@ -90,7 +90,7 @@ def refusal(case: Case) -> Refusal | None:
 
 
 def shapes_of(case: Case) -> tuple[Shape, Rejections]:
-    """The legal shapes of a case as arrays, and why others are not legal."""
+    """The legal shapes of a case as arrays, and the reasons why other shapes are not legal."""
     return enumerate_shapes(case.model, case.cluster, case.training, case.limits, case.runtime)
 
 
@@ -99,7 +99,7 @@ def _scalars(shapes: Shape) -> Iterator[Shape]:
 
 
 def _no_data_parallel(case: Case) -> str:
-    """How a pinned dp contradicts batch or cluster by itself; empty where it does not."""
+    """A sentence on a pinned dp that contradicts the batch or the cluster; empty if none does."""
     batch, sizes = case.training.global_batch_size, case.limits.dp or ()
     if sizes and all(batch % size for size in sizes):
         return f"global_batch_size {batch} is no multiple of dp {' or '.join(map(str, sizes))}"
@@ -109,7 +109,7 @@ def _no_data_parallel(case: Case) -> str:
 
 
 def _no_schedule(case: Case, shape: Shape) -> str:
-    """The objection of the schedules that may be used to one shape."""
+    """A sentence on why no schedule that may be used runs this shape."""
     pp, steps = int(shape.pp), int(shape.num_microbatches)
     for vpp in case.limits.vpp or (1,):
         for name in reversed(schedules_tried(case.limits, case.runtime)):

@@ -1,7 +1,8 @@
-"""The smallest change of what was asked after which some layout fits.
+"""The smallest change of the request after which some layout fits.
 
-A change is named only after a layout was found with it: one that fits by its exact memory, or a short search's answer.
-Pinned axes come first, those that cost least when they move before the others, then the headroom, then more GPUs.
+A change is named only if a layout was found with it: one that fits by its exact memory, or a short search's answer.
+Pinned axes are changed first, beginning with those whose change costs least, then the headroom, then the number of
+GPUs.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from planner.search.why.refused import NothingLegal, listed, shapes_of
 from planner.trainers.load import RUNTIMES, load_runtime
 
 LONGEST_TRY_FRACTION = 0.25
-"""The most that one search may take of the time that is left."""
+"""The largest fraction of the time left that one search may take."""
 VALUES_TRIED = 6
-"""How many other values are tried in place of those that an axis is pinned to."""
+"""Number of other values that are tried in place of those that an axis is pinned to."""
 DOUBLINGS = 8
-"""How often the number of nodes is doubled in search of enough."""
+"""Number of times that the number of nodes is doubled to find enough of them."""
 DOES_NOT_FIT = "does_not_fit"
 _UNTRIED = "add GPUs, or free a pinned axis"
 _NONE = "use GPUs with more memory, a shorter sequence or a smaller model"
@@ -47,7 +48,7 @@ class Remedy:
     case: Case
     """The case with the change."""
     replaced: str = ""
-    """The value that the option had; empty where it had none."""
+    """The value that the option had; empty if it had none."""
 
     @property
     def as_data(self) -> dict[str, Any]:
@@ -57,20 +58,20 @@ class Remedy:
 
 @dataclass(slots=True)
 class Trials:
-    """Answers to whether anything fits, as long as there is time.
+    """Trials of whether any layout of a case fits, as long as there is time.
 
-    A layout that fits by its exact memory is enough; where the most promising ones do not, a short search decides,
+    A layout that fits by its exact memory is enough. If none of the most promising ones fits, a short search decides,
     which ends with the first layout that fits.
     """
 
     search: Callable[[Case], Plan]
     deadline: Deadline
-    """The end of all trials."""
+    """The time by which all trials end."""
     cut_short: bool = False
-    """Whether some trial had no time, or too little, to say whether anything fits."""
+    """True if some trial had no time, or too little time, to find out if anything fits."""
 
     def fitting(self, case: Case) -> dict[str, Any] | None:
-        """The axes of some layout of the case that fits; None where none was found."""
+        """The axes of some layout of the case that fits; None if none was found."""
         if self.deadline.passed:
             self.cut_short = True
             return None
@@ -92,7 +93,7 @@ class Trials:
 
 
 def with_remedy(error: Infeasible, case: Case, search: Callable[[Case], Plan], deadline: Deadline) -> Infeasible:
-    """The search's refusal with the nearest miss and a remedy, which is looked for until the deadline."""
+    """The search's error with the nearest miss and a remedy, which is searched until the deadline."""
     trials = Trials(search, deadline)
     if isinstance(error, NothingLegal):
         remedy = first_remedy(case, error.reason, trials)
@@ -119,7 +120,7 @@ def first_remedy(case: Case, reason: str, trials: Trials) -> Remedy | None:
 
 
 def remedies(case: Case, reason: str, trials: Trials) -> Iterator[Remedy]:
-    """Changes that help on the same GPUs, one at a time: a permission, another value of each pin, no headroom."""
+    """Changes that help on the same GPUs: first permissions, then another value of each pin, then no headroom."""
     for permission in _permissions(case, reason):
         if trials.fitting(permission.case):
             yield permission
@@ -135,7 +136,7 @@ def remedies(case: Case, reason: str, trials: Trials) -> Iterator[Remedy]:
 
 
 def _permissions(case: Case, reason: str) -> Iterator[Remedy]:
-    """Changes that lift one rule by name, not tried yet."""
+    """Changes that lift the rule named `reason`, before anything was tried with them."""
     if reason == "tp_across_nvlink_domains":
         allowed = case.limited(tp_across_nodes=True)
         yield Remedy(("--tp-across-nodes",), "let tp leave the NVLink domain: add --tp-across-nodes", allowed)
@@ -147,7 +148,7 @@ def _permissions(case: Case, reason: str) -> Iterator[Remedy]:
 
 
 def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Remedy]:
-    """The value of a pinned axis nearest to the pinned ones with which something fits."""
+    """The change of a pinned axis to the value, nearest to the pinned ones, with which something fits."""
     free = trials.fitting(case.limited(**{axis: None}))
     if free is None:
         return
@@ -164,7 +165,7 @@ def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Remedy]:
 
 
 def _values(case: Case, axis: str) -> list[Any]:
-    """Other values of a pinned axis, near to the pinned ones first: modes, schedules, or sizes of legal shapes."""
+    """Other values of a pinned axis, the nearest to the pinned ones first: modes, schedules, sizes of legal shapes."""
     pinned = case.pins[axis]
     others: set[int]
     match axis:
@@ -182,7 +183,7 @@ def _values(case: Case, axis: str) -> list[Any]:
 
 
 def _more_gpus(case: Case, trials: Trials) -> Iterator[Remedy]:
-    """The least number of GPUs that is enough."""
+    """The change to the least number of GPUs that is enough."""
     cluster = case.cluster
     enough = fewest_gpus(
         cluster.num_gpus, cluster.node_size, lambda num_gpus: trials.fitting(case.on_gpus(num_gpus)) is not None
@@ -198,9 +199,10 @@ def _more_gpus(case: Case, trials: Trials) -> Iterator[Remedy]:
 
 
 def fewest_gpus(num_gpus: int, node_size: int, enough: Callable[[int], bool]) -> int | None:
-    """The least number of GPUs above `num_gpus` that is enough: within one node any number, beyond it whole nodes.
+    """The least number of GPUs above `num_gpus` that is enough: any number within one node, beyond it whole nodes.
 
-    More than enough are taken to be enough. None where even 2**DOUBLINGS times as many nodes are not.
+    If a number is enough, every larger number is taken to be enough, too. None if even 2**DOUBLINGS times as many nodes
+    are not enough.
     """
     if num_gpus < node_size and enough(node_size):
         return _least(num_gpus, node_size, enough)
@@ -214,7 +216,7 @@ def fewest_gpus(num_gpus: int, node_size: int, enough: Callable[[int], bool]) ->
 
 
 def _least(too_few: int, sufficient: int, enough: Callable[[int], bool]) -> int:
-    """The least number above `too_few` that is enough, where `sufficient` is."""
+    """The least number above `too_few` that is enough, if `sufficient` is enough."""
     while sufficient - too_few > 1:
         middle = (too_few + sufficient) // 2
         too_few, sufficient = (too_few, middle) if enough(middle) else (middle, sufficient)

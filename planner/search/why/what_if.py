@@ -1,4 +1,4 @@
-"""The same search asked otherwise: without the pins, under another assumption, or with one limit moved."""
+"""The same search with one input changed: without the pins, under another assumption, or with one limit moved."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.units import GIB
 
 TIME_LIMIT_S = 10.0
-"""The most that a search may take beside the two that were asked for."""
+"""Most seconds that a search may take if it is not one of the two main searches."""
 WORTH_PROCESSES_S = 3.0
-"""Searches that take less, all together, are run one after another: a process needs half a second to start."""
+"""Seconds of all searches together below which they run one after another: a process needs half a second to start."""
 MEMORY, ROOM = 0.05, 0.1
-"""How far memory is moved: an estimate that is short, a larger GPU."""
+"""Fractions by which memory is changed: for an estimate that is too low, and for a larger GPU."""
 
 
 def aside(case: Case) -> Plan:
-    """The answer to a case beside the main one: no alternatives, and not for long."""
+    """The plan of a case beside the main one, without alternatives and with a short time limit."""
     return search(case.limited(top=1, time_limit_s=min(TIME_LIMIT_S, case.limits.time_limit_s)))
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """One input changed."""
+    """A case with one input changed."""
 
     name: str
     says: str
@@ -46,16 +46,16 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is chosen under a change, beside what the choice of now would then take."""
+    """The layout that is chosen under a change, beside the step that the present choice would take under it."""
 
     chosen: PricedLayout | None
-    """The best layout then; None where nothing fits any more."""
+    """The best layout under the change; None if nothing fits any more."""
     kept_s: float
-    """Seconds of a step that the choice of now takes then."""
+    """Seconds of a step that the present choice takes under the change."""
     kept_fits: bool
 
     def moves(self, kept: PricedLayout, gap_fraction: float) -> bool:
-        """Whether another layout is the better choice then, by more than searches are exact to."""
+        """True if another layout is the better choice under the change, by more than the gap of the searches."""
         if self.chosen is None or self.chosen.parallelism == kept.parallelism:
             return self.chosen is None
         return not self.kept_fits or self.chosen.step.step_s < self.kept_s * (1 - gap_fraction)
@@ -73,7 +73,7 @@ def outcome(what_if: WhatIf, now: Plan) -> Outcome:
 
 
 def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
-    """The outcome of each change, in order; searched side by side where a search takes long and processors are free."""
+    """The outcome of each change, in order; long searches run side by side if processors are free."""
     ask = partial(outcome, now=now)
     workers = min(len(what_ifs), _num_processors())
     assert now.search is not None, "what is asked again was searched"
@@ -83,7 +83,7 @@ def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
         with suppress(OSError), context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
             return pool.map(ask, what_ifs, chunksize=1)
     # also where a sandbox allows no semaphores
-    return [ask(one) for one in what_ifs]
+    return [ask(what_if) for what_if in what_ifs]
 
 
 def _num_processors() -> int:
@@ -114,7 +114,7 @@ def other_assumptions(case: Case) -> Iterator[WhatIf]:
 
 
 def other_limits(case: Case) -> Iterator[WhatIf]:
-    """What the job has to obey, each moved by itself: memory, batch, NVLink domain."""
+    """The limits that the job has to obey, each moved by itself: memory, batch, NVLink domain."""
     cluster, hardware, training = case.cluster, case.cluster.hardware, case.training
     larger = hardware.model_copy(update={"memory_gib": hardware.memory_gib * (1 + ROOM)})
     yield WhatIf("memory", f"{ROOM:.0%} more memory", replace(case, cluster=_cluster(cluster, hardware=larger)))
@@ -131,5 +131,5 @@ def other_limits(case: Case) -> Iterator[WhatIf]:
 
 
 def _cluster(cluster: ClusterSpec, **changes: Any) -> ClusterSpec:
-    """Another cluster; a copy would keep the links that were worked out for this one."""
+    """A new cluster with some fields changed; a copy would keep the links that were worked out for the old one."""
     return ClusterSpec(**{name: getattr(cluster, name) for name in ClusterSpec.model_fields} | changes)
