@@ -1,4 +1,4 @@
-"""One parallel shape: how the ranks are laid out and what one micro-batch is.
+"""One parallel shape: the sizes of the grid of ranks and of one micro-batch.
 
 Every field is a number or a numpy array: the formulas of `physics` use arithmetic alone, so one call prices one shape
 or ten thousand. Arrays of one `Shape` broadcast against each other.
@@ -45,7 +45,7 @@ class Shape:
 
     @classmethod
     def of(cls, **sizes: Any) -> Shape:
-        """A checked shape, its arrays broadcast against each other; where none is said, shard_size is dp·cp.
+        """A checked shape, whose arrays are broadcast against each other; by default shard_size is dp·cp.
 
         Raises SpecError for a size that is no positive integer, and for a shard_size that does not divide dp·cp.
         """
@@ -89,7 +89,7 @@ class Shape:
         return self.tp * self.cp * self.dp / (self.ep * self.etp)
 
     def take(self, index: Any) -> Shape:
-        """The shapes at `index` of arrays, scalars kept."""
+        """The shapes at `index` of the arrays; scalars stay."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{k: v[index] for k, v in values.items() if isinstance(v, np.ndarray) and v.ndim})
 

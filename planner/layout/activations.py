@@ -1,4 +1,4 @@
-"""Bytes that micro-batches in flight hold on each rank, read off the order of its actions; times do not matter."""
+"""Bytes that micro-batches in flight hold on each rank, counted along the order of its actions; times do not matter."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from planner.shape import FloatArray, Shape
 
 
 def activation_peaks_bytes(order: Schedule, live_bytes: Sequence[float]) -> list[float]:
-    """The most that each rank holds in `order`; `live_bytes` has a micro-batch's bytes on each virtual stage."""
+    """The most bytes that each rank holds in `order`; `live_bytes` has a micro-batch's bytes on each virtual stage."""
     live = np.asarray(live_bytes)
     return [float(np.cumsum(sign * live[stage]).max()) for stage, sign in _held_changes(order)]
 
 
 @lru_cache(maxsize=64)
 def _held_changes(order: Schedule) -> tuple[tuple[npt.NDArray[np.int32], FloatArray], ...]:
-    """Per rank, along its actions: the virtual stage, and +1 where an activation is kept, −1 where it is freed."""
+    """Virtual stage of each action, per rank, and +1 where an activation is kept or −1 where it is freed."""
     return tuple((actions.stage, HELD_BY_PLACE[actions.kind]) for actions in map(ActionList.of, order.ranks))
 
 
 def peaks_of_schedule(shape: Shape, schedule: str, live_bytes: Sequence[float]) -> list[float]:
-    """The same for a named schedule, read off as many micro-batches as it takes to hold all that it will ever hold."""
+    """The most bytes that each rank holds in a named schedule.
+
+    They are counted over so many micro-batches that the ranks hold all that they ever hold.
+    """
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     few, holds_all = STEADY_ROUNDS[0] * pp, SCHEDULES[schedule].holds_all
     if holds_all and is_long(shape):

@@ -1,4 +1,4 @@
-"""From priced layouts to the plan that is shown and saved."""
+"""Puts priced layouts together to the plan that is shown and saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def assemble(
     rejections: Mapping[str, int] = MappingProxyType({}),
     rejection_examples: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """The plan of `layouts`, the best first; `told` are the assumptions that move it."""
+    """The plan of `layouts`, the best of which comes first; `told` are the assumptions that change its step."""
     best, model = layouts[0], pricing.model
     return Plan(
         planner_version=__version__,
@@ -63,7 +63,7 @@ def run_cost(pricing: Pricing, best: PricedLayout) -> RunCost | None:
 
 
 def trade(best: PricedLayout, other: PricedLayout) -> str:
-    """What an alternative gives up and gains against the best."""
+    """The seconds and the memory that an alternative loses or gains against the best layout."""
     slower = other.step.step_s / best.step.step_s - 1
     memory_gib = gib(other.worst_stage.memory.total_bytes - best.worst_stage.memory.total_bytes)
     parts = [f"{slower:+.1%} time", f"{memory_gib:+.1f} GiB"]

@@ -1,4 +1,4 @@
-"""What a price takes for granted: each assumption changed by itself, and what that does to the step."""
+"""Assumptions behind a price: each is changed by itself, and the step is priced again."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from planner.specs.cluster import ClusterSpec
 from planner.trainers.features import EP_OVERLAP
 
 STRAGGLER, IMBALANCE, NETWORK = 0.1, 0.5, 0.5
-"""How far assumptions are moved: a slow rank, a full expert, a slow network."""
+"""Fractions by which assumptions are changed: a slow rank, a full expert, a slow network."""
 TOLD_FRACTION = 0.02
-"""An assumption that moves the step by less is not worth a line."""
+"""Least change of the step, as a fraction, for which an assumption is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """One assumption changed."""
+    """One assumption, and the change that tests it."""
 
     name: str
     says: str
     option: str
-    """How a user makes it so."""
+    """Command-line option with which a user makes the same change."""
     pricing: Pricing
 
 
 def other_assumptions(pricing: Pricing) -> Iterator[Assumption]:
-    """Every assumption that this job makes, each changed by itself for the worse (or tested where it is the worst)."""
+    """All assumptions of this job, each changed by itself for the worse (or for the better where it is the worst)."""
     runtime, training, cluster = pricing.runtime, pricing.training, pricing.cluster
     moe = pricing.model.moe is not None
     for name, fields, says in (
@@ -80,7 +80,7 @@ def other_assumptions(pricing: Pricing) -> Iterator[Assumption]:
 
 
 def told_assumptions(candidate: Candidate) -> tuple[str, ...]:
-    """The assumptions that move this layout's step by more than 2%, the largest first: effect, change, option.
+    """Assumptions that change this layout's step by more than 2%, the largest first: effect, change, option.
 
     An order that was made to measure is judged as the named schedule that it started from.
     """

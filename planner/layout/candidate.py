@@ -1,7 +1,7 @@
-"""A candidate: one layout with its prices, the one thing that is judged.
+"""A candidate is one layout with its prices; all layouts are judged as candidates.
 
-The search makes candidates and keeps the fastest, a given layout and a saved plan become one, and everything that is
-said of a layout (seconds, memory, whether it fits) is a property of it, computed once.
+The search makes candidates and keeps the fastest; a given layout and a saved plan become candidates too. Seconds and
+memory of a layout, and the answer whether it fits, are properties of its candidate, each computed once.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Candidate:
     made_order: Schedule | None = None
     """Action lists that replace those of the named schedule, where an order was made to measure."""
     rank_factors: tuple[float, ...] = ()
-    """How many times as long each rank takes; empty where all take as long as the table says."""
+    """Factor on the seconds of each rank; empty where all ranks take as long as the table says."""
 
     @property
     def shape(self) -> Shape:
-        """The parallel shape: one, not an array."""
+        """The parallel shape, whose sizes are numbers and not arrays."""
         return self.table.shape
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of a step."""
+        """Number of micro-batches in a step."""
         return int(self.shape.num_microbatches)
 
     @cached_property
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def order_name(self) -> str:
-        """Name of the schedule that runs: the made order's, where there is one."""
+        """Name of the schedule that runs: that of the made order where there is one."""
         return self.made_order.name if self.made_order is not None else self.schedule
 
     @cached_property
@@ -94,12 +94,12 @@ class Candidate:
         return pipeline_s(self.shape, self.durations, self.schedule) + sum(self.outside)
 
     def run(self, exact: bool = True) -> Pipeline:
-        """The replay of one step; unless `exact`, of a few rounds of it, the rest like the last of them."""
+        """The replay of one step; unless `exact`, only a few rounds are replayed, and all others take as long."""
         return run_pipeline(self.shape, self.durations, self.schedule, exact, self.made_order)
 
     @cached_property
     def activation_peaks_bytes(self) -> tuple[float, ...]:
-        """The most that micro-batches in flight hold on each rank, in the order of its actions."""
+        """The most bytes that micro-batches in flight hold on each rank, in the order of its actions."""
         live = [float(cost.live_bytes) for cost in self.costs]
         if self.made_order is not None:
             return tuple(activation_peaks_bytes(self.made_order, live))
@@ -107,7 +107,7 @@ class Candidate:
 
     @cached_property
     def memory(self) -> tuple[StageBytes, ...]:
-        """The peak of each rank."""
+        """Peak memory of each rank, in bytes by item."""
         return tuple(
             stage_memory(self.pricing, self.table, cost, peak)
             for cost, peak in zip(self.rank_costs, self.activation_peaks_bytes, strict=True)
@@ -115,13 +115,13 @@ class Candidate:
 
     @cached_property
     def excess_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank needs beyond its GPU's memory, headroom kept free; negative where there is room."""
+        """Bytes that each rank needs beyond its GPU's memory less headroom; negative where memory is left."""
         capacity = self.pricing.cluster.hardware.memory_bytes - self.pricing.headroom_bytes
         return tuple(stage.total_bytes - capacity for stage in self.memory)
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits."""
+        """True where every rank's memory is enough."""
         return max(self.excess_bytes) <= 0
 
     @property
@@ -134,7 +134,7 @@ class Candidate:
         ]
 
     def with_split(self, split: Split) -> Candidate:
-        """The same shape and schedule with another split."""
+        """A candidate of the same shape and schedule with another split."""
         return replace(self, split=split)
 
 

@@ -1,9 +1,9 @@
-"""How sure a number is: 80% intervals from what the calibration behind it left unexplained.
+"""80% intervals of step times and memory, from the errors that calibration left.
 
-An interval is [t·e⁻ʷ, t·eʷ]: errors of a model of speed multiply. The half-width w is the root of a sum of squares, one
-term per thing that was not measured. Each term is what the published runs of that kind (`plan validate`, each family
-predicted by a fit without it: `scripts/calibrate runs`) miss by in four of five cases; 90% of them lie inside.
-Where no run tells, a term is set wide and says so.
+An interval is [t·e⁻ʷ, t·eʷ], because errors of a model of speed multiply. The half-width w is the root of a sum of
+squares, with one term per thing that was not measured. In four of five published runs of that kind the error is no
+larger than the term (`plan validate`; each family is predicted by a fit without it: `scripts/calibrate runs`); 90% of
+the runs lie inside their intervals. Where no published run tells, the term is wide and its comment says so.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from planner.physics.pricing import Pricing
 from planner.shape import Shape
 
 STEP_WIDTH = {"probed": 0.05, "measured": 0.09, "family": 0.095, "spec_sheet": 0.28}
-"""Of a dense model's step, by what is known of the GPU. Of MI300X, known by its data sheet alone, four published runs
-were predicted 27 to 36% too fast; they set its level since, and the width for others like it."""
+"""Half-width for a dense model's step, by the knowledge of the GPU. Four published runs on MI300X, when only its data
+sheet was known, were predicted 27 to 36% too fast. They set its speed since then, and the width for GPUs like it."""
 MEMORY_WIDTH = {"probed": 0.02, "measured": 0.04, "family": 0.06, "spec_sheet": 0.10}
-"""Of a rank's memory: the allocator's slack and the libraries' buffers differ; counted bytes hardly do."""
+"""Half-width for a rank's memory: the allocator's slack and the libraries' buffers differ, the counted bytes hardly."""
 
 MOE_STEP_WIDTH = 0.09
-"""Routing, grouped products of small experts and the host's time: what mixtures of experts add to a step's error."""
+"""Half-width that mixtures of experts add to a step: routing, grouped products of small experts, the host's time."""
 MOE_MEMORY_WIDTH = 0.06
-"""The busiest expert rank's tokens are not known before the run."""
+"""Half-width that mixtures of experts add to memory: the busiest expert rank's tokens are not known before the run."""
 HOST_WIDTH = 0.20
-"""Of the share of a layer's time that its host needs: hosts differ, and the same one does among layouts that keep it
-equally busy (vTrain's small models)."""
+"""Half-width per share of a layer's time that its host needs: hosts differ, and one host differs among layouts that
+keep it equally busy (vTrain's small models)."""
 OVERLAP_WIDTH = 0.20
-"""Of the share of the step that exchanges take: how much of them hides differs between versions of a trainer."""
+"""Half-width per share of the step that exchanges take: versions of a trainer hide different shares of them."""
 SCALE_WIDTH, SCALE_KNOWN_RANKS = 0.03, 4096
-"""Per doubling of ranks beyond those that the published runs reach in numbers: stragglers, congestion."""
+"""Half-width per doubling of ranks beyond 4096, up to which there are many published runs: stragglers, congestion."""
 
 
 def with_intervals(pricing: Pricing, layout: PricedLayout, shape: Shape) -> PricedLayout:

@@ -1,4 +1,4 @@
-"""One given layout, priced: what `plan evaluate` answers."""
+"""Prices one given layout, which is the answer of `plan evaluate`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def evaluate(
 def price_given(
     model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
 ) -> PricedLayout:
-    """What `evaluate` says of the layout, without the report around it: for many runs."""
+    """The priced layout of `evaluate` without the report around it, for use on many runs."""
     return _priced_as_given(model, cluster, training, parallelism, runtime)[1]
 
 
@@ -74,7 +74,7 @@ def pricing_of(
     limits: SearchLimits | None = None,
     modules: tuple[str, ...] = (),
 ) -> Pricing:
-    """What stays the same while shapes vary. Raises SpecError where the GPU has no such dtype."""
+    """The pricing of all shapes for this job; raises SpecError where the GPU has no such dtype."""
     hardware = cluster.hardware
     if hardware.peak_flops(training.dtype) is None:
         raise SpecError(
@@ -96,12 +96,12 @@ def pricing_of(
 
 
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "op", "shared_experts")
-"""Parts of a layer that can be recomputed by themselves, as Megatron names them; op: torchtitan's, all but
+"""Parts of a layer that can be recomputed by themselves, as Megatron names them; `op` is torchtitan's: all but
 attention and every other product."""
 
 
 def selective_modules(model: ModelSpec, runtime: RuntimeSpec) -> tuple[str, ...]:
-    """Modules that give most memory for least time: the s² matrix without flash attention, else elementwise ones."""
+    """Modules that free most memory for least time: the s² matrix without flash attention, else elementwise ones."""
     if not runtime.flash_attention or "op" in runtime.selective_default:
         return runtime.selective_default
     # other norms are part of the products behind them (TELayerNormColumnParallelLinear)

@@ -1,4 +1,4 @@
-"""What a trainer of today cannot be told at all, whatever the layout: it is priced all the same, with a warning."""
+"""Models and dtypes that no option of a trainer of today expresses: they are priced, with a warning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from planner.trainers.rules.of_trainer import export_rules_for
 
 
 def export_warnings(pricing: Pricing) -> tuple[str, ...]:
-    """What `plan export`, the trainer or the GPU will say of a plan for this model in this dtype."""
+    """Warnings about `plan export`, the trainer or the GPU, for a plan of this model in this dtype."""
     model, training, runtime = pricing.model, pricing.training, pricing.runtime
     hardware = pricing.cluster.hardware
     warnings: tuple[str, ...] = ()

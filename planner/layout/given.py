@@ -1,4 +1,4 @@
-"""A layout that the user states: checked, completed with the trainer's defaults, turned into a shape and a split."""
+"""Checks a layout that the user states, completes it with the trainer's defaults, and makes shape and split of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TRAINABLE = tuple(name for name, kind in SCHEDULES.items() if kind.trains_one_c
 
 @dataclass(frozen=True, slots=True)
 class GivenLayout:
-    """What was asked for, in the search's own terms."""
+    """A stated layout in the terms of the search."""
 
     shape: Shape
     split: Split
@@ -30,7 +30,7 @@ class GivenLayout:
 
 
 def fill_dp(layout: Parallelism, num_gpus: int, global_batch_size: int) -> Parallelism:
-    """`layout` with dp = num_gpus / (tp·cp·pp) where it states none; SpecError where that is no whole number."""
+    """`layout` with dp = num_gpus / (tp·cp·pp) where it states none; raises SpecError where this is no whole number."""
     if "dp" in layout.model_fields_set:
         return layout
     ranks = layout.tp * layout.cp * layout.pp
@@ -46,7 +46,7 @@ def fill_dp(layout: Parallelism, num_gpus: int, global_batch_size: int) -> Paral
 
 
 def _largest_dp(layout: Parallelism, num_gpus: int, global_batch_size: int) -> int:
-    """The largest dp that GPUs, batch and experts allow; 1 where none is."""
+    """The largest dp that GPUs, batch and experts allow; 1 where they allow none."""
     most, steps = num_gpus // (layout.tp * layout.cp * layout.pp), global_batch_size // layout.micro_batch_size
     slots, experts = layout.tp * layout.cp, layout.ep * (layout.etp or 1)
     return max((dp for dp in divisors(steps, most) if slots * dp % experts == 0), default=1)
@@ -55,7 +55,7 @@ def _largest_dp(layout: Parallelism, num_gpus: int, global_batch_size: int) -> i
 def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
     """Turn a stated layout into a shape and a split.
 
-    Raises SpecError where it contradicts model, batch or cluster; what only the trainer refuses is a warning.
+    Raises SpecError where it contradicts model, batch or cluster. A layout that only the trainer refuses has a warning.
     """
     wanted = fill_dp(wanted, pricing.cluster.num_gpus, pricing.training.global_batch_size)
     shape = _shape(pricing, wanted)
@@ -79,7 +79,7 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
 
 
 def _refused_by_trainer(pricing: Pricing, shape: Shape, split: Split, schedule: str) -> Iterator[str]:
-    """What the trainer has against a layout that arithmetic allows."""
+    """Reasons for which the trainer refuses a layout that arithmetic allows."""
     model, training, runtime = pricing.model, pricing.training, pricing.runtime
     for rule in rules_for(runtime):
         if not rule.holds(model, training, shape):
@@ -156,7 +156,7 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
 
 
 def _check_arithmetic(pricing: Pricing, shape: Shape) -> None:
-    """What no trainer could run."""
+    """Raises SpecError for a layout that no trainer could run."""
     model, moe = pricing.model, pricing.model.moe
     pairs = [
         ("num_attention_heads", model.num_attention_heads, "tp", shape.tp),
@@ -195,19 +195,19 @@ def _split(model: ModelSpec, wanted: Parallelism, shape: Shape, ranks: Sequence[
         return split
     recomputed = []
     for (first, last), count in zip(split.chunks, split.counts, strict=True):
-        whole = count if wanted.recompute_num_layers is None else min(count, wanted.recompute_num_layers)
-        held = model.layers[first : min(last, first + whole)]
-        recomputed.append(tuple(held.count(kind) for kind in model.kinds))
+        num_recomputed = count if wanted.recompute_num_layers is None else min(count, wanted.recompute_num_layers)
+        layers = model.layers[first : min(last, first + num_recomputed)]
+        recomputed.append(tuple(layers.count(kind) for kind in model.kinds))
     return Split(split.counts, "none", tuple(recomputed), split.mtp_stage)
 
 
 def default_counts(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
-    """How trainers cut where they are told nothing: evenly, or evenly with embedding and head counted as layers.
+    """Layers of each virtual stage as trainers cut them by default: evenly, or with embedding and head as layers.
 
-    The ends count where only that makes the stages equal (Megatron's account_for_embedding/loss_in_pipeline_split).
-    Beside blocks of multi-token prediction stands what is left when all stages before are full, unless all are equal:
-    so Megatron-Bridge's recipes cut DeepSeek-V3, 61 layers into 15 times 4 and 1, 7 times 8 and 5, or 1, 30 times 2 and
-    none.
+    Embedding and head count as layers where only that makes the stages equal (Megatron's
+    account_for_embedding/loss_in_pipeline_split). Where the layers cannot be cut into equal stages, a last stage with
+    multi-token-prediction blocks gets the layers that are left when all stages before it are full. Megatron-Bridge's
+    recipes cut the 61 layers of DeepSeek-V3 in this way: 15 times 4 and 1, 7 times 8 and 5, or 1, 30 times 2 and none.
     """
     layers, extra = model.num_hidden_layers, model.num_nextn_predict_layers
     if extra and layers % num_stages and 1 < num_stages <= layers + 1:

@@ -1,4 +1,4 @@
-"""What a step takes beside its pipeline: exposed data-parallel exchange, the optimizer, the tail on every rank."""
+"""Seconds of a step outside its pipeline: exposed data-parallel exchange, the optimizer, the tail on every rank."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def outside_pipeline(pricing: Pricing, table: CostTable, ranks: Sequence[PartCos
 
     Gradients are reduced behind the last micro-batch's backward, parameters gathered behind the first one's forward.
 
-    A rank has as long for its own as a micro-batch takes through a chunk of each rank before it, there or back
-    (`lead_passes`). Of what its chunks exchange, each an equal part, the last one's hides behind its own pass, and all
-    of it behind those that follow the first one's (`passes_behind`). Without a pipeline ZeRO-2 reduces gradients in
-    every micro-batch, ZeRO-3 gathers the weights twice as well. What is hidden slows down what hides it: a share of
-    every exchange shows (`contention_fraction`).
+    A rank has as much time for this as a micro-batch takes through a chunk of each rank before it, there or back
+    (`lead_passes`). Each of its chunks exchanges an equal part. The part of the last chunk can hide behind this chunk's
+    own pass, and all parts together behind the passes that follow the first chunk's (`passes_behind`). Without a
+    pipeline, ZeRO-2 reduces gradients in every micro-batch, and ZeRO-3 also gathers the weights twice. A hidden
+    exchange slows down the passes that hide it: a share of every exchange is exposed (`contention_fraction`).
     """
     runtime, shape = pricing.runtime, table.shape
     sharded = sharded_each_time(int(shape.zero_stage), int(shape.pp))
@@ -60,11 +60,11 @@ def outside_pipeline(pricing: Pricing, table: CostTable, ranks: Sequence[PartCos
 
 
 def reduce_overlap_fraction(runtime: RuntimeSpec, shape: Shape) -> Number:
-    """Of the window behind the last backward, what hides the reduction; torch's stages wait for that of FSDP."""
+    """Share of the window behind the last backward that hides the reduction; torch's stages wait for that of FSDP."""
     waits = runtime.has_torch_stages & (np.asarray(shape.zero_stage) >= 2) & (np.asarray(shape.pp) > 1)
     return runtime.gradient_overlap_fraction * (1.0 - waits)
 
 
 def sharded_each_time(zero_stage: int, pp: int) -> int:
-    """The ZeRO stage, 2 or 3, whose exchanges every micro-batch makes; 0 where all wait for the last one's."""
+    """ZeRO stage, 2 or 3, whose exchanges run in every micro-batch; 0 where they run once, in the last micro-batch."""
     return zero_stage if pp == 1 and zero_stage >= 2 else 0

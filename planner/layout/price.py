@@ -1,4 +1,4 @@
-"""From a candidate to the priced layout that a plan shows: stages, seconds, memory, where the seconds go."""
+"""Makes the priced layout that a plan shows from a candidate: stages, seconds, memory, the step's parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner.specs.training import Recompute
 
 
 def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact: bool = True) -> PricedLayout:
-    """Everything that a plan says about one layout; unless `exact`, a long step is extrapolated from a few rounds."""
+    """All that a plan shows of one layout; unless `exact`, a long step is extrapolated from a few rounds."""
     pricing = candidate.pricing
     pipeline = candidate.run(exact)
     totals = totals or model_totals(pricing.model, pricing.runtime, pricing.training.seq_length)
@@ -100,9 +100,9 @@ def _memory(stage: StageBytes) -> StageMemory:
 
 
 def _final_norm_elsewhere(pricing: Pricing, split: Split, virtual: list[int]) -> int:
-    """What a rank holds more than its stages say where Megatron puts the final norm before multi-token prediction.
+    """Correction of ranks' parameters where Megatron puts the final norm before multi-token prediction.
 
-    The norm goes with the last decoder layer then, and else with the head (transformer_block.py).
+    The norm is then on the stage of the last decoder layer, and else with the head (transformer_block.py).
     """
     model, trainer = pricing.model, pricing.runtime.family
     if not model.num_nextn_predict_layers or trainer != "megatron":
@@ -131,7 +131,7 @@ def _step(candidate: Candidate, pipeline: Pipeline, totals: ModelTotals) -> Step
 
 
 def _breakdown(candidate: Candidate, pipeline: Pipeline) -> StepBreakdown:
-    """The busiest rank's seconds: M micro-batches of compute and exchanges, transfers it waits for, the rest idle."""
+    """Seconds of the busiest rank: M micro-batches of compute and exchanges, waits for transfers, other idle time."""
     busiest = int(np.argmax(pipeline.busy_s))
     cost, times, outside = candidate.rank_costs[busiest], pipeline.num_microbatches, candidate.outside
     compute = times * float(cost.forward_s + cost.input_grad_s + cost.weight_grad_s)

@@ -1,4 +1,4 @@
-"""From a saved plan back to the candidate that it was, so that it can be replayed, traced or changed."""
+"""Makes a candidate of a saved plan again, so that the plan can be replayed, traced or changed."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = 
 
 
 def layout_again(plan: Plan, candidate: Candidate, exact: bool = True) -> PricedLayout:
-    """The plan's best layout as `candidate` has it, with the warnings that it had."""
+    """The plan's best layout, priced as `candidate`, with the warnings that it had."""
     layout = price_layout(candidate, exact=exact)
     return layout.model_copy(update={"warnings": plan.best.warnings, "id": plan.best.id})
 
 
 def named_schedule(layout: PricedLayout, order: Schedule) -> str:
-    """The layout's schedule; of an order made to measure any that places its stages alike."""
+    """Name of the layout's schedule; for an order made to measure, of one that places its stages in the same way."""
     if not layout.actions:
         return layout.parallelism.schedule
     ranks = order.stage_to_rank
@@ -61,7 +61,7 @@ def named_schedule(layout: PricedLayout, order: Schedule) -> str:
 
 
 def with_microbatches(layout: PricedLayout, num_microbatches: int | None) -> PricedLayout:
-    """The same layout for a step of another length; None for its own.
+    """The layout for a step of `num_microbatches`; None keeps its own number.
 
     Raises SpecError where its schedule was made for one length only.
     """
@@ -74,7 +74,7 @@ def with_microbatches(layout: PricedLayout, num_microbatches: int | None) -> Pri
 
 
 def order_of(layout: PricedLayout) -> Schedule:
-    """The action lists of a layout: its own where they were made to measure, else those of the named schedule."""
+    """Action lists of a layout: its own where they were made to measure, else those of the named schedule."""
     chosen = layout.parallelism
     if not layout.actions:
         return build_schedule(chosen.schedule, chosen.pp, chosen.vpp, chosen.num_microbatches)
@@ -82,7 +82,7 @@ def order_of(layout: PricedLayout) -> Schedule:
 
 
 def _split(plan: Plan, layout: PricedLayout, order: Schedule) -> Split:
-    """Chunks by virtual stage; layers recomputed whole are shared out over chunks where it only counts them."""
+    """The split of a layout; where the layout only counts a stage's recomputed layers, its chunks share them."""
     model = plan.model.spec
     seen = [0] * order.pp
     counts, recomputed, mtp_stage = [], [], None
@@ -100,8 +100,11 @@ def _split(plan: Plan, layout: PricedLayout, order: Schedule) -> Split:
 
 
 def _shared_out(stage: StagePlan, model: ModelSpec) -> list[tuple[int, ...]]:
-    """A stage's recomputed layers over its chunks, the first so many of each, as far as it holds them, by kind."""
+    """Number of recomputed layers of each kind in each chunk of a stage, of which only their sum is known.
+
+    All chunks recompute the same number of layers, their first ones, as far as a chunk has so many.
+    """
     count, sizes = stage.recompute.get("full", 0), [last - first for first, last in stage.chunks]
-    each = next(n for n in range(max(sizes) + 1) if sum(min(n, size) for size in sizes) >= count)
-    whole = [model.layers[first : min(first + each, last)] for first, last in stage.chunks]
-    return [tuple(held.count(kind) for kind in model.kinds) for held in whole]
+    per_chunk = next(n for n in range(max(sizes) + 1) if sum(min(n, size) for size in sizes) >= count)
+    recomputed = [model.layers[first : min(first + per_chunk, last)] for first, last in stage.chunks]
+    return [tuple(layers.count(kind) for kind in model.kinds) for layers in recomputed]

@@ -33,7 +33,7 @@ _BITS_PER_BYTE = 8
 
 
 class RunSpec(Spec):
-    """What ran: the `run` of one line."""
+    """The `run` of one line: model, GPUs, layout and training of a run that someone reported."""
 
     model: str | dict[str, Any]
     """A name, a path, or the fields of a ModelSpec."""
@@ -46,7 +46,7 @@ class RunSpec(Spec):
     dtype: Dtype = "bf16"
     parallelism: Parallelism = Parallelism()
     features: dict[str, Any] = Field(default_factory=dict)
-    """What the runtime switched on; names it does not know are ignored with a warning."""
+    """Features that the run switched on; names that the runtime does not know are ignored with a warning."""
     intra_node: str | None = None
     """Description only."""
     inter_node: str | None = None
@@ -65,7 +65,7 @@ class Run:
     cluster: ClusterSpec
     training: TrainingSpec
     runtime: RuntimeSpec
-    """With what the run's features switch on or off."""
+    """The runtime, with the features that the run switched on or off."""
     parallelism: Parallelism
     unknown_features: tuple[str, ...]
 
@@ -77,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunAnswer:
-    """What became of one line: a priced layout or an error."""
+    """The answer to one line: a priced layout or an error."""
 
     id: Any
     layout: PricedLayout | None = None

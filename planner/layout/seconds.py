@@ -1,4 +1,4 @@
-"""Seconds of a pipeline: a split replayed in its schedule's order."""
+"""Seconds of a pipeline, from the replay of a split in its schedule's order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from planner.schedule.timeline import Timeline
 from planner.shape import FloatArray, Shape
 
 STEADY_ROUNDS = (3, 4)
-"""Rounds of pp micro-batches after which a pipeline repeats itself: the search replays these and extrapolates; the step
-that is reported is replayed in full."""
+"""Two numbers of rounds of pp micro-batches after which a pipeline repeats itself. The search replays these and
+extrapolates; the step that is reported is replayed in full."""
 SETTLED = 1e-3
-"""How much slower than its busiest rank a pipeline may be that repeats itself."""
+"""Largest fraction by which a pipeline that repeats itself may be slower than its busiest rank."""
 LONG_ACTIONS = 1 << 20
-"""Actions of a step beyond which no step is replayed in full: a million take seconds and a gigabyte."""
+"""Number of actions beyond which no step is replayed in full: a million actions take seconds and a gigabyte."""
 LONG_ROUNDS = 256
-"""Most rounds that are replayed of such a step."""
+"""The most rounds of such a long step that are replayed."""
 
 
 def durations_of(pricing: Pricing, table: CostTable, costs: Sequence[PartCost]) -> Durations:
@@ -43,23 +43,23 @@ def durations_of(pricing: Pricing, table: CostTable, costs: Sequence[PartCost]) 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One step's pipeline as replayed; arrays are per rank."""
+    """Results of the replay of one step; arrays are per rank."""
 
     num_microbatches: int
     makespan_s: float
     busy_s: FloatArray
     transfer_s: FloatArray
-    """Time a rank waits for transfers under way."""
+    """Seconds that a rank waits for transfers under way."""
     in_flight_microbatches: FloatArray
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share over all ranks."""
+        """Idle share of the step, over all ranks."""
         return 1 - float(self.busy_s.mean()) / self.makespan_s if self.makespan_s else 0.0
 
 
 def is_long(shape: Shape) -> bool:
-    """Whether a step of `shape` has more actions than are replayed."""
+    """True where a step of `shape` has more actions than are replayed in full."""
     return 2 * int(shape.pp) * int(shape.vpp) * int(shape.num_microbatches) > LONG_ACTIONS
 
 
@@ -74,7 +74,7 @@ def pipeline_s(shape: Shape, durations: Durations, schedule: str) -> float:
 def run_pipeline(
     shape: Shape, durations: Durations, schedule: str, exact: bool = True, order: Schedule | None = None
 ) -> Pipeline:
-    """The replay of one step; unless `exact`, of a few rounds of it, the rest like the last of them.
+    """The replay of one step; unless `exact`, only a few rounds are replayed, and all others take as long.
 
     Steps of more than `LONG_ACTIONS` actions are never replayed in full.
     """
@@ -93,15 +93,15 @@ def run_pipeline(
 
 
 def _short_of(shape: Shape, rounds: int) -> int:
-    """Micro-batches of a step of so many rounds that ends as the whole one does."""
+    """Number of micro-batches in a step of `rounds` rounds, and an incomplete round at the end if the step has one."""
     pp = int(shape.pp)
     return rounds * pp + int(shape.num_microbatches) % pp
 
 
 def _extrapolated_s(shape: Shape, durations: Durations, schedule: str) -> float | None:
-    """The makespan from two short replays, where beyond them every further micro-batch adds the same; else None.
+    """Makespan in seconds from two short replays, if every further micro-batch adds the same time; else None.
 
-    Of a long step more and more rounds are replayed until it does, or `LONG_ROUNDS` are.
+    For a long step, more and more rounds are replayed until this holds, or until `LONG_ROUNDS` are replayed.
     """
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     long = is_long(shape)
@@ -122,10 +122,11 @@ def _extrapolated_s(shape: Shape, durations: Durations, schedule: str) -> float 
 
 
 def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int]) -> bool:
-    """Whether a further micro-batch takes as long as the rank that is busiest with it: till then the pace may change.
+    """True where a further micro-batch adds as much time as the busiest rank needs for it.
 
-    A rank that waits for its transfers is busy with them too: of the two turns a micro-batch (forward to backward and
-    back), the first and the last rank exchange something in one.
+    As long as this does not hold, the pace may change. Where ranks wait for transfers, these count as busy time too. A
+    rank turns twice per micro-batch, from forward to backward and back. The first and the last rank exchange something
+    at one of these turns, the others at both.
     """
     busy = [0.0] * (max(placement) + 1)
     parts = zip(placement, durations.forward_s, durations.input_grad_s, durations.weight_grad_s, strict=True)

@@ -1,4 +1,4 @@
-"""A split: which layers every virtual stage holds, and how many of them it recomputes."""
+"""A split says which layers every virtual stage holds, and how many of them it recomputes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.training import Recompute
 
 Modes = dict[tuple[LayerKind, Recompute], int]
-"""Layers per kind and recompute mode."""
+"""Number of layers of each kind and recompute mode."""
 
 FULL: Recompute = "full"
 
@@ -30,18 +30,18 @@ class Split:
     """
 
     counts: tuple[int, ...]
-    """Decoder layers of each virtual stage, in model order."""
+    """Number of decoder layers of each virtual stage, in model order."""
     base: Recompute = "none"
-    """Recompute mode of the layers that are not recomputed whole."""
+    """Recompute mode of the layers that are not recomputed in full."""
     recomputed: tuple[tuple[int, ...], ...] = ()
-    """Of each virtual stage and layer kind (in model order), how many layers, its first ones, are recomputed whole;
-    empty for none."""
+    """Number of layers recomputed in full, per virtual stage and layer kind (in model order); they are the first layers
+    of their kind. Empty where there are none."""
     mtp_stage: int | None = None
     """Virtual stage of the multi-token-prediction blocks; None for the last."""
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """[first layer, last layer exclusive) of each virtual stage."""
+        """First layer of each virtual stage, and the layer behind its last."""
         bounds = [0]
         for count in self.counts:
             bounds.append(bounds[-1] + count)
@@ -49,24 +49,24 @@ class Split:
 
     @property
     def mtp_mode(self) -> Recompute:
-        """How layers of multi-token prediction are recomputed, where they are: whole only if all layers are."""
-        whole = bool(self.recomputed) and tuple(map(sum, self.recomputed)) == self.counts
-        return FULL if whole else self.base
+        """Recompute mode of the multi-token-prediction layers: full only if all decoder layers are."""
+        all_layers = bool(self.recomputed) and tuple(map(sum, self.recomputed)) == self.counts
+        return FULL if all_layers else self.base
 
     def modes(self, model: ModelSpec) -> list[Modes]:
-        """How many layers of each kind and recompute mode every virtual stage holds."""
+        """Number of layers of each kind and recompute mode on every virtual stage."""
         stages = []
         for stage, (first, last) in enumerate(self.chunks):
             modes: Modes = {}
             for kind, count in Counter(model.layers[first:last]).items():
-                whole = self.recomputed[stage][model.kinds.index(kind)] if self.recomputed else 0
-                modes.update({key: n for key, n in (((kind, FULL), whole), ((kind, self.base), count - whole)) if n})
+                full = self.recomputed[stage][model.kinds.index(kind)] if self.recomputed else 0
+                modes.update({key: n for key, n in (((kind, FULL), full), ((kind, self.base), count - full)) if n})
             stages.append(modes)
         return stages
 
 
 def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """num_layers over num_stages as evenly as it goes, longer stages in the middle, away from embedding and head."""
+    """Layers of each stage, as equal as possible; longer stages are in the middle, away from embedding and head."""
     least, more = divmod(num_layers, num_stages)
     start = (num_stages - more) // 2
     return tuple(least + (1 if start <= stage < start + more else 0) for stage in range(num_stages))
@@ -75,9 +75,9 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def stage_costs(
     table: CostTable, model: ModelSpec, split: Split, placement: Sequence[int], rank_factors: Sequence[float] = ()
 ) -> list[PartCost]:
-    """The cost of each virtual stage: its layers, and the embedding, head and MTP blocks it holds.
+    """Cost of each virtual stage: its layers, and the embedding, head and MTP blocks that it holds.
 
-    `rank_factors`: how many times as long each rank takes; empty: all take as long as the table says.
+    `rank_factors` multiply the seconds of each rank; if they are empty, all ranks take as long as the table says.
     """
     folded = placement[0] == placement[-1]
     known: dict[tuple[tuple[tuple[LayerKind, Recompute], int], ...], PartCost] = {}
@@ -86,35 +86,42 @@ def stage_costs(
         key = tuple(modes.items())
         if key not in known:
             known[key] = sum_parts(table.layers[mode].times(count) for mode, count in key)
-        held = [part for _, part in held_parts(table, split, stage, folded)]
-        costs.append(sum(held, known[key]))
+        others = [part for _, part in held_parts(table, split, stage, folded)]
+        costs.append(sum(others, known[key]))
     if not rank_factors:
         return costs
     return [slowed(cost, rank_factors[rank]) for cost, rank in zip(costs, placement, strict=True)]
 
 
 def slowed(cost: PartCost, factor: float) -> PartCost:
-    """The same work on a rank that takes `factor` times as long; exchanges over data-parallel ranks are not its own."""
+    """Cost of the same work on a rank that takes `factor` times as long.
+
+    Exchanges over data-parallel ranks take as long as before.
+    """
     return replace(cost, **{name: factor * getattr(cost, name) for name in _OWN_SECONDS})
 
 
 def held_parts(table: CostTable, split: Split, stage: int, folded: bool) -> list[tuple[str, PartCost]]:
-    """What a virtual stage holds beside decoder layers; `folded`: one rank has both the first stage and the last."""
+    """Names and costs of the parts of a virtual stage beside its decoder layers.
+
+    Where `folded`, one rank has both the first stage and the last.
+    """
     last = len(split.counts) - 1
-    held = []
+    parts = []
     if stage == 0:
-        held.append(("embedding", table.embedding))
+        parts.append(("embedding", table.embedding))
     if table.mtp is not None and stage == (last if split.mtp_stage is None else split.mtp_stage):
-        held.append(("mtp", table.mtp_recomputed.get(split.mtp_mode, table.mtp)))
+        parts.append(("mtp", table.mtp_recomputed.get(split.mtp_mode, table.mtp)))
     if stage == last:
-        held.append(("head", table.head_beside_embedding if folded else table.head))
-    return held
+        parts.append(("head", table.head_beside_embedding if folded else table.head))
+    return parts
 
 
 def parse_layout(layout: str, model: ModelSpec, num_stages: int) -> Split:
-    """Read Megatron's --pipeline-model-parallel-layout: E embedding, t decoder, m MTP, L loss, | between virtual
-    stages, (…)*n and x*n for repetition.
+    """Read the value of Megatron's --pipeline-model-parallel-layout.
 
+    E is the embedding, t a decoder layer, m an MTP block, L the loss, | stands between virtual stages, and (…)*n and
+    x*n repeat.
     Raises SpecError when it does not parse, or does not hold every layer once, E first and L last.
     """
     stages = _expand(layout).split("|")
@@ -167,9 +174,10 @@ def _expand(layout: str) -> str:
 
 
 def splits_from_counts(counts: Sequence[int], model: ModelSpec, placement: Sequence[int]) -> tuple[int, ...]:
-    """`layers_per_stage` as counts per virtual stage: as given with one entry for each, else each rank's over its
-    chunks; `placement` has the rank of each virtual stage.
+    """Layers of each virtual stage from `layers_per_stage`; `placement` has the rank of each virtual stage.
 
+    One entry per virtual stage is taken as given. With one entry per rank, each entry is cut evenly over the rank's
+    chunks.
     Raises SpecError when the layers do not add up to the model's.
     """
     if sum(counts) != model.num_hidden_layers:

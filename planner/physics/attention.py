@@ -95,13 +95,16 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
 
 
 def _three(model: ModelSpec, heads: Number, kv_heads: Number) -> list[tuple[str, Number, bool]]:
-    """Projections apart: name, columns, and whether recomputing every other product (`op`) recomputes it."""
+    """The three projections: name, columns, and whether recomputing every other product (`op`) recomputes it."""
     rows = kv_heads * model.head_dim
     return [("q", heads * model.head_dim, False), ("k", rows, True), ("v", rows, False)]
 
 
 def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
-    """MLA (DeepSeek-V2 §2.1): queries and key-values through low ranks replicated over tp; heads sharded after."""
+    """Multi-head latent attention (MLA, DeepSeek-V2 §2.1): queries and key-values pass through low-rank projections.
+
+    The down-projections are replicated over tp; the heads behind them are sharded.
+    """
     heads = model.num_attention_heads / shape.tp
     qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     tokens, shard = shape.tokens, shape.shard_tokens
@@ -204,7 +207,7 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
 
 
 def _repeated(shape: Shape, head_dim: int, heads: Number, kv_heads: Number) -> Operator:
-    """Keys and values copied for every query head of their group, and the gradients of the copies summed."""
+    """Copies keys and values for every query head of their group, and sums the gradients of the copies."""
     moved = 2 * BF16 * shape.tokens * head_dim * (heads + kv_heads)
     return Operator(
         name="repeat k, v",
@@ -219,10 +222,11 @@ def _repeated(shape: Shape, head_dim: int, heads: Number, kv_heads: Number) -> O
 
 
 def _merged(shape: Shape, head_bytes: Number, kv_bytes: Number, qk_dim: int, v_dim: int) -> Operator:
-    """What a ring makes block by block: outputs weighted and summed, gradients of queries, keys and values summed.
+    """Sums the blocks of a ring: outputs with their weights, and the gradients of queries, keys and values.
 
-    The first block is read and written, of the others one is read and the sum read and written. Queries and keys of a
-    block count half where the other half attends to nothing: three quarters of the mean block (Transformer Engine).
+    The first block is read and written. For each other block, the block and the sum are read and the sum is written.
+    In some blocks one half of the queries or keys attends to nothing and is left out, so that a block has three
+    quarters of its rows on average (Transformer Engine).
     """
     others = 0.75 * (shape.cp - 1)
     passes, rings = 2 + 3 * others, others > 0
@@ -242,7 +246,7 @@ def _merged(shape: Shape, head_bytes: Number, kv_bytes: Number, qk_dim: int, v_d
 def _unfused_core(
     shape: Shape, runtime: RuntimeSpec, heads: Number, qk_dim: int, v_dim: int, sinks: Number, output: Saved
 ) -> Iterator[Operator]:
-    """QKᵀ, softmax and AV, each a kernel of its own; keeps the probabilities."""
+    """QKᵀ, softmax and AV as three kernels, of which the softmax keeps the probabilities."""
     core, q_len = ("core_attn",), shape.seq_length / shape.cp
     count = shape.micro_batch_size * heads
     scores_bytes = BF16 * count * q_len * shape.seq_length
@@ -288,9 +292,9 @@ def _unfused_core(
 
 
 def _context_exchange(runtime: RuntimeSpec, shape: Shape, kv_bytes: Number, q_bytes: Number) -> Iterator[Collective]:
-    """Key-value exchange over cp: ring or all-gather, or heads for tokens all-to-all.
+    """Exchange of keys and values over cp: by a ring, by an all-gather, or by an all-to-all of heads for tokens.
 
-    Backward returns dK and dV, and fetches keys and values again where they were not kept.
+    The backward returns dK and dV, and fetches keys and values again where they were not kept.
     """
     if runtime.cp_comm_type == "a2a":
         for backward in (False, True):

@@ -1,4 +1,4 @@
-"""What both halves of a decoder layer are made of: exchanges at their ends, norms, residuals, copies, rotations."""
+"""The parts that both halves of a decoder layer share: exchanges at their ends, norms, residuals, copies, rotations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ def enter_tp(
     runtime: RuntimeSpec,
     modules: tuple[str, ...] = (),
 ) -> Iterator[Item]:
-    """Column-parallel products of one input of `num_bytes`, and its exchanges, sent as the products take it.
+    """Column-parallel products of one input of `num_bytes`, and the exchanges of this input.
 
-    Sequence parallel: gathered in forward; in backward gathered again for the wgrad, beside the dgrad, unless the whole
-    was kept, and the dgrad reduce-scattered beside the wgrad. Else: the dgrad is all-reduced beside the wgrad.
+    The input is sent in the dtype in which the products read it. Under sequence parallelism it is gathered in the
+    forward. In the backward it is gathered again for the wgrad, while the dgrad runs, unless the gathered input was
+    kept; and the dgrad is reduce-scattered while the wgrad runs. Without sequence parallelism the dgrad is all-reduced
+    while the wgrad runs.
     """
-    sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - shape.sequence_parallel)
+    sharded, unsharded = num_bytes * shape.sequence_parallel, num_bytes * (1 - shape.sequence_parallel)
     products = [replace(product, input_shards=shape.sequence_shards) for product in products]
     beside, cast = tuple(products), products[0].is_cast
     keeps = runtime.keeps_gathered_inputs
@@ -48,17 +50,17 @@ def enter_tp(
         overlap="tp_async", beside=beside, beside_pass="wgrad_s",
     )  # fmt: skip
     yield scatter
-    yield replace(scatter, name=f"{name} dgrad reduce", kind="all_reduce", num_bytes=whole)
+    yield replace(scatter, name=f"{name} dgrad reduce", kind="all_reduce", num_bytes=unsharded)
     yield from products
 
 
 def leave_tp(product: Operator, num_bytes: Number, shape: Shape, modules: tuple[str, ...] = ()) -> Iterator[Item]:
     """A row-parallel product, or a lookup in rows, and the exchanges of its output of `num_bytes`.
 
-    Sequence parallel: reduce-scattered in forward, its gradient gathered in backward. Else one all-reduce. That, and
-    those of a lookup, are waited for.
+    Under sequence parallelism the output is reduce-scattered in the forward, and its gradient gathered in the backward.
+    Without it the output is all-reduced. Nothing hides this all-reduce, nor the exchanges of a lookup.
     """
-    sharded, whole = num_bytes * shape.sequence_parallel, num_bytes * (1 - shape.sequence_parallel)
+    sharded, unsharded = num_bytes * shape.sequence_parallel, num_bytes * (1 - shape.sequence_parallel)
     product = replace(product, gradient_shards=shape.sequence_shards)
     scatter = Collective(
         name=f"{product.name} scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, modules=modules,
@@ -66,7 +68,7 @@ def leave_tp(product: Operator, num_bytes: Number, shape: Shape, modules: tuple[
     )  # fmt: skip
     yield product
     yield scatter
-    yield Collective(name=f"{product.name} reduce", kind="all_reduce", group="tp", num_bytes=whole, modules=modules)
+    yield Collective(name=f"{product.name} reduce", kind="all_reduce", group="tp", num_bytes=unsharded, modules=modules)
     yield replace(
         scatter, name=f"{product.name} grad gather", kind="all_gather", backward=True, modules=(),
         beside_pass="dgrad_s", cast=product.is_cast,
@@ -74,7 +76,7 @@ def leave_tp(product: Operator, num_bytes: Number, shape: Shape, modules: tuple[
 
 
 def bias_gradients(name: str, widths: Sequence[Number], shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
-    """Sums over tokens of output gradients, one for each product with a bias and so many columns."""
+    """Sums of output gradients over tokens, one for each product with a bias; `widths` are the products' columns."""
     if runtime.fused_bias_gradients or not widths:
         return
     yield Operator(
@@ -90,22 +92,23 @@ def bias_gradients(name: str, widths: Sequence[Number], shape: Shape, runtime: R
 def local_copies(
     name: str, num_bytes: Number, shape: Shape, runtime: RuntimeSpec, modules: tuple[str, ...] = ()
 ) -> Iterator[Operator]:
-    """Eager: what a half block's sequence-parallel exchanges of `num_bytes` pass through this rank's own memory.
+    """Copies in a rank's own memory that eager torch makes for the sequence-parallel exchanges of half a layer.
 
-    Forward: the gather writes the whole, the scatter cuts the shard out. Backward: the gather again, dgrad's shard cut
-    out, and the output's gradient put back into the whole.
+    Each exchange is of `num_bytes`. In the forward the gather writes the whole tensor, and the scatter cuts the shard
+    out of it. In the backward the gather runs again, the dgrad's shard is cut out, and the shards of the output's
+    gradient are put together to a whole tensor.
     """
     if runtime.fused_rotary:
         return
-    whole = num_bytes * shape.sequence_parallel
-    shard = whole / shape.tp
+    gathered = num_bytes * shape.sequence_parallel
+    shard = gathered / shape.tp
     yield Operator(
         name=name,
         kind="elementwise",
         family="copy",
         modules=modules,
-        forward_bytes=whole + 3 * shard,
-        backward_bytes=2 * whole + 5 * shard,
+        forward_bytes=gathered + 3 * shard,
+        backward_bytes=2 * gathered + 5 * shard,
         forward_kernels=2,
         backward_kernels=4,
     )
@@ -117,9 +120,11 @@ def norm(
 ) -> Operator:  # fmt: skip
     """RMSNorm or LayerNorm over `width` features of `tokens` rows; keeps its input, its statistics and its output.
 
-    Forward reads and writes once; backward reads input and gradient and writes one (eager torch reads both again for
-    the weight's gradient). Unfused, each pass is made twice. `module` is what Megatron-LM recomputes it with: where the
-    norm is part of the product behind it, that product's; by itself, `layernorm`; else only torchtitan's `op` does.
+    The forward reads the input and writes the output. The backward reads input and gradient and writes a gradient
+    (eager torch reads both again for the weight's gradient). An unfused norm is six kernels, and makes nine such
+    passes. `module` is the module that Megatron-LM recomputes together with the norm: where the norm is part of the
+    product behind it, that product's module; where the norm stands by itself, `layernorm`; where it is empty, only
+    torchtitan's `op` recomputes the norm.
     """
     modules = (module, "op") if module else ("op",)
     num_bytes = BF16 * tokens * width
@@ -146,7 +151,10 @@ def norm(
 
 
 def cast_copy(name: str, num_bytes: Number, modules: tuple[str, ...] = ()) -> Operator:
-    """What a narrow product keeps of an input of `num_bytes` that others keep too; its cast is part of the product."""
+    """The cast copy that a narrow product keeps of an input of `num_bytes`, which other operators keep without a cast.
+
+    The seconds of the cast are counted with the product.
+    """
     return Operator(
         name=f"{name} cast", kind="elementwise", modules=modules,
         saved=(Saved("cast input", num_bytes, modules, cast_copy=True),),
@@ -154,9 +162,10 @@ def cast_copy(name: str, num_bytes: Number, modules: tuple[str, ...] = ()) -> Op
 
 
 def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec) -> Operator:
-    """x + f(x): reads two, writes one; backward adds the two branches' gradients.
+    """The sum x + f(x), which reads two tensors and writes one; the backward adds the two branches' gradients.
 
-    Dropout keeps one byte an element, which forward writes and backward reads, masking the branch's gradient.
+    Dropout keeps a mask of one byte an element: the forward writes it, and the backward reads it and masks the branch's
+    gradient.
     """
     num_bytes = BF16 * tokens * width
     return Operator(
@@ -174,8 +183,8 @@ def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec) -> 
 def rotary(width: Number, tokens: Number, runtime: RuntimeSpec, modules: tuple[str, ...]) -> Operator:
     """Rotary embedding of `width` query and key features a token.
 
-    Fused: one kernel that reads and writes. Eager: neg, cat, two mul and an add (ten passes in all), for q and for k,
-    on views of the QKV buffer.
+    Where it is fused, one kernel reads and writes. Eager torch runs neg, cat, two mul and an add (ten passes in all),
+    for q and for k, on views of the QKV buffer.
     """
     num_bytes = BF16 * tokens * width
     fused = runtime.fused_rotary or runtime.compiled

@@ -1,8 +1,8 @@
-"""Seconds of a collective: which links a group's ranks are joined by, and how long the bytes take over them.
+"""Seconds of a collective: the links that join a group's ranks, and the time that the bytes take over them.
 
 Ranks are numbered with tp innermost, then cp, dp, pp (experts: etp, ep, expert-dp, pp), as Megatron and torchtitan do.
-A group of n ranks a `stride` apart has min(n, D / stride) members under a tier of D GPUs; what they exchange among
-themselves goes over that tier, and the rest over the next.
+A group of n ranks a `stride` apart has min(n, D / stride) members under a tier of D GPUs. Bytes that these members
+exchange among themselves go over that tier, all others over the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring
 
 
 def members_by_tier(size: Number, stride: Number, tiers: tuple[LinkTier, ...]) -> list[Number]:
-    """How many of a group's ranks share one unit of each tier, innermost first; the last is the whole group."""
+    """Number of a group's ranks that share one unit of each tier, innermost first; the last is the whole group."""
     counts: list[Number] = []
     for tier in tiers[:-1]:
         assert tier.num_gpus is not None
@@ -39,9 +39,10 @@ def collective_s(
 ) -> Number:
     """Seconds of `exchanges` that move `num_bytes` in all over `size` ranks a `stride` apart; 0 for one rank, or none.
 
-    all_gather, reduce_scatter and ring: at each tier the (g−1)/g of the tensor that a unit lacks arrives through the
-    `inner` members already gathered below: (g−1)/g · S / inner / bandwidth, g = members / inner. all_reduce is twice
-    that; all_to_all sends each tier its peers' share of S. Beside, each exchange takes hops · latency (`num_hops`).
+    all_gather, reduce_scatter and ring: at each tier a unit lacks (g−1)/g of the tensor, S bytes in all, with
+    g = members / inner. The `inner` members that the tier below has gathered receive it together, which takes
+    (g−1)/g · S / inner / bandwidth. An all_reduce takes twice that. In an all_to_all each tier carries the share of S
+    that is for the peers under it. Besides, each exchange takes hops · latency (`num_hops`).
     """
     passes = 2 if kind == "all_reduce" else 1
     seconds: Number = 0.0
@@ -61,23 +62,26 @@ def collective_s(
 
 
 def joined_fraction(tier: LinkTier, members: Number) -> Number:
-    """Of the tier's rate, what `members` GPUs under it have: all of it through a switch, else n − 1 links at most."""
+    """Share of the tier's rate that `members` GPUs under it have: all of it through a switch, else n − 1 links at most.
+
+    n is the number of members.
+    """
     if tier.link_gb_per_s is None:
         return 1.0
     return np.minimum((np.maximum(members, 2) - 1) * tier.link_gb_per_s / tier.gb_per_s, 1.0)
 
 
 def bytes_per_s_among(tier: LinkTier, members: Number) -> Number:
-    """What each of `members` GPUs under one tier sends to the others in a second."""
+    """Bytes that each of `members` GPUs under one tier sends to the others in a second."""
     return tier.bytes_per_s * joined_fraction(tier, members)
 
 
 def num_hops(kind: Kind, size: Number, inner: Number, members: Number, innermost: bool) -> Number:
     """Hops of one exchange over `size` ranks on a tier that joins units of `inner` ranks to units of `members`.
 
-    One in an all_to_all. An all_reduce goes up and down a chain of members / inner on the innermost tier, a tree of
-    them on others. The rest pass all ranks in one ring, of which this tier has so many links: NCCL has no trees for
-    them.
+    An all_to_all takes one hop. An all_reduce goes up and down a chain of members / inner units on the innermost tier,
+    and a tree of them on the other tiers. The other collectives pass all ranks in one ring, because NCCL has no trees
+    for them; their hops are the links of the ring that belong to this tier.
     """
     if kind == "all_to_all":
         return 1.0 * (members > inner)
@@ -90,11 +94,12 @@ def num_hops(kind: Kind, size: Number, inner: Number, members: Number, innermost
 def dispatch_s(
     num_bytes: Number, choices: int, size: Number, stride: Number, cluster: ClusterSpec, inner_factor: float = 1.0
 ) -> Number:
-    """Seconds of handing tokens to the experts they visit, `num_bytes` for all visits, once per unit that they visit.
+    """Seconds to send tokens to their experts, where a token is sent once to each unit of ranks that it visits.
 
-    A unit of u ranks out of n is visited with p(u) = 1 − (1 − u/n)^choices. Over each outer tier a token goes once to
-    each unit below it that it visits, (members / inner − 1) · p(inner) copies; over the innermost it is handed on to
-    its ranks, n · p(1) copies but for the one in place (DeepEP, HybridEP).
+    `num_bytes` are the bytes of all visits. A token visits a unit of u ranks out of n with probability
+    p(u) = 1 − (1 − u/n)^choices. Over each outer tier it goes once to each unit below the tier that it visits:
+    (members / inner − 1) · p(inner) copies. Over the innermost tier it is handed on to its ranks: n · p(1) copies, but
+    for the one that is there already (DeepEP, HybridEP).
     """
     token_bytes = num_bytes / choices
     seconds: Number = 0.0
@@ -112,7 +117,10 @@ def dispatch_s(
 
 
 def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec) -> Number:
-    """Seconds to hand `num_bytes` to the rank `distance` away: the innermost tier wider than that, plus its latency."""
+    """Seconds to hand `num_bytes` to the rank `distance` away, over the innermost tier that is wider than that.
+
+    The tier's latency is included.
+    """
     outermost = cluster.tiers[-1]
     seconds: Number = num_bytes / bytes_per_s_among(outermost, 2) + outermost.latency_s
     for tier in reversed(cluster.tiers[:-1]):
@@ -123,7 +131,7 @@ def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec) -> Number:
 
 
 def group_of(group: Group, shape: Shape) -> tuple[Number, Number]:
-    """Size and stride of a group."""
+    """Number of ranks in a group, and their stride."""
     if group == "tp":
         return shape.tp, 1
     if group == "cp":
@@ -134,7 +142,7 @@ def group_of(group: Group, shape: Shape) -> tuple[Number, Number]:
 
 
 def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> Number:
-    """Seconds of a layer's collective where products are computed in `dtype`, overlap aside."""
+    """Seconds of a layer's collective where products are computed in `dtype`, as if nothing hid it."""
     size, stride = group_of(collective.group, shape)
     narrow = NARROW_BYTES[dtype] / BF16 if collective.cast and dtype in NARROW_BYTES else 1.0
     if collective.choices:

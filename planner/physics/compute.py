@@ -1,7 +1,7 @@
 """Seconds of an operator on one GPU: products, attention and memory-bound work.
 
-Data-sheet rates times a few achieved shares (`specs/efficiency.py`), and what small shapes lose to tiles, waves and
-launches. All sizes may be numpy arrays; one call prices thousands of shapes.
+The rates are those of the data sheet times a few achieved shares (`specs/efficiency.py`); small shapes lose more, to
+tiles, waves and launches. All sizes may be numpy arrays; one call prices thousands of shapes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from planner.trainers.spec import RuntimeSpec
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 """Output tiles of one SM that the libraries choose from."""
 ALIGNED = 8
-"""Elements of 16 bytes, which tensor-core kernels load at once."""
+"""Number of 16-bit elements in the 16 bytes that tensor-core kernels load at once."""
 EXPERT_STREAMS = 4
 """Streams that Transformer Engine spreads the products of experts over."""
 QUERY_ROWS = 128
-"""Queries of one attention tile."""
+"""Number of queries in one attention tile."""
 TABLE_BYTES = 8
-"""Per parameter of the embedding table beyond ADAM_BYTES: measured on all first stages alike, cause unknown."""
+"""Bytes moved per parameter of the embedding table beyond ADAM_BYTES. Measured on all first stages alike; the cause is
+unknown."""
 FP8 = 1
 CAST_BYTES = {"fp8": 5, "mxfp8": 4, "nvfp4": 7}
-"""Moved per element that is cast: 16 bits read, the narrow copy written; read once more where one scale holds for a
-whole tensor or a Hadamard transform comes first. Formats with a scale for each block write a transposed copy as well,
-whose blocks run down the columns."""
+"""Bytes moved per element that is cast: 16 bits are read, and the narrow copy is written. The 16 bits are read once
+more where one scale holds for a whole tensor or a Hadamard transform comes first. Formats with a scale for each block
+write a transposed copy as well, whose blocks run down the columns."""
 ATTENTION_BACKWARD_KERNELS = 3
-"""Row sums of gradient · output, the gradients, and the cast of dq."""
+"""Number of kernels in the backward of attention: row sums of gradient · output, the gradients, and the cast of dq."""
 ADAM_BYTES = 34
-"""Per parameter of the shard: master weight and two moments read and written (24), gradient read (4), bf16 copy (6)."""
+"""Bytes moved per parameter of the shard: master weight and two moments read and written (24), gradient read (4), bf16
+copy (6)."""
 
 
 class PassSeconds(NamedTuple):
@@ -48,7 +50,7 @@ class PassSeconds(NamedTuple):
 
 
 def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
-    """GPU seconds of one micro-batch of `op` in a training step; `dtype` is that of products by a weight."""
+    """GPU seconds of `op` for one micro-batch in a training step; products by a weight are computed in `dtype`."""
     efficiency = hardware.efficiency
     forward, backward = 1 / efficiency.sustained_fraction, 1 / efficiency.backward_sustained_fraction
     if op.kind == "gemm":
@@ -78,14 +80,14 @@ def part_seconds(
 ) -> PassSeconds:
     """Seconds of operators that run one after another: max(Σ GPU, Σ host), since the host runs ahead of the GPU.
 
-    The backward's two gradients share both sums (`at_host_pace`).
+    In the backward, each sum is over both gradients (`at_host_pace`).
     """
     gpu, host = gpu_seconds(operators, hardware, dtype, runtime), issue_seconds(operators, hardware, runtime)
     return with_host(gpu, host, runtime)
 
 
 def with_host(gpu: PassSeconds, host: PassSeconds, runtime: RuntimeSpec) -> PassSeconds:
-    """Seconds of a part on a GPU that needs `gpu` for it, behind a host that needs `host` to issue it."""
+    """Seconds of a part that takes the GPU `gpu` seconds to run and the host `host` seconds to issue."""
     if runtime.blocking_launches:
         return PassSeconds(gpu[0] + host[0], gpu[1] + host[1], gpu[2] + host[2])
     return PassSeconds(np.maximum(gpu.forward_s, host.forward_s), *at_host_pace(gpu[1:], host[1:]))
@@ -94,8 +96,9 @@ def with_host(gpu: PassSeconds, host: PassSeconds, runtime: RuntimeSpec) -> Pass
 def at_host_pace(gpu_s: Sequence[Number], host_s: Sequence[Number]) -> tuple[Number, Number]:
     """Seconds of two passes in turn, which together take max(Σ gpu_s, Σ host_s), since the host runs ahead of the GPU.
 
-    Neither is shorter than the host needs to issue it; what the host is late in one, the GPU makes up for in the other
-    as far as it is later there. So neither gets longer where the GPU needs less for either.
+    No pass is shorter than the time that the host needs to issue it. Where the host is late in one pass, and the GPU is
+    the later of the two in the other pass, the other pass gets shorter by the delay. So neither pass gets longer where
+    the GPU needs less time for either.
     """
     first_gpu_s, second_gpu_s = gpu_s
     first_host_s, second_host_s = host_s
@@ -108,7 +111,7 @@ def at_host_pace(gpu_s: Sequence[Number], host_s: Sequence[Number]) -> tuple[Num
 
 
 def gpu_seconds(operators: Iterable[Operator], hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
-    """Seconds that the GPU needs for `operators`, one after another, whatever the host does."""
+    """Seconds that the GPU needs for `operators`, one after another, if the host is never late."""
     return _sums(operator_seconds(op, hardware, dtype, runtime) for op in operators)
 
 
@@ -145,10 +148,11 @@ def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> 
 def gemm_s(
     op: Operator, hardware: HardwareSpec, dtype: str, grouped: bool = True, gradient_bytes: int = BF16
 ) -> PassSeconds:
-    """y = x·wᵀ, dx = dy·w, dw = dyᵀ·x, timed alone; without a weight both gradients are input gradients.
+    """Seconds of y = x·wᵀ, dx = dy·w and dw = dyᵀ·x, each timed alone.
 
-    `grouped`: one kernel computes the products of all experts; else a few at a time, on streams beside each other.
-    `gradient_bytes` are moved per weight for dw: written, or of a main gradient that it is added to read as well.
+    Without a weight both gradients are input gradients. Where `grouped`, one kernel computes the products of all
+    experts; else a few are computed at a time, on streams beside each other. `gradient_bytes` are moved per weight for
+    dw: it is written, and where it is added to a main gradient, that gradient is read as well.
     """
     gemm = hardware.efficiency.gemm
     count: Number = op.count if grouped or not op.weight else np.minimum(op.count, EXPERT_STREAMS)
@@ -182,10 +186,10 @@ def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpe
 
 
 def _cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:
-    """Moved per element of an operand of which each of `shards` ranks casts its share before they gather the whole.
+    """Bytes moved per element to cast an operand, of which each of `shards` ranks casts its share before the gathering.
 
-    A transposed copy, where products need one, is written beside the cast, or made of the whole that was gathered: read
-    and written.
+    A transposed copy, where products need one, is written beside the cast; or it is made from the gathered operand,
+    which is read once more for it.
     """
     ranks = shards if runtime.narrow_exchanges else 1
     share = CAST_BYTES[dtype] / ranks
@@ -194,7 +198,7 @@ def _cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:
 
 
 def is_narrow(hardware: HardwareSpec, dtype: str) -> bool:
-    """Whether products by weights are computed in 8 or 4 bits: the recipe asks for it, and the GPU can."""
+    """True where products by weights are computed in 8 or 4 bits: the recipe asks for it, and the GPU can do it."""
     return dtype not in ("bf16", "fp16") and hardware.peak_flops(dtype) is not None
 
 
@@ -244,7 +248,7 @@ def _narrow_factor(gemm: GemmEfficiency, dtype: str, narrow: bool) -> float:
 
 
 def _tile_waves(overhead: float, num_sms: int, count: Number, m: Number, n: Number) -> Number:
-    """min over tiles of waves · 2·a·b / (the tile's efficiency): FLOPs of one SM per step of the reduction."""
+    """FLOPs of one SM per step of the reduction: min over tiles of waves · 2·a·b / (the tile's efficiency)."""
     rows = {a: np.ceil(m / a) * count for a in {a for a, _ in TILES}}
     columns = {b: np.ceil(n / b) for b in {b for _, b in TILES}}
     best: Number = np.inf
@@ -259,9 +263,10 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     """Forward and backward seconds of a fused attention kernel, timed alone.
 
     FLOPs · (1 + ramp_keys / width) / rate + tail · (one tile row's FLOPs) / (rate / num_sms) + launches, where rate =
-    fraction · peak · d / (d + half_head_dim), normalised to d = 128, and width is the keys a query meets at most. Where
-    ranks share a sequence, both ramp and tile row are those of the block on the diagonal: the others are rectangles,
-    whose tile rows all take as long. The backward redoes QKᵀ: 2·(3·d_qk + 2·d_v) FLOPs a score, not 2·(d_qk + d_v).
+    fraction · peak · d / (d + half_head_dim), normalised to d = 128, and width is the most keys that a query meets.
+    Where ranks share a sequence, the ramp and the tile row are those of the block on the diagonal: the other blocks are
+    rectangles, in which all tile rows take the same time. The backward computes QKᵀ again: it takes
+    2·(3·d_qk + 2·d_v) FLOPs a score, not 2·(d_qk + d_v).
     """
     efficiency = hardware.efficiency
     attention = efficiency.attention if kernel == "fastest" else efficiency.flash
@@ -287,13 +292,13 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
 
 
 def _head_dim_factor(attention: AttentionEfficiency, qk_dim: Number, v_dim: Number) -> Number:
-    """Rate at these head dimensions relative to 128: wider heads amortise the softmax, until tiles must shrink."""
+    """Rate at these head dimensions over the rate at 128: wider heads amortise the softmax, until tiles must shrink."""
     dim, half = (qk_dim + v_dim) / 2, attention.half_head_dim
     return dim / (dim + half) * (1 + half / 128) * np.where(qk_dim > 128, attention.wide_factor, 1.0)
 
 
 def launch_s(hardware: HardwareSpec) -> float:
-    """Start and drain of one kernel."""
+    """Seconds that the start and the drain of one kernel take."""
     return hardware.efficiency.launch_us * hardware.efficiency.launch_factor * MICRO
 
 
@@ -309,8 +314,8 @@ def optimizer_s(
 ) -> Number:
     """Seconds of one fused AdamW step on a shard of `num_parameters`, and of casting the result to bf16.
 
-    `num_embedding_parameters` of the shard belong to the embedding table; with dp shards in parameter order, the first
-    one holds as much of the table as fits, and is the slowest.
+    `num_embedding_parameters` of the shard belong to the embedding table. The dp shards are in parameter order, so the
+    first one holds as much of the table as fits into it, and is the slowest.
     """
     num_bytes = (ADAM_BYTES - 12 + runtime.optimizer_bytes) * num_parameters + TABLE_BYTES * num_embedding_parameters
     return stream_s(hardware, num_bytes, 0, "optimizer")
@@ -319,7 +324,8 @@ def optimizer_s(
 def clip_s(hardware: HardwareSpec, shard: Number, whole: Number, runtime: RuntimeSpec) -> Number:
     """Seconds per step to measure and scale the main gradients of a shard, and to zero those of all `whole` parameters.
 
-    One pass to read them for the norm, two to scale them, one to write zeros. Three launches a step are left out.
+    The gradients are read once for the norm, read and written to scale them, and written once with zeros. Three
+    launches a step are left out.
     """
     if not runtime.clips_gradients:
         return 0.0
@@ -327,7 +333,7 @@ def clip_s(hardware: HardwareSpec, shard: Number, whole: Number, runtime: Runtim
 
 
 def accumulate_s(hardware: HardwareSpec, num_parameters: Number, gradient_bytes: int = FP32) -> Number:
-    """Seconds to add bf16 gradients into main ones: 2 + 4 bytes read, 4 written per parameter where they are fp32."""
+    """Seconds to add bf16 gradients to main ones: per parameter 2 + 4 bytes read and 4 written where those are fp32."""
     # sums of one dtype are plain additions
     family = "accumulate" if gradient_bytes == FP32 else "copy"
     return stream_s(hardware, (BF16 + 2 * gradient_bytes) * num_parameters, 1, family)

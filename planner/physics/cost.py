@@ -23,7 +23,7 @@ class PartCost:
 
     forward_s: Number = 0.0
     input_grad_s: Number = 0.0
-    """Input gradients, and whatever is recomputed before them."""
+    """Seconds of the input gradients, and of all that is recomputed before them."""
     weight_grad_s: Number = 0.0
     tp_forward_s: Number = 0.0
     tp_backward_s: Number = 0.0
@@ -32,24 +32,24 @@ class PartCost:
     ep_forward_s: Number = 0.0
     ep_backward_s: Number = 0.0
     live_bytes: Number = 0.0
-    """Kept from forward to backward, per micro-batch in flight."""
+    """Bytes kept from forward to backward, per micro-batch in flight."""
     transient_bytes: Number = 0.0
-    """Needed above the live bytes while this part's backward runs."""
+    """Bytes needed above the live bytes while this part's backward runs."""
     logits_bytes: Number = 0.0
-    """Of transient_bytes: what the loss holds."""
+    """Bytes that the loss holds; `transient_bytes` includes them."""
     weights_bytes: Number = 0.0
     gradients_bytes: Number = 0.0
     optimizer_bytes: Number = 0.0
     parameters: Number = 0.0
     """Parameters of the part on this rank, before ZeRO-3 sharding."""
     expert_parameters: Number = 0.0
-    """Of these, the routed experts'."""
+    """Parameters of routed experts; `parameters` includes them."""
     wide_parameters: Number = 0.0
-    """Of these, those in 16 bits under any recipe."""
+    """Parameters that stay in 16 bits under any recipe; `parameters` includes them."""
     reduce_s: Number = 0.0
-    """Gradient reduction over data-parallel ranks, once per step (ZeRO-3: per micro-batch)."""
+    """Seconds of the gradient reduction over data-parallel ranks, once per step (ZeRO-3: per micro-batch)."""
     gather_s: Number = 0.0
-    """Parameter all-gather, once per step (ZeRO-3: per pass of a micro-batch)."""
+    """Seconds of the parameter all-gather, once per step (ZeRO-3: per pass of a micro-batch)."""
     optimizer_s: Number = 0.0
 
     @property
@@ -58,7 +58,7 @@ class PartCost:
 
     @property
     def input_grad_total_s(self) -> Number:
-        """Input gradients with the backward's exchanges."""
+        """Seconds of the input gradients and of the backward's exchanges."""
         return self.input_grad_s + self.tp_backward_s + self.cp_backward_s + self.ep_backward_s
 
     @property
@@ -67,7 +67,7 @@ class PartCost:
 
     @property
     def total_s(self) -> Number:
-        """Forward and backward of one micro-batch, exchanges included."""
+        """Seconds of the forward and backward of one micro-batch, exchanges included."""
         return self.forward_total_s + self.backward_total_s
 
     @property
@@ -75,17 +75,20 @@ class PartCost:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
     def take(self, index: Any) -> PartCost:
-        """The costs at `index` of arrays."""
+        """The costs with every array replaced by its entry at `index`."""
         return PartCost(**{f.name: _at(getattr(self, f.name), index) for f in fields(self)})
 
     def times(self, count: Number) -> PartCost:
-        """`count` such parts on one rank, one after the other; they need their transient bytes in turn."""
+        """Cost of `count` such parts on one rank.
+
+        They run one after the other, so that the transient bytes of one are enough for all.
+        """
         scaled = {f.name: count * getattr(self, f.name) for f in fields(self)}
         scaled["transient_bytes"] = np.where(count > 0, self.transient_bytes, 0.0)
         return PartCost(**scaled)
 
     def changed_by(self, before: PartCost, after: PartCost, count: int = 1) -> PartCost:
-        """This part, in which `count` parts that cost `before` cost `after` instead."""
+        """Cost of this part after `count` of its parts that cost `before` have come to cost `after`."""
         times = {f.name: 1 if f.name == "transient_bytes" else count for f in fields(self)}
         return PartCost(
             **{
@@ -95,14 +98,14 @@ class PartCost:
         )
 
     def __add__(self, other: PartCost) -> PartCost:
-        """Both parts on one rank: all adds up, but of what is needed for a moment the larger counts."""
+        """Cost of both parts on one rank: a sum, but for the transient bytes, of which the larger number counts."""
         total = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         total["transient_bytes"] = np.maximum(self.transient_bytes, other.transient_bytes)
         return PartCost(**total)
 
 
 def sum_parts(parts: Iterable[PartCost]) -> PartCost:
-    """All of `parts` on one rank."""
+    """Cost of all `parts` on one rank."""
     return reduce(PartCost.__add__, parts, PartCost())
 
 
@@ -112,7 +115,7 @@ def _at(value: Number, index: Any) -> Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """Prices of one shape: a `PartCost` per layer kind and recompute mode, and of what the end stages hold."""
+    """Prices of one shape: a `PartCost` per layer kind and recompute mode, and one for each part of the end stages."""
 
     shape: Shape
     layers: dict[tuple[LayerKind, Recompute], PartCost]
@@ -120,17 +123,17 @@ class CostTable:
     head: PartCost
     """Final norm, head, loss; where weights are tied, with the head's own copy of the embedding."""
     head_beside_embedding: PartCost
-    """The same on a rank that holds the embedding too: no copy of tied weights."""
+    """The head on a rank that holds the embedding too: without a copy of tied weights."""
     mtp: PartCost | None
     """All multi-token-prediction blocks, on a rank that holds the head."""
     mtp_recomputed: dict[Recompute, PartCost]
-    """The same by recompute mode, where the trainer recomputes their layers."""
+    """The multi-token-prediction blocks by recompute mode, where the trainer recomputes their layers."""
     p2p_s: Number
-    """Handing one micro-batch's activation (or gradient) to the next stage."""
+    """Seconds to hand one micro-batch's activation (or gradient) to the next stage."""
     usable_bytes: Number
-    """What tensors may take on a rank."""
+    """Bytes that tensors may take on a rank."""
     tail_s: Number
-    """Per step, on every rank: gradient-norm all-reduce, tied-embedding all-reduce, host overhead."""
+    """Seconds per step on every rank: gradient-norm all-reduce, tied-embedding all-reduce, host overhead."""
 
     def take(self, index: Any) -> CostTable:
         return CostTable(

@@ -18,7 +18,7 @@ from planner.trainers.spec import RuntimeSpec
 def decoder_layer(
     model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
 ) -> tuple[Item, ...]:
-    """One decoder layer of `kind` on one rank, for one micro-batch."""
+    """The operators and exchanges of one decoder layer of `kind` on one rank, for one micro-batch."""
     return (
         *attention_block(model, kind, shape, runtime),
         *mlp_block(model, kind, shape, runtime, moe_imbalance),
@@ -26,7 +26,7 @@ def decoder_layer(
 
 
 def padded_vocab(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """vocab_size rounded up to a multiple of vocab_divisible_by·tp, as the trainer pads it."""
+    """Rows of the padded vocabulary: vocab_size rounded up to a multiple of vocab_divisible_by·tp, as trainers do."""
     multiple = runtime.vocab_divisible_by * shape.tp
     return np.ceil(model.vocab_size / multiple) * multiple
 
@@ -38,7 +38,7 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
     shard_bytes = BF16 * shape.shard_tokens * model.hidden_size
     # adding learned positions makes the shard a tensor of its own
     is_view = not runtime.clones_embedding_shard and model.position_embedding != "learned"
-    whole = hidden_bytes - shard_bytes if is_view else 0
+    kept_by_view_bytes = hidden_bytes - shard_bytes if is_view else 0
     lookup = Operator(
         name="embedding",
         kind="elementwise",
@@ -48,7 +48,7 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
         forward_kernels=2,
         backward_kernels=3,
         parameters=rows * model.hidden_size + model.num_position_parameters,
-        saved=(Saved("tokens", INT64 * shape.tokens), Saved("whole output", whole)),
+        saved=(Saved("tokens", INT64 * shape.tokens), Saved("whole output", kept_by_view_bytes)),
     )
     extra = (
         (norm("embedding norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False),)
@@ -61,7 +61,7 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
 def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding: bool = False) -> tuple[Item, ...]:
     """Final norm, vocabulary-parallel head GEMM and cross-entropy.
 
-    `shares_embedding`: the matrix is the embedding of this very rank, so its parameters are counted there.
+    Where `shares_embedding`, the head's matrix is the embedding of the same rank, and its parameters are counted there.
     """
     final = norm("final norm", model.hidden_size, shape.shard_tokens, model, runtime)
     return (final, *_loss("head", model, shape, runtime, shares_embedding))
@@ -132,18 +132,19 @@ def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalanc
 
 
 class ModelTotals(NamedTuple):
-    """What the whole model is, independent of any layout."""
+    """Parameters and FLOPs of the whole model, independent of any layout."""
 
     num_parameters: int
-    """Without multi-token-prediction blocks, as checkpoints are usually counted."""
+    """Parameters without those of multi-token-prediction blocks, as checkpoints are usually counted."""
     num_active_parameters: int
-    """Parameters that one token visits: all but the experts it is not routed to."""
+    """Parameters that one token visits: all but those of the experts it is not routed to."""
     model_flops_per_token: float
-    """3 × forward FLOPs: 6·(matmul parameters a token meets, head included, lookup not) + 6·L·s·a·d causal."""
+    """FLOPs per token, 3 × those of the forward: 6·(matmul parameters that a token meets, with the head but without the
+    lookup) + 6·L·s·a·d for causal attention."""
 
 
 def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int) -> ModelTotals:
-    """Parameters and model FLOPs per token of a sequence of `seq_length`, folded over the unsharded operator list."""
+    """Parameters and model FLOPs per token of a sequence of `seq_length`, summed over the unsharded operators."""
     shape = Shape(seq_length=seq_length)
     plain = runtime.model_copy(update={"flash_attention": True, "vocab_divisible_by": 1, "balances_in_buffers": False})
     parts = [(decoder_layer(model, kind, shape, plain), model.layers.count(kind)) for kind in model.kinds]

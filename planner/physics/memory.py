@@ -1,4 +1,4 @@
-"""Bytes of a stage: what stays, what lives between forward and backward, and what one operator needs for a moment."""
+"""Bytes of a stage: weights, gradients and optimizer state, an operator's moment in the backward, and the reserve."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from planner.specs.model import ModelSpec
 from planner.trainers.spec import RuntimeSpec
 
 ALIGNMENT = 512
-"""The least that torch's allocator gives a tensor, such as the loss."""
+"""Bytes that torch's allocator gives the smallest tensor, such as the loss."""
 
 
 def weights_bytes(
     dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, dtype: str, wide: Number = 0.0
 ) -> Number:
-    """Weights a rank keeps; `wide` of the dense ones stay in 16 bits under any recipe.
+    """Bytes of the weights that a rank keeps; `wide` of the dense parameters stay in 16 bits under any recipe.
 
-    Under ZeRO-3 they are sharded, and a pipeline stage keeps bf16 copies gathered from first micro-batch to last. So
-    does every rank under ZeRO-2 where the weights are the fp32 masters (FSDP2 without resharding).
+    Under ZeRO-3 the weights are sharded, and a pipeline stage keeps gathered bf16 copies from its first micro-batch to
+    its last. Under ZeRO-2 every rank does so where the weights are the fp32 masters (FSDP2 without resharding).
     """
     cast: Number = runtime.weight_bytes if dtype not in NARROW_BYTES else _cast_weight_bytes(shape, runtime, dtype)
     are_masters = runtime.weight_bytes > BF16
@@ -35,11 +35,11 @@ def weights_bytes(
 
 
 def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
-    """Of one weight that products meet in 8 or 4 bits.
+    """Bytes of one weight that products read in 8 or 4 bits.
 
-    Cast in every pass, no copy stays. Else it is cast once a step, and also transposed where scales run along rows (or
-    the GPU multiplies only by rows): beside the 16-bit weight, or in its stead where a sharded optimizer casts its
-    masters straight to the narrow weights.
+    A weight that is cast in every pass leaves no copy. Any other is cast once a step, and also transposed where scales
+    run along rows (or the GPU multiplies only by rows). These copies stand beside the 16-bit weight; where a sharded
+    optimizer casts its masters straight to the narrow weights, they replace it.
     """
     if runtime.casts_weights:
         return runtime.weight_bytes
@@ -49,17 +49,17 @@ def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number
 
 
 def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Main gradients and 16-bit ones beside them that are never freed; sharded from ZeRO-2 on.
+    """Bytes of the main gradients, and of 16-bit gradients beside them that are never freed; sharded from ZeRO-2 on.
 
-    A pipeline stage sums them whole until its last micro-batch, and shards them then (torch 2.13,
+    A pipeline stage sums unsharded gradients until its last micro-batch, and shards them then (torch 2.13,
     distributed/pipelining/stage.py: set_requires_gradient_sync(False)).
     """
-    each, pipelined = runtime.gradient_bytes + runtime.kept_gradient_bytes, shape.pp > 1
-    return each * np.where(pipelined, dense + expert, _sharded(dense, expert, shape, 2))
+    bytes_per_parameter, is_piped = runtime.gradient_bytes + runtime.kept_gradient_bytes, shape.pp > 1
+    return bytes_per_parameter * np.where(is_piped, dense + expert, _sharded(dense, expert, shape, 2))
 
 
 def optimizer_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """fp32 masters and Adam moments; sharded from ZeRO-1 on."""
+    """Bytes of the fp32 masters and the Adam moments; sharded from ZeRO-1 on."""
     return runtime.optimizer_bytes * _sharded(dense, expert, shape, 1)
 
 
@@ -69,15 +69,15 @@ def sharded_parameters(dense: Number, expert: Number, shape: Shape) -> Number:
 
 
 def _sharded(dense: Number, expert: Number, shape: Shape, from_stage: int) -> Number:
-    """Parameters over shard_size ranks (experts: over expert_dp of them) where zero_stage ≥ from_stage, else whole."""
-    on = shape.zero_stage >= from_stage
+    """Parameters per rank, sharded over shard_size ranks (experts: over expert_dp) where zero_stage ≥ from_stage."""
+    is_sharded = shape.zero_stage >= from_stage
     # HSDP shards experts over no more ranks than it shards the rest
     expert_ranks = np.minimum(np.maximum(shape.expert_dp, 1), shape.shard_size)
-    return dense / np.where(on, shape.shard_size, 1) + expert / np.where(on, expert_ranks, 1)
+    return dense / np.where(is_sharded, shape.shard_size, 1) + expert / np.where(is_sharded, expert_ranks, 1)
 
 
 def communicators(shape: Shape) -> Number:
-    """Communicators a rank opens: one for each of tp, cp, pp, dp·cp, ep and expert-dp that spans more than one rank."""
+    """Number of communicators of a rank: one for each of tp, cp, pp, dp·cp, ep and expert-dp of more than one rank."""
     sizes = (
         shape.tp,
         shape.cp,
@@ -90,27 +90,27 @@ def communicators(shape: Shape) -> Number:
 
 
 def reserved_bytes(allocated_bytes: Number, shape: Shape, hardware: HardwareSpec) -> Number:
-    """Context, communicator buffers, and the allocator's loss in proportion to what is allocated."""
+    """Bytes of the context and the communicators' buffers, and the allocator's loss, a share of `allocated_bytes`."""
     return fixed_reserved_bytes(shape, hardware) + hardware.reserved.fragmentation_fraction * allocated_bytes
 
 
 def fixed_reserved_bytes(shape: Shape, hardware: HardwareSpec) -> Number:
-    """The part of the reserve that does not grow with what is allocated."""
+    """Bytes of the reserve that do not grow with the allocated bytes."""
     reserved = hardware.reserved
     return reserved.context_bytes + reserved.communicator_bytes * communicators(shape)
 
 
 def usable_bytes(shape: Shape, hardware: HardwareSpec, headroom_bytes: float = 0.0) -> Number:
-    """The most that tensors may take: memory less the fixed reserve and headroom, less the allocator's share."""
+    """The most bytes that tensors may take: memory less the fixed reserve and headroom, less the allocator's share."""
     free = hardware.memory_bytes - fixed_reserved_bytes(shape, hardware) - headroom_bytes
     return free / (1 + hardware.reserved.fragmentation_fraction)
 
 
 def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
-    """The most that a part's backward needs above what it saved.
+    """The most bytes that a part's backward needs above the bytes that the part saved.
 
-    Walks the operators backwards: an operator needs its output's and its input's gradient (and a bf16 weight gradient,
-    unless the GEMM adds into the main gradient) while the tensors saved by later operators are already free.
+    The sum walks the operators backwards. An operator needs the gradients of its output and its input (and a bf16
+    weight gradient, unless the GEMM adds to the main gradient), when the tensors that later operators saved are free.
     """
     worst: Number = 0.0
     freed: Number = 0.0
@@ -121,9 +121,9 @@ def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
 
 
 def unused_gradient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
-    """bf16 gradients that are handed to autograd and never filled: the weight's own product adds into the main one.
+    """Bytes of bf16 gradients that autograd is given and that stay empty: the product adds to the main gradient.
 
-    Transformer Engine keeps one for each shape of weight, for good.
+    Transformer Engine keeps one such gradient for each shape of weight, until training ends.
     """
     if not runtime.hands_unused_gradients:
         return 0.0
@@ -131,7 +131,7 @@ def unused_gradient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number
 
 
 def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
-    """What the backward of one operator needs beside what is saved: gradients, copies, what it writes."""
+    """Bytes that the backward of one operator needs beside its saved tensors: gradients, copies, and its results."""
     if op.kind == "gemm":
         gradients = BF16 * op.count * op.m * (op.n + op.k)
         weight = 0 if runtime.fused_grad_accumulation or not op.weight else BF16 * op.parameters
@@ -152,7 +152,7 @@ def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
 
 
 def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """What a stage holds beside its parameters: cosines and sines [seq, head_dim / 2] and the step's token ids."""
+    """Bytes that a stage holds beside parameters: cosines and sines [seq, head_dim / 2] and the step's token ids."""
     if not runtime.keeps_tables:
         return 0.0
     return 2 * BF16 * shape.seq_length * model.head_dim / 2 + INT64 * shape.tokens + ALIGNMENT

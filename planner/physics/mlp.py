@@ -76,7 +76,10 @@ def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSp
 def _activation(
     name: str, model: ModelSpec, elements: Number, runtime: RuntimeSpec, modules: tuple[str, ...]
 ) -> Operator:
-    """act(gate)·up or act(x) of `elements` outputs; keeps its output, and act(gate) where the product is not fused."""
+    """The activation act(gate)·up or act(x), with `elements` outputs.
+
+    It keeps its output, and act(gate) where activation and product are not fused.
+    """
     num_bytes = BF16 * elements
     modules = (*modules, "op")
     saved = [Saved("activation", num_bytes, modules, gemm_input=True)]
@@ -109,10 +112,10 @@ def _activation(
 
 
 def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imbalance: float) -> Iterator[Item]:
-    """Router, permute, dispatch over ep (and etp), grouped GEMMs, combine, un-permute; shared expert beside it.
+    """Router, permute, dispatch over ep (and etp), grouped GEMMs, combine, un-permute; shared expert beside them.
 
-    ms tokens enter a rank and each visits top-k experts: ep trades tokens between ranks and removes none, so a rank
-    computes ms·topk·etp rows whatever ep is (times the imbalance on the most loaded rank).
+    ms tokens enter a rank, and each visits topk experts. Expert parallelism moves tokens between ranks and removes
+    none, so a rank computes ms·topk·etp rows for every ep (the most loaded rank: times the imbalance).
     """
     tokens, hidden = shape.shard_tokens, model.hidden_size
     pairs = tokens * moe.num_experts_per_tok
@@ -161,7 +164,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
 
 
 def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, rows: Number) -> Iterator[Item]:
-    """Grouped GEMMs of the num_experts / ep experts a rank holds, `rows` token-expert pairs in all."""
+    """Grouped GEMMs of the num_experts / ep experts that a rank holds, for `rows` token-expert pairs in all."""
     local = moe.num_experts / shape.ep
     width, hidden = moe.moe_intermediate_size / shape.etp, model.hidden_size
     factor, modules = 2 if model.gated_mlp else 1, ("moe",)
@@ -210,10 +213,11 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
 
 
 def _row_biases(elements: Number) -> Operator:
-    """Each row's expert's bias times its router weight, added after the product.
+    """Adds to each row, after the product, the bias of its expert times its router weight.
 
-    In eager fp32: product written; sum read and written; joined over experts; cast. Backward: cast back, the row's
-    gradient cast again, and two products with sums, for weights and for biases.
+    This runs in eager fp32. In the forward the product is written, the sum read and written, the rows of all experts
+    joined, and the result cast. In the backward the gradient is cast back, the row's gradient is cast again, and two
+    products with sums give the gradients of the weights and of the biases.
     """
     return Operator(
         name="row biases",
@@ -228,17 +232,20 @@ def _row_biases(elements: Number) -> Operator:
 
 
 def _routing_bytes(tokens: Number, pairs: Number, runtime: RuntimeSpec) -> Number:
-    """What routing keeps: the map of token-expert pairs and their probabilities.
+    """Bytes that routing keeps: the map of token-expert pairs and their probabilities.
 
-    Eager: of each pair its expert, its token, its place among the rows and the way back in int64, and the top-k scores
-    and their sum in fp32.
+    Eager torch keeps for each pair its expert, its token, its place among the rows and the way back, all in int64, and
+    the top-k scores and their sum in fp32.
     """
     return 2 * FP32 * pairs if runtime.fused_permute else (4 * INT64 + FP32) * pairs + FP32 * tokens
 
 
 def _row_weights(rows: Number, width: Number, local: Number, sorts: Number) -> Iterator[Operator]:
-    """Eager: activated rows times their router weight; keeps the weighted rows beside the others, weights and offsets,
-    and the two permutations of a second sort by local expert."""
+    """The product of activated rows and their router weights, which eager torch computes by itself.
+
+    It keeps the weighted rows beside the unweighted ones, the weights, the offsets, and the two permutations of a
+    second sort by local expert.
+    """
     num_bytes, modules = BF16 * rows * width, ("moe", "moe_act")
     yield Operator(
         name="row weights",
@@ -267,7 +274,10 @@ _ETP_EXCHANGES: tuple[tuple[str, Literal["all_gather", "reduce_scatter"], bool],
 
 
 def _all_to_all(name: str, num_bytes: Number, choices: int, inner_factor: float) -> Iterator[Collective]:
-    """`num_bytes` leave this rank for the ep ranks (one share of them stays); its gradient comes back the same way."""
+    """Exchange in which a rank sends `num_bytes` to the ep ranks, and another that brings their gradient back.
+
+    The rank's own share of the bytes stays in place.
+    """
     modules = ("moe",)
     for backward in (False, True):
         yield Collective(
@@ -284,7 +294,7 @@ def _all_to_all(name: str, num_bytes: Number, choices: int, inner_factor: float)
 
 
 def _move(name: str, num_bytes: Number) -> Operator:
-    """A permutation of rows: `num_bytes` read and written in all, forward and backward."""
+    """A permutation of rows, which moves `num_bytes` (reads and writes together) in each pass."""
     return Operator(
         name=name,
         kind="elementwise",

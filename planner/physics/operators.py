@@ -1,9 +1,9 @@
-"""What a layer is: the one list of operators that parameters, FLOPs, seconds, bytes and traffic are folds over.
+"""The operators of a layer: parameters, FLOPs, seconds, bytes and traffic are all sums over this one list.
 
 A decoder layer, the embedding and the head are tuples of `Operator` and `Collective`. A new architecture is a new
-tuple; nothing else in the planner knows what a layer is. Sizes follow Korthikanti et al. 2022 §4, with m tokens per
-rank, t = tp. Symbols: m = tokens, ms = shard_tokens, h = hidden_size, a / k = query / key-value heads, d = head_dim,
-f = intermediate_size.
+tuple; nothing else in the planner knows what a layer is made of. Sizes follow Korthikanti et al. 2022 §4, with m tokens
+per rank, t = tp. Symbols: m = tokens, ms = shard_tokens, h = hidden_size, a / k = query / key-value heads,
+d = head_dim, f = intermediate_size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ BF16 = 2
 FP32 = 4
 INT64 = 8
 NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
-"""Of an element in 8 or 4 bits: MX formats have a byte of scale for 32 values, NVFP4 for 16."""
+"""Bytes of one element in 8 or 4 bits, its scale included: MX formats have a byte of scale for 32 values, NVFP4 one
+for 16."""
 
 Group = Literal["tp", "cp", "ep", "etp"]
 
@@ -32,9 +33,10 @@ class Saved(NamedTuple):
     num_bytes: Number
     modules: tuple[str, ...] = ()
     gemm_input: bool = False
-    """Kept only as the input of a GEMM: a narrow recipe keeps its cast copy instead."""
+    """True for a tensor that is kept only as the input of a GEMM: a narrow recipe keeps its cast copy instead."""
     cast_copy: bool = False
-    """Kept only by a narrow recipe, as the cast copy of a GEMM's input that others keep as it is."""
+    """True for a tensor that only a narrow recipe keeps: the cast copy of a GEMM's input, which other recipes keep
+    without a cast."""
 
     def bytes_in(self, dtype: str) -> Number:
         """Bytes kept where products are computed in `dtype`; `num_bytes` counts elements of 16 bits."""
@@ -57,31 +59,33 @@ class Operator:
     modules: tuple[str, ...] = ()
     """Recompute modules the operator belongs to: recomputing one runs this forward once more in the backward."""
     family: str = ""
-    """Of elementwise operators: norm, activation, rotary, residual, permute, router, loss, softmax, embedding, copy."""
+    """Family of an elementwise operator: norm, activation, rotary, residual, permute, router, loss, softmax, embedding,
+    bias, copy or strided."""
     count: Number = 1
     m: Number = 0
     n: Number = 0
     k: Number = 0
     weight: bool = True
-    """Whether the GEMM multiplies by a weight: only those have a weight gradient and can be narrow."""
+    """True for a GEMM that multiplies by a weight: only such a GEMM has a weight gradient and can be narrow."""
     wide: bool = False
-    """Stays in 16 bits under an 8- or 4-bit recipe: the head, routers."""
+    """True for a GEMM that stays in 16 bits under an 8- or 4-bit recipe: the head, routers."""
     input_shards: Number = 1
-    """Ranks that each hold, and cast, a share of the input before it is gathered; next, of the output's gradient."""
+    """Ranks that each hold one share of the input and cast it before the shares are gathered."""
     gradient_shards: Number = 1
+    """Ranks that each hold one share of the output's gradient and cast it before the shares are gathered."""
     backward_factor: float = 1.0
-    """Of the seconds of a product's two gradients."""
+    """Factor on the seconds of a product's two gradients."""
     batch: Number = 0
     heads: Number = 0
     kv_heads: Number = 0
     q_len: Number = 0
     kv_len: Number = 0
     window: Number = 0
-    """Keys a query sees on a sliding layer; 0 for all."""
+    """Keys that a query sees on a sliding layer; 0 for all keys."""
     has_sinks: bool = False
-    """A learned logit per head takes part in the softmax."""
+    """True where a learned logit per head takes part in the softmax."""
     imbalance: Number = 1.0
-    """Of an attention split over ranks: the slowest one's share over the mean."""
+    """Work of the slowest rank over the mean, for an attention that is split over ranks."""
     qk_dim: Number = 0
     v_dim: Number = 0
     forward_bytes: Number = 0
@@ -89,21 +93,21 @@ class Operator:
     forward_kernels: int = 0
     backward_kernels: int = 0
     parameters: Number = 0
-    """Parameters this rank holds."""
+    """Parameters that this rank holds."""
     expert: bool = False
-    """Parameters belong to routed experts: replicated over expert_dp ranks, not dp·cp."""
+    """True where the parameters belong to routed experts: expert_dp ranks hold copies of them, not dp·cp."""
     saved: tuple[Saved, ...] = ()
     working_bytes: Number | None = None
-    """Of elementwise operators: needed for a moment in the backward; given none, what its passes suggest."""
+    """Bytes that an elementwise operator needs for a moment in its backward; None: two thirds of `backward_bytes`."""
 
     @property
     def is_cast(self) -> bool:
-        """Whether an 8- or 4-bit recipe computes this in its own dtype."""
+        """True where an 8- or 4-bit recipe computes the operator in its own dtype."""
         return self.kind == "gemm" and self.weight and not self.wide
 
     @property
     def gemm_flops(self) -> Number:
-        """2·count·m·n·k: forward FLOPs of the products."""
+        """FLOPs of the products in the forward: 2·count·m·n·k."""
         return 2 * self.count * self.m * self.n * self.k
 
     @property
@@ -114,7 +118,7 @@ class Operator:
 
     @property
     def attention_flops(self) -> Number:
-        """2·b·a·q·kv·(d_qk + d_v), times the attended share."""
+        """FLOPs of attention in the forward: 2·b·a·q·kv·(d_qk + d_v), times the attended share."""
         return self._square * (self.qk_dim + self.v_dim)
 
     @property
@@ -130,8 +134,11 @@ class Operator:
 
     @property
     def backward_flops(self) -> Number:
-        """Twice the forward of a product (dgrad and wgrad); of attention QKᵀ again, dQ and dK (d_qk), dP and dV (d_v):
-        2.5 times the forward where the dimensions are equal."""
+        """FLOPs of the backward: for a product twice its forward (dgrad and wgrad).
+
+        Attention computes QKᵀ again, dQ and dK (d_qk each), dP and dV (d_v each): 2.5 times the forward where the
+        dimensions are equal.
+        """
         if self.kind == "gemm":
             return 2 * self.gemm_flops
         return self._square * (3 * self.qk_dim + 2 * self.v_dim) if self.kind == "attention" else 0
@@ -150,20 +157,20 @@ class Collective:
     group: Group
     num_bytes: Number
     overlap: Literal["none", "tp", "tp_async", "cp", "ep"] = "none"
-    """Which of the runtime's overlap coefficients hides it."""
+    """Name of the runtime's overlap coefficient that says how much of the exchange is hidden."""
     beside: tuple[Operator, ...] = ()
     """Products that hide an exchange of tensor parallelism, at most for as long as they take in `beside_pass`."""
     beside_pass: Literal["forward_s", "dgrad_s", "wgrad_s"] = "forward_s"
     backward: bool = False
     modules: tuple[str, ...] = ()
-    """Recompute modules that repeat the exchange; of forward exchanges only."""
+    """Recompute modules that repeat the exchange; only forward exchanges have any."""
     cast: bool = False
-    """Carries what a product multiplies: a narrow recipe casts before it sends."""
+    """True where the exchange carries an operand of a product: a narrow recipe casts it before it is sent."""
     choices: int = 0
-    """Of an all-to-all: experts that each token visits, where a unit of ranks gets a token once however many of its
-    experts are among them; 0 where every visit is sent."""
+    """Experts that each token visits, in an all-to-all that sends a token once to a unit of ranks however many of the
+    token's experts are there; 0 where every visit is sent."""
     inner_factor: float = 1.0
-    """Of its seconds on the innermost links: short rows go slower than long ones."""
+    """Factor on the seconds over the innermost links: short rows go slower than long ones."""
 
 
 Item = Operator | Collective
@@ -178,7 +185,7 @@ def collectives_of(items: Iterable[Item]) -> list[Collective]:
 
 
 def num_parameters(items: Iterable[Item], expert: bool | None = None) -> Number:
-    """Parameters the rank holds, of routed experts only, of all but them, or of both (None)."""
+    """Parameters that the rank holds: those of routed experts (True), all others (False), or both (None)."""
     return sum(op.parameters for op in operators_of(items) if expert is None or op.expert == expert)
 
 
@@ -193,6 +200,6 @@ def saved_bytes(items: Iterable[Item], recomputed: frozenset[str] = frozenset(),
 
 
 def up_to_last_saved(items: Sequence[Item]) -> Sequence[Item]:
-    """What recomputing a layer has to run again: all up to the last operator that keeps a tensor."""
+    """Items that recomputing a layer has to run again: all up to the last operator that keeps a tensor."""
     last = max(index for index, item in enumerate(items) if isinstance(item, Operator) and item.saved)
     return items[: last + 1]

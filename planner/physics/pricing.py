@@ -1,4 +1,4 @@
-"""Prices of a shape: operators and exchanges folded into the cost table.
+"""Prices of a shape: operators and exchanges are summed into the cost table.
 
 A layer of Llama 3.1 8B on eight GPUs, tensor-parallel:
 
@@ -51,14 +51,14 @@ from planner.specs.units import GIB, MICRO
 from planner.trainers.spec import RuntimeSpec
 
 COMM_GROUPS = ("tp", "cp", "ep")
-"""Groups whose exchanges run inside a layer; expert-tp counts with ep."""
+"""Groups whose exchanges run inside a layer; expert tensor parallelism counts with ep."""
 REPLAYED = 0.5
-"""Of what an exchange waits for its last rank, where a CUDA graph replays it: the hosts' half is gone."""
+"""Share that stays of the wait for an exchange's last rank where a CUDA graph replays it: the hosts' half is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """What stays the same while shapes vary, the modules that `selective` recomputes among it."""
+    """Prices shapes for one model, training, cluster and trainer, and one choice of modules for `selective`."""
 
     model: ModelSpec
     training: TrainingSpec
@@ -74,16 +74,16 @@ class Pricing:
 
     @property
     def kind_counts(self) -> dict[LayerKind, int]:
-        """How many layers of each kind the model has."""
+        """Number of layers of each kind in the model."""
         return {kind: self.model.layers.count(kind) for kind in self.model.kinds}
 
     def usable_bytes(self, shape: Shape) -> Number:
-        """The most that tensors may take on a GPU: beside headroom, the driver's reserve and the trainer's."""
+        """The most bytes that tensors may take on a GPU: memory less headroom, driver's and trainer's reserve."""
         reserved = self.headroom_bytes + self.runtime.reserved_gib * GIB
         return memory.usable_bytes(shape, self.cluster.hardware, reserved)
 
     def table(self, shape: Shape, modes: Sequence[Recompute] = ("none", "selective", "full")) -> CostTable:
-        """Price `shape` (numbers or arrays) under each recompute mode."""
+        """Prices of `shape` (numbers or arrays) under each recompute mode."""
         model, runtime, imbalance = self.model, self.runtime, self.training.moe_imbalance
         layers: dict[tuple[LayerKind, Recompute], PartCost] = {}
         for kind in model.kinds:
@@ -105,14 +105,14 @@ class Pricing:
         )
 
     def _modes(self, items: Sequence[Item], shape: Shape, modes: Sequence[Recompute]) -> dict[Recompute, PartCost]:
-        """One layer under each recompute mode."""
+        """Cost of one layer under each recompute mode."""
         plain = self._plain(items, shape)
         return {mode: plain if mode == "none" else self._recomputed(items, shape, plain, mode) for mode in modes}
 
     def _recomputed(self, items: Sequence[Item], shape: Shape, plain: PartCost, mode: Recompute) -> PartCost:
-        """A layer whose cost is `plain` without recomputing, in another mode.
+        """Cost in another recompute mode of a layer that costs `plain` without recomputing.
 
-        Its recomputed forward moves into the backward, and tensors that it saved are not kept.
+        The backward runs the recomputed forward too, and the tensors that this forward saves are not kept until then.
         """
         if mode == "full":
             again = up_to_last_saved(items) if self.runtime.stops_recompute_early else items
@@ -121,17 +121,17 @@ class Pricing:
             chosen = frozenset(self.selective_modules)
             again = [item for item in items if not chosen.isdisjoint(item.modules)]
             live = saved_bytes(items, chosen, self.training.dtype)
-        repeat, whole = self._seconds(again, shape), saved_bytes(items, frozenset(), self.training.dtype)
+        repeat, all_saved_bytes = self._seconds(again, shape), saved_bytes(items, frozenset(), self.training.dtype)
         return replace(
             plain,
             input_grad_s=plain.input_grad_s + repeat["forward_s"],
             live_bytes=live,
-            transient_bytes=plain.transient_bytes + whole - live,
+            transient_bytes=plain.transient_bytes + all_saved_bytes - live,
             **{f"{g}_backward_s": getattr(plain, f"{g}_backward_s") + repeat[f"{g}_forward_s"] for g in COMM_GROUPS},
         )
 
     def selective_table(self, table: CostTable) -> CostTable:
-        """`table` with its selective mode priced for the modules that this pricing recomputes; the rest stays."""
+        """`table` with its selective mode priced for the modules that this pricing recomputes; other prices stay."""
         model, shape, runtime = self.model, table.shape, self.runtime
         layers = dict(table.layers)
         for kind in model.kinds:
@@ -146,7 +146,7 @@ class Pricing:
         return replace(table, layers=layers, mtp_recomputed=mtp_recomputed)
 
     def _seconds(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
-        """Seconds of a part by pass and kind, exposed exchanges only."""
+        """Seconds of a part by pass and kind; an exchange counts only as far as nothing hides it."""
         seconds: dict[str, Number] = {f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")}
         slow, operators = 1 + self.training.straggler_fraction, operators_of(items)
         hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
@@ -193,9 +193,10 @@ class Pricing:
         return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
 
     def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:
-        """How much of an exchange among `size` ranks the runtime hides behind compute.
+        """Share of an exchange among `size` ranks that the runtime hides behind compute.
 
-        A product that takes its input, or gives its output, in a piece a rank hides the exchange of all pieces but one.
+        A product that takes its input, or gives its output, in one piece per rank hides the exchange of all pieces but
+        one.
         """
         if exchange.overlap == "none":
             return 0.0
@@ -204,21 +205,21 @@ class Pricing:
         return fraction * (1 - 1 / size) if exchange.overlap == "tp" else fraction
 
     def _other_blocks_s(self, items: Sequence[Item], exchange: Collective, size: Number) -> Number:
-        """Seconds of attention to all blocks of keys in a ring but one: what hides the exchange of the others."""
+        """Seconds of attention to all blocks of keys in a ring but one, which hide the exchange of these blocks."""
         attention = [op for op in operators_of(items) if op.kind == "attention"]
         passes = compute.gpu_seconds(attention, self.cluster.hardware, self.training.dtype, self.runtime)
         seconds = sum(passes[1:]) if exchange.backward else passes[0]
         return seconds * (1 - 1 / size)
 
     def _products_s(self, exchange: Collective) -> Number:
-        """Seconds of the products beside an exchange of tensor parallelism, which hides no longer than they take."""
+        """Seconds of the products beside an exchange of tensor parallelism, which can hide no more of it than this."""
         hardware, dtype = self.cluster.hardware, self.training.dtype
         passes = [compute.operator_seconds(op, hardware, dtype, self.runtime) for op in exchange.beside]
-        seconds: Number = sum(getattr(each, exchange.beside_pass) for each in passes)
+        seconds: Number = sum(getattr(product_seconds, exchange.beside_pass) for product_seconds in passes)
         return seconds
 
     def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
-        """`seconds` with what tensor-parallel ranks wait for the slowest of them, in proportion to its compute."""
+        """`seconds` and the time that tensor-parallel ranks wait for the slowest one, in proportion to its compute."""
         if not any(exchange.group == "tp" for exchange in collectives_of(items)):
             return seconds
         late = self.runtime.tp_jitter_fraction * np.log2(shape.tp)
@@ -229,10 +230,11 @@ class Pricing:
         }
 
     def _with_launches(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
-        """`seconds` with what the GPU waits for the host in a mixture of experts: max(GPU and exchanges, host).
+        """`seconds` and the time that the GPU waits for the host in a mixture of experts: max(GPU and exchanges, host).
 
-        A host that needs the count of each expert's tokens cannot run ahead by more than a layer's pass; one that does
-        not (experts of a fixed capacity) is late by what both passes need together.
+        A host that needs the count of each expert's tokens cannot run ahead by more than a layer's pass, so the maximum
+        is taken pass by pass. A host that does not need it (experts of a fixed capacity) is late only where both passes
+        together take it longer.
         """
         if not self._is_mixture(items):
             return seconds
@@ -253,7 +255,7 @@ class Pricing:
         return self.model.moe is not None and any(op.expert for op in operators_of(items))
 
     def _mixture_host_s(self, shape: Shape) -> Number:
-        """Host seconds of a layer with experts, in either pass."""
+        """Host seconds of a layer with experts, the same for forward and backward."""
         runtime, moe = self.runtime, self.model.moe
         assert moe is not None
         kernels = runtime.moe_host_factor * runtime.moe_kernels + runtime.expert_kernels * moe.num_experts / shape.ep
@@ -264,18 +266,18 @@ class Pricing:
         return kernels * compute.issue_s(self.cluster.hardware, runtime)
 
     def host_fraction(self, shape: Shape) -> float:
-        """Host seconds over those that the layers take, forward and backward: 1 where they wait for the host alone."""
+        """Host seconds of the layers over their seconds, forward and backward: 1 where the layers wait for the host."""
         host_s = layers_s = 0.0
         for kind, count in self.kind_counts.items():
             items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
             hosts = [compute.host_seconds(op, self.cluster.hardware, self.runtime) for op in operators_of(items)]
-            each_s = 2 * self._mixture_host_s(shape) if self._is_mixture(items) else sum(map(sum, hosts))
-            host_s += count * float(each_s)
+            layer_s = 2 * self._mixture_host_s(shape) if self._is_mixture(items) else sum(map(sum, hosts))
+            host_s += count * float(layer_s)
             layers_s += count * float(PartCost(**self._seconds(items, shape)).total_s)
         return min(host_s / layers_s, 1.0)
 
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
-        """A part without recompute."""
+        """Cost of a part of which nothing is recomputed."""
         dense, expert = num_parameters(items, expert=False), num_parameters(items, expert=True)
         wide = wide_parameters(items)
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
@@ -309,7 +311,7 @@ class Pricing:
         )
 
     def _embedding(self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost]) -> PartCost:
-        """The embedding, whose table slows down the optimizer of the first shards of its stage."""
+        """Cost of the embedding, whose table slows down the optimizer of the first shards of its stage."""
         part = self._plain(embedding(self.model, shape, self.runtime), shape)
         counts = self.kind_counts
         stage = part.parameters + sum(layers[kind, "none"].parameters * n for kind, n in counts.items()) / shape.pp
@@ -318,7 +320,7 @@ class Pricing:
         return replace(part, optimizer_s=part.optimizer_s + slower_s)
 
     def _head(self, shape: Shape, shares_embedding: bool) -> PartCost:
-        """Final norm, head and loss, and the memory that the logits take while the loss runs."""
+        """Cost of final norm, head and loss, with the memory that the logits take while the loss runs."""
         items = head(self.model, shape, self.runtime, shares_embedding)
         part = self._plain(items, shape)
         if not self.runtime.fused_cross_entropy:
@@ -330,13 +332,17 @@ class Pricing:
         # beside them, the gathered input and its gradient, and gradients that are never filled
         layer = decoder_layer(self.model, self.model.layers[-1], shape, self.runtime)
         unused = memory.unused_gradient_bytes((*items, *layer), self.runtime)
-        held = logits_bytes + 2 * BF16 * logits.m * logits.k + unused
-        return replace(part, live_bytes=part.live_bytes - logits_bytes, transient_bytes=held, logits_bytes=held)
+        loss_bytes = logits_bytes + 2 * BF16 * logits.m * logits.k + unused
+        live_bytes = part.live_bytes - logits_bytes
+        return replace(part, live_bytes=live_bytes, transient_bytes=loss_bytes, logits_bytes=loss_bytes)
 
     def _mtp(
         self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost], modes: Sequence[Recompute]
     ) -> dict[Recompute, PartCost]:
-        """Every multi-token-prediction block, its layer recomputed by mode; of several stages, theirs also embeds."""
+        """Cost of all multi-token-prediction blocks, by the recompute mode of their layers.
+
+        Where there are several stages, the stage that holds the blocks has an embedding of its own for them.
+        """
         model, runtime, last = self.model, self.runtime, self.model.layers[-1]
         block = self._plain(mtp_block(model, shape, runtime, self.training.moe_imbalance), shape)
         copy = self._plain(embedding(model, shape, runtime), shape).times(np.where(shape.pp > 1, 1, 0))
@@ -347,19 +353,23 @@ class Pricing:
         return {mode: part.times(model.num_nextn_predict_layers) + copy for mode, part in parts.items()}
 
     def update_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
-        """What an optimizer step does to this rank's shard, its gradients measured, scaled and zeroed among it."""
+        """Seconds of an optimizer step on this rank's shard, in which gradients are measured, scaled and zeroed too."""
         shard = memory.sharded_parameters(dense, expert, shape)
         clip_s = compute.clip_s(self.cluster.hardware, shard, dense + expert, self.runtime)
         return compute.optimizer_s(self.cluster.hardware, shard, self.runtime) + clip_s
 
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
-        """Gradients reduce-scattered over the shard group and all-reduced over its replicas; ZeRO-0: all-reduced."""
+        """Seconds to reduce-scatter gradients over the shard group and all-reduce them over its replicas.
+
+        Under ZeRO-0, all ranks all-reduce them.
+        """
         return self._data_parallel_s(dense, expert, shape, self.runtime.gradient_bytes, reduces=True)
 
     def gather_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
-        """All-gather of updated parameters over the shard group; none under ZeRO-0.
+        """Seconds to all-gather updated parameters over the shard group; none under ZeRO-0.
 
-        In bf16, also where blocks of values are scaled: these are cast on arrival, in both directions.
+        Parameters are sent in bf16, also where blocks of values have scales: these are cast on arrival, along rows and
+        along columns.
         """
         in_fp8 = self.runtime.narrow_parameters and self.training.dtype == "fp8"
         sharded = shape.zero_stage >= 1
@@ -383,15 +393,15 @@ class Pricing:
                 seconds = seconds + scatter
                 continue
             replicas = seconds_of("all_reduce", payload / shard, size / shard, stride * shard)
-            whole = seconds_of("all_reduce", payload, size, stride)
+            among_all = seconds_of("all_reduce", payload, size, stride)
             scatters = (shape.zero_stage >= 1) & (not self.runtime.all_reduces_gradients)
-            seconds = seconds + np.where(scatters, scatter + replicas, whole)
+            seconds = seconds + np.where(scatters, scatter + replicas, among_all)
         return seconds
 
     def p2p_s(self, shape: Shape) -> Number:
         """Seconds to hand one micro-batch's activation to the next stage, tp·cp·dp ranks away; 0 without a pipeline.
 
-        Where stages exchange slices, the gathering on arrival is included.
+        Where stages send slices of the activation, the seconds to gather them on arrival are included.
         """
         num_bytes = BF16 * shape.shard_tokens * self.model.hidden_size
         distance, is_piped = shape.tp * shape.cp * shape.dp, shape.pp > 1
@@ -402,7 +412,8 @@ class Pricing:
         return (p2p_s(num_bytes / slices, distance, self.cluster) + gather_s) * is_piped
 
     def tail_s(self, shape: Shape) -> Number:
-        """Gradient norm over every rank, tied-embedding gradients between first and last stage, host overhead."""
+        """Seconds at the end of a step: gradient norm over all ranks, tied-embedding gradients between first and last
+        stage, host overhead."""
         norm_s = collective_s("all_reduce", FP32, shape.num_ranks, 1, self.cluster)
         tied_s: Number = 0.0
         if self.model.tie_word_embeddings:

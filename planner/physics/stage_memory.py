@@ -4,9 +4,9 @@ A rank's peak is
 
     static_bytes + activations_bytes + max(transient_bytes, logits_bytes) + fixed_bytes        (`stage_memory`)
 
-with static_bytes of weights, gradients and optimizer, activations_bytes of the micro-batches in flight (read off the
-schedule's own order), transient_bytes of a layer's backward, and fixed_bytes of buffers that every rank holds. The
-driver and the allocator reserve more on top; `Pricing.usable_bytes` is the largest peak that leaves them room.
+with static_bytes for weights, gradients and optimizer, activations_bytes for the micro-batches in flight (counted along
+the schedule's own order), transient_bytes for a layer's backward, and fixed_bytes for buffers that every rank holds.
+The driver and the allocator reserve more on top; `Pricing.usable_bytes` is the largest peak that leaves them room.
 
 Bounds and integer programs do not know the order yet. They take `relaxed_peak_bytes`, in which the micro-batches in
 flight are a number, and which is never above the exact peak where that number is not above what the order holds.
@@ -48,7 +48,7 @@ class StageBytes:
 
     @property
     def total_bytes(self) -> int:
-        """The peak and what is reserved beside it."""
+        """The peak and the bytes reserved beside it."""
         return self.peak_allocated_bytes + self.reserved_bytes
 
 
@@ -80,11 +80,11 @@ def stage_memory(pricing: Pricing, table: CostTable, cost: PartCost, activations
 
 
 def relaxed_peak_bytes(static_bytes: Any, activations_bytes: Any, transient_bytes: Any) -> Any:
-    """static + activations + transient: at most the exact peak less `fixed_bytes`.
+    """The sum static + activations + transient, which is at most the exact peak less `fixed_bytes`.
 
-    Numbers, arrays over shapes and ranks, or sums of a program's variables. The transient may be any that the rank
-    certainly needs (the loss's, or that of a kind of layer it holds), the activations those of any micro-batches that
-    it certainly has in flight.
+    The terms are numbers, arrays over shapes and ranks, or sums of a program's variables. The transient may be any that
+    the rank certainly needs (that of the loss, or of a kind of layer that it holds), and the activations those of any
+    number of micro-batches that it certainly has in flight.
     """
     return static_bytes + activations_bytes + transient_bytes
 
@@ -92,7 +92,8 @@ def relaxed_peak_bytes(static_bytes: Any, activations_bytes: Any, transient_byte
 def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
     """Bytes of weights, gradients and optimizer of `part`, sharded as `shape` says.
 
-    A part that was priced for one shape of its kernels has the right parameters for all, but not their sharding.
+    A part that was priced for one of several shapes with the same kernels has the parameters of all of them, but the
+    sharding of that one.
     """
     expert, wide = part.expert_parameters, part.wide_parameters
     dense = part.parameters - expert
@@ -104,17 +105,18 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
 
 
 def fixed_bytes(pricing: Pricing, table: CostTable) -> float:
-    """Bytes that every rank holds whatever its layers: buffers, tables, token ids."""
+    """Bytes that every rank holds beside its layers: buffers, tables, token ids."""
     tables = constant_bytes(pricing.model, table.shape, pricing.runtime)
     return fixed_workspace_bytes(pricing, table) + float(tables)
 
 
 def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
-    """Buffers of every rank: the gradient from the next stage; the two layers that unpipelined ZeRO-3 gathers.
+    """Bytes of every rank's buffers: the gradient from the next stage, or two layers gathered by unpipelined ZeRO-3.
 
     torch's stages have a buffer for every micro-batch, of each chunk's input and of its output's gradient (less one
-    chunk's on the first rank and the last). The input that a micro-batch in flight has received is counted with its
-    activations, but its outputs, which the buffers keep, are not: as many.
+    chunk's on the first rank and the last). Inputs that micro-batches in flight have received are counted twice, here
+    and with the activations. This makes up for their outputs, which the buffers keep and nothing counts: both are
+    equally many.
     """
     shape, runtime = table.shape, pricing.runtime
     if int(shape.pp) > 1:
@@ -129,7 +131,7 @@ def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
 
 
 def _copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
-    """fp32 copies that an optimizer makes of the 16-bit gradients of its shard."""
+    """Bytes of the fp32 copies that an optimizer makes of the 16-bit gradients of its shard."""
     runtime = pricing.runtime
     if not runtime.widens_gradients or runtime.gradient_bytes == FP32:
         return 0.0

@@ -1,4 +1,4 @@
-"""What a schedule is: one list of actions per pipeline rank, spelled as torch.distributed.pipelining spells them."""
+"""A schedule is one list of actions per pipeline rank, spelled as torch.distributed.pipelining spells them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from planner.errors import SpecError
 IntArray = NDArray[np.int32]
 
 KINDS = "FBIW"
-"""Forward, full backward, input gradient, weight gradient; a full backward is I and W at once."""
+"""Letters of forward, full backward, input gradient and weight gradient; a full backward is I and W at once."""
 F, B, I, W = range(len(KINDS))  # noqa: E741 - the kinds as torch names them, by their place in KINDS
 HELD = {"F": 1, "B": -1, "I": 0, "W": -1}
-"""What an action of a kind adds to the activations that its rank holds."""
+"""Number of activations that an action of each kind adds to those that its rank holds."""
 HELD_BY_PLACE = np.array([HELD[kind] for kind in KINDS], dtype=float)
-"""The same by the kind's place in KINDS."""
+"""The numbers of HELD, each at its kind's place in KINDS."""
 
 _SPELLING = re.compile(r"^(\d+)([FBIW])(\d+)$")
 
@@ -46,7 +46,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActionList(Sequence[Action]):
-    """Actions of one rank in order, kept as integer arrays: long lists are made, held and compiled in bulk."""
+    """Actions of one rank in order, kept as integer arrays: long lists are made, stored and compiled all at once."""
 
     kind: IntArray
     """Places in KINDS."""
@@ -55,7 +55,7 @@ class ActionList(Sequence[Action]):
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> ActionList:
-        """The same actions, packed."""
+        """The actions, packed into arrays."""
         if isinstance(actions, ActionList):
             return actions
         rows = [(KINDS.index(kind), stage, microbatch) for kind, stage, microbatch in actions]
@@ -90,7 +90,7 @@ class ActionList(Sequence[Action]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """Who works on what, in which order; when is left to the replay.
+    """The actions of all ranks in their order, without times; the replay computes the times.
 
     Virtual stages are numbered 0 … len(stage_to_rank) − 1. With one direction they are the model from front to back,
     and stage j + 1 consumes what stage j sends. A bidirectional schedule (DualPipe, Chimera) holds the model twice:
@@ -101,23 +101,23 @@ class Schedule:
 
     name: str
     ranks: tuple[Sequence[Action], ...]
-    """Actions of each pipeline rank in the order it runs them; kept as ActionLists whatever they were given as."""
+    """Actions of each pipeline rank in the order in which it runs them; any sequences become ActionLists."""
     stage_to_rank: tuple[int, ...]
     """Rank of each virtual stage, both copies of a bidirectional schedule included."""
     num_microbatches: int
     num_directions: int = 1
     """Directions in which micro-batches travel: 2 when the model is held twice."""
     num_weight_copies: int = 1
-    """Copies of its weights a rank holds: 2 for DualPipe and Chimera (two stages) and for 2BW (two versions)."""
+    """Copies of its weights that a rank holds: 2 for DualPipe and Chimera (two stages) and for 2BW (two versions)."""
     splits_backward: bool = False
-    """Whether weight gradients run apart from input gradients."""
+    """True where weight gradients run apart from input gradients."""
     forward_only: bool = False
     asynchronous: bool = False
-    """Whether steps overlap without a flush, so that gradients are taken at stale weights."""
+    """True where steps overlap without a flush, so that gradients are taken at stale weights."""
     staleness_steps: int = 0
     """Optimizer steps by which the weights of a gradient lag behind (1 for 2BW)."""
     overlapped: tuple[tuple[int, ...], ...] = ()
-    """Per rank: positions of forwards that run together with the backward right behind them (DualPipe)."""
+    """Positions, per rank, of forwards that run together with the backward right behind them (DualPipe)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(map(ActionList.of, self.ranks)))

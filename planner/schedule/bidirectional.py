@@ -1,4 +1,4 @@
-"""Orders in which micro-batches travel both ways: DualPipe, its V form, Chimera."""
+"""Orders in which micro-batches travel in both directions: DualPipe, its V form, Chimera."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from planner.schedule.zero_bubble import v_placement
 
 
 def dualpipe(pp: int, num_microbatches: int) -> Schedule:
-    """Half of the micro-batches enter at each end of pp ranks that hold two stages each; forwards of one direction
-    overlap backwards of the other.
+    """DualPipe: half of the micro-batches enter at each end of the pipeline.
 
+    Each of the pp ranks holds two stages, and forwards of one direction overlap backwards of the other.
     Micro-batches 0 … M/2 − 1 belong to the first copy of the model, the others to the second.
     Source: DeepSeek-AI 2024, "DeepSeek-V3 technical report", §3.2.1; github.com/deepseek-ai/DualPipe.
     """
@@ -52,8 +52,11 @@ def _dual(
 
 
 def _dualpipe_rank(tape: Tape, depth: int, position: int, num_microbatches: int) -> None:
-    """The eight steps of DualPipe on the rank `position` away from the end where chunk 0 enters, `depth` ranks from
-    where both directions meet; num_microbatches counts those of one direction."""
+    """Writes the eight steps of DualPipe on one rank.
+
+    The rank is `position` away from the end where micro-batches of chunk 0 enter, and `depth` ranks lie between that
+    end and the place where both directions meet. `num_microbatches` are those of one direction.
+    """
     beyond = depth - position - 1
     main = num_microbatches - 2 * depth + position + 1
     tape.add("F0", 2 * beyond)
@@ -71,12 +74,13 @@ def _dualpipe_rank(tape: Tape, depth: int, position: int, num_microbatches: int)
 
 
 def chimera(pp: int, num_microbatches: int) -> Schedule:
-    """Two 1F1B pipelines in opposite directions, each with half of the micro-batches, in units of pp micro-batches that
-    follow each other without a gap (Li and Hoefler 2021, "Chimera", direct concatenation).
+    """Two 1F1B pipelines in opposite directions, each with half of the micro-batches.
 
-    In slots of one forward or backward, a unit's micro-batch m of a direction is at its stage s in slot s + 2m on the
-    way down and 2·pp − 1 − s + 2m on the way back, and the next unit is 2·pp slots later: no two actions of a rank want
-    the same slot. Within a unit the first half of the micro-batches belongs to the first copy of the model.
+    The micro-batches run in units of pp that follow each other without a gap (Li and Hoefler 2021, "Chimera", direct
+    concatenation). A slot is the time of one forward or backward. Micro-batch m of a unit's direction is at stage s in
+    slot s + 2m on the way down and in slot 2·pp − 1 − s + 2m on the way back, and the next unit is 2·pp slots later: no
+    two actions of a rank need the same slot. The first half of a unit's micro-batches belongs to the first copy of the
+    model.
     """
     ranks = []
     for rank in range(pp):

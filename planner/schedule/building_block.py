@@ -1,4 +1,4 @@
-"""V-Half and V-Min: one block of slots repeated for every micro-batch, its start and its end pulled together."""
+"""V-Half and V-Min: one block of slots is repeated for every micro-batch, and the gaps at both ends are closed."""
 
 from __future__ import annotations
 
@@ -13,34 +13,40 @@ from planner.schedule.replay import Durations, replay
 from planner.schedule.zero_bubble import v_placement
 
 BLOCK = 6
-"""Slots that one micro-batch takes on a rank with two chunks: F, I and W of each."""
+"""Number of slots that one micro-batch takes on a rank with two chunks: F, I and W of each chunk."""
 
 Slots = dict[int, Action]
 """One rank's actions by slot."""
 
 
 def v_half(pp: int, num_microbatches: int) -> Schedule:
-    """About half the activations of 1F1B's first rank and less than half its bubble (Qi et al. 2024, "Pipeline
-    parallelism with controllable memory", V-Half)."""
+    """V-Half: about half the activations of 1F1B's first rank, and less than half its bubble.
+
+    Source: Qi et al. 2024, "Pipeline parallelism with controllable memory".
+    """
     gap = 3 if pp % 2 == 0 else 0
     block = [(2 * r, 3 * pp - r - 2, 3 * pp + gap + 2 * r - 1, 6 * pp + gap - r - 2) for r in range(pp)]
     return _repeat_block("v-half", block, num_microbatches)
 
 
 def v_min(pp: int, num_microbatches: int) -> Schedule:
-    """About a third of the activations of 1F1B's first rank, the least that a V placement needs (Qi et al. 2024,
-    "Pipeline parallelism with controllable memory", V-Min). Unequal F, I and W stall it in every period."""
+    """V-Min: about a third of the activations of 1F1B's first rank, the least that a V placement needs.
+
+    Ranks wait in every period where F, I and W are not equally long.
+    Source: Qi et al. 2024, "Pipeline parallelism with controllable memory".
+    """
     gap = 2 if pp % 3 == 0 else 0
     block = [(r, 2 * pp - r - 1, 2 * pp + gap + r, 4 * pp + gap - r - 1) for r in range(pp)]
     return _repeat_block("v-min", block, num_microbatches)
 
 
 def _repeat_block(name: str, block: Sequence[Sequence[int]], num_microbatches: int) -> Schedule:
-    """Start the same block every BLOCK slots and let weight gradients take the slots left free.
+    """Start the same block every BLOCK slots, and let weight gradients take the slots that stay free.
 
-    A block gives each rank's slots for the first micro-batch: F of the chunk down and up, then I up and down. The
-    repetition leaves gaps at both ends: replaying the lists closes those of the start, and input gradients behind the
-    last forward of rank 0 move into earlier slots where no rank then holds more than the block made it hold at most.
+    A block gives each rank's slots for the first micro-batch: F of the chunk on the way down and of the chunk on the
+    way up, then I of the chunk on the way up and of the chunk on the way down. The repetition leaves gaps at both ends.
+    Replaying the lists closes the gaps at the start. At the end, actions behind the last forward of rank 0 move into
+    earlier free slots, as long as no rank then holds more activations than the fullest rank held before.
     """
     pp = len(block)
     ranks = []
@@ -63,8 +69,11 @@ def _lists(ranks: Sequence[Slots]) -> tuple[tuple[Action, ...], ...]:
 def _with_weight_gradients(
     slots: Slots, slot: int = 0, held: int = 0, owed: Sequence[Action] = ()
 ) -> tuple[Slots, int]:
-    """Put each weight gradient into the first free slot behind its input gradient, from `slot` on, where `held`
-    activations are held and `owed` weight gradients are still to come; also gives the most activations held."""
+    """Put each weight gradient into the first free slot behind its input gradient, beginning at `slot`.
+
+    At `slot` the rank holds `held` activations and has still to run the `owed` weight gradients. Returns all actions by
+    slot, and the most activations that the rank holds.
+    """
     filled: Slots = {}
     waiting = deque(owed)
     left = {slot: action for slot, action in slots.items() if action.kind != "W"}
@@ -85,7 +94,7 @@ def _with_weight_gradients(
 
 
 def _squeezed(lists: tuple[tuple[Action, ...], ...], num_microbatches: int) -> list[Slots]:
-    """The slots of the same lists when every action runs as early as it can."""
+    """Slots of the actions of `lists` when every action runs as early as it can."""
     ones = [1.0] * (2 * len(lists))
     schedule = Schedule("", lists, v_placement(len(lists)), num_microbatches, splits_backward=True)
     timeline = replay(schedule, Durations(ones, ones, ones))
@@ -111,11 +120,14 @@ def _end_pulled(ranks: Sequence[Slots], num_microbatches: int) -> list[Slots]:
                 tail.slots[free] = action
                 slot_of[action] = free
                 break
-    return [tail.whole() for tail in tails]
+    return [tail.with_head() for tail in tails]
 
 
 def _before(action: Action, num_stages: int) -> list[Action]:
-    """What must have run one slot before: the same on the stage it gets its input from, and its predecessor here."""
+    """Actions that must have run at least one slot before `action`.
+
+    These are the one whose result it takes, and the same kind on the same stage for the micro-batch before.
+    """
     kind, stage, microbatch = action
     if kind == "F":
         inputs = [Action("F", stage - 1, microbatch)]
@@ -132,13 +144,17 @@ def _most_held(slots: Slots) -> int:
 
 @dataclass(slots=True)
 class _Tail:
-    """What a rank does behind a slot, weight gradients aside, and what it holds and owes by then."""
+    """Actions of a rank behind some slot, without weight gradients, and the rank's state at that slot."""
 
     head: Slots
+    """Actions up to the slot."""
     slots: Slots
     first: int
+    """First slot of the tail."""
     held: int
+    """Number of activations held at the start of the tail."""
     owed: list[Action]
+    """Weight gradients whose input gradient is in the head."""
 
     @classmethod
     def split(cls, slots: Slots, last: int) -> _Tail:
@@ -153,5 +169,6 @@ class _Tail:
         moved = {t: other for t, other in self.slots.items() if t != slot} | {free: action}
         return _with_weight_gradients(moved, self.first, self.held, self.owed)[1]
 
-    def whole(self) -> Slots:
+    def with_head(self) -> Slots:
+        """All actions of the rank, weight gradients included."""
         return self.head | _with_weight_gradients(self.slots, self.first, self.held, self.owed)[0]

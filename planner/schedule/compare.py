@@ -1,4 +1,4 @@
-"""The same ranks under every schedule, and what a slow one costs."""
+"""Compares all schedules on the same ranks, and prices slow ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planner.schedule.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class RankSeconds:
-    """One micro-batch on each rank through all of its chunks, to be cut evenly into as many as a schedule wants."""
+    """Seconds of one micro-batch on each rank, over all of its chunks; a schedule with vpp chunks cuts them evenly."""
 
     forward_s: tuple[float, ...]
     input_grad_s: tuple[float, ...]
@@ -29,7 +29,10 @@ class RankSeconds:
     slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def durations(self, stage_to_rank: Sequence[int], num_directions: int = 1) -> Durations:
-        """Per virtual stage: a rank's seconds over its chunks. With two copies of the model, those of the first."""
+        """Durations of each virtual stage: a rank's seconds divided by its number of chunks.
+
+        Where ranks hold two copies of the model, these are the stages of the first copy.
+        """
         ranks = stage_to_rank[: len(stage_to_rank) // num_directions]
         vpp = len(ranks) // len(self.forward_s)
 
@@ -48,19 +51,19 @@ class RankSeconds:
         )
 
     def replayed(self, schedule: Schedule) -> Timeline:
-        """The schedule on these ranks."""
+        """Timeline of the schedule on these ranks."""
         return replay(schedule, self.durations(schedule.stage_to_rank, schedule.num_directions))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One schedule over these ranks; `refusal` says why where it is not defined for them."""
+    """One schedule on these ranks; `refusal` says why it has no timeline where it is not defined for them."""
 
     name: str
     vpp: int
     timeline: Timeline | None
     step_s: float = 0.0
-    """What a step takes: the makespan, or what one more step adds where steps follow without a flush."""
+    """Seconds of a step: the makespan, or the seconds that one more step adds where steps follow without a flush."""
     refusal: SpecError | None = None
 
     @property
@@ -70,7 +73,7 @@ class Comparison:
 
 
 def compare(seconds: RankSeconds, num_microbatches: int, vpp: int | None = None) -> list[Comparison]:
-    """Replay every schedule that trains; those with chunks take `vpp` where they can, else the fewest they need."""
+    """Replay every schedule that trains; schedules with chunks take `vpp` of them, or the nearest number they allow."""
     pp = len(seconds.forward_s)
     rows = []
     for kind in SCHEDULES.values():
@@ -93,7 +96,7 @@ def compare(seconds: RankSeconds, num_microbatches: int, vpp: int | None = None)
 
 @dataclass(frozen=True, slots=True)
 class StragglerCost:
-    """What slow ranks cost, and what moving layers off them gives back."""
+    """Seconds of a step with slow ranks: as they are, without slowness, and with layers moved off the slow ranks."""
 
     even_s: float
     """Makespan with no rank slow."""
@@ -103,15 +106,15 @@ class StragglerCost:
 
 
 def straggler_cost(schedule: Schedule, seconds: RankSeconds) -> StragglerCost:
-    """Price seconds.slow_ranks.
+    """Price the slow ranks of `seconds`.
 
-    Rebalanced, rank r with factor s_r takes the share (1/s_r) / Σ(1/s) of all work, so that all ranks are equally long:
-    the best that moving layers (in parts, if need be) could do.
+    After rebalancing, rank r with factor s_r has the share (1/s_r) / Σ(1/s) of all work, so that all ranks take equally
+    long. This is the best that moving layers, or parts of layers, could do.
     """
     speed = np.array([1 / seconds.slow_ranks.get(rank, 1.0) for rank in range(schedule.pp)])
-    whole = np.array([seconds.forward_s, seconds.input_grad_s, seconds.weight_grad_s])
-    share = speed / speed.sum() * whole.sum() / whole.sum(axis=0)
-    forward_s, input_grad_s, weight_grad_s = (tuple(row.tolist()) for row in whole * share)
+    work_s = np.array([seconds.forward_s, seconds.input_grad_s, seconds.weight_grad_s])
+    share = speed / speed.sum() * work_s.sum() / work_s.sum(axis=0)
+    forward_s, input_grad_s, weight_grad_s = (tuple(row.tolist()) for row in work_s * share)
     rebalanced = replace(seconds, forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
 
     def step_s(ranks: RankSeconds) -> float:
@@ -123,11 +126,13 @@ def straggler_cost(schedule: Schedule, seconds: RankSeconds) -> StragglerCost:
 def find_order(
     seconds: RankSeconds, num_microbatches: int, vpp: int = 1, in_flight_microbatches: float | None = None
 ) -> Synthesis:
-    """Best order found for these ranks with at most so many whole micro-batches in flight on each; with two chunks per
-    rank in whichever placement is faster."""
+    """Best order found for these ranks with at most `in_flight_microbatches` in flight on each.
+
+    With two chunks per rank, both placements are tried and the faster one counts.
+    """
     pp = len(seconds.forward_s)
     limits = None if in_flight_microbatches is None else [in_flight_microbatches * vpp] * pp
-    found = [
+    orders = [
         synthesize(
             seconds.durations(placement),
             pp,
@@ -137,4 +142,4 @@ def find_order(
         )
         for placement in placements(pp, pp * vpp)
     ]
-    return min(found, key=lambda synthesis: synthesis.makespan_s)
+    return min(orders, key=lambda synthesis: synthesis.makespan_s)

@@ -1,4 +1,4 @@
-"""Compiles a schedule into flat integer arrays in which every action stands behind what it waits for."""
+"""Compiles a schedule into flat integer arrays in which every action stands behind the actions that it waits for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planner.schedule.actions import ActionList, B, F, I, IntArray, Schedule, W
 
 
 class DeadlockError(SpecError):
-    """Some ranks wait for each other: the action lists cannot be run in this order."""
+    """An error for action lists that cannot be run in their order, because ranks wait for each other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,26 +20,26 @@ class Graph:
     """Actions in a topological order; position 0 is a sentinel that ends at time 0, so actions are 1 … n."""
 
     kind: IntArray
-    """Place in KINDS, shape (n,) as all arrays but `position`."""
+    """Place of each action's kind in KINDS; shape (n,), as all arrays but `position`."""
     stage: IntArray
-    """Virtual stage, both copies counted on."""
+    """Virtual stage of each action; the second copy's stages are numbered on from the first's."""
     microbatch: IntArray
     rank: IntArray
     previous: IntArray
-    """Position of the action before it on its rank (0: none)."""
+    """Position of the action before each action on its rank (0: none)."""
     source: IntArray
-    """Position of the action on the neighbouring stage whose result it consumes (0: none)."""
+    """Position of the action on the neighbouring stage whose result each action consumes (0: none)."""
     position: tuple[IntArray, ...]
-    """Per rank: positions of its actions in list order."""
+    """Positions of each rank's actions, in list order."""
     redirected: bool
-    """Whether consumers of an overlapped forward wait for its pair."""
+    """True where the consumers of an overlapped forward wait for the end of its pair."""
 
 
 @lru_cache(maxsize=32)
 def compile_schedule(schedule: Schedule, overlap: bool = False) -> Graph:
-    """Order the actions so that one pass can time them; the schedule is checked on the way.
+    """Order the actions so that one pass can time them, and check the schedule.
 
-    With `overlap`, whoever waits for the forward of an overlapped pair waits for the pair.
+    With `overlap`, actions that wait for the forward of an overlapped pair wait for the end of the pair.
     Raises SpecError when an action is missing, repeated or misplaced, DeadlockError when the lists cannot be run.
     """
     lengths = [len(actions) for actions in schedule.ranks]
@@ -81,7 +81,7 @@ def pair_positions(schedule: Schedule, graph: Graph) -> tuple[IntArray, IntArray
 
 
 def _sources(schedule: Schedule, kind: IntArray, stage: IntArray, microbatch: IntArray, rank: IntArray) -> IntArray:
-    """Flat index of what each action consumes from the neighbouring stage, −1 where there is none."""
+    """Flat index of the action on the neighbouring stage whose result each action consumes, −1 where there is none."""
     num_stages, num_microbatches, n = len(schedule.stage_to_rank), schedule.num_microbatches, schedule.num_model_stages
     known = (stage >= 0) & (stage < num_stages) & (microbatch >= 0) & (microbatch < num_microbatches)
     if not known.all():
@@ -109,11 +109,11 @@ def _sources(schedule: Schedule, kind: IntArray, stage: IntArray, microbatch: In
 
 
 def _check_complete(schedule: Schedule, table: IntArray, num_actions: int) -> None:
-    """Each micro-batch passes each stage of one copy once: F, then B or (I, then W)."""
+    """Raises SpecError unless each micro-batch passes each stage of one copy once: F, then B or (I, then W)."""
     has = table >= 0
-    whole = has[B] & ~has[I] & ~has[W]
+    full = has[B] & ~has[I] & ~has[W]
     split = ~has[B] & has[I] & has[W]
-    done = has[F] & ~has[B] & ~has[I] & ~has[W] if schedule.forward_only else has[F] & (whole | split)
+    done = has[F] & ~has[B] & ~has[I] & ~has[W] if schedule.forward_only else has[F] & (full | split)
     shape = (schedule.num_directions, schedule.num_model_stages, schedule.num_microbatches)
     complete = np.count_nonzero(done.reshape(shape).all(axis=1), axis=0)
     touched = np.count_nonzero(np.logical_or.reduce(has, axis=0).reshape(shape).any(axis=1), axis=0)
@@ -124,7 +124,7 @@ def _check_complete(schedule: Schedule, table: IntArray, num_actions: int) -> No
             f"schedule {schedule.name}: an action is missing or stands twice{missing}",
             hint="every stage needs F and then B, or F, I and W, once per micro-batch",
         )
-    ordered = (~whole | (table[F] < table[B])) & (~split | ((table[F] < table[I]) & (table[I] < table[W])))
+    ordered = (~full | (table[F] < table[B])) & (~split | ((table[F] < table[I]) & (table[I] < table[W])))
     if not ordered.all():
         stage, microbatch = divmod(int(np.argmin(ordered)), schedule.num_microbatches)
         raise SpecError(
@@ -142,7 +142,10 @@ def _redirect_to_pairs(schedule: Schedule, source: IntArray) -> None:
 
 
 def _topological_order(schedule: Schedule, source: list[int], bounds: list[int]) -> list[int]:
-    """Run each rank until it waits; whoever finishes what it waits for wakes it."""
+    """Positions of all actions in an order in which each stands behind its source.
+
+    Each rank runs until it has to wait for an action; the rank that finishes this action wakes it.
+    """
     done = bytearray(len(source) + 1)
     done[-1] = 1  # where −1, "none", looks
     waiting: dict[int, int] = {}

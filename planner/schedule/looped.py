@@ -1,4 +1,4 @@
-"""Orders in which the stages of a rank are pp apart: GPipe, 1F1B and what grew out of it, breadth-first."""
+"""Orders in which the stages of a rank are pp apart: GPipe, 1F1B and its descendants, breadth-first."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ def gpipe(pp: int, num_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
-    """pp − rank − 1 forwards ahead, then one forward and one backward in turn (Narayanan et al. 2019, "PipeDream";
-    with the flush of Megatron-LM `forward_backward_pipelining_without_interleaving`)."""
+    """1F1B: pp − rank − 1 forwards ahead, then one forward and one backward in turn.
+
+    Source: Narayanan et al. 2019, "PipeDream", with the flush of Megatron-LM
+    `forward_backward_pipelining_without_interleaving`.
+    """
     return interleaved_one_f_one_b(pp, 1, num_microbatches)
 
 
@@ -41,15 +44,18 @@ def interleaved_one_f_one_b(
 
 
 def warm_up_chunks(pp: int, vpp: int, rank: int, microbatch_group_size: int) -> int:
-    """Chunk forwards that rank runs before its first backward's partner (interleaved or not), uncapped."""
+    """Number of chunk forwards that a rank runs before it alternates, not limited by the number of micro-batches."""
     return pp - rank - 1 if vpp == 1 else (pp - rank - 1) * 2 + (vpp - 1) * microbatch_group_size
 
 
 def breadth_first(
     pp: int, vpp: int, num_microbatches: int, *, reverse: bool = True, name: str = "breadth-first"
 ) -> Schedule:
-    """Each chunk runs all its micro-batches before the next chunk begins (Lamy-Poirier 2023, "Breadth-first pipeline
-    parallelism"); backwards take the last micro-batch first, as torch's ScheduleLoopedBFS does."""
+    """Each chunk runs all its micro-batches before the next chunk begins.
+
+    Backwards take the last micro-batch first (`reverse`), as torch's ScheduleLoopedBFS does.
+    Source: Lamy-Poirier 2023, "Breadth-first pipeline parallelism".
+    """
     microbatches = np.arange(num_microbatches, dtype=np.int32)
     down = np.tile(microbatches, vpp)
     up = np.tile(microbatches[::-1] if reverse else microbatches, vpp)
@@ -65,7 +71,7 @@ def breadth_first(
 def pipedream_2bw(pp: int, num_microbatches: int) -> Schedule:
     """1F1B whose steps follow each other without a flush, on two versions of the weights: gradients are one step stale.
 
-    The list holds one step, filled and drained; `replay.steady_step_s` gives what a step adds to a run of many.
+    The list holds one step, filled and drained; `replay.steady_step_s` gives the seconds that one more step adds.
     Source: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training".
     """
     order = one_f_one_b(pp, num_microbatches)
@@ -81,7 +87,7 @@ def pipedream_2bw(pp: int, num_microbatches: int) -> Schedule:
 
 
 def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    """Forwards alone, for evaluation, in the order of interleaved 1F1B's forwards."""
+    """Forwards without backwards, for evaluation, in the order of interleaved 1F1B's forwards."""
     chunk, microbatch = grouped_visits(vpp, num_microbatches, pp)
     kind = np.full(len(chunk), F, dtype=np.int32)
     ranks = tuple(ActionList(kind, chunk * pp + rank, microbatch) for rank in range(pp))

@@ -1,6 +1,6 @@
-"""Every schedule by name: what it needs, its action lists, and how many activations it keeps in flight.
+"""All schedules by name: the shapes each is defined for, its action lists, and its number of activations in flight.
 
-`SCHEDULES` is the one table of what is known of a schedule: to add one is a row here and a function that writes its
+`SCHEDULES` is the one table of all facts about schedules: a new schedule is a row here and a function that writes its
 action lists.
 """
 
@@ -35,8 +35,8 @@ __all__ = [
 
 
 Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
-"""Lower bounds on a makespan: closed forms of 1F1B and of interleaved 1F1B, or what any order obeys, its backward whole
-or split."""
+"""Names of lower bounds on a makespan: the closed forms of 1F1B and of interleaved 1F1B, or the bound that holds for
+any order, with a full or a split backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ScheduleKind:
 
     name: str
     build: Callable[[int, int, int, int | None], Schedule]
-    """(pp, vpp, num_microbatches, microbatch_group_size) → Schedule."""
+    """Function (pp, vpp, num_microbatches, microbatch_group_size) → Schedule."""
     source: str
     min_vpp: int = 1
     max_vpp: int = 1
@@ -53,31 +53,31 @@ class ScheduleKind:
     max_pp: int = 1 << 30
     even_pp: bool = False
     min_microbatches_per_rank: int = 0
-    """num_microbatches must be at least this many times pp."""
+    """Least number of micro-batches, as a multiple of pp."""
     microbatch_multiple: Callable[[int, int], int] = lambda pp, vpp: 1
-    """num_microbatches must be a multiple of this function of pp and vpp."""
+    """Function of pp and vpp that gives a divisor of num_microbatches."""
     grouped: bool = False
-    """Whether a micro-batch group size may be given, which replaces the multiple."""
+    """True where a micro-batch group size may be given, which replaces the multiple."""
     splits_backward: bool = False
-    """Whether weight gradients run apart from input gradients."""
+    """True where weight gradients run apart from input gradients."""
     trains_one_copy: bool = True
-    """Whether it trains, with a flush after each step, one copy of the model: what a plan can be made for."""
+    """True where it trains one copy of the model with a flush after each step: plans are made only for these."""
     holds_all: bool = False
-    """Whether it holds every micro-batch of the step at once."""
+    """True where it holds every micro-batch of the step at once."""
     frugal: bool = False
-    """Whether it holds fewer activations than 1F1B."""
+    """True where it holds fewer activations than 1F1B."""
     bound: Bound = "any_order"
-    """Which lower bound on the makespan holds for its order."""
+    """Name of the lower bound on the makespan that holds for its order."""
     warms_up: bool = False
-    """Whether a rank holds its warm-up forwards and one more, whatever follows."""
+    """True where the most that a rank holds is its warm-up forwards and one more."""
     chunks_end_in_turn: bool = False
-    """Whether a rank's chunks end one after the other, each pp micro-batches after the one before, as they start."""
+    """True where a rank's chunks end one after the other, each pp micro-batches after the one before, as they start."""
     runs_without_pipeline: bool = False
-    """Whether a user who names it is also content with a single stage."""
+    """True where a user who names the schedule also accepts a single stage."""
     is_tried_by_default: bool = False
-    """Whether it is tried where the user names no schedule: what every trainer runs."""
+    """True where it is tried when the user names no schedule, since every trainer runs it."""
     is_measured_against: bool = False
-    """Whether the search for an order made to measure starts from the shapes that it suits."""
+    """True where the search for an order made to measure starts from the shapes that the schedule suits."""
 
 
 _ANY_VPP = 1 << 30
@@ -220,7 +220,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
 def violation(
     name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
 ) -> SpecError | None:
-    """Why schedule `name` cannot run this shape, with its numbers, or None when it can."""
+    """An error that says with numbers why schedule `name` cannot run this shape, or None when it can."""
     kind = SCHEDULES.get(name)
     if kind is None:
         near = difflib.get_close_matches(name, SCHEDULES, n=1)
@@ -278,25 +278,25 @@ def _group_violation(kind: ScheduleKind, pp: int, num_microbatches: int, group: 
 
 
 def placement(name: str, pp: int, vpp: int) -> tuple[int, ...]:
-    """Rank of each virtual stage under schedule `name`, one direction: V-shaped where it has exactly two chunks."""
+    """Rank of each virtual stage in one direction of schedule `name`; a V where the schedule has exactly two chunks."""
     kind = SCHEDULES[name]
     return zero_bubble.v_placement(pp) if kind.min_vpp == kind.max_vpp == 2 else tuple(range(pp)) * vpp
 
 
 def passes_behind(schedule: str, pp: int, vpp: int) -> float:
-    """Micro-batches whose backward a rank has left, itself included, when its first chunk has done its last one.
+    """Micro-batches whose backward is left on a rank when its first chunk begins the last backward, this one included.
 
-    Interleaved chunks end one after the other, each pp micro-batches after the one before: (pp·(vpp − 1) + 1) / vpp;
-    so do their first forwards. Elsewhere all chunks end with the last micro-batch: 1.
+    Interleaved chunks end one after the other, each pp micro-batches after the one before: (pp·(vpp − 1) + 1) / vpp.
+    Their first forwards begin in the same way. In other schedules all chunks end with the last micro-batch: 1.
     """
     in_turn = schedule in SCHEDULES and SCHEDULES[schedule].chunks_end_in_turn
     return (pp * (vpp - 1) + 1) / vpp if in_turn else 1.0
 
 
 def lead_passes(schedule: str, vpp: int) -> float:
-    """Micro-batches whose backward the rank before has left when a rank has done its last one: a chunk's, 1 / vpp.
+    """Micro-batches whose backward is left on the rank before when a rank has run its last one: a chunk's, 1 / vpp.
 
-    None where weight gradients may come last on any rank.
+    The number is 0 where weight gradients may come last on any rank.
     """
     splits = schedule not in SCHEDULES or SCHEDULES[schedule].splits_backward
     return 0.0 if splits else 1 / vpp
@@ -338,22 +338,23 @@ def in_flight_chunks(
 def in_flight_microbatches(
     name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
 ) -> list[float]:
-    """Peak activations held by each rank in whole micro-batches, one being what a pp-th of the model saves for one."""
+    """Peak activations held by each rank, in micro-batches: all that a pp-th of the model saves of one counts as 1."""
     chunks = in_flight_chunks(name, pp, vpp, num_microbatches, microbatch_group_size)
     return [count / vpp for count in chunks]
 
 
 @lru_cache(maxsize=256)
 def chunks_in_flight(name: str, pp: int, vpp: int, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches of each of its chunks that each rank holds when it first holds the most activations.
+    """Number of micro-batches, per rank and chunk, that the rank holds when it first holds the most activations.
 
-    Interleaved: a rank is fullest at the end of its warm-up, of which each pp·vpp forwards are pp of every chunk, the
-    first chunk's first; so the first chunk has more in flight than the others. GPipe and breadth-first: M of each.
+    Interleaved: a rank is fullest at the end of its warm-up. Every pp·vpp forwards of the warm-up are pp of each chunk,
+    and those of the first chunk come first; so the first chunk has more in flight than the others. GPipe and
+    breadth-first: M of each chunk.
     """
     if SCHEDULES[name].bound == "interleaved":
         counts = []
-        for held in in_flight_chunks(name, pp, vpp, num_microbatches):
-            groups, rest = divmod(held, pp * vpp)
+        for num_chunks in in_flight_chunks(name, pp, vpp, num_microbatches):
+            groups, rest = divmod(num_chunks, pp * vpp)
             counts.append(tuple(groups * pp + min(max(rest - chunk * pp, 0), pp) for chunk in range(vpp)))
         return tuple(counts)
     if SCHEDULES[name].holds_all:

@@ -1,4 +1,4 @@
-"""How a rank chooses its next task: by a rule, or along a reference order."""
+"""Two ways in which a rank chooses its next task: by a rule, or along a reference order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planner.schedule.actions import F, I, W
 from planner.schedule.shop import NEVER, Shop, Task
 
 WINDOW = 24
-"""How far behind the next task of a reference order a rank looks for one that is ready."""
+"""Number of tasks of a reference order, from the next one on, among which a rank looks for one that is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,11 @@ class ByRule:
     """Picks a gradient, else a forward, else a weight gradient that fits into the wait for either."""
 
     gap_fraction: float
-    """A weight gradient starts when the wait is at least this share of it."""
+    """Least wait in which a weight gradient is started, as a share of its seconds."""
     oldest_first: bool
-    """Between a gradient and a forward, take what arrived first instead of the gradient."""
+    """True: of a gradient and a forward that are ready, run the one that arrived first. False: run the gradient."""
     weight_makes_room: bool
-    """When a forward waits for memory, pay a weight gradient even before a gradient that is ready."""
+    """True: when a forward waits for memory, run a weight gradient even before a gradient that is ready."""
 
     def __call__(self, shop: Shop, rank: int, now_s: float) -> Task | float:
         gradient, gradient_s, next_s = self._first_gradient(shop, rank, now_s)
@@ -52,8 +52,8 @@ class ByRule:
         return next_s
 
     def _first_gradient(self, shop: Shop, rank: int, now_s: float) -> tuple[Task | None, float, float]:
-        """The ready gradient of the oldest micro-batch, when it arrived, and when the next one comes."""
-        found, found_s, next_s = None, NEVER, NEVER
+        """The ready gradient of the oldest micro-batch, the time when it arrived, and the time when the next comes."""
+        oldest, oldest_s, next_s = None, NEVER, NEVER
         for stage in shop.stages[rank]:
             microbatch = shop.num_gradients[stage]
             if microbatch == len(shop.problem.sizes):
@@ -61,18 +61,18 @@ class ByRule:
             arrival_s = shop.arrival_s[I][stage][microbatch]
             if arrival_s > now_s:
                 next_s = min(next_s, arrival_s)
-            elif found is None or microbatch < found[2]:
-                found, found_s = (I, stage, microbatch), arrival_s
-        return found, found_s, next_s
+            elif oldest is None or microbatch < oldest[2]:
+                oldest, oldest_s = (I, stage, microbatch), arrival_s
+        return oldest, oldest_s, next_s
 
 
 class ByReference:
-    """Follows a reference order, but fills the wait for its next task with later ones that are ready and fit."""
+    """Follows a reference order, but fills the wait for the next task with later tasks that are ready and fit."""
 
     def __init__(self, reference: Sequence[Sequence[Task]], overrun_fraction: float) -> None:
         self._left = [list(reversed(tasks)) for tasks in reference]
         self._overrun_fraction = overrun_fraction
-        """Share of a filling task that may run past the arrival of what it fills in for."""
+        """Share of a filling task that may run past the arrival of the task that is waited for."""
 
     def __call__(self, shop: Shop, rank: int, now_s: float) -> Task | float:
         left, arrival_s, problem = self._left[rank], shop.arrival_s, shop.problem

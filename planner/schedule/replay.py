@@ -1,4 +1,4 @@
-"""Replays a schedule with given durations: when each action starts and ends, and who waits for what.
+"""Replays a schedule with given durations: start and end of each action, and the waits between them.
 
 Four micro-batches over two stages, a second for each of forward, input gradient and weight gradient:
 
@@ -35,22 +35,25 @@ class Durations:
     p2p_s: float | Sequence[float] = 0.0
     """Seconds of one transfer (latency + bytes / bandwidth): one number, or one per boundary of stages j and j + 1."""
     blocking_p2p: bool = False
-    """True: sender and receiver wait for the transfer, a send and a receive between the same two actions going on at
-    once (Megatron-LM 1F1B, torch). False: it overlaps computation and only delays the receiver."""
+    """True: sender and receiver wait for the transfer; a send and a receive between the same two actions run at the
+    same time (Megatron-LM 1F1B, torch). False: the transfer overlaps computation and only delays the receiver."""
     activation_bytes: Sequence[float] | None = None
-    """What one micro-batch keeps on the stage from forward to weight gradient."""
+    """Bytes that one micro-batch keeps on each stage from forward to weight gradient."""
     microbatch_sizes: Sequence[float] | None = None
-    """Relative size per micro-batch (variable lengths); multiplies its seconds and bytes."""
+    """Relative size per micro-batch (variable lengths), by which its seconds and bytes are multiplied."""
     slow_ranks: Mapping[int, float] = field(default_factory=dict)
     """Factor on all computation of a rank, such as {3: 1.2}."""
     slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Factor on all transfers between two ranks, in both directions, such as {(2, 3): 4.0}."""
     pair_overlap_fraction: float = 0.0
-    """How much of the shorter half of an overlapped forward-backward pair hides behind the longer (DualPipe)."""
+    """Share of the shorter half of an overlapped forward-backward pair that the longer half hides (DualPipe)."""
 
     def as_torch_splits(self) -> Durations:
-        """As torch.distributed.pipelining splits a backward: on the first stage, which hands no gradient on, the input
-        gradient does nothing and the weight gradient all of it (torch 2.13, `backward_weight_one_chunk`)."""
+        """The durations with the backward split as torch.distributed.pipelining splits it.
+
+        The first stage hands no gradient on: there the input gradient takes no time, and the weight gradient runs the
+        full backward (torch 2.13, `backward_weight_one_chunk`).
+        """
         input_grad_s, weight_grad_s = list(self.input_grad_s), list(self.weight_grad_s)
         input_grad_s[0], weight_grad_s[0] = 0.0, input_grad_s[0] + weight_grad_s[0]
         return replace(self, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
@@ -64,7 +67,7 @@ def makespan_s(schedule: Schedule, durations: Durations) -> float:
 
 
 def replay(schedule: Schedule, durations: Durations) -> Timeline:
-    """Time every action: it starts when its rank is free and its input has arrived.
+    """Times of every action, which starts when its rank is free and its input has arrived.
 
     free = end of the action before (+ the exchange between the two, where transfers block);
     arrival = end on the neighbouring stage + p2p_s (nothing between stages of one rank). The makespan is that of
@@ -121,7 +124,7 @@ def _timing(schedule: Schedule, graph: Graph, costs: Costs) -> Timing:
 
 
 def _saved_bytes(schedule: Schedule, graph: Graph, durations: Durations) -> FloatArray | None:
-    """What each action's micro-batch keeps on its stage."""
+    """Bytes that each action's micro-batch keeps on its stage."""
     if durations.activation_bytes is None:
         return None
     per_stage = _vector("activation_bytes", durations.activation_bytes, schedule.num_model_stages)
@@ -132,7 +135,7 @@ def _saved_bytes(schedule: Schedule, graph: Graph, durations: Durations) -> Floa
 
 
 def steady_step_s(schedule: Schedule, twice: Schedule, durations: Durations) -> float:
-    """What one more step adds to a run without flushes: makespan of two steps in a row less that of one."""
+    """Seconds that one more step adds to a run without flushes: makespan of two steps in a row less that of one."""
     return makespan_s(twice, durations) - makespan_s(schedule, durations)
 
 
@@ -142,9 +145,9 @@ class Costs:
 
     compute_s: FloatArray
     hop_s: FloatArray
-    """Transfer of what the action consumes (0 when it comes from the same rank)."""
+    """Seconds to transfer the result that each action consumes (0 when it comes from the same rank)."""
     exchange_s: FloatArray | None
-    """Transfers that the rank itself waits for between the action before and this one; None when they overlap."""
+    """Seconds of transfers that the rank itself waits for before each action; None when they overlap computation."""
 
 
 def _overlaps(schedule: Schedule, durations: Durations) -> bool:
@@ -174,7 +177,7 @@ def _costs(schedule: Schedule, graph: Graph, durations: Durations) -> Costs:
 
 
 def _overlap_pairs(schedule: Schedule, graph: Graph, compute_s: FloatArray, overlap_fraction: float) -> None:
-    """Charge a whole overlapped pair to its backward: the longer half, and what of the shorter one does not hide."""
+    """Count all seconds of an overlapped pair with its backward: the longer half, and the exposed rest of the other."""
     forward, backward = (positions - 1 for positions in pair_positions(schedule, graph))
     longer = np.maximum(compute_s[forward], compute_s[backward])
     shorter = np.minimum(compute_s[forward], compute_s[backward])
@@ -207,8 +210,8 @@ def stage_tables(
         boundary_s[:, :-1] = _vector("p2p_s", durations.p2p_s, n - 1)
     sender, receiver = rank.reshape(copies, n), np.roll(rank.reshape(copies, n), -1, axis=1)
     boundary_s[sender == receiver] = 0.0
-    for (one, other), factor in durations.slow_links.items():
-        crosses = ((sender == one) & (receiver == other)) | ((sender == other) & (receiver == one))
+    for (first, second), factor in durations.slow_links.items():
+        crosses = ((sender == first) & (receiver == second)) | ((sender == second) & (receiver == first))
         boundary_s[crosses] *= factor
     return table, boundary_s
 
@@ -223,7 +226,8 @@ def _vector(name: str, values: Sequence[float], length: int) -> FloatArray:
 
 
 def _sweep(graph: Graph, costs: Costs) -> list[float]:
-    """End of each action behind the sentinel's 0: the later of its rank's and its input's readiness, plus its time."""
+    """End of each action, behind the sentinel's 0: the time when both its rank and its input are ready, plus its
+    seconds."""
     ends = [0.0]
     append = ends.append
     previous, source = graph.previous.tolist(), graph.source.tolist()

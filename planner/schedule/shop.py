@@ -1,4 +1,4 @@
-"""A pipeline run forward in time, one decision at a time: what list scheduling needs to build an order."""
+"""A pipeline that runs forward in time, one decision after the other; list scheduling builds orders with it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from planner.schedule.replay import Durations, stage_tables
 NEVER = float("inf")
 
 Task = tuple[int, int, int]
-"""Kind (place in KINDS), virtual stage, micro-batch: a bare action, for speed."""
+"""Kind (place in KINDS), virtual stage and micro-batch: an action as a plain tuple, for speed."""
 
 Pick = Callable[["Shop", int, float], Task | float]
-"""What a rank does next at a time: a task that is ready, or the time at which to ask again (NEVER: when woken)."""
+"""Function (shop, rank, time) that chooses the rank's next task among those that are ready, or gives the time at which
+to ask again (NEVER: when an input arrives)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One pipeline to find an order for."""
+    """A pipeline for which an order is wanted."""
 
     seconds: list[list[float]]
-    """Of each kind on each virtual stage; the backward is always split here."""
+    """Seconds of each kind on each virtual stage; the backward is always split here."""
     hop_s: list[float]
-    """From stage j to j + 1 and back; 0 within a rank."""
+    """Seconds of the transfer from stage j to j + 1, or back; 0 within a rank."""
     stage_to_rank: tuple[int, ...]
     sizes: list[float]
     """Relative size of each micro-batch."""
     saved_bytes: list[float]
-    """What one micro-batch keeps on each stage; 1 where activations are counted."""
+    """Bytes that one micro-batch keeps on each stage; 1 where activations are counted one by one."""
     limit_bytes: list[float]
-    """Most that each rank may hold."""
+    """The most bytes that each rank may hold."""
 
     @classmethod
     def of(
@@ -44,7 +45,7 @@ class Problem:
         num_microbatches: int,
         limit_bytes: Sequence[float] | None,
     ) -> Problem:
-        """Raises Infeasible when a rank cannot hold even one micro-batch."""
+        """The problem of these durations; raises Infeasible when a rank cannot hold even one micro-batch."""
         table, boundaries_s = stage_tables(durations, stage_to_rank)
         pp, sizes = max(stage_to_rank) + 1, durations.microbatch_sizes
         problem = cls(
@@ -69,7 +70,7 @@ class Problem:
         return [stage for stage, holder in enumerate(self.stage_to_rank) if holder == rank]
 
     def schedule(self, name: str, order: Sequence[Sequence[Task]], *, splits_backward: bool) -> Schedule:
-        """The order as action lists; without a split backward, I stands for B and W for nothing."""
+        """The order as action lists; without a split backward, I is written as B and W is left out."""
         spelled = KINDS if splits_backward else KINDS.replace("I", "B")
         ranks = tuple(
             tuple(Action(spelled[kind], stage, mb) for kind, stage, mb in tasks if splits_backward or kind != W)
@@ -79,28 +80,28 @@ class Problem:
 
 
 class Shop:
-    """What has been started so far, and what each rank may start next."""
+    """The tasks started so far, and the times from which each rank may start others."""
 
     def __init__(self, problem: Problem) -> None:
         num_stages, num_microbatches = len(problem.stage_to_rank), len(problem.sizes)
         self.problem = problem
         self.stages = [problem.stages(rank) for rank in range(max(problem.stage_to_rank) + 1)]
         self.arrival_s = [[[NEVER] * num_microbatches for _ in range(num_stages)] for _ in KINDS]
-        """By kind, stage and micro-batch: when it may start, once that is known."""
+        """Time from which each task may start, by kind, stage and micro-batch; NEVER until it is known."""
         self.arrival_s[F][0] = [0.0] * num_microbatches
         self.num_forwards = [0] * num_stages
         self.num_gradients = [0] * num_stages
         self.owed: list[deque[tuple[int, int]]] = [deque() for _ in self.stages]
-        """Per rank: (stage, micro-batch) whose weight gradient is still to come, oldest first."""
+        """Stage and micro-batch, per rank, of the weight gradients that are still to come, oldest first."""
         self.held_bytes = [0.0] * len(self.stages)
         self.free_s = [0.0] * len(self.stages)
         self.order: list[list[Task]] = [[] for _ in self.stages]
 
     def has_room(self, rank: int, stage: int, microbatch: int) -> bool:
-        """Whether the rank can hold one more forward and still finish the oldest micro-batch under way.
+        """True where the rank can hold one more forward and still finish the oldest micro-batch under way.
 
-        The second half is the look-ahead that keeps ranks with several stages from deadlock: the oldest micro-batch
-        always finds room on every rank it still has to visit, and frees what it holds when it is through.
+        The second condition looks ahead, so that ranks with several stages do not deadlock: the oldest micro-batch
+        always finds room on every rank that it still has to visit, and frees its activations when it is done.
         """
         saved, size = self.problem.saved_bytes, self.problem.sizes
         needed = self.held_bytes[rank] + saved[stage] * size[microbatch]
@@ -112,7 +113,7 @@ class Shop:
         return needed <= self.problem.limit_bytes[rank] * (1 + 1e-12)
 
     def start(self, rank: int, task: Task, now_s: float) -> tuple[float, int, float]:
-        """Book the task; returns its end, and the rank (or −1) to which its result goes and when it is there."""
+        """Start the task; returns its end, the rank to which its result goes (−1: none), and when it arrives there."""
         kind, stage, microbatch = task
         problem = self.problem
         end_s = now_s + problem.seconds[kind][stage] * problem.sizes[microbatch]
@@ -144,7 +145,10 @@ class Shop:
 
 
 def run(problem: Problem, pick: Pick, give_up_s: float = NEVER) -> tuple[float, list[list[Task]]] | None:
-    """Let every rank pick tasks until all are done: makespan and order; None once it cannot stay below give_up_s."""
+    """Let every rank pick tasks until all are done, and return makespan and order.
+
+    None where ranks wait forever, and as soon as the makespan is certain to exceed give_up_s.
+    """
     shop = Shop(problem)
     num_microbatches, total = len(problem.sizes), sum(problem.sizes)
     left_s = [total * sum(problem.seconds[kind][s] for s in stages for kind in (F, I, W)) for stages in shop.stages]

@@ -21,18 +21,18 @@ from planner.schedule.zero_bubble import v_placement
 
 @dataclass(frozen=True, slots=True)
 class Synthesis:
-    """The best order found, beside the best named one and the bound that no order passes."""
+    """The best order found, the best named schedule, and a lower bound on the makespan of every order."""
 
     schedule: Schedule
     makespan_s: float
     lower_bound_s: float
     named: str | None
-    """Best named schedule that fits; None when none does."""
+    """Name of the best named schedule that fits; None when none fits."""
     named_makespan_s: float
 
     @property
     def gap_fraction(self) -> float:
-        """makespan_s / lower_bound_s − 1."""
+        """Relative distance of the order from the bound: makespan_s / lower_bound_s − 1."""
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
 
@@ -49,10 +49,11 @@ def synthesize(
 ) -> Synthesis:
     """Best order found for these stages, never worse than the best named schedule that fits.
 
-    max_activation_bytes is what each rank may hold of durations.activation_bytes (of activations counted one by one
-    when those are not given). Without stage_to_rank, two stages per rank are tried in both placements, looped and V.
-    List scheduling under a few rules and along the named orders, with memory look-ahead, then local search: shift one
-    kind of task of one rank and schedule along the result. Deterministic for a seed; stops at the lower bound.
+    max_activation_bytes limits the sum of durations.activation_bytes on each rank (the number of activations when those
+    are not given). Without stage_to_rank, two stages per rank are tried in both placements, looped and V.
+    The first orders come from list scheduling under a few rules and along the named orders, with memory look-ahead.
+    Then local search shifts one kind of task of one rank and schedules along the result. The same seed gives the same
+    order; the search stops at the lower bound.
     Raises Infeasible when not even one micro-batch fits on a rank.
     """
     tried = [tuple(stage_to_rank)] if stage_to_rank is not None else placements(pp, len(durations.forward_s))
@@ -73,13 +74,13 @@ def synthesize(
 
 
 def placements(pp: int, num_stages: int) -> list[tuple[int, ...]]:
-    """Ways to lay the stages out over pp ranks: looped, and with two per rank also as a V."""
+    """Placements of the stages on pp ranks: looped, and with two stages per rank also as a V."""
     looped = tuple(range(pp)) * (num_stages // pp)
     return [looped, v_placement(pp)] if num_stages == 2 * pp and pp > 1 else [looped]
 
 
 class _Search:
-    """The best order so far for one placement."""
+    """Searches an order for one placement, and keeps the best so far."""
 
     def __init__(
         self,
@@ -166,10 +167,10 @@ class _Search:
             self._attempt(ByReference(_shifted(self._order, rng), rng.choice((0.0, 0.0, 0.5, 1.0))))
 
     def _attempt(self, pick: Pick) -> None:
-        found = run(self._problem, pick, give_up_s=self._order_s * (1 + 1e-12))
-        if found is None:
+        makespan_and_order = run(self._problem, pick, give_up_s=self._order_s * (1 + 1e-12))
+        if makespan_and_order is None:
             return
-        self._order_s, self._order = found
+        self._order_s, self._order = makespan_and_order
         if self._order_s < self.best_s or self._durations.blocking_p2p:
             schedule = self._problem.schedule("auto", self._order, splits_backward=self._splits_backward)
             replayed_s = makespan_s(schedule, self._durations)
@@ -178,14 +179,16 @@ class _Search:
 
 
 def _split_tasks(schedule: Schedule) -> list[list[Task]]:
-    """The schedule's lists with each full backward as I and W."""
+    """The schedule's lists as tasks, with each full backward written as I and W."""
     kinds = {"F": (F,), "B": (I, W), "I": (I,), "W": (W,)}
     return [[(kind, stage, mb) for k, stage, mb in actions for kind in kinds[k]] for actions in schedule.ranks]
 
 
 def _shifted(order: Sequence[Sequence[Task]], rng: random.Random) -> list[list[Task]]:
-    """Move the tasks of one kind on one rank, over some stretch of its list, a few places; each stage's own sequence of
-    forwards, gradients and weight gradients stays."""
+    """Move the tasks of one kind by a few places, in some part of one rank's list.
+
+    The sequence of each stage's forwards stays the same, and so do those of its gradients and its weight gradients.
+    """
     moved = [list(tasks) for tasks in order]
     rank = rng.randrange(len(order))
     tasks = moved[rank]

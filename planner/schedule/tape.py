@@ -8,7 +8,7 @@ from planner.schedule.actions import Action
 
 
 class Tape:
-    """The list of one rank under way.
+    """The action list of one rank while it is being written.
 
     A pattern names kinds and local chunks: `F0` is the next forward of chunk 0, `B1` the next full backward of chunk 1,
     `W` without a chunk the oldest weight gradient still owed, and `F0&B1` a forward that runs together with a backward.
@@ -23,7 +23,7 @@ class Tape:
         self._owed: deque[tuple[int, int]] = deque()
 
     def count(self, kind: str, chunk: int) -> int:
-        """How many actions of this kind the chunk has run; a full backward counts as I and as W."""
+        """Number of actions of this kind that the chunk has run; a full backward counts as I and as W."""
         return self._count[kind, chunk]
 
     def add(self, pattern: str, times: int = 1) -> None:

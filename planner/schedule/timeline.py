@@ -15,64 +15,66 @@ from planner.schedule.graph import Graph
 FloatArray = NDArray[np.float64]
 
 IDLE_CAUSES = ("fill", "activation", "gradient", "imbalance", "transfer", "drain")
-"""Why a rank idles: before its first action; waiting for an activation or a gradient that would also have kept it
-waiting were all stages equally long; the rest of such waits, which unequal stages cause; the transfers themselves;
-after its last action until the last rank is done."""
+"""Causes of a rank's idle time. fill: before its first action. activation, gradient: waits for an activation or a
+gradient that would be there with equally long stages too. imbalance: the rest of such waits, which unequal stages
+cause. transfer: the transfers themselves. drain: after its last action, until the last rank is done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timing:
-    """One pass over a graph, arrays of shape (n,) along its actions."""
+    """Seconds of all actions of a graph, as arrays of shape (n,) along its actions."""
 
     start_s: FloatArray
     end_s: FloatArray
     gap_s: FloatArray
-    """Idle time of the rank right before the action."""
+    """Idle seconds of the rank right before the action."""
     hop_s: FloatArray
-    """Transfer of what the action consumes."""
+    """Seconds to transfer the result that the action consumes."""
     arrival_s: FloatArray
-    """When that transfer is done; 0 for none."""
+    """Time when that transfer is done; 0 for none."""
     transfer_s: FloatArray
-    """The part of it in which the transfer is under way."""
+    """Seconds of gap_s in which a transfer is under way."""
     compute_s: FloatArray
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each rank did what. Per-rank tuples hold one array along `schedule.ranks[rank]`; most is worked out when it
-    is first asked for."""
+    """Times of all actions of a replayed schedule.
+
+    Per-rank tuples hold one array along `schedule.ranks[rank]`. Most properties are computed when they are first read.
+    """
 
     schedule: Schedule
     graph: Graph
     timing: Timing
     evened: Callable[[], Timing]
-    """The same pass with every stage as long as the average one."""
+    """Gives the timing of the same schedule with every stage as long as the average one."""
     saved_bytes: FloatArray | None
-    """What each action's micro-batch keeps on its stage, along the graph; None to count activations instead."""
+    """Bytes that each action's micro-batch keeps on its stage, along the graph; None to count activations instead."""
 
     @cached_property
     def makespan_s(self) -> float:
-        """From time 0 to the end of the last action of any rank."""
+        """Seconds from time 0 to the end of the last action of any rank."""
         return float(self.timing.end_s.max(initial=0.0))
 
     @cached_property
     def start_s(self) -> tuple[FloatArray, ...]:
-        """When each action starts."""
+        """Time when each action starts."""
         return self._by_rank(self.timing.start_s)
 
     @cached_property
     def end_s(self) -> tuple[FloatArray, ...]:
-        """When each action ends."""
+        """Time when each action ends."""
         return self._by_rank(self.timing.end_s)
 
     @cached_property
     def hop_s(self) -> tuple[FloatArray, ...]:
-        """Transfer of what each action consumes; 0 where it needs none or the result is on the rank already."""
+        """Seconds to transfer the result that each action consumes; 0 where there is none or it is on the same rank."""
         return self._by_rank(self.timing.hop_s)
 
     @cached_property
     def arrival_s(self) -> tuple[FloatArray, ...]:
-        """When what each action consumes is there; 0 for the first stage's forwards and for weight gradients."""
+        """Time when each action's input has arrived; 0 for the first stage's forwards and for weight gradients."""
         return self._by_rank(self.timing.arrival_s)
 
     @cached_property
@@ -99,30 +101,30 @@ class Timeline:
 
     @cached_property
     def peak_in_flight_chunks(self) -> IntArray:
-        """Most (virtual stage, micro-batch) activations held at once, per rank."""
+        """The most (virtual stage, micro-batch) activations held at once, per rank."""
         if self.schedule.forward_only:
             return np.ones(self.schedule.pp, dtype=np.int32)
         return np.array([np.cumsum(change).max(initial=0) for change in self._by_rank(self._changes)], dtype=np.int32)
 
     @property
     def peak_in_flight_microbatches(self) -> FloatArray:
-        """Most activations held per rank, in units of what a pp-th of the model saves for one micro-batch."""
+        """The most activations held per rank, in micro-batches: all that a pp-th of the model saves of one is 1."""
         return self.peak_in_flight_chunks / self.schedule.vpp
 
     @cached_property
     def peak_activation_bytes(self) -> FloatArray:
-        """Most activation bytes held at once, per rank; the order alone decides it."""
+        """The most activation bytes held at once, per rank; they depend on the order alone."""
         saved = self._by_rank(self._changes * self._unit)
         return np.array([np.cumsum(change).max(initial=0.0) for change in saved])
 
     @cached_property
     def activation_times_s(self) -> tuple[FloatArray, ...]:
-        """Per rank: when the activations held change, at the start of a forward or the end of a weight gradient."""
+        """Times, per rank, when its activations change: at the start of a forward or the end of a weight gradient."""
         return tuple(times_s for times_s, _ in self._activation_curves)
 
     @cached_property
     def activation_held_bytes(self) -> tuple[FloatArray, ...]:
-        """Per rank: bytes held from that time on; counted in activations where no bytes were given."""
+        """Bytes held, per rank, from each of these times on; a number of activations where no bytes were given."""
         return tuple(held for _, held in self._activation_curves)
 
     @property
@@ -138,12 +140,15 @@ class Timeline:
 
     @property
     def span_s(self) -> FloatArray:
-        """From the first start to the last end, per rank; a run without flushes repeats after the longest of them."""
+        """Seconds from first start to last end, per rank; a run without flushes repeats after the longest of them."""
         return np.array([end[-1] - start[0] for start, end in zip(self.start_s, self.end_s, strict=True)])
 
     @cached_property
     def _changes(self) -> FloatArray:
-        """Along the graph: +1 where an activation appears, −1 where it goes; forward-only runs keep nothing."""
+        """Change of the activations held, along the graph: +1 at a forward, −1 where one is freed.
+
+        Runs without backwards keep nothing.
+        """
         kind = self.graph.kind
         appears = (kind == F) & (not self.schedule.forward_only)
         changes: FloatArray = appears.astype(np.float64) - ((kind == B) | (kind == W))
@@ -155,7 +160,10 @@ class Timeline:
 
     @cached_property
     def _activation_curves(self) -> list[tuple[FloatArray, FloatArray]]:
-        """A backward that ends as a forward starts frees before the forward allocates."""
+        """Times and held bytes per rank.
+
+        A backward that ends at the time when a forward starts frees its activation before the forward takes memory.
+        """
         curves = []
         for positions in self.graph.position:
             change = self._changes[positions - 1]

@@ -1,4 +1,4 @@
-"""Schedules as the CSV that torch.distributed.pipelining loads: one row of compute actions per rank.
+"""Schedules in the CSV that torch.distributed.pipelining loads, with one row of compute actions per rank.
 
 `_PipelineScheduleRuntime(stages, num_microbatches, loss_fn)._load_csv(file)` runs it; torch adds sends and receives.
 The spelling is that of torch 2.13 (`_Action.from_str`).
@@ -19,8 +19,8 @@ def to_torch_csv(schedule: Schedule) -> str:
     """The schedule in `_load_csv`'s compute-only format.
 
     Forwards that run together with a backward (DualPipeV) are written `(0F8;7B0)OVERLAP_F_B`; torch runs the two one
-    after the other unless a custom function is registered. Raises SpecError for what torch's runtime cannot run: two
-    copies of the model, steps without a flush, forwards alone, lists that deadlock.
+    after the other unless a custom function is registered. Raises SpecError for schedules that torch's runtime cannot
+    run: two copies of the model, steps without a flush, forwards alone, lists that deadlock.
     """
     for refused, why in (
         (schedule.num_directions > 1, "holds the model twice; torch places each stage on one rank"),
@@ -45,7 +45,7 @@ def to_torch_csv(schedule: Schedule) -> str:
 
 
 def from_torch_csv(text: str, name: str = "csv") -> Schedule:
-    """Read compute actions back, idle cells skipped; raises SpecError unless they form a schedule that can run."""
+    """Read compute actions back and skip idle cells; raises SpecError unless they form a schedule that can run."""
     ranks: list[tuple[Action, ...]] = []
     overlapped: list[tuple[int, ...]] = []
     for row in csv.reader(io.StringIO(text)):

@@ -10,16 +10,22 @@ from planner.schedule.tape import Tape
 
 
 def zb_h1(pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None) -> Schedule:
-    """1F1B in which rank r puts off its weight gradients by r micro-batches, so that every rank uses the memory of the
-    first rank of 1F1B (Qi et al. 2023, §3; for vpp > 1 the order of torch's ScheduleInterleavedZeroBubble)."""
+    """ZB-H1: 1F1B in which rank r delays its weight gradients by r micro-batches.
+
+    Every rank then uses the memory of the first rank of 1F1B (Qi et al. 2023, §3; for vpp > 1 the order of torch's
+    ScheduleInterleavedZeroBubble).
+    """
     group = microbatch_group_size or pp
     ahead = [(vpp - 1) * group + pp - 1 - rank for rank in range(pp)]
     return _split_one_forward_one_backward("zb-h1", vpp, num_microbatches, group, ahead, delay=range(pp))
 
 
 def zb_h2(pp: int, num_microbatches: int) -> Schedule:
-    """As ZB-H1 with twice the warm-up and twice the delay: no bubble but the skew of the ranks when f = i = w, for up
-    to 2·pp − 1 micro-batches in flight (Qi et al. 2023, §3)."""
+    """ZB-H2: like ZB-H1, with twice the warm-up and twice the delay.
+
+    When f = i = w, ranks idle only because they start and end one after the other; up to 2·pp − 1 micro-batches are in
+    flight (Qi et al. 2023, §3).
+    """
     ahead = [2 * (pp - 1 - rank) for rank in range(pp)]
     return _split_one_forward_one_backward("zb-h2", 1, num_microbatches, pp, ahead, delay=range(0, 2 * pp, 2))
 
@@ -27,7 +33,11 @@ def zb_h2(pp: int, num_microbatches: int) -> Schedule:
 def _split_one_forward_one_backward(
     name: str, vpp: int, num_microbatches: int, group: int, ahead: Sequence[int], delay: Sequence[int]
 ) -> Schedule:
-    """Rank r runs ahead[r] forwards, then F I and, once delay[r] weight gradients are owed, W; the rest at the end."""
+    """A 1F1B order with split backwards.
+
+    Rank r runs ahead[r] forwards, then F and I in turn, each pair followed by a W once more than delay[r] weight
+    gradients are owed; the W that are left run at the end.
+    """
     pp = len(ahead)
     visits = list(zip(*(array.tolist() for array in grouped_visits(vpp, num_microbatches, group)), strict=True))
     ranks = []
@@ -51,8 +61,11 @@ def v_placement(pp: int) -> tuple[int, ...]:
 
 
 def zb_v(pp: int, num_microbatches: int) -> Schedule:
-    """Two chunks per rank in a V, so that first and last stage share a rank; the memory of 1F1B's first rank on all and
-    no bubble but the skew of the ranks when f = i = w (Qi et al. 2024, §6; order of torch's ScheduleZBVZeroBubble)."""
+    """ZB-V: two chunks per rank in a V, so that first and last stage share a rank.
+
+    Every rank uses the memory of 1F1B's first rank. When f = i = w, ranks idle only because they start and end one
+    after the other (Qi et al. 2024, §6; order of torch's ScheduleZBVZeroBubble).
+    """
     padded = max(2 * pp - 1, num_microbatches)
     ranks = []
     for rank in range(pp):

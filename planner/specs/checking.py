@@ -1,4 +1,4 @@
-"""Values to a spec, or one SpecError that says which of them is wrong."""
+"""Makes a spec of values, or raises one SpecError that says which of them is wrong."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class ClusterSpec(Spec):
     num_gpus: PositiveInt = Field(le=10_000_000)
     """GPUs of the cluster."""
     gpus_per_node: PositiveInt | None = None
-    """Given none, the profile's; given another number, tiers as wide as a node shrink or grow with it."""
+    """GPUs of a node; given none, the profile's. With another number, tiers as wide as a node shrink or grow too."""
     network_gb_per_s: PositiveFloat | None = None
     """Network rate per GPU and direction between nodes; given none, the profile's."""
 

@@ -22,9 +22,9 @@ class GemmEfficiency(Spec):
     forward_fraction: Share = 0.69
     """Share of peak that large products sustain under the power limit: y = x·wᵀ."""
     dgrad_fraction: Share = 0.69
-    """dx = dy·w."""
+    """Share of peak that large products sustain for the input gradient: dx = dy·w."""
     wgrad_fraction: Share = 0.69
-    """dw = dyᵀ·x."""
+    """Share of peak that large products sustain for the weight gradient: dw = dyᵀ·x."""
     wave_fraction: Share = 0.93
     """Share of peak inside one full wave of tiles, before the power limit: what tile and wave quantization divide."""
     ramp_k: NonNegativeFloat = 180.0
@@ -34,8 +34,8 @@ class GemmEfficiency(Spec):
     memory_fraction: Share = 0.9
     """Share of HBM bandwidth at which thin products stream their operands."""
     accumulate_fraction: Fraction = 0.6
-    """Share that its FLOPs do not hide of the bytes which a product moves to add its result to a main gradient: 0.50 on
-    A100 and 0.63 on B200 (`scripts/calibrate kernels a100-pcie`, `b200`)."""
+    """Share of the bytes moved to add a product's result to a main gradient that the product's FLOPs do not hide: 0.50
+    on A100 and 0.63 on B200 (`scripts/calibrate kernels a100-pcie`, `b200`)."""
     fp8_factor: PositiveFloat = 1.0
     """Factor on the bf16 fractions for 8-bit and narrower dtypes; below 1 where scaling costs more than it saves."""
     mx_factor: PositiveFloat = 1.0
@@ -77,7 +77,7 @@ class Efficiency(Spec):
     evidence: Literal["probed", "measured", "family", "spec_sheet"] = "spec_sheet"
     """Corrected by a probe of a plan, measured on this GPU, on another of its silicon generation, or on neither."""
     source: str = ""
-    """Where the block's numbers come from."""
+    """Source of the block's numbers."""
     gemm: GemmEfficiency = GemmEfficiency()
     """Products."""
     flash: AttentionEfficiency = AttentionEfficiency(

@@ -30,7 +30,7 @@ class LinkTier(Spec):
     link_gb_per_s: PositiveFloat | None = None
     """Rate of the link between two GPUs where no switch joins them: among n GPUs each has n − 1 such links."""
     source: str = ""
-    """Where the tier's numbers come from."""
+    """Source of the tier's numbers."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -52,7 +52,7 @@ class ReservedMemory(Spec):
     fragmentation_fraction: Fraction = 0.03
     """Share of allocated memory that the allocator holds beside it and nobody can use."""
     source: str = ""
-    """Where these numbers come from."""
+    """Source of these numbers."""
 
     @property
     def context_bytes(self) -> float:
@@ -95,7 +95,7 @@ class HardwareSpec(Spec):
     watts_per_gpu: PositiveFloat | None = None
     """Facility power per GPU, CPUs and network included."""
     price_source: str = ""
-    """Where price and power come from."""
+    """Source of price and power."""
 
     @model_validator(mode="after")
     def _tiers_widen(self) -> HardwareSpec:

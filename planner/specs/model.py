@@ -75,7 +75,7 @@ class TrainingDefaults(Spec):
     tokens_per_step: PositiveInt
     """Tokens of an optimizer step."""
     source: str = ""
-    """Where these numbers come from."""
+    """Source of these numbers."""
 
 
 _MOE_FIELDS = frozenset(MoESpec.model_fields)
@@ -105,7 +105,7 @@ class ModelSpec(Spec):
     num_key_value_heads: PositiveInt
     """Key-value heads (grouped-query attention); given none, as many as query heads."""
     head_dim: PositiveInt
-    """Given none, hidden_size / num_attention_heads."""
+    """Width of a head; given none, hidden_size / num_attention_heads."""
     vocab_size: PositiveInt = Field(le=10**8)
     """Tokens of the vocabulary, before padding."""
     tie_word_embeddings: bool = False
@@ -133,7 +133,7 @@ class ModelSpec(Spec):
     attention_sinks: bool = False
     """One learned sink logit per query head (gpt-oss)."""
     position_embedding: Literal["rope", "learned", "alibi", "none"]
-    """Given none: learned where max_position_embeddings is set and the MLP is not gated, else rope where it is."""
+    """Kind of positions. Given none: rope where the MLP is gated, else learned where max_position_embeddings is set."""
     rope_theta: PositiveFloat | None = None
     """Base of the rotary frequencies: no size and no price depends on it, a trainer's configuration does."""
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""Files the user names, read with suspicion: whatever is wrong with one is a SpecError that names it."""
+"""Reads files that the user names; anything wrong with one is a SpecError that names the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ except ImportError:  # PyYAML built without libyaml: the same language, ten time
     from yaml import SafeLoader  # type: ignore[assignment]
 
 MAX_BYTES = 2**20
-"""A spec is a page of text; anything larger was named by mistake."""
+"""The most bytes of a file that is read: a spec is a page of text, and a larger file was named by mistake."""
 
 MAX_DEPTH = 1000
 """The deepest nesting of YAML: libyaml composes by recursion in C, and deeper nesting would overflow its stack."""

@@ -1,4 +1,4 @@
-"""Names to files: find, read and validate models and hardware, and turn every failure into one SpecError."""
+"""Finds, reads and validates models and hardware by name, and turns every failure into one SpecError."""
 
 from __future__ import annotations
 

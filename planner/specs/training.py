@@ -64,15 +64,15 @@ class Parallelism(Spec):
     micro_batch_size: PositiveInt = 1
     """Sequences of a micro-batch."""
     schedule: ScheduleName | None = None
-    """Given none: 1f1b, interleaved-1f1b where vpp > 1, none where pp = 1."""
+    """Name of the pipeline schedule; given none, 1f1b, interleaved-1f1b where vpp > 1, and none where pp = 1."""
     sequence_parallel: bool | None = None
-    """Given none: on where tp > 1."""
+    """True for sequence parallelism; given none, on where tp > 1."""
     recompute: Recompute = "none"
     """Activations that are recomputed: none, those of some modules, or those of whole layers."""
     recompute_modules: tuple[str, ...] = ()
     """Megatron's module names; given none, `selective` means core attention, and some under `none` mean `selective`."""
     recompute_num_layers: PositiveInt | None = None
-    """Under full recompute: how many layers of each stage (the first ones); given none, all."""
+    """Layers of each stage (its first ones) that full recompute covers; given none, all."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO's stage, the last of what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 gradients, 3 weights; given
     none, 1."""
@@ -87,7 +87,7 @@ class Parallelism(Spec):
     @field_validator("fsdp", mode="before")
     @classmethod
     def _sharded(cls, value: object) -> object:
-        """JSON's true is all ranks, and what says no is none."""
+        """Read JSON's true as all ranks, and values that say no as none."""
         if value is False or (isinstance(value, str) and value.strip().lower() in ("", "no", "none", "false", "off")):
             return None
         if value is True:
