@@ -51,12 +51,11 @@ def any_chunks_bound_s(nodes: Nodes, choices: Sequence[RecomputeChoice]) -> Floa
     """
     bounds = []
     for choice in choices:
-        shapes, base = nodes.shapes, choice.mode
-        if choice.whole == "any_modules":
-            if shapes.module_sets is None:
-                continue
-            shapes, base = shapes.with_any_modules(), "none"
-        bounds.append(_level_s(nodes, shapes, base, may_recompute=choice.whole not in ("none", "all")))
+        if choice.whole != "any_modules":
+            bounds.append(_level_s(nodes, nodes.shapes, choice.mode, choice.whole not in ("none", "all")))
+        elif nodes.shapes.module_sets is not None:
+            for modules in nodes.shapes.module_sets.tables:
+                bounds.append(_level_s(nodes, nodes.shapes.with_modules(modules), "selective", False))
     return np.asarray(np.min(bounds, axis=0))
 
 
