@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
-from planner.physics.stage_memory import static_bytes
+from planner.physics.stage_memory import relaxed_peak_bytes, static_bytes
 from planner.schedule.orders import SCHEDULES, placement
 from planner.search.module_sets import Modules, ModuleSets, useful_sets
 from planner.shape import FloatArray, Number, Shape
@@ -200,7 +200,7 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
         free = np.repeat(usable[rows, None], pp, axis=1)
         free[:, 0] -= ends[0][rows]
         free[:, -1] -= ends[1][rows]
-        per_layer = static[rows, None] + in_flight * live[rows, None]
+        per_layer = relaxed_peak_bytes(static[rows, None], in_flight * live[rows, None], 0.0)
         room[rows] = np.floor(np.maximum(free, 0.0) / per_layer).sum(axis=1)
     return room
 

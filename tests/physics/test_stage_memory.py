@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from toys import toy_model, toy_problem
+from toys import toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.layout.activations import activation_peaks_bytes, peaks_of_schedule
-from planner.physics.stage_memory import fixed_workspace_bytes, stage_memory
-from planner.schedule.orders import SCHEDULES, build_schedule, violation
+from planner.layout.candidate import Candidate
+from planner.layout.split import Split, even_counts
+from planner.physics.stage_memory import (
+    fixed_bytes,
+    fixed_workspace_bytes,
+    relaxed_peak_bytes,
+    stage_memory,
+    static_bytes,
+)
+from planner.schedule.orders import SCHEDULES, build_schedule, chunks_in_flight, violation
 from planner.shape import Shape
+from planner.trainers.load import RUNTIMES
 
 PP, NUM_MICROBATCHES = 4, 48
 
@@ -63,3 +72,37 @@ def test_narrow_gradients_are_copied_for_the_optimizer() -> None:
     beside = held[2].activations_bytes + held[2].logits_bytes + held[2].workspace_bytes
     assert beside == pytest.approx(copied)
     assert held[4].activations_bytes + held[4].logits_bytes + held[4].workspace_bytes < copied
+
+
+@pytest.mark.parametrize("trainer", RUNTIMES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_relaxation_is_never_above_the_exact_peak(trainer: str, dtype: str) -> None:
+    """With the micro-batches that an order certainly holds, and any transient that the rank certainly needs."""
+    problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(16, dtype=dtype), trainer, cp=(1,))
+    compared = 0
+    for table, schedule, choice in list(problem.nodes())[::7]:
+        shape, base = table.shape, choice.mode
+        pp, vpp, microbatches = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+        candidate = Candidate(problem.pricing, table, Split(even_counts(8, pp * vpp), base), schedule)
+        if base == "full":
+            continue
+        for rank, (cost, stage) in enumerate(zip(candidate.rank_costs, candidate.memory, strict=True)):
+            chunks = [part for part, at in zip(candidate.costs, candidate.placement, strict=True) if at == rank]
+            held = chunks_in_flight(schedule, pp, vpp, microbatches)[rank]
+            live = sum(count * float(part.live_bytes) for count, part in zip(held, chunks, strict=True))
+            relaxed = relaxed_peak_bytes(float(cost.static_bytes), live, float(cost.transient_bytes))
+            assert relaxed + fixed_bytes(problem.pricing, table) <= stage.peak_allocated_bytes + 8
+            compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("trainer", RUNTIMES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_static_bytes_of_a_part_are_those_it_is_priced_with(trainer: str, dtype: str) -> None:
+    """Weights that stay in 16 bits under 8-bit recipes too: the head, the embedding."""
+    problem = toy_problem(toy_model(4, vocab_size=64_000), toy_cluster(8), toy_training(16, dtype=dtype), trainer)
+    pricing = problem.pricing
+    for shape in problem.shapes()[::5]:
+        table = pricing.table(shape)
+        for part in (table.embedding, table.head, *table.layers.values()):
+            assert float(static_bytes(part, shape, pricing.runtime, dtype)) == pytest.approx(float(part.static_bytes))

@@ -132,6 +132,22 @@ def bounded_nodes(problem: Problem, rng: random.Random) -> Iterator[Bounded]:
                 )
 
 
+def num_held(problem: Problem, rng: random.Random) -> int:
+    """Splits of some of the problem's nodes that fit, none of which is quicker than any bound of its node says."""
+    replayed = 0
+    for node in bounded_nodes(problem, rng):
+        for split in node.splits(rng):
+            step_s = node.step_s(split)
+            if math.isinf(step_s):
+                continue
+            replayed += 1
+            where = problem.runtime.name, node.schedule, node.choice, node.table.shape, split
+            assert node.may_fit, where
+            assert node.coarse_s <= step_s * (1 + RELATIVE), where
+            assert node.node_s <= step_s * (1 + RELATIVE), where
+    return replayed
+
+
 @pytest.mark.parametrize(
     "seeds",
     # the last two: a first chunk that is shorter than the others, of which its rank holds most
@@ -142,16 +158,7 @@ def test_no_bound_is_above_any_replay(seeds: Sequence[int], design: dict[str, An
     replayed = 0
     for seed in seeds:
         rng = random.Random(10_000 + seed)
-        for one in bounded_nodes(random_problem(seed, design), rng):
-            for split in one.splits(rng):
-                step_s = one.step_s(split)
-                if math.isinf(step_s):
-                    continue
-                replayed += 1
-                where = seed, one.schedule, one.choice, one.table.shape, split
-                assert one.may_fit, where
-                assert one.coarse_s <= step_s * (1 + RELATIVE), where
-                assert one.node_s <= step_s * (1 + RELATIVE), where
+        replayed += num_held(random_problem(seed, design), rng)
     assert replayed > 80
 
 
@@ -161,16 +168,7 @@ def test_no_bound_is_above_any_replay_whatever_the_trainer(trainer: str) -> None
     replayed = 0
     for seed in range(300, 312):
         rng = random.Random(30_000 + seed)
-        for one in bounded_nodes(random_problem(seed, trainer=trainer), rng):
-            for split in one.splits(rng):
-                step_s = one.step_s(split)
-                if math.isinf(step_s):
-                    continue
-                replayed += 1
-                where = seed, one.schedule, one.choice, one.table.shape, split
-                assert one.may_fit, where
-                assert one.coarse_s <= step_s * (1 + RELATIVE), where
-                assert one.node_s <= step_s * (1 + RELATIVE), where
+        replayed += num_held(random_problem(seed, trainer=trainer), rng)
     assert replayed > 40
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.physics.cost import PartCost
+from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.search.bounds.orders import Orders
 from planner.search.priced_shapes import PricedShapes
 from planner.shape import FloatArray, Number
@@ -36,7 +37,12 @@ def layer_bytes(shapes: PricedShapes, mode: Recompute, in_flight: FloatArray) ->
     """Bytes that a layer of each kind (first axis) needs on ranks (last axis) with `in_flight` micro-batches."""
     parts = [shapes.table.layers[kind, mode] for kind in shapes.pricing.model.kinds]
     return np.array(
-        [shapes.static_bytes(p)[:, None] + in_flight * shapes.part(p, "live_bytes")[:, None] for p in parts]
+        [
+            relaxed_peak_bytes(
+                shapes.static_bytes(part)[:, None], in_flight * shapes.part(part, "live_bytes")[:, None], 0.0
+            )
+            for part in parts
+        ]
     )
 
 

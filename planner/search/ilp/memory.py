@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.search.ilp.formulation import Expression, Formulation
 from planner.search.ilp.rank_sums import RankSums
 from planner.specs.model import LayerKind
@@ -26,7 +27,8 @@ def add_memory(program: Formulation, sums: RankSums) -> list[Expression]:
         loss_bytes = float(node.head.transient_bytes) if rank == node.placement[-1] else 0.0
         transient_bytes = max(loss_bytes, least)
         short_bytes = node.short_bytes[rank] if node.short_bytes else 0.0
-        needed = sums.total(rank, "static_bytes") + _live_bytes(sums, rank) + transient_bytes + short_bytes
+        peak = relaxed_peak_bytes(sums.total(rank, "static_bytes"), _live_bytes(sums, rank), transient_bytes)
+        needed = peak + short_bytes
         needed_bytes.append(needed)
         program.add_row("memory", f"memory_{rank}", needed * (1 / GIB) <= usable_gib)
         for number, (on_rank, kind, mode) in enumerate(_layers_by_mode(sums, rank)):
