@@ -1,0 +1,113 @@
+"""Numbers that no change may move unnoticed: prices of layers, and bounds of nodes, for jobs of every kind.
+
+They are not right by themselves: other tests hold the physics against torch, closed forms and published runs. They say
+that a change which means to change no number does not. `scripts/pin` writes them anew; the commit says why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from planner.errors import SpecError
+from planner.layout.evaluate import pricing_of, selective_modules
+from planner.physics.pricing import Pricing
+from planner.search.bounds.pipeline import coarse_bound_s
+from planner.search.enumerate import enumerate_shapes
+from planner.search.frontier import ANY_SET, nodes_of
+from planner.search.priced_shapes import fits, priced_shapes
+from planner.search.search import recompute_choices
+from planner.search.uneven import any_chunks_bound_s, level_guess_s
+from planner.shape import Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import SearchLimits, TrainingSpec
+from planner.trainers.load import load_runtime
+
+MODELS = ("llama-3.1-8b", "gemma-3-27b", "deepseek-v2-lite", "deepseek-v3", "mixtral-8x7b", "gpt-oss-20b", "gpt3-175b")
+TRAINERS = ("megatron", "torchtitan", "torch-eager", "torch-fsdp", "nanotron", "megatron-2021", "megatron-deepspeed")
+SHAPES: tuple[dict[str, int], ...] = (
+    {"dp": 16, "micro_batch_size": 2, "num_microbatches": 4},
+    {"dp": 8, "micro_batch_size": 1, "num_microbatches": 8, "zero_stage": 3, "shard_size": 4},
+    {"tp": 4, "dp": 2, "pp": 2, "vpp": 2, "num_microbatches": 16, "sequence_parallel": 1},
+    {"tp": 2, "cp": 2, "dp": 4, "pp": 2, "num_microbatches": 8, "sequence_parallel": 1},
+    {"tp": 2, "dp": 8, "ep": 8, "etp": 1, "pp": 2, "num_microbatches": 8, "sequence_parallel": 0},
+)
+FIELDS = (
+    "forward_total_s", "input_grad_total_s", "weight_grad_s", "live_bytes", "transient_bytes", "logits_bytes",
+    "weights_bytes", "gradients_bytes", "optimizer_bytes", "parameters", "reduce_s", "gather_s", "optimizer_s",
+)  # fmt: skip
+JOBS: tuple[tuple[str, int, str, int, str, dict[str, Any]], ...] = (
+    ("llama-3.1-70b", 64, "megatron", 512, "bf16", {}),
+    ("deepseek-v2-lite", 16, "megatron", 128, "fp8", {}),
+    ("gpt-oss-20b", 16, "megatron", 64, "bf16", {}),
+    ("llama-3.1-8b", 32, "torchtitan", 128, "bf16", {"schedule": ("1f1b", "interleaved-1f1b")}),
+    ("llama-3.1-8b", 32, "torch-eager", 96, "bf16", {"schedule": ("gpipe", "1f1b", "zb-h1", "zb-v", "v-half")}),
+    ("gpt3-175b", 128, "megatron-2021", 256, "bf16", {}),
+    ("mixtral-8x7b", 32, "megatron", 64, "bf16", {}),
+)
+
+
+def pricing(model: str, trainer: str, dtype: str, hardware: str, num_gpus: int, batch: int) -> Pricing:
+    spec, runtime = load_model(model), load_runtime(trainer)
+    cluster = ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus)
+    training = TrainingSpec(seq_length=4096, global_batch_size=batch, dtype=dtype)  # type: ignore[arg-type]
+    return pricing_of(spec, cluster, training, runtime, modules=selective_modules(spec, runtime))
+
+
+def prices() -> dict[str, list[float]]:
+    """Prices of each part of each layout, by model, trainer, dtype, shape and part."""
+    numbers: dict[str, list[float]] = {}
+    for first, model in enumerate(MODELS):
+        for number, trainer in enumerate(TRAINERS):
+            if (number - first) % len(TRAINERS) > 2 and trainer != "megatron":
+                continue  # each model with three trainers and Megatron
+            dtype, hardware = ("fp8", "h200") if number % 3 == 0 else ("bf16", "a100" if number % 3 == 1 else "h100")
+            priced = pricing(model, trainer, dtype, hardware, 32, 128)
+            for sizes in SHAPES:
+                if sizes.get("ep", 1) > 1 and priced.model.moe is None:
+                    continue
+                name = f"{model} {trainer} {dtype} {' '.join(f'{k}={v}' for k, v in sizes.items())}"
+                try:
+                    table = priced.table(Shape.of(**{"seq_length": 4096} | sizes))
+                except SpecError:
+                    continue
+                parts = {f"{kind}/{mode}": part for (kind, mode), part in table.layers.items()}
+                parts |= {"embedding": table.embedding, "head": table.head, "beside": table.head_beside_embedding}
+                parts |= {} if table.mtp is None else {"mtp": table.mtp}
+                parts |= {f"mtp/{mode}": part for mode, part in table.mtp_recomputed.items()}
+                for label, part in parts.items():
+                    numbers[f"{name}: {label}"] = [float(getattr(part, field)) for field in FIELDS]
+                numbers[f"{name}: all"] = [float(table.p2p_s), float(table.usable_bytes), float(table.tail_s)]
+    return numbers
+
+
+def bounds() -> dict[str, list[float]]:
+    """Counts of shapes and nodes that could fit, and sums of their bounds, by job and way to recompute."""
+    numbers: dict[str, list[float]] = {}
+    for model, num_gpus, trainer, batch, dtype, pins in JOBS:
+        priced = pricing(model, trainer, dtype, "h100" if dtype == "fp8" else "a100", num_gpus, batch)
+        limits, runtime = SearchLimits(**pins), load_runtime(trainer)
+        shapes, _ = enumerate_shapes(priced.model, priced.cluster, priced.training, limits, runtime)
+        table = priced_shapes(priced, shapes, with_sets=True)
+        name = f"{model} {trainer} {dtype}"
+        can_fit = fits(table, ("1f1b", "interleaved-1f1b"))
+        numbers[name] = [float(len(can_fit)), float(can_fit.sum()), *_summed(coarse_bound_s(table)),
+                         *_summed(coarse_bound_s(table, splits_backward=True))]  # fmt: skip
+        choices = [*recompute_choices(priced.model, runtime, limits), *([ANY_SET] if table.module_sets else [])]
+        for number, (_, nodes) in enumerate(nodes_of(table, limits)):
+            for choice in choices:
+                label = f"{name} {number} {choice.base}/{choice.whole}"
+                numbers[label] = [*_summed(nodes.bound_s(choice)), *_summed(nodes.guess_s(choice))]
+            numbers[f"{name} {number} any chunks"] = [
+                *_summed(any_chunks_bound_s(nodes, choices)),
+                *(value for any_memory in (False, True) for value in _summed(level_guess_s(nodes, any_memory))),
+            ]
+    return numbers
+
+
+def _summed(bound_s: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
+    """Number of finite bounds, and their sum."""
+    finite = bound_s[np.isfinite(bound_s)]
+    return float(len(finite)), float(finite.sum())
