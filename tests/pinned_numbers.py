@@ -18,7 +18,7 @@ from planner.search.enumerate import enumerate_shapes
 from planner.search.frontier import ANY_SET, nodes_of
 from planner.search.priced_shapes import fits, priced_shapes
 from planner.search.search import recompute_choices
-from planner.search.uneven import any_chunks_bound_s, level_guess_s
+from planner.search.uneven import level_guess_s
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
@@ -100,10 +100,8 @@ def bounds() -> dict[str, list[float]]:
             for choice in choices:
                 label = f"{name} {number} {choice.base}/{choice.whole}"
                 numbers[label] = [*_summed(nodes.bound_s(choice)), *_summed(nodes.guess_s(choice))]
-            numbers[f"{name} {number} any chunks"] = [
-                *_summed(any_chunks_bound_s(nodes, choices)),
-                *(value for any_memory in (False, True) for value in _summed(level_guess_s(nodes, any_memory))),
-            ]
+            guesses = [_summed(level_guess_s(nodes, any_memory)) for any_memory in (False, True)]
+            numbers[f"{name} {number} uneven chunks"] = [value for guess in guesses for value in guess]
     return numbers
 
 

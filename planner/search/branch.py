@@ -29,7 +29,7 @@ from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, wit
 from planner.search.priced_shapes import PricedShapes
 from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
-from planner.search.uneven import SHAPES, any_chunks_bound_s, improved, level_guess_s, level_split
+from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
 from planner.specs.training import Recompute, SearchLimits
 
@@ -71,8 +71,6 @@ class Branch:
     """Number of nodes for which every split was tried, by a bound of its own or by a replay."""
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
-    any_chunks_bound_s: float = 0.0
-    """The same for interleaved chunks of any length, in seconds; 0 if it was not worked out."""
     complete: bool = True
     tables: dict[Prices, CostTable] = field(default_factory=dict)
     """The cost table of each runtime, set of modules and shape; vpp does not change it."""
@@ -141,7 +139,7 @@ class Branch:
     def try_uneven_chunks(self, frontier: Frontier) -> None:
         """Try inner chunks of different lengths in the shapes that could gain by them.
 
-        If one of them is the best afterwards, a bound for chunks of any length is worked out for every shape.
+        They are judged by replay, and change no proof: that is about equal chunks.
         """
         best = self.best
         if best is None or not best.pricing.runtime.uneven_chunks or self._late():
@@ -169,17 +167,6 @@ class Branch:
                     self._keep(improved(level, best.step_s))
                 if self._late():
                     return
-        if self.best is not best:
-            least_s = [float(any_chunks_bound_s(nodes, self.choices).min(initial=np.inf)) for nodes in blocks]
-            self.any_chunks_bound_s = min([self.lower_bound_s, *least_s])
-
-    def bound_of_chunks(self, step_s: float) -> tuple[bool, float]:
-        """True if the proof covers chunks of any length, and the lower bound in seconds of that proof.
-
-        If the best step is below the bound for equal chunks, only the bound for chunks of any length proves anything.
-        """
-        is_any = step_s < self.lower_bound_s and self.any_chunks_bound_s > 0
-        return is_any, self.any_chunks_bound_s if is_any else self.lower_bound_s
 
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, the most promising first, until none can be among the alternatives asked for.

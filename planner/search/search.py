@@ -16,6 +16,7 @@ from planner.layout.evaluate import pricing_of, runtime_of
 from planner.layout.expressible import export_warnings
 from planner.layout.price import price_layout
 from planner.physics.layers import ModelTotals, model_totals
+from planner.schedule.orders import SCHEDULES
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import Branch, key_of
 from planner.search.case import Case
@@ -142,10 +143,9 @@ def _report(
     """A report of how sure the answer is: proven within the asked gap, bounded by a wider one, or stopped by time.
 
     The gap is how far the replayed best step is above the least bound of all nodes. A best layout with uneven chunks
-    may be faster than the bound for equal chunks; then the bound for chunks of any length is reported.
+    may be faster than that bound, which is about equal chunks; then there is no gap.
     """
-    is_any, bound_s = branch.bound_of_chunks(step_s)
-    bound_s = min(bound_s, step_s)
+    bound_s = min(branch.lower_bound_s, step_s)
     tried = [name for shapes, limits in priced for name in schedules_tried(limits, shapes.pricing.runtime)]
     schedules = tuple(name for name in dict.fromkeys(tried) if name != "none")
     gap = step_s / bound_s - 1
@@ -164,9 +164,9 @@ def _report(
             schedules=schedules,
             recompute_modules=_module_sets(branch, priced),
             switches={},
-            chunks="any" if is_any else "equal",
+            chunks="equal" if _interleaves(schedules) else "any",
         ),
-        unsearched=tuple(_unsearched(priced[0][0], is_any)),
+        unsearched=tuple(_unsearched(priced[0][0], schedules)),
     )
 
 
@@ -182,9 +182,14 @@ def _module_sets(branch: Branch, priced: Sequence[tuple[PricedShapes, SearchLimi
     return tuple(dict.fromkeys(sets))
 
 
-def _unsearched(shapes: PricedShapes, any_chunks: bool) -> Iterator[str]:
+def _interleaves(schedules: Sequence[str]) -> bool:
+    """True if ranks may hold several chunks under one of the schedules."""
+    return any(SCHEDULES[name].max_vpp > 1 for name in schedules if name in SCHEDULES)
+
+
+def _unsearched(shapes: PricedShapes, schedules: Sequence[str]) -> Iterator[str]:
     """The choices that the trainer could be told and the search left out, in words."""
-    if shapes.pricing.runtime.uneven_chunks and not any_chunks:
+    if shapes.pricing.runtime.uneven_chunks and _interleaves(schedules):
         yield "uneven inner chunks but those tried around the best"
     if shapes.module_sets is not None and len(shapes.module_sets.tables) >= MAX_SETS:
         yield "other sets of modules"

@@ -20,10 +20,7 @@ from planner.physics.cost import PartCost
 from planner.schedule.orders import SCHEDULES
 from planner.search.bounds.pipeline import busiest_rank_s, schedule_bound_s
 from planner.search.frontier import BOUNDLESS_BYTES, Nodes
-from planner.search.ilp.translate import RecomputeChoice
-from planner.search.priced_shapes import PricedShapes
 from planner.shape import FloatArray
-from planner.specs.training import Recompute
 
 SHAPES = 6
 """Number of shapes that are tried, the most promising first."""
@@ -41,30 +38,9 @@ def level_guess_s(nodes: Nodes, any_memory: bool) -> FloatArray:
     shapes = nodes.shapes
     if any_memory:
         shapes = replace(shapes, pricing=replace(shapes.pricing, headroom_bytes=-BOUNDLESS_BYTES))
-    return _level_s(nodes, shapes, "none", may_recompute=False)
-
-
-def any_chunks_bound_s(nodes: Nodes, choices: Sequence[RecomputeChoice]) -> FloatArray:
-    """A lower bound of each row's step in seconds, for chunks of any length; infinite without interleaving.
-
-    It holds for each of the choices of recompute.
-    """
-    bounds = []
-    for choice in choices:
-        if choice.whole != "any_modules":
-            bounds.append(_level_s(nodes, nodes.shapes, choice.mode, choice.whole not in ("none", "all")))
-        elif nodes.shapes.module_sets is not None:
-            for modules in nodes.shapes.module_sets.tables:
-                bounds.append(_level_s(nodes, nodes.shapes.with_modules(modules), "selective", False))
-    return np.asarray(np.min(bounds, axis=0))
-
-
-def _level_s(nodes: Nodes, shapes: PricedShapes, base: Recompute, may_recompute: bool) -> FloatArray:
-    """Least seconds of each row if ranks hold any number of layers, with the fewest in flight that any chunk has."""
-    orders = replace(nodes.orders, in_flight=nodes.orders.least_in_flight)
-    no_trips = np.zeros(orders.full.shape)
-    busiest = busiest_rank_s(shapes, base, may_recompute, orders, no_trips, orders.more_in_flight)
-    least_s = schedule_bound_s(shapes, busiest, base, orders) + shapes.pricing.tail_s(shapes.shape)
+    no_trips = np.zeros(nodes.orders.full.shape)
+    busiest = busiest_rank_s(shapes, "none", False, nodes.orders, no_trips)
+    least_s = schedule_bound_s(shapes, busiest, "none", nodes.orders) + shapes.pricing.tail_s(shapes.shape)
     interleaves = np.array([SCHEDULES[name].bound == "interleaved" for name in nodes.schedules], dtype=bool)
     return np.asarray(np.where(interleaves, least_s, np.inf))
 

@@ -23,10 +23,6 @@ class Orders:
     """True if weight gradients may follow the last input gradient: a rank may then end after the way back is over."""
     in_flight: FloatArray
     """The fewest micro-batches that each rank holds at its peak; 1 in columns beyond a node's ranks."""
-    least_in_flight: FloatArray
-    """The same for a layer that may be in any of the rank's chunks."""
-    more_in_flight: FloatArray
-    """Micro-batches beyond `least_in_flight`, added up over the chunks of a rank that hold at least one layer."""
     full: npt.NDArray[np.bool_]
     """True for a rank with full chunks only: if stages interleave, every rank without the first and the last stage."""
 
@@ -43,14 +39,8 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") 
     """The properties of nodes given as (schedule, pp, vpp, num_microbatches); `kinds` says how their layers differ."""
     width = max((pp for _, pp, _, _ in nodes), default=1)
     in_flight, full = np.ones((len(nodes), width)), np.zeros((len(nodes), width), dtype=bool)
-    least, more = np.ones((len(nodes), width)), np.zeros((len(nodes), width))
     for row, (name, pp, vpp, microbatches) in enumerate(nodes):
         in_flight[row, :pp] = _least_in_flight(name, pp, vpp, microbatches, kinds)
-        least[row, :pp] = _least_in_flight(name, pp, vpp, microbatches, "in a pattern")
-        if vpp > 1 and not SCHEDULES[name].splits_backward:
-            for rank, chunks in enumerate(chunks_in_flight(name, pp, vpp, microbatches)):
-                filled_chunks = chunks[1:] if rank == 0 else chunks
-                more[row, rank] = sum(filled_chunks) - len(filled_chunks) * least[row, rank]
         if vpp > 1:
             ranks = placement(name, pp, vpp)
             full[row, :pp] = True
@@ -59,8 +49,6 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") 
         plain=np.array([SCHEDULES[name].bound == "one_f_one_b" for name, *_ in nodes], dtype=bool),
         splits=np.array([SCHEDULES[name].splits_backward for name, *_ in nodes], dtype=bool),
         in_flight=in_flight,
-        least_in_flight=least,
-        more_in_flight=more,
         full=full,
     )
 

@@ -61,29 +61,23 @@ def busiest_rank_s(
     may_recompute: bool,
     orders: Orders,
     trips_s: FloatArray,
-    more_in_flight: FloatArray | float = 0.0,
 ) -> FloatArray:
     """Least seconds of a micro-batch on the busiest rank; ranks recompute the layers that their memory forces them to.
 
     Bisection finds the least time in which all ranks together hold the layers. It does so for the layers of each kind
     with the other kinds taken as free, and for all layers with each as cheap as the cheapest. For other schedules than
     plain 1F1B the result is the least T / M: rank r has T less the trip of one micro-batch through the ranks before it.
-    The result is infinite if nothing fits. Each rank also keeps the fewest bytes that a layer of any kind keeps of
-    `more_in_flight` micro-batches.
+    The result is infinite if nothing fits.
     """
     model, trips_s = shapes.pricing.model, np.where(orders.plain[:, None], 0.0, trips_s)
     beside_s = shapes.rank_ends_s(trips_s.shape[1]) + trips_s / np.asarray(shapes.shape.num_microbatches)[:, None]
     busiest = np.maximum(shapes.work_s(base) / np.asarray(shapes.shape.pp), beside_s.max(axis=1))
     counts = shapes.pricing.kind_counts
     modes: tuple[Recompute, ...] = (base, FULL) if may_recompute else (base,)
-    live_bytes = [shapes.layer_s(mode, "live_bytes") for mode in modes]
-    ahead_bytes = more_in_flight * np.min(live_bytes, axis=(0, 1))[:, None]
     for kind, count in counts.items():
         if count >= RARE * model.num_hidden_layers:
             plain, full = shapes.table.layers[kind, base], shapes.table.layers[kind, FULL]
-            busiest = _holding_bound_s(
-                shapes, (plain, full), count, may_recompute, orders.in_flight, beside_s, busiest, ahead_bytes
-            )
+            busiest = _holding_bound_s(shapes, (plain, full), count, may_recompute, orders.in_flight, beside_s, busiest)
     if len(counts) > 1:
         plain, full = (cheapest([shapes.table.layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
         busiest = _holding_bound_s(
@@ -94,7 +88,6 @@ def busiest_rank_s(
             orders.in_flight,
             beside_s,
             busiest,
-            ahead_bytes,
         )
         busiest = np.where(exceeds_all_ranks(shapes, modes, orders), np.inf, busiest)
     return np.asarray(busiest)
@@ -125,19 +118,18 @@ def _holding_bound_s(
     in_flight: FloatArray,
     beside_s: FloatArray,
     least_s: FloatArray,
-    ahead_bytes: FloatArray,
 ) -> FloatArray:
     """Least seconds of a micro-batch on the busiest rank for `count` layers; `least_s` or more.
 
-    A layer costs layer[0], or layer[1] if it is recomputed whole. Ranks (columns) hold `in_flight` micro-batches, and
-    `ahead_bytes` beside them. `beside_s` of a micro-batch's seconds are spent on no layer.
+    A layer costs layer[0], or layer[1] if it is recomputed whole. Ranks (columns) hold `in_flight` micro-batches;
+    `beside_s` of a micro-batch's seconds are spent on no layer.
     """
     plain, full = layer
     seconds = shapes.part(plain, "total_s")[:, None]
     again = np.maximum(shapes.part(full, "total_s")[:, None] - seconds, 1e-12)
     static, live = shapes.static_bytes(plain)[:, None], shapes.part(plain, "live_bytes")[:, None]
     saved = np.maximum(live - shapes.part(full, "live_bytes")[:, None], 1.0)
-    free = np.maximum(shapes.free_bytes(plain, in_flight.shape[1]) - ahead_bytes, 0.0)
+    free = shapes.free_bytes(plain, in_flight.shape[1])
     roomy = np.floor(free / (static + in_flight * live))
     # layers = (busy + again·free/saved-bytes-in-flight) / (seconds + again·bytes per layer / saved bytes): memory binds
     rate = again / (in_flight * saved)
