@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from planner.errors import SpecError
-from planner.layout.evaluate import pricing_of, selective_modules
+from planner.layout.evaluate import evaluate, pricing_of, selective_modules
 from planner.physics.pricing import Pricing
 from planner.search.bounds.pipeline import coarse_bound_s
 from planner.search.enumerate import enumerate_shapes
@@ -22,7 +22,7 @@ from planner.search.uneven import level_guess_s
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import SearchLimits, TrainingSpec
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime
 
 MODELS = ("llama-3.1-8b", "gemma-3-27b", "deepseek-v2-lite", "deepseek-v3", "mixtral-8x7b", "gpt-oss-20b", "gpt3-175b")
@@ -47,6 +47,43 @@ JOBS: tuple[tuple[str, int, str, int, str, dict[str, Any]], ...] = (
     ("gpt3-175b", 128, "megatron-2021", 256, "bf16", {}),
     ("mixtral-8x7b", 32, "megatron", 64, "bf16", {}),
 )
+
+
+LAYOUTS: tuple[tuple[str, int, str, str, dict[str, Any]], ...] = (
+    ("llama-3.1-8b", 16, "megatron", "bf16", {"tp": 2, "pp": 4, "vpp": 2, "micro_batch_size": 1}),
+    ("llama-3.1-8b", 16, "megatron", "bf16", {"pp": 2, "recompute": "full", "recompute_num_layers": 3}),
+    ("llama-3.1-8b", 16, "torchtitan", "bf16", {"tp": 2, "pp": 2, "schedule": "1f1b"}),
+    ("llama-3.1-8b", 16, "torchtitan", "bf16", {"pp": 4, "vpp": 2, "schedule": "zb-v"}),
+    ("llama-3.1-8b", 8, "torch-fsdp", "bf16", {"fsdp": "full_shard"}),
+    ("llama-3.1-8b", 8, "megatron", "bf16", {"zero_stage": 0, "micro_batch_size": 2}),
+    ("deepseek-v3", 64, "megatron", "fp8", {"tp": 2, "pp": 16, "ep": 4, "recompute": "full"}),
+    ("deepseek-v2-lite", 16, "megatron", "bf16", {"pp": 2, "ep": 8, "recompute": "selective"}),
+    ("gpt-oss-20b", 16, "megatron", "bf16", {"pp": 4, "vpp": 3, "ep": 2}),
+    ("gpt3-175b", 64, "megatron-deepspeed", "bf16", {"tp": 8, "pp": 8}),
+    ("gpt3-175b", 64, "megatron-2021", "bf16", {"tp": 8, "pp": 4, "vpp": 2, "recompute": "full"}),
+)
+
+
+def layouts() -> dict[str, list[float]]:
+    """The seconds and bytes that are said of given layouts, by job and layout."""
+    numbers: dict[str, list[float]] = {}
+    for model, num_gpus, trainer, dtype, sizes in LAYOUTS:
+        cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus)
+        training = TrainingSpec(seq_length=4096, global_batch_size=64, dtype=dtype)  # type: ignore[arg-type]
+        best = evaluate(model, cluster, training, Parallelism(**sizes), runtime=trainer).best
+        parts = [value for part in best.stages for value in part.memory.model_dump().values() if isinstance(value, int)]
+        stages = [
+            (s.num_layers, s.in_flight_microbatches, s.num_parameters, s.forward_s, s.backward_s) for s in best.stages
+        ]
+        step = [
+            best.step.step_s,
+            best.step.mfu,
+            *(best.step.step_s_interval or ()),
+            *best.step.breakdown.model_dump().values(),
+        ]
+        name = f"{model} {trainer} {dtype} {' '.join(f'{k}={v}' for k, v in sizes.items())}"
+        numbers[name] = [*step, *parts, *(value for stage in stages for value in stage)]
+    return numbers
 
 
 def pricing(model: str, trainer: str, dtype: str, hardware: str, num_gpus: int, batch: int) -> Pricing:
