@@ -104,7 +104,6 @@ def test_fully_sharded_ranks_gather_their_weights(make_run: Any) -> None:
     for sharded, names in ((True, {"weight all-gather"}), (False, once_a_step)):
         measured = launch(make_run(("none", 1, 1, 2), dp=2, fully_sharded=sharded, check=False, num_steps=1))
         assert {exchange.name for rank in measured.ranks for exchange in rank.exchanges} == names
-        assert all((rank.steps[0].gather_s > 1e-5) != sharded for rank in measured.ranks)
 
 
 def test_ranks_that_split_sequences_hold_half_of_what_they_send_and_gather_keys(make_run: Any) -> None:
