@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from planner import ClusterSpec, Infeasible, RuntimeSpec, SearchLimits, TrainingSpec, load_runtime, plan
+from planner.schedule.orders import SCHEDULES
 from planner.trainers.rules.megatron import MEGATRON_RULES
 from planner.trainers.rules.named import RULES
 from planner.trainers.rules.of_trainer import rules_for
@@ -36,11 +37,28 @@ def test_a_model_a_gpu_and_a_trainer_are_one_file_each(folder: Path) -> None:
     assert set(MEGATRON_RULES) <= set(rules_for(runtime))
 
 
-def test_a_rule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+def names_of(name: str) -> dict[str, Any]:
+    """What the example that defines `name` defines."""
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if f"{name} = " in code)
     names: dict[str, Any] = {}
     exec(code, names)
-    rule = names["HIDDEN_SIZE"]
+    return names
+
+
+def test_a_schedule_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = names_of("GROUPED_GPIPE")["GROUPED_GPIPE"]
+    monkeypatch.setitem(SCHEDULES, kind.name, kind)
+    runtime = RuntimeSpec(name="mine", trainer="torch-eager", schedules=("none", "1f1b", kind.name))
+    cluster, limits = ClusterSpec(hardware="h100", num_gpus=8), SearchLimits(pp=(4,), tp=(1,), schedule=(kind.name,))
+    best = plan("8b", cluster, TRAINING, limits=limits, runtime=runtime)
+    assert best.parallelism.schedule == kind.name
+    assert [stage.in_flight_microbatches for stage in best.stages] == [4.0] * 4
+    usual = plan("8b", cluster, TRAINING, limits=limits.model_copy(update={"schedule": ("1f1b",)}), runtime=runtime)
+    assert usual.step.step_s < best.step.step_s, "each group is filled and drained anew"
+
+
+def test_a_rule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = names_of("HIDDEN_SIZE")["HIDDEN_SIZE"]
     monkeypatch.setitem(RULES, "mine", lambda runtime: (rule,))
     runtime, limits = RuntimeSpec(name="mine", rules=("mine",)), SearchLimits(tp=(3,))
     with pytest.raises(Infeasible) as error:
