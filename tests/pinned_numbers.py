@@ -140,8 +140,7 @@ def bounds() -> dict[str, list[float]]:
             for choice in choices:
                 label = f"{name} {number} {choice.base}/{choice.whole}"
                 numbers[label] = [*_summed(nodes.bound_s(choice)), *_summed(nodes.guess_s(choice))]
-            guesses = [_summed(level_guess_s(nodes, any_memory)) for any_memory in (False, True)]
-            numbers[f"{name} {number} uneven chunks"] = [value for guess in guesses for value in guess]
+            numbers[f"{name} {number} uneven chunks"] = [*_summed(level_guess_s(nodes))]
     return numbers
 
 

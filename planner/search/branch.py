@@ -9,7 +9,7 @@ lowest bound is from the best step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -31,7 +31,7 @@ from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
 from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
-from planner.specs.training import Recompute, SearchLimits
+from planner.specs.training import SearchLimits
 
 BLOCK = 1024
 """Number of shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
@@ -144,29 +144,39 @@ class Branch:
         best = self.best
         if best is None or not best.pricing.runtime.uneven_chunks or self._late():
             return
+        for start in (*self._level_starts(frontier), *self._module_set_starts(frontier)):
+            level = start.with_split(level_split(start))
+            if least_step_s(level) < self.cutoff_s(0.0) and level.fits:
+                self._keep(improved(level, best.step_s))
+            if self._late():
+                return
+
+    def _level_starts(self, frontier: Frontier) -> Iterator[Candidate]:
+        """Candidates without a split yet: the shapes that level best with nothing recomputed, if that is allowed."""
+        if all(choice.mode != "none" for choice in self.choices):
+            return
         blocks = frontier.all_nodes()
-        bases: list[Recompute] = ["none"] if any(choice.mode == "none" for choice in self.choices) else []
-        if best.split.base == "selective":
-            bases.append("selective")
-        for base in bases:
-            ranked = [level_guess_s(nodes, any_memory=base != "none") for nodes in blocks]
-            promising = [
-                (float(step_s[row]), number, row)
-                for number, step_s in enumerate(ranked)
-                for row in np.argsort(step_s, kind="stable")[:SHAPES].tolist()
-                if step_s[row] < self.cutoff_s(self.limits.gap_fraction)
-            ]
-            for _, number, row in sorted(promising)[:SHAPES]:
-                nodes = blocks[number]
-                shape, pricing = scalar(nodes.shapes.shape, row), nodes.shapes.pricing
-                if base != "none":
-                    pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
-                start = Candidate(pricing, pricing.table(shape), Split((), base), nodes.schedules[row])
-                level = start.with_split(level_split(start))
-                if level.fits and least_step_s(level) < self.cutoff_s(0.0):
-                    self._keep(improved(level, best.step_s))
-                if self._late():
-                    return
+        ranked = [level_guess_s(nodes) for nodes in blocks]
+        promising = [
+            (float(step_s[row]), number, row)
+            for number, step_s in enumerate(ranked)
+            for row in np.argsort(step_s, kind="stable")[:SHAPES].tolist()
+            if step_s[row] < self.cutoff_s(self.limits.gap_fraction)
+        ]
+        for _, number, row in sorted(promising)[:SHAPES]:
+            nodes = blocks[number]
+            shape, pricing = scalar(nodes.shapes.shape, row), nodes.shapes.pricing
+            yield Candidate(pricing, pricing.table(shape), Split(()), nodes.schedules[row])
+
+    def _module_set_starts(self, frontier: Frontier) -> Iterator[Candidate]:
+        """The fastest interleaved candidates that recompute modules, with every set of them and without a split."""
+        sets = next((nodes.shapes.module_sets for nodes in frontier.all_nodes()), None)
+        if sets is None:
+            return
+        for known in sorted(self.candidates.values(), key=lambda candidate: candidate.step_s)[:SHAPES]:
+            if known.split.base == "selective" and SCHEDULES[known.schedule].bound == "interleaved":
+                for pricing in sets.pricings.values():
+                    yield Candidate(pricing, pricing.table(known.shape), Split((), "selective"), known.schedule)
 
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, the most promising first, until none can be among the alternatives asked for.

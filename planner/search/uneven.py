@@ -19,7 +19,7 @@ from planner.layout.split import Split
 from planner.physics.cost import PartCost
 from planner.schedule.orders import SCHEDULES
 from planner.search.bounds.pipeline import busiest_rank_s, schedule_bound_s
-from planner.search.frontier import BOUNDLESS_BYTES, Nodes
+from planner.search.frontier import Nodes
 from planner.shape import FloatArray
 
 SHAPES = 6
@@ -30,14 +30,9 @@ MOVES = 24
 """Most replays of moved layers in one shape."""
 
 
-def level_guess_s(nodes: Nodes, any_memory: bool) -> FloatArray:
-    """Seconds of each row if its ranks held any number of layers, none recomputed; infinite without interleaving.
-
-    With `any_memory` all layers are taken to fit.
-    """
+def level_guess_s(nodes: Nodes) -> FloatArray:
+    """Seconds of each row if its ranks held any number of layers, none recomputed; infinite without interleaving."""
     shapes = nodes.shapes
-    if any_memory:
-        shapes = replace(shapes, pricing=replace(shapes.pricing, headroom_bytes=-BOUNDLESS_BYTES))
     no_trips = np.zeros(nodes.orders.full.shape)
     busiest = busiest_rank_s(shapes, "none", False, nodes.orders, no_trips)
     least_s = schedule_bound_s(shapes, busiest, "none", nodes.orders) + shapes.pricing.tail_s(shapes.shape)
