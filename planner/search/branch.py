@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 
 import numpy as np
 
@@ -67,8 +68,6 @@ class Branch:
     candidates: dict[Key, Candidate] = field(default_factory=dict)
     """The fastest candidate of each key."""
     num_ilps: int = 0
-    num_exhausted: int = 0
-    """Number of nodes for which every split was tried, by a bound of its own or by a replay."""
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
     complete: bool = True
@@ -142,14 +141,15 @@ class Branch:
         They are judged by replay, and change no proof: that is about equal chunks.
         """
         best = self.best
-        if best is None or not best.pricing.runtime.uneven_chunks or self._late():
+        if best is None or not best.pricing.runtime.uneven_chunks:
             return
-        for start in (*self._level_starts(frontier), *self._module_set_starts(frontier)):
+        fastest = sorted(self.candidates.values(), key=lambda candidate: candidate.step_s)[:SHAPES]
+        for start in chain(self._level_starts(frontier), self._module_set_starts(frontier, fastest)):
+            if self.deadline.passed:
+                return
             level = start.with_split(level_split(start))
             if least_step_s(level) < self.cutoff_s(0.0) and level.fits:
                 self._keep(improved(level, best.step_s))
-            if self._late():
-                return
 
     def _level_starts(self, frontier: Frontier) -> Iterator[Candidate]:
         """Candidates without a split yet: the shapes that level best with nothing recomputed, if that is allowed."""
@@ -168,12 +168,12 @@ class Branch:
             shape, pricing = scalar(nodes.shapes.shape, row), nodes.shapes.pricing
             yield Candidate(pricing, pricing.table(shape), Split(()), nodes.schedules[row])
 
-    def _module_set_starts(self, frontier: Frontier) -> Iterator[Candidate]:
-        """The fastest interleaved candidates that recompute modules, with every set of them and without a split."""
+    def _module_set_starts(self, frontier: Frontier, fastest: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Those of the fastest candidates that interleave and recompute modules, with every set and without a split."""
         sets = next((nodes.shapes.module_sets for nodes in frontier.all_nodes()), None)
         if sets is None:
             return
-        for known in sorted(self.candidates.values(), key=lambda candidate: candidate.step_s)[:SHAPES]:
+        for known in fastest:
             if known.split.base == "selective" and SCHEDULES[known.schedule].bound == "interleaved":
                 for pricing in sets.pricings.values():
                     yield Candidate(pricing, pricing.table(known.shape), Split((), "selective"), known.schedule)
@@ -244,7 +244,6 @@ class Branch:
         splits = few_splits(shape, choice)
         if splits is None:
             return bound_s
-        self.num_exhausted += 1
         fastest_s = np.inf
         for candidate in fitting(shape, choice, splits):
             least_s = least_step_s(candidate)
