@@ -31,6 +31,8 @@ class RuntimeSpec(Spec):
     """Names of the rules that its layouts obey (planner/trainers/rules/named.py); given none, those of `trainer`."""
     export_rules: tuple[str, ...] = ()
     """Names of the rules that its export sets to models and dtypes; given none, those of `trainer`."""
+    version: str = ""
+    """The version of the software; empty for the newest one that the planner knows."""
     # a generation of the past
     year: PositiveInt | None = None
     """The year of the software; none for that of today."""
@@ -92,7 +94,9 @@ class RuntimeSpec(Spec):
     compiled: bool = False
     """torch.compile fuses elementwise chains."""
     cuda_graphs: bool = False
-    """Launch gaps disappear."""
+    """A CUDA graph replays whole iterations: launch gaps disappear."""
+    graphed_modules: tuple[str, ...] = ()
+    """Modules of every layer that CUDA graphs replay, as Megatron-LM names them; the others are launched one by one."""
     dropout: bool = False
     """Dropout after attention and MLP keeps a one-byte mask."""
     narrow_exchanges: bool = True
@@ -108,6 +112,12 @@ class RuntimeSpec(Spec):
     """Bytes per parameter of the gradients that micro-batches add to."""
     fp16_gradient_bytes: PositiveInt | None = None
     """`gradient_bytes` in fp16, where that differs: scaled losses let gradients be summed in 16 bits."""
+    checks_nan: bool = True
+    """The loss and the gradients are looked at for NaN in every step."""
+    optimizer_offload_fraction: Fraction = 0.0
+    """Share of the optimizer's states that stays in host memory, where the host updates it."""
+    offload_modules: tuple[str, ...] = ()
+    """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
     widens_gradients: bool = False
     """The optimizer makes fp32 copies of gradients that are 16 bits wide (Megatron-LM, optimizer.py: .float())."""
     kept_gradient_bytes: NonNegativeInt = 0
@@ -163,7 +173,15 @@ class RuntimeSpec(Spec):
     """Share of the ring exchange that hides behind the attention to the block before, and no more seconds than that
     takes. A first guess, fitted to nothing."""
     ep_overlap_fraction: Fraction = 0.0
-    """Share of expert exchanges that hides behind another micro-batch's products."""
+    """Share of expert exchanges inside NVLink that hides behind another micro-batch's products."""
+    ep_overlap_network_fraction: Fraction = 0.0
+    """`ep_overlap_fraction` of the part of an exchange that crosses the network."""
+    delays_weight_gradients: bool = False
+    """Weight gradients of experts wait until the exchange beside them, and hide it."""
+    overlaps_shared_experts: bool = False
+    """The products of shared experts run beside the exchanges of the routed ones."""
+    dispatcher: Literal["", "allgather", "alltoall", "deepep", "hybridep"] = ""
+    """The kernels that send tokens to their experts; empty for those that the GPU's links ask for."""
     ep_row_bytes: NonNegativeFloat = 0.0
     """A token's activation that is shorter than this takes as long as one of this length on the innermost links: rows
     are handed to the experts' ranks one by one."""
@@ -212,6 +230,10 @@ class RuntimeSpec(Spec):
     stops_recompute_early: bool = False
     """Recomputing a layer ends with the last tensor that its backward needs: no down projection, no exchange after it
     (torch.utils.checkpoint, and graphs that torch.compile partitions); without: all of it runs again."""
+    recomputes_layers: bool = True
+    """Whole layers can be recomputed."""
+    needs_interleaving: bool = False
+    """Stages of a pipeline must hold several chunks each: an overlap of micro-batches is scheduled between them."""
     selective_recompute_modules: tuple[str, ...] = ("core_attn",)
     """Modules that it can recompute by themselves."""
     selective_default: tuple[str, ...] = ("core_attn",)
