@@ -9,7 +9,7 @@ lowest bound is from the best step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 
@@ -33,6 +33,7 @@ from planner.search.schedules import schedules_tried
 from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
+from planner.trainers.spec import RuntimeSpec
 
 BLOCK = 1024
 """Number of shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
@@ -62,7 +63,8 @@ class Branch:
     """The state of one search."""
 
     limits: SearchLimits
-    choices: tuple[RecomputeChoice, ...]
+    choices: Mapping[RuntimeSpec, tuple[RecomputeChoice, ...]]
+    """The ways to recompute that each runtime knows."""
     deadline: Deadline
     rejections: Rejections
     candidates: dict[Key, Candidate] = field(default_factory=dict)
@@ -149,13 +151,12 @@ class Branch:
                 return
             level = start.with_split(level_split(start))
             if least_step_s(level) < self.cutoff_s(0.0) and level.fits:
-                self._keep(improved(level, best.step_s))
+                self.keep(improved(level, best.step_s))
 
     def _level_starts(self, frontier: Frontier) -> Iterator[Candidate]:
         """Candidates without a split yet: the shapes that level best with nothing recomputed, if that is allowed."""
-        if all(choice.mode != "none" for choice in self.choices):
-            return
-        blocks = frontier.all_nodes()
+        plain = {runtime for runtime, choices in self.choices.items() if any(c.mode == "none" for c in choices)}
+        blocks = [nodes for nodes in frontier.all_nodes() if nodes.shapes.pricing.runtime in plain]
         ranked = [level_guess_s(nodes) for nodes in blocks]
         promising = [
             (float(step_s[row]), number, row)
@@ -170,11 +171,10 @@ class Branch:
 
     def _module_set_starts(self, frontier: Frontier, fastest: Sequence[Candidate]) -> Iterator[Candidate]:
         """Those of the fastest candidates that interleave and recompute modules, with every set and without a split."""
-        sets = next((nodes.shapes.module_sets for nodes in frontier.all_nodes()), None)
-        if sets is None:
-            return
+        all_sets = {nodes.shapes.pricing.runtime: nodes.shapes.module_sets for nodes in frontier.all_nodes()}
         for known in fastest:
-            if known.split.base == "selective" and SCHEDULES[known.schedule].bound == "interleaved":
+            sets = all_sets.get(known.pricing.runtime)
+            if sets and known.split.base == "selective" and SCHEDULES[known.schedule].bound == "interleaved":
                 for pricing in sets.pricings.values():
                     yield Candidate(pricing, pricing.table(known.shape), Split((), "selective"), known.schedule)
 
@@ -248,7 +248,7 @@ class Branch:
         for candidate in fitting(shape, choice, splits):
             least_s = least_step_s(candidate)
             if least_s < self.cutoff_s(self.limits.gap_fraction):
-                self._keep(candidate)
+                self.keep(candidate)
                 least_s = candidate.step_s
             fastest_s = min(fastest_s, least_s)
         return max(bound_s, fastest_s)
@@ -284,13 +284,13 @@ class Branch:
             candidates = [Candidate(pricing, table, split, node.schedule) for split in splits]
             for candidate in candidates:
                 if candidate.fits:
-                    self._keep(candidate)
+                    self.keep(candidate)
             if any(candidate.fits for candidate in candidates):
                 break
             short_bytes = shorter(short_bytes, candidates[0].excess_bytes, solution.free_bytes)
         return float(bound)
 
-    def _keep(self, candidate: Candidate) -> None:
+    def keep(self, candidate: Candidate) -> None:
         """Remember the candidate if it is the fastest of its key."""
         key = key_of(candidate.shape)
         known = self.candidates.get(key)

@@ -189,6 +189,28 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
 )  # fmt: skip
 
 
+_EFFECTS: dict[str, Callable[[Setting, Shape], Any]] = {
+    "ep_overlap": lambda s, shape: s.model.moe is not None and shape.ep > 1,
+    "dispatcher": lambda s, shape: s.model.moe is not None and shape.ep * shape.etp > 1,
+    "shared_expert_overlap": lambda s, shape: s.has_shared_experts and shape.ep > 1,
+    "fused_experts": lambda s, shape: s.model.moe is not None,
+    "token_drop": lambda s, shape: s.model.moe is not None,
+    "tp_comm_overlap": lambda s, shape: shape.tp > 1 and shape.sequence_parallel > 0 and s.model.mla is None,
+    "async_tp": lambda s, shape: shape.tp > 1,
+    "cp_comm_type": lambda s, shape: shape.cp > 1,
+    "overlap_grad_reduce": lambda s, shape: shape.dp * shape.cp > 1,
+    "overlap_param_gather": lambda s, shape: shape.zero_stage >= 1 and shape.shard_size > 1,
+    "p2p_overlap": lambda s, shape: shape.pp > 1 and shape.vpp > 1,
+}
+"""The layouts on which a switch has an effect, for switches that have none on some."""
+
+
+def has_effect(switch: str, setting: Setting) -> bool:
+    """True if the switch changes anything in the setting's layout."""
+    acts = _EFFECTS.get(switch)
+    return acts is None or setting.shape is None or bool(acts(setting, setting.shape))
+
+
 def _is_recomputable(setting: Setting) -> bool:
     """True if the layout recomputes nothing that the recipe keeps it from recomputing."""
     may = set(setting.runtime.recomputable_modules)
