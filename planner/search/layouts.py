@@ -15,13 +15,15 @@ from planner.search.deadline import Deadline
 from planner.search.enumerate import Rejections, enumerate_shapes
 from planner.search.frontier import ANY_SET, ONE_SET, Frontier
 from planner.search.ilp.translate import RecomputeChoice
-from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
+from planner.search.priced_shapes import PricedShapes, fits, priced_shapes, without_beaten
 from planner.search.schedules import by_runtime, schedules_tried
 from planner.search.why.misses import NothingFits, count_misfits
 from planner.search.why.refused import NothingLegal
 from planner.specs.model import ModelSpec
 from planner.specs.training import SearchLimits
+from planner.trainers.load import switches_of
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES, read_recipe
 
 Priced = Sequence[tuple[PricedShapes, SearchLimits]]
 """The same shapes, priced for one runtime each, with limits that name the schedules that it runs."""
@@ -65,6 +67,8 @@ def find_layouts(
             choices[shapes.pricing.runtime] = ways
             priced.append((shapes, tried))
             deadline.check("pricing shapes")
+    kept = without_beaten([shapes for shapes, _ in priced], [_stricter(shapes.pricing.runtime) for shapes, _ in priced])
+    priced = [(shapes, tried) for shapes, (_, tried) in zip(kept, priced, strict=True)]
     may_fit = [fits(shapes, schedules_tried(tried, shapes.pricing.runtime)) for shapes, tried in priced]
     fitting = np.flatnonzero(np.any(may_fit, axis=0))
     count_misfits(case, priced[0][0], fitting, rejections)
@@ -80,6 +84,12 @@ def find_layouts(
         rejections.counts.setdefault("does_not_fit", len(priced[0][0].kernel))
         raise NothingFits(case, rejections.counts)
     return Found(branch, frontier, priced, rejections, len(fitting), best)
+
+
+def _stricter(runtime: RuntimeSpec) -> frozenset[str]:
+    """The switches that are not at their plainest value; they restrict the layouts that the runtime takes."""
+    recipe = read_recipe(runtime, switches_of(runtime))
+    return frozenset(name for name, value in recipe.items() if value != next(iter(SWITCHES[name].values)))
 
 
 def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimits) -> tuple[RecomputeChoice, ...]:

@@ -113,7 +113,10 @@ def _refusals(best: Candidate, recipes: Recipes) -> Iterator[RecipeRefusal]:
             plainest = next(iter(SWITCHES[name].values))
             if value in (plainest, SWITCHES[name].value_of(best.pricing.runtime)):
                 continue
+            if not has_effect(name, setting_of(best)):
+                continue
             changed = with_switches(best.pricing.runtime, {name: value})
             setting = replace(setting_of(best), runtime=changed)
-            for rule in broken_recipe_rules(setting):
+            rules = list(broken_recipe_rules(setting))
+            for rule in [] if any(rule.is_about_model for rule in rules) else rules[:1]:
                 yield RecipeRefusal(switch=name, value=value, rule=f"{rule.switch} {rule.says}")
