@@ -172,5 +172,5 @@ def toy_problem(
         cluster or toy_cluster(),
         training or toy_training(),
         load_runtime(runtime) if isinstance(runtime, str) else runtime,
-        SearchLimits(**({"time_limit_s": NO_LIMIT_S} | limits)),
+        SearchLimits(**({"time_limit_s": NO_LIMIT_S, "switches": "default"} | limits)),
     )
