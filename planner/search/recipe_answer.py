@@ -8,16 +8,13 @@ from dataclasses import replace
 from planner.answer import Offer, PricedLayout, RecipeGain, RecipeRefusal
 from planner.layout.candidate import Candidate
 from planner.physics.compute import is_narrow
-from planner.search.recipes import BUNDLES, Recipe, Recipes, repriced, setting_of, with_switches
-from planner.specs.training import Dtype
+from planner.search.recipes import BUNDLES, NARROW, Recipe, Recipes, repriced, setting_of, with_switches
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.switches import SWITCHES, Value
 
 LEAST_OFFER = 1e-3
 """Least gain, as a share of the step, that is worth an offer."""
-NARROW: tuple[Dtype, ...] = ("fp8", "mxfp8", "nvfp4")
-"""Dtypes of products that need consent."""
 
 
 def recipe_of(candidate: Candidate) -> dict[str, Value]:
@@ -29,29 +26,38 @@ def recipe_of(candidate: Candidate) -> dict[str, Value]:
 
 def with_recipe(layout: PricedLayout, best: Candidate, recipes: Recipes) -> PricedLayout:
     """The layout with all that is said of its recipe; every price is of this layout, with nothing planned again."""
-    plain = replace(best, made_order=None)
+    plain = best if best.made_order is None else replace(best, made_order=None)
     offers = sorted(_offers(plain, recipes), key=lambda offer: offer.step_s)
     refused = {(r.switch, r.value): r for r in _refusals(plain, recipes)}
     return layout.model_copy(
         update={
             "recipe": recipe_of(best),
-            "recipe_gains": tuple(_gains(plain)),
+            "recipe_gains": tuple(_gains(plain, recipes)),
             "offers": tuple(offers),
             "recipe_refused": tuple(refused.values()),
         }
     )
 
 
-def _gains(best: Candidate) -> Iterator[RecipeGain]:
-    """The worth of each switch that is not at its plainest value."""
+def _gains(best: Candidate, recipes: Recipes) -> Iterator[RecipeGain]:
+    """The worth of each switch that is not at its plainest value; none where another switch needs it."""
     for name, value in recipe_of(best).items():
         plainest = next(iter(SWITCHES[name].values))
         if value == plainest:
             continue
-        without = repriced(best, with_switches(best.pricing.runtime, {name: plainest}))
+        without = recipes.under(best, _with_dependents(best, name, plainest))
+        if without is None:
+            continue
         yield RecipeGain(
             switch=name, value=value, without_step_s=without.step_s, replanned=False, source=SWITCHES[name].source
         )
+
+
+def _with_dependents(best: Candidate, name: str, value: Value) -> Recipe:
+    """A switch at another value, and those that this value rules out at their plainest."""
+    setting = replace(setting_of(best), runtime=with_switches(best.pricing.runtime, {name: value}))
+    others = [rule.switch for rule in broken_recipe_rules(setting) if rule.switch != name]
+    return {name: value} | {other: next(iter(SWITCHES[other].values)) for other in others}
 
 
 def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
@@ -70,7 +76,8 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
             yield from _offer(best, "cuda_graph", bundle["cuda_graph"], bundle)
     for dtype in NARROW:
         narrow = pricing.training.model_copy(update={"dtype": dtype})
-        if pricing.training.dtype in ("bf16", "fp16") and is_narrow(pricing.cluster.hardware, dtype):
+        is_wide = pricing.training.dtype in ("bf16", "fp16") and dtype not in limits.allow
+        if is_wide and is_narrow(pricing.cluster.hardware, dtype):
             other = replace(best, pricing=replace(pricing, training=narrow))
             yield from _offer(other, "dtype", dtype, {}, best.step_s, (dtype,))
 

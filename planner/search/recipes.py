@@ -9,7 +9,7 @@ part only with consent; without it, their worth is offered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
@@ -18,7 +18,7 @@ from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import check_names
-from planner.specs.training import Recompute
+from planner.specs.training import Dtype, Recompute
 from planner.trainers.load import RUNTIMES, load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
@@ -40,6 +40,8 @@ BUNDLES: tuple[Recipe, ...] = (
 )  # fmt: skip
 """Switches of each bundle beyond the trainer's own values. Tuned recipes of Megatron-Bridge use them so: layer graphs
 on GB200, overlapped exchanges on H100, both for small mixtures, graphs of whole iterations for MXFP8 on Blackwell."""
+NARROW: tuple[Dtype, ...] = ("fp8", "mxfp8", "nvfp4")
+"""Dtypes of products that need consent."""
 LEAST_GAIN = 5e-4
 """Least share of a step for which a switch leaves the trainer's own value."""
 REPLAN_GAIN = 0.02
@@ -55,6 +57,8 @@ class Recipes:
     """The trainer with its own switches, and those that the user pinned."""
     free: dict[str, tuple[Value, ...]]
     """The values that each switch may take that is neither pinned nor needs a consent that was not given."""
+    _known: dict[tuple[int, RuntimeSpec], tuple[Candidate, Candidate]] = field(default_factory=dict, compare=False)
+    """Candidates priced under another runtime, beside the candidate that they were priced from."""
 
     @classmethod
     def of(cls, case: Case) -> Recipes:
@@ -83,13 +87,25 @@ class Recipes:
     def moves(self, candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
         """Every legal change of one switch of a candidate that has an effect on it, priced on the same layout."""
         for name, values in self.free.items():
-            if not has_effect(name, setting_of(candidate)):
+            row = SWITCHES[name]
+            if row.only_saves_memory or not has_effect(name, setting_of(candidate)):
                 continue
-            for value in values:
-                if value != SWITCHES[name].value_of(candidate.pricing.runtime):
-                    moved = repriced(candidate, with_switches(candidate.pricing.runtime, {name: value}))
-                    if not any(broken_recipe_rules(setting_of(moved))):
+            for value in values[1:] if row.is_free else values:
+                if value != row.value_of(candidate.pricing.runtime):
+                    moved = self.under(candidate, {name: value})
+                    if moved is not None:
                         yield name, value, moved
+
+    def under(self, candidate: Candidate, recipe: Recipe) -> Candidate | None:
+        """The same layout with some switches at other values; None if a rule refuses them."""
+        runtime = with_switches(candidate.pricing.runtime, recipe)
+        setting = replace(setting_of(candidate), runtime=runtime)
+        if any(broken_recipe_rules(setting)):
+            return None
+        key = id(candidate), runtime
+        if key not in self._known:
+            self._known[key] = candidate, repriced(candidate, runtime)
+        return self._known[key][1]
 
     def refined(self, candidate: Candidate, deadline: Deadline) -> Candidate:
         """The candidate after the moves of single switches that make its step shorter, the largest gain first.
@@ -109,9 +125,8 @@ class Recipes:
         for name, values in self.free.items():
             own = SWITCHES[name].value_of(self.base)
             if own in values and own != SWITCHES[name].value_of(candidate.pricing.runtime):
-                plain = repriced(candidate, with_switches(candidate.pricing.runtime, {name: own}))
-                is_legal = not any(broken_recipe_rules(setting_of(plain)))
-                if is_legal and plain.fits and plain.step_s <= candidate.step_s * (1 + LEAST_GAIN):
+                plain = self.under(candidate, {name: own})
+                if plain and plain.fits and plain.step_s <= candidate.step_s * (1 + LEAST_GAIN):
                     candidate = plain
         return candidate
 
@@ -137,6 +152,15 @@ def pinned(case: Case) -> Case:
                 "leave one of them out of --switch",
             )
     return changed
+
+
+def narrower(case: Case) -> Iterator[Case]:
+    """The case in each dtype of 8 or 4 bits that the user allows and the GPU has, unless it is in such a dtype."""
+    if case.training.dtype in NARROW:
+        return
+    for dtype in NARROW:
+        if dtype in case.limits.allow and case.cluster.hardware.peak_flops(dtype) is not None:
+            yield replace(case, training=case.training.model_copy(update={"dtype": dtype}))
 
 
 def check_switches(runtime: RuntimeSpec, recipe: Recipe) -> None:
@@ -189,10 +213,7 @@ def with_switches(runtime: RuntimeSpec, recipe: Recipe) -> RuntimeSpec:
 def repriced(candidate: Candidate, runtime: RuntimeSpec) -> Candidate:
     """The same layout under another runtime."""
     runtime = runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
-    pricing = replace(candidate.pricing, runtime=runtime)
-    split = candidate.split
-    modes: tuple[Recompute, ...] = ("none", *({split.base} - {"none"}), *(("full",) if split.recomputed else ()))
-    return replace(candidate, pricing=pricing, table=pricing.table(candidate.shape, modes))
+    return candidate.priced_as(replace(candidate.pricing, runtime=runtime))
 
 
 def setting_of(candidate: Candidate) -> Setting:
