@@ -1,4 +1,4 @@
-"""What the answer says of its recipe: the switches, what each is worth, what rules refuse, what consent would buy."""
+"""The recipe in the answer: the switches, the worth of each, what rules refuse, and what consent would buy."""
 
 from __future__ import annotations
 

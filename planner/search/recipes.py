@@ -22,7 +22,7 @@ from planner.specs.training import Dtype, Recompute
 from planner.trainers.load import RUNTIMES, load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.switches import SWITCHES, Value, written
+from planner.trainers.switches import SWITCHES, Value, parsed, written
 
 Recipe = Mapping[str, Value]
 
@@ -168,7 +168,7 @@ def check_switches(runtime: RuntimeSpec, recipe: Recipe) -> None:
     has = switches_of(runtime)
     for name, value in recipe.items():
         check_names("switch", f"--switch {name}", (name,), has, f"{runtime.name} has no such switch")
-        if SWITCHES[name].fields_of(value) is None:
+        if parsed(name, written(value)) is None:
             raise SpecError(
                 f"switch: {name}: {value!r:.60} is no value of it",
                 f"one of {', '.join(f'{name}={written(known)}' for known in has[name])}",
