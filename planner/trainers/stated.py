@@ -8,7 +8,7 @@ from typing import Final, Literal
 from planner.errors import SpecError
 from planner.specs.hardware import HardwareSpec
 from planner.specs.problems import nearest
-from planner.trainers.load import since_of, switches_of
+from planner.trainers.load import RUNTIMES, load_runtime, since_of, switches_of
 from planner.trainers.rules.recipe import RecipeRule, Setting, broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, parsed, written
@@ -106,6 +106,18 @@ def consents(runtime: RuntimeSpec, hardware: HardwareSpec) -> list[str]:
         name for name, values in switches_of(runtime).items() if any(v in SWITCHES[name].consent for v in values)
     ]
     return [*switches, *(dtype for dtype in NARROW_DTYPES if hardware.peak_flops(dtype) is not None)]
+
+
+def consented(runtime: RuntimeSpec) -> tuple[str, ...]:
+    """The switches of a trainer that have a value now which needs consent: whoever runs so gave it."""
+    return tuple(name for name in switches_of(runtime) if SWITCHES[name].value_of(runtime) in SWITCHES[name].consent)
+
+
+def freed(runtime: RuntimeSpec) -> RuntimeSpec:
+    """A runtime with every switch that a search chooses at the trainer's own value again."""
+    own = load_runtime(runtime.name if runtime.name in RUNTIMES else runtime.family)
+    touched = {field for name in switches_of(runtime) for field in SWITCHES[name].touched}
+    return runtime.model_copy(update={field: getattr(own, field) for field in touched})
 
 
 def stated_consents(text: str, runtime: RuntimeSpec, hardware: HardwareSpec) -> tuple[str, ...]:
