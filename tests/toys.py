@@ -19,7 +19,7 @@ from planner.physics.pricing import Pricing
 from planner.search.enumerate import enumerate_shapes, scalar
 from planner.search.ilp.translate import RecomputeChoice
 from planner.search.schedules import schedule_options
-from planner.search.search import recompute_choices
+from planner.search.layouts import recompute_choices
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory

@@ -115,8 +115,8 @@ class RuntimeSpec(Spec):
     checks_nan: bool = True
     """The loss and the gradients are looked at for NaN in every step."""
     fuses_experts: bool = False
-    """One kernel computes products, activations and casts of all experts of a rank, with token counts that the host does
-    not know (Transformer Engine's operation fuser)."""
+    """One kernel computes products, activations and casts of all experts of a rank, with token counts that the host
+    does not know (Transformer Engine's operation fuser)."""
     optimizer_offload_fraction: Fraction = 0.0
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offload_modules: tuple[str, ...] = ()

@@ -178,8 +178,11 @@ _ROWS = (
         also=_stated_graphs,
         source="Megatron-LM's guide to DeepSeek-V3 on GB200: 8.6% for attention and routing",
     ),
-    _flag(
-        "nan_checks", "the loss and the gradients are looked at for NaN", "checks_nan", consent={False: "checks"},
+    Switch(
+        "nan_checks",
+        "the loss and the gradients are looked at for NaN",
+        {True: {"checks_nan": True}, False: {"checks_nan": False}},
+        consent={False: "checks"},
     ),
     _flag(
         "fused_experts", "one kernel computes the products, activations and casts of all experts", "fuses_experts",
