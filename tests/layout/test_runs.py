@@ -139,7 +139,9 @@ def test_blank_lines_are_skipped() -> None:
 
 
 def test_a_whole_iteration_in_a_graph_overlaps_expert_exchange_unless_said_otherwise() -> None:
-    assert parsed(features={"cuda_graph": "full_iteration"}).runtime.ep_overlap_fraction == 0.8
+    of_mixture = parsed(model="deepseek-v3", features={"cuda_graph": "full_iteration"})
+    assert of_mixture.runtime.ep_overlap_fraction == 0.8
+    assert parsed(features={"cuda_graph": "full_iteration"}).runtime.ep_overlap_fraction == 0.0
     assert parsed(features={"ep_overlap": False, "cuda_graph": "full_iteration"}).runtime.ep_overlap_fraction == 0.0
     plain = parsed().runtime.ep_overlap_fraction
     assert parsed(features={"cuda_graph": True}).runtime.ep_overlap_fraction == plain
