@@ -8,9 +8,10 @@ from dataclasses import replace
 from planner.answer import Offer, PricedLayout, RecipeGain, RecipeRefusal
 from planner.layout.candidate import Candidate
 from planner.physics.compute import is_narrow
-from planner.search.recipes import BUNDLES, NARROW, Recipe, Recipes, repriced, setting_of, with_switches
+from planner.search.recipes import BUNDLES, Recipes, repriced, setting_of
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
+from planner.trainers.stated import NARROW_DTYPES, Recipe, switched
 from planner.trainers.switches import SWITCHES, Value
 
 LEAST_OFFER = 1e-3
@@ -55,7 +56,7 @@ def _gains(best: Candidate, recipes: Recipes) -> Iterator[RecipeGain]:
 
 def _with_dependents(best: Candidate, name: str, value: Value) -> Recipe:
     """A switch at another value, and those that this value rules out at their plainest."""
-    setting = replace(setting_of(best), runtime=with_switches(best.pricing.runtime, {name: value}))
+    setting = replace(setting_of(best), runtime=switched(best.pricing.runtime, {name: value}))
     others = [rule.switch for rule in broken_recipe_rules(setting) if rule.switch != name]
     return {name: value} | {other: next(iter(SWITCHES[other].values)) for other in others}
 
@@ -74,7 +75,7 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
         needed = [name for name, value in bundle.items() if value in SWITCHES[name].consent]
         if needed and not held & set(bundle) and any(name not in limits.allow for name in needed):
             yield from _offer(best, "cuda_graph", bundle["cuda_graph"], bundle)
-    for dtype in NARROW:
+    for dtype in NARROW_DTYPES:
         narrow = pricing.training.model_copy(update={"dtype": dtype})
         is_wide = pricing.training.dtype in ("bf16", "fp16") and dtype not in limits.allow
         if is_wide and is_narrow(pricing.cluster.hardware, dtype):
@@ -94,7 +95,7 @@ def _offer(
     has = switches_of(best.pricing.runtime)
     if any(part not in has.get(switch, ()) for switch, part in bundle.items()):
         return
-    moved = repriced(best, with_switches(best.pricing.runtime, bundle))
+    moved = repriced(best, switched(best.pricing.runtime, bundle))
     if any(broken_recipe_rules(setting_of(moved))) or not moved.fits:
         return
     now_s = best.step_s if now_s is None else now_s
@@ -122,7 +123,7 @@ def _refusals(best: Candidate, recipes: Recipes) -> Iterator[RecipeRefusal]:
                 continue
             if not has_effect(name, setting_of(best)):
                 continue
-            changed = with_switches(best.pricing.runtime, {name: value})
+            changed = switched(best.pricing.runtime, {name: value})
             setting = replace(setting_of(best), runtime=changed)
             rules = list(broken_recipe_rules(setting))
             for rule in [] if any(rule.is_about_model for rule in rules) else rules[:1]:

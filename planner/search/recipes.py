@@ -8,7 +8,7 @@ part only with consent; without it, their worth is offered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from planner.errors import SpecError
@@ -17,14 +17,12 @@ from planner.schedule.orders import SCHEDULES
 from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.specs.cluster import ClusterSpec
-from planner.specs.problems import check_names
-from planner.specs.training import Dtype, Recompute
-from planner.trainers.load import RUNTIMES, load_runtime, switches_of
+from planner.specs.training import Recompute
+from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import NARROW_DTYPES, Recipe, check_has, check_together, own_runtime, switched
 from planner.trainers.switches import SWITCHES, Value, parsed, written
-
-Recipe = Mapping[str, Value]
 
 BUNDLES: tuple[Recipe, ...] = (
     {},
@@ -40,8 +38,6 @@ BUNDLES: tuple[Recipe, ...] = (
 )  # fmt: skip
 """Switches of each bundle beyond the trainer's own values. Tuned recipes of Megatron-Bridge use them so: layer graphs
 on GB200, overlapped exchanges on H100, both for small mixtures, graphs of whole iterations for MXFP8 on Blackwell."""
-NARROW: tuple[Dtype, ...] = ("fp8", "mxfp8", "nvfp4")
-"""Dtypes of products that need consent."""
 LEAST_GAIN = 5e-4
 """Least share of a step for which a switch leaves the trainer's own value."""
 REPLAN_GAIN = 0.02
@@ -80,7 +76,7 @@ class Recipes:
         """The runtime of each bundle that is legal for the job; the trainer's own comes first."""
         consented = {name: next(iter(SWITCHES[name].consent)) for name in self.free if name in _ONLY_FASTER}
         bundles = [bundle for bundle in BUNDLES if all(v in self.free.get(name, ()) for name, v in bundle.items())]
-        runtimes = [with_switches(self.base, consented | dict(bundle)) for bundle in bundles]
+        runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
         return list(dict.fromkeys(legal)) or [self.base]
 
@@ -98,7 +94,7 @@ class Recipes:
 
     def under(self, candidate: Candidate, recipe: Recipe) -> Candidate | None:
         """The same layout with some switches at other values; None if a rule refuses them."""
-        runtime = with_switches(candidate.pricing.runtime, recipe)
+        runtime = switched(candidate.pricing.runtime, recipe)
         setting = replace(setting_of(candidate), runtime=runtime)
         if any(broken_recipe_rules(setting)):
             return None
@@ -142,37 +138,22 @@ def pinned(case: Case) -> Case:
     recipe = case.limits.switches
     if not isinstance(recipe, dict) or not recipe:
         return case
-    check_switches(case.runtime, recipe)
-    changed = replace(case, runtime=with_switches(case.runtime, recipe))
-    setting = Setting(case.model, case.cluster, case.training, changed.runtime)
-    for rule in broken_recipe_rules(setting):
-        if rule.switch in recipe:
-            raise SpecError(
-                f"switch: {rule.switch}={written(recipe[rule.switch])}: {rule.says}",
-                "leave one of them out of --switch",
-            )
+    for name, value in recipe.items():
+        check_has(case.runtime, name, "switch")
+        if parsed(name, written(value)) is None:
+            raise SpecError(f"switch: {name}: {value!r:.60} is no value of it", f"{name}={written(value)} is unknown")
+    changed = replace(case, runtime=switched(case.runtime, recipe))
+    check_together(Setting(case.model, case.cluster, case.training, changed.runtime), recipe)
     return changed
 
 
 def narrower(case: Case) -> Iterator[Case]:
     """The case in each dtype of 8 or 4 bits that the user allows and the GPU has, unless it is in such a dtype."""
-    if case.training.dtype in NARROW:
+    if case.training.dtype in NARROW_DTYPES:
         return
-    for dtype in NARROW:
+    for dtype in NARROW_DTYPES:
         if dtype in case.limits.allow and case.cluster.hardware.peak_flops(dtype) is not None:
             yield replace(case, training=case.training.model_copy(update={"dtype": dtype}))
-
-
-def check_switches(runtime: RuntimeSpec, recipe: Recipe) -> None:
-    """Raise SpecError for a switch, or a value of one, that the trainer does not have."""
-    has = switches_of(runtime)
-    for name, value in recipe.items():
-        check_names("switch", f"--switch {name}", (name,), has, f"{runtime.name} has no such switch")
-        if parsed(name, written(value)) is None:
-            raise SpecError(
-                f"switch: {name}: {value!r:.60} is no value of it",
-                f"one of {', '.join(f'{name}={written(known)}' for known in has[name])}",
-            )
 
 
 _ONLY_FASTER = ("bf16_gradients", "bf16_moments")
@@ -194,20 +175,10 @@ def settled(runtime: RuntimeSpec, cluster: ClusterSpec) -> RuntimeSpec:
 
 def set_by_hand(runtime: RuntimeSpec) -> Iterator[str]:
     """Switches of which a runtime has other fields than its trainer: they were set on purpose, and stay."""
-    if runtime.family not in RUNTIMES:
-        return
-    shipped = load_runtime(runtime.name if runtime.name in RUNTIMES else runtime.family)
+    shipped = own_runtime(runtime)
     for name in switches_of(runtime):
         if any(getattr(runtime, field) != getattr(shipped, field) for field in SWITCHES[name].touched):
             yield name
-
-
-def with_switches(runtime: RuntimeSpec, recipe: Recipe) -> RuntimeSpec:
-    """The runtime with some switches at other values."""
-    fields: dict[str, object] = {}
-    for name, value in recipe.items():
-        fields |= SWITCHES[name].fields_of(value) or {}
-    return runtime.model_copy(update=fields)
 
 
 def repriced(candidate: Candidate, runtime: RuntimeSpec) -> Candidate:

@@ -8,6 +8,7 @@ from typing import Final, Literal
 from planner.errors import SpecError
 from planner.specs.hardware import HardwareSpec
 from planner.specs.problems import nearest
+from planner.specs.training import Dtype
 from planner.trainers.load import RUNTIMES, load_runtime, since_of, switches_of
 from planner.trainers.rules.recipe import RecipeRule, Setting, broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
@@ -15,7 +16,7 @@ from planner.trainers.switches import SWITCHES, Value, parsed, written
 
 DEFAULT: Final = "default"
 """The word for a trainer's own value of every switch."""
-NARROW_DTYPES = ("fp8", "mxfp8", "nvfp4")
+NARROW_DTYPES: tuple[Dtype, ...] = ("fp8", "mxfp8", "nvfp4")
 """Dtypes that change numerics, and that consent allows by name."""
 _MAX_ENTRIES = 1_000
 _TRUTH = {"true": True, "false": False}
@@ -98,6 +99,26 @@ def _literal(text: str) -> Value:
 
 def _trainer(runtime: RuntimeSpec) -> str:
     return f"{runtime.name} {runtime.version}".strip()
+
+
+def switched(runtime: RuntimeSpec, recipe: Recipe) -> RuntimeSpec:
+    """A runtime with some switches at other values.
+
+    A value may leave alone a field that another value of its switch sets; that field is the trainer's own again.
+    """
+    own, has = own_runtime(runtime), switches_of(runtime)
+    changed: dict[str, object] = {}
+    for name, value in recipe.items():
+        others = {field for other in has if other != name for field in SWITCHES[other].touched}
+        changed |= {field: getattr(own, field) for field in SWITCHES[name].touched - others}
+        changed |= SWITCHES[name].fields_of(value) or {}
+    return runtime.model_copy(update=changed)
+
+
+def own_runtime(runtime: RuntimeSpec) -> RuntimeSpec:
+    """The shipped trainer that a runtime is, or is a kind of; the runtime itself where none is."""
+    name = runtime.name if runtime.name in RUNTIMES else runtime.family
+    return load_runtime(name) if name in RUNTIMES else runtime
 
 
 def consents(runtime: RuntimeSpec, hardware: HardwareSpec) -> list[str]:
