@@ -100,6 +100,26 @@ def _trainer(runtime: RuntimeSpec) -> str:
     return f"{runtime.name} {runtime.version}".strip()
 
 
+def switched(runtime: RuntimeSpec, recipe: Recipe) -> RuntimeSpec:
+    """A runtime with some switches at other values.
+
+    A value may leave alone a field that another value of its switch sets; that field is the trainer's own again.
+    """
+    own, has = own_runtime(runtime), switches_of(runtime)
+    changed: dict[str, object] = {}
+    for name, value in recipe.items():
+        others = {field for other in has if other != name for field in SWITCHES[other].touched}
+        changed |= {field: getattr(own, field) for field in SWITCHES[name].touched - others}
+        changed |= SWITCHES[name].fields_of(value) or {}
+    return runtime.model_copy(update=changed)
+
+
+def own_runtime(runtime: RuntimeSpec) -> RuntimeSpec:
+    """The shipped trainer that a runtime is, or is a kind of; the runtime itself where none is."""
+    name = runtime.name if runtime.name in RUNTIMES else runtime.family
+    return load_runtime(name) if name in RUNTIMES else runtime
+
+
 def consents(runtime: RuntimeSpec, hardware: HardwareSpec) -> list[str]:
     """The names that --allow takes: switches with values that need consent, and the narrow dtypes of the GPU."""
     switches = [
@@ -115,7 +135,7 @@ def consented(runtime: RuntimeSpec) -> tuple[str, ...]:
 
 def freed(runtime: RuntimeSpec) -> RuntimeSpec:
     """A runtime with every switch that a search chooses at the trainer's own value again."""
-    own = load_runtime(runtime.name if runtime.name in RUNTIMES else runtime.family)
+    own = own_runtime(runtime)
     touched = {field for name in switches_of(runtime) for field in SWITCHES[name].touched}
     return runtime.model_copy(update={field: getattr(own, field) for field in touched})
 
@@ -164,8 +184,7 @@ def _partners(setting: Setting, rule: RecipeRule) -> Iterator[tuple[str, Value]]
 
 
 def _with(setting: Setting, name: str, value: Value) -> Setting:
-    changed = setting.runtime.model_copy(update=dict(SWITCHES[name].fields_of(value) or {}))
-    return Setting(setting.model, setting.cluster, setting.training, changed)
+    return Setting(setting.model, setting.cluster, setting.training, switched(setting.runtime, {name: value}))
 
 
 def _mended(rule: RecipeRule, partners: list[tuple[str, Value]], stated: Recipe) -> str:
