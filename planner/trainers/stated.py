@@ -8,6 +8,7 @@ from typing import Final, Literal
 from planner.errors import SpecError
 from planner.specs.hardware import HardwareSpec
 from planner.specs.problems import nearest
+from planner.specs.training import Dtype
 from planner.trainers.load import RUNTIMES, load_runtime, since_of, switches_of
 from planner.trainers.rules.recipe import RecipeRule, Setting, broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
@@ -15,7 +16,7 @@ from planner.trainers.switches import SWITCHES, Value, parsed, written
 
 DEFAULT: Final = "default"
 """The word for a trainer's own value of every switch."""
-NARROW_DTYPES = ("fp8", "mxfp8", "nvfp4")
+NARROW_DTYPES: tuple[Dtype, ...] = ("fp8", "mxfp8", "nvfp4")
 """Dtypes that change numerics, and that consent allows by name."""
 _MAX_ENTRIES = 1_000
 _TRUTH = {"true": True, "false": False}
