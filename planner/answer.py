@@ -20,6 +20,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import Value
 
 SCHEMA_VERSION: Final = 1
 
@@ -145,6 +146,43 @@ class StepTime(Spec):
     breakdown: StepBreakdown
 
 
+class RecipeGain(Spec):
+    """The worth of one switch of a recipe: the step without it, beside the step with it."""
+
+    switch: str
+    value: Value
+    """The value in the recipe."""
+    without_step_s: float
+    """Seconds of the step with the switch at its plainest value."""
+    replanned: bool
+    """True if the step without the switch is that of the best layout for it, false if it is of this layout."""
+    source: str = ""
+    """The evidence that the switch gains."""
+
+
+class Offer(Spec):
+    """A value of a switch that is chosen with consent only, and the step that it would give."""
+
+    switch: str
+    value: Value
+    step_s: float
+    replanned: bool
+    """True if the step is that of the best layout with the value, false if it is of this layout."""
+    changes: str
+    """The thing that the value changes: `numerics`, `checks` or `tokens`."""
+    allow: tuple[str, ...]
+    """Names for --allow that give the consent."""
+
+
+class RecipeRefusal(Spec):
+    """A value of a switch that does not go with the layout or with the rest of the recipe."""
+
+    switch: str
+    value: Value
+    rule: str
+    """The rule that the value breaks, in words."""
+
+
 class PricedLayout(Spec):
     """One layout priced: whether it fits, how its stages are cut, how long a step takes."""
 
@@ -161,6 +199,14 @@ class PricedLayout(Spec):
     """Measured: how many times as long each pipeline rank takes as the profile says; empty: all take as long."""
     runtime_spec: RuntimeSpec | None = None
     """The runtime that priced an alternative, if it is not that of the best: only one of the two splits backwards."""
+    recipe: dict[str, Value] = Field(default_factory=dict)
+    """The value of each switch that has an effect on this layout; empty in files that do not say."""
+    recipe_gains: tuple[RecipeGain, ...] = ()
+    """The worth of the switches that are on."""
+    offers: tuple[Offer, ...] = ()
+    """The values that consent would buy, the fastest first."""
+    recipe_refused: tuple[RecipeRefusal, ...] = ()
+    """The values that rules refuse for this layout and recipe."""
     trade: str = ""
     """A sentence on an alternative: what it gives up against the best plan, and what it gains."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from planner.layout.candidate import Candidate
 from planner.physics.pricing import Pricing
 from planner.specs.cluster import ClusterSpec
-from planner.trainers.features import EP_OVERLAP
+from planner.trainers.switches import EP_OVERLAP
 
 STRAGGLER, IMBALANCE, NETWORK = 0.1, 0.5, 0.5
 """Fractions by which assumptions are changed: a slow rank, a full expert, a slow network."""

@@ -171,6 +171,10 @@ class SearchLimits(Spec):
     """Ranks that share what ZeRO shards: dp·cp, or a divisor of it (HSDP)."""
     schedule: tuple[ScheduleName, ...] | None = None
     """Schedules of the pipeline."""
+    switches: dict[str, bool | int | float | str] | Literal["default"] | None = None
+    """Switches of the recipe that are pinned, by name; `default` keeps the trainer's own value of every switch."""
+    allow: tuple[str, ...] = ()
+    """Switches that change numerics (or what is checked) and may be chosen; a dtype such as `fp8` is one too."""
     tp_across_nodes: bool = False
     """Let a tensor-parallel group leave its NVLink domain."""
     top: PositiveInt = Field(default=5, le=1000)

@@ -15,24 +15,25 @@ from planner.errors import SpecError
 from planner.specs.checking import checked
 from planner.specs.problems import check_names, nearest
 from planner.specs.reading import label, load_yaml, printable
-from planner.trainers.features import FEATURES, changes
 from planner.trainers.rules.named import EXPORT_RULES, RULES
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES, Value, changes, written
 
 _DATA = Path(__file__).parent / "data"
 _SUFFIXES = (".yaml", ".yml")
 RUNTIMES = tuple(sorted(path.stem for path in _DATA.glob("*.yaml")))
 """Names of the trainers that ship with the planner."""
 _BASES = (*RUNTIMES, *sorted(f"shared/{path.stem}" for path in (_DATA / "shared").glob("*.yaml")))
-_FILE_KEYS = ("source", "base", "features")
+_FILE_KEYS = ("source", "base", "features", "switches")
 """Keys of a trainer's file beside the fields of RuntimeSpec."""
 
 
 class TrainerFile(NamedTuple):
-    """A trainer's values, those of its base included, and the source of each number."""
+    """A trainer's values, those of its base included, the source of each number, and the switches that it has."""
 
     values: dict[str, Any]
     sources: dict[str, str]
+    switches: dict[str, tuple[Value, ...]]
 
 
 def load_runtime(name_or_path: str | Path) -> RuntimeSpec:
@@ -44,6 +45,16 @@ def load_runtime(name_or_path: str | Path) -> RuntimeSpec:
 def sources_of(name_or_path: str | Path) -> dict[str, str]:
     """The source of each number of a trainer, by field; other numbers are the defaults of RuntimeSpec."""
     return _read(_path(str(name_or_path))).sources
+
+
+def switches_of(runtime: RuntimeSpec) -> dict[str, tuple[Value, ...]]:
+    """The switches that a trainer has, with the values that a search may choose; none for a trainer of one's own."""
+    return _shipped_switches(runtime.family) if runtime.family in RUNTIMES else {}
+
+
+@cache
+def _shipped_switches(name: str) -> dict[str, tuple[Value, ...]]:
+    return _read(_DATA / f"{name}.yaml").switches
 
 
 def _path(name: str) -> Path:
@@ -76,25 +87,41 @@ def _read(path: Path) -> TrainerFile:
         )
     if not isinstance(data.get("source"), str):
         raise SpecError(f"{where}: source: is missing", "add `source:`, what the switches were read from")
-    values, sources = _base(where, data.get("base"))
+    values, sources, switches = _base(where, data.get("base"))
     features = data.get("features", {})
     changed = _changed(where, features)
     values |= changed
-    sources |= dict.fromkeys(changed, f"features {features}: planner/trainers/features.py")
+    sources |= dict.fromkeys(changed, f"features {features}: planner/trainers/switches.py")
     for key in [key for key in data if key not in _FILE_KEYS]:
         values[key], source = _value(where, key, data[key])
         sources.pop(key, None)
         sources |= {key: source} if source else {}
-    return TrainerFile(values, sources)
+    return TrainerFile(values, sources, switches | _switches(where, data.get("switches", {})))
 
 
 def _base(where: str, name: Any) -> TrainerFile:
     """The values of the file that another one builds on; a file that builds on a trainer is a kind of that trainer."""
     if name is None:
-        return TrainerFile({}, {})
+        return TrainerFile({}, {}, {})
     check_names(where, "base", (str(name),), _BASES)
-    values, sources = _read(_DATA / f"{name}.yaml")
-    return TrainerFile({"trainer": name, **values} if name in RUNTIMES else values, sources)
+    values, sources, switches = _read(_DATA / f"{name}.yaml")
+    return TrainerFile({"trainer": name, **values} if name in RUNTIMES else values, sources, switches)
+
+
+def _switches(where: str, given: Any) -> dict[str, tuple[Value, ...]]:
+    """The switches of a file, each with the values that it lists; SpecError names what the planner does not know."""
+    if not isinstance(given, dict):
+        raise SpecError(f"{where}: switches: {given!r:.60} is no mapping", "write `switches: {name: [values]}`")
+    known = {name: row for name, row in SWITCHES.items() if not row.is_described}
+    for name, values in given.items():
+        check_names(where, "switches", (str(name),), known)
+        for value in values if isinstance(values, list) else [values]:
+            if known[name].fields_of(value) is None:
+                raise SpecError(
+                    f"{where}: switches: {name}: {value!r:.60} is no value of it",
+                    f"of {', '.join(map(written, known[name].values))}",
+                )
+    return {name: tuple(values) for name, values in given.items()}
 
 
 def _changed(where: str, features: Any) -> dict[str, Any]:
@@ -103,7 +130,7 @@ def _changed(where: str, features: Any) -> dict[str, Any]:
         raise SpecError(f"{where}: features: {features!r:.60} is no mapping", "write `features: {name: value}`")
     changed, unknown = changes(features)
     if unknown:
-        raise SpecError(f"{where}: features: {unknown[0]}: unknown", f"one of {', '.join(FEATURES)}")
+        raise SpecError(f"{where}: features: {unknown[0]}: unknown", f"one of {', '.join(SWITCHES)}")
     return changed
 
 

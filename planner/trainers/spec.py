@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from planner.specs.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
-from planner.trainers.features import changes
+from planner.trainers.switches import changes
 
 CHUNK_PARAMETERS = 2**18
 """The fewest parameters that a rank has in a bucket: 512 KiB in bf16, which NCCL's rings hand on at a time."""
@@ -114,6 +114,9 @@ class RuntimeSpec(Spec):
     """`gradient_bytes` in fp16, where that differs: scaled losses let gradients be summed in 16 bits."""
     checks_nan: bool = True
     """The loss and the gradients are looked at for NaN in every step."""
+    fuses_experts: bool = False
+    """One kernel computes products, activations and casts of all experts of a rank, with token counts that the host does
+    not know (Transformer Engine's operation fuser)."""
     optimizer_offload_fraction: Fraction = 0.0
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offload_modules: tuple[str, ...] = ()
@@ -230,10 +233,6 @@ class RuntimeSpec(Spec):
     stops_recompute_early: bool = False
     """Recomputing a layer ends with the last tensor that its backward needs: no down projection, no exchange after it
     (torch.utils.checkpoint, and graphs that torch.compile partitions); without: all of it runs again."""
-    recomputes_layers: bool = True
-    """Whole layers can be recomputed."""
-    needs_interleaving: bool = False
-    """Stages of a pipeline must hold several chunks each: an overlap of micro-batches is scheduled between them."""
     selective_recompute_modules: tuple[str, ...] = ("core_attn",)
     """Modules that it can recompute by themselves."""
     selective_default: tuple[str, ...] = ("core_attn",)
@@ -291,6 +290,21 @@ class RuntimeSpec(Spec):
     def family(self) -> str:
         """The trainer that this is, or is a generation of."""
         return self.trainer or self.name
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """True where whole layers can be recomputed; neither overlapped exchanges nor graphs of modules allow it."""
+        return not (self.ep_overlap_fraction or self.graphed_modules)
+
+    @property
+    def recomputable_modules(self) -> tuple[str, ...]:
+        """The modules that can be recomputed by themselves beside the recipe's overlaps and graphs."""
+        kept = set()
+        if self.ep_overlap_fraction or "moe_router" in self.graphed_modules:
+            kept.add("moe")
+        if self.overlaps_shared_experts:
+            kept.add("shared_experts")
+        return tuple(name for name in self.selective_recompute_modules if name not in kept)
 
     def in_dtype(self, dtype: str, architecture: str) -> RuntimeSpec:
         """This runtime with what training in `dtype` on such silicon means for its bytes; the same if asked again."""

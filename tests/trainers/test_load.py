@@ -8,10 +8,10 @@ import pytest
 
 from planner.errors import SpecError
 from planner.profile.coefficients import COEFFICIENTS, Coefficient
-from planner.trainers.features import ROWWISE
 from planner.trainers.load import RUNTIMES, load_runtime, sources_of
 from planner.trainers.rules.of_trainer import export_rules_for, rules_for
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import ROWWISE
 
 DEFAULTS = RuntimeSpec(name="defaults")
 

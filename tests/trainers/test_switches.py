@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from planner.errors import Unsupported
-from planner.trainers.features import FEATURES
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("value", [True, False, "full_iteration", "a2a", 1.25])
 def test_every_effect_is_on_fields_of_a_runtime(name: str, value: Any) -> None:
-    update = FEATURES[name](value) or {}
+    update = SWITCHES[name].fields_of(value) or {}
     assert update.keys() <= RuntimeSpec.model_fields.keys()
     RuntimeSpec.model_validate(load_runtime("megatron").model_dump() | update)
 

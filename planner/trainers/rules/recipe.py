@@ -1,0 +1,213 @@
+"""Rules of recipes: the values of switches that do not go with a model, a GPU, a layout, or with each other.
+
+A rule about the layout is plain arithmetic on a `Shape`, so that one call judges one shape or an array of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from planner.shape import Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.training import Recompute, TrainingSpec
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The things that rules of recipes look at: a job, a runtime with its switches, and a layout if there is one."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    training: TrainingSpec
+    runtime: RuntimeSpec
+    shape: Shape | None = None
+    recompute: Recompute = "none"
+    modules: tuple[str, ...] = ()
+    """Modules that are recomputed by themselves."""
+
+    def value(self, name: str) -> Value:
+        """The value of a switch."""
+        return SWITCHES[name].value_of(self.runtime)
+
+    @property
+    def overlaps_experts(self) -> bool:
+        return self.runtime.ep_overlap_fraction > 0
+
+    @property
+    def is_rack(self) -> bool:
+        """True where NVLink joins more GPUs than a node has."""
+        return self.cluster.nvlink_domain_size > self.cluster.node_size
+
+    @property
+    def has_shared_experts(self) -> bool:
+        moe = self.model.moe
+        return moe is not None and bool(moe.shared_expert_intermediate_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeRule:
+    """One constraint on the value of a switch."""
+
+    switch: str
+    """The switch that gives way: the search leaves it at another value."""
+    says: str
+    """The constraint in words, as the answer shows it."""
+    holds: Callable[[Setting], Any]
+    """True where the recipe is legal; an array of truths if the setting's shape is of arrays."""
+    is_about_layout: bool = False
+    """True for a rule that needs a shape or knows what is recomputed."""
+
+
+def _job(switch: str, says: str, holds: Callable[[Setting], Any]) -> RecipeRule:
+    return RecipeRule(switch, says, holds)
+
+
+def _shape(switch: str, says: str, holds: Callable[[Setting, Shape], Any]) -> RecipeRule:
+    """A rule about the shape; without a shape it holds."""
+    return RecipeRule(switch, says, lambda s: True if s.shape is None else holds(s, s.shape), is_about_layout=True)
+
+
+RECIPE_RULES: tuple[RecipeRule, ...] = (
+    _job("ep_overlap", "needs experts", lambda s: s.model.moe is not None or not s.overlaps_experts),
+    _job(
+        "ep_overlap", "takes one multi-token-prediction block at most",
+        lambda s: s.model.num_nextn_predict_layers <= 1 or not s.overlaps_experts,
+    ),
+    _job(
+        "ep_overlap", "does not go with shared_expert_overlap",
+        lambda s: not (s.overlaps_experts and s.runtime.overlaps_shared_experts),
+    ),
+    _job(
+        "ep_overlap", "needs a dispatcher other than allgather",
+        lambda s: not (s.overlaps_experts and s.runtime.dispatcher == "allgather"),
+    ),
+    _job(
+        "ep_overlap", "delayed does not go with graphs of an attention with biases",
+        lambda s: not (
+            s.runtime.delays_weight_gradients and "attn" in s.runtime.graphed_modules and s.model.attention_bias
+        ),
+    ),
+    _shape(
+        "ep_overlap", "needs ep above 1",
+        lambda s, shape: (np.asarray(shape.ep) > 1) | (not s.overlaps_experts),
+    ),
+    _shape(
+        "ep_overlap", "needs interleaving (vpp above 1) where pp is above 1",
+        lambda s, shape: (np.asarray(shape.pp) == 1) | (np.asarray(shape.vpp) > 1) | (not s.overlaps_experts),
+    ),
+    RecipeRule(
+        "ep_overlap", "does not go with recomputing whole layers or experts",
+        lambda s: not s.overlaps_experts or _is_recomputable(s), is_about_layout=True,
+    ),
+    _job(
+        "cuda_graph", "of the router needs experts",
+        lambda s: s.model.moe is not None or "moe_router" not in s.runtime.graphed_modules,
+    ),
+    RecipeRule(
+        "cuda_graph", "of a layer's modules does not go with recomputing whole layers or experts",
+        lambda s: not s.runtime.graphed_modules or _is_recomputable(s), is_about_layout=True,
+    ),
+    _shape(
+        "cuda_graph", "of a layer's modules does not go with sharded weights",
+        lambda s, shape: (np.asarray(shape.zero_stage) < 2) | (not s.runtime.graphed_modules),
+    ),
+    _job(
+        "cuda_graph", "full_iteration needs nan_checks=false",
+        lambda s: not (_is_whole_graph(s) and s.runtime.checks_nan),
+    ),
+    _job(
+        "cuda_graph", "full_iteration of a mixture needs fused_experts=true and dispatcher=hybridep",
+        lambda s: not (_is_whole_graph(s) and s.model.moe is not None)
+        or (s.runtime.fuses_experts and s.runtime.dispatcher in ("hybridep", "")),
+    ),
+    _job(
+        "fused_experts", "needs experts without biases, in mxfp8 or nvfp4 on Blackwell",
+        lambda s: not s.runtime.fuses_experts
+        or (
+            s.model.moe is not None
+            and not s.model.has_mlp_bias
+            and s.training.dtype in ("mxfp8", "nvfp4")
+            and s.cluster.hardware.architecture == "blackwell"
+        ),
+    ),
+    _job(
+        "dispatcher", "needs experts",
+        lambda s: s.model.moe is not None or s.runtime.dispatcher == "",
+    ),
+    _job(
+        "dispatcher", "deepep knows no NVLink between nodes",
+        lambda s: s.runtime.dispatcher != "deepep" or not s.is_rack,
+    ),
+    _job(
+        "dispatcher", "deepep and hybridep need Ampere or newer GPUs of NVIDIA",
+        lambda s: s.runtime.dispatcher not in ("deepep", "hybridep")
+        or s.cluster.hardware.architecture in ("ampere", "hopper", "blackwell"),
+    ),
+    _job(
+        "token_drop", "needs dispatcher=alltoall",
+        lambda s: s.runtime.awaits_token_counts or not s.runtime.sends_tokens_once,
+    ),
+    _job(
+        "shared_expert_overlap", "needs shared experts",
+        lambda s: s.has_shared_experts or not s.runtime.overlaps_shared_experts,
+    ),
+    RecipeRule(
+        "shared_expert_overlap", "does not go with recomputing shared experts",
+        lambda s: not (s.runtime.overlaps_shared_experts and "shared_experts" in s.modules), is_about_layout=True,
+    ),
+    _shape(
+        "shared_expert_overlap", "needs ep above 1",
+        lambda s, shape: (np.asarray(shape.ep) > 1) | (not s.runtime.overlaps_shared_experts),
+    ),
+    _job(
+        "async_tp", "needs compile=true",
+        lambda s: s.runtime.compiled or s.runtime.family != "torchtitan" or not s.value("async_tp"),
+    ),
+    _job(
+        "overlap_param_gather", "needs overlap_grad_reduce=true",
+        lambda s: s.runtime.gradient_overlap_fraction > 0 or s.runtime.parameter_overlap_fraction == 0,
+    ),
+    _shape(
+        "optimizer_offload", "needs a sharded optimizer (ZeRO-1 and above)",
+        lambda s, shape: (np.asarray(shape.zero_stage) >= 1) | (s.runtime.optimizer_offload_fraction == 0),
+    ),
+    RecipeRule(
+        "activation_offload", "does not go with recomputing whole layers",
+        lambda s: not s.runtime.offload_modules or s.recompute != "full", is_about_layout=True,
+    ),
+    _job(
+        "activation_offload", "moe_act needs experts",
+        lambda s: s.model.moe is not None or "moe_act" not in s.runtime.offload_modules,
+    ),
+)  # fmt: skip
+
+
+def _is_recomputable(setting: Setting) -> bool:
+    """True if the layout recomputes nothing that the recipe keeps it from recomputing."""
+    may = set(setting.runtime.recomputable_modules)
+    return (setting.recompute != "full" or setting.runtime.recomputes_layers) and set(setting.modules) <= may
+
+
+def _is_whole_graph(setting: Setting) -> bool:
+    return setting.runtime.cuda_graphs
+
+
+def broken_recipe_rules(setting: Setting) -> Iterator[RecipeRule]:
+    """The rules that a recipe breaks; those about a layout only if the setting has one (one shape, no arrays)."""
+    return (rule for rule in RECIPE_RULES if not bool(np.all(rule.holds(setting))))
+
+
+def takes_shapes(setting: Setting) -> Any:
+    """True for each of the setting's shapes that the recipe's rules on layouts allow."""
+    legal: Any = True
+    for rule in RECIPE_RULES:
+        if rule.is_about_layout:
+            legal = legal & rule.holds(setting)
+    return legal

@@ -1,0 +1,355 @@
+"""The performance switches of trainers: one row each, with its values and the fields of a runtime that a value sets.
+
+A recipe is the value of every switch. It is no state of its own: a runtime's fields tell it (`Switch.value_of`). A
+switch has one name everywhere: on the command line, among the features of a run, in JSON and in the notes of exports.
+Which switches a trainer has, with which values and since which version, stands in the trainer's file (`switches:`).
+Whether a value goes with a GPU, a model, a layout and the other switches is said by planner/trainers/rules/recipe.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.errors import Unsupported
+
+Value = bool | int | float | str
+Fields = Mapping[str, Any]
+"""Fields of RuntimeSpec, with the values that a switch gives them."""
+
+EP_OVERLAP = 0.8
+"""Share of expert exchanges that hides behind another micro-batch's products, where a recipe asks for it: a first
+guess, which the published runs that overlap bear out on NVLink (docs/CALIBRATION.md)."""
+OVERLAP = 0.9
+"""Share of the window that reductions and gathers of a sharded optimizer fill: a first guess, fitted to nothing."""
+ASYNC_TP = 0.688
+"""Share of tensor-parallel exchanges that asynchronous tensor parallelism hides: fitted to torchtitan's published runs
+(scripts/calibrate runs, "asynchronous TP")."""
+ROWWISE = 1.45
+"""Seconds of torchao's 8-bit products with a scale for each row or block, over seconds with one for a tensor.
+
+Llama 3 8B on eight H100: 6,150 tokens/s in bf16, 7,690 by tensors, 6,768 by rows (torchao's training benchmarks). 1.6
+in torchtitan's report of June 2025 (70B, TP 8: by rows no faster than bf16), 1.5 for its mxfp8 on GB200."""
+ROUTING_REPLAYED = 0.85
+"""Host time of a mixture's layer that is left where a CUDA graph replays its routing: Qwen3 30B and 235B on B200, GB200
+and GB300, whose recipes of one release replay routing, attention or both."""
+ATTENTION_REPLAYED = 0.6
+"""Host time that is left where a graph replays attention too; from the same runs."""
+BF16_MOMENTS_BYTES = 8
+"""Bytes per parameter of fp32 masters and two moments in bf16 (Megatron-LM, --exp-avg-dtype bf16)."""
+
+ROUTING = ("moe_router", "moe_preprocess")
+"""Modules of a mixture's layer that a CUDA graph replays up to the exchange, where the host must know token counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One switch of a trainer."""
+
+    name: str
+    says: str
+    """The effect of the switch in a few words, as a report shows it."""
+    values: Mapping[Value, Fields]
+    """Each value that the search may choose, the plainest first, with the fields that it sets."""
+    consent: Mapping[Value, str] = field(default_factory=dict)
+    """Values that change numerics (or what is checked, or which tokens are trained on), and what they change. They are
+    chosen with --allow NAME only."""
+    also: Callable[[Any], Fields | None] = lambda value: None
+    """The fields of a value that runs state and the search does not choose; None for a value that does not exist."""
+    is_described: bool = False
+    """True for a feature of runs that are priced, which the search never chooses."""
+    shown_by: tuple[str, ...] = ()
+    """The fields that tell the value, where the others that it sets do not."""
+    source: str = ""
+    """The evidence for what the switch gains."""
+
+    def fields_of(self, value: Any) -> Fields | None:
+        """The fields that `value` sets; None if the switch has no such value."""
+        known = next((known for known in self.values if known == value and type(known) is type(value)), None)
+        return self.also(value) if known is None else self.values[known]
+
+    def value_of(self, runtime: Any) -> Value:
+        """The value whose fields a runtime has: numbers count as equal if both are zero or both are not."""
+
+        def matches(fields: Fields) -> bool:
+            names = self.shown_by or tuple(fields)
+            return all(_alike(getattr(runtime, name), fields[name]) for name in names)
+
+        return next((value for value, fields in self.values.items() if matches(fields)), next(iter(self.values)))
+
+    @property
+    def touched(self) -> frozenset[str]:
+        """All fields that the switch's values set."""
+        return frozenset(name for fields in self.values.values() for name in fields)
+
+
+def _alike(found: Any, expected: Any) -> bool:
+    if isinstance(expected, float) and not isinstance(found, bool):
+        return bool(found) == bool(expected)
+    return bool(found == expected)
+
+
+def _flag(name: str, says: str, field_name: str, described: bool = False, **more: Any) -> Switch:
+    """A switch that is one field of a runtime."""
+    off_on: dict[Value, Fields] = {False: {field_name: False}, True: {field_name: True}}
+    return Switch(name, says, off_on, also=lambda v: {field_name: bool(v)}, is_described=described, **more)
+
+
+def _fraction(name: str, says: str, fields: tuple[str, ...], when_on: float, **more: Any) -> Switch:
+    """A switch that hides a share of exchanges."""
+    off_on: dict[Value, Fields] = {False: dict.fromkeys(fields, 0.0), True: dict.fromkeys(fields, when_on)}
+    return Switch(name, says, off_on, also=lambda v: off_on[bool(v)], **more)
+
+
+def _one_of(name: str, says: str, field_name: str, values: Iterable[str], described: bool = False) -> Switch:
+    return Switch(name, says, {value: {field_name: value} for value in values}, is_described=described)
+
+
+def _described(name: str, effect: Callable[[Any], Fields | None]) -> Switch:
+    """A feature of runs that the search never chooses."""
+    return Switch(name, "", {}, also=effect, is_described=True)
+
+
+def _overlap_of_experts(fraction: float, delayed: bool) -> Fields:
+    return {
+        "ep_overlap_fraction": fraction,
+        "ep_overlap_network_fraction": fraction,
+        "delays_weight_gradients": delayed,
+    }
+
+
+def _graphs(modules: tuple[str, ...], whole: bool = False) -> Fields:
+    left = 1.0 if not modules else ATTENTION_REPLAYED if "attn" in modules else ROUTING_REPLAYED
+    changed = {"cuda_graphs": whole, "graphed_modules": modules, "moe_host_factor": left}
+    return changed | ({"ep_overlap_host_factor": 1.0} if modules else {})
+
+
+def _stated_graphs(value: Any) -> Fields | None:
+    """The fields of a run's own words for its graphs, such as `transformer_engine[attn,moe_router]`."""
+    if value in (True, "full_iteration", "full"):
+        return _graphs((), whole=True)
+    if not value or value == "none":
+        return {}
+    return _graphs((*(("attn",) if "attn" in str(value) else ()), *ROUTING))
+
+
+_ONE_SCALE: Fields = {"narrow_factor": 1.0, "narrow_exchanges": True}
+_RECIPES: dict[str, Fields] = {
+    # gradients of bf16 training are summed in fp32; the mixed precision of older trainers was fp16
+    "bf16": {"gradient_bytes": 4},
+    "fp8-tensorwise": _ONE_SCALE,
+    "fp8-rowwise": {"narrow_factor": ROWWISE, "narrow_exchanges": False},
+}
+_COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
+"""Fields of a trainer that relies on torch.compile, all of which it loses without it."""
+_GRADIENT_BYTES = ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes")
+_CAPACITY: Fields = {"sends_tokens_once": False, "awaits_token_counts": False, "moe_host_factor": ROUTING_REPLAYED}
+"""Only the all-to-all among Megatron's dispatchers gives experts a fixed number of tokens; the host awaits no count."""
+
+
+def _offloaded(value: Any) -> Fields | None:
+    """A share of the optimizer's states between 0 and 1."""
+    is_share = isinstance(value, (int, float)) and 0 <= value <= 1
+    return {"optimizer_offload_fraction": float(value)} if is_share else None
+
+
+_ROWS = (
+    Switch(
+        "ep_overlap",
+        "expert exchanges run beside the products of another micro-batch",
+        {
+            False: _overlap_of_experts(0.0, delayed=False),
+            True: _overlap_of_experts(EP_OVERLAP, delayed=False),
+            "delayed": _overlap_of_experts(EP_OVERLAP, delayed=True),
+        },
+        also=lambda value: _overlap_of_experts(EP_OVERLAP if value else 0.0, delayed=False),
+        source="Megatron-Bridge, pull requests 3862 and 5094: 15 to 24% on Qwen3-30B; 1760: a loss on eager B200",
+    ),
+    Switch(
+        "cuda_graph",
+        "CUDA graphs replay these parts of a step",
+        {
+            "none": _graphs(()),
+            "moe_router": _graphs(ROUTING),
+            "attn+moe_router": _graphs(("attn", *ROUTING)),
+            "full_iteration": _graphs((), whole=True),
+        },
+        also=_stated_graphs,
+        source="Megatron-LM's guide to DeepSeek-V3 on GB200: 8.6% for attention and routing",
+    ),
+    _flag(
+        "nan_checks", "the loss and the gradients are looked at for NaN", "checks_nan", consent={False: "checks"},
+    ),
+    _flag(
+        "fused_experts", "one kernel computes the products, activations and casts of all experts", "fuses_experts",
+        consent={True: "numerics"},
+        source="GPT-OSS-120B on GB200, whose release without the kernel ran at 597 instead of 943 TFLOP/s",
+    ),
+    Switch(
+        "dispatcher",
+        "the kernels that send tokens to their experts",
+        {
+            "alltoall": {"dispatcher": "alltoall", "sends_tokens_once": False},
+            "deepep": {"dispatcher": "deepep", "sends_tokens_once": True},
+            "hybridep": {"dispatcher": "hybridep", "sends_tokens_once": True},
+            "flex": {"dispatcher": "", "sends_tokens_once": True},
+        },
+        also=lambda value: {"dispatcher": value, "sends_tokens_once": False} if value == "allgather" else None,
+        source="Megatron-LM's guide to DeepSeek-V3 on GB200: 5 to 14% from all-to-all to DeepEP to HybridEP",
+    ),
+    _flag("shared_expert_overlap", "shared experts run beside the exchanges of the others", "overlaps_shared_experts"),
+    Switch(
+        "tp_comm_overlap",
+        "tensor-parallel exchanges run beside the products that they feed",
+        {False: {"tp_overlap_fraction": 0.0}, True: {}},
+        # on: as much hides as the trainer's own runs say
+        also=lambda value: {} if value else {"tp_overlap_fraction": 0.0},
+    ),
+    _fraction(
+        "async_tp", "tensor-parallel exchanges run in pieces beside products",
+        ("tp_overlap_fraction", "mla_tp_overlap_fraction"), ASYNC_TP,
+        source="torchtitan, June 2025: 4 to 16% on Llama 70B",
+    ),
+    _fraction(
+        "overlap_grad_reduce", "gradients are reduced behind the backward", ("gradient_overlap_fraction",), OVERLAP
+    ),
+    _fraction(
+        "overlap_param_gather", "weights are gathered behind the forward", ("parameter_overlap_fraction",), OVERLAP
+    ),
+    Switch(
+        "p2p_overlap",
+        "pipeline sends run beside compute",
+        {value: {"interleaved_p2p_overlap": value} for value in (False, True)},
+        also=lambda value: {"p2p_overlap": bool(value), "interleaved_p2p_overlap": bool(value)},
+    ),
+    _one_of(
+        "cp_comm_type", "the exchange of keys and values in context parallelism", "cp_comm_type",
+        ("p2p", "all_gather", "a2a"),
+    ),
+    _flag("cross_entropy_fusion", "one kernel computes the loss, without fp32 logits", "fused_cross_entropy"),
+    Switch(
+        "bf16_gradients",
+        "gradients are summed and reduced in bf16",
+        {False: dict.fromkeys(_GRADIENT_BYTES, 4), True: dict.fromkeys(_GRADIENT_BYTES, 2)},
+        consent={True: "numerics"},
+        shown_by=("gradient_bytes",),
+        source="all performance recipes of Megatron-Bridge",
+    ),
+    Switch(
+        "bf16_moments",
+        "Adam's moments are kept in bf16",
+        {False: {"optimizer_bytes": 12}, True: {"optimizer_bytes": BF16_MOMENTS_BYTES}},
+        consent={True: "numerics"},
+        source="performance recipes of Megatron-Bridge for DeepSeek-V3",
+    ),
+    Switch(
+        "optimizer_offload",
+        "a share of the optimizer's states stays on the host",
+        {share: {"optimizer_offload_fraction": share} for share in (0.0, 0.5, 1.0)},
+        also=_offloaded,
+    ),
+    Switch(
+        "activation_offload",
+        "the inputs of these modules wait in host memory for the backward",
+        {
+            "none": {"offload_modules": ()},
+            "moe_act": {"offload_modules": ("moe_act",)},
+            "core_attn+attn_proj": {"offload_modules": ("core_attn", "attn_proj")},
+        },
+        also=lambda value: {"offload_modules": tuple(value.split("+"))} if isinstance(value, str) else None,
+    ),
+    Switch(
+        "compile",
+        "torch.compile fuses the elementwise work of a layer",
+        {False: dict.fromkeys(_COMPILED, False), True: {"compiled": True}},
+        also=lambda value: {"compiled": True} if value else dict.fromkeys(_COMPILED, False),
+        source="torchtitan, December 2024: 16% on Llama 8B",
+    ),
+    Switch(
+        "token_drop",
+        "experts take a fixed number of tokens, and drop the others",
+        {False: {"awaits_token_counts": True}, True: _CAPACITY},
+        consent={True: "tokens"},
+    ),
+    # features of runs
+    _described("moe_capacity_factor", lambda value: _CAPACITY if value else {}),
+    _described("moe_token_drop", lambda value: _CAPACITY if value else {}),
+    _described("fp32_grad_accum", lambda value: dict.fromkeys(_GRADIENT_BYTES, 4 if value else 2)),
+    _flag("flash_attention", "fused attention", "flash_attention", described=True),
+    _flag("activation_fusion", "fused activations", "fused_activation", described=True),
+    _flag("dropout", "dropout after attention and MLP", "dropout", described=True),
+    _flag("fp8_output_proj", "the head is of the recipe's dtype too", "narrow_head", described=True),
+    _flag("gradient_accumulation_fusion", "products add to gradients", "fused_grad_accumulation", described=True),
+    _one_of("attention_kernel", "the kernel of attention", "attention_kernel", ("fastest", "flash", "flash1"), True),
+    _described(
+        "loss_metrics", lambda value: {"loss_metrics": value} if type(value) is int and value >= 0 else None
+    ),
+    _described("precision_recipe", lambda value: _RECIPES.get(str(value), {})),
+    _described("reentrant_checkpoint", lambda value: {"stops_recompute_early": not value}),
+    # what published rows describe and changes nothing
+    *(
+        _described(name, lambda value: {})
+        for name in ("match", "uneven_pp", "natural_routing", "flex_attention", "fp8_dot_product_attention")
+    ),
+)  # fmt: skip
+
+SWITCHES = {row.name: row for row in _ROWS}
+"""All switches, by name."""
+
+
+def written(value: Value) -> str:
+    """A value as the command line takes it: `true`, `0.5`, `delayed`."""
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def parsed(name: str, text: str) -> Value | None:
+    """The value of the switch `name` that a text means; None if it has no such value."""
+    row = SWITCHES[name]
+    known = next((value for value in row.values if written(value) == text.lower()), None)
+    if known is None and isinstance(next(iter(row.values)), float):
+        try:
+            known = float(text) if row.also(float(text)) is not None else None
+        except ValueError:
+            return None
+    return known
+
+
+NOT_MODELLED = {"cpu_offload": "tensors kept in host memory", "cpu_offloading_num_layers": "layers kept in host memory"}
+"""Features that change a run in a way that nothing here prices."""
+_IMPLIED_BY_WHOLE_GRAPHS = "ep_overlap"
+"""Published recipes that capture whole iterations of mixtures overlap their exchanges too (Megatron-Bridge since
+26.06)."""
+
+
+def read_recipe(runtime: Any, names: Iterable[str] = ()) -> dict[str, Value]:
+    """The value of each switch of `names` that a runtime's fields tell; by default of all that a search may choose."""
+    rows = [SWITCHES[name] for name in names] or [row for row in SWITCHES.values() if not row.is_described]
+    return {row.name: row.value_of(runtime) for row in rows}
+
+
+def changes(features: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Fields of a RuntimeSpec with the values that `features` give them, and the names, or values, that are unknown.
+
+    Raises Unsupported where a feature is on that is not modelled.
+    """
+    changed: dict[str, Any] = {}
+    unknown = []
+    # what graphs imply for other switches counts where a run does not state these itself
+    for name, value in sorted(features.items(), key=lambda pair: pair[0] != "cuda_graph"):
+        row = SWITCHES.get(name)
+        if name in NOT_MODELLED:
+            if value:
+                raise Unsupported(
+                    f"features: {name}: {NOT_MODELLED[name]} are not modelled",
+                    "leave it out to price the run as if the GPU kept them",
+                )
+            continue
+        fields = None if row is None else row.fields_of(value)
+        if fields is None:
+            unknown.append(name if row is None else f"{name}: {value!r:.60}")
+            continue
+        changed |= fields
+        if name == "cuda_graph" and value in ("full", "full_iteration"):
+            changed |= SWITCHES[_IMPLIED_BY_WHOLE_GRAPHS].values[True]
+    return changed, tuple(unknown)
