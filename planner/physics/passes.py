@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.physics import compute
-from planner.physics.communication import exchange_s, group_of
+from planner.physics.communication import exchange_tiers_s, group_of
 from planner.physics.cost import PartCost
-from planner.physics.operators import Collective, Item, collectives_of, operators_of
+from planner.physics.operators import Collective, Item, Operator, collectives_of, operators_of
 from planner.shape import Number, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -33,52 +33,115 @@ class Passes:
     cluster: ClusterSpec
     runtime: RuntimeSpec
 
-    def seconds(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
-        """Seconds of a part by pass and kind; an exchange counts only as far as nothing hides it."""
-        seconds: dict[str, Number] = {f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")}
+    def seconds(self, items: Sequence[Item], shape: Shape, replayed: bool = False) -> dict[str, Number]:
+        """Seconds of a part by pass and kind; an exchange counts only as far as nothing hides it.
+
+        Parts that are `replayed` have no other micro-batch beside them: their expert exchanges show.
+        """
         slow, operators = 1 + self.training.straggler_fraction, operators_of(items)
         hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
         gpu = compute.gpu_seconds(operators, hardware, dtype, runtime)
         passes = compute.with_host(gpu, compute.issue_seconds(operators, hardware, runtime), runtime)
-        for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
-            seconds[key] = slow * value
         # while the GPU waits for the host, exchanges go on
         idle = 0.0 if runtime.blocking_launches else 1.0
         idle_s = {"forward": idle * (passes[0] - gpu[0]), "backward": idle * (sum(passes[1:]) - sum(gpu[1:]))}
+        seconds, behind = self._exchanges(items, shape, idle_s, replayed)
+        for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
+            seconds[key] = slow * value
+        if behind:
+            delayed = runtime.delays_weight_gradients
+            waits_s = {"forward": 0.0, "backward": 0.0 if delayed else self._expert_weight_gradients_s(operators)}
+            # the same pass of another micro-batch hides no more than it takes
+            for way, pass_s in (("forward", passes[0]), ("backward", passes[1] + passes[2])):
+                beside_s = pass_s + seconds[f"tp_{way}_s"] + seconds[f"cp_{way}_s"]
+                # the second of a pass's two exchanges starts after the weight gradients of experts, unless these wait
+                late_s = behind[way] / 2 - (beside_s - waits_s[way])
+                shown_s = np.maximum(np.maximum(behind[way] - beside_s, late_s), 0.0)
+                taken_s = self._taken_fraction() * (behind[way] - shown_s)
+                seconds[f"ep_{way}_s"] = seconds[f"ep_{way}_s"] + shown_s + taken_s
+        elif runtime.overlaps_shared_experts:
+            self._hide_behind_shared_experts(seconds, operators)
+        return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
+
+    def _exchanges(
+        self, items: Sequence[Item], shape: Shape, idle_s: dict[str, Number], replayed: bool
+    ) -> tuple[dict[str, Number], dict[str, Number]]:
+        """Seconds of exchanges that show, by group and pass, and by pass those that hide behind another micro-batch."""
+        seconds: dict[str, Number] = {f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")}
         shown_of_hideable: dict[str, Number] = dict.fromkeys(seconds, 0.0)
-        behind = dict.fromkeys(("ep_forward_s", "ep_backward_s"), np.zeros(()))
+        behind: dict[str, Number] = {}
+        overlapped = self.runtime.overlaps_experts and not replayed
         for exchange in collectives_of(items):
-            group = "ep" if exchange.group == "etp" else exchange.group
-            key = f"{group}_{'backward' if exchange.backward else 'forward'}_s"
+            group, way = "ep" if exchange.group == "etp" else exchange.group, _way(exchange)
+            key = f"{group}_{way}_s"
             size, _ = group_of(exchange.group, shape)
-            hidden = self._hidden_fraction(exchange, size)
-            sync_us = 0.0 if exchange.choices else self.runtime.collective_sync_us
-            waits = (REPLAYED if self.runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
-            sync_s = waits * sync_us * MICRO * np.log2(size)
-            sent = self.training.dtype if self.runtime.narrow_exchanges else "bf16"
-            exchanged_s = exchange_s(exchange, shape, self.cluster, sent) + sync_s
-            hideable_s = hidden_s = hidden * exchanged_s
+            tiers_s = self._tiers_s(exchange, shape, size)
+            exchanged_s: Number = sum(tiers_s)
+            if exchange.overlap == "ep":
+                hidden_s = hideable_s = 0.0 if replayed else self._hidden_of_experts_s(tiers_s)
+                if overlapped:
+                    behind[way] = behind.get(way, 0.0) + hidden_s
+            else:
+                hideable_s = hidden_s = self._hidden_fraction(exchange, size) * exchanged_s
             if exchange.overlap == "cp":
                 hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
             if exchange.beside and np.any(hidden_s):
                 hidden_s = np.minimum(hidden_s, self._products_s(exchange))
-            if exchange.overlap == "ep":
-                behind[key] = behind[key] + hidden_s
             seconds[key] = seconds[key] + exchanged_s - hidden_s
             shown_of_hideable[key] = shown_of_hideable[key] + hideable_s - hidden_s
-        for way in ("forward", "backward"):
+        for way, waited_s in idle_s.items():
             # what waits for no product waits for the host beside it
             keys = [f"{g}_{way}_s" for g in COMM_GROUPS]
             all_s = sum(shown_of_hideable[key] for key in keys)
-            hidden_fraction = np.minimum(all_s, idle_s[way]) / np.where(all_s > 0, all_s, 1.0)
+            hidden_fraction = np.minimum(all_s, waited_s) / np.where(all_s > 0, all_s, 1.0)
             for key in keys:
                 seconds[key] = seconds[key] - hidden_fraction * shown_of_hideable[key]
-        # the same pass of another micro-batch hides no more than it takes
+        return seconds, behind
+
+    def _tiers_s(self, exchange: Collective, shape: Shape, size: Number) -> list[Number]:
+        """Seconds of an exchange on each tier; on the first, also those that ranks wait for the last of them."""
+        runtime, dtype = self.runtime, self.training.dtype
+        sync_us = 0.0 if exchange.choices else runtime.collective_sync_us
+        waits = (REPLAYED if runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
+        sent = dtype if runtime.narrow_exchanges else "bf16"
+        inner_s, *outer_s = exchange_tiers_s(exchange, shape, self.cluster, sent)
+        return [inner_s + waits * sync_us * MICRO * np.log2(size), *outer_s]
+
+    def _hidden_of_experts_s(self, tiers_s: Sequence[Number]) -> Number:
+        """Seconds of an expert exchange that can hide behind another micro-batch: a share of those on each tier."""
+        runtime = self.runtime
+        if not runtime.overlaps_experts:
+            return 0.0
+        inner_s, outer_s = tiers_s[0], sum(tiers_s[1:])
+        return runtime.ep_overlap_fraction * inner_s + runtime.ep_overlap_network_fraction * outer_s
+
+    def hidden_exchanges_s(self, items: Sequence[Item], shape: Shape) -> Number:
+        """Seconds of a part's expert exchanges, forward and backward, that another micro-batch can hide."""
+        hidden_s: Number = 0.0
+        for exchange in collectives_of(items):
+            if exchange.overlap == "ep":
+                tiers_s = self._tiers_s(exchange, shape, group_of(exchange.group, shape)[0])
+                hidden_s = hidden_s + self._hidden_of_experts_s(tiers_s)
+        return hidden_s
+
+    def _taken_fraction(self) -> float:
+        """Share of the GPU that the kernels of a hidden expert exchange take from the products beside it."""
+        hardware, runtime = self.cluster.hardware, self.runtime
+        sms = {"deepep": runtime.deepep_sms, "hybridep": runtime.hybridep_sms}
+        return sms.get(runtime.dispatcher_on(hardware), 0) / hardware.num_sms
+
+    def _expert_weight_gradients_s(self, operators: Sequence[Operator]) -> Number:
+        """Seconds of the weight gradients of experts, which run before the exchange that they could hide."""
+        experts = [op for op in operators if op.expert]
+        return compute.gpu_seconds(experts, self.cluster.hardware, self.training.dtype, self.runtime).wgrad_s
+
+    def _hide_behind_shared_experts(self, seconds: dict[str, Number], operators: Sequence[Operator]) -> None:
+        """Take the exchanges off `seconds` that run beside the products of shared experts."""
+        shared = [op for op in operators if "shared_experts" in op.modules]
+        passes = compute.gpu_seconds(shared, self.cluster.hardware, self.training.dtype, self.runtime)
         for way, pass_s in (("forward", passes[0]), ("backward", passes[1] + passes[2])):
-            beside_s = pass_s + seconds[f"tp_{way}_s"] + seconds[f"cp_{way}_s"]
             key = f"ep_{way}_s"
-            seconds[key] = seconds[key] + np.maximum(behind[key] - beside_s, 0.0)
-        return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
+            seconds[key] = seconds[key] - np.minimum(seconds[key], pass_s)
 
     def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:
         """Share of an exchange among `size` ranks that the runtime hides behind compute.
@@ -146,8 +209,9 @@ class Passes:
         """Host seconds of a layer with experts, the same for forward and backward."""
         runtime, moe = self.runtime, self.model.moe
         assert moe is not None
-        kernels = runtime.moe_host_factor * runtime.moe_kernels + runtime.expert_kernels * moe.num_experts / shape.ep
-        if runtime.ep_overlap_fraction:
+        layer = runtime.moe_host_factor * runtime.launched_fraction * runtime.moe_kernels
+        kernels = layer + runtime.expert_kernels * moe.num_experts / shape.ep
+        if runtime.overlaps_experts and not runtime.graphed_modules:
             kernels = kernels * runtime.ep_overlap_host_factor
         if compute.is_narrow(self.cluster.hardware, self.training.dtype):
             kernels = kernels * runtime.narrow_host_factor
@@ -159,3 +223,7 @@ class Passes:
             return 2 * self._mixture_host_s(shape)
         hosts = [compute.host_seconds(op, self.cluster.hardware, self.runtime) for op in operators_of(items)]
         return sum(map(sum, hosts))
+
+
+def _way(exchange: Collective) -> str:
+    return "backward" if exchange.backward else "forward"

@@ -116,7 +116,7 @@ class Pricing:
             again = [item for item in items if not chosen.isdisjoint(item.modules)]
             live = saved_bytes(items, chosen, self.training.dtype)
         repeat, all_saved_bytes = (
-            self._passes.seconds(again, shape),
+            self._passes.seconds(again, shape, replayed=True),
             saved_bytes(items, frozenset(), self.training.dtype),
         )
         return replace(
@@ -299,4 +299,20 @@ class Pricing:
             vocab = self.model.vocab_size / shape.tp * self.model.hidden_size * self.runtime.gradient_bytes
             distance = shape.tp * shape.cp * shape.dp * np.maximum(shape.pp - 1, 1)
             tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (shape.pp > 1)
-        return norm_s + tied_s + self.runtime.step_overhead_s
+        return norm_s + tied_s + self.unpaired_s(shape) + self.runtime.step_overhead_s
+
+    def unpaired_s(self, shape: Shape) -> Number:
+        """Seconds per step of expert exchanges that could hide but have no other micro-batch beside them.
+
+        The first forwards fill the pipeline and the last backwards drain it: pp micro-batches' worth each, whatever the
+        number of chunks. The last rank waits for pp − 1 ranks before it, and starts its first backward when it has run
+        one micro-batch forward.
+        """
+        hidden_s: Number = 0.0
+        if self.model.moe is None or not self.runtime.overlaps_experts:
+            return hidden_s
+        for kind, count in self.kind_counts.items():
+            if kind.mlp != "dense":
+                items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
+                hidden_s = hidden_s + count / shape.pp * self._passes.hidden_exchanges_s(items, shape)
+        return np.minimum(shape.pp, shape.num_microbatches) * hidden_s
