@@ -56,7 +56,7 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
     if op.kind == "gemm":
         gradient_bytes = 2 * runtime.gradient_bytes if runtime.fused_grad_accumulation else BF16
         forward_s, dgrad_s, wgrad_s = gemm_s(
-            op, hardware, dtype if op.is_cast else "bf16", runtime.groups_products, gradient_bytes
+            op, hardware, dtype if op.is_cast else "bf16", runtime.groups_products or runtime.fuses_experts, gradient_bytes
         )
         slow = efficiency.gemm_factor * (1.0 if runtime.tuned_products else efficiency.untuned_factor)
         if op.is_cast and is_narrow(hardware, dtype):
@@ -176,8 +176,8 @@ def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpe
         return PassSeconds(0.0, 0.0, 0.0)
     weight = op.n * op.k if runtime.casts_weights else 0
     weight_bytes = weight * _cast_bytes(dtype, 1, runtime)
-    input_bytes = op.m * op.k * _cast_bytes(dtype, op.input_shards, runtime)
-    gradient_bytes = op.m * op.n * _cast_bytes(dtype, op.gradient_shards, runtime)
+    input_bytes = 0 if op.takes_cast_input else op.m * op.k * _cast_bytes(dtype, op.input_shards, runtime)
+    gradient_bytes = 0 if op.takes_cast_gradient else op.m * op.n * _cast_bytes(dtype, op.gradient_shards, runtime)
     return PassSeconds(
         stream_s(hardware, op.count * (input_bytes + weight_bytes), 1, "cast"),
         stream_s(hardware, op.count * (gradient_bytes + weight_bytes), 1, "cast"),

@@ -315,9 +315,9 @@ def parsed(name: str, text: str) -> Value | None:
 
 NOT_MODELLED = {"cpu_offload": "tensors kept in host memory", "cpu_offloading_num_layers": "layers kept in host memory"}
 """Features that change a run in a way that nothing here prices."""
-_IMPLIED_BY_WHOLE_GRAPHS = "ep_overlap"
-"""Published recipes that capture whole iterations of mixtures overlap their exchanges too (Megatron-Bridge since
-26.06)."""
+_IMPLIED_BY_WHOLE_GRAPHS = {"ep_overlap": "delayed", "fused_experts": True}
+"""Published recipes that capture whole iterations of mixtures overlap their exchanges, delay weight gradients and fuse
+the products of experts too (Megatron-Bridge since 26.06)."""
 
 
 def read_recipe(runtime: Any, names: Iterable[str] = ()) -> dict[str, Value]:
@@ -349,5 +349,6 @@ def changes(features: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
             continue
         changed |= fields
         if name == "cuda_graph" and value in ("full", "full_iteration"):
-            changed |= SWITCHES[_IMPLIED_BY_WHOLE_GRAPHS].values[True]
+            for other, implied in _IMPLIED_BY_WHOLE_GRAPHS.items():
+                changed |= SWITCHES[other].values[implied]
     return changed, tuple(unknown)
