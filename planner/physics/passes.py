@@ -49,19 +49,34 @@ class Passes:
         for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
             seconds[key] = slow * value
         if behind:
-            delayed = runtime.delays_weight_gradients
-            waits_s = {"forward": 0.0, "backward": 0.0 if delayed else self._expert_weight_gradients_s(operators)}
-            # the same pass of another micro-batch hides no more than it takes
-            for way, pass_s in (("forward", passes[0]), ("backward", passes[1] + passes[2])):
-                beside_s = pass_s + seconds[f"tp_{way}_s"] + seconds[f"cp_{way}_s"]
-                # the second of a pass's two exchanges starts after the weight gradients of experts, unless these wait
-                late_s = behind[way] / 2 - (beside_s - waits_s[way])
-                shown_s = np.maximum(np.maximum(behind[way] - beside_s, late_s), 0.0)
-                taken_s = self._taken_fraction() * (behind[way] - shown_s)
-                seconds[f"ep_{way}_s"] = seconds[f"ep_{way}_s"] + shown_s + taken_s
+            self._add_shown(seconds, behind, (passes[0], passes[1] + passes[2]), operators)
         elif runtime.overlaps_shared_experts:
             self._hide_behind_shared_experts(seconds, operators)
         return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
+
+    def _add_shown(
+        self,
+        seconds: dict[str, Number],
+        behind: dict[str, Number],
+        passes_s: tuple[Number, Number],
+        operators: Sequence[Operator],
+    ) -> None:
+        """Add to `seconds` what shows of the expert exchanges that hide `behind` another micro-batch's passes.
+
+        The forward of one micro-batch runs beside the backward of another, so that both together hide no more than
+        both take. The second exchange of the backward starts after the weight gradients of experts, unless these wait.
+        What hides takes a part of the GPU from the products beside it.
+        """
+        exchanged = [seconds[f"{group}_{way}_s"] for group in ("tp", "cp") for way in behind]
+        beside_s: Number = sum(passes_s) + sum(exchanged)
+        behind_s: Number = sum(behind.values())
+        waits_s = 0.0 if self.runtime.delays_weight_gradients else self._expert_weight_gradients_s(operators)
+        late_s = behind.get("backward", 0.0) / 2 - (beside_s - waits_s)
+        shown_s = np.maximum(np.maximum(behind_s - beside_s, late_s), 0.0)
+        added_s = shown_s + self._taken_fraction() * (behind_s - shown_s)
+        for way, hidden_s in behind.items():
+            share = hidden_s / np.where(behind_s > 0, behind_s, 1.0)
+            seconds[f"ep_{way}_s"] = seconds[f"ep_{way}_s"] + share * added_s
 
     def _exchanges(
         self, items: Sequence[Item], shape: Shape, idle_s: dict[str, Number], replayed: bool
