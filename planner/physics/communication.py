@@ -171,9 +171,7 @@ def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype
     return seconds
 
 
-def exchange_tiers_s(
-    collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16"
-) -> list[Number]:
+def exchange_tiers_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> list[Number]:
     """The seconds of `exchange_s` on each tier, innermost first."""
     size, stride = group_of(collective.group, shape)
     narrow = NARROW_BYTES[dtype] / BF16 if collective.cast and dtype in NARROW_BYTES else 1.0

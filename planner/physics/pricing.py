@@ -233,9 +233,12 @@ class Pricing:
 
     def update_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Seconds of an optimizer step on this rank's shard, in which gradients are measured, scaled and zeroed too."""
+        hardware, runtime = self.cluster.hardware, self.runtime
         shard = memory.sharded_parameters(dense, expert, shape)
-        clip_s = compute.clip_s(self.cluster.hardware, shard, dense + expert, self.runtime)
-        return compute.optimizer_s(self.cluster.hardware, shard, self.runtime) + clip_s
+        offloaded = runtime.optimizer_offload_fraction * shard
+        clip_s = compute.clip_s(hardware, shard, dense + expert, runtime)
+        gpu_s = compute.optimizer_s(hardware, shard - offloaded, runtime)
+        return gpu_s + compute.host_update_s(hardware, offloaded) + clip_s
 
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Seconds to reduce-scatter gradients over the shard group and all-reduce them over its replicas.

@@ -133,8 +133,7 @@ def priced(pair: Ablation) -> Priced:
     """Both sides priced as `plan evaluate --runs` would."""
     try:
         off_s, on_s = (
-            parse_run({"id": pair.id, "run": pair.side(name)}, pair.id).evaluate().step.step_s
-            for name in ("off", "on")
+            parse_run({"id": pair.id, "run": pair.side(name)}, pair.id).evaluate().step.step_s for name in ("off", "on")
         )
     except PlannerError as error:
         return Priced(pair, error=error)
