@@ -12,6 +12,11 @@ from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.trainers.spec import RuntimeSpec
 
+GRAPH_POOL = 1.25
+"""Activations of a step that a CUDA graph replays whole, over those of an eager step: the graph's pool is its own.
+
+Megatron-Bridge's notes say 1.5 to 2 for the peak. Its own recipes of Qwen3-30B with eight sequences a micro-batch fit
+B300 and GB300 with at most 1.25."""
 ALIGNMENT = 512
 """Bytes that torch's allocator gives the smallest tensor, such as the loss."""
 

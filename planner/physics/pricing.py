@@ -31,6 +31,7 @@ from planner.physics import compute, memory
 from planner.physics.communication import collective_s, p2p_s
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer, embedding, head, mtp_block
+from planner.physics.offload import offloaded_bytes, shown_s
 from planner.physics.operators import (
     BF16,
     FP32,
@@ -110,22 +111,30 @@ class Pricing:
         """
         if mode == "full":
             again = up_to_last_saved(items) if self.runtime.stops_recompute_early else items
-            live = BF16 * shape.shard_tokens * self.model.hidden_size
+            live = BF16 * shape.shard_tokens * self.model.hidden_size * self._pool
         else:
             chosen = frozenset(self.selective_modules)
             again = [item for item in items if not chosen.isdisjoint(item.modules)]
-            live = saved_bytes(items, chosen, self.training.dtype)
-        repeat, all_saved_bytes = (
-            self._passes.seconds(again, shape, replayed=True),
-            saved_bytes(items, frozenset(), self.training.dtype),
-        )
+            live = self._kept_bytes(items, chosen)
+        repeat = self._passes.seconds(again, shape, replayed=True)
         return replace(
             plain,
             input_grad_s=plain.input_grad_s + repeat["forward_s"],
             live_bytes=live,
-            transient_bytes=plain.transient_bytes + all_saved_bytes - live,
+            transient_bytes=plain.transient_bytes + plain.live_bytes - live,
             **{f"{g}_backward_s": getattr(plain, f"{g}_backward_s") + repeat[f"{g}_forward_s"] for g in COMM_GROUPS},
         )
+
+    @property
+    def _pool(self) -> float:
+        """Factor on the bytes of activations: a graph of the whole step has them in a pool of its own."""
+        return memory.GRAPH_POOL if self.runtime.cuda_graphs else 1.0
+
+    def _kept_bytes(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
+        """Bytes that a part keeps on the GPU from the forward to the backward."""
+        dtype, modules = self.training.dtype, self.runtime.offload_modules
+        left = offloaded_bytes(items, modules, recomputed, dtype) if modules else 0.0
+        return (saved_bytes(items, recomputed, dtype) - left) * self._pool
 
     def selective_table(self, table: CostTable) -> CostTable:
         """`table` with its selective mode priced for the modules that this pricing recomputes; other prices stay."""
@@ -174,10 +183,17 @@ class Pricing:
             shards = np.where((zero >= 2) & alone, shape.shard_size, 1)
             accumulated = compute.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
+        left = offloaded_bytes(items, runtime.offload_modules, dtype=dtype) if runtime.offload_modules else 0.0
+        if runtime.offload_modules:
+            part = PartCost(**seconds)
+            seconds["forward_s"] = seconds["forward_s"] + shown_s(left, hardware, part.forward_total_s)
+            seconds["input_grad_s"] = seconds["input_grad_s"] + shown_s(left, hardware, part.backward_total_s)
+        own = memory.transient_bytes(items, runtime) + memory.unused_gradient_bytes(items, runtime)
         return PartCost(
             **seconds,
-            live_bytes=saved_bytes(items, frozenset(), dtype),
-            transient_bytes=memory.transient_bytes(items, runtime) + memory.unused_gradient_bytes(items, runtime),
+            live_bytes=self._kept_bytes(items),
+            # what was sent away is back while the part's backward runs
+            transient_bytes=own + left,
             weights_bytes=memory.weights_bytes(dense, expert, shape, runtime, dtype, wide),
             gradients_bytes=memory.gradients_bytes(dense, expert, shape, runtime),
             optimizer_bytes=memory.optimizer_bytes(dense, expert, shape, runtime),
