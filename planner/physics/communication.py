@@ -37,7 +37,7 @@ def collective_s(
     inner_factor: float = 1.0,
     exchanges: Number = 1.0,
 ) -> Number:
-    """Seconds of `exchanges` that move `num_bytes` in all over `size` ranks a `stride` apart; 0 for one rank, or none."""
+    """Seconds of `exchanges` that move `num_bytes` in all over `size` ranks a `stride` apart; 0 for one rank."""
     seconds: Number = sum(collective_tiers_s(kind, num_bytes, size, stride, cluster, inner_factor, exchanges))
     return seconds
 

@@ -66,8 +66,8 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
 def optimizer_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
     """Bytes of the fp32 masters and the Adam moments on the GPU; sharded from ZeRO-1 on.
 
-    Of parameters that the host updates, the moments leave the GPU and the masters stay: Qwen3-30B loses 8 bytes for each
-    (Megatron-Bridge's notes on offloading).
+    Of parameters that the host updates, the moments leave the GPU and the masters stay: Qwen3-30B loses 8 bytes for
+    each (Megatron-Bridge's notes on offloading).
     """
     left = runtime.optimizer_offload_fraction * max(runtime.optimizer_bytes - FP32, 0)
     return (runtime.optimizer_bytes - left) * _sharded(dense, expert, shape, 1)

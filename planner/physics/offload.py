@@ -23,7 +23,7 @@ OFFLOADED: dict[str, frozenset[tuple[str, str]]] = {
 def offloaded_bytes(
     items: Iterable[Item], modules: Iterable[str], recomputed: frozenset[str] = frozenset(), dtype: str = "bf16"
 ) -> Number:
-    """Bytes of a part that leave the GPU between its forward and its backward; what is recomputed is not kept at all."""
+    """Bytes of a part that leave the GPU between its forward and its backward; what is recomputed is not kept."""
     leaving = frozenset[tuple[str, str]]().union(*(OFFLOADED.get(module, frozenset()) for module in modules))
     if not leaving:
         return 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +79,7 @@ class Passes:
             seconds[f"ep_{way}_s"] = seconds[f"ep_{way}_s"] + share * added_s
 
     def _exchanges(
-        self, items: Sequence[Item], shape: Shape, idle_s: dict[str, Number], replayed: bool
+        self, items: Sequence[Item], shape: Shape, idle_s: Mapping[str, Number], replayed: bool
     ) -> tuple[dict[str, Number], dict[str, Number]]:
         """Seconds of exchanges that show, by group and pass, and by pass those that hide behind another micro-batch."""
         seconds: dict[str, Number] = {f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")}
@@ -224,7 +224,8 @@ class Passes:
         """Host seconds of a layer with experts, the same for forward and backward."""
         runtime, moe = self.runtime, self.model.moe
         assert moe is not None
-        layer = runtime.moe_host_factor * runtime.launched_fraction * runtime.moe_kernels
+        # what prepares counts of tokens is gone once, whether they are known before or a graph replays it
+        layer = min(runtime.moe_host_factor, runtime.launched_fraction) * runtime.moe_kernels
         kernels = layer + runtime.expert_kernels * moe.num_experts / shape.ep
         if runtime.overlaps_experts and not runtime.graphed_modules:
             kernels = kernels * runtime.ep_overlap_host_factor

@@ -111,7 +111,7 @@ class Pricing:
         """
         if mode == "full":
             again = up_to_last_saved(items) if self.runtime.stops_recompute_early else items
-            live = BF16 * shape.shard_tokens * self.model.hidden_size * self._pool
+            live: Number = BF16 * shape.shard_tokens * self.model.hidden_size * self._pool
         else:
             chosen = frozenset(self.selective_modules)
             again = [item for item in items if not chosen.isdisjoint(item.modules)]

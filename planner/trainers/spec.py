@@ -116,8 +116,8 @@ class RuntimeSpec(Spec):
     checks_nan: bool = True
     """The loss and the gradients are looked at for NaN in every step."""
     fuses_experts: bool = False
-    """One kernel computes products, activations and casts of all experts of a rank, with token counts that the host does
-    not know (Transformer Engine's operation fuser)."""
+    """One kernel computes products, activations and casts of all experts of a rank, with token counts that the host
+    does not know (Transformer Engine's operation fuser)."""
     optimizer_offload_fraction: Fraction = 0.0
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offload_modules: tuple[str, ...] = ()
@@ -339,7 +339,7 @@ class RuntimeSpec(Spec):
         return 1 - attention - routing
 
     def dispatcher_on(self, hardware: HardwareSpec) -> str:
-        """The kernels that send tokens to their experts: those that the recipe names, or that the GPU's links ask for."""
+        """The kernels that send tokens to their experts: those of the recipe, or those that the GPU's links ask for."""
         if self.dispatcher or not self.sends_tokens_once:
             return self.dispatcher or "alltoall"
         return "hybridep" if hardware.nvlink_domain_size > hardware.gpus_per_node else "deepep"

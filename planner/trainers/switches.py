@@ -35,7 +35,7 @@ ROWWISE = 1.45
 Llama 3 8B on eight H100: 6,150 tokens/s in bf16, 7,690 by tensors, 6,768 by rows (torchao's training benchmarks). 1.6
 in torchtitan's report of June 2025 (70B, TP 8: by rows no faster than bf16), 1.5 for its mxfp8 on GB200."""
 CAPACITY_HOST = 0.85
-"""Host time of a mixture's layer that is left where experts take a fixed number of tokens, and no counts are awaited."""
+"""Host time of a mixture's layer that is left where experts take a fixed number of tokens: no counts are awaited."""
 BF16_MOMENTS_BYTES = 8
 """Bytes per parameter of fp32 masters and two moments in bf16 (Megatron-LM, --exp-avg-dtype bf16)."""
 
@@ -315,7 +315,7 @@ def parsed(name: str, text: str) -> Value | None:
 
 NOT_MODELLED = {"cpu_offload": "tensors kept in host memory", "cpu_offloading_num_layers": "layers kept in host memory"}
 """Features that change a run in a way that nothing here prices."""
-_IMPLIED_BY_WHOLE_GRAPHS = {"ep_overlap": "delayed", "fused_experts": True}
+_IMPLIED_BY_WHOLE_GRAPHS: dict[str, Value] = {"ep_overlap": "delayed", "fused_experts": True}
 """Published recipes that capture whole iterations of mixtures overlap their exchanges, delay weight gradients and fuse
 the products of experts too (Megatron-Bridge since 26.06)."""
 

@@ -1,8 +1,8 @@
 """Pairs of published runs in one layout whose switches differ: the predicted gain of a switch beside the measured one.
 
-`data/ablations.jsonl` holds one pair a line: the run that both have in common, in the form of `plan evaluate --runs`, the
-features of each side (`off`, `on`), other fields of the run in which the sides differ (`off_run`, `on_run`: recomputing,
-dtype), and what was measured of each. A side is priced as any run is; no number is fitted to a pair.
+`data/ablations.jsonl` holds one pair a line: the run that both have in common, in the form of `plan evaluate --runs`,
+the features of each side (`off`, `on`), other fields of the run in which the sides differ (`off_run`, `on_run`:
+recomputing, dtype), and what was measured of each. A side is priced as any run is; no number is fitted to a pair.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import Any, Literal
+
+from pydantic import Field
 
 from planner.errors import PlannerError
 from planner.layout.runs import parse_run
@@ -47,8 +49,8 @@ class Ablation(Spec):
     off: dict[str, Any]
     on: dict[str, Any]
     """Features of the run that only one side has, or has with this value."""
-    off_run: dict[str, Any] = {}
-    on_run: dict[str, Any] = {}
+    off_run: dict[str, Any] = Field(default_factory=dict)
+    on_run: dict[str, Any] = Field(default_factory=dict)
     """Other fields of the run that only one side has; those of `parallelism` are added to the common ones."""
     measured: Sides
     bundle: bool = False
