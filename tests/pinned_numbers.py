@@ -16,8 +16,8 @@ from planner.physics.pricing import Pricing
 from planner.search.bounds.pipeline import coarse_bound_s
 from planner.search.enumerate import enumerate_shapes
 from planner.search.frontier import ANY_SET, nodes_of
+from planner.search.layouts import recompute_choices
 from planner.search.priced_shapes import fits, priced_shapes
-from planner.search.search import recompute_choices
 from planner.search.uneven import level_guess_s
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec

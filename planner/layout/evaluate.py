@@ -110,4 +110,4 @@ def selective_modules(model: ModelSpec, runtime: RuntimeSpec) -> tuple[str, ...]
         cheap.append("moe_act")
     if model.mla is not None:
         cheap.append("mla_up_proj")
-    return tuple(m for m in cheap if m in runtime.selective_recompute_modules) or ("core_attn",)
+    return tuple(m for m in cheap if m in runtime.recomputable_modules) or ("core_attn",)

@@ -9,7 +9,7 @@ lowest bound is from the best step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 
@@ -33,11 +33,14 @@ from planner.search.schedules import schedules_tried
 from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
+from planner.trainers.spec import RuntimeSpec
 
 BLOCK = 1024
 """Number of shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
 PRICED = 16
 """Number of nodes that are priced together with the one that is solved next."""
+OPENED = 128
+"""Number of nodes that stand for any set of modules and are opened together."""
 MAX_TRIES = 4
 """Most programs solved for a node; each leaves more bytes free on the ranks that the replay showed to be too full."""
 RUNNERS_UP = 16
@@ -62,7 +65,8 @@ class Branch:
     """The state of one search."""
 
     limits: SearchLimits
-    choices: tuple[RecomputeChoice, ...]
+    choices: Mapping[RuntimeSpec, tuple[RecomputeChoice, ...]]
+    """The ways to recompute that each runtime knows."""
     deadline: Deadline
     rejections: Rejections
     candidates: dict[Key, Candidate] = field(default_factory=dict)
@@ -106,7 +110,7 @@ class Branch:
                 self._open([(shapes.take(block), limits) for shapes, limits in priced], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
-            if not self._late() and frontier.open_sets(PRICED):
+            if not self._late() and frontier.open_sets(OPENED):
                 continue
             node = frontier.take()
             if node is None or self._late():
@@ -149,13 +153,12 @@ class Branch:
                 return
             level = start.with_split(level_split(start))
             if least_step_s(level) < self.cutoff_s(0.0) and level.fits:
-                self._keep(improved(level, best.step_s))
+                self.keep(improved(level, best.step_s))
 
     def _level_starts(self, frontier: Frontier) -> Iterator[Candidate]:
         """Candidates without a split yet: the shapes that level best with nothing recomputed, if that is allowed."""
-        if all(choice.mode != "none" for choice in self.choices):
-            return
-        blocks = frontier.all_nodes()
+        plain = {runtime for runtime, choices in self.choices.items() if any(c.mode == "none" for c in choices)}
+        blocks = [nodes for nodes in frontier.all_nodes() if nodes.shapes.pricing.runtime in plain]
         ranked = [level_guess_s(nodes) for nodes in blocks]
         promising = [
             (float(step_s[row]), number, row)
@@ -170,13 +173,13 @@ class Branch:
 
     def _module_set_starts(self, frontier: Frontier, fastest: Sequence[Candidate]) -> Iterator[Candidate]:
         """Those of the fastest candidates that interleave and recompute modules, with every set and without a split."""
-        sets = next((nodes.shapes.module_sets for nodes in frontier.all_nodes()), None)
-        if sets is None:
-            return
+        all_sets = {nodes.shapes.pricing.runtime: nodes.shapes.module_sets for nodes in frontier.all_nodes()}
         for known in fastest:
-            if known.split.base == "selective" and SCHEDULES[known.schedule].bound == "interleaved":
+            sets = all_sets.get(known.pricing.runtime)
+            if sets and known.split.base == "selective" and SCHEDULES[known.schedule].bound == "interleaved":
                 for pricing in sets.pricings.values():
-                    yield Candidate(pricing, pricing.table(known.shape), Split((), "selective"), known.schedule)
+                    table = pricing.selective_table(known.table)
+                    yield Candidate(pricing, table, Split((), "selective"), known.schedule)
 
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, the most promising first, until none can be among the alternatives asked for.
@@ -248,7 +251,7 @@ class Branch:
         for candidate in fitting(shape, choice, splits):
             least_s = least_step_s(candidate)
             if least_s < self.cutoff_s(self.limits.gap_fraction):
-                self._keep(candidate)
+                self.keep(candidate)
                 least_s = candidate.step_s
             fastest_s = min(fastest_s, least_s)
         return max(bound_s, fastest_s)
@@ -284,13 +287,13 @@ class Branch:
             candidates = [Candidate(pricing, table, split, node.schedule) for split in splits]
             for candidate in candidates:
                 if candidate.fits:
-                    self._keep(candidate)
+                    self.keep(candidate)
             if any(candidate.fits for candidate in candidates):
                 break
             short_bytes = shorter(short_bytes, candidates[0].excess_bytes, solution.free_bytes)
         return float(bound)
 
-    def _keep(self, candidate: Candidate) -> None:
+    def keep(self, candidate: Candidate) -> None:
         """Remember the candidate if it is the fastest of its key."""
         key = key_of(candidate.shape)
         known = self.candidates.get(key)

@@ -123,6 +123,9 @@ def _grid(
     kernel, pp, batch, zero = (a.ravel() for a in np.meshgrid(np.arange(len(rows)), pps, batches, zeros, indexing="ij"))
     tp, cp, ep, etp = rows[kernel].T
     fits = tp * cp * pp <= gpus
+    if not runtime.shards_pipelines:
+        # not even counted, unless pinned: there are as many as all others
+        fits &= (zero < 2) | (pp == 1) | (limits.zero_stage is not None)
     columns = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "pp": pp, "micro_batch_size": batch, "zero_stage": zero}
     if fits.any():  # else kept, too
         columns = {name: np.asarray(column[fits], dtype=np.int64) for name, column in columns.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -24,6 +24,7 @@ from planner.search.schedules import schedules_of
 from planner.shape import FloatArray, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits
+from planner.trainers.rules.recipe import Setting, takes_shapes
 from planner.trainers.spec import RuntimeSpec
 
 WIDTHS = (0, 2, 4, 8, 16, 32, 1 << 30)
@@ -136,17 +137,29 @@ def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntAr
         vpps = np.array([vpp for _, _, vpp, _ in kinds])
         folded = np.array([placement(name, pp, vpp)[-1] == 0 for name, pp, vpp, _ in kinds])
         chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind])
-        yield index, Nodes(chosen, [kinds[k][0] for k in kind], orders_of(kinds, kinds_of(pricing.model)).take(kind))
+        setting = Setting(pricing.model, pricing.cluster, pricing.training, pricing.runtime, chosen.shape)
+        legal = np.broadcast_to(takes_shapes(setting), index.shape)
+        if chosen.beaten is not None:
+            legal = legal & ~chosen.beaten[chosen.kernel]
+        legal = np.flatnonzero(legal)
+        if len(legal) < len(index):
+            chosen, index, kind = chosen.take(legal), index[legal], kind[legal]
+        if len(index):
+            orders = orders_of(kinds, kinds_of(pricing.model)).take(kind)
+            yield index, Nodes(chosen, [kinds[k][0] for k in kind], orders)
 
 
 @dataclass(slots=True)
 class Frontier:
     """Open nodes: the most promising is taken, those that cannot win are cut."""
 
-    choices: Sequence[RecomputeChoice]
+    choices: Mapping[RuntimeSpec, Sequence[RecomputeChoice]]
+    """The ways to recompute that each runtime knows."""
     runners_up: list[Open] = field(default_factory=list)
     """The most promising of those cut."""
     _nodes: list[Nodes] = field(default_factory=list)
+    _first_opened: list[int] = field(default_factory=list)
+    """Indices of the blocks that were opened under every choice."""
     _bound_s: FloatArray = field(default_factory=lambda: np.empty(0))
     _guess_s: FloatArray = field(default_factory=lambda: np.empty(0))
     _known: list[RecomputeChoice] = field(default_factory=list)
@@ -164,7 +177,7 @@ class Frontier:
 
     def add(self, nodes: Nodes, least_s: FloatArray, choices: Sequence[RecomputeChoice] = ()) -> None:
         """Open nodes under every choice, or under those given; `least_s` is a lower bound of their step in seconds."""
-        for choice in choices or self.choices:
+        for choice in choices or self.choices[nodes.shapes.pricing.runtime]:
             if choice not in self._known:
                 self._known.append(choice)
             number = self._known.index(choice)
@@ -174,6 +187,8 @@ class Frontier:
             self._bound_s = np.append(self._bound_s, bound_s[rows])
             self._guess_s = np.append(self._guess_s, np.maximum(nodes.guess_s(choice), bound_s)[rows])
             self._place = np.append(self._place, place, axis=0)
+        if not choices:
+            self._first_opened.append(len(self._nodes))
         self._nodes.append(nodes)
 
     def open_sets(self, most: int) -> bool:
@@ -203,8 +218,8 @@ class Frontier:
         return self._known[int(self._place[index, 2])].whole == "any_modules"
 
     def all_nodes(self) -> Sequence[Nodes]:
-        """Every node that was opened, as blocks."""
-        return self._nodes
+        """Every node that was opened, as blocks; nodes of single sets of modules stand in the block of all sets."""
+        return [self._nodes[number] for number in self._first_opened]
 
     def cut(self, cutoff_s: float) -> float:
         """Close the nodes whose bound is not below `cutoff_s`, and return the least of their bounds."""

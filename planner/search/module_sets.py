@@ -41,12 +41,12 @@ def useful_sets(pricing: Pricing, table: CostTable) -> tuple[Modules, ...]:
     not what they cost.
     """
     own = pricing.selective_modules
-    if len(pricing.runtime.selective_recompute_modules) < 2:
+    if len(pricing.runtime.recomputable_modules) < 2:
         return (own,)
     table = table.take(_samples(pricing, table))
     saved, seconds = [], []
     modules = []
-    for module in pricing.runtime.selective_recompute_modules:
+    for module in pricing.runtime.recomputable_modules:
         alone = replace(pricing, selective_modules=(module,)).selective_table(table)
         saved_bytes, again_s = _changes(pricing, alone, "selective")
         if (saved_bytes > NEGLIGIBLE * _kept_bytes(pricing, table)).any():

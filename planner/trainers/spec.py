@@ -224,6 +224,8 @@ class RuntimeSpec(Spec):
     """Schedules of a pipeline that it runs."""
     zero_stages: tuple[int, ...] = (0, 1)
     """ZeRO stages that it has."""
+    shards_pipelines: bool = True
+    """Stages of a pipeline can shard gradients and weights too (ZeRO-2 and 3); without: a model without stages can."""
     uneven_chunks: bool = False
     """Interleaved stages may hold any number of layers each, as a layout string says."""
     recompute_per_stage: bool = False

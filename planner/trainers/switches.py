@@ -61,6 +61,10 @@ class Switch:
     """True for a feature of runs that are priced, which the search never chooses."""
     shown_by: tuple[str, ...] = ()
     """The fields that tell the value, where the others that it sets do not."""
+    is_free: bool = False
+    """True for a switch that never makes a step slower when it is on: the search does not try it off."""
+    only_saves_memory: bool = False
+    """True for a switch that makes no layout faster by itself, but may let a faster one fit."""
     source: str = ""
     """The evidence for what the switch gains."""
 
@@ -99,7 +103,7 @@ def _flag(name: str, says: str, field_name: str, described: bool = False, **more
 def _fraction(name: str, says: str, fields: tuple[str, ...], when_on: float, **more: Any) -> Switch:
     """A switch that hides a share of exchanges."""
     off_on: dict[Value, Fields] = {False: dict.fromkeys(fields, 0.0), True: dict.fromkeys(fields, when_on)}
-    return Switch(name, says, off_on, also=lambda v: off_on[bool(v)], **more)
+    return Switch(name, says, off_on, also=lambda v: off_on[bool(v)], is_free=True, **more)
 
 
 def _one_of(name: str, says: str, field_name: str, values: Iterable[str], described: bool = False) -> Switch:
@@ -176,8 +180,11 @@ _ROWS = (
         also=_stated_graphs,
         source="Megatron-LM's guide to DeepSeek-V3 on GB200: 8.6% for attention and routing",
     ),
-    _flag(
-        "nan_checks", "the loss and the gradients are looked at for NaN", "checks_nan", consent={False: "checks"},
+    Switch(
+        "nan_checks",
+        "the loss and the gradients are looked at for NaN",
+        {True: {"checks_nan": True}, False: {"checks_nan": False}},
+        consent={False: "checks"},
     ),
     _flag(
         "fused_experts", "one kernel computes the products, activations and casts of all experts", "fuses_experts",
@@ -203,6 +210,7 @@ _ROWS = (
         {False: {"tp_overlap_fraction": 0.0}, True: {}},
         # on: as much hides as the trainer's own runs say
         also=lambda value: {} if value else {"tp_overlap_fraction": 0.0},
+        is_free=True,
     ),
     _fraction(
         "async_tp", "tensor-parallel exchanges run in pieces beside products",
@@ -220,12 +228,15 @@ _ROWS = (
         "pipeline sends run beside compute",
         {value: {"interleaved_p2p_overlap": value} for value in (False, True)},
         also=lambda value: {"p2p_overlap": bool(value), "interleaved_p2p_overlap": bool(value)},
+        is_free=True,
     ),
     _one_of(
         "cp_comm_type", "the exchange of keys and values in context parallelism", "cp_comm_type",
         ("p2p", "all_gather", "a2a"),
     ),
-    _flag("cross_entropy_fusion", "one kernel computes the loss, without fp32 logits", "fused_cross_entropy"),
+    _flag(
+        "cross_entropy_fusion", "one kernel computes the loss, without fp32 logits", "fused_cross_entropy", is_free=True
+    ),
     Switch(
         "bf16_gradients",
         "gradients are summed and reduced in bf16",
@@ -246,6 +257,7 @@ _ROWS = (
         "a share of the optimizer's states stays on the host",
         {share: {"optimizer_offload_fraction": share} for share in (0.0, 0.5, 1.0)},
         also=_offloaded,
+        only_saves_memory=True,
     ),
     Switch(
         "activation_offload",
@@ -256,6 +268,7 @@ _ROWS = (
             "core_attn+attn_proj": {"offload_modules": ("core_attn", "attn_proj")},
         },
         also=lambda value: {"offload_modules": tuple(value.split("+"))} if isinstance(value, str) else None,
+        only_saves_memory=True,
     ),
     Switch(
         "compile",

@@ -52,7 +52,7 @@ def test_an_assumption_that_does_not_matter_is_not_told() -> None:
         ("tp_overlap_fraction", "--assume: tp_overlap_fraction: '' is no number"),
         ("tp_overlap_fraction=2", "--assume: tp_overlap_fraction: 2"),
         ("tp_overlap_fraction=much", "--assume: tp_overlap_fraction: 'much'"),
-        ("p2p_overlap=0.5", "--assume: p2p_overlap: 0.5"),
+        ("p2p_overlap=0.5", "--assume: p2p_overlap: '0.5' is no value of it"),
         ("network_gb_per_s=-1", "--assume: -1"),
     ],
 )

@@ -1,0 +1,86 @@
+"""The certificate of a search: what was searched, what was left out, and how sure the answer is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from planner.answer import Searched, SearchReport
+from planner.schedule.orders import SCHEDULES
+from planner.search.layouts import Found
+from planner.search.module_sets import MAX_SETS, Modules
+from planner.search.priced_shapes import PricedShapes
+from planner.search.recipes import Recipes
+from planner.search.schedules import schedules_tried
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES, written
+
+
+def certificate(rounds: Sequence[Found], recipes: Recipes, step_s: float, seconds: float) -> SearchReport:
+    """A report of how sure the answer is: proven within the asked gap, bounded by a wider one, or stopped by time.
+
+    The gap is how far the replayed best step is above the least bound of all nodes of all rounds. A best layout with
+    uneven chunks, or with a switch that was moved around it, may be faster than that bound; then there is no gap.
+    """
+    branches = [found.branch for found in rounds]
+    priced = [pair for found in rounds for pair in found.priced]
+    limits = recipes.case.limits
+    bound_s = min(step_s, *(branch.lower_bound_s for branch in branches))
+    tried = [name for shapes, some in priced for name in schedules_tried(some, shapes.pricing.runtime)]
+    schedules = tuple(name for name in dict.fromkeys(tried) if name != "none")
+    gap = step_s / bound_s - 1
+    is_closed = gap <= limits.gap_fraction * (1 + 1e-9)
+    is_complete = all(branch.complete for branch in branches)
+    return SearchReport(
+        num_shapes=len(priced[0][0].kernel),
+        num_fitting=rounds[0].num_fitting,
+        num_ilps=sum(branch.num_ilps for branch in branches),
+        seconds=seconds,
+        outcome="feasible" if not is_complete else "proven" if is_closed else "bounded",
+        lower_bound_s=bound_s,
+        gap=gap,
+        asked_gap_fraction=limits.gap_fraction,
+        schedules=schedules,
+        searched=Searched(
+            schedules=schedules,
+            recompute_modules=_module_sets(rounds),
+            switches=_switches(recipes, [shapes.pricing.runtime for shapes, _ in priced]),
+            chunks="equal" if _interleaves(schedules) else "any",
+        ),
+        unsearched=tuple(_unsearched(priced[0][0], schedules, recipes)),
+    )
+
+
+def _switches(recipes: Recipes, runtimes: Sequence[RuntimeSpec]) -> dict[str, tuple[str, ...]]:
+    """The values of the switches that were free, among those that the layouts were searched under."""
+    values = {name: dict.fromkeys(SWITCHES[name].value_of(runtime) for runtime in runtimes) for name in recipes.free}
+    return {name: tuple(map(written, tried)) for name, tried in values.items()}
+
+
+def _module_sets(rounds: Sequence[Found]) -> tuple[Modules, ...]:
+    """The sets of modules that selective recomputing was tried with."""
+    if not any(way.base == "selective" for found in rounds for ways in found.branch.choices.values() for way in ways):
+        return ()
+    sets = [
+        modules
+        for found in rounds
+        for shapes, _ in found.priced
+        for modules in (shapes.module_sets.tables if shapes.module_sets else (shapes.pricing.selective_modules,))
+    ]
+    return tuple(dict.fromkeys(sets))
+
+
+def _interleaves(schedules: Sequence[str]) -> bool:
+    """True if ranks may hold several chunks under one of the schedules."""
+    return any(SCHEDULES[name].max_vpp > 1 for name in schedules if name in SCHEDULES)
+
+
+def _unsearched(shapes: PricedShapes, schedules: Sequence[str], recipes: Recipes) -> Iterator[str]:
+    """The choices that the trainer could be told and the search left out, in words."""
+    if shapes.pricing.runtime.uneven_chunks and _interleaves(schedules):
+        yield "uneven inner chunks but those tried around the best"
+    if shapes.module_sets is not None and len(shapes.module_sets.tables) >= MAX_SETS:
+        yield "other sets of modules"
+    if recipes.free:
+        yield "other bundles of switches but single ones moved around the best"
+    elif recipes.has_switches:
+        yield "switches other than those given" if recipes.case.limits.switches else "other switches"

@@ -1,0 +1,112 @@
+"""The fastest layouts of a job under a few recipes: shapes are priced under each, and searched together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.layout.candidate import Candidate
+from planner.layout.evaluate import pricing_of
+from planner.search.branch import Branch
+from planner.search.case import Case
+from planner.search.deadline import Deadline
+from planner.search.enumerate import Rejections, enumerate_shapes
+from planner.search.frontier import ANY_SET, ONE_SET, Frontier
+from planner.search.ilp.translate import RecomputeChoice
+from planner.search.priced_shapes import PricedShapes, fits, priced_shapes, without_beaten
+from planner.search.schedules import by_runtime, schedules_tried
+from planner.search.why.misses import NothingFits, count_misfits
+from planner.search.why.refused import NothingLegal
+from planner.specs.model import ModelSpec
+from planner.specs.training import SearchLimits
+from planner.trainers.load import switches_of
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES, read_recipe
+
+Priced = Sequence[tuple[PricedShapes, SearchLimits]]
+"""The same shapes, priced for one runtime each, with limits that name the schedules that it runs."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The end of one search over layouts."""
+
+    branch: Branch
+    frontier: Frontier
+    priced: Priced
+    rejections: Rejections
+    num_fitting: int
+    best: Candidate
+
+
+def find_layouts(
+    case: Case, runtimes: Sequence[RuntimeSpec], deadline: Deadline, known: Candidate | None = None
+) -> Found:
+    """Search the layouts of a case under each of the runtimes; `known` is a candidate that others must beat.
+
+    Raises NothingLegal or NothingFits if there is no layout.
+    """
+    model, cluster, training, limits = case.model, case.cluster, case.training, case.limits
+    legal_shapes, rejections = enumerate_shapes(model, cluster, training, limits, case.runtime)
+    if not len(np.atleast_1d(legal_shapes.tp)):
+        raise NothingLegal(rejections)
+    deadline.check("enumerating shapes")
+    choices: dict[RuntimeSpec, tuple[RecomputeChoice, ...]] = {}
+    priced = []
+    for runtime in runtimes:
+        for priced_as, tried in by_runtime(limits, runtime):
+            ways = recompute_choices(model, priced_as, limits)
+            if not ways:
+                continue
+            pricing = pricing_of(model, cluster, training, priced_as, limits)
+            shapes = priced_shapes(pricing, legal_shapes, any(way.base == "selective" for way in ways))
+            if shapes.module_sets is not None:
+                ways = tuple(ANY_SET if way == ONE_SET else way for way in ways)
+            choices[shapes.pricing.runtime] = ways
+            priced.append((shapes, tried))
+            deadline.check("pricing shapes")
+    kept = without_beaten([shapes for shapes, _ in priced], [_stricter(shapes.pricing.runtime) for shapes, _ in priced])
+    priced = [(shapes, tried) for shapes, (_, tried) in zip(kept, priced, strict=True)]
+    may_fit = [fits(shapes, schedules_tried(tried, shapes.pricing.runtime)) for shapes, tried in priced]
+    fitting = np.flatnonzero(np.any(may_fit, axis=0))
+    count_misfits(case, priced[0][0], fitting, rejections)
+    branch = Branch(limits, choices, deadline, rejections)
+    if known is not None:
+        branch.keep(known)
+    frontier = branch.run([(shapes.take(fitting), tried) for shapes, tried in priced])
+    branch.try_uneven_chunks(frontier)
+    best = branch.best
+    if best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
+        raise NothingLegal(rejections)
+    if best is None:
+        rejections.counts.setdefault("does_not_fit", len(priced[0][0].kernel))
+        raise NothingFits(case, rejections.counts)
+    return Found(branch, frontier, priced, rejections, len(fitting), best)
+
+
+def _stricter(runtime: RuntimeSpec) -> frozenset[str]:
+    """The switches that are not at their plainest value; they restrict the layouts that the runtime takes."""
+    recipe = read_recipe(runtime, switches_of(runtime))
+    return frozenset(name for name, value in recipe.items() if value != next(iter(SWITCHES[name].values)))
+
+
+def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimits) -> tuple[RecomputeChoice, ...]:
+    """The ways to recompute that the trainer can be told with its recipe and the user allows."""
+    allowed = limits.recompute or ("none", *(("selective",) if runtime.has_sequence_parallel else ()), "full")
+    if not runtime.recomputes_layers:
+        allowed = tuple(mode for mode in allowed if mode != "full")
+    choices = []
+    if "none" in allowed and "full" in allowed and runtime.recompute_per_stage:
+        choices.append(RecomputeChoice("none", "per_stage"))
+    elif "none" in allowed and "full" in allowed and len(model.kinds) == 1:
+        # one number of layers for all stages counts layers, not kinds
+        choices.append(RecomputeChoice("none", "one_count"))
+    elif "none" in allowed:
+        choices.append(RecomputeChoice("none", "none"))
+    if "selective" in allowed:
+        choices.append(RecomputeChoice("selective", "none"))
+    if "full" in allowed and not (runtime.recompute_per_stage and "none" in allowed):
+        choices.append(RecomputeChoice("none", "all"))
+    return tuple(choices)

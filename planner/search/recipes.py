@@ -1,0 +1,197 @@
+"""The recipes of a search: the bundles of switches that it starts from, and the moves of one switch around the winner.
+
+The product of all switches is too large to search, and most of it is illegal. But switches come in bundles: a few named
+ones hold what tuned recipes use. The search prices every shape under each bundle and proves its answer among them. Then
+one switch at a time is moved around the winner, as long as the step gets shorter. Switches that change numerics take
+part only with consent; without it, their worth is offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from planner.errors import SpecError
+from planner.layout.candidate import Candidate
+from planner.schedule.orders import SCHEDULES
+from planner.search.case import Case
+from planner.search.deadline import Deadline
+from planner.specs.cluster import ClusterSpec
+from planner.specs.training import Recompute
+from planner.trainers.load import switches_of
+from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import NARROW_DTYPES, Recipe, check_has, check_together, own_runtime, switched
+from planner.trainers.switches import SWITCHES, Value, parsed, written
+
+BUNDLES: tuple[Recipe, ...] = (
+    {},
+    {"cuda_graph": "attn+moe_router"},
+    {"ep_overlap": "delayed"},
+    {"ep_overlap": True, "cuda_graph": "moe_router"},
+    {"cuda_graph": "full_iteration", "nan_checks": False},
+    {"cuda_graph": "full_iteration", "nan_checks": False, "dispatcher": "hybridep", "fused_experts": True},
+    {
+        "cuda_graph": "full_iteration", "nan_checks": False, "dispatcher": "hybridep", "fused_experts": True,
+        "ep_overlap": "delayed",
+    },
+)  # fmt: skip
+"""Switches of each bundle beyond the trainer's own values. Tuned recipes of Megatron-Bridge use them so: layer graphs
+on GB200, overlapped exchanges on H100, both for small mixtures, graphs of whole iterations for MXFP8 on Blackwell."""
+LEAST_GAIN = 5e-4
+"""Least share of a step for which a switch leaves the trainer's own value."""
+REPLAN_GAIN = 0.02
+"""Gain of the moves around the winner, as a share of the step, from which on the layouts are searched again."""
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """The recipes that a search may choose from."""
+
+    case: Case
+    base: RuntimeSpec
+    """The trainer with its own switches, and those that the user pinned."""
+    free: dict[str, tuple[Value, ...]]
+    """The values that each switch may take that is neither pinned nor needs a consent that was not given."""
+    _known: dict[tuple[int, RuntimeSpec], tuple[Candidate, Candidate]] = field(default_factory=dict, compare=False)
+    """Candidates priced under another runtime, beside the candidate that they were priced from."""
+
+    @classmethod
+    def of(cls, case: Case) -> Recipes:
+        """The recipes of a case: all switches are free but those that are pinned, or set in the runtime by hand."""
+        base = case.runtime if case.model.moe is None else settled(case.runtime, case.cluster)
+        if case.limits.switches == "default":
+            return cls(case, base, {})
+        pinned = {*(case.limits.switches or {}), *set_by_hand(case.runtime)}
+        has = {name: values for name, values in switches_of(case.runtime).items() if name not in pinned}
+        allowed = {name: tuple(v for v in values if _is_allowed(name, v, case)) for name, values in has.items()}
+        return cls(case, base, {name: values for name, values in allowed.items() if len(values) > 1})
+
+    @property
+    def has_switches(self) -> bool:
+        """True if the trainer has any switches."""
+        return bool(switches_of(self.case.runtime))
+
+    def starts(self) -> list[RuntimeSpec]:
+        """The runtime of each bundle that is legal for the job; the trainer's own comes first."""
+        consented = {name: next(iter(SWITCHES[name].consent)) for name in self.free if name in _ONLY_FASTER}
+        bundles = [bundle for bundle in BUNDLES if all(v in self.free.get(name, ()) for name, v in bundle.items())]
+        runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
+        legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
+        return list(dict.fromkeys(legal)) or [self.base]
+
+    def moves(self, candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
+        """Every legal change of one switch of a candidate that has an effect on it, priced on the same layout."""
+        for name, values in self.free.items():
+            row = SWITCHES[name]
+            if row.only_saves_memory or not has_effect(name, setting_of(candidate)):
+                continue
+            for value in values[1:] if row.is_free else values:
+                if value != row.value_of(candidate.pricing.runtime):
+                    moved = self.under(candidate, {name: value})
+                    if moved is not None:
+                        yield name, value, moved
+
+    def under(self, candidate: Candidate, recipe: Recipe) -> Candidate | None:
+        """The same layout with some switches at other values; None if a rule refuses them."""
+        runtime = switched(candidate.pricing.runtime, recipe)
+        setting = replace(setting_of(candidate), runtime=runtime)
+        if any(broken_recipe_rules(setting)):
+            return None
+        key = id(candidate), runtime
+        if key not in self._known:
+            self._known[key] = candidate, repriced(candidate, runtime)
+        return self._known[key][1]
+
+    def refined(self, candidate: Candidate, deadline: Deadline) -> Candidate:
+        """The candidate after the moves of single switches that make its step shorter, the largest gain first.
+
+        At the end, switches that gain nothing here go back to the trainer's own value.
+        """
+        while not deadline.passed:
+            moved = [other for _, _, other in self.moves(candidate) if other.fits]
+            best = min(moved, key=lambda other: other.step_s, default=candidate)
+            if best.step_s >= candidate.step_s * (1 - LEAST_GAIN):
+                break
+            candidate = best
+        return self._plainest(candidate)
+
+    def _plainest(self, candidate: Candidate) -> Candidate:
+        """The candidate with each free switch at the trainer's own value that gains nothing at another one."""
+        for name, values in self.free.items():
+            own = SWITCHES[name].value_of(self.base)
+            if own in values and own != SWITCHES[name].value_of(candidate.pricing.runtime):
+                plain = self.under(candidate, {name: own})
+                if plain and plain.fits and plain.step_s <= candidate.step_s * (1 + LEAST_GAIN):
+                    candidate = plain
+        return candidate
+
+    def _setting(self, runtime: RuntimeSpec) -> Setting:
+        return Setting(self.case.model, self.case.cluster, self.case.training, runtime)
+
+
+def pinned(case: Case) -> Case:
+    """The case with the switches that its limits pin set in its runtime.
+
+    Raises SpecError for a switch or a value that the trainer does not have, and for switches that exclude each other.
+    """
+    recipe = case.limits.switches
+    if not isinstance(recipe, dict) or not recipe:
+        return case
+    for name, value in recipe.items():
+        check_has(case.runtime, name, "switch")
+        if parsed(name, written(value)) is None:
+            raise SpecError(f"switch: {name}: {value!r:.60} is no value of it", f"{name}={written(value)} is unknown")
+    changed = replace(case, runtime=switched(case.runtime, recipe))
+    check_together(Setting(case.model, case.cluster, case.training, changed.runtime), recipe)
+    return changed
+
+
+def narrower(case: Case) -> Iterator[Case]:
+    """The case in each dtype of 8 or 4 bits that the user allows and the GPU has, unless it is in such a dtype."""
+    if case.training.dtype in NARROW_DTYPES:
+        return
+    for dtype in NARROW_DTYPES:
+        if dtype in case.limits.allow and case.cluster.hardware.peak_flops(dtype) is not None:
+            yield replace(case, training=case.training.model_copy(update={"dtype": dtype}))
+
+
+_ONLY_FASTER = ("bf16_gradients", "bf16_moments")
+"""Switches that save bytes and seconds in every layout: once allowed, they are on from the start."""
+
+
+def _is_allowed(name: str, value: Value, case: Case) -> bool:
+    return value not in SWITCHES[name].consent or name in case.limits.allow
+
+
+def settled(runtime: RuntimeSpec, cluster: ClusterSpec) -> RuntimeSpec:
+    """The runtime with the name of the dispatcher that its GPUs' links ask for."""
+    is_nvidia = cluster.hardware.architecture in ("ampere", "hopper", "blackwell")
+    if runtime.dispatcher or not runtime.sends_tokens_once or not is_nvidia:
+        return runtime
+    is_rack = cluster.nvlink_domain_size > cluster.node_size
+    return runtime.model_copy(update={"dispatcher": "hybridep" if is_rack else "deepep"})
+
+
+def set_by_hand(runtime: RuntimeSpec) -> Iterator[str]:
+    """Switches of which a runtime has other fields than its trainer: they were set on purpose, and stay."""
+    shipped = own_runtime(runtime)
+    for name in switches_of(runtime):
+        if any(getattr(runtime, field) != getattr(shipped, field) for field in SWITCHES[name].touched):
+            yield name
+
+
+def repriced(candidate: Candidate, runtime: RuntimeSpec) -> Candidate:
+    """The same layout under another runtime."""
+    runtime = runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
+    return candidate.priced_as(replace(candidate.pricing, runtime=runtime))
+
+
+def setting_of(candidate: Candidate) -> Setting:
+    """The things that a recipe's rules look at, of one candidate."""
+    pricing, split = candidate.pricing, candidate.split
+    recompute: Recompute = "full" if any(map(any, split.recomputed)) else split.base
+    modules = pricing.selective_modules if split.base == "selective" else ()
+    return Setting(
+        pricing.model, pricing.cluster, pricing.training, pricing.runtime, candidate.shape, recompute, modules
+    )
