@@ -26,7 +26,6 @@ def with_recipe(layout: PricedLayout, best: Candidate, recipes: Recipes) -> Pric
     refused = {(r.switch, r.value): r for r in _refusals(plain, recipes)}
     return layout.model_copy(
         update={
-            "recipe": recipe_of(best),
             "recipe_gains": tuple(_gains(plain, recipes)),
             "offers": tuple(offers),
             "recipe_refused": tuple(refused.values()),
