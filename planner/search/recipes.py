@@ -27,6 +27,7 @@ BUNDLES: tuple[Recipe, ...] = (
     {"cuda_graph": "attn+moe_router"},
     {"ep_overlap": "delayed"},
     {"ep_overlap": True, "cuda_graph": "moe_router"},
+    {"token_drop": True, "dispatcher": "alltoall"},
     {"cuda_graph": "full_iteration", "nan_checks": False},
     {"cuda_graph": "full_iteration", "nan_checks": False, "dispatcher": "hybridep", "fused_experts": True},
     {
@@ -60,7 +61,7 @@ class Recipes:
         base = case.runtime if case.model.moe is None else settled(case.runtime, case.cluster)
         if case.limits.switches == "default":
             return cls(case, base, {})
-        pinned = {*(case.limits.switches or {}), *set_by_hand(case.runtime)}
+        pinned = pinned_by(case)
         has = {name: values for name, values in switches_of(case.runtime).items() if name not in pinned}
         allowed = {name: tuple(v for v in values if _is_allowed(name, v, case)) for name, values in has.items()}
         return cls(case, base, {name: values for name, values in allowed.items() if len(values) > 1})
@@ -73,7 +74,9 @@ class Recipes:
     def starts(self) -> list[RuntimeSpec]:
         """The runtime of each bundle that is legal for the job; the trainer's own comes first."""
         consented = {name: next(iter(SWITCHES[name].consent)) for name in self.free if name in _ONLY_FASTER}
-        bundles = [bundle for bundle in BUNDLES if all(v in self.free.get(name, ()) for name, v in bundle.items())]
+        pinned = pinned_by(self.case)
+        own = [{name: value for name, value in bundle.items() if name not in pinned} for bundle in BUNDLES]
+        bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
         return list(dict.fromkeys(legal)) or [self.base]
@@ -160,6 +163,11 @@ _ONLY_FASTER = ("bf16_gradients", "bf16_moments")
 
 def _is_allowed(name: str, value: Value, case: Case) -> bool:
     return value not in SWITCHES[name].consent or name in case.limits.allow
+
+
+def pinned_by(case: Case) -> set[str]:
+    """The switches that the user pinned, or set in the runtime by hand."""
+    return {*(case.limits.switches or {}), *set_by_hand(case.runtime)}
 
 
 def set_by_hand(runtime: RuntimeSpec) -> Iterator[str]:
