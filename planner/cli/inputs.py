@@ -132,7 +132,7 @@ def _switches(text: str | None, job: Job, describes: bool = False) -> Any:
 
 def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], Recipe]:
     """`tp_overlap_fraction=0,ep_overlap=false` as fields with their values, and as switches with theirs."""
-    fields = [field for field in RuntimeSpec.model_fields if "overlap" in field] + [*_NETWORK]
+    fields = [field for field in RuntimeSpec.model_fields if "overlap" in field] + ["cuda_graphs", *_NETWORK]
     has = switches_of(runtime)
     assumed: dict[str, float | bool] = {}
     switches = []

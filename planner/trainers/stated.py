@@ -136,7 +136,7 @@ def consented(runtime: RuntimeSpec) -> tuple[str, ...]:
 
 def freed(runtime: RuntimeSpec) -> RuntimeSpec:
     """A runtime with every switch that a search chooses at the trainer's own value again."""
-    own = load_runtime(runtime.name if runtime.name in RUNTIMES else runtime.family)
+    own = own_runtime(runtime)
     touched = {field for name in switches_of(runtime) for field in SWITCHES[name].touched}
     return runtime.model_copy(update={field: getattr(own, field) for field in touched})
 
@@ -185,8 +185,7 @@ def _partners(setting: Setting, rule: RecipeRule) -> Iterator[tuple[str, Value]]
 
 
 def _with(setting: Setting, name: str, value: Value) -> Setting:
-    changed = setting.runtime.model_copy(update=dict(SWITCHES[name].fields_of(value) or {}))
-    return Setting(setting.model, setting.cluster, setting.training, changed)
+    return Setting(setting.model, setting.cluster, setting.training, switched(setting.runtime, {name: value}))
 
 
 def _mended(rule: RecipeRule, partners: list[tuple[str, Value]], stated: Recipe) -> str:
