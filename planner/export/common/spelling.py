@@ -23,9 +23,9 @@ class Part:
     read: Callable[[Any], Value]
 
 
-ITSELF = Part(lambda value: value, lambda setting: str(setting))
+ITSELF = Part(lambda value: value, lambda setting: " ".join(_words(setting)))
 """The value is the setting."""
-SHARE = Part(lambda value: value, lambda setting: float(setting))
+SHARE = Part(lambda value: value, lambda setting: float(_words(setting)[0]))
 """The value is a number."""
 IS_SET = Part(lambda value: value, lambda setting: True)
 """Any setting means true."""

@@ -70,11 +70,6 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     )
     objections.reasons += broken_rules_of_recipe(plan)
     objections.reasons += unspelled(plan, SWITCH_OPTIONS, "Megatron core")
-    objections.when(
-        layout.vpp > 1 and layout.pp == 2 and not runtime.interleaved_p2p_overlap,
-        "p2p_overlap",
-        "interleaving at pp 2 needs overlapped sends and receives",
-    )
     for module, obstacle in _unknown_modules(plan):
         objections.when(True, "recompute_modules", f"{module} {obstacle}")
     objections.raise_any()
