@@ -302,7 +302,7 @@ class Plan(Spec):
     search: SearchReport | None = None
     run_cost: RunCost | None = None
     assumptions: tuple[str, ...] = ()
-    """Defaults that move the result, and how to set them."""
+    """Defaults that move the step of the best layout, with nothing planned again, and how to set them."""
 
     @property
     def fits(self) -> bool:

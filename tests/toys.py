@@ -18,14 +18,15 @@ from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
 from planner.search.enumerate import enumerate_shapes, scalar
 from planner.search.ilp.translate import RecomputeChoice
+from planner.search.layouts import recompute_choices
 from planner.search.schedules import schedule_options
-from planner.search.search import recompute_choices
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
 from planner.specs.model import ModelSpec
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime
+from planner.trainers.rules.recipe import Setting, takes_shapes
 from planner.trainers.spec import RuntimeSpec
 
 NO_LIMIT_S = 1e6
@@ -144,6 +145,9 @@ class Problem:
         """Every shape with every schedule, vpp and way to recompute."""
         for shape in self.shapes():
             for one, schedule in schedule_options(shape, self.model, self.limits, self.runtime):
+                setting = Setting(self.model, self.cluster, self.training, self.runtime, one)
+                if not takes_shapes(setting):
+                    continue
                 table = self.pricing.table(one)
                 for choice in self.choices:
                     yield table, schedule, choice
@@ -172,5 +176,5 @@ def toy_problem(
         cluster or toy_cluster(),
         training or toy_training(),
         load_runtime(runtime) if isinstance(runtime, str) else runtime,
-        SearchLimits(**({"time_limit_s": NO_LIMIT_S} | limits)),
+        SearchLimits(**({"time_limit_s": NO_LIMIT_S, "switches": "default"} | limits)),
     )

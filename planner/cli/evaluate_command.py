@@ -46,30 +46,31 @@ def evaluate_command(
     if runs is not None:
         _evaluate_runs(ctx, runs, json)
         return
-    from planner.cli.inputs import read_job, read_parallelism
+    from planner.cli.inputs import read_described, read_job, read_parallelism
     from planner.cli.output import dumps, save, show
     from planner.layout.evaluate import evaluate
     from planner.report.terminal import render
+    from planner.trainers.stated import consented
 
     job = read_job(asked)
-    parallelism = read_parallelism(asked)
+    run, parallelism = read_described(asked, job), read_parallelism(asked)
     if output is not None:
         refuse_to_overwrite(output, force)
-    plan = evaluate(job.model, job.cluster, job.training, parallelism, runtime=job.runtime_spec)
+    plan = evaluate(run.model, run.cluster, run.training, parallelism, runtime=run.runtime_spec)
     if save(plan, output, force):
         return
     if json:
         sys.stdout.write(dumps(plan.to_json()))
     else:
-        show(render(plan, _own_choice(job)))
+        show(render(plan, _own_choice(job, consented(run.runtime_spec))))
 
 
-def _own_choice(job: Job) -> PricedLayout | None:
-    """The planner's choice for the same job; None where it finds no layout that fits."""
+def _own_choice(job: Job, allow: tuple[str, ...]) -> PricedLayout | None:
+    """The planner's choice for the same job, under the same consent; None where it finds no layout that fits."""
     from planner.cli.output import waiting
     from planner.search.search import plan
 
-    limits = SearchLimits(time_limit_s=OWN_CHOICE_LIMIT_S)
+    limits = SearchLimits(time_limit_s=OWN_CHOICE_LIMIT_S, allow=allow)
     try:
         with waiting("searching for the planner's own choice"):
             return plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec).best

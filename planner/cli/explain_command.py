@@ -38,7 +38,8 @@ def explain_command(
     from planner.report.explain import render_explanation
     from planner.search.why.explain import explain
 
-    job, limits = read_job(asked), read_limits(asked)
+    job = read_job(asked)
+    limits = read_limits(asked, job)
     with waiting("searching"):
         answer = explain(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
     if json:
@@ -54,7 +55,8 @@ def _print_program(asked: SearchOptions, json: bool) -> None:
     from planner.search.search import plan
     from planner.search.why.program import program_text
 
-    job, limits = read_job(asked), read_limits(asked)
+    job = read_job(asked)
+    limits = read_limits(asked, job)
     with waiting("searching"):
         answer = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
     text = program_text(answer)

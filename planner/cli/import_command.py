@@ -127,10 +127,11 @@ def _own(run: Run, evaluated: Plan) -> tuple[Plan | None, str]:
     from planner.report.causes import largest_cause, says_slower
     from planner.search.search import plan
     from planner.specs.training import SearchLimits
+    from planner.trainers.stated import consented, freed
 
-    limits = SearchLimits(top=1)
+    limits = SearchLimits(top=1, allow=consented(run.runtime))
     try:
-        best = plan(run.model, run.cluster, run.training, limits=limits, runtime=run.runtime)
+        best = plan(run.model, run.cluster, run.training, limits=limits, runtime=freed(run.runtime))
     except Infeasible as error:
         return None, error.message
     if not evaluated.fits:

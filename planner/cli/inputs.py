@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
@@ -19,8 +19,11 @@ from planner.specs.problems import nearest
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import PINS, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import parse_count
-from planner.trainers.load import load_runtime
+from planner.trainers.generations import described
+from planner.trainers.load import load_runtime, switches_of
+from planner.trainers.rules.recipe import Setting
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import DEFAULT, Recipe, check_together, stated_consents, stated_switches
 
 _log = logging.getLogger(__name__)
 _OPTION_OF = {
@@ -28,6 +31,7 @@ _OPTION_OF = {
     "time_limit_s": "time_limit",
     "memory_headroom_gib": "memory_headroom",
     "network_gb_per_s": "assume",
+    "switches": "switch",
 }
 """Fields that an option spells differently."""
 _NETWORK = ("network_gb_per_s",)
@@ -48,6 +52,8 @@ class Job:
     training: TrainingSpec
     runtime: str
     runtime_spec: RuntimeSpec
+    assumed: Recipe
+    """The switches that --assume gives a value to."""
 
 
 def read_job(asked: JobOptions) -> Job:
@@ -57,27 +63,31 @@ def read_job(asked: JobOptions) -> Job:
         raise SpecError(f"--{missing}: is missing", "for example plan --model 405b --gpus 2048")
     if asked.model == asked.hardware == "-":
         raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
-    model = load_model(asked.model)
-    assumed = _assumed(asked.assume or "")
+    model, name = load_model(asked.model), asked.runtime or DEFAULT_RUNTIME
+    runtime = load_runtime(name)
+    assumed, switches = _assumed(asked.assume or "", runtime)
     values = {
         "hardware": load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware),
         "num_gpus": asked.gpus,
         "gpus_per_node": asked.gpus_per_node,
         **{field: assumed.pop(field) for field in _NETWORK if field in assumed},
     }
-    name = asked.runtime or DEFAULT_RUNTIME
-    cluster, runtime = _checked(ClusterSpec, values), load_runtime(name)
+    cluster = _checked(ClusterSpec, values)
     if assumed:
         runtime = checked(RuntimeSpec, {**runtime.model_dump(), **assumed}, where="--assume")
     if asked.calibration is not None:
         calibration = read_calibration(asked.calibration, cluster)
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
-    return Job(model, cluster, _training(asked, model), name, runtime)
+    return Job(model, cluster, _training(asked, model), name, runtime, switches)
 
 
-def read_limits(asked: SearchOptions) -> SearchLimits:
-    """Axes pinned by comma lists, and how to search."""
+def read_limits(asked: SearchOptions, job: Job) -> SearchLimits:
+    """Axes pinned by comma lists, the switches pinned and allowed, and how to search."""
     values = _given(asked, SearchLimits)
+    if (switches := _switches(asked.switch, job)) is not None:
+        values["switches"] = switches
+    if "allow" in values:
+        values["allow"] = stated_consents(values["allow"], job.runtime_spec, job.cluster.hardware)
     for name in PINS:
         if name in values:
             values[name] = _list(name, values[name], str if name in ("recompute", "schedule") else int)
@@ -94,19 +104,52 @@ def read_parallelism(asked: LayoutOptions) -> Parallelism:
     return _checked(Parallelism, values)
 
 
-def _assumed(text: str) -> dict[str, float | bool]:
-    """`tp_overlap_fraction=0,network_gb_per_s=25` as fields and values."""
-    known = [field for field in RuntimeSpec.model_fields if "overlap" in field] + [*_NETWORK]
-    assumed = {}
+def read_described(asked: LayoutOptions, job: Job) -> Job:
+    """The job of a run that exists: its trainer has the switches stated, and the likely values of those unsaid.
+
+    Raises SpecError for switches that do not go with the job or with each other.
+    """
+    switches = _switches(asked.switch, job, describes=True)
+    if switches == DEFAULT:
+        return job
+    runtime, _ = described(job.runtime_spec, job.cluster.hardware, job.model, switches or {})
+    check_together(Setting(job.model, job.cluster, job.training, runtime), switches or {})
+    return replace(job, runtime_spec=runtime)
+
+
+def _switches(text: str | None, job: Job, describes: bool = False) -> Any:
+    """The switches of --switch and --assume together, or `default`; None where neither states any."""
+    stated = {} if text is None else stated_switches(text, job.runtime_spec, describes=describes)
+    if not job.assumed:
+        return stated or None
+    if stated == DEFAULT:
+        raise SpecError("--switch default and --assume: both state switches", "state them in one of the two")
+    for name in job.assumed:
+        if name in stated:
+            raise SpecError(f"--switch and --assume: {name}: given twice", "keep one of them")
+    return {**stated, **job.assumed}
+
+
+def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], Recipe]:
+    """`tp_overlap_fraction=0,ep_overlap=false` as fields with their values, and as switches with theirs."""
+    fields = [field for field in RuntimeSpec.model_fields if "overlap" in field] + ["cuda_graphs", *_NETWORK]
+    has = switches_of(runtime)
+    assumed: dict[str, float | bool] = {}
+    switches = []
     for part in filter(None, text.split(",", _MAX_ENTRIES)):
         field, _, value = part.partition("=")
-        if field not in known:
+        if field in has:
+            switches.append(part)
+            continue
+        if field not in fields:
+            known = [*fields, *has]
             raise SpecError(f"--assume: {field[:60]!r} is unknown", f"one of {', '.join(known)}{nearest(field, known)}")
         try:
             assumed[field] = _TRUTH[value] if value in _TRUTH else float(value)
         except ValueError:
             raise SpecError(f"--assume: {field}: {value[:60]!r} is no number", f"write {field}=0") from None
-    return assumed
+    stated = stated_switches(",".join(switches), runtime, "--assume") if switches else {}
+    return assumed, stated if isinstance(stated, dict) else {}
 
 
 def option(field: str) -> str:

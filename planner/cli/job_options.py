@@ -58,6 +58,8 @@ class SearchOptions(JobOptions):
     zero_stage: o.ZeroStages = None
     shard_size: o.ShardSizes = None
     recompute: o.Recomputes = None
+    switch: o.Switch = None
+    allow: o.Allow = None
     top: o.Top = None
     time_limit: o.TimeLimit = None
     tp_across_nodes: o.TpAcrossNodes = False
@@ -85,6 +87,7 @@ class LayoutOptions(JobOptions):
     recompute_num_layers: o.RecomputeLayers = None
     layers_per_stage: o.LayersPerStage = None
     layout: o.LayoutString = None
+    switch: o.Described = None
 
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -82,7 +82,7 @@ Dtype = Annotated[
 Runtime = Annotated[
     str | None,
     text(
-        JOB, "--runtime", "NAME", f"The trainer: {', '.join(RUNTIMES)}, or a YAML. [{DEFAULT_RUNTIME}]",
+        JOB, "--runtime", "NAME[@VERSION]", f"The trainer: {', '.join(RUNTIMES)}, or a YAML. [{DEFAULT_RUNTIME}]",
         autocompletion=starting_with(lambda: RUNTIMES),
     ),
 ]  # fmt: skip
@@ -132,6 +132,24 @@ LayersPerStage = Annotated[
 ]
 LayoutString = Annotated[str | None, text(LAYOUT, "--layout", "TEXT", "Megatron's --pipeline-model-parallel-layout.")]
 
+Switch = Annotated[
+    str | None,
+    text(
+        LAYOUT,
+        "--switch",
+        "NAME=VALUE,…|default",
+        "Pin switches of the trainer, or leave all at its own values. [chosen]",
+    ),
+]
+Described = Annotated[
+    str | None,
+    text(LAYOUT, "--switch", "NAME=VALUE,…|default", "Switches of the run; default: none but the trainer's. [likely]"),
+]
+Allow = Annotated[
+    str | None,
+    text(SEARCH, "--allow", "NAME,…", "Switches, or fp8, that change numerics and may be chosen. [none]"),
+]
+
 Top = Annotated[int | None, number(SEARCH, "--top", "Alternatives to show. [5]")]
 TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float)]
 TpAcrossNodes = Annotated[bool, text(SEARCH, "--tp-across-nodes", None, "Tensor parallelism may leave a node.")]
@@ -147,7 +165,9 @@ Straggler = Annotated[
 
 Assume = Annotated[
     str | None,
-    text(ASSUMED, "--assume", "NAME=X,…", "Other assumptions: of the runtime's …overlap… fields, or network_gb_per_s."),
+    text(
+        ASSUMED, "--assume", "NAME=X,…", "The runtime's …overlap… fields, network_gb_per_s, or switches as in --switch."
+    ),
 ]
 
 Calibration = Annotated[

@@ -35,7 +35,8 @@ def plan_command(
     from planner.files import refuse_to_overwrite
     from planner.search.search import plan
 
-    job, limits = read_job(asked), read_limits(asked)
+    job = read_job(asked)
+    limits = read_limits(asked, job)
     if output is not None:
         refuse_to_overwrite(output, force)
     with waiting("searching"):

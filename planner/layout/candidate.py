@@ -21,6 +21,7 @@ from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, placement
 from planner.schedule.replay import Durations
 from planner.shape import Shape
+from planner.specs.training import Recompute
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,26 @@ class Candidate:
         """Seconds of one step: the pipeline's replay and what comes outside it."""
         if self.made_order is not None:
             return self.run().makespan_s + sum(self.outside)
-        return pipeline_s(self.shape, self.durations, self.schedule) + sum(self.outside)
+        return self.pipeline_s + sum(self.outside)
+
+    @cached_property
+    def pipeline_s(self) -> float:
+        """Seconds of the named schedule's pipeline."""
+        return pipeline_s(self.shape, self.durations, self.schedule)
 
     def run(self, exact: bool = True) -> Pipeline:
         """The replay of one step; unless `exact`, only a few rounds are replayed, and all others take as long."""
-        return run_pipeline(self.shape, self.durations, self.schedule, exact, self.made_order)
+        known_s = None if exact or self.made_order is not None else self.pipeline_s
+        return run_pipeline(self.shape, self.durations, self.schedule, exact, self.made_order, known_s)
+
+    def priced_as(self, pricing: Pricing) -> Candidate:
+        """The same layout under another pricing; where no stage takes another time, its pipeline is not replayed."""
+        modes: tuple[Recompute, ...] = ("none", *({self.split.base} - {"none"}))
+        table = pricing.table(self.shape, (*modes, "full") if self.split.recomputed else modes)
+        again = replace(self, pricing=pricing, table=table)
+        if self.made_order is None and again.durations == self.durations:
+            vars(again)["pipeline_s"] = self.pipeline_s
+        return again
 
     @cached_property
     def activation_peaks_bytes(self) -> tuple[float, ...]:

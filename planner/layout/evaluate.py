@@ -38,7 +38,7 @@ def evaluate(
     model = model_of(model)
     candidate, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime))
     totals = model_totals(model, candidate.pricing.runtime, training.seq_length)
-    return assemble(candidate.pricing, totals, [priced], told_assumptions(candidate))
+    return assemble(candidate.pricing, totals, [priced], told_assumptions(candidate, with_switches=True))
 
 
 def price_given(

@@ -7,6 +7,7 @@ import numpy as np
 from planner.answer import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import with_intervals
+from planner.layout.recipe import recipe_of
 from planner.layout.seconds import Pipeline
 from planner.layout.split import Split, held_parts
 from planner.physics.layers import ModelTotals, model_totals
@@ -29,6 +30,7 @@ def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact:
         rank_factors=candidate.rank_factors,
         stages=tuple(_stage(candidate, rank, pipeline) for rank in range(int(candidate.shape.pp))),
         step=_step(candidate, pipeline, totals),
+        recipe=recipe_of(candidate),
     )
     return with_intervals(pricing, layout, candidate.shape)
 

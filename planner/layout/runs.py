@@ -23,7 +23,7 @@ from planner.specs.problems import spec_error
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Dtype, Parallelism, TrainingSpec
-from planner.trainers.generations import runtime_of_its_day, unsaid_features
+from planner.trainers.generations import described, runtime_of_its_day
 from planner.trainers.spec import RuntimeSpec
 
 _log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     model = _model(spec.model, f"{where}: run: model")
     used = {"precision_recipe": spec.precision_recipe, **spec.features}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
-    runtime, unknown = dated.with_features({**unsaid_features(spec.runtime, hardware, model), **used})
+    runtime, unknown = described(dated, hardware, model, used)
     return Run(
         id=run_id,
         model=model,

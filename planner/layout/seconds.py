@@ -72,16 +72,25 @@ def pipeline_s(shape: Shape, durations: Durations, schedule: str) -> float:
 
 
 def run_pipeline(
-    shape: Shape, durations: Durations, schedule: str, exact: bool = True, order: Schedule | None = None
+    shape: Shape,
+    durations: Durations,
+    schedule: str,
+    exact: bool = True,
+    order: Schedule | None = None,
+    known_s: float | None = None,
 ) -> Pipeline:
     """The replay of one step; unless `exact`, only a few rounds are replayed, and all others take as long.
 
-    Steps of more than `LONG_ACTIONS` actions are never replayed in full.
+    Steps of more than `LONG_ACTIONS` actions are never replayed in full. `known_s` is the result of `pipeline_s`, for
+    those who know it already.
     """
     if order is not None:
         return _pipeline(replay(order, durations))
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
-    makespan = None if exact and not is_long(shape) else _extrapolated_s(shape, durations, schedule)
+    repeats = is_long(shape) or not (exact or _is_replayed_whole(shape))
+    makespan = None
+    if repeats:
+        makespan = _extrapolated_s(shape, durations, schedule) if known_s is None else known_s
     if makespan is None:
         return _pipeline(replay(build_schedule(schedule, pp, vpp, wanted), durations))
     rounds = _pipeline(replay(build_schedule(schedule, pp, vpp, _short_of(shape, STEADY_ROUNDS[1])), durations))
@@ -98,6 +107,12 @@ def _short_of(shape: Shape, rounds: int) -> int:
     return rounds * pp + int(shape.num_microbatches) % pp
 
 
+def _is_replayed_whole(shape: Shape) -> bool:
+    """True for a short step, for one without a pipeline, and for one with an incomplete round."""
+    pp, wanted = int(shape.pp), int(shape.num_microbatches)
+    return not is_long(shape) and (pp == 1 or wanted <= STEADY_ROUNDS[1] * pp or wanted % pp > 0)
+
+
 def _extrapolated_s(shape: Shape, durations: Durations, schedule: str) -> float | None:
     """Makespan in seconds from two short replays, if every further micro-batch adds the same time; else None.
 
@@ -105,7 +120,7 @@ def _extrapolated_s(shape: Shape, durations: Durations, schedule: str) -> float 
     """
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     long = is_long(shape)
-    if not long and (pp == 1 or wanted <= STEADY_ROUNDS[1] * pp or wanted % pp):
+    if _is_replayed_whole(shape):
         return None
     first, second = STEADY_ROUNDS
     while True:

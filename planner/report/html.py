@@ -51,6 +51,8 @@ def render_html(plan: Plan, schedule: Drawing) -> str:
 def _sections(plan: Plan, view: View, schedule: Drawing) -> Iterator[Html]:
     headings = view.headings
     yield _header(view)
+    if view.recipe:
+        yield section(headings["recipe"], table(("", ""), view.recipe, "nl"))
     yield section(f"Memory of each stage, on GPUs of {view.capacity}", _memory_bars(plan, view), _memory_table(plan))
     yield section(headings["stages"], *_stages(plan, view))
     yield section(headings["breakdown"], *_breakdown(view))

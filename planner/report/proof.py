@@ -48,11 +48,19 @@ def _among(searched: Searched) -> Iterator[str]:
         yield f"selective recompute meaning one of {len(sets)} sets of modules"
     elif sets:
         yield f"selective recompute meaning {_either(sets)}"
-    tried = [f"{name} {_either(values)}" for name, values in searched.switches.items()]
-    if tried:
-        yield f"with {', '.join(tried)}"
+    yield from _recipes(searched)
     if searched.chunks == "equal":
         yield "equal inner chunks"
+
+
+def _recipes(searched: Searched) -> Iterator[str]:
+    """The switches that were searched, with their values; those of one value are counted."""
+    tried = [f"{name} {_either(values)}" for name, values in searched.switches.items() if len(values) > 1]
+    num_fixed = len(searched.switches) - len(tried)
+    others = f"{num_fixed} {'other ' if tried else ''}switch{'es' if num_fixed > 1 else ''} at one value"
+    others += " each" if num_fixed > 1 else ""
+    if searched.switches:
+        yield f"with {', '.join([*tried, *([others] if num_fixed else [])])}"
 
 
 def _either(names: Sequence[str]) -> str:

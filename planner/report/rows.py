@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from planner.answer import PricedLayout, StagePlan
 from planner.report.format import gibibytes, percent, seconds
 from planner.report.labels import manner, sizes
+from planner.report.recipe import differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,8 @@ class Rejection:
 def entry_of(name: str, layout: PricedLayout, beside: PricedLayout | None = None) -> Entry:
     """A layout in one line, by itself or beside another."""
     known = manner(beside.parallelism) if beside else ()
+    ways = [part for part in manner(layout.parallelism) if part not in known]
+    ways += differences(layout, beside) if beside else ()
     return Entry(
         name=name,
         sizes=sizes(layout.parallelism),
@@ -129,7 +132,7 @@ def entry_of(name: str, layout: PricedLayout, beside: PricedLayout | None = None
         peak_bytes=layout.worst_stage.memory.total_bytes,
         fits=layout.fits,
         mfu=layout.step.mfu,
-        manner=", ".join(part for part in manner(layout.parallelism) if part not in known),
+        manner=", ".join(ways),
         trade=layout.trade,
     )
 

@@ -41,13 +41,15 @@ def _sections(view: View) -> Iterator[RenderableType]:
     yield _panel(view)
     if view.given_and_own:
         yield section(headings["given_and_own"], _entries(view.given_and_own))
+    if view.recipe:
+        yield section(headings["recipe"], _sentences(view.recipe))
     yield section(headings["stages"], _stages(view))
     yield section(headings["breakdown"], _breakdown(view.breakdown))
     if view.alternatives:
         yield section(headings["alternatives"], _entries(view.alternatives))
     if view.rejections:
         yield section(headings["rejections"], _rejections(view.rejections))
-    yield section(headings["how_sure"], _how_sure(view.how_sure))
+    yield section(headings["how_sure"], _sentences(view.how_sure))
     if view.assumptions:
         yield section(headings["assumptions"], bullets(view.assumptions))
     if view.warnings:
@@ -143,7 +145,8 @@ def _rejections(rejections: Iterable[Rejection]) -> Table:
     return table
 
 
-def _how_sure(lines: Iterable[tuple[str, str]]) -> Table:
+def _sentences(lines: Iterable[tuple[str, str]]) -> Table:
+    """A subject and a sentence on each row."""
     table = columns("l", None)
     for name, text in lines:
         table.add_row(name, text)

@@ -14,6 +14,7 @@ from planner.answer import Plan, PricedLayout, StagePlan
 from planner.report.format import digits, gibibytes, large, percent, seconds, span
 from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, manner
 from planner.report.proof import says_bound, says_outcome
+from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.rows import Entry, Rejection, Share, StageRow, entry_of
 from planner.specs.units import GIB
 
@@ -52,6 +53,9 @@ class View:
     """The layout that was given and the planner's own choice for the same job, where there is one."""
     capacity_bytes: int
     stages: tuple[StageRow, ...]
+    recipe_heading: str
+    recipe: tuple[tuple[str, str], ...]
+    """A subject and a sentence each, about the switches of the best layout; empty where they are not known."""
     step_s: float
     breakdown: tuple[Share, ...]
     """The items of the step, the largest first, those below LEAST_SHARE left out."""
@@ -79,12 +83,13 @@ class View:
         """The titles of the sections that every report has."""
         return {
             "given_and_own": "Beside the planner's own choice",
+            "recipe": self.recipe_heading,
             "stages": f"Stages, on GPUs of {self.capacity}",
             "breakdown": f"Where the {seconds(self.step_s)} of a step go",
             "alternatives": "Alternatives, and what each trades",
             "rejections": "Rejected shapes, by reason",
             "how_sure": "How sure",
-            "assumptions": "Assumptions that move the result",
+            "assumptions": "Assumptions that move the step of this layout",
             "warnings": "Warnings",
         }
 
@@ -106,6 +111,8 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         given_and_own=() if own is None else (entry_of("given", best), entry_of("own", own, best)),
         capacity_bytes=hardware.memory_bytes,
         stages=tuple(StageRow((stage,), hardware.memory_bytes) for stage in plan.stages),
+        recipe_heading=recipe_heading(best),
+        recipe=recipe_lines(best, environment_of(plan)),
         step_s=plan.step.step_s,
         breakdown=_breakdown(plan),
         best=entry_of("best", best),

@@ -39,6 +39,8 @@ BLOCK = 1024
 """Number of shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
 PRICED = 16
 """Number of nodes that are priced together with the one that is solved next."""
+OPENED = 128
+"""Number of nodes that stand for any set of modules and are opened together."""
 MAX_TRIES = 4
 """Most programs solved for a node; each leaves more bytes free on the ranks that the replay showed to be too full."""
 RUNNERS_UP = 16
@@ -108,7 +110,7 @@ class Branch:
                 self._open([(shapes.take(block), limits) for shapes, limits in priced], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
-            if not self._late() and frontier.open_sets(PRICED):
+            if not self._late() and frontier.open_sets(OPENED):
                 continue
             node = frontier.take()
             if node is None or self._late():
@@ -176,7 +178,8 @@ class Branch:
             sets = all_sets.get(known.pricing.runtime)
             if sets and known.split.base == "selective" and SCHEDULES[known.schedule].bound == "interleaved":
                 for pricing in sets.pricings.values():
-                    yield Candidate(pricing, pricing.table(known.shape), Split((), "selective"), known.schedule)
+                    table = pricing.selective_table(known.table)
+                    yield Candidate(pricing, table, Split((), "selective"), known.schedule)
 
     def run_alternatives(self, frontier: Frontier) -> None:
         """Solve more nodes, the most promising first, until none can be among the alternatives asked for.

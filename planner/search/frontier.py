@@ -138,7 +138,10 @@ def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntAr
         folded = np.array([placement(name, pp, vpp)[-1] == 0 for name, pp, vpp, _ in kinds])
         chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind])
         setting = Setting(pricing.model, pricing.cluster, pricing.training, pricing.runtime, chosen.shape)
-        legal = np.flatnonzero(np.broadcast_to(takes_shapes(setting), index.shape))
+        legal = np.broadcast_to(takes_shapes(setting), index.shape)
+        if chosen.beaten is not None:
+            legal = legal & ~chosen.beaten[chosen.kernel]
+        legal = np.flatnonzero(legal)
         if len(legal) < len(index):
             chosen, index, kind = chosen.take(legal), index[legal], kind[legal]
         if len(index):
@@ -155,6 +158,8 @@ class Frontier:
     runners_up: list[Open] = field(default_factory=list)
     """The most promising of those cut."""
     _nodes: list[Nodes] = field(default_factory=list)
+    _first_opened: list[int] = field(default_factory=list)
+    """Indices of the blocks that were opened under every choice."""
     _bound_s: FloatArray = field(default_factory=lambda: np.empty(0))
     _guess_s: FloatArray = field(default_factory=lambda: np.empty(0))
     _known: list[RecomputeChoice] = field(default_factory=list)
@@ -182,6 +187,8 @@ class Frontier:
             self._bound_s = np.append(self._bound_s, bound_s[rows])
             self._guess_s = np.append(self._guess_s, np.maximum(nodes.guess_s(choice), bound_s)[rows])
             self._place = np.append(self._place, place, axis=0)
+        if not choices:
+            self._first_opened.append(len(self._nodes))
         self._nodes.append(nodes)
 
     def open_sets(self, most: int) -> bool:
@@ -211,8 +218,8 @@ class Frontier:
         return self._known[int(self._place[index, 2])].whole == "any_modules"
 
     def all_nodes(self) -> Sequence[Nodes]:
-        """Every node that was opened, as blocks."""
-        return self._nodes
+        """Every node that was opened, as blocks; nodes of single sets of modules stand in the block of all sets."""
+        return [self._nodes[number] for number in self._first_opened]
 
     def cut(self, cutoff_s: float) -> float:
         """Close the nodes whose bound is not below `cutoff_s`, and return the least of their bounds."""

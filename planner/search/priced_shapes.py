@@ -17,11 +17,16 @@ from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes, static_bytes
 from planner.schedule.orders import SCHEDULES, placement
-from planner.search.module_sets import Modules, ModuleSets, useful_sets
+from planner.search.module_sets import TINY, Modules, ModuleSets, useful_sets
 from planner.shape import FloatArray, Number, Shape
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
+_PRICES = (
+    "forward_total_s", "input_grad_total_s", "weight_grad_s", "reduce_s", "gather_s", "optimizer_s", "live_bytes",
+    "transient_bytes", "weights_bytes", "gradients_bytes", "optimizer_bytes",
+)  # fmt: skip
+"""All that a step and its memory are made of."""
 _COUNTED = ("parameters", "expert_parameters", "wide_parameters")
 """Fields of a part from which the bytes of its weights, gradients and optimizer are counted."""
 
@@ -40,6 +45,8 @@ class PricedShapes:
     """True for a shape whose last virtual stage is on the first rank, with the head beside the embedding."""
     module_sets: ModuleSets | None = None
     """The sets of modules that selective recompute may mean; None if it means the pricing's own set."""
+    beaten: npt.NDArray[np.bool_] | None = None
+    """True for each row of the table that another recipe beats in every price; None if there is no such row."""
 
     def with_modules(self, modules: Modules) -> PricedShapes:
         """The same shapes, priced so that selective recompute means `modules`."""
@@ -151,15 +158,18 @@ class PricedShapes:
         return np.asarray(np.maximum(free - (rank == 0) * self.static_bytes(self.table.embedding)[:, None], 0.0))
 
 
-def priced_shapes(pricing: Pricing, shape: Shape, with_sets: bool = False) -> PricedShapes:
-    """Price every distinct kernel of `shape` once; `with_sets` also prices every useful set of modules to recompute.
+def priced_shapes(pricing: Pricing, shape: Shape) -> PricedShapes:
+    """Price every distinct kernel of `shape` once.
 
     Without a pipeline, a micro-batch's seconds also depend on how ZeRO-2 and ZeRO-3 shard (`Pricing._plain`).
     """
     axes = ("tp", "cp", "ep", "etp", "micro_batch_size")
     zero = np.asarray(shape.zero_stage)
-    sharded = (np.asarray(shape.pp) == 1) & (zero >= 2)
-    sharding = [np.where(sharded, zero, 1), np.where(sharded, shape.shard_size, 1)]
+    sharded, group = (np.asarray(shape.pp) == 1) & (zero >= 2), np.asarray(shape.shard_size)
+    if pricing.runtime.fused_grad_accumulation:
+        # products add to unsharded gradients: it matters only whether weights are copied out of a gathered buffer
+        sharded, group = sharded & (zero == 3) & (group > 1), np.full_like(group, 2)
+    sharding = [np.where(sharded, zero, 1), np.where(sharded, group, 1)]
     columns = np.stack([*(np.asarray(getattr(shape, axis)) for axis in axes), *sharding])
     base = columns.max(axis=1, initial=0) + 1
     keys = np.ravel_multi_index(tuple(columns), tuple(base))
@@ -171,9 +181,42 @@ def priced_shapes(pricing: Pricing, shape: Shape, with_sets: bool = False) -> Pr
         zero_stage=sharding[0][first], shard_size=sharding[1][first],
     )  # fmt: skip
     table = pricing.table(kernels)
-    sets = useful_sets(pricing, table) if with_sets else ()
-    module_sets = ModuleSets.of(pricing, table, sets) if len(sets) > 1 else None
-    return PricedShapes(pricing, shape, table, kernel.astype(np.int64), np.asarray(shape.pp) == 1, module_sets)
+    return PricedShapes(pricing, shape, table, kernel.astype(np.int64), np.asarray(shape.pp) == 1)
+
+
+def with_module_sets(shapes: PricedShapes) -> PricedShapes:
+    """The same shapes, with the prices of every useful set of modules to recompute if there are several."""
+    sets = useful_sets(shapes.pricing, shapes.table)
+    module_sets = ModuleSets.of(shapes.pricing, shapes.table, sets) if len(sets) > 1 else None
+    return replace(shapes, module_sets=module_sets)
+
+
+def without_beaten(priced: Sequence[PricedShapes], stricter: Sequence[frozenset[str]]) -> list[PricedShapes]:
+    """The same shapes under several recipes, each without the kernels on which another recipe is no dearer.
+
+    `stricter` has the switches of each recipe that restrict its layouts. A recipe is compared with those that have
+    fewer of them, so that the other one may run every layout of its own.
+    """
+    kept = []
+    for shapes, switches in zip(priced, stricter, strict=True):
+        others = [other for other, fewer in zip(priced, stricter, strict=True) if fewer < switches]
+        beaten = np.any([_is_no_dearer(other.table, shapes.table) for other in others], axis=0) if others else None
+        kept.append(replace(shapes, beaten=beaten))
+    return kept
+
+
+def _is_no_dearer(table: CostTable, other: CostTable) -> npt.NDArray[np.bool_]:
+    """True for each row of which no part takes longer, or more bytes, than in the other table."""
+    no_dearer: npt.NDArray[np.bool_] = np.ones(np.shape(table.shape.tp), dtype=bool)
+    pairs = [(part, other.layers[key]) for key, part in table.layers.items()]
+    pairs += [(table.embedding, other.embedding), (table.head, other.head)]
+    if table.mtp is not None and other.mtp is not None:
+        pairs.append((table.mtp, other.mtp))
+    for part, against in pairs:
+        for quantity in _PRICES:
+            no_dearer = no_dearer & (getattr(part, quantity) <= getattr(against, quantity) * (1 + TINY))
+    has_room: npt.NDArray[np.bool_] = np.asarray(table.usable_bytes >= other.usable_bytes * (1 - TINY))
+    return no_dearer & has_room
 
 
 def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] = ()) -> FloatArray:

@@ -1,4 +1,4 @@
-"""What the answer says of its recipe: the switches, what each is worth, what rules refuse, what consent would buy."""
+"""The recipe in the answer: the switches, the worth of each, what rules refuse, and what consent would buy."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from dataclasses import replace
 from planner.answer import Offer, PricedLayout, RecipeGain, RecipeRefusal
 from planner.layout.candidate import Candidate
 from planner.physics.compute import is_narrow
-from planner.search.recipes import BUNDLES, Recipe, Recipes, repriced, setting_of, with_switches
-from planner.specs.training import Dtype
+from planner.search.recipes import BUNDLES, Recipes, repriced, setting_of
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
+from planner.trainers.stated import NARROW_DTYPES, Recipe, switched
 from planner.trainers.switches import SWITCHES, Value
 
 LEAST_OFFER = 1e-3
 """Least gain, as a share of the step, that is worth an offer."""
-NARROW: tuple[Dtype, ...] = ("fp8", "mxfp8", "nvfp4")
-"""Dtypes of products that need consent."""
 
 
 def recipe_of(candidate: Candidate) -> dict[str, Value]:
@@ -29,29 +27,38 @@ def recipe_of(candidate: Candidate) -> dict[str, Value]:
 
 def with_recipe(layout: PricedLayout, best: Candidate, recipes: Recipes) -> PricedLayout:
     """The layout with all that is said of its recipe; every price is of this layout, with nothing planned again."""
-    plain = replace(best, made_order=None)
+    plain = best if best.made_order is None else replace(best, made_order=None)
     offers = sorted(_offers(plain, recipes), key=lambda offer: offer.step_s)
     refused = {(r.switch, r.value): r for r in _refusals(plain, recipes)}
     return layout.model_copy(
         update={
             "recipe": recipe_of(best),
-            "recipe_gains": tuple(_gains(plain)),
+            "recipe_gains": tuple(_gains(plain, recipes)),
             "offers": tuple(offers),
             "recipe_refused": tuple(refused.values()),
         }
     )
 
 
-def _gains(best: Candidate) -> Iterator[RecipeGain]:
-    """The worth of each switch that is not at its plainest value."""
+def _gains(best: Candidate, recipes: Recipes) -> Iterator[RecipeGain]:
+    """The worth of each switch that is not at its plainest value; none where another switch needs it."""
     for name, value in recipe_of(best).items():
         plainest = next(iter(SWITCHES[name].values))
         if value == plainest:
             continue
-        without = repriced(best, with_switches(best.pricing.runtime, {name: plainest}))
+        without = recipes.under(best, _with_dependents(best, name, plainest))
+        if without is None:
+            continue
         yield RecipeGain(
             switch=name, value=value, without_step_s=without.step_s, replanned=False, source=SWITCHES[name].source
         )
+
+
+def _with_dependents(best: Candidate, name: str, value: Value) -> Recipe:
+    """A switch at another value, and those that this value rules out at their plainest."""
+    setting = replace(setting_of(best), runtime=switched(best.pricing.runtime, {name: value}))
+    others = [rule.switch for rule in broken_recipe_rules(setting) if rule.switch != name]
+    return {name: value} | {other: next(iter(SWITCHES[other].values)) for other in others}
 
 
 def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
@@ -68,9 +75,10 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
         needed = [name for name, value in bundle.items() if value in SWITCHES[name].consent]
         if needed and not held & set(bundle) and any(name not in limits.allow for name in needed):
             yield from _offer(best, "cuda_graph", bundle["cuda_graph"], bundle)
-    for dtype in NARROW:
+    for dtype in NARROW_DTYPES:
         narrow = pricing.training.model_copy(update={"dtype": dtype})
-        if pricing.training.dtype in ("bf16", "fp16") and is_narrow(pricing.cluster.hardware, dtype):
+        is_wide = pricing.training.dtype in ("bf16", "fp16") and dtype not in limits.allow
+        if is_wide and is_narrow(pricing.cluster.hardware, dtype):
             other = replace(best, pricing=replace(pricing, training=narrow))
             yield from _offer(other, "dtype", dtype, {}, best.step_s, (dtype,))
 
@@ -87,7 +95,7 @@ def _offer(
     has = switches_of(best.pricing.runtime)
     if any(part not in has.get(switch, ()) for switch, part in bundle.items()):
         return
-    moved = repriced(best, with_switches(best.pricing.runtime, bundle))
+    moved = repriced(best, switched(best.pricing.runtime, bundle))
     if any(broken_recipe_rules(setting_of(moved))) or not moved.fits:
         return
     now_s = best.step_s if now_s is None else now_s
@@ -113,7 +121,10 @@ def _refusals(best: Candidate, recipes: Recipes) -> Iterator[RecipeRefusal]:
             plainest = next(iter(SWITCHES[name].values))
             if value in (plainest, SWITCHES[name].value_of(best.pricing.runtime)):
                 continue
-            changed = with_switches(best.pricing.runtime, {name: value})
+            if not has_effect(name, setting_of(best)):
+                continue
+            changed = switched(best.pricing.runtime, {name: value})
             setting = replace(setting_of(best), runtime=changed)
-            for rule in broken_recipe_rules(setting):
+            rules = list(broken_recipe_rules(setting))
+            for rule in [] if any(rule.is_about_model for rule in rules) else rules[:1]:
                 yield RecipeRefusal(switch=name, value=value, rule=f"{rule.switch} {rule.says}")

@@ -8,8 +8,8 @@ part only with consent; without it, their worth is offered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
@@ -17,14 +17,12 @@ from planner.schedule.orders import SCHEDULES
 from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.specs.cluster import ClusterSpec
-from planner.specs.problems import check_names
 from planner.specs.training import Recompute
-from planner.trainers.load import RUNTIMES, load_runtime, switches_of
+from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.switches import SWITCHES, Value, written
-
-Recipe = Mapping[str, Value]
+from planner.trainers.stated import NARROW_DTYPES, Recipe, check_has, check_together, own_runtime, switched
+from planner.trainers.switches import SWITCHES, Value, parsed, written
 
 BUNDLES: tuple[Recipe, ...] = (
     {},
@@ -55,6 +53,8 @@ class Recipes:
     """The trainer with its own switches, and those that the user pinned."""
     free: dict[str, tuple[Value, ...]]
     """The values that each switch may take that is neither pinned nor needs a consent that was not given."""
+    _known: dict[tuple[int, RuntimeSpec], tuple[Candidate, Candidate]] = field(default_factory=dict, compare=False)
+    """Candidates priced under another runtime, beside the candidate that they were priced from."""
 
     @classmethod
     def of(cls, case: Case) -> Recipes:
@@ -76,20 +76,32 @@ class Recipes:
         """The runtime of each bundle that is legal for the job; the trainer's own comes first."""
         consented = {name: next(iter(SWITCHES[name].consent)) for name in self.free if name in _ONLY_FASTER}
         bundles = [bundle for bundle in BUNDLES if all(v in self.free.get(name, ()) for name, v in bundle.items())]
-        runtimes = [with_switches(self.base, consented | dict(bundle)) for bundle in bundles]
+        runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
         return list(dict.fromkeys(legal)) or [self.base]
 
     def moves(self, candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
         """Every legal change of one switch of a candidate that has an effect on it, priced on the same layout."""
         for name, values in self.free.items():
-            if not has_effect(name, setting_of(candidate)):
+            row = SWITCHES[name]
+            if row.only_saves_memory or not has_effect(name, setting_of(candidate)):
                 continue
-            for value in values:
-                if value != SWITCHES[name].value_of(candidate.pricing.runtime):
-                    moved = repriced(candidate, with_switches(candidate.pricing.runtime, {name: value}))
-                    if not any(broken_recipe_rules(setting_of(moved))):
+            for value in values[1:] if row.is_free else values:
+                if value != row.value_of(candidate.pricing.runtime):
+                    moved = self.under(candidate, {name: value})
+                    if moved is not None:
                         yield name, value, moved
+
+    def under(self, candidate: Candidate, recipe: Recipe) -> Candidate | None:
+        """The same layout with some switches at other values; None if a rule refuses them."""
+        runtime = switched(candidate.pricing.runtime, recipe)
+        setting = replace(setting_of(candidate), runtime=runtime)
+        if any(broken_recipe_rules(setting)):
+            return None
+        key = id(candidate), runtime
+        if key not in self._known:
+            self._known[key] = candidate, repriced(candidate, runtime)
+        return self._known[key][1]
 
     def refined(self, candidate: Candidate, deadline: Deadline) -> Candidate:
         """The candidate after the moves of single switches that make its step shorter, the largest gain first.
@@ -109,9 +121,8 @@ class Recipes:
         for name, values in self.free.items():
             own = SWITCHES[name].value_of(self.base)
             if own in values and own != SWITCHES[name].value_of(candidate.pricing.runtime):
-                plain = repriced(candidate, with_switches(candidate.pricing.runtime, {name: own}))
-                is_legal = not any(broken_recipe_rules(setting_of(plain)))
-                if is_legal and plain.fits and plain.step_s <= candidate.step_s * (1 + LEAST_GAIN):
+                plain = self.under(candidate, {name: own})
+                if plain and plain.fits and plain.step_s <= candidate.step_s * (1 + LEAST_GAIN):
                     candidate = plain
         return candidate
 
@@ -127,28 +138,22 @@ def pinned(case: Case) -> Case:
     recipe = case.limits.switches
     if not isinstance(recipe, dict) or not recipe:
         return case
-    check_switches(case.runtime, recipe)
-    changed = replace(case, runtime=with_switches(case.runtime, recipe))
-    setting = Setting(case.model, case.cluster, case.training, changed.runtime)
-    for rule in broken_recipe_rules(setting):
-        if rule.switch in recipe:
-            raise SpecError(
-                f"switch: {rule.switch}={written(recipe[rule.switch])}: {rule.says}",
-                "leave one of them out of --switch",
-            )
+    for name, value in recipe.items():
+        check_has(case.runtime, name, "switch")
+        if parsed(name, written(value)) is None:
+            raise SpecError(f"switch: {name}: {value!r:.60} is no value of it", f"{name}={written(value)} is unknown")
+    changed = replace(case, runtime=switched(case.runtime, recipe))
+    check_together(Setting(case.model, case.cluster, case.training, changed.runtime), recipe)
     return changed
 
 
-def check_switches(runtime: RuntimeSpec, recipe: Recipe) -> None:
-    """Raise SpecError for a switch, or a value of one, that the trainer does not have."""
-    has = switches_of(runtime)
-    for name, value in recipe.items():
-        check_names("switch", f"--switch {name}", (name,), has, f"{runtime.name} has no such switch")
-        if SWITCHES[name].fields_of(value) is None:
-            raise SpecError(
-                f"switch: {name}: {value!r:.60} is no value of it",
-                f"one of {', '.join(f'{name}={written(known)}' for known in has[name])}",
-            )
+def narrower(case: Case) -> Iterator[Case]:
+    """The case in each dtype of 8 or 4 bits that the user allows and the GPU has, unless it is in such a dtype."""
+    if case.training.dtype in NARROW_DTYPES:
+        return
+    for dtype in NARROW_DTYPES:
+        if dtype in case.limits.allow and case.cluster.hardware.peak_flops(dtype) is not None:
+            yield replace(case, training=case.training.model_copy(update={"dtype": dtype}))
 
 
 _ONLY_FASTER = ("bf16_gradients", "bf16_moments")
@@ -170,29 +175,16 @@ def settled(runtime: RuntimeSpec, cluster: ClusterSpec) -> RuntimeSpec:
 
 def set_by_hand(runtime: RuntimeSpec) -> Iterator[str]:
     """Switches of which a runtime has other fields than its trainer: they were set on purpose, and stay."""
-    if runtime.family not in RUNTIMES:
-        return
-    shipped = load_runtime(runtime.name if runtime.name in RUNTIMES else runtime.family)
+    shipped = own_runtime(runtime)
     for name in switches_of(runtime):
         if any(getattr(runtime, field) != getattr(shipped, field) for field in SWITCHES[name].touched):
             yield name
 
 
-def with_switches(runtime: RuntimeSpec, recipe: Recipe) -> RuntimeSpec:
-    """The runtime with some switches at other values."""
-    fields: dict[str, object] = {}
-    for name, value in recipe.items():
-        fields |= SWITCHES[name].fields_of(value) or {}
-    return runtime.model_copy(update=fields)
-
-
 def repriced(candidate: Candidate, runtime: RuntimeSpec) -> Candidate:
     """The same layout under another runtime."""
     runtime = runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
-    pricing = replace(candidate.pricing, runtime=runtime)
-    split = candidate.split
-    modes: tuple[Recompute, ...] = ("none", *({split.base} - {"none"}), *(("full",) if split.recomputed else ()))
-    return replace(candidate, pricing=pricing, table=pricing.table(candidate.shape, modes))
+    return candidate.priced_as(replace(candidate.pricing, runtime=runtime))
 
 
 def setting_of(candidate: Candidate) -> Setting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import Infeasible
@@ -20,7 +21,7 @@ from planner.search.certificate import certificate
 from planner.search.deadline import Deadline
 from planner.search.layouts import Found, find_layouts
 from planner.search.recipe_answer import with_recipe
-from planner.search.recipes import REPLAN_GAIN, Recipes, pinned, repriced, setting_of
+from planner.search.recipes import REPLAN_GAIN, Recipes, narrower, pinned, repriced, setting_of
 from planner.search.schedules import check_expressible
 from planner.search.why.remedy import with_remedy
 from planner.specs.cluster import ClusterSpec
@@ -47,9 +48,13 @@ def plan(
     case = pinned(Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits()))
     deadline = Deadline(case.limits.time_limit_s)
     try:
-        return search(case)
+        found = search(case)
     except Infeasible as error:
         raise with_remedy(error, case, search, deadline) from None
+    for narrow in narrower(case):
+        with suppress(Infeasible):
+            found = min(found, search(narrow), key=lambda other: other.best.step.step_s)
+    return found
 
 
 def search(case: Case) -> Plan:

@@ -32,11 +32,24 @@ def runtime_of_its_day(
     return load_runtime(name)
 
 
-def unsaid_features(name: str, hardware: HardwareSpec, model: ModelSpec) -> dict[str, Any]:
+def described(
+    runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec, features: Mapping[str, Any]
+) -> tuple[RuntimeSpec, tuple[str, ...]]:
+    """The trainer of a run that exists, with the run's features, and the names, or values, that are unknown.
+
+    All that describes runs comes here (flags of `plan evaluate`, lines of --runs, imports), so that features left
+    unsaid have one likely value. Raises Unsupported where the run did what is not modelled.
+    """
+    return runtime.with_features({**unsaid_features(runtime, hardware, model), **features})
+
+
+def unsaid_features(runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec) -> dict[str, Any]:
     """The features that a run on such hardware has switched on unless it says otherwise."""
+    if model.moe is None:
+        # graphs of whole iterations stand for overlapped exchanges and fused experts too, of which there are none
+        return {"ep_overlap": False, "fused_experts": False}
     is_rack = hardware.nvlink_domain_size > hardware.gpus_per_node
-    replays = is_rack and model.moe is not None and load_runtime(name).graphs_routing_on_racks
-    return {"cuda_graph": "transformer_engine"} if replays else {}
+    return {"cuda_graph": "transformer_engine"} if is_rack and runtime.graphs_routing_on_racks else {}
 
 
 @cache

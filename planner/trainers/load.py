@@ -2,11 +2,16 @@
 
 `base` names the file whose values hold where a file says nothing else: another trainer, or one of `shared/`. `features`
 are what the trainer switches on, spelled as in a run. A number without a source is refused.
+
+`switches` are those that it has, with their values. `versions` are its releases, the newest last, and `since` says with
+which of them a switch, or one value of it (`switch=value`), came. `megatron@0.16` is the trainer of that release.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +29,10 @@ _SUFFIXES = (".yaml", ".yml")
 RUNTIMES = tuple(sorted(path.stem for path in _DATA.glob("*.yaml")))
 """Names of the trainers that ship with the planner."""
 _BASES = (*RUNTIMES, *sorted(f"shared/{path.stem}" for path in (_DATA / "shared").glob("*.yaml")))
-_FILE_KEYS = ("source", "base", "features", "switches")
+_FILE_KEYS = ("source", "base", "features", "switches", "versions", "since")
 """Keys of a trainer's file beside the fields of RuntimeSpec."""
+_VERSION = re.compile(r"(.+)@([\w.]+)")
+Switches = dict[str, tuple[Value, ...]]
 
 
 class TrainerFile(NamedTuple):
@@ -33,13 +40,22 @@ class TrainerFile(NamedTuple):
 
     values: dict[str, Any]
     sources: dict[str, str]
-    switches: dict[str, tuple[Value, ...]]
+    switches: Switches
+    versions: tuple[str, ...] = ()
+    """The releases of the trainer, the newest last."""
+    since: Mapping[str, str] = {}
+    """The release with which a switch came, or one value of it (`switch=value`); others are in all of them."""
 
 
 def load_runtime(name_or_path: str | Path) -> RuntimeSpec:
-    """The trainer of a name or of a YAML file. Raises SpecError naming the nearest names, or file, field and value."""
-    path = _path(str(name_or_path))
-    return _shipped(path) if path.parent == _DATA else _runtime(path)
+    """The trainer of a name or of a YAML file. Raises SpecError naming the nearest names, or file, field and value.
+
+    After the name may stand a version: `megatron@0.16` has no switch, and no value of a switch, that came later.
+    """
+    name, version = _named_version(str(name_or_path))
+    path = _path(name)
+    runtime = _shipped(path) if path.parent == _DATA else _runtime(path)
+    return _of_version(runtime, _read(path), version) if version else runtime
 
 
 def sources_of(name_or_path: str | Path) -> dict[str, str]:
@@ -47,14 +63,64 @@ def sources_of(name_or_path: str | Path) -> dict[str, str]:
     return _read(_path(str(name_or_path))).sources
 
 
-def switches_of(runtime: RuntimeSpec) -> dict[str, tuple[Value, ...]]:
+def switches_of(runtime: RuntimeSpec) -> Switches:
     """The switches that a trainer has, with the values that a search may choose; none for a trainer of one's own."""
-    return _shipped_switches(runtime.family) if runtime.family in RUNTIMES else {}
+    return _shipped_switches(runtime.family, runtime.version) if runtime.family in RUNTIMES else {}
+
+
+def versions_of(runtime: RuntimeSpec) -> tuple[str, ...]:
+    """The versions of a trainer that `NAME@VERSION` may name, the newest last; none where they make no difference."""
+    return _shipped_file(runtime.family).versions if runtime.family in RUNTIMES else ()
+
+
+def since_of(runtime: RuntimeSpec, switch: str, value: Value) -> str:
+    """The version with which a value of a switch came; empty for one that all versions have."""
+    return _since(_shipped_file(runtime.family), switch, value) if runtime.family in RUNTIMES else ""
+
+
+def _since(file: TrainerFile, switch: str, value: Value) -> str:
+    return file.since.get(f"{switch}={written(value)}", file.since.get(switch, ""))
 
 
 @cache
-def _shipped_switches(name: str) -> dict[str, tuple[Value, ...]]:
-    return _read(_DATA / f"{name}.yaml").switches
+def _shipped_switches(name: str, version: str) -> Switches:
+    return _switches_in(_shipped_file(name), version)
+
+
+@cache
+def _shipped_file(name: str) -> TrainerFile:
+    return _read(_DATA / f"{name}.yaml")
+
+
+def _switches_in(file: TrainerFile, version: str) -> Switches:
+    """The switches of one version, with at least two values each; an empty version has all of them."""
+    if version not in file.versions:
+        return file.switches
+    known = ("", *file.versions[: file.versions.index(version) + 1])
+    had = {
+        name: tuple(value for value in values if _since(file, name, value) in known)
+        for name, values in file.switches.items()
+    }
+    return {name: values for name, values in had.items() if len(values) > 1}
+
+
+def _named_version(name: str) -> tuple[str, str]:
+    """The name and the version of `NAME@VERSION`; the version is empty where none stands there."""
+    match = None if name.lower().endswith(_SUFFIXES) else _VERSION.fullmatch(name)
+    return (match[1], match[2]) if match else (name, "")
+
+
+def _of_version(runtime: RuntimeSpec, file: TrainerFile, version: str) -> RuntimeSpec:
+    """A trainer as it was in a version: what came later is at the plainest value."""
+    if version not in file.versions:
+        known = f"one of {', '.join(file.versions)}" if file.versions else f"write {runtime.name} alone"
+        raise SpecError(f"runtime: {runtime.name} has no version {version[:60]!r}", known)
+    known_switches, changed = _switches_in(file, version), dict[str, Any]()
+    for name, values in file.switches.items():
+        row, now = SWITCHES[name], SWITCHES[name].value_of(runtime)
+        if now in values and now not in known_switches.get(name, values[:1]):
+            changed |= row.fields_of(values[0]) or {}
+    return runtime.model_copy(update={**changed, "version": version})
 
 
 def _path(name: str) -> Path:
@@ -87,7 +153,8 @@ def _read(path: Path) -> TrainerFile:
         )
     if not isinstance(data.get("source"), str):
         raise SpecError(f"{where}: source: is missing", "add `source:`, what the switches were read from")
-    values, sources, switches = _base(where, data.get("base"))
+    base = _base(where, data.get("base"))
+    values, sources = dict(base.values), dict(base.sources)
     features = data.get("features", {})
     changed = _changed(where, features)
     values |= changed
@@ -96,7 +163,9 @@ def _read(path: Path) -> TrainerFile:
         values[key], source = _value(where, key, data[key])
         sources.pop(key, None)
         sources |= {key: source} if source else {}
-    return TrainerFile(values, sources, switches | _switches(where, data.get("switches", {})))
+    switches = base.switches | _switches(where, data.get("switches", {}))
+    versions, since = _versions(where, data, base, switches)
+    return TrainerFile(values, sources, switches, versions, since)
 
 
 def _base(where: str, name: Any) -> TrainerFile:
@@ -104,11 +173,30 @@ def _base(where: str, name: Any) -> TrainerFile:
     if name is None:
         return TrainerFile({}, {}, {})
     check_names(where, "base", (str(name),), _BASES)
-    values, sources, switches = _read(_DATA / f"{name}.yaml")
-    return TrainerFile({"trainer": name, **values} if name in RUNTIMES else values, sources, switches)
+    file = _read(_DATA / f"{name}.yaml")
+    return file._replace(values={"trainer": name, **file.values}) if name in RUNTIMES else file
 
 
-def _switches(where: str, given: Any) -> dict[str, tuple[Value, ...]]:
+def _versions(
+    where: str, data: dict[str, Any], base: TrainerFile, switches: Switches
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The versions of a file, and since which of them it has which switches."""
+    versions, since = data.get("versions", base.versions), data.get("since", {})
+    # YAML reads 0.20 as the number 0.2
+    if not isinstance(versions, list | tuple) or not all(isinstance(version, str) for version in versions):
+        raise SpecError(
+            f"{where}: versions: {versions!r:.60} is no list of texts", 'write `versions: ["0.19", "0.20"]`'
+        )
+    if not isinstance(since, dict):
+        raise SpecError(f"{where}: since: {since!r:.60} is no mapping", "write `since: {switch: version}`")
+    known = [*switches, *(f"{name}={written(value)}" for name, values in switches.items() for value in values)]
+    for name, version in since.items():
+        check_names(where, "since", (str(name),), known)
+        check_names(where, f"since: {name}", (version,), versions)
+    return tuple(versions), {**base.since, **since}
+
+
+def _switches(where: str, given: Any) -> Switches:
     """The switches of a file, each with the values that it lists; SpecError names what the planner does not know."""
     if not isinstance(given, dict):
         raise SpecError(f"{where}: switches: {given!r:.60} is no mapping", "write `switches: {name: [values]}`")

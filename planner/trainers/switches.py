@@ -18,9 +18,12 @@ Value = bool | int | float | str
 Fields = Mapping[str, Any]
 """Fields of RuntimeSpec, with the values that a switch gives them."""
 
-EP_OVERLAP = 0.8
-"""Share of expert exchanges that hides behind another micro-batch's products, where a recipe asks for it: a first
-guess, which the published runs that overlap bear out on NVLink (docs/CALIBRATION.md)."""
+EP_OVERLAP = 0.9
+"""Share of expert exchanges inside NVLink that hides behind another micro-batch's products, where a recipe asks for it.
+The kernels that send take a part of the GPU meanwhile (deepep_sms, hybridep_sms)."""
+EP_NETWORK_OVERLAP = 0.8
+"""Share of what crosses the network: Qwen3-30B on two nodes, 15% (HybridEP) and 24% (all-to-all) of whose step went
+(Megatron-Bridge, pull requests 5094 and 3862)."""
 OVERLAP = 0.9
 """Share of the window that reductions and gathers of a sharded optimizer fill: a first guess, fitted to nothing."""
 ASYNC_TP = 0.688
@@ -31,11 +34,8 @@ ROWWISE = 1.45
 
 Llama 3 8B on eight H100: 6,150 tokens/s in bf16, 7,690 by tensors, 6,768 by rows (torchao's training benchmarks). 1.6
 in torchtitan's report of June 2025 (70B, TP 8: by rows no faster than bf16), 1.5 for its mxfp8 on GB200."""
-ROUTING_REPLAYED = 0.85
-"""Host time of a mixture's layer that is left where a CUDA graph replays its routing: Qwen3 30B and 235B on B200, GB200
-and GB300, whose recipes of one release replay routing, attention or both."""
-ATTENTION_REPLAYED = 0.6
-"""Host time that is left where a graph replays attention too; from the same runs."""
+CAPACITY_HOST = 0.85
+"""Host time of a mixture's layer that is left where experts take a fixed number of tokens: no counts are awaited."""
 BF16_MOMENTS_BYTES = 8
 """Bytes per parameter of fp32 masters and two moments in bf16 (Megatron-LM, --exp-avg-dtype bf16)."""
 
@@ -61,6 +61,10 @@ class Switch:
     """True for a feature of runs that are priced, which the search never chooses."""
     shown_by: tuple[str, ...] = ()
     """The fields that tell the value, where the others that it sets do not."""
+    is_free: bool = False
+    """True for a switch that never makes a step slower when it is on: the search does not try it off."""
+    only_saves_memory: bool = False
+    """True for a switch that makes no layout faster by itself, but may let a faster one fit."""
     source: str = ""
     """The evidence for what the switch gains."""
 
@@ -99,7 +103,7 @@ def _flag(name: str, says: str, field_name: str, described: bool = False, **more
 def _fraction(name: str, says: str, fields: tuple[str, ...], when_on: float, **more: Any) -> Switch:
     """A switch that hides a share of exchanges."""
     off_on: dict[Value, Fields] = {False: dict.fromkeys(fields, 0.0), True: dict.fromkeys(fields, when_on)}
-    return Switch(name, says, off_on, also=lambda v: off_on[bool(v)], **more)
+    return Switch(name, says, off_on, also=lambda v: off_on[bool(v)], is_free=True, **more)
 
 
 def _one_of(name: str, says: str, field_name: str, values: Iterable[str], described: bool = False) -> Switch:
@@ -111,18 +115,16 @@ def _described(name: str, effect: Callable[[Any], Fields | None]) -> Switch:
     return Switch(name, "", {}, also=effect, is_described=True)
 
 
-def _overlap_of_experts(fraction: float, delayed: bool) -> Fields:
+def _overlap_of_experts(on: bool, delayed: bool) -> Fields:
     return {
-        "ep_overlap_fraction": fraction,
-        "ep_overlap_network_fraction": fraction,
+        "ep_overlap_fraction": EP_OVERLAP if on else 0.0,
+        "ep_overlap_network_fraction": EP_NETWORK_OVERLAP if on else 0.0,
         "delays_weight_gradients": delayed,
     }
 
 
 def _graphs(modules: tuple[str, ...], whole: bool = False) -> Fields:
-    left = 1.0 if not modules else ATTENTION_REPLAYED if "attn" in modules else ROUTING_REPLAYED
-    changed = {"cuda_graphs": whole, "graphed_modules": modules, "moe_host_factor": left}
-    return changed | ({"ep_overlap_host_factor": 1.0} if modules else {})
+    return {"cuda_graphs": whole, "graphed_modules": modules}
 
 
 def _stated_graphs(value: Any) -> Fields | None:
@@ -144,7 +146,7 @@ _RECIPES: dict[str, Fields] = {
 _COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
 """Fields of a trainer that relies on torch.compile, all of which it loses without it."""
 _GRADIENT_BYTES = ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes")
-_CAPACITY: Fields = {"sends_tokens_once": False, "awaits_token_counts": False, "moe_host_factor": ROUTING_REPLAYED}
+_CAPACITY: Fields = {"sends_tokens_once": False, "awaits_token_counts": False, "moe_host_factor": CAPACITY_HOST}
 """Only the all-to-all among Megatron's dispatchers gives experts a fixed number of tokens; the host awaits no count."""
 
 
@@ -159,11 +161,11 @@ _ROWS = (
         "ep_overlap",
         "expert exchanges run beside the products of another micro-batch",
         {
-            False: _overlap_of_experts(0.0, delayed=False),
-            True: _overlap_of_experts(EP_OVERLAP, delayed=False),
-            "delayed": _overlap_of_experts(EP_OVERLAP, delayed=True),
+            False: _overlap_of_experts(False, delayed=False),
+            True: _overlap_of_experts(True, delayed=False),
+            "delayed": _overlap_of_experts(True, delayed=True),
         },
-        also=lambda value: _overlap_of_experts(EP_OVERLAP if value else 0.0, delayed=False),
+        also=lambda value: _overlap_of_experts(bool(value), delayed=False),
         source="Megatron-Bridge, pull requests 3862 and 5094: 15 to 24% on Qwen3-30B; 1760: a loss on eager B200",
     ),
     Switch(
@@ -208,6 +210,7 @@ _ROWS = (
         {False: {"tp_overlap_fraction": 0.0}, True: {}},
         # on: as much hides as the trainer's own runs say
         also=lambda value: {} if value else {"tp_overlap_fraction": 0.0},
+        is_free=True,
     ),
     _fraction(
         "async_tp", "tensor-parallel exchanges run in pieces beside products",
@@ -225,12 +228,15 @@ _ROWS = (
         "pipeline sends run beside compute",
         {value: {"interleaved_p2p_overlap": value} for value in (False, True)},
         also=lambda value: {"p2p_overlap": bool(value), "interleaved_p2p_overlap": bool(value)},
+        is_free=True,
     ),
     _one_of(
         "cp_comm_type", "the exchange of keys and values in context parallelism", "cp_comm_type",
         ("p2p", "all_gather", "a2a"),
     ),
-    _flag("cross_entropy_fusion", "one kernel computes the loss, without fp32 logits", "fused_cross_entropy"),
+    _flag(
+        "cross_entropy_fusion", "one kernel computes the loss, without fp32 logits", "fused_cross_entropy", is_free=True
+    ),
     Switch(
         "bf16_gradients",
         "gradients are summed and reduced in bf16",
@@ -251,6 +257,7 @@ _ROWS = (
         "a share of the optimizer's states stays on the host",
         {share: {"optimizer_offload_fraction": share} for share in (0.0, 0.5, 1.0)},
         also=_offloaded,
+        only_saves_memory=True,
     ),
     Switch(
         "activation_offload",
@@ -261,6 +268,7 @@ _ROWS = (
             "core_attn+attn_proj": {"offload_modules": ("core_attn", "attn_proj")},
         },
         also=lambda value: {"offload_modules": tuple(value.split("+"))} if isinstance(value, str) else None,
+        only_saves_memory=True,
     ),
     Switch(
         "compile",
@@ -320,9 +328,9 @@ def parsed(name: str, text: str) -> Value | None:
 
 NOT_MODELLED = {"cpu_offload": "tensors kept in host memory", "cpu_offloading_num_layers": "layers kept in host memory"}
 """Features that change a run in a way that nothing here prices."""
-_IMPLIED_BY_WHOLE_GRAPHS = "ep_overlap"
-"""Published recipes that capture whole iterations of mixtures overlap their exchanges too (Megatron-Bridge since
-26.06)."""
+_IMPLIED_BY_WHOLE_GRAPHS: dict[str, Value] = {"ep_overlap": "delayed", "fused_experts": True}
+"""Published recipes that capture whole iterations of mixtures overlap their exchanges, delay weight gradients and fuse
+the products of experts too (Megatron-Bridge since 26.06)."""
 
 
 def read_recipe(runtime: Any, names: Iterable[str] = ()) -> dict[str, Value]:
@@ -354,5 +362,6 @@ def changes(features: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
             continue
         changed |= fields
         if name == "cuda_graph" and value in ("full", "full_iteration"):
-            changed |= SWITCHES[_IMPLIED_BY_WHOLE_GRAPHS].values[True]
+            for other, implied in _IMPLIED_BY_WHOLE_GRAPHS.items():
+                changed |= SWITCHES[other].values[implied]
     return changed, tuple(unknown)

@@ -22,7 +22,7 @@ def read_job(options: dict[str, Any]) -> Job:
 
 
 def read_limits(options: dict[str, Any]) -> SearchLimits:
-    return inputs.read_limits(SearchOptions(**options))
+    return inputs.read_limits(SearchOptions(**options), read_job(JOB))
 
 
 def read_parallelism(options: dict[str, Any]) -> Parallelism:

@@ -52,15 +52,30 @@ def test_the_bound_names_everything_that_was_searched_and_what_was_not() -> None
     searched = {
         "schedules": ("1f1b", "interleaved-1f1b"),
         "recompute_modules": ((), ("layernorm", "moe_act"), ("mlp",)),
-        "switches": {"ep_overlap": ("on", "off"), "dispatcher": ("alltoall",)},
+        "switches": {"ep_overlap": ("true", "false"), "dispatcher": ("alltoall",), "p2p_overlap": ("true",)},
         "chunks": "equal",
     }
     said = says_bound(report(searched=searched, unsearched=("offloading", "fp8")))
     assert said == (
         "no layout that fits is faster than 20.00 s in this model under 1f1b or interleaved-1f1b, selective recompute "
-        "meaning layernorm + moe_act or mlp, with ep_overlap on or off, dispatcher alltoall, equal inner chunks; "
+        "meaning layernorm + moe_act or mlp, with ep_overlap true or false, 2 other switches at one value each, "
+        "equal inner chunks; "
         "not searched: offloading, fp8"
     )
+
+
+@pytest.mark.parametrize(
+    ("switches", "said"),
+    [
+        ({"compile": ("true",)}, "with 1 switch at one value"),
+        ({"compile": ("true",), "async_tp": ("false",)}, "with 2 switches at one value each"),
+        ({"compile": ("true", "false")}, "with compile true or false"),
+        ({"compile": ("true", "false"), "async_tp": ("false",)}, "compile true or false, 1 other switch at one value"),
+    ],
+)
+def test_the_proof_names_the_switches_with_several_values(switches: dict[str, Any], said: str) -> None:
+    searched = {"schedules": ("1f1b",), "recompute_modules": (), "switches": switches, "chunks": "any"}
+    assert says_bound(report(searched=searched)).endswith(said)
 
 
 def test_a_bound_over_everything_says_no_more_than_it_must() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from test_html import DRAWN, Page
 
-from planner.answer import Plan
+from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal
 from planner.report.html import render_html
 from planner.report.rows import RECOMPUTE_COLUMN
 from planner.report.terminal import render
@@ -34,6 +34,7 @@ def lines(view: View) -> Iterator[str]:
     for figure in (*view.figures, *view.cost):
         yield from (figure.text, figure.name if figure in view.figures else "")
     yield from (headings["stages"], headings["breakdown"], headings["how_sure"])
+    yield from (view.recipe_heading if view.recipe else "", *(text for pair in view.recipe for text in pair))
     for row in view.stages:
         yield from (cell for column, cell in enumerate(row.cells) if column != RECOMPUTE_COLUMN or view.mixes_recompute)
     for share in view.breakdown:
@@ -57,6 +58,19 @@ def risky(plan: Plan) -> Plan:
     return plan.model_copy(update={"best": best, "search": search})
 
 
+def with_recipe(plan: Plan) -> Plan:
+    """The plan with a recipe, beside an alternative that overlaps no exchanges."""
+    recipe = {"ep_overlap": "delayed", "cuda_graph": "none", "p2p_overlap": True}
+    gain = RecipeGain(switch="ep_overlap", value="delayed", without_step_s=27.6, replanned=False)
+    offer = Offer(
+        switch="bf16_gradients", value=True, step_s=20.0, replanned=False, changes="numerics", allow=("bf16_gradients",)
+    )
+    refusal = RecipeRefusal(switch="shared_expert_overlap", value=True, rule="ep_overlap does not go with it")
+    said = {"recipe": recipe, "recipe_gains": (gain,), "offers": (offer,), "recipe_refused": (refusal,)}
+    others = tuple(o.model_copy(update={"recipe": {**recipe, "ep_overlap": False}}) for o in plan.alternatives)
+    return plan.model_copy(update={"best": plan.best.model_copy(update=said), "alternatives": others})
+
+
 def uncalibrated(plan: Plan) -> Plan:
     step = plan.step.model_copy(update={"step_s_interval": None})
     return plan.model_copy(update={"best": plan.best.model_copy(update={"step": step})})
@@ -72,7 +86,7 @@ def uncalibrated(plan: Plan) -> Plan:
         {"searched": False},
     ],
 )
-@pytest.mark.parametrize("change", [lambda plan: plan, risky, uncalibrated])
+@pytest.mark.parametrize("change", [lambda plan: plan, risky, uncalibrated, with_recipe])
 def test_both_reports_show_every_line(
     make_plan: MakePlan, sizes: dict[str, Any], change: Callable[[Plan], Plan]
 ) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from planner.errors import SpecError
 from planner.profile.coefficients import COEFFICIENTS, Coefficient
-from planner.trainers.load import RUNTIMES, load_runtime, sources_of
+from planner.trainers import load
+from planner.trainers.load import RUNTIMES, load_runtime, since_of, sources_of, switches_of, versions_of
 from planner.trainers.rules.of_trainer import export_rules_for, rules_for
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import ROWWISE
@@ -118,3 +120,85 @@ def test_a_name_that_no_trainer_has() -> None:
     with pytest.raises(SpecError, match="runtime: unknown 'megatorn'") as error:
         load_runtime("megatorn")
     assert "did you mean megatron" in error.value.hint
+
+
+@pytest.fixture
+def versioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A trainer that ships with two versions: layer graphs of attention and a dispatcher came with the second."""
+    text = """
+        source: ours
+        sends_tokens_once: true
+        dispatcher: hybridep
+        switches:
+          cuda_graph: [none, moe_router, attn+moe_router]
+          dispatcher: [alltoall, deepep, hybridep]
+          ep_overlap: [false, true]
+        versions: ["0.9", "0.10", "0.20"]
+        since: {"cuda_graph=attn+moe_router": "0.20", "dispatcher=hybridep": "0.10", ep_overlap: "0.20"}
+    """
+    (tmp_path / "mine.yaml").write_text(text)
+    monkeypatch.setattr(load, "_DATA", tmp_path)
+    monkeypatch.setattr(load, "RUNTIMES", ("mine",))
+    caches = (load._shipped, load._shipped_file, load._shipped_switches)
+    for kept in caches:
+        kept.cache_clear()
+    yield tmp_path
+    for kept in caches:
+        kept.cache_clear()
+
+
+def test_a_version_lacks_what_came_later(versioned: Path) -> None:
+    newest, before, first = load_runtime("mine"), load_runtime("mine@0.10"), load_runtime("mine@0.9")
+    assert (newest.version, before.version, first.version) == ("", "0.10", "0.9")
+    assert set(switches_of(newest)) == {"cuda_graph", "dispatcher", "ep_overlap"}
+    assert switches_of(load_runtime("mine@0.20")) == switches_of(newest)
+    assert switches_of(before) == {
+        "cuda_graph": ("none", "moe_router"),
+        "dispatcher": ("alltoall", "deepep", "hybridep"),
+    }
+    assert switches_of(first)["dispatcher"] == ("alltoall", "deepep")
+    assert (since_of(newest, "ep_overlap", True), since_of(newest, "dispatcher", "deepep")) == ("0.20", "")
+    assert versions_of(newest) == ("0.9", "0.10", "0.20")
+
+
+def test_an_own_value_that_came_later_falls_back_to_the_plainest(versioned: Path) -> None:
+    assert load_runtime("mine@0.10").dispatcher == "hybridep"
+    first = load_runtime("mine@0.9")
+    assert (first.dispatcher, first.sends_tokens_once) == ("alltoall", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("mine@0.11", "runtime: mine has no version '0.11'", "one of 0.9, 0.10, 0.20"),
+        ("mine@", "runtime: unknown 'mine@'", "did you mean mine?"),
+        ("other@0.9", "runtime: unknown 'other'", "one of mine"),
+    ],
+)
+def test_a_version_that_is_unknown_is_named(versioned: Path, name: str, message: str, hint: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        load_runtime(name)
+    assert caught.value.message == message
+    assert hint in caught.value.hint
+
+
+def test_a_trainer_without_versions_takes_none() -> None:
+    with pytest.raises(SpecError, match="torch-eager has no version"):
+        load_runtime("torch-eager@1")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("versions: [0.9]", "versions:"),
+        ("versions: ['0.9']\nsince: [compile]", "since: ['compile'] is no mapping"),
+        ("versions: ['0.9']\nsince: {warp: '0.9'}", "since: unknown 'warp'"),
+        ("versions: ['0.9']\nsince: {compile: '0.8'}", "since: compile: unknown '0.8'"),
+        ("versions: ['0.9']\nsince: {'compile=maybe': '0.9'}", "since: unknown 'compile=maybe'"),
+    ],
+)
+def test_a_file_with_wrong_versions_is_named(tmp_path: Path, lines: str, message: str) -> None:
+    path = written(tmp_path, f"source: ours\nbase: torchtitan\n{lines}\n")
+    with pytest.raises(SpecError) as caught:
+        load_runtime(path)
+    assert message in caught.value.message

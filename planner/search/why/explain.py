@@ -10,6 +10,7 @@ from planner.layout.evaluate import price_given, runtime_of
 from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
 from planner.search.case import Case
 from planner.search.deadline import Deadline
+from planner.search.recipes import pinned
 from planner.search.search import plan, search
 from planner.search.why.explanation import Beaten, Change, ChangedAssumption, Constraint, Explanation
 from planner.search.why.misses import nearest_miss
@@ -37,7 +38,7 @@ def explain(
     seconds go. Without pins it says what decides against each alternative, and what would change the choice. Raises
     Infeasible if nothing fits even without pins.
     """
-    case = Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits())
+    case = pinned(Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits()))
     return _why_not(case) if case.pins else _why_this(case)
 
 

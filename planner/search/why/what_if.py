@@ -5,16 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import Infeasible, SolverError
 from planner.layout import assumptions
-from planner.layout.replan import order_of, reprice, with_microbatches
+from planner.layout.replan import reprice, with_microbatches
 from planner.physics.pricing import Pricing
 from planner.schedule.replay import makespan_s
 from planner.search.case import Case
@@ -42,6 +42,8 @@ class WhatIf:
     name: str
     says: str
     case: Case
+    runtime_changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the runtime that are changed, with their values; the present choice keeps its recipe beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Outcome:
 
 def outcome(what_if: WhatIf, now: Plan) -> Outcome:
     """Search again under the change, and price the choice of `now` under it."""
-    kept_s, kept_bytes = _repriced(now, what_if.case)
+    kept_s, kept_bytes = _repriced(now, what_if)
     room = what_if.case.cluster.hardware.memory_bytes - what_if.case.limits.memory_headroom_gib * GIB
     try:
         chosen = aside(what_if.case).best
@@ -90,11 +92,12 @@ def _num_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _repriced(now: Plan, case: Case) -> tuple[float, float]:
-    """Seconds of a step, and bytes of the fullest rank, of the best layout of `now` in another case."""
+def _repriced(now: Plan, what_if: WhatIf) -> tuple[float, float]:
+    """Seconds of a step, and bytes of the fullest rank, of the best layout and recipe of `now` under a change."""
+    case = what_if.case
     steps = now.parallelism.num_microbatches * case.training.global_batch_size // now.training.global_batch_size
     layout = now.best if now.best.actions else with_microbatches(now.best, steps)
-    runtime = case.runtime.for_schedules(order_of(now.best).splits_backward)
+    runtime = now.runtime_spec.model_copy(update=what_if.runtime_changes)
     changed = {"cluster": case.cluster, "training": case.training, "runtime_spec": runtime}
     again = reprice(now.model_copy(update=changed), layout)
     step_s = makespan_s(again.order, again.durations) + sum(again.outside)
@@ -107,7 +110,8 @@ def other_assumptions(case: Case) -> Iterator[WhatIf]:
     for other in assumptions.other_assumptions(pricing):
         then = other.pricing
         changed = replace(case, training=then.training, cluster=then.cluster, runtime=then.runtime)
-        yield WhatIf(other.name, other.says, changed)
+        fields = {name: value for name, value in then.runtime if value != getattr(case.runtime, name)}
+        yield WhatIf(other.name, other.says, changed, fields)
     short = case.limits.memory_headroom_gib + MEMORY * case.cluster.hardware.memory_gib
     says = f"{MEMORY:.0%} of the memory must stay free"
     yield WhatIf("memory_headroom", says, case.limited(memory_headroom_gib=short))

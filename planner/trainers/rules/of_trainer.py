@@ -61,4 +61,9 @@ def _switch_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:
             lambda m, t, s: np.isin(s.zero_stage, runtime.zero_stages),
             lambda m, t, s: f"zero_stage {s.zero_stage}: {runtime.name} has {', '.join(map(str, runtime.zero_stages))}",
         ),
+        Rule(
+            "zero_stage_with_pp",
+            lambda m, t, s: (np.asarray(s.zero_stage) < 2) | (np.asarray(s.pp) == 1) | runtime.shards_pipelines,
+            lambda m, t, s: f"zero_stage {s.zero_stage} at pp {s.pp}: {runtime.name} shards models without a pipeline",
+        ),
     )

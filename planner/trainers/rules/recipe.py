@@ -63,10 +63,16 @@ class RecipeRule:
     """True where the recipe is legal; an array of truths if the setting's shape is of arrays."""
     is_about_layout: bool = False
     """True for a rule that needs a shape or knows what is recomputed."""
+    is_about_model: bool = False
+    """True for a rule that the model alone decides; no answer needs to say that it holds."""
 
 
 def _job(switch: str, says: str, holds: Callable[[Setting], Any]) -> RecipeRule:
     return RecipeRule(switch, says, holds)
+
+
+def _model(switch: str, says: str, holds: Callable[[Setting], Any]) -> RecipeRule:
+    return RecipeRule(switch, says, holds, is_about_model=True)
 
 
 def _shape(switch: str, says: str, holds: Callable[[Setting, Shape], Any]) -> RecipeRule:
@@ -75,7 +81,7 @@ def _shape(switch: str, says: str, holds: Callable[[Setting, Shape], Any]) -> Re
 
 
 RECIPE_RULES: tuple[RecipeRule, ...] = (
-    _job("ep_overlap", "needs experts", lambda s: s.model.moe is not None or not s.overlaps_experts),
+    _model("ep_overlap", "needs experts", lambda s: s.model.moe is not None or not s.overlaps_experts),
     _job(
         "ep_overlap", "takes one multi-token-prediction block at most",
         lambda s: s.model.num_nextn_predict_layers <= 1 or not s.overlaps_experts,
@@ -106,7 +112,7 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         "ep_overlap", "does not go with recomputing whole layers or experts",
         lambda s: not s.overlaps_experts or _is_recomputable(s), is_about_layout=True,
     ),
-    _job(
+    _model(
         "cuda_graph", "of the router needs experts",
         lambda s: s.model.moe is not None or "moe_router" not in s.runtime.graphed_modules,
     ),
@@ -137,7 +143,7 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
             and s.cluster.hardware.architecture == "blackwell"
         ),
     ),
-    _job(
+    _model(
         "dispatcher", "needs experts",
         lambda s: s.model.moe is not None or s.runtime.dispatcher == "",
     ),
@@ -154,7 +160,7 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         "token_drop", "needs dispatcher=alltoall",
         lambda s: s.runtime.awaits_token_counts or not s.runtime.sends_tokens_once,
     ),
-    _job(
+    _model(
         "shared_expert_overlap", "needs shared experts",
         lambda s: s.has_shared_experts or not s.runtime.overlaps_shared_experts,
     ),
@@ -186,7 +192,7 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         "activation_offload", "does not go with recomputing whole layers",
         lambda s: not s.runtime.offload_modules or s.recompute != "full", is_about_layout=True,
     ),
-    _job(
+    _model(
         "activation_offload", "moe_act needs experts",
         lambda s: s.model.moe is not None or "moe_act" not in s.runtime.offload_modules,
     ),

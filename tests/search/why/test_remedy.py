@@ -44,7 +44,7 @@ def read_arguments(options: dict[str, str]) -> tuple[Any, ...]:
     params |= {name: int(params[name]) for name in numbers}
     asked = SearchOptions(**params)
     job = read_job(asked)
-    return job.model, job.cluster, job.training, read_limits(asked)
+    return job.model, job.cluster, job.training, read_limits(asked, job)
 
 
 def missing_gib(error: Infeasible) -> float:

@@ -82,7 +82,7 @@ def test_only_assumptions_that_a_job_makes_are_changed() -> None:
     dense = {other.name for other in other_assumptions(_case())}
     sparse = {other.name for other in other_assumptions(_case("deepseek-v2-lite"))}
     eager = {other.name for other in other_assumptions(_case(runtime="torch-eager"))}
-    assert sparse - dense == {"moe_imbalance", "expert_parallel_overlap"}
+    assert sparse - dense == {"moe_imbalance"}
     assert "data_parallel_overlap" not in eager
     assert "network" not in {other.name for other in other_assumptions(_case(num_gpus=8))}
     assert "host" in dense
@@ -95,7 +95,7 @@ def test_waits_for_the_host_are_told_where_layers_are_small() -> None:
     for name, seq_length, waits in (("llama-3.2-1b", 2048, True), ("llama-3.1-405b", 8192, False)):
         cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
         plan = evaluate(load_model(name), cluster, TrainingSpec(seq_length=seq_length, global_batch_size=8), layout)
-        told = [line for line in plan.assumptions if "cuda_graphs=true" in line]
+        told = [line for line in plan.assumptions if "--switch cuda_graph=full_iteration,nan_checks=false" in line]
         assert bool(told) == waits, name
         assert all(line.startswith("-") for line in told)
 

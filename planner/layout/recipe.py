@@ -1,0 +1,47 @@
+"""The recipe of a candidate: the value of each switch that acts on it, and the same layout under another recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.layout.candidate import Candidate
+from planner.schedule.orders import SCHEDULES
+from planner.specs.cluster import ClusterSpec
+from planner.specs.training import Recompute
+from planner.trainers.load import switches_of
+from planner.trainers.rules.recipe import Setting, has_effect
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES, Value
+
+
+def recipe_of(candidate: Candidate) -> dict[str, Value]:
+    """The value of each switch of the trainer that has an effect on a candidate."""
+    setting = setting_of(candidate)
+    runtime = settled(candidate.pricing.runtime, candidate.pricing.cluster)
+    return {name: SWITCHES[name].value_of(runtime) for name in switches_of(runtime) if has_effect(name, setting)}
+
+
+def under(candidate: Candidate, runtime: RuntimeSpec) -> Candidate:
+    """The same layout under another runtime, in its named order if it has one that was made to measure."""
+    runtime = runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
+    pricing = replace(candidate.pricing, runtime=runtime)
+    return replace(candidate, pricing=pricing, table=pricing.table(candidate.shape), made_order=None)
+
+
+def setting_of(candidate: Candidate) -> Setting:
+    """The things that a recipe's rules look at, of one candidate."""
+    pricing, split = candidate.pricing, candidate.split
+    recompute: Recompute = "full" if any(map(any, split.recomputed)) else split.base
+    modules = pricing.selective_modules if split.base == "selective" else ()
+    return Setting(
+        pricing.model, pricing.cluster, pricing.training, pricing.runtime, candidate.shape, recompute, modules
+    )
+
+
+def settled(runtime: RuntimeSpec, cluster: ClusterSpec) -> RuntimeSpec:
+    """The runtime with the name of the dispatcher that its GPUs' links ask for."""
+    is_nvidia = cluster.hardware.architecture in ("ampere", "hopper", "blackwell")
+    if runtime.dispatcher or not runtime.sends_tokens_once or not is_nvidia:
+        return runtime
+    is_rack = cluster.nvlink_domain_size > cluster.node_size
+    return runtime.model_copy(update={"dispatcher": "hybridep" if is_rack else "deepep"})

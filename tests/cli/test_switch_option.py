@@ -1,0 +1,124 @@
+"""--switch, --allow and --runtime NAME@VERSION: what they change, and the line that says what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cli import main
+from planner.cli.inputs import read_described, read_job, read_limits
+from planner.cli.job_options import LayoutOptions, SearchOptions
+from planner.errors import SpecError
+
+MIXTURE = ["--model", "qwen3-30b", "--gpus", "64", "--hardware", "gb200", "-s", "4096", "-b", "512"]
+LAYOUT = ["--ep", "32"]
+DENSE = ["--model", "8b", "--gpus", "8"]
+
+
+def evaluated(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["evaluate", *arguments, "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def line(**features: Any) -> dict[str, Any]:
+    layout = {"ep": 32, "dp": 64}
+    job = {"model": "qwen3-30b", "hardware": "gb200", "num_gpus": 64}
+    run = {**job, "seq_length": 4096, "global_batch_size": 512, "parallelism": layout, "features": features}
+    return {"id": "a", "run": run}
+
+
+@pytest.mark.parametrize(
+    ("options", "features"),
+    [
+        ([], {}),
+        (["--switch", "cuda_graph=none"], {"cuda_graph": "none"}),
+        (["--switch", "ep_overlap=delayed,dispatcher=alltoall"], {"ep_overlap": "delayed", "dispatcher": "alltoall"}),
+        (["--assume", "ep_overlap=true"], {"ep_overlap": True}),
+    ],
+    ids=str,
+)
+def test_flags_and_lines_price_a_run_alike(
+    options: list[str], features: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where neither says which switches are on: both take the likely values."""
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps(line(**features)))
+    assert main(["evaluate", "--runs", str(path), "--json"]) == 0
+    of_line = json.loads(capsys.readouterr().out)
+    of_flags = evaluated([*MIXTURE, *LAYOUT, *options], capsys)
+    assert of_flags["best"]["step"] == of_line["step"]
+
+
+def test_switches_change_the_price_and_default_takes_the_trainers_own(capsys: pytest.CaptureFixture[str]) -> None:
+    likely = evaluated([*MIXTURE, *LAYOUT], capsys)
+    own = evaluated([*MIXTURE, *LAYOUT, "--switch", "default"], capsys)
+    overlapped = evaluated([*MIXTURE, *LAYOUT, "--switch", "ep_overlap=true,cuda_graph=none"], capsys)
+    assert likely["runtime_spec"]["graphed_modules"]
+    assert not own["runtime_spec"]["graphed_modules"]
+    assert overlapped["runtime_spec"]["ep_overlap_fraction"] > 0
+    assert len({told["best"]["step"]["step_s"] for told in (likely, own, overlapped)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (["--switch", "ep_overlop=true"], "--switch: unknown switch 'ep_overlop'", "did you mean ep_overlap"),
+        (["--switch", "ep_overlap=perhaps"], "--switch: ep_overlap: 'perhaps' is no value", "ep_overlap=delayed"),
+        (["--runtime", "torchtitan", "--switch", "ep_overlap=true"], "torchtitan has no switch ep_overlap", "compile"),
+        (["--runtime", "megatron@0.1"], "runtime: megatron has no version '0.1'", ""),
+        (["--runtime", "megatorn@0.16"], "runtime: unknown 'megatorn'", "did you mean megatron"),
+        (["--assume", "ep_overlap=perhaps"], "--assume: ep_overlap: 'perhaps' is no value", "ep_overlap=delayed"),
+        (["--assume", "ep_overlap=true", "--switch", "ep_overlap=false"], "ep_overlap: given twice", "keep one"),
+        (["--assume", "ep_overlap=true", "--switch", "default"], "--switch default and --assume", "one of the two"),
+    ],
+)
+@pytest.mark.parametrize("command", [[], ["evaluate"]], ids=["plan", "evaluate"])
+def test_what_is_wrong_is_one_line_that_names_it(
+    command: list[str], arguments: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, *DENSE, *arguments]) == 2
+    out, err = capsys.readouterr()
+    error, advice = err.splitlines()
+    assert out == ""
+    assert error.startswith("error: ")
+    assert message in error
+    assert advice.startswith("hint: ")
+    assert hint in advice
+
+
+@pytest.mark.parametrize(
+    ("switches", "named"),
+    [
+        ("ep_overlap=true,shared_expert_overlap=true", ("ep_overlap=true", "shared_expert_overlap=true")),
+        ("cuda_graph=full_iteration,nan_checks=true", ("cuda_graph=full_iteration", "nan_checks=true")),
+    ],
+)
+def test_a_run_whose_switches_exclude_each_other_is_refused(
+    switches: str, named: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", *MIXTURE, *LAYOUT, "--switch", switches]) == 2
+    error, _ = capsys.readouterr().err.splitlines()
+    assert all(name in error for name in named)
+
+
+def test_pins_and_consent_reach_the_search() -> None:
+    options = {"model": "8b", "gpus": 8}
+    asked = SearchOptions(**options, switch="p2p_overlap=false", allow="bf16-gradients,fp8", assume="nan_checks=true")
+    limits = read_limits(asked, read_job(asked))
+    assert limits.switches == {"p2p_overlap": False, "nan_checks": True}
+    assert limits.allow == ("bf16_gradients", "fp8")
+    job = read_job(SearchOptions(**options))
+    assert read_limits(SearchOptions(**options, switch="default"), job).switches == "default"
+    assert read_limits(SearchOptions(**options), job).switches is None
+    with pytest.raises(SpecError, match="--allow: unknown 'bf17_gradients'"):
+        read_limits(SearchOptions(**options, allow="bf17_gradients"), job)
+
+
+def test_an_assumed_field_stands_beside_switches() -> None:
+    asked = LayoutOptions(model="8b", gpus=8, assume="tp_overlap_fraction=0.25,p2p_overlap=false")
+    runtime = read_described(asked, read_job(asked)).runtime_spec
+    assert (runtime.tp_overlap_fraction, runtime.interleaved_p2p_overlap) == (0.25, False)
