@@ -17,7 +17,7 @@ from planner.search.bounds.pipeline import coarse_bound_s
 from planner.search.enumerate import enumerate_shapes
 from planner.search.frontier import ANY_SET, nodes_of
 from planner.search.layouts import recompute_choices
-from planner.search.priced_shapes import fits, priced_shapes
+from planner.search.priced_shapes import fits, priced_shapes, with_module_sets
 from planner.search.uneven import level_guess_s
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
@@ -130,7 +130,7 @@ def bounds() -> dict[str, list[float]]:
         priced = pricing(model, trainer, dtype, "h100" if dtype == "fp8" else "a100", num_gpus, batch)
         limits, runtime = SearchLimits(**pins), load_runtime(trainer)
         shapes, _ = enumerate_shapes(priced.model, priced.cluster, priced.training, limits, runtime)
-        table = priced_shapes(priced, shapes, with_sets=True)
+        table = with_module_sets(priced_shapes(priced, shapes))
         name = f"{model} {trainer} {dtype}"
         can_fit = fits(table, ("1f1b", "interleaved-1f1b"))
         numbers[name] = [float(len(can_fit)), float(can_fit.sum()), *_summed(coarse_bound_s(table)),

@@ -42,9 +42,11 @@ def validate_command(
     Example:
       plan validate
       plan validate --family korthikanti
+      plan validate --family ablations
       plan validate --plot predicted.html
       plan validate --family bloom --plans
     """
+    from planner.cli import validate_ablations as ablated
     from planner.cli.output import dumps, show
     from planner.errors import SpecError
     from planner.files import STDOUT, refuse_to_overwrite
@@ -55,8 +57,11 @@ def validate_command(
         refuse_to_overwrite(plot, force)
     rows = load_rows()
     families = list(dict.fromkeys(row.family for row in rows))
-    if family is not None and family not in (*families, "all"):
-        raise SpecError(f"--family: {family!r} is unknown", f"one of {', '.join(families)}, all")
+    if family is not None and family not in (*families, ablated.NAME, "all"):
+        raise SpecError(f"--family: {family!r} is unknown", f"one of {', '.join(families)}, {ablated.NAME}, all")
+    if family == ablated.NAME:
+        ablated.show_pairs(json, alone=plot is None and not plans)
+        return
     scored = evaluate_rows([row for row in rows if family in (None, "all", row.family)])
     if plot is not None:
         _draw(plot, [run for run in scored if family is not None or run.row.counts], force)
@@ -64,10 +69,11 @@ def validate_command(
             return
     beside = _beside(scored) if plans else []
     if json:
-        answer = {
+        answer: dict[str, object] = {
             "families": [asdict(score) for score in by_family(scored)],
             "rows": [_described(run) for run in scored],
         }
+        answer |= {} if family else ablated.described(ablated.priced_pairs())
         sys.stdout.write(dumps({**answer, **_plans_described(beside)} if plans else answer))
     elif plans:
         show(_gain_table(beside) if family is None else _beside_table(beside))
@@ -77,6 +83,7 @@ def validate_command(
         show(_family_table(scores) if family is None else _row_table(scored))
         if family is None:
             for line in (
+                ablated.summary(ablated.priced_pairs()),
                 *_noisy(scores[:-1]),
                 *_unsupported(scored),
                 f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}",

@@ -37,7 +37,21 @@ def collective_s(
     inner_factor: float = 1.0,
     exchanges: Number = 1.0,
 ) -> Number:
-    """Seconds of `exchanges` that move `num_bytes` in all over `size` ranks a `stride` apart; 0 for one rank, or none.
+    """Seconds of `exchanges` that move `num_bytes` in all over `size` ranks a `stride` apart; 0 for one rank."""
+    seconds: Number = sum(collective_tiers_s(kind, num_bytes, size, stride, cluster, inner_factor, exchanges))
+    return seconds
+
+
+def collective_tiers_s(
+    kind: Kind,
+    num_bytes: Number,
+    size: Number,
+    stride: Number,
+    cluster: ClusterSpec,
+    inner_factor: float = 1.0,
+    exchanges: Number = 1.0,
+) -> list[Number]:
+    """The seconds of `collective_s` on each tier, innermost first.
 
     all_gather, reduce_scatter and ring: at each tier a unit lacks (g−1)/g of the tensor, S bytes in all, with
     g = members / inner. The `inner` members that the tier below has gathered receive it together, which takes
@@ -45,7 +59,8 @@ def collective_s(
     that is for the peers under it. Besides, each exchange takes hops · latency (`num_hops`).
     """
     passes = 2 if kind == "all_reduce" else 1
-    seconds: Number = 0.0
+    is_any = (num_bytes > 0) * (size > 1)
+    seconds: list[Number] = []
     inner: Number = 1.0
     for level, (tier, members) in enumerate(
         zip(cluster.tiers, members_by_tier(size, stride, cluster.tiers), strict=True)
@@ -56,9 +71,9 @@ def collective_s(
             moved = passes * num_bytes * (1 - inner / members) / inner
         slow = inner_factor if level == 0 else 1.0
         waited_s = exchanges * num_hops(kind, size, inner, members, level == 0) * tier.latency_s
-        seconds = seconds + slow * moved / bytes_per_s_among(tier, members) + waited_s
+        seconds.append((slow * moved / bytes_per_s_among(tier, members) + waited_s) * is_any)
         inner = members
-    return seconds * (num_bytes > 0) * (size > 1)
+    return seconds
 
 
 def joined_fraction(tier: LinkTier, members: Number) -> Number:
@@ -94,7 +109,15 @@ def num_hops(kind: Kind, size: Number, inner: Number, members: Number, innermost
 def dispatch_s(
     num_bytes: Number, choices: int, size: Number, stride: Number, cluster: ClusterSpec, inner_factor: float = 1.0
 ) -> Number:
-    """Seconds to send tokens to their experts, where a token is sent once to each unit of ranks that it visits.
+    """Seconds to send tokens to their experts, where a token is sent once to each unit of ranks that it visits."""
+    seconds: Number = sum(dispatch_tiers_s(num_bytes, choices, size, stride, cluster, inner_factor))
+    return seconds
+
+
+def dispatch_tiers_s(
+    num_bytes: Number, choices: int, size: Number, stride: Number, cluster: ClusterSpec, inner_factor: float = 1.0
+) -> list[Number]:
+    """The seconds of `dispatch_s` on each tier, innermost first.
 
     `num_bytes` are the bytes of all visits. A token visits a unit of u ranks out of n with probability
     p(u) = 1 − (1 − u/n)^choices. Over each outer tier it goes once to each unit below the tier that it visits:
@@ -102,7 +125,8 @@ def dispatch_s(
     for the one that is there already (DeepEP, HybridEP).
     """
     token_bytes = num_bytes / choices
-    seconds: Number = 0.0
+    is_any = (token_bytes > 0) * (size > 1)
+    seconds: list[Number] = []
     inner: Number = 1.0
     for level, (tier, members) in enumerate(
         zip(cluster.tiers, members_by_tier(size, stride, cluster.tiers), strict=True)
@@ -111,9 +135,9 @@ def dispatch_s(
         copies = size * visited * (1 - 1 / members) if level == 0 else (members / inner - 1) * visited
         slow = inner_factor if level == 0 else 1.0
         handed_s = slow * token_bytes * copies / bytes_per_s_among(tier, members)
-        seconds = seconds + handed_s + (members > inner) * tier.latency_s
+        seconds.append((handed_s + (members > inner) * tier.latency_s) * is_any)
         inner = members
-    return seconds * (token_bytes > 0) * (size > 1)
+    return seconds
 
 
 def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec) -> Number:
@@ -143,9 +167,15 @@ def group_of(group: Group, shape: Shape) -> tuple[Number, Number]:
 
 def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> Number:
     """Seconds of a layer's collective where products are computed in `dtype`, as if nothing hid it."""
+    seconds: Number = sum(exchange_tiers_s(collective, shape, cluster, dtype))
+    return seconds
+
+
+def exchange_tiers_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> list[Number]:
+    """The seconds of `exchange_s` on each tier, innermost first."""
     size, stride = group_of(collective.group, shape)
     narrow = NARROW_BYTES[dtype] / BF16 if collective.cast and dtype in NARROW_BYTES else 1.0
-    if collective.choices:
-        return dispatch_s(collective.num_bytes, collective.choices, size, stride, cluster, collective.inner_factor)
-    num_bytes = narrow * collective.num_bytes
-    return collective_s(collective.kind, num_bytes, size, stride, cluster, collective.inner_factor)
+    num_bytes, choices, slow = collective.num_bytes, collective.choices, collective.inner_factor
+    if choices:
+        return dispatch_tiers_s(num_bytes, choices, size, stride, cluster, slow)
+    return collective_tiers_s(collective.kind, narrow * num_bytes, size, stride, cluster, slow)

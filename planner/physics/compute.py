@@ -40,6 +40,14 @@ ADAM_BYTES = 34
 """Bytes moved per parameter of the shard: master weight and two moments read and written (24), gradient read (4), bf16
 copy (6)."""
 
+HOST_ADAM_BYTES = 80
+"""Bytes that the host moves through its memory per parameter: torch's Adam on the CPU runs one pass after another, for
+the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
+HOST_ADAM_FRACTION = 0.7
+"""Share of the host's memory bandwidth that these passes reach: of what threads of all ranks stream together. Qwen3-30B
+on 16 H100 with a quarter to all of its optimizer on the host (Megatron-Bridge's notes on offloading) takes 1.5 ns a
+parameter."""
+
 
 class PassSeconds(NamedTuple):
     """Seconds of the forward, of the input gradient and of the weight gradient; numbers or arrays."""
@@ -56,7 +64,11 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
     if op.kind == "gemm":
         gradient_bytes = 2 * runtime.gradient_bytes if runtime.fused_grad_accumulation else BF16
         forward_s, dgrad_s, wgrad_s = gemm_s(
-            op, hardware, dtype if op.is_cast else "bf16", runtime.groups_products, gradient_bytes
+            op,
+            hardware,
+            dtype if op.is_cast else "bf16",
+            runtime.groups_products or runtime.fuses_experts,
+            gradient_bytes,
         )
         slow = efficiency.gemm_factor * (1.0 if runtime.tuned_products else efficiency.untuned_factor)
         if op.is_cast and is_narrow(hardware, dtype):
@@ -176,8 +188,8 @@ def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpe
         return PassSeconds(0.0, 0.0, 0.0)
     weight = op.n * op.k if runtime.casts_weights else 0
     weight_bytes = weight * _cast_bytes(dtype, 1, runtime)
-    input_bytes = op.m * op.k * _cast_bytes(dtype, op.input_shards, runtime)
-    gradient_bytes = op.m * op.n * _cast_bytes(dtype, op.gradient_shards, runtime)
+    input_bytes = 0 if op.takes_cast_input else op.m * op.k * _cast_bytes(dtype, op.input_shards, runtime)
+    gradient_bytes = 0 if op.takes_cast_gradient else op.m * op.n * _cast_bytes(dtype, op.gradient_shards, runtime)
     return PassSeconds(
         stream_s(hardware, op.count * (input_bytes + weight_bytes), 1, "cast"),
         stream_s(hardware, op.count * (gradient_bytes + weight_bytes), 1, "cast"),
@@ -307,6 +319,12 @@ def stream_s(hardware: HardwareSpec, num_bytes: Number, num_kernels: Number, fam
     efficiency = hardware.efficiency
     bytes_per_s = efficiency.of_family(family) * hardware.hbm_bytes_per_s / efficiency.stream_factor
     return num_bytes / bytes_per_s + num_kernels * launch_s(hardware) * (num_bytes > 0)
+
+
+def host_update_s(hardware: HardwareSpec, num_parameters: Number) -> Number:
+    """Seconds to update `num_parameters` on the host: fp32 gradients go there, Adam runs, fp32 weights come back."""
+    copied_s = 2 * FP32 * num_parameters / hardware.host.bytes_per_s
+    return copied_s + HOST_ADAM_BYTES * num_parameters / (HOST_ADAM_FRACTION * hardware.host.memory_bytes_per_s)
 
 
 def optimizer_s(

@@ -19,9 +19,30 @@ def decoder_layer(
     model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
 ) -> tuple[Item, ...]:
     """The operators and exchanges of one decoder layer of `kind` on one rank, for one micro-batch."""
+    replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
     return (
+        *((_graph_buffers(model, shape),) if replayed else ()),
         *attention_block(model, kind, shape, runtime),
         *mlp_block(model, kind, shape, runtime, moe_imbalance),
+    )
+
+
+def _graph_buffers(model: ModelSpec, shape: Shape) -> Operator:
+    """Copies into the buffers that a layer's CUDA graph reads: its input, and in the backward its output's gradient.
+
+    Each micro-batch in flight has an input of its own (Megatron-LM, transformer/cuda_graphs.py). The output is one of
+    the tensors that the backward keeps anyway.
+    """
+    num_bytes = BF16 * shape.shard_tokens * model.hidden_size
+    return Operator(
+        name="graph buffers",
+        kind="elementwise",
+        family="copy",
+        forward_bytes=2 * num_bytes,
+        backward_bytes=2 * num_bytes,
+        forward_kernels=1,
+        backward_kernels=1,
+        saved=(Saved("static input", num_bytes),),
     )
 
 

@@ -12,6 +12,11 @@ from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.trainers.spec import RuntimeSpec
 
+GRAPH_POOL = 1.25
+"""Activations of a step that a CUDA graph replays whole, over those of an eager step: the graph's pool is its own.
+
+Megatron-Bridge's notes say 1.5 to 2 for the peak. Its own recipes of Qwen3-30B with eight sequences a micro-batch fit
+B300 and GB300 with at most 1.25."""
 ALIGNMENT = 512
 """Bytes that torch's allocator gives the smallest tensor, such as the loss."""
 
@@ -59,8 +64,13 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
 
 
 def optimizer_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Bytes of the fp32 masters and the Adam moments; sharded from ZeRO-1 on."""
-    return runtime.optimizer_bytes * _sharded(dense, expert, shape, 1)
+    """Bytes of the fp32 masters and the Adam moments on the GPU; sharded from ZeRO-1 on.
+
+    Of parameters that the host updates, the moments leave the GPU and the masters stay: Qwen3-30B loses 8 bytes for
+    each (Megatron-Bridge's notes on offloading).
+    """
+    left = runtime.optimizer_offload_fraction * max(runtime.optimizer_bytes - FP32, 0)
+    return (runtime.optimizer_bytes - left) * _sharded(dense, expert, shape, 1)
 
 
 def sharded_parameters(dense: Number, expert: Number, shape: Shape) -> Number:

@@ -192,8 +192,10 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
             Saved("rows", gathered, modules, gemm_input=True),
             Saved("up", BF16 * rows * factor * width, modules),
         ),
+        takes_cast_gradient=runtime.fuses_experts,
     )
-    yield _activation("moe_act", model, rows * width, runtime, ("moe", "moe_act"))
+    activation = _activation("moe_act", model, rows * width, runtime, ("moe", "moe_act"))
+    yield _inside_products(activation, BF16 * rows * factor * width) if runtime.fuses_experts else activation
     if not runtime.fused_permute:
         yield from _row_weights(rows, width, local, several * (shape.ep > 1))
     yield Operator(
@@ -206,10 +208,22 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         k=width,
         parameters=local * hidden * (width + bias),
         expert=True,
+        takes_cast_input=runtime.fuses_experts,
     )
     if model.has_mlp_bias:
         yield _row_biases(rows * hidden)
     yield _move("unsort rows", 2 * gathered * several)
+
+
+def _inside_products(activation: Operator, input_bytes: Number) -> Operator:
+    """An activation that the products before and behind it compute, with the casts of what it gives.
+
+    Forward, it takes no pass over memory of its own; backward, its input is read again.
+    """
+    return replace(
+        activation, forward_bytes=0, forward_kernels=0, backward_bytes=input_bytes, backward_kernels=0,
+        working_bytes=activation.backward_bytes * 2 / 3,
+    )  # fmt: skip
 
 
 def _row_biases(elements: Number) -> Operator:

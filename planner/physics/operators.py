@@ -73,6 +73,10 @@ class Operator:
     """Ranks that each hold one share of the input and cast it before the shares are gathered."""
     gradient_shards: Number = 1
     """Ranks that each hold one share of the output's gradient and cast it before the shares are gathered."""
+    takes_cast_input: bool = False
+    """True where the kernel before the product writes its input in the recipe's dtype already."""
+    takes_cast_gradient: bool = False
+    """`takes_cast_input` of the gradient of the product's output."""
     backward_factor: float = 1.0
     """Factor on the seconds of a product's two gradients."""
     batch: Number = 0

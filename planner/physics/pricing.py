@@ -28,32 +28,27 @@ from typing import Literal
 import numpy as np
 
 from planner.physics import compute, memory
-from planner.physics.communication import collective_s, exchange_s, group_of, p2p_s
+from planner.physics.communication import collective_s, p2p_s
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer, embedding, head, mtp_block
+from planner.physics.offload import offloaded_bytes, shown_s
 from planner.physics.operators import (
     BF16,
     FP32,
-    Collective,
     Item,
-    collectives_of,
     num_parameters,
     operators_of,
     saved_bytes,
     up_to_last_saved,
     wide_parameters,
 )
+from planner.physics.passes import COMM_GROUPS, Passes
 from planner.shape import Number, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
-from planner.specs.units import GIB, MICRO
+from planner.specs.units import GIB
 from planner.trainers.spec import RuntimeSpec
-
-COMM_GROUPS = ("tp", "cp", "ep")
-"""Groups whose exchanges run inside a layer; expert tensor parallelism counts with ep."""
-REPLAYED = 0.5
-"""Share that stays of the wait for an exchange's last rank where a CUDA graph replays it: the hosts' half is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,19 +111,30 @@ class Pricing:
         """
         if mode == "full":
             again = up_to_last_saved(items) if self.runtime.stops_recompute_early else items
-            live = BF16 * shape.shard_tokens * self.model.hidden_size
+            live: Number = BF16 * shape.shard_tokens * self.model.hidden_size * self._pool
         else:
             chosen = frozenset(self.selective_modules)
             again = [item for item in items if not chosen.isdisjoint(item.modules)]
-            live = saved_bytes(items, chosen, self.training.dtype)
-        repeat, all_saved_bytes = self._seconds(again, shape), saved_bytes(items, frozenset(), self.training.dtype)
+            live = self._kept_bytes(items, chosen)
+        repeat = self._passes.seconds(again, shape, replayed=True)
         return replace(
             plain,
             input_grad_s=plain.input_grad_s + repeat["forward_s"],
             live_bytes=live,
-            transient_bytes=plain.transient_bytes + all_saved_bytes - live,
+            transient_bytes=plain.transient_bytes + plain.live_bytes - live,
             **{f"{g}_backward_s": getattr(plain, f"{g}_backward_s") + repeat[f"{g}_forward_s"] for g in COMM_GROUPS},
         )
+
+    @property
+    def _pool(self) -> float:
+        """Factor on the bytes of activations: a graph of the whole step has them in a pool of its own."""
+        return memory.GRAPH_POOL if self.runtime.cuda_graphs else 1.0
+
+    def _kept_bytes(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
+        """Bytes that a part keeps on the GPU from the forward to the backward."""
+        dtype, modules = self.training.dtype, self.runtime.offload_modules
+        left = offloaded_bytes(items, modules, recomputed, dtype) if modules else 0.0
+        return (saved_bytes(items, recomputed, dtype) - left) * self._pool
 
     def selective_table(self, table: CostTable) -> CostTable:
         """`table` with its selective mode priced for the modules that this pricing recomputes; other prices stay."""
@@ -145,135 +151,17 @@ class Pricing:
             mtp_recomputed = mtp_recomputed | {"selective": changed}
         return replace(table, layers=layers, mtp_recomputed=mtp_recomputed)
 
-    def _seconds(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
-        """Seconds of a part by pass and kind; an exchange counts only as far as nothing hides it."""
-        seconds: dict[str, Number] = {f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")}
-        slow, operators = 1 + self.training.straggler_fraction, operators_of(items)
-        hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
-        gpu = compute.gpu_seconds(operators, hardware, dtype, runtime)
-        passes = compute.with_host(gpu, compute.issue_seconds(operators, hardware, runtime), runtime)
-        for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
-            seconds[key] = slow * value
-        # while the GPU waits for the host, exchanges go on
-        idle = 0.0 if runtime.blocking_launches else 1.0
-        idle_s = {"forward": idle * (passes[0] - gpu[0]), "backward": idle * (sum(passes[1:]) - sum(gpu[1:]))}
-        shown_of_hideable: dict[str, Number] = dict.fromkeys(seconds, 0.0)
-        behind = dict.fromkeys(("ep_forward_s", "ep_backward_s"), np.zeros(()))
-        for exchange in collectives_of(items):
-            group = "ep" if exchange.group == "etp" else exchange.group
-            key = f"{group}_{'backward' if exchange.backward else 'forward'}_s"
-            size, _ = group_of(exchange.group, shape)
-            hidden = self._hidden_fraction(exchange, size)
-            sync_us = 0.0 if exchange.choices else self.runtime.collective_sync_us
-            waits = (REPLAYED if self.runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
-            sync_s = waits * sync_us * MICRO * np.log2(size)
-            sent = self.training.dtype if self.runtime.narrow_exchanges else "bf16"
-            exchanged_s = exchange_s(exchange, shape, self.cluster, sent) + sync_s
-            hideable_s = hidden_s = hidden * exchanged_s
-            if exchange.overlap == "cp":
-                hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
-            if exchange.beside and np.any(hidden_s):
-                hidden_s = np.minimum(hidden_s, self._products_s(exchange))
-            if exchange.overlap == "ep":
-                behind[key] = behind[key] + hidden_s
-            seconds[key] = seconds[key] + exchanged_s - hidden_s
-            shown_of_hideable[key] = shown_of_hideable[key] + hideable_s - hidden_s
-        for way in ("forward", "backward"):
-            # what waits for no product waits for the host beside it
-            keys = [f"{g}_{way}_s" for g in COMM_GROUPS]
-            all_s = sum(shown_of_hideable[key] for key in keys)
-            hidden_fraction = np.minimum(all_s, idle_s[way]) / np.where(all_s > 0, all_s, 1.0)
-            for key in keys:
-                seconds[key] = seconds[key] - hidden_fraction * shown_of_hideable[key]
-        # the same pass of another micro-batch hides no more than it takes
-        for way, pass_s in (("forward", passes[0]), ("backward", passes[1] + passes[2])):
-            beside_s = pass_s + seconds[f"tp_{way}_s"] + seconds[f"cp_{way}_s"]
-            key = f"ep_{way}_s"
-            seconds[key] = seconds[key] + np.maximum(behind[key] - beside_s, 0.0)
-        return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
-
-    def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:
-        """Share of an exchange among `size` ranks that the runtime hides behind compute.
-
-        A product that takes its input, or gives its output, in one piece per rank hides the exchange of all pieces but
-        one.
-        """
-        if exchange.overlap == "none":
-            return 0.0
-        where = "mla_" if exchange.overlap == "tp" and self.model.mla is not None else ""
-        fraction = float(getattr(self.runtime, f"{where}{exchange.overlap}_overlap_fraction"))
-        return fraction * (1 - 1 / size) if exchange.overlap == "tp" else fraction
-
-    def _other_blocks_s(self, items: Sequence[Item], exchange: Collective, size: Number) -> Number:
-        """Seconds of attention to all blocks of keys in a ring but one, which hide the exchange of these blocks."""
-        attention = [op for op in operators_of(items) if op.kind == "attention"]
-        passes = compute.gpu_seconds(attention, self.cluster.hardware, self.training.dtype, self.runtime)
-        seconds = sum(passes[1:]) if exchange.backward else passes[0]
-        return seconds * (1 - 1 / size)
-
-    def _products_s(self, exchange: Collective) -> Number:
-        """Seconds of the products beside an exchange of tensor parallelism, which can hide no more of it than this."""
-        hardware, dtype = self.cluster.hardware, self.training.dtype
-        passes = [compute.operator_seconds(op, hardware, dtype, self.runtime) for op in exchange.beside]
-        seconds: Number = sum(getattr(product_seconds, exchange.beside_pass) for product_seconds in passes)
-        return seconds
-
-    def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
-        """`seconds` and the time that tensor-parallel ranks wait for the slowest one, in proportion to its compute."""
-        if not any(exchange.group == "tp" for exchange in collectives_of(items)):
-            return seconds
-        late = self.runtime.tp_jitter_fraction * np.log2(shape.tp)
-        backward_s = seconds["input_grad_s"] + seconds["weight_grad_s"]
-        return seconds | {
-            "tp_forward_s": seconds["tp_forward_s"] + late * seconds["forward_s"],
-            "tp_backward_s": seconds["tp_backward_s"] + late * backward_s,
-        }
-
-    def _with_launches(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
-        """`seconds` and the time that the GPU waits for the host in a mixture of experts: max(GPU and exchanges, host).
-
-        A host that needs the count of each expert's tokens cannot run ahead by more than a layer's pass, so the maximum
-        is taken pass by pass. A host that does not need it (experts of a fixed capacity) is late only where both passes
-        together take it longer.
-        """
-        if not self._is_mixture(items):
-            return seconds
-        host_s = self._mixture_host_s(shape)
-        part = PartCost(**seconds)
-        forward_s, backward_s = part.forward_total_s, part.backward_total_s
-        if self.runtime.awaits_token_counts:
-            late_s = np.maximum(host_s - forward_s, 0.0), np.maximum(host_s - backward_s, 0.0)
-        else:
-            paced = compute.at_host_pace((forward_s, backward_s), (host_s, host_s))
-            late_s = paced[0] - forward_s, paced[1] - backward_s
-        return seconds | {
-            "forward_s": seconds["forward_s"] + late_s[0],
-            "input_grad_s": seconds["input_grad_s"] + late_s[1],
-        }
-
-    def _is_mixture(self, items: Sequence[Item]) -> bool:
-        return self.model.moe is not None and any(op.expert for op in operators_of(items))
-
-    def _mixture_host_s(self, shape: Shape) -> Number:
-        """Host seconds of a layer with experts, the same for forward and backward."""
-        runtime, moe = self.runtime, self.model.moe
-        assert moe is not None
-        kernels = runtime.moe_host_factor * runtime.moe_kernels + runtime.expert_kernels * moe.num_experts / shape.ep
-        if runtime.ep_overlap_fraction:
-            kernels = kernels * runtime.ep_overlap_host_factor
-        if compute.is_narrow(self.cluster.hardware, self.training.dtype):
-            kernels = kernels * runtime.narrow_host_factor
-        return kernels * compute.issue_s(self.cluster.hardware, runtime)
+    @property
+    def _passes(self) -> Passes:
+        return Passes(self.model, self.training, self.cluster, self.runtime)
 
     def host_fraction(self, shape: Shape) -> float:
         """Host seconds of the layers over their seconds, forward and backward: 1 where the layers wait for the host."""
-        host_s = layers_s = 0.0
+        passes, host_s, layers_s = self._passes, 0.0, 0.0
         for kind, count in self.kind_counts.items():
             items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
-            hosts = [compute.host_seconds(op, self.cluster.hardware, self.runtime) for op in operators_of(items)]
-            layer_s = 2 * self._mixture_host_s(shape) if self._is_mixture(items) else sum(map(sum, hosts))
-            host_s += count * float(layer_s)
-            layers_s += count * float(PartCost(**self._seconds(items, shape)).total_s)
+            host_s += count * float(passes.host_s(items, shape))
+            layers_s += count * float(PartCost(**passes.seconds(items, shape)).total_s)
         return min(host_s / layers_s, 1.0)
 
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
@@ -281,7 +169,7 @@ class Pricing:
         dense, expert = num_parameters(items, expert=False), num_parameters(items, expert=True)
         wide = wide_parameters(items)
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
-        seconds = self._seconds(items, shape)
+        seconds = self._passes.seconds(items, shape)
         alone, zero = shape.pp == 1, shape.zero_stage
         gathered = (dense + expert) * (zero == 3) * alone * (shape.shard_size > 1)
         # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered; a
@@ -295,10 +183,17 @@ class Pricing:
             shards = np.where((zero >= 2) & alone, shape.shard_size, 1)
             accumulated = compute.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
+        left = offloaded_bytes(items, runtime.offload_modules, dtype=dtype) if runtime.offload_modules else 0.0
+        if runtime.offload_modules:
+            part = PartCost(**seconds)
+            seconds["forward_s"] = seconds["forward_s"] + shown_s(left, hardware, part.forward_total_s)
+            seconds["input_grad_s"] = seconds["input_grad_s"] + shown_s(left, hardware, part.backward_total_s)
+        own = memory.transient_bytes(items, runtime) + memory.unused_gradient_bytes(items, runtime)
         return PartCost(
             **seconds,
-            live_bytes=saved_bytes(items, frozenset(), dtype),
-            transient_bytes=memory.transient_bytes(items, runtime) + memory.unused_gradient_bytes(items, runtime),
+            live_bytes=self._kept_bytes(items),
+            # what was sent away is back while the part's backward runs
+            transient_bytes=own + left,
             weights_bytes=memory.weights_bytes(dense, expert, shape, runtime, dtype, wide),
             gradients_bytes=memory.gradients_bytes(dense, expert, shape, runtime),
             optimizer_bytes=memory.optimizer_bytes(dense, expert, shape, runtime),
@@ -354,9 +249,12 @@ class Pricing:
 
     def update_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Seconds of an optimizer step on this rank's shard, in which gradients are measured, scaled and zeroed too."""
+        hardware, runtime = self.cluster.hardware, self.runtime
         shard = memory.sharded_parameters(dense, expert, shape)
-        clip_s = compute.clip_s(self.cluster.hardware, shard, dense + expert, self.runtime)
-        return compute.optimizer_s(self.cluster.hardware, shard, self.runtime) + clip_s
+        offloaded = runtime.optimizer_offload_fraction * shard
+        clip_s = compute.clip_s(hardware, shard, dense + expert, runtime)
+        gpu_s = compute.optimizer_s(hardware, shard - offloaded, runtime)
+        return gpu_s + compute.host_update_s(hardware, offloaded) + clip_s
 
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Seconds to reduce-scatter gradients over the shard group and all-reduce them over its replicas.
@@ -420,4 +318,20 @@ class Pricing:
             vocab = self.model.vocab_size / shape.tp * self.model.hidden_size * self.runtime.gradient_bytes
             distance = shape.tp * shape.cp * shape.dp * np.maximum(shape.pp - 1, 1)
             tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (shape.pp > 1)
-        return norm_s + tied_s + self.runtime.step_overhead_s
+        return norm_s + tied_s + self.unpaired_s(shape) + self.runtime.step_overhead_s
+
+    def unpaired_s(self, shape: Shape) -> Number:
+        """Seconds per step of expert exchanges that could hide but have no other micro-batch beside them.
+
+        The first forwards fill the pipeline and the last backwards drain it: pp micro-batches' worth each, whatever the
+        number of chunks. The last rank waits for pp − 1 ranks before it, and starts its first backward when it has run
+        one micro-batch forward.
+        """
+        hidden_s: Number = 0.0
+        if self.model.moe is None or not self.runtime.overlaps_experts:
+            return hidden_s
+        for kind, count in self.kind_counts.items():
+            if kind.mlp != "dense":
+                items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
+                hidden_s = hidden_s + count / shape.pp * self._passes.hidden_exchanges_s(items, shape)
+        return np.minimum(shape.pp, shape.num_microbatches) * hidden_s

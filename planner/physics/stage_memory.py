@@ -118,6 +118,23 @@ def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
     and with the activations. This makes up for their outputs, which the buffers keep and nothing counts: both are
     equally many.
     """
+    return _stage_buffers_bytes(pricing, table) + float(overlapped_bytes(pricing, table.shape))
+
+
+def overlapped_bytes(pricing: Pricing, shape: Shape) -> Number:
+    """Bytes of the rows that a second micro-batch sends and receives while the first is in its backward.
+
+    That forward fills a chunk as the backward beside it frees one, so no more activations are in flight. Megatron-LM's
+    pull request 6311 measured 364 MB more with the overlap, where this is 470.
+    """
+    moe = pricing.model.moe
+    if moe is None or not pricing.runtime.overlaps_experts:
+        return 0.0
+    return 2 * BF16 * shape.shard_tokens * moe.num_experts_per_tok * pricing.model.hidden_size
+
+
+def _stage_buffers_bytes(pricing: Pricing, table: CostTable) -> float:
+    """The gradient from the next stage, torch's buffers of a stage, or layers that ZeRO-3 has gathered."""
     shape, runtime = table.shape, pricing.runtime
     if int(shape.pp) > 1:
         sent = BF16 * float(shape.shard_tokens) * pricing.model.hidden_size

@@ -58,7 +58,7 @@ def enumerate_shapes(
     legal = dp > 0
     _reject(grid, ~legal, rejections, cluster, training)
     dp = np.maximum(dp, 1)
-    rows, shard_size = _shard_groups(grid, dp, cluster, limits)
+    rows, shard_size = _shard_groups(grid, dp, cluster, limits, doubles=runtime.shards_pipelines)
     legal, dp = legal[rows], dp[rows]
     shape = _shape({name: column[rows] for name, column in grid.items()}, dp, shard_size, training, runtime)
     own = _own_rules(cluster, limits)
@@ -183,11 +183,14 @@ def _largest(
     return dp
 
 
-def _shard_groups(grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: SearchLimits) -> tuple[IntArray, IntArray]:
+def _shard_groups(
+    grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: SearchLimits, doubles: bool
+) -> tuple[IntArray, IntArray]:
     """Rows of the grid, one for each group size to shard over, and the number of ranks in the group.
 
-    A group has all dp·cp ranks. If weights or gradients are sharded, groups of one NVLink domain and its doublings are
-    tried as well; then only reductions leave the group (HSDP). Pinned sizes are kept, to be refused with a reason.
+    A group has all dp·cp ranks. If weights or gradients are sharded, groups of one NVLink domain (and, with `doubles`,
+    its doublings) are tried as well; then only reductions leave the group (HSDP). Pinned sizes are kept, to be refused
+    with a reason.
     """
     every_row, all_ranks, zero_stage = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
     if limits.shard_size is not None:
@@ -200,6 +203,8 @@ def _shard_groups(grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: Search
         while (smaller := (zero_stage >= 2) & (size < all_ranks)).any():
             usable = smaller & (all_ranks % size == 0) & (size % grid["cp"] == 0)
             groups.append((every_row[usable], size[usable]))
+            if not doubles:
+                break
             size = 2 * size
     return np.concatenate([rows for rows, _ in groups]), np.concatenate([sizes for _, sizes in groups])
 

@@ -15,10 +15,11 @@ from planner.search.deadline import Deadline
 from planner.search.enumerate import Rejections, enumerate_shapes
 from planner.search.frontier import ANY_SET, ONE_SET, Frontier
 from planner.search.ilp.translate import RecomputeChoice
-from planner.search.priced_shapes import PricedShapes, fits, priced_shapes, without_beaten
+from planner.search.priced_shapes import PricedShapes, fits, priced_shapes, with_module_sets, without_beaten
 from planner.search.schedules import by_runtime, schedules_tried
 from planner.search.why.misses import NothingFits, count_misfits
 from planner.search.why.refused import NothingLegal
+from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import SearchLimits
 from planner.trainers.load import switches_of
@@ -48,27 +49,22 @@ def find_layouts(
 
     Raises NothingLegal or NothingFits if there is no layout.
     """
-    model, cluster, training, limits = case.model, case.cluster, case.training, case.limits
-    legal_shapes, rejections = enumerate_shapes(model, cluster, training, limits, case.runtime)
+    model, limits = case.model, case.limits
+    legal_shapes, rejections = enumerate_shapes(model, case.cluster, case.training, limits, case.runtime)
     if not len(np.atleast_1d(legal_shapes.tp)):
         raise NothingLegal(rejections)
     deadline.check("enumerating shapes")
     choices: dict[RuntimeSpec, tuple[RecomputeChoice, ...]] = {}
     priced = []
-    for runtime in runtimes:
-        for priced_as, tried in by_runtime(limits, runtime):
-            ways = recompute_choices(model, priced_as, limits)
-            if not ways:
-                continue
-            pricing = pricing_of(model, cluster, training, priced_as, limits)
-            shapes = priced_shapes(pricing, legal_shapes, any(way.base == "selective" for way in ways))
-            if shapes.module_sets is not None:
-                ways = tuple(ANY_SET if way == ONE_SET else way for way in ways)
-            choices[shapes.pricing.runtime] = ways
-            priced.append((shapes, tried))
+    for shapes, tried in _priced(case, runtimes, legal_shapes, deadline):
+        ways = recompute_choices(model, shapes.pricing.runtime, limits)
+        if any(way.base == "selective" for way in ways):
+            shapes = with_module_sets(shapes)
             deadline.check("pricing shapes")
-    kept = without_beaten([shapes for shapes, _ in priced], [_stricter(shapes.pricing.runtime) for shapes, _ in priced])
-    priced = [(shapes, tried) for shapes, (_, tried) in zip(kept, priced, strict=True)]
+        if shapes.module_sets is not None:
+            ways = tuple(ANY_SET if way == ONE_SET else way for way in ways)
+        choices[shapes.pricing.runtime] = ways
+        priced.append((shapes, tried))
     may_fit = [fits(shapes, schedules_tried(tried, shapes.pricing.runtime)) for shapes, tried in priced]
     fitting = np.flatnonzero(np.any(may_fit, axis=0))
     count_misfits(case, priced[0][0], fitting, rejections)
@@ -84,6 +80,24 @@ def find_layouts(
         rejections.counts.setdefault("does_not_fit", len(priced[0][0].kernel))
         raise NothingFits(case, rejections.counts)
     return Found(branch, frontier, priced, rejections, len(fitting), best)
+
+
+def _priced(case: Case, runtimes: Sequence[RuntimeSpec], shapes: Shape, deadline: Deadline) -> Priced:
+    """The shapes under each runtime that may recompute as the user allows, without what another runtime beats."""
+    model, cluster, training, limits = case.model, case.cluster, case.training, case.limits
+    priced = []
+    for runtime in runtimes:
+        for priced_as, tried in by_runtime(limits, runtime):
+            if recompute_choices(model, priced_as, limits):
+                pricing = pricing_of(model, cluster, training, priced_as, limits)
+                priced.append((priced_shapes(pricing, shapes), tried))
+                deadline.check("pricing shapes")
+    kept = without_beaten([each for each, _ in priced], [_stricter(each.pricing.runtime) for each, _ in priced])
+    return [
+        (each, tried)
+        for each, (_, tried) in zip(kept, priced, strict=True)
+        if each.beaten is None or not each.beaten.all()
+    ]
 
 
 def _stricter(runtime: RuntimeSpec) -> frozenset[str]:

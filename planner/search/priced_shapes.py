@@ -158,15 +158,18 @@ class PricedShapes:
         return np.asarray(np.maximum(free - (rank == 0) * self.static_bytes(self.table.embedding)[:, None], 0.0))
 
 
-def priced_shapes(pricing: Pricing, shape: Shape, with_sets: bool = False) -> PricedShapes:
-    """Price every distinct kernel of `shape` once; `with_sets` also prices every useful set of modules to recompute.
+def priced_shapes(pricing: Pricing, shape: Shape) -> PricedShapes:
+    """Price every distinct kernel of `shape` once.
 
     Without a pipeline, a micro-batch's seconds also depend on how ZeRO-2 and ZeRO-3 shard (`Pricing._plain`).
     """
     axes = ("tp", "cp", "ep", "etp", "micro_batch_size")
     zero = np.asarray(shape.zero_stage)
-    sharded = (np.asarray(shape.pp) == 1) & (zero >= 2)
-    sharding = [np.where(sharded, zero, 1), np.where(sharded, shape.shard_size, 1)]
+    sharded, group = (np.asarray(shape.pp) == 1) & (zero >= 2), np.asarray(shape.shard_size)
+    if pricing.runtime.fused_grad_accumulation:
+        # products add to unsharded gradients: it matters only whether weights are copied out of a gathered buffer
+        sharded, group = sharded & (zero == 3) & (group > 1), np.full_like(group, 2)
+    sharding = [np.where(sharded, zero, 1), np.where(sharded, group, 1)]
     columns = np.stack([*(np.asarray(getattr(shape, axis)) for axis in axes), *sharding])
     base = columns.max(axis=1, initial=0) + 1
     keys = np.ravel_multi_index(tuple(columns), tuple(base))
@@ -178,9 +181,14 @@ def priced_shapes(pricing: Pricing, shape: Shape, with_sets: bool = False) -> Pr
         zero_stage=sharding[0][first], shard_size=sharding[1][first],
     )  # fmt: skip
     table = pricing.table(kernels)
-    sets = useful_sets(pricing, table) if with_sets else ()
-    module_sets = ModuleSets.of(pricing, table, sets) if len(sets) > 1 else None
-    return PricedShapes(pricing, shape, table, kernel.astype(np.int64), np.asarray(shape.pp) == 1, module_sets)
+    return PricedShapes(pricing, shape, table, kernel.astype(np.int64), np.asarray(shape.pp) == 1)
+
+
+def with_module_sets(shapes: PricedShapes) -> PricedShapes:
+    """The same shapes, with the prices of every useful set of modules to recompute if there are several."""
+    sets = useful_sets(shapes.pricing, shapes.table)
+    module_sets = ModuleSets.of(shapes.pricing, shapes.table, sets) if len(sets) > 1 else None
+    return replace(shapes, module_sets=module_sets)
 
 
 def without_beaten(priced: Sequence[PricedShapes], stricter: Sequence[frozenset[str]]) -> list[PricedShapes]:

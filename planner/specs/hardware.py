@@ -63,6 +63,28 @@ class ReservedMemory(Spec):
         return self.communicator_gib * GIB
 
 
+class HostSpec(Spec):
+    """The host beside a GPU: the link between them, and the GPU's share of the host's memory bandwidth."""
+
+    link_gb_per_s: PositiveFloat = 64.0
+    """Per GPU and direction, as the data sheet has it: 64 for PCIe 5.0 x16."""
+    link_efficiency_fraction: Fraction = 0.8
+    """Share of link_gb_per_s that large copies reach: 50 to 53 GB/s over PCIe 5.0 x16."""
+    memory_gb_per_s: PositiveFloat = 76.8
+    """Bandwidth of the host's memory over the number of its GPUs."""
+    source: str = ""
+    """Source of these numbers."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes a second that a GPU copies to the host, or back, while the other GPUs do so too."""
+        return min(self.link_gb_per_s * self.link_efficiency_fraction, self.memory_gb_per_s) * GB
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        return self.memory_gb_per_s * GB
+
+
 class HardwareSpec(Spec):
     """One kind of GPU in one kind of node, as `hardware_profiles/*.yaml` describes it."""
 
@@ -86,6 +108,8 @@ class HardwareSpec(Spec):
     """GPUs of a node."""
     tiers: tuple[LinkTier, ...] = Field(min_length=1)
     """Links, innermost first."""
+    host: HostSpec = HostSpec()
+    """The host; given none, one of DGX H100."""
     reserved: ReservedMemory = ReservedMemory()
     """Device memory that no tensor holds."""
     efficiency: Efficiency = Efficiency()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from planner.specs.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.hardware import HardwareSpec
 from planner.trainers.switches import changes
 
 CHUNK_PARAMETERS = 2**18
@@ -185,6 +186,11 @@ class RuntimeSpec(Spec):
     """The products of shared experts run beside the exchanges of the routed ones."""
     dispatcher: Literal["", "allgather", "alltoall", "deepep", "hybridep"] = ""
     """The kernels that send tokens to their experts; empty for those that the GPU's links ask for."""
+    deepep_sms: NonNegativeInt = 20
+    """Streaming multiprocessors that DeepEP's kernels run on while they send tokens, and products do not: Megatron-LM's
+    default (--moe-flex-dispatcher-num-sms)."""
+    hybridep_sms: NonNegativeInt = 16
+    """`deepep_sms` of HybridEP."""
     ep_row_bytes: NonNegativeFloat = 0.0
     """A token's activation that is shorter than this takes as long as one of this length on the innermost links: rows
     are handed to the experts' ranks one by one."""
@@ -261,7 +267,11 @@ class RuntimeSpec(Spec):
     awaits_token_counts: bool = True
     """The host waits for the numbers of tokens that experts get, and cannot run ahead of the GPU."""
     moe_host_factor: NonNegativeFloat = 1.0
-    """Factor on moe_kernels: below 1 where CUDA graphs replay a part of the layer, or no counts are awaited."""
+    """Factor on moe_kernels: below 1 where no counts are awaited."""
+    graphed_attention_fraction: Fraction = 0.0
+    """Share of moe_kernels that is gone where CUDA graphs replay attention (`graphed_modules`: attn)."""
+    graphed_routing_fraction: Fraction = 0.0
+    """Share of moe_kernels that is gone where they replay routing (moe_router, with moe_preprocess)."""
     narrow_host_factor: NonNegativeFloat = 1.0
     """Factor on moe_kernels and expert_kernels in 8 or 4 bits: Transformer Engine's modules issue the casts as well."""
     ep_overlap_host_factor: NonNegativeFloat = 1.0
@@ -317,6 +327,24 @@ class RuntimeSpec(Spec):
         if architecture == "blackwell":
             update["fp8_copies"] = 1
         return self.model_copy(update=update) if update else self
+
+    @property
+    def overlaps_experts(self) -> bool:
+        """True where expert exchanges run beside the products of another micro-batch."""
+        return self.ep_overlap_fraction > 0 or self.ep_overlap_network_fraction > 0
+
+    @property
+    def launched_fraction(self) -> float:
+        """Share of moe_kernels that the host still launches where CUDA graphs replay modules of a layer."""
+        attention = self.graphed_attention_fraction if "attn" in self.graphed_modules else 0.0
+        routing = self.graphed_routing_fraction if "moe_router" in self.graphed_modules else 0.0
+        return 1 - attention - routing
+
+    def dispatcher_on(self, hardware: HardwareSpec) -> str:
+        """The kernels that send tokens to their experts: those of the recipe, or those that the GPU's links ask for."""
+        if self.dispatcher or not self.sends_tokens_once:
+            return self.dispatcher or "alltoall"
+        return "hybridep" if hardware.nvlink_domain_size > hardware.gpus_per_node else "deepep"
 
     def for_schedules(self, split_backward: bool) -> RuntimeSpec:
         """This runtime where backwards are split: layers run uncompiled, since a compiled one's backward is one node of

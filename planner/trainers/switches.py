@@ -18,9 +18,12 @@ Value = bool | int | float | str
 Fields = Mapping[str, Any]
 """Fields of RuntimeSpec, with the values that a switch gives them."""
 
-EP_OVERLAP = 0.8
-"""Share of expert exchanges that hides behind another micro-batch's products, where a recipe asks for it: a first
-guess, which the published runs that overlap bear out on NVLink (docs/CALIBRATION.md)."""
+EP_OVERLAP = 0.9
+"""Share of expert exchanges inside NVLink that hides behind another micro-batch's products, where a recipe asks for it.
+The kernels that send take a part of the GPU meanwhile (deepep_sms, hybridep_sms)."""
+EP_NETWORK_OVERLAP = 0.8
+"""Share of what crosses the network: Qwen3-30B on two nodes, 15% (HybridEP) and 24% (all-to-all) of whose step went
+(Megatron-Bridge, pull requests 5094 and 3862)."""
 OVERLAP = 0.9
 """Share of the window that reductions and gathers of a sharded optimizer fill: a first guess, fitted to nothing."""
 ASYNC_TP = 0.688
@@ -31,11 +34,8 @@ ROWWISE = 1.45
 
 Llama 3 8B on eight H100: 6,150 tokens/s in bf16, 7,690 by tensors, 6,768 by rows (torchao's training benchmarks). 1.6
 in torchtitan's report of June 2025 (70B, TP 8: by rows no faster than bf16), 1.5 for its mxfp8 on GB200."""
-ROUTING_REPLAYED = 0.85
-"""Host time of a mixture's layer that is left where a CUDA graph replays its routing: Qwen3 30B and 235B on B200, GB200
-and GB300, whose recipes of one release replay routing, attention or both."""
-ATTENTION_REPLAYED = 0.6
-"""Host time that is left where a graph replays attention too; from the same runs."""
+CAPACITY_HOST = 0.85
+"""Host time of a mixture's layer that is left where experts take a fixed number of tokens: no counts are awaited."""
 BF16_MOMENTS_BYTES = 8
 """Bytes per parameter of fp32 masters and two moments in bf16 (Megatron-LM, --exp-avg-dtype bf16)."""
 
@@ -115,18 +115,16 @@ def _described(name: str, effect: Callable[[Any], Fields | None]) -> Switch:
     return Switch(name, "", {}, also=effect, is_described=True)
 
 
-def _overlap_of_experts(fraction: float, delayed: bool) -> Fields:
+def _overlap_of_experts(on: bool, delayed: bool) -> Fields:
     return {
-        "ep_overlap_fraction": fraction,
-        "ep_overlap_network_fraction": fraction,
+        "ep_overlap_fraction": EP_OVERLAP if on else 0.0,
+        "ep_overlap_network_fraction": EP_NETWORK_OVERLAP if on else 0.0,
         "delays_weight_gradients": delayed,
     }
 
 
 def _graphs(modules: tuple[str, ...], whole: bool = False) -> Fields:
-    left = 1.0 if not modules else ATTENTION_REPLAYED if "attn" in modules else ROUTING_REPLAYED
-    changed = {"cuda_graphs": whole, "graphed_modules": modules, "moe_host_factor": left}
-    return changed | ({"ep_overlap_host_factor": 1.0} if modules else {})
+    return {"cuda_graphs": whole, "graphed_modules": modules}
 
 
 def _stated_graphs(value: Any) -> Fields | None:
@@ -148,7 +146,7 @@ _RECIPES: dict[str, Fields] = {
 _COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
 """Fields of a trainer that relies on torch.compile, all of which it loses without it."""
 _GRADIENT_BYTES = ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes")
-_CAPACITY: Fields = {"sends_tokens_once": False, "awaits_token_counts": False, "moe_host_factor": ROUTING_REPLAYED}
+_CAPACITY: Fields = {"sends_tokens_once": False, "awaits_token_counts": False, "moe_host_factor": CAPACITY_HOST}
 """Only the all-to-all among Megatron's dispatchers gives experts a fixed number of tokens; the host awaits no count."""
 
 
@@ -163,11 +161,11 @@ _ROWS = (
         "ep_overlap",
         "expert exchanges run beside the products of another micro-batch",
         {
-            False: _overlap_of_experts(0.0, delayed=False),
-            True: _overlap_of_experts(EP_OVERLAP, delayed=False),
-            "delayed": _overlap_of_experts(EP_OVERLAP, delayed=True),
+            False: _overlap_of_experts(False, delayed=False),
+            True: _overlap_of_experts(True, delayed=False),
+            "delayed": _overlap_of_experts(True, delayed=True),
         },
-        also=lambda value: _overlap_of_experts(EP_OVERLAP if value else 0.0, delayed=False),
+        also=lambda value: _overlap_of_experts(bool(value), delayed=False),
         source="Megatron-Bridge, pull requests 3862 and 5094: 15 to 24% on Qwen3-30B; 1760: a loss on eager B200",
     ),
     Switch(
@@ -282,7 +280,7 @@ _ROWS = (
     Switch(
         "token_drop",
         "experts take a fixed number of tokens, and drop the others",
-        {False: {"awaits_token_counts": True}, True: _CAPACITY},
+        {False: {"awaits_token_counts": True}, True: {"awaits_token_counts": False}},
         consent={True: "tokens"},
     ),
     # features of runs
@@ -330,9 +328,9 @@ def parsed(name: str, text: str) -> Value | None:
 
 NOT_MODELLED = {"cpu_offload": "tensors kept in host memory", "cpu_offloading_num_layers": "layers kept in host memory"}
 """Features that change a run in a way that nothing here prices."""
-_IMPLIED_BY_WHOLE_GRAPHS = "ep_overlap"
-"""Published recipes that capture whole iterations of mixtures overlap their exchanges too (Megatron-Bridge since
-26.06)."""
+_IMPLIED_BY_WHOLE_GRAPHS: dict[str, Value] = {"ep_overlap": "delayed", "fused_experts": True}
+"""Published recipes that capture whole iterations of mixtures overlap their exchanges, delay weight gradients and fuse
+the products of experts too (Megatron-Bridge since 26.06)."""
 
 
 def read_recipe(runtime: Any, names: Iterable[str] = ()) -> dict[str, Value]:
@@ -364,5 +362,6 @@ def changes(features: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
             continue
         changed |= fields
         if name == "cuda_graph" and value in ("full", "full_iteration"):
-            changed |= SWITCHES[_IMPLIED_BY_WHOLE_GRAPHS].values[True]
+            for other, implied in _IMPLIED_BY_WHOLE_GRAPHS.items():
+                changed |= SWITCHES[other].values[implied]
     return changed, tuple(unknown)

@@ -74,14 +74,20 @@ class Row(Spec):
 @cache
 def load_rows() -> tuple[Row, ...]:
     """All published runs that come with the package, in the order of their file."""
-    models = {line["key"]: line["model"] for line in _lines("models.jsonl")}
+    models = model_fields()
     rows = []
-    for line in _lines("runs.jsonl"):
+    for line in data_lines("runs.jsonl"):
         line["run"]["model"] = models[line["run"]["model"]]
         rows.append(Row.model_validate(line))
     return tuple(rows)
 
 
-def _lines(name: str) -> list[dict[str, Any]]:
+def model_fields() -> dict[str, Any]:
+    """The models that published runs share, by the names that these runs call them."""
+    return {line["key"]: line["model"] for line in data_lines("models.jsonl")}
+
+
+def data_lines(name: str) -> list[dict[str, Any]]:
+    """The objects of a file of `data/`, one a line."""
     text = (resources.files(__package__) / "data" / name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

@@ -10,6 +10,7 @@ from planner.errors import SpecError
 from planner.layout.given import fill_dp
 from planner.layout.runs import evaluate_lines, network_gb_per_s, parse_run
 from planner.specs.training import Parallelism
+from planner.trainers.switches import EP_OVERLAP
 
 RUN: dict[str, Any] = {
     "model": "405b", "hardware": "h100", "num_gpus": 16384, "gpus_per_node": 8, "runtime": "megatron",
@@ -140,8 +141,10 @@ def test_blank_lines_are_skipped() -> None:
 
 def test_a_whole_iteration_in_a_graph_overlaps_expert_exchange_unless_said_otherwise() -> None:
     of_mixture = parsed(model="deepseek-v3", features={"cuda_graph": "full_iteration"})
-    assert of_mixture.runtime.ep_overlap_fraction == 0.8
-    assert parsed(features={"cuda_graph": "full_iteration"}).runtime.ep_overlap_fraction == 0.0
+    assert of_mixture.runtime.ep_overlap_fraction == EP_OVERLAP
+    assert of_mixture.runtime.fuses_experts
+    dense = parsed(features={"cuda_graph": "full_iteration"})
+    assert (dense.runtime.ep_overlap_fraction, dense.runtime.fuses_experts) == (0.0, False)
     assert parsed(features={"ep_overlap": False, "cuda_graph": "full_iteration"}).runtime.ep_overlap_fraction == 0.0
     plain = parsed().runtime.ep_overlap_fraction
     assert parsed(features={"cuda_graph": True}).runtime.ep_overlap_fraction == plain

@@ -72,6 +72,15 @@ def jobs(draw: st.DrawFn) -> Job:
         switches = st.fixed_dictionaries(
             {
                 "ep_overlap_fraction": st.sampled_from((0.0, 0.8, 1.0)),
+                "ep_overlap_network_fraction": st.sampled_from((0.0, 0.5, 1.0)),
+                "delays_weight_gradients": st.booleans(),
+                "overlaps_shared_experts": st.booleans(),
+                "sends_tokens_once": st.booleans(),
+                "dispatcher": st.sampled_from(("", "alltoall", "deepep", "hybridep")),
+                "graphed_modules": st.sampled_from(((), ("moe_router",), ("attn", "moe_router", "moe_preprocess"))),
+                "fuses_experts": st.booleans(),
+                "optimizer_offload_fraction": st.sampled_from((0.0, 0.5, 1.0)),
+                "offload_modules": st.sampled_from(((), ("moe_act",), ("core_attn", "attn_proj"))),
                 "awaits_token_counts": st.booleans(),
                 "cuda_graphs": st.booleans(),
                 "cp_comm_type": st.sampled_from(("p2p", "all_gather", "a2a")),

@@ -413,7 +413,14 @@ def test_a_slower_host_issues_mixtures_more_slowly() -> None:
 def test_exchanges_hide_no_longer_than_the_passes_beside_them(network_gb_per_s: float, hides: bool) -> None:
     never = {**NO_HOST, "ep_row_bytes": 0.0}
     alone, beside = (
-        mixture(**never, ranks=64, network_gb_per_s=network_gb_per_s, ep_overlap_fraction=fraction)
+        mixture(
+            **never,
+            ranks=64,
+            network_gb_per_s=network_gb_per_s,
+            ep_overlap_fraction=fraction,
+            ep_overlap_network_fraction=fraction,
+            deepep_sms=0,
+        )
         for fraction in (0.0, 1.0)
     )
     exchanged_s, shown_s = (float(part.ep_forward_s + part.ep_backward_s) for part in (alone, beside))

@@ -48,6 +48,18 @@ MIXED: dict[str, Any] = {
     "sliding_window_pattern": 4,
 }
 """Three kinds of layers, in a pattern of four."""
+SWITCHED: dict[str, tuple[Any, ...]] = {
+    "ep_overlap_fraction": (0.0, 0.0, 0.9),
+    "ep_overlap_network_fraction": (0.0, 0.0, 0.8),
+    "overlaps_shared_experts": (False, True),
+    "cuda_graphs": (False, False, True),
+    "graphed_modules": ((), (), ("attn", "moe_router", "moe_preprocess")),
+    "fuses_experts": (False, True),
+    "optimizer_offload_fraction": (0.0, 0.0, 0.5),
+    "offload_modules": ((), (), ("core_attn", "attn_proj"), ("moe_act",)),
+    "optimizer_bytes": (12, 8),
+}
+"""Fields of switches, and the values that problems draw."""
 TORCH = ("1f1b", "interleaved-1f1b", "gpipe", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 NODES_PER_BLOCK = 4
 SPLITS_PER_NODE = 25
@@ -59,6 +71,8 @@ def random_problem(seed: int, design: dict[str, Any] | None = None, trainer: str
     rng = random.Random(seed)
     name = trainer or rng.choice(["megatron", "torchtitan", "torch-eager"])
     runtime = load_runtime(name)
+    if name == "megatron":
+        runtime = runtime.model_copy(update={field: rng.choice(values) for field, values in SWITCHED.items()})
     limits: dict[str, Any] = {}
     if runtime.has_sequence_parallel:
         limits["recompute"] = rng.choice([None, ("none",), ("full",), ("none", "selective")])

@@ -1,0 +1,245 @@
+"""Seconds of a part of the model by pass: what the GPU computes, what the host issues, what of the exchanges shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.physics import compute
+from planner.physics.communication import exchange_tiers_s, group_of
+from planner.physics.cost import PartCost
+from planner.physics.operators import Collective, Item, Operator, collectives_of, operators_of
+from planner.shape import Number, Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.training import TrainingSpec
+from planner.specs.units import MICRO
+from planner.trainers.spec import RuntimeSpec
+
+COMM_GROUPS = ("tp", "cp", "ep")
+"""Groups whose exchanges run inside a layer; expert tensor parallelism counts with ep."""
+REPLAYED = 0.5
+"""Share that stays of the wait for an exchange's last rank where a CUDA graph replays it: the hosts' half is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of parts of one model, in one training, on one cluster, under one trainer."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: ClusterSpec
+    runtime: RuntimeSpec
+
+    def seconds(self, items: Sequence[Item], shape: Shape, replayed: bool = False) -> dict[str, Number]:
+        """Seconds of a part by pass and kind; an exchange counts only as far as nothing hides it.
+
+        Parts that are `replayed` have no other micro-batch beside them: their expert exchanges show.
+        """
+        slow, operators = 1 + self.training.straggler_fraction, operators_of(items)
+        hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
+        gpu = compute.gpu_seconds(operators, hardware, dtype, runtime)
+        passes = compute.with_host(gpu, compute.issue_seconds(operators, hardware, runtime), runtime)
+        # while the GPU waits for the host, exchanges go on
+        idle = 0.0 if runtime.blocking_launches else 1.0
+        idle_s = {"forward": idle * (passes[0] - gpu[0]), "backward": idle * (sum(passes[1:]) - sum(gpu[1:]))}
+        seconds, behind = self._exchanges(items, shape, idle_s, replayed)
+        for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
+            seconds[key] = slow * value
+        if behind:
+            self._add_shown(seconds, behind, (passes[0], passes[1] + passes[2]), operators)
+        elif runtime.overlaps_shared_experts:
+            self._hide_behind_shared_experts(seconds, operators)
+        return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
+
+    def _add_shown(
+        self,
+        seconds: dict[str, Number],
+        behind: dict[str, Number],
+        passes_s: tuple[Number, Number],
+        operators: Sequence[Operator],
+    ) -> None:
+        """Add to `seconds` what shows of the expert exchanges that hide `behind` another micro-batch's passes.
+
+        The forward of one micro-batch runs beside the backward of another, so that both together hide no more than
+        both take. The second exchange of the backward starts after the weight gradients of experts, unless these wait.
+        What hides takes a part of the GPU from the products beside it.
+        """
+        exchanged = [seconds[f"{group}_{way}_s"] for group in ("tp", "cp") for way in behind]
+        beside_s: Number = sum(passes_s) + sum(exchanged)
+        behind_s: Number = sum(behind.values())
+        waits_s = 0.0 if self.runtime.delays_weight_gradients else self._expert_weight_gradients_s(operators)
+        late_s = behind.get("backward", 0.0) / 2 - (beside_s - waits_s)
+        shown_s = np.maximum(np.maximum(behind_s - beside_s, late_s), 0.0)
+        added_s = shown_s + self._taken_fraction() * (behind_s - shown_s)
+        for way, hidden_s in behind.items():
+            share = hidden_s / np.where(behind_s > 0, behind_s, 1.0)
+            seconds[f"ep_{way}_s"] = seconds[f"ep_{way}_s"] + share * added_s
+
+    def _exchanges(
+        self, items: Sequence[Item], shape: Shape, idle_s: Mapping[str, Number], replayed: bool
+    ) -> tuple[dict[str, Number], dict[str, Number]]:
+        """Seconds of exchanges that show, by group and pass, and by pass those that hide behind another micro-batch."""
+        seconds: dict[str, Number] = {f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")}
+        shown_of_hideable: dict[str, Number] = dict.fromkeys(seconds, 0.0)
+        behind: dict[str, Number] = {}
+        overlapped = self.runtime.overlaps_experts and not replayed
+        for exchange in collectives_of(items):
+            group, way = "ep" if exchange.group == "etp" else exchange.group, _way(exchange)
+            key = f"{group}_{way}_s"
+            size, _ = group_of(exchange.group, shape)
+            tiers_s = self._tiers_s(exchange, shape, size)
+            exchanged_s: Number = sum(tiers_s)
+            if exchange.overlap == "ep":
+                hidden_s = hideable_s = 0.0 if replayed else self._hidden_of_experts_s(tiers_s)
+                if overlapped:
+                    behind[way] = behind.get(way, 0.0) + hidden_s
+            else:
+                hideable_s = hidden_s = self._hidden_fraction(exchange, size) * exchanged_s
+            if exchange.overlap == "cp":
+                hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
+            if exchange.beside and np.any(hidden_s):
+                hidden_s = np.minimum(hidden_s, self._products_s(exchange))
+            seconds[key] = seconds[key] + exchanged_s - hidden_s
+            shown_of_hideable[key] = shown_of_hideable[key] + hideable_s - hidden_s
+        for way, waited_s in idle_s.items():
+            # what waits for no product waits for the host beside it
+            keys = [f"{g}_{way}_s" for g in COMM_GROUPS]
+            all_s = sum(shown_of_hideable[key] for key in keys)
+            hidden_fraction = np.minimum(all_s, waited_s) / np.where(all_s > 0, all_s, 1.0)
+            for key in keys:
+                seconds[key] = seconds[key] - hidden_fraction * shown_of_hideable[key]
+        return seconds, behind
+
+    def _tiers_s(self, exchange: Collective, shape: Shape, size: Number) -> list[Number]:
+        """Seconds of an exchange on each tier; on the first, also those that ranks wait for the last of them."""
+        runtime, dtype = self.runtime, self.training.dtype
+        sync_us = 0.0 if exchange.choices else runtime.collective_sync_us
+        waits = (REPLAYED if runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
+        sent = dtype if runtime.narrow_exchanges else "bf16"
+        inner_s, *outer_s = exchange_tiers_s(exchange, shape, self.cluster, sent)
+        return [inner_s + waits * sync_us * MICRO * np.log2(size), *outer_s]
+
+    def _hidden_of_experts_s(self, tiers_s: Sequence[Number]) -> Number:
+        """Seconds of an expert exchange that can hide behind another micro-batch: a share of those on each tier."""
+        runtime = self.runtime
+        if not runtime.overlaps_experts:
+            return 0.0
+        inner_s, outer_s = tiers_s[0], sum(tiers_s[1:])
+        return runtime.ep_overlap_fraction * inner_s + runtime.ep_overlap_network_fraction * outer_s
+
+    def hidden_exchanges_s(self, items: Sequence[Item], shape: Shape) -> Number:
+        """Seconds of a part's expert exchanges, forward and backward, that another micro-batch can hide."""
+        hidden_s: Number = 0.0
+        for exchange in collectives_of(items):
+            if exchange.overlap == "ep":
+                tiers_s = self._tiers_s(exchange, shape, group_of(exchange.group, shape)[0])
+                hidden_s = hidden_s + self._hidden_of_experts_s(tiers_s)
+        return hidden_s
+
+    def _taken_fraction(self) -> float:
+        """Share of the GPU that the kernels of a hidden expert exchange take from the products beside it."""
+        hardware, runtime = self.cluster.hardware, self.runtime
+        sms = {"deepep": runtime.deepep_sms, "hybridep": runtime.hybridep_sms}
+        return sms.get(runtime.dispatcher_on(hardware), 0) / hardware.num_sms
+
+    def _expert_weight_gradients_s(self, operators: Sequence[Operator]) -> Number:
+        """Seconds of the weight gradients of experts, which run before the exchange that they could hide."""
+        experts = [op for op in operators if op.expert]
+        return compute.gpu_seconds(experts, self.cluster.hardware, self.training.dtype, self.runtime).wgrad_s
+
+    def _hide_behind_shared_experts(self, seconds: dict[str, Number], operators: Sequence[Operator]) -> None:
+        """Take the exchanges off `seconds` that run beside the products of shared experts."""
+        shared = [op for op in operators if "shared_experts" in op.modules]
+        passes = compute.gpu_seconds(shared, self.cluster.hardware, self.training.dtype, self.runtime)
+        for way, pass_s in (("forward", passes[0]), ("backward", passes[1] + passes[2])):
+            key = f"ep_{way}_s"
+            seconds[key] = seconds[key] - np.minimum(seconds[key], pass_s)
+
+    def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:
+        """Share of an exchange among `size` ranks that the runtime hides behind compute.
+
+        A product that takes its input, or gives its output, in one piece per rank hides the exchange of all pieces but
+        one.
+        """
+        if exchange.overlap == "none":
+            return 0.0
+        where = "mla_" if exchange.overlap == "tp" and self.model.mla is not None else ""
+        fraction = float(getattr(self.runtime, f"{where}{exchange.overlap}_overlap_fraction"))
+        return fraction * (1 - 1 / size) if exchange.overlap == "tp" else fraction
+
+    def _other_blocks_s(self, items: Sequence[Item], exchange: Collective, size: Number) -> Number:
+        """Seconds of attention to all blocks of keys in a ring but one, which hide the exchange of these blocks."""
+        attention = [op for op in operators_of(items) if op.kind == "attention"]
+        passes = compute.gpu_seconds(attention, self.cluster.hardware, self.training.dtype, self.runtime)
+        seconds = sum(passes[1:]) if exchange.backward else passes[0]
+        return seconds * (1 - 1 / size)
+
+    def _products_s(self, exchange: Collective) -> Number:
+        """Seconds of the products beside an exchange of tensor parallelism, which can hide no more of it than this."""
+        hardware, dtype = self.cluster.hardware, self.training.dtype
+        passes = [compute.operator_seconds(op, hardware, dtype, self.runtime) for op in exchange.beside]
+        seconds: Number = sum(getattr(product_seconds, exchange.beside_pass) for product_seconds in passes)
+        return seconds
+
+    def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """`seconds` and the time that tensor-parallel ranks wait for the slowest one, in proportion to its compute."""
+        if not any(exchange.group == "tp" for exchange in collectives_of(items)):
+            return seconds
+        late = self.runtime.tp_jitter_fraction * np.log2(shape.tp)
+        backward_s = seconds["input_grad_s"] + seconds["weight_grad_s"]
+        return seconds | {
+            "tp_forward_s": seconds["tp_forward_s"] + late * seconds["forward_s"],
+            "tp_backward_s": seconds["tp_backward_s"] + late * backward_s,
+        }
+
+    def _with_launches(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """`seconds` and the time that the GPU waits for the host in a mixture of experts: max(GPU and exchanges, host).
+
+        A host that needs the count of each expert's tokens cannot run ahead by more than a layer's pass, so the maximum
+        is taken pass by pass. A host that does not need it (experts of a fixed capacity) is late only where both passes
+        together take it longer.
+        """
+        if not self._is_mixture(items):
+            return seconds
+        host_s = self._mixture_host_s(shape)
+        part = PartCost(**seconds)
+        forward_s, backward_s = part.forward_total_s, part.backward_total_s
+        if self.runtime.awaits_token_counts:
+            late_s = np.maximum(host_s - forward_s, 0.0), np.maximum(host_s - backward_s, 0.0)
+        else:
+            paced = compute.at_host_pace((forward_s, backward_s), (host_s, host_s))
+            late_s = paced[0] - forward_s, paced[1] - backward_s
+        return seconds | {
+            "forward_s": seconds["forward_s"] + late_s[0],
+            "input_grad_s": seconds["input_grad_s"] + late_s[1],
+        }
+
+    def _is_mixture(self, items: Sequence[Item]) -> bool:
+        return self.model.moe is not None and any(op.expert for op in operators_of(items))
+
+    def _mixture_host_s(self, shape: Shape) -> Number:
+        """Host seconds of a layer with experts, the same for forward and backward."""
+        runtime, moe = self.runtime, self.model.moe
+        assert moe is not None
+        # what prepares counts of tokens is gone once, whether they are known before or a graph replays it
+        layer = min(runtime.moe_host_factor, runtime.launched_fraction) * runtime.moe_kernels
+        kernels = layer + runtime.expert_kernels * moe.num_experts / shape.ep
+        if runtime.overlaps_experts and not runtime.graphed_modules:
+            kernels = kernels * runtime.ep_overlap_host_factor
+        if compute.is_narrow(self.cluster.hardware, self.training.dtype):
+            kernels = kernels * runtime.narrow_host_factor
+        return kernels * compute.issue_s(self.cluster.hardware, runtime)
+
+    def host_s(self, items: Sequence[Item], shape: Shape) -> Number:
+        """Host seconds of a part's kernels, forward and backward together."""
+        if self._is_mixture(items):
+            return 2 * self._mixture_host_s(shape)
+        hosts = [compute.host_seconds(op, self.cluster.hardware, self.runtime) for op in operators_of(items)]
+        return sum(map(sum, hosts))
+
+
+def _way(exchange: Collective) -> str:
+    return "backward" if exchange.backward else "forward"
