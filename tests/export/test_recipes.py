@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.layout.runs import parse_run
 from planner.export.common.recipe import recipe_of, setting_of
 from planner.export.export import bundle_of
 from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.export.read import read_configuration
 from planner.layout.evaluate import evaluate
+from planner.layout.runs import parse_run
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules
 from planner.trainers.switches import SWITCHES
