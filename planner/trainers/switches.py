@@ -280,7 +280,7 @@ _ROWS = (
     Switch(
         "token_drop",
         "experts take a fixed number of tokens, and drop the others",
-        {False: {"awaits_token_counts": True}, True: _CAPACITY},
+        {False: {"awaits_token_counts": True}, True: {"awaits_token_counts": False}},
         consent={True: "tokens"},
     ),
     # features of runs
