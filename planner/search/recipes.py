@@ -37,6 +37,9 @@ BUNDLES: tuple[Recipe, ...] = (
 )  # fmt: skip
 """Switches of each bundle beyond the trainer's own values. Tuned recipes of Megatron-Bridge use them so: layer graphs
 on GB200, overlapped exchanges on H100, both for small mixtures, graphs of whole iterations for MXFP8 on Blackwell."""
+FAST_HOST_GB_PER_S = 200.0
+"""Least rate of a host's link, in one direction, from which on layouts are searched whose activations wait on the host:
+above what PCIe has, below NVLink-C2C. All recipes of Megatron-Bridge that offload are for GB200 and GB300."""
 LEAST_GAIN = 5e-4
 """Least share of a step for which a switch leaves the trainer's own value."""
 REPLAN_GAIN = 0.02
@@ -80,6 +83,13 @@ class Recipes:
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
         return list(dict.fromkeys(legal)) or [self.base]
+
+    def offloading(self, candidate: Candidate) -> list[RuntimeSpec]:
+        """The candidate's runtime with activations on the host, if the host's link is fast enough to hide that."""
+        if self.case.cluster.hardware.host.link_gb_per_s < FAST_HOST_GB_PER_S:
+            return []
+        others = [self.moved(candidate, {"activation_offload": v}) for v in self.free.get("activation_offload", ())[1:]]
+        return [other.pricing.runtime for other in others if other is not None]
 
     def moves(self, candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
         """Every legal change of one switch of a candidate that has an effect on it, priced on the same layout."""
