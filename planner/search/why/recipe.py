@@ -177,7 +177,7 @@ def _of_this_layout(case: Case, best: Plan) -> Callable[[OtherValue], OtherValue
     recipes, candidate = Recipes.of(case), reprice(best, best.best)
 
     def priced(asked: OtherValue) -> OtherValue:
-        other = None if asked.rule else recipes.under(candidate, {asked.switch: asked.value, **asked.beside})
+        other = None if asked.rule else recipes.moved(candidate, {asked.switch: asked.value, **asked.beside})
         if other is None:
             return asked
         return asked.model_copy(update={"step_s": other.step_s, "more_fraction": other.step_s / candidate.step_s - 1})
