@@ -72,7 +72,10 @@ _TRAINERS = (
         "megatron", "megatron.write:export_megatron", "megatron.read:read_megatron",
         runtime="megatron",
     ),
-    Trainer("bridge", "bridge.write:export_bridge"),
+    Trainer(
+        "bridge", "bridge.write:export_bridge", "bridge.read:read_bridge",
+        mark=r'"overrides": \[|run_recipe\.py|run_script\.py',
+    ),
     Trainer(
         "torchtitan", "torchtitan.write:export_torchtitan", "torchtitan.read:read_torchtitan",
         mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[parallelism\]", runtime="torchtitan",

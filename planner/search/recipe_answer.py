@@ -67,7 +67,8 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
     for bundle in BUNDLES:
         needed = [name for name, value in bundle.items() if value in SWITCHES[name].consent]
         if needed and not held & set(bundle) and any(name not in limits.allow for name in needed):
-            yield from _offer(best, "cuda_graph", bundle["cuda_graph"], bundle)
+            name, value = next(iter(bundle.items()))
+            yield from _offer(best, name, value, bundle)
     for dtype in NARROW_DTYPES:
         narrow = pricing.training.model_copy(update={"dtype": dtype})
         is_wide = pricing.training.dtype in ("bf16", "fp16") and dtype not in limits.allow

@@ -27,6 +27,7 @@ BUNDLES: tuple[Recipe, ...] = (
     {"cuda_graph": "attn+moe_router"},
     {"ep_overlap": "delayed"},
     {"ep_overlap": True, "cuda_graph": "moe_router"},
+    {"token_drop": True, "dispatcher": "alltoall"},
     {"cuda_graph": "full_iteration", "nan_checks": False},
     {"cuda_graph": "full_iteration", "nan_checks": False, "dispatcher": "hybridep", "fused_experts": True},
     {
@@ -36,6 +37,9 @@ BUNDLES: tuple[Recipe, ...] = (
 )  # fmt: skip
 """Switches of each bundle beyond the trainer's own values. Tuned recipes of Megatron-Bridge use them so: layer graphs
 on GB200, overlapped exchanges on H100, both for small mixtures, graphs of whole iterations for MXFP8 on Blackwell."""
+FAST_HOST_GB_PER_S = 200.0
+"""Least rate of a host's link, in one direction, from which on layouts are searched whose activations wait on the host:
+above what PCIe has, below NVLink-C2C. All recipes of Megatron-Bridge that offload are for GB200 and GB300."""
 LEAST_GAIN = 5e-4
 """Least share of a step for which a switch leaves the trainer's own value."""
 REPLAN_GAIN = 0.02
@@ -60,7 +64,7 @@ class Recipes:
         base = case.runtime if case.model.moe is None else settled(case.runtime, case.cluster)
         if case.limits.switches == "default":
             return cls(case, base, {})
-        pinned = {*(case.limits.switches or {}), *set_by_hand(case.runtime)}
+        pinned = pinned_by(case)
         has = {name: values for name, values in switches_of(case.runtime).items() if name not in pinned}
         allowed = {name: tuple(v for v in values if _is_allowed(name, v, case)) for name, values in has.items()}
         return cls(case, base, {name: values for name, values in allowed.items() if len(values) > 1})
@@ -73,10 +77,19 @@ class Recipes:
     def starts(self) -> list[RuntimeSpec]:
         """The runtime of each bundle that is legal for the job; the trainer's own comes first."""
         consented = {name: next(iter(SWITCHES[name].consent)) for name in self.free if name in _ONLY_FASTER}
-        bundles = [bundle for bundle in BUNDLES if all(v in self.free.get(name, ()) for name, v in bundle.items())]
+        pinned = pinned_by(self.case)
+        own = [{name: value for name, value in bundle.items() if name not in pinned} for bundle in BUNDLES]
+        bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
         return list(dict.fromkeys(legal)) or [self.base]
+
+    def offloading(self, candidate: Candidate) -> list[RuntimeSpec]:
+        """The candidate's runtime with activations on the host, if the host's link is fast enough to hide that."""
+        if self.case.cluster.hardware.host.link_gb_per_s < FAST_HOST_GB_PER_S:
+            return []
+        others = [self.moved(candidate, {"activation_offload": v}) for v in self.free.get("activation_offload", ())[1:]]
+        return [other.pricing.runtime for other in others if other is not None]
 
     def moves(self, candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
         """Every legal change of one switch of a candidate that has an effect on it, priced on the same layout."""
@@ -160,6 +173,11 @@ _ONLY_FASTER = ("bf16_gradients", "bf16_moments")
 
 def _is_allowed(name: str, value: Value, case: Case) -> bool:
     return value not in SWITCHES[name].consent or name in case.limits.allow
+
+
+def pinned_by(case: Case) -> set[str]:
+    """The switches that the user pinned, or set in the runtime by hand."""
+    return {*(case.limits.switches or {}), *set_by_hand(case.runtime)}
 
 
 def set_by_hand(runtime: RuntimeSpec) -> Iterator[str]:

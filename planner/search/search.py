@@ -66,9 +66,11 @@ def search(case: Case) -> Plan:
     recipes = Recipes.of(case)
     rounds = [find_layouts(case, recipes.starts(), deadline)]
     best = recipes.refined(rounds[0].best, deadline)
-    if best.step_s < rounds[0].best.step_s * (1 - REPLAN_GAIN) and not deadline.passed:
-        # the layout that was best for the bundle may not be so for the moved recipe
-        rounds.append(find_layouts(case, [best.pricing.runtime], deadline, known=best))
+    # the layout that was best for a bundle may not be so for a moved recipe, or for one that frees memory
+    gained = best.step_s < rounds[0].best.step_s * (1 - REPLAN_GAIN)
+    again = [*([best.pricing.runtime] if gained else []), *recipes.offloading(best)]
+    if again and not deadline.passed:
+        rounds.append(find_layouts(case, again, deadline, known=best))
         best = recipes.refined(rounds[1].best, deadline)
     branch = rounds[-1].branch
     branch.keep(best)

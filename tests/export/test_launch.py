@@ -108,10 +108,10 @@ def test_slurm_meets_on_the_first_node(planned: Planned, run: Callable[..., Any]
     assert not any("99" in line for line in directives), "a directive of the model's name"
 
 
-def test_fsdp_unsets_what_the_shell_has(planned: Planned, run: Callable[..., Any]) -> None:
+def test_fsdp_overrides_what_the_shell_has(planned: Planned, run: Callable[..., Any]) -> None:
     plan = planned("llama-3.1-8b", 16, tp=2, zero_stage=3)
     call = run(file_of(plan, "megatron", name="launch.sh"), CUDA_DEVICE_MAX_CONNECTIONS="1")
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in call["env"]
+    assert call["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
 @pytest.mark.parametrize("target", ["megatron", "bridge", "torchtitan", "torch"])

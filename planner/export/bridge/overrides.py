@@ -14,7 +14,11 @@ Overrides = dict[str, Any]
 """Path of a field in the configuration tree to its value."""
 
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+_MOMENTS = {"bf16": "bfloat16", "fp32": "float32"}
+"""Bridge's names of the dtypes of moments."""
 _DDP_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather")
+_PLAIN: Overrides = {"model.cuda_graph_impl": "none", "model.moe_shared_expert_overlap": False}
+"""Switches as recipes of models may not have them, back where Megatron-LM has them unasked."""
 _LATENT_RECIPE: Overrides = {
     "model.rotary_scaling_factor": 1.0,
     "model.moe_router_num_groups": None,
@@ -33,7 +37,6 @@ def bridge_overrides(plan: Plan) -> Overrides:
     """All overrides of a plan. Raises Inexpressible where Megatron-LM or Bridge cannot run it."""
     arguments = megatron_arguments(plan)
     objections = Objections("bridge", [], "export to megatron")
-    objections.when(plan.runtime_spec.cuda_graphs, "cuda_graphs", "the modules to capture cannot be overridden")
     model = plan.model.spec
     objections.when(
         model.position_embedding == "learned" and model.max_position_embeddings != plan.training.seq_length,
@@ -41,7 +44,7 @@ def bridge_overrides(plan: Plan) -> Overrides:
         f"its table has seq_length {plan.training.seq_length} rows, the model's {model.max_position_embeddings}",
     )
     objections.raise_any()
-    overrides: Overrides = {}
+    overrides: Overrides = dict(_PLAIN) if model.mla is None else _PLAIN | _LATENT_RECIPE
     for option, value in arguments.items():
         if option in SAME:
             overrides[SAME[option]] = list(value) if isinstance(value, tuple) else value
@@ -75,20 +78,35 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         "ddp.overlap_param_gather": overlaps,
         "ddp.align_param_gather": overlaps and layout.vpp > 1,
         **_kernels(plan, arguments),
+        **_of_switches(arguments),
         **{f"model.{name}": arguments.get(f"--{name.replace('_', '-')}") for name in _RECOMPUTE},
     }
     if "--pipeline-model-parallel-layout" not in arguments:
         overrides["model.pipeline_model_parallel_layout"] = None
     if model.mla is not None:
-        overrides |= _LATENT_RECIPE | _instead_of_deepseek(plan, arguments, overrides)
+        overrides |= _instead_of_deepseek(plan, arguments, overrides)
     if isinstance(modules := arguments.get("--recompute-modules"), tuple):
         overrides["model.recompute_modules"] = list(modules)
     if model.sliding_window is not None:
         overrides["model.window_size"] = [model.sliding_window - 1, 0]
     if model.moe is not None or model.mla is not None:  # the recipe of the latter has experts
         overrides["model.moe_layer_freq"] = [int(kind.mlp == "moe") for kind in model.layers]
-    if model.moe is not None:
-        overrides["model.moe_shared_expert_overlap"] = False
+    return overrides
+
+
+def _of_switches(arguments: Arguments) -> Overrides:
+    """Fields that a switch sets beside those that stand for its options: random numbers of graphs, checks, dtypes."""
+    has_graphs = arguments.get("--cuda-graph-impl", "none") != "none"
+    checks_nan = "--no-check-for-nan-in-loss-and-grad" not in arguments
+    overrides: Overrides = {
+        "rerun_state_machine.check_for_nan_in_loss": checks_nan,
+        "ddp.check_for_nan_in_grad": checks_nan,
+    }
+    if has_graphs:
+        overrides |= dict.fromkeys(("model.use_te_rng_tracker", "rng.te_rng_tracker"), True)
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if (dtype := arguments.get(f"--{name.replace('_', '-')}")) is not None:
+            overrides[f"optimizer.{name}"] = _MOMENTS[str(dtype)]
     return overrides
 
 
@@ -159,4 +177,5 @@ def _instead_of_deepseek(plan: Plan, arguments: Arguments, overrides: Overrides)
         "model.moe_router_load_balancing_type": arguments.get("--moe-router-load-balancing-type", "aux_loss"),
         "comm_overlap.tp_comm_overlap": "--tp-comm-overlap" in arguments,
         "comm_overlap.overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm" in arguments,
+        "comm_overlap.delay_wgrad_compute": "--delay-wgrad-compute" in arguments,
     }

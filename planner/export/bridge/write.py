@@ -9,7 +9,7 @@ from planner.answer import Plan
 from planner.export.bridge.overrides import bridge_overrides
 from planner.export.common.header import header
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
-from planner.export.megatron.arguments import environment, forbidden_environment
+from planner.export.megatron.recipe import environment
 from planner.export.megatron.write import notes_on_options
 
 WRITTEN_FOR = "Megatron-Bridge 0.7.0"
@@ -38,7 +38,6 @@ def export_bridge(plan: Plan) -> TrainerFiles:
         arguments={"--recipe": recipe, "--mode": "pretrain", "--dataset": "mock"},
         words=tuple(words),
         environment=variables,
-        forbidden=forbidden_environment(plan),
         setup=('export BRIDGE_PATH="${BRIDGE_PATH:-$PWD}"',),
         comments=comments,
     )

@@ -59,7 +59,7 @@ def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
 
 def broken_rules(rules: Iterable[Rule], plan: Plan) -> list[Reason]:
     """The rules of a trainer that the plan's shape breaks."""
-    shape = _shape_of(plan.parallelism, plan.training.seq_length)
+    shape = shape_of(plan.parallelism, plan.training.seq_length)
     model, training = plan.model.spec, plan.training
     return [
         Reason(rule.reason, rule.message(model, training, shape))
@@ -68,7 +68,7 @@ def broken_rules(rules: Iterable[Rule], plan: Plan) -> list[Reason]:
     ]
 
 
-def _shape_of(layout: Layout, seq_length: int) -> Shape:
+def shape_of(layout: Layout, seq_length: int) -> Shape:
     """The plan's sizes as the rules take them."""
     return Shape(
         tp=layout.tp,

@@ -33,8 +33,6 @@ class LaunchCommand:
     words: tuple[str, ...] = ()
     """Arguments behind the named ones."""
     environment: dict[str, str] = field(default_factory=dict)
-    forbidden: tuple[str, ...] = ()
-    """Variables to unset."""
     setup: tuple[str, ...] = ()
     """Shell lines to run before."""
     comments: str = ""

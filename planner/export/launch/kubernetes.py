@@ -62,7 +62,6 @@ def _pod(name: str, command: LaunchCommand, run: str, gpus: int) -> dict[str, An
     script = "\n".join(
         [
             "set -euo pipefail",
-            *(f"unset {variable}" for variable in command.forbidden),
             *command.setup,
             f'{run} {command.program} "$@"',
         ]

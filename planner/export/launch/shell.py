@@ -12,9 +12,8 @@ ADDRESS = 'export PLAN_DIR MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="
 
 
 def prologue(command: LaunchCommand) -> list[str]:
-    """Lines that set and unset variables, prepare, and fill ARGUMENTS."""
+    """Lines that set variables, prepare, and fill ARGUMENTS."""
     lines = [f"export {name}={shell_words([value])}" for name, value in command.environment.items()]
-    lines += [f"unset {name}" for name in command.forbidden]
     lines += command.setup
     if command.arguments or command.words:
         lines.append(shell_array("ARGUMENTS", command.arguments, command.words))

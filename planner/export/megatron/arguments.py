@@ -9,29 +9,23 @@ from collections.abc import Iterator
 
 from planner.answer import Plan
 from planner.export.common.arguments import Arguments
+from planner.export.common.recipe import broken_rules_of_recipe, unspelled
 from planner.export.common.recompute import block_size, check_recompute
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, is_even, is_looped, virtual_stages
 from planner.export.megatron.layout_string import layout_string
 from planner.export.megatron.model import model_arguments
-from planner.export.megatron.runtime import (
-    data_parallel,
-    ep_overlap_obstacle,
-    expert_exchange,
-    is_fsdp,
-    kernels,
-    nvlink_topology,
-    overlaps_ep,
-    precision,
-)
+from planner.export.megatron.recipe import switch_arguments
+from planner.export.megatron.runtime import data_parallel, is_fsdp, kernels, precision
+from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 
 WRITTEN_FOR = "Megatron-LM core 0.20.0"
 _SCHEDULES = ("1f1b", "interleaved-1f1b", "none")
 _RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
-_NEEDS_NO_CONNECTION_LIMIT = ("blackwell", "rubin")
-"""Architectures on which CUDA_DEVICE_MAX_CONNECTIONS no longer orders communication before compute."""
+GC_INTERVAL_STEPS = 100
+"""Steps between collections of Python's garbage, which all ranks do at once (Megatron-Bridge's recipes)."""
 
 
 def megatron_arguments(plan: Plan) -> Arguments:
@@ -51,28 +45,9 @@ def megatron_arguments(plan: Plan) -> Arguments:
         **precision(plan),
         **_recompute(plan, stages),
         **kernels(plan),
-        **expert_exchange(plan),
+        **switch_arguments(plan),
         **_run(plan),
     }
-
-
-def environment(plan: Plan) -> dict[str, str]:
-    """Environment variables the arguments require.
-
-    CUDA_DEVICE_MAX_CONNECTIONS orders communication before compute where it is 1, lets exchanges of experts run beside
-    compute where it is large, and must be unset under FSDP. HybridEP is told which ranks NVLink joins.
-    """
-    layout, variables = plan.parallelism, nvlink_topology(plan)
-    if is_fsdp(plan) or plan.cluster.hardware.architecture.lower() in _NEEDS_NO_CONNECTION_LIMIT:
-        return variables
-    if layout.tp > 1 or layout.cp > 1:
-        return variables | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return variables | ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if overlaps_ep(plan) else {})
-
-
-def forbidden_environment(plan: Plan) -> tuple[str, ...]:
-    """Variables that must not be set, whatever the user's shell has."""
-    return ("CUDA_DEVICE_MAX_CONNECTIONS",) if is_fsdp(plan) else ()
 
 
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
@@ -93,16 +68,8 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections.when(
         is_fsdp(plan) and layout.pp > 1, "zero_stage", f"FSDP (zero_stage {layout.zero_stage}) at pp {layout.pp}"
     )
-    objections.when(
-        overlaps_ep(plan) and ep_overlap_obstacle(plan),
-        "ep_overlap",
-        f"it overlaps no ep exchanges {ep_overlap_obstacle(plan)}",
-    )
-    objections.when(
-        layout.vpp > 1 and layout.pp == 2 and not runtime.interleaved_p2p_overlap,
-        "p2p_overlap",
-        "interleaving at pp 2 needs overlapped sends and receives",
-    )
+    objections.reasons += broken_rules_of_recipe(plan)
+    objections.reasons += unspelled(plan, SWITCH_OPTIONS, "Megatron core")
     for module, obstacle in _unknown_modules(plan):
         objections.when(True, "recompute_modules", f"{module} {obstacle}")
     objections.raise_any()
@@ -130,8 +97,6 @@ def _grid(plan: Plan) -> Arguments:
     }
     if layout.tp > 1 and layout.sequence_parallel:
         arguments["--sequence-parallel"] = True
-    if layout.cp > 1:
-        arguments["--cp-comm-type"] = plan.runtime_spec.cp_comm_type
     if plan.model.spec.moe is not None:
         # the default would be tp
         arguments["--expert-model-parallel-size"] = layout.ep
@@ -148,8 +113,6 @@ def _pipeline(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
         arguments["--pipeline-model-parallel-layout"] = layout_string(stages, plan.model.spec.num_nextn_predict_layers)
     elif layout.vpp > 1:
         arguments["--num-virtual-stages-per-pipeline-rank"] = layout.vpp
-    if layout.vpp > 1 and not plan.runtime_spec.interleaved_p2p_overlap:
-        arguments["--no-overlap-p2p-communication"] = True
     return arguments
 
 
@@ -185,6 +148,8 @@ def _run(plan: Plan) -> Arguments:
         "--min-lr": 1e-5,
         "--log-interval": 1,
         "--log-throughput": True,
+        "--manual-gc": True,
+        "--manual-gc-interval": GC_INTERVAL_STEPS,
         "--mock-data": True,
         "--tokenizer-type": "NullTokenizer",
     }

@@ -25,11 +25,16 @@ def read_megatron(text: str) -> ImportedRun:
     options = options_of(script.words) or options_of(words_of_variables)
     if "--num-layers" not in options and "--tensor-model-parallel-size" not in options:
         raise SpecError("the script passes no Megatron-LM arguments", "give the script that calls pretrain_gpt.py")
-    model, layout = read_model(options), read_layout(options)
+    return run_of(options, script, "megatron")
+
+
+def run_of(options: Options, script: Script, source: str) -> ImportedRun:
+    """The run that Megatron-LM's options describe; a model that they do not name is left to the user."""
+    layout = read_layout(options)
     imported = ImportedRun(
-        "megatron",
+        source,
         {
-            "model": model,
+            "model": read_model(options) if "--num-layers" in options else None,
             "num_gpus": _num_gpus(options, script),
             "gpus_per_node": number(options, "--nproc-per-node"),
             "runtime": "megatron",

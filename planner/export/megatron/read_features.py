@@ -1,37 +1,27 @@
-"""Precision, and the overlaps, fusions and kernels that Megatron-LM's arguments switch on or off."""
+"""Precision, and the switches, fusions and kernels that Megatron-LM's arguments switch on or off."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from planner.export.common.recipe import canonical
+from planner.export.common.spelling import read_switches
 from planner.export.megatron.options import Options, text
+from planner.export.megatron.switches import SWITCH_OPTIONS, SWITCHING
 
-_SWITCHES: dict[str, tuple[str, Any]] = {
-    "--overlap-grad-reduce": ("overlap_grad_reduce", True),
-    "--overlap-param-gather": ("overlap_param_gather", True),
-    "--tp-comm-overlap": ("tp_comm_overlap", True),
-    "--overlap-moe-expert-parallel-comm": ("ep_overlap", True),
-    "--cross-entropy-loss-fusion": ("cross_entropy_fusion", True),
-    "--enable-cuda-graph": ("cuda_graph", True),
-    "--external-cuda-graph": ("cuda_graph", True),
+_OF_MIXTURES = ("dispatcher", "shared_expert_overlap", "fused_experts", "ep_overlap", "token_drop")
+_OTHERS: dict[str, tuple[str, Any]] = {
     "--accumulate-allreduce-grads-in-fp32": ("fp32_grad_accum", True),
-    "--grad-reduce-in-bf16": ("fp32_grad_accum", False),
-    "--no-overlap-p2p-communication": ("p2p_overlap", False),
     "--use-flash-attn": ("flash_attention", True),
     "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
+    "--fp8-output-proj": ("fp8_output_proj", True),
+    "--no-bias-swiglu-fusion": ("activation_fusion", False),
+    "--no-bias-gelu-fusion": ("activation_fusion", False),
 }
-"""Option to the feature it sets and the value it sets it to."""
-_VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "--cuda-graph-impl": ("cuda_graph", lambda value: value if value == "transformer_engine" else value != "none"),
-    "--cp-comm-type": ("cp_comm_type", lambda value: {"allgather": "all_gather"}.get(value, value)),
-    "--moe-token-dispatcher-type": ("dispatcher", str),
-    "--attention-backend": ("flash_attention", lambda value: value not in ("unfused", "local")),
-}
-"""Option to the feature it sets, and the feature's value from the option's."""
-FEATURE_OPTIONS = frozenset({*_SWITCHES, *_VALUES}) | {
-    "--hidden-dropout", "--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format", "--fp4-recipe",
-    "--fp8-hybrid", "--fp8-e4m3",
+"""Option to the feature it sets, and the value it sets it to."""
+FEATURE_OPTIONS = SWITCHING | frozenset(_OTHERS) | {
+    "--hidden-dropout", "--attention-backend", "--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format",
+    "--fp4-recipe", "--fp8-hybrid", "--fp8-e4m3",
 }  # fmt: skip
 
 
@@ -46,15 +36,19 @@ def read_dtype(options: Options) -> str:
 
 def read_features(options: Options) -> dict[str, Any]:
     """A run's features; those that no option names are as Megatron-LM has them unasked."""
-    features: dict[str, Any] = {"overlap_grad_reduce": False, "overlap_param_gather": False}
-    features["cross_entropy_fusion"] = "--cross-entropy-loss-fusion" in options
-    features["tp_comm_overlap"] = features["ep_overlap"] = features["cuda_graph"] = False
+    found = {name: words or True for name, words in options.items()}
+    features: dict[str, Any] = canonical(read_switches(SWITCH_OPTIONS, found))
+    if features.get("cp_comm_type") == "allgather":
+        features["cp_comm_type"] = "all_gather"
+    if "--num-experts" in options:
+        features.setdefault("dispatcher", "allgather")
+    else:
+        features = {name: value for name, value in features.items() if name not in _OF_MIXTURES}
+    if read_dtype(options) == "fp16":
+        # gradients of fp16 are 16 bits wide unless they are asked to be 32
+        del features["bf16_gradients"]
     # Megatron-LM drops a tenth of the activations unless told otherwise
     features["dropout"] = text(options, "--hidden-dropout", "0.1").strip("0.") != ""
-    if "--num-experts" in options:
-        features["dispatcher"] = "allgather"
-    features |= {name: value for option, (name, value) in _SWITCHES.items() if option in options}
-    features |= {
-        name: convert(text(options, option)) for option, (name, convert) in _VALUES.items() if option in options
-    }
-    return features
+    if "--attention-backend" in options:
+        features["flash_attention"] = text(options, "--attention-backend") not in ("unfused", "local")
+    return features | {name: value for option, (name, value) in _OTHERS.items() if option in options}

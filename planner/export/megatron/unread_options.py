@@ -14,15 +14,15 @@ _IGNORED = re.compile(
     r"|use-checkpoint|override-opt|log-|logging|tensorboard|wandb|timing|profile|use-pytorch-profiler|record-memory"
     r"|eval-|train-iters|train-samples|lr|min-lr|weight-decay|adam-|clip-grad|sgd|decoupled|start-weight|end-weight"
     r"|init-method|seed|num-workers|dataloader|reset-|eod-|mmap|create-attention|distributed-backend|distributed-timeout"
-    r"|manual-gc|empty-unused|check-for-nan|rerun|initial-loss|loss-scale|min-loss|hysteresis|use-mcore|use-legacy"
+    r"|manual-gc|empty-unused|check-for-nan|rerun|cuda-graph-warmup|overlap-cpu|initial-loss|loss-scale|min-loss|hysteresis|use-mcore|use-legacy"
     r"|rotary|rope|use-rope|mscale|yarn|beta-|norm-epsilon|layernorm-epsilon|apply-layernorm|attention-softmax"
     r"|moe-router-(load|score|group|num-groups|topk-scaling|bias|dtype|pre-softmax|enable|force|fusion)|moe-aux|moe-z"
     r"|moe-grouped|moe-permute|moe-use|mtp-loss|step-batch|rampup|calculate|te-rng|high-priority|nccl|enable-exp"
     r"|deterministic|one-logger|app-tag|use-persistent|local-rank|lazy|transformer-impl|attention-dropout"
     r"|max-position|make-vocab|vocab-extra|micro-batch-size-per|bias-|masked-softmax|persist"
-    r"|optimizer$|wgrad|defer|align|ddp-|use-cpu|exp-avg|main-|use-precision|fp8-amax|fp8-margin|fp8-interval"
+    r"|optimizer$|wgrad|defer|align|ddp-|use-cpu|main-|fp8-amax|fp8-margin|fp8-interval"
     r"|fp8-param|fp4-param|reuse-grad"
-    r"|cross-entropy-fusion|moe-flex|moe-enable-deepep|moe-deepep|moe-shared-expert-overlap|use-tp-pp)"
+    r"|moe-(flex-dispatcher-num|hybridep|deepep|paged-stash|expert-rank-capacity|pad-expert|single-grouped)|use-tp-pp)"
 )
 """Options that change what is learned, written or logged, not how long a step takes."""
 

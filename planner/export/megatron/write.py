@@ -10,8 +10,9 @@ from planner.answer import Plan
 from planner.export.common.arguments import Arguments
 from planner.export.common.header import header
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
-from planner.export.megatron.arguments import WRITTEN_FOR, environment, forbidden_environment, megatron_arguments
+from planner.export.megatron.arguments import WRITTEN_FOR, megatron_arguments
 from planner.export.megatron.model import ROTARY_BASE, rotary_base
+from planner.export.megatron.recipe import environment
 from planner.specs.units import GIB
 
 _OPTIONS_FILE = "megatron.yaml"
@@ -36,7 +37,6 @@ def export_megatron(plan: Plan) -> TrainerFiles:
         program='"$MEGATRON_PATH"/pretrain_gpt.py',
         arguments=arguments,
         environment=environment(plan),
-        forbidden=forbidden_environment(plan),
         setup=('export MEGATRON_PATH="${MEGATRON_PATH:-$PWD}"',),
         comments=comments,
     )

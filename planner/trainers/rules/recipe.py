@@ -181,6 +181,10 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         lambda s: s.runtime.gradient_overlap_fraction > 0 or s.runtime.parameter_overlap_fraction == 0,
     ),
     _shape(
+        "p2p_overlap", "must be true where pp is 2 and stages interleave",
+        lambda s, shape: (np.asarray(shape.pp) != 2) | (np.asarray(shape.vpp) == 1) | s.runtime.interleaved_p2p_overlap,
+    ),
+    _shape(
         "optimizer_offload", "needs a sharded optimizer (ZeRO-1 and above)",
         lambda s, shape: (np.asarray(shape.zero_stage) >= 1) | (s.runtime.optimizer_offload_fraction == 0),
     ),

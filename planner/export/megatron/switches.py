@@ -1,0 +1,105 @@
+"""Megatron-LM's options for each value of each switch, and the versions of Megatron core that spell it so.
+
+Read from the parsers of the branches core_r0.14.0 to core_r0.19.0 and of main (0.20.0, August 2026).
+"""
+
+from __future__ import annotations
+
+from planner.export.common.spelling import IS_SET, ITSELF, MODULES, SHARE, Spelling
+
+CAPACITY = 1.5
+"""Room of a rank for tokens of its experts, over the mean: the recipes of Megatron-Bridge for DeepSeek-V3 and Qwen3."""
+DROP_CAPACITY = 1.0
+"""Room of an expert for tokens, over the mean, where it drops the others."""
+INTERLEAVE = 32
+"""Columns of gate and up projections that lie beside each other in the fused kernel (Megatron-Bridge's recipes)."""
+
+_WHOLE = "full_iteration"
+_MODULES = {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": MODULES}
+_MODULES_AS_SCOPE = {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-scope": MODULES}
+_FLEX = {"--moe-token-dispatcher-type": "flex"}
+_FUSED_EXPERTS = {"--use-transformer-engine-op-fuser": True, "--moe-mlp-glu-interleave-size": INTERLEAVE}
+_PRECISION_AWARE = {"--use-precision-aware-optimizer": True}
+
+SWITCH_OPTIONS: tuple[Spelling, ...] = (
+    Spelling("ep_overlap", False),
+    Spelling("ep_overlap", True, {"--overlap-moe-expert-parallel-comm": True}),
+    Spelling("ep_overlap", "delayed", {"--overlap-moe-expert-parallel-comm": True, "--delay-wgrad-compute": True}),
+    Spelling("cuda_graph", "none"),
+    Spelling("cuda_graph", _WHOLE, {"--cuda-graph-impl": _WHOLE}, since="0.18"),
+    Spelling(
+        "cuda_graph", _WHOLE, {"--cuda-graph-impl": "local", "--cuda-graph-scope": _WHOLE}, since="0.15", before="0.18"
+    ),
+    Spelling("cuda_graph", _WHOLE, {"--enable-cuda-graph": True, "--cuda-graph-scope": _WHOLE}, before="0.15"),
+    Spelling("cuda_graph", None, _MODULES, since="0.18"),
+    Spelling("cuda_graph", None, _MODULES_AS_SCOPE, since="0.16", before="0.18"),
+    # before 0.16 a graph is of attention or of whole layers
+    Spelling("cuda_graph", "attn", _MODULES_AS_SCOPE, since="0.15", before="0.16"),
+    Spelling("cuda_graph", "attn", {"--external-cuda-graph": True, "--cuda-graph-scope": "attn"}, before="0.15"),
+    *(
+        Spelling("cuda_graph", _WHOLE, settings, is_read_only=True)
+        for settings in ({"--enable-cuda-graph": True}, {"--external-cuda-graph": True}, {"--cuda-graph-impl": "local"})
+    ),
+    Spelling("cuda_graph", None, {"--cuda-graph-impl": ITSELF}, is_read_only=True),
+    Spelling("nan_checks", True),
+    Spelling("nan_checks", False, {"--no-check-for-nan-in-loss-and-grad": True}),
+    Spelling("fused_experts", False),
+    Spelling("fused_experts", True, _FUSED_EXPERTS, since="0.18"),
+    Spelling("fused_experts", True, {"--use-transformer-engine-op-fuser": True}, is_read_only=True),
+    Spelling("dispatcher", "allgather", {"--moe-token-dispatcher-type": "allgather"}),
+    Spelling("dispatcher", "alltoall", {"--moe-token-dispatcher-type": "alltoall"}),
+    Spelling("dispatcher", "deepep", _FLEX | {"--moe-flex-dispatcher-backend": "deepep"}, since="0.16"),
+    Spelling("dispatcher", "deepep", _FLEX | {"--moe-enable-deepep": True}, before="0.16"),
+    Spelling("dispatcher", "hybridep", _FLEX | {"--moe-flex-dispatcher-backend": "hybridep"}, since="0.16"),
+    Spelling("dispatcher", "deepep", _FLEX, is_read_only=True),
+    Spelling("shared_expert_overlap", False),
+    Spelling("shared_expert_overlap", True, {"--moe-shared-expert-overlap": True}),
+    Spelling("tp_comm_overlap", False),
+    Spelling("tp_comm_overlap", True, {"--tp-comm-overlap": True}),
+    Spelling("overlap_grad_reduce", False),
+    Spelling("overlap_grad_reduce", True, {"--overlap-grad-reduce": True}),
+    Spelling("overlap_param_gather", False),
+    Spelling("overlap_param_gather", True, {"--overlap-param-gather": True}),
+    Spelling("p2p_overlap", True),
+    Spelling("p2p_overlap", False, {"--no-overlap-p2p-communication": True}),
+    Spelling("cp_comm_type", None, {"--cp-comm-type": ITSELF}),
+    Spelling("cross_entropy_fusion", False),
+    Spelling("cross_entropy_fusion", True, {"--cross-entropy-loss-fusion": True}, is_read_only=True),
+    # the parser refuses Transformer Engine's own
+    Spelling(
+        "cross_entropy_fusion", True, {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "native"}
+    ),
+    Spelling("bf16_gradients", False),
+    Spelling("bf16_gradients", True, {"--grad-reduce-in-bf16": True}),
+    Spelling("bf16_moments", False),
+    Spelling(
+        "bf16_moments", True, _PRECISION_AWARE | {"--exp-avg-dtype": "bf16", "--exp-avg-sq-dtype": "bf16"}
+    ),
+    Spelling("optimizer_offload", 0.0),
+    Spelling(
+        "optimizer_offload", None,
+        _PRECISION_AWARE | {
+            "--optimizer-cpu-offload": True, "--optimizer-offload-fraction": SHARE,
+            "--overlap-cpu-optimizer-d2h-h2d": True,
+        },
+    ),
+    Spelling("optimizer_offload", 1.0, {"--optimizer-cpu-offload": True}, is_read_only=True),
+    Spelling(
+        "optimizer_offload", None, {"--optimizer-cpu-offload": True, "--optimizer-offload-fraction": SHARE},
+        is_read_only=True,
+    ),
+    Spelling("activation_offload", "none"),
+    Spelling(
+        "activation_offload", None, {"--fine-grained-activation-offloading": True, "--offload-modules": MODULES},
+        since="0.16",
+    ),
+    Spelling("token_drop", False),
+    Spelling(
+        "token_drop", True,
+        {"--moe-expert-capacity-factor": DROP_CAPACITY, "--moe-pad-expert-input-to-capacity": True},
+    ),
+    Spelling("token_drop", None, {"--moe-expert-capacity-factor": IS_SET}, is_read_only=True),
+)  # fmt: skip
+"""The table that the exporter and the importer share."""
+SWITCHING = frozenset(name for row in SWITCH_OPTIONS for name in row.settings)
+"""All options that say a switch."""
