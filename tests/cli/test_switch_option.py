@@ -16,6 +16,7 @@ from planner.trainers.switches import written
 
 MIXTURE = ["--model", "qwen3-30b", "--gpus", "64", "--hardware", "gb200", "-s", "4096", "-b", "512"]
 LAYOUT = ["--ep", "32"]
+_SIZES = ("tp", "cp", "pp", "vpp", "dp", "ep", "micro_batch_size", "zero_stage", "schedule")
 DENSE = ["--model", "8b", "--gpus", "8"]
 
 
@@ -121,13 +122,13 @@ def test_pins_and_consent_reach_the_search() -> None:
 
 def test_a_plans_layout_with_its_recipe_has_the_plans_step(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--model", "qwen3-30b", "--gpus", "16"]
-    assert main([*job, "--pp", "1", "--tp", "1", "--top", "1", "--json"]) == 0
+    assert main([*job, "--pp", "2", "--tp", "2", "--ep", "8", "--top", "1", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     layout, recipe = best["parallelism"], best["recipe"]
-    sizes = [
-        f"--{axis.replace('_', '-')}={layout[axis]}" for axis in ("tp", "cp", "pp", "dp", "ep", "micro_batch_size")
-    ]
+    sizes = [f"--{axis.replace('_', '-')}={layout[axis]}" for axis in _SIZES]
     ways = ["--recompute", layout["recompute"]]
+    if num_layers := best["stages"][0]["recompute"].get("full"):
+        ways += ["--recompute-num-layers", str(num_layers)]
     if layout["recompute_modules"]:
         ways += ["--recompute-modules", ",".join(layout["recompute_modules"])]
     switches = ",".join(f"{name}={written(value)}" for name, value in recipe.items())
