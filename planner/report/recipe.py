@@ -83,7 +83,7 @@ def _lines(layout: PricedLayout, variables: Mapping[str, str]) -> Iterator[Line]
     if layout.offers:
         yield "consent", _some([says_offer(offer, layout.step.step_s) for offer in layout.offers], "; ", 2)
     if variables:
-        yield "env", _some([f"{name}={value}" for name, value in variables.items()], ", ", 1, "in the exported files")
+        yield "env", _some([f"{name}={value}" for name, value in variables.items()], ", ", 1, "exported")
 
 
 def _on(layout: PricedLayout) -> list[str]:
@@ -98,7 +98,7 @@ def _on(layout: PricedLayout) -> list[str]:
 
 
 def _some(texts: Sequence[str], between: str, num_lines: int, others: str = "in --json") -> str:
-    """As many of the texts as fit in some lines of a terminal, the first in any case, and how many `others` there are."""
+    """As many of the texts as fit in some lines, the first in any case, and how many more there are elsewhere."""
     shown = list(texts[:1])
     for text in texts[1:]:
         left = len(texts) - len(shown)
