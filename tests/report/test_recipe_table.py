@@ -44,7 +44,7 @@ def test_values_stand_below_the_chosen_one_with_what_they_cost(make_plan: object
         worth("nan_checks", True, other("nan_checks", False, rule="nan_checks goes with nothing")),
     )  # fmt: skip
     assert "ep_overlap delayed true 21.00 s +5.0% false 24.00 s +20.0% of this layout" in text
-    assert "full_iteration 19.00 s -5.0% with" in text
+    assert "full_iteration 19.00 s -5.0% of this layout" in text
     assert "no nan_checks: nan_checks goes with nothing" in text
 
 
