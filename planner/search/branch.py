@@ -259,10 +259,12 @@ class Branch:
     def _solve_program(self, node: Open, choice: RecomputeChoice) -> float:
         """Solve the integer program, replay its split and keep the fastest candidate of its key; the solver's bound."""
         bound, pricing, table = np.inf, node.pricing, self._table(node)
+        # the program knows nothing of the seconds that every split of the shape takes
+        tail_s = float(table.tail_s)
         short_bytes: list[float] = []
         for _ in range(MAX_TRIES):
             cutoff = self.cutoff_s(self.limits.gap_fraction)
-            problem = node_of(pricing, table, choice, node.schedule, short_bytes, cutoff)
+            problem = node_of(pricing, table, choice, node.schedule, short_bytes, cutoff - tail_s)
             if self.slack is not None:
                 problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
             self.num_ilps += 1
@@ -279,8 +281,9 @@ class Branch:
             if solution is None:
                 bound = min(bound, cutoff)
                 break
-            bound = min(bound, solution.bound_s)
-            if solution.bound_s >= self.cutoff_s(0.0):
+            bound_s = solution.bound_s + tail_s
+            bound = min(bound, bound_s)
+            if bound_s >= self.cutoff_s(0.0):
                 break
             variants = (solution, *with_shorter_chunks(problem, solution))
             splits = [split_of(pricing, problem, variant) for variant in variants]
