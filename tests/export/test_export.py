@@ -102,7 +102,7 @@ def test_targets_are_listed_once() -> None:
     assert len(set(TARGETS)) == len(TARGETS)
     assert {"megatron", "bridge", "torchtitan", "torch", "deepspeed"} == set(TRAINERS)
     assert {"torchrun", "slurm", "kubernetes"} == set(LAUNCHERS)
-    assert {"megatron", "torchtitan", "deepspeed"} == set(SOURCES)
+    assert {"megatron", "bridge", "torchtitan", "deepspeed"} == set(SOURCES)
 
 
 @pytest.mark.parametrize("target", [*TRAINERS.values(), *LAUNCHERS.values()], ids=lambda target: target.name)

@@ -10,12 +10,14 @@ import pytest
 
 from planner.answer import Plan
 from planner.export.common.recipe import recipe_of, setting_of
+from planner.export.common.refusal import Inexpressible
+from planner.export.common.spelling import spelling_of
 from planner.export.export import bundle_of
 from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.export.read import read_configuration
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
-from planner.trainers.load import load_runtime, switches_of
+from planner.trainers.load import load_runtime, since_of, switches_of, versions_of
 from planner.trainers.rules.recipe import broken_recipe_rules
 from planner.trainers.switches import SWITCHES
 
@@ -55,6 +57,10 @@ def some_recipe(planned: Planned, job: str, seed: int) -> Plan:
     raise AssertionError(f"{rule.switch} {rule.says}: {features}")
 
 
+def text_of(plan: Plan, target: str, name: str) -> str:
+    return next(file.text for file in bundle_of(plan, [target]).files if file.name == name)
+
+
 def read_back(plan: Plan, target: str) -> Plan:
     """The plan's export to a target, imported and priced again."""
     hardware = plan.cluster.hardware.name
@@ -75,3 +81,41 @@ def test_legal_recipes_come_back(planned: Planned, target: str, job: str, seed: 
     assert recipe_of(again, SWITCH_OPTIONS) == recipe_of(plan, SWITCH_OPTIONS)
     assert again.step.step_s == pytest.approx(plan.step.step_s, rel=1e-9)
     assert [s.memory.total_bytes for s in again.stages] == [s.memory.total_bytes for s in plan.stages]
+
+
+VERSIONS = versions_of(load_runtime("megatron"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", switches_of(load_runtime("megatron")))
+def test_a_version_has_words_for_the_values_that_it_has(name: str, version: str) -> None:
+    megatron = load_runtime("megatron")
+    for value in switches_of(megatron)[name]:
+        since = since_of(megatron, name, value)
+        is_there = not since or VERSIONS.index(since) <= VERSIONS.index(version)
+        modules = (SWITCHES[name].fields_of(value) or {}).get("graphed_modules", ())
+        words = spelling_of(SWITCH_OPTIONS, name, "+".join(modules) or value, version)
+        # a value without words is that of a trainer which is told nothing
+        assert words == {} or (words is not None) == is_there, f"{name}={value} in {version}"
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("", {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": ("attn", "moe_router")}),
+        ("0.18", {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": ("attn", "moe_router")}),
+        ("0.17", {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-scope": ("attn", "moe_router")}),
+        ("0.15", None),
+    ],
+)
+def test_a_version_s_own_words(version: str, words: dict[str, Any] | None) -> None:
+    assert spelling_of(SWITCH_OPTIONS, "cuda_graph", "attn+moe_router", version) == words
+
+
+def test_a_value_that_a_version_lacks_is_refused_by_name(planned: Planned) -> None:
+    plan = planned("qwen3-30b-a3b", 16, ep=16, features={"cuda_graph": "moe_router", "dispatcher": "deepep"})
+    old = plan.model_copy(update={"runtime_spec": plan.runtime_spec.model_copy(update={"version": "0.15"})})
+    with pytest.raises(Inexpressible, match=r"cuda_graph: Megatron core 0\.15 has no cuda_graph=moe_router"):
+        bundle_of(old, "megatron")
+    newer = plan.model_copy(update={"runtime_spec": plan.runtime_spec.model_copy(update={"version": "0.16"})})
+    assert "--cuda-graph-scope moe_router moe_preprocess" in text_of(newer, "megatron", "launch.sh")

@@ -114,6 +114,39 @@ def test_fsdp_overrides_what_the_shell_has(planned: Planned, run: Callable[..., 
     assert call["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
+@pytest.mark.parametrize(("torch_is_new", "binds"), [(True, True), (False, False)])
+@pytest.mark.parametrize("name", ["launch.sh", "launch.sbatch"])
+def test_ranks_are_bound_to_cpus_where_that_is_possible(
+    planned: Planned, run: Callable[..., Any], tmp_path: Path, name: str, torch_is_new: bool, binds: bool
+) -> None:
+    for tool, status in (("numactl", 0), ("python3", 0 if torch_is_new else 1)):
+        (tmp_path / "tools" / tool).write_text(f"#!/usr/bin/env bash\nexit {status}\n")
+        (tmp_path / "tools" / tool).chmod(0o755)
+    call = run(file_of(planned("llama-3.1-8b", 16), "megatron", name=name))
+    assert (call["argv"][1:3] == ["--numa-binding", "node"]) == binds
+    assert call["env"].get("NCCL_IGNORE_CPU_AFFINITY") == ("1" if binds else None)
+
+
+@pytest.mark.parametrize(("found", "starts"), [("0.16.2", True), ("0.20.0", False), ("0.160.0", False)])
+def test_a_checkout_of_another_version_is_not_started(
+    planned: Planned, tmp_path: Path, found: str, starts: bool
+) -> None:
+    plan = planned("llama-3.1-8b", 8)
+    plan = plan.model_copy(update={"runtime_spec": plan.runtime_spec.model_copy(update={"version": "0.16"})})
+    script = tmp_path / "launch.sh"
+    script.write_text(file_of(plan, "megatron", name="launch.sh").text)
+    (tmp_path / "megatron/core").mkdir(parents=True)
+    (tmp_path / "megatron/core/package_info.py").write_text(f'__version__ = "{found}"\n')
+    (tmp_path / "torchrun").write_text("#!/usr/bin/env bash\necho started\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MEGATRON_PATH": str(tmp_path)}
+    done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.stdout == "started\n") == starts
+    if not starts:
+        assert done.stderr == f"the options are for Megatron core 0.16, MEGATRON_PATH holds {found}\n"
+        assert done.returncode == 1
+
+
 @pytest.mark.parametrize("target", ["megatron", "bridge", "torchtitan", "torch"])
 def test_scripts_are_bash(planned: Planned, target: str, hostile_name: str, tmp_path: Path) -> None:
     runtime = {"torchtitan": "torchtitan", "torch": "torch-eager"}.get(target, "megatron")

@@ -8,11 +8,14 @@ from typing import Any
 from planner.answer import Plan
 from planner.export.bridge.overrides import bridge_overrides
 from planner.export.common.header import header
+from planner.export.common.refusal import Objections
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
 from planner.export.megatron.recipe import environment
 from planner.export.megatron.write import notes_on_options
 
-WRITTEN_FOR = "Megatron-Bridge 0.7.0"
+_RELEASES = {"0.16": "0.3", "0.17": "0.4", "0.18": "0.5", "0.19": "0.6", "0.20": "0.7"}
+"""Megatron core to the release of Megatron-Bridge whose submodule it is."""
+_NEWEST = "0.7.0"
 _OVERRIDES_FILE = "bridge.json"
 
 
@@ -21,11 +24,16 @@ def export_bridge(plan: Plan) -> TrainerFiles:
 
     Raises Inexpressible where Bridge cannot run the plan.
     """
+    version = plan.runtime_spec.version
+    objections = Objections("bridge", [], f"plan again with --runtime megatron@{max(_RELEASES)}")
+    objections.when(version and version not in _RELEASES, "version", f"no release has Megatron core {version}")
+    objections.raise_any()
+    written_for = f"Megatron-Bridge {_RELEASES[version] if version else _NEWEST}"
     overrides = bridge_overrides(plan)
     words = [f"{path}={hydra(value)}" for path, value in overrides.items()]
     notes = _notes(plan)
     variables = environment(plan)
-    comments = header(plan, WRITTEN_FOR, notes)
+    comments = header(plan, written_for, notes)
     recipe = _recipe_of(plan)
     data = {
         "recipe": recipe,
@@ -38,11 +46,23 @@ def export_bridge(plan: Plan) -> TrainerFiles:
         arguments={"--recipe": recipe, "--mode": "pretrain", "--dataset": "mock"},
         words=tuple(words),
         environment=variables,
-        setup=('export BRIDGE_PATH="${BRIDGE_PATH:-$PWD}"',),
+        setup=('export BRIDGE_PATH="${BRIDGE_PATH:-$PWD}"', *_version_check(version)),
         comments=comments,
     )
     file = ExportFile(_OVERRIDES_FILE, json.dumps(data, indent=2) + "\n")
-    return TrainerFiles(WRITTEN_FOR, (file,), command, notes)
+    return TrainerFiles(written_for, (file,), command, notes)
+
+
+def _version_check(version: str) -> tuple[str, ...]:
+    """A shell line that ends the launch where another Megatron core is installed than the one asked for."""
+    if not version:
+        return ()
+    code = (
+        'import sys; from importlib.metadata import version; found = version("megatron-core"); '
+        f'sys.exit(None if found.startswith("{version}.") else '
+        f'f"the overrides are for Megatron core {version}, {{found}} is installed")'
+    )
+    return (f"python3 -c '{code}'",)
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:

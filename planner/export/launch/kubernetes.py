@@ -12,6 +12,7 @@ from planner.export.common.arguments import argv
 from planner.export.common.header import slug
 from planner.export.common.trainer_files import ExportFile, LaunchCommand
 from planner.export.launch.nodes import nodes_of, torchrun_line
+from planner.export.launch.shell import CPU_BINDING
 
 _MAX_CONFIG_MAP_BYTES = 1_000_000
 """etcd takes 1 MiB with everything around it."""
@@ -62,6 +63,7 @@ def _pod(name: str, command: LaunchCommand, run: str, gpus: int) -> dict[str, An
     script = "\n".join(
         [
             "set -euo pipefail",
+            *CPU_BINDING,
             *command.setup,
             f'{run} {command.program} "$@"',
         ]

@@ -31,5 +31,6 @@ def torchrun_line(plan: Plan, rank: str) -> str:
     count, smaller_last_node = str(gpus), ""
     if last != gpus:
         count, smaller_last_node = '"$GPUS"', f"GPUS={gpus}; [[ {rank} == {nodes - 1} ]] && GPUS={last}; "
-    run = f"{smaller_last_node}exec torchrun --nnodes {nodes} --nproc-per-node {count} --node-rank {rank}"
+    binding = '${NUMA_BINDING:+--numa-binding "$NUMA_BINDING"}'
+    run = f"{smaller_last_node}exec torchrun {binding} --nnodes {nodes} --nproc-per-node {count} --node-rank {rank}"
     return f'{run} --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'

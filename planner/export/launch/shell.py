@@ -11,13 +11,23 @@ from planner.export.common.trainer_files import LaunchCommand
 ADDRESS = 'export PLAN_DIR MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-29500}"'
 
 
+CPU_BINDING = (
+    "# ranks run on the CPUs beside their GPU where torchrun (2.9 and above) and numactl can bind them",
+    "if command -v numactl >/dev/null && python3 -c 'from importlib.metadata import version; import sys; "
+    """sys.exit(tuple(map(int, version("torch").split(".")[:2])) < (2, 9))' 2>/dev/null; then""",
+    "  export NUMA_BINDING=node NCCL_IGNORE_CPU_AFFINITY=1",
+    "fi",
+)
+"""Shell lines that decide if torchrun binds ranks to CPUs; NCCL's own threads then stay where they are put."""
+
+
 def prologue(command: LaunchCommand) -> list[str]:
     """Lines that set variables, prepare, and fill ARGUMENTS."""
     lines = [f"export {name}={shell_words([value])}" for name, value in command.environment.items()]
-    lines += command.setup
+    lines += [*CPU_BINDING, *command.setup]
     if command.arguments or command.words:
         lines.append(shell_array("ARGUMENTS", command.arguments, command.words))
-    return ["", *lines, ""] if lines else []
+    return ["", *lines, ""]
 
 
 def passed_arguments(command: LaunchCommand) -> str:

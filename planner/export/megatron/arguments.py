@@ -28,6 +28,12 @@ GC_INTERVAL_STEPS = 100
 """Steps between collections of Python's garbage, which all ranks do at once (Megatron-Bridge's recipes)."""
 
 
+def written_for(plan: Plan) -> str:
+    """Megatron-LM and the version that the arguments are for."""
+    version = plan.runtime_spec.version
+    return f"Megatron-LM core {version}" if version else WRITTEN_FOR
+
+
 def megatron_arguments(plan: Plan) -> Arguments:
     """All arguments of `pretrain_gpt.py`.
 

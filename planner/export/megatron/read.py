@@ -30,11 +30,12 @@ def read_megatron(text: str) -> ImportedRun:
 
 def run_of(options: Options, script: Script, source: str) -> ImportedRun:
     """The run that Megatron-LM's options describe; a model that they do not name is left to the user."""
+    model = read_model(options) if "--num-layers" in options else None
     layout = read_layout(options)
     imported = ImportedRun(
         source,
         {
-            "model": read_model(options) if "--num-layers" in options else None,
+            "model": model,
             "num_gpus": _num_gpus(options, script),
             "gpus_per_node": number(options, "--nproc-per-node"),
             "runtime": "megatron",

@@ -16,6 +16,8 @@ NORM_MARGIN_SMS = 20
 CONNECTIONS, CONNECTIONS_BESIDE_TP = 32, 8
 """Queues to the GPU: in 404 of Megatron-Bridge's recipes, and in those for H100 that overlap experts at TP 2."""
 _NVIDIA = ("volta", "ampere", "hopper", "ada", "blackwell", "rubin")
+_NO_SEGMENTS_IN_GRAPHS = ("0.14", "0.15")
+"""Versions of Megatron core that refuse graphs beside expandable segments."""
 _UNORDERED = ("blackwell", "rubin")
 """Architectures on which CUDA_DEVICE_MAX_CONNECTIONS no longer orders communication before compute."""
 
@@ -60,10 +62,13 @@ def environment(plan: Plan) -> dict[str, str]:
     runtime, variables = plan.runtime_spec, _connections(plan)
     if plan.cluster.hardware.architecture.lower() not in _NVIDIA:
         return variables
-    variables |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0"}
-    if runtime.cuda_graphs or runtime.graphed_modules:
-        # graphs keep addresses of buffers that segments would move
+    variables["NCCL_NVLS_ENABLE"] = "0"
+    has_graphs = bool(runtime.cuda_graphs or runtime.graphed_modules)
+    if has_graphs:
+        # NCCL would register buffers of graphs, which have no fixed address in expandable segments
         variables["NCCL_GRAPH_REGISTER"] = "0"
+    if not has_graphs or runtime.version not in _NO_SEGMENTS_IN_GRAPHS:
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     variables["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "0" if runtime.cuda_graphs else "1"
     if _has_exchanges_beside_norms(plan):
         margin = str(NORM_MARGIN_SMS)

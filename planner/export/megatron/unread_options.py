@@ -28,7 +28,7 @@ _IGNORED = re.compile(
 
 _LAUNCHER = re.compile(
     r"--(nproc|nnodes|node|master|rdzv|max-restarts|tee|log-dir|redirects|ntasks|gpus|kill|label|output|export|container"
-    r"|mpi|cpu|job)"
+    r"|mpi|cpu|numa|job)"
 )
 """Options of torchrun and srun: the run says their part as a number of GPUs."""
 

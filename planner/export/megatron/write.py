@@ -10,7 +10,7 @@ from planner.answer import Plan
 from planner.export.common.arguments import Arguments
 from planner.export.common.header import header
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
-from planner.export.megatron.arguments import WRITTEN_FOR, megatron_arguments
+from planner.export.megatron.arguments import megatron_arguments, written_for
 from planner.export.megatron.model import ROTARY_BASE, rotary_base
 from planner.export.megatron.recipe import environment
 from planner.specs.units import GIB
@@ -32,16 +32,29 @@ def export_megatron(plan: Plan) -> TrainerFiles:
         *notes_on_options(plan),
         *_notes_on_the_loss(plan),
     )
-    comments = header(plan, WRITTEN_FOR, notes)
+    comments = header(plan, written_for(plan), notes)
     command = LaunchCommand(
         program='"$MEGATRON_PATH"/pretrain_gpt.py',
         arguments=arguments,
         environment=environment(plan),
-        setup=('export MEGATRON_PATH="${MEGATRON_PATH:-$PWD}"',),
+        setup=('export MEGATRON_PATH="${MEGATRON_PATH:-$PWD}"', *_version_check(plan.runtime_spec.version)),
         comments=comments,
     )
     file = ExportFile(_OPTIONS_FILE, comments + _options_yaml(arguments, command.environment))
-    return TrainerFiles(WRITTEN_FOR, (file,), command, notes)
+    return TrainerFiles(written_for(plan), (file,), command, notes)
+
+
+def _version_check(version: str) -> tuple[str, ...]:
+    """A shell line that ends the launch where the checkout is of another version than the one asked for."""
+    if not version:
+        return ()
+    code = (
+        "import runpy, sys; "
+        'found = runpy.run_path(sys.argv[1])["__version__"]; '
+        f'sys.exit(None if found.startswith("{version}.") else '
+        f'f"the options are for Megatron core {version}, MEGATRON_PATH holds {{found}}")'
+    )
+    return (f"NO_VCS_VERSION=1 python3 -c '{code}' \"$MEGATRON_PATH\"/megatron/core/package_info.py",)
 
 
 def _options_yaml(arguments: Arguments, variables: dict[str, str]) -> str:

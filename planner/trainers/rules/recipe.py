@@ -164,6 +164,14 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         "shared_expert_overlap", "needs shared experts",
         lambda s: s.has_shared_experts or not s.runtime.overlaps_shared_experts,
     ),
+    _job(
+        "shared_expert_overlap", "needs dispatcher=alltoall before Megatron core 0.18",
+        lambda s: not (
+            s.runtime.overlaps_shared_experts
+            and s.runtime.sends_tokens_once
+            and s.runtime.version in ("0.14", "0.15", "0.16", "0.17")
+        ),
+    ),
     RecipeRule(
         "shared_expert_overlap", "does not go with recomputing shared experts",
         lambda s: not (s.runtime.overlaps_shared_experts and "shared_experts" in s.modules), is_about_layout=True,
