@@ -9,7 +9,7 @@ from planner.cli import options as o
 from planner.cli.job_options import SearchOptions, job_options
 from planner.errors import SpecError
 
-RECIPE_LIMIT_S = 12.0
+RECIPE_LIMIT_S = 10.0
 """Seconds that `--recipe` takes at most, unless --time-limit says otherwise."""
 
 Program = Annotated[

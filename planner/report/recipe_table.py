@@ -43,7 +43,9 @@ def _values(answer: RecipeTable) -> Table:
         chosen = Text(written(switch.value), style="bold")
         table.add_row(switch.switch, chosen, "", "", Text(note, style="dim"))
         for other in (other for other in switch.others if not other.rule):
-            table.add_row("", written(other.value), *_step(answer, other), Text(_note(other), style="dim"))
+            table.add_row(
+                "", written(other.value), *_step(answer, other), Text(_note(other), style="dim", overflow="fold")
+            )
     return table
 
 
@@ -54,12 +56,12 @@ def _matters(switch: SwitchWorth) -> bool:
 
 def _step(answer: RecipeTable, other: OtherValue) -> tuple[str, str]:
     if other.step_s is None or other.more_fraction is None:
-        return "none fits", ""
+        return "none fits" if other.replanned else "not here", ""
     return seconds(other.step_s, answer.step_s), f"{other.more_fraction:+.1%}"
 
 
 def _note(other: OtherValue) -> str:
-    here = "of this layout" if other.step_s is not None and not other.replanned else ""
+    here = "" if other.replanned else "of this layout"
     beside = ", ".join(f"{name}={written(value)}" for name, value in other.beside.items())
     parts = (here, f"with {beside}" if beside else "", f"changes {other.changes}" if other.changes else "")
     return ", ".join(part for part in parts if part)

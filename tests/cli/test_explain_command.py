@@ -67,7 +67,7 @@ def test_the_nearest_miss_shards_over_the_pinned_group(
 
 
 def test_a_pin_that_does_not_fit_names_stage_gib_and_a_change_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    pins = ["--pp", "1", "--tp", "1", "--recompute", "none"]
+    pins = ["--pp", "1", "--tp", "1", "--recompute", "none", "--zero-stage", "1"]
     told = explained([*TIGHT, *pins], capsys)
     nearest, capacity = told["pinned"], told["capacity_bytes"]
     worst = max(nearest["stages"], key=lambda stage: stage["memory"]["total_bytes"])

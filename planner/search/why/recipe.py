@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -87,13 +88,16 @@ def recipe_table(case: Case, tick: Callable[[], None] = lambda: None) -> RecipeT
     """
     deadline = Deadline(case.limits.time_limit_s)
     best = plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime)
+    case = replace(case, training=best.training)  # whose dtype consent may have changed
     chosen = read_recipe(best.runtime_spec, switches_of(case.runtime)) | best.best.recipe
     rows: dict[tuple[str, Value], OtherValue] = {}
     on_this_layout = _of_this_layout(case, best)
     for name, value in other_values(case):
         if value != chosen[name]:
             rows[name, value] = on_this_layout(_legal(case, name, value))
-    tried = [key for key in sorted(rows, key=lambda key: -abs(rows[key].more_fraction or 0.0)) if not rows[key].rule]
+    legal = [key for key, row in rows.items() if not row.rule]
+    # what asks for another layout first, then what matters most on this one
+    tried = sorted(legal, key=lambda key: -abs(1.0 if (more := rows[key].more_fraction) is None else more))
     for _ in range(len(other_values(case)) - len(tried)):
         tick()
     for found in _planned(case, [rows[key] for key in tried], best, deadline):
@@ -167,19 +171,24 @@ def _asked(case: Case, now_s: float, deadline: Deadline, asked: OtherValue) -> O
         return asked
     except Infeasible:
         return asked.model_copy(update={"step_s": None, "more_fraction": None, "replanned": True})
+    if asked.step_s is not None and asked.step_s < found.step.step_s:
+        # the search stopped short of the layout that is chosen now
+        return asked.model_copy(update={"replanned": True})
     more_fraction = found.step.step_s / now_s - 1
     update = {"step_s": found.step.step_s, "more_fraction": more_fraction, "parallelism": found.parallelism}
     return asked.model_copy(update={**update, "replanned": True})
 
 
 def _of_this_layout(case: Case, best: Plan) -> Callable[[OtherValue], OtherValue]:
-    """A function that adds the step of the best layout with a value, where rules allow it there."""
+    """A function that adds the step of the best layout with a value, where rules allow it there and it fits."""
     recipes, candidate = Recipes.of(case), reprice(best, best.best)
 
     def priced(asked: OtherValue) -> OtherValue:
         other = None if asked.rule else recipes.moved(candidate, {asked.switch: asked.value, **asked.beside})
-        if other is None:
+        if other is None or not other.fits:
             return asked
-        return asked.model_copy(update={"step_s": other.step_s, "more_fraction": other.step_s / candidate.step_s - 1})
+        more_fraction = other.step_s / candidate.step_s - 1
+        update = {"step_s": other.step_s, "more_fraction": more_fraction, "parallelism": best.parallelism}
+        return asked.model_copy(update=update)
 
     return priced

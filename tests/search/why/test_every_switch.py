@@ -68,7 +68,7 @@ def test_consent_is_said(table: RecipeTable) -> None:
 def test_without_time_the_values_are_priced_on_the_chosen_layout() -> None:
     asked, ticks = case(), []
     now = plan(asked.model, asked.cluster, asked.training, limits=asked.limits, runtime=asked.runtime)
-    done = module._of_this_layout(asked, now)(OtherValue(switch="cross_entropy_fusion", value=False))
+    done = module._of_this_layout(asked, now)(OtherValue(switch="overlap_param_gather", value=False))
     assert done.step_s is not None
     assert done.step_s >= now.step.step_s
     late = module.Deadline(0.0)
