@@ -11,7 +11,6 @@ from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effe
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, written
 
-
 _LEFT_OUT = ("overlap_param_gather",)
 """Switches that are left out with a note where the rest of a recipe does not allow them."""
 
