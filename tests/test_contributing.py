@@ -10,9 +10,11 @@ import pytest
 
 from planner import ClusterSpec, Infeasible, RuntimeSpec, SearchLimits, TrainingSpec, load_runtime, plan
 from planner.schedule.orders import SCHEDULES
+from planner.trainers import load
 from planner.trainers.rules.megatron import MEGATRON_RULES
 from planner.trainers.rules.named import RULES
 from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.switches import SWITCHES
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
 FILES = dict(re.findall(r"```yaml\n# \S+/(\S+)\n(.*?)```", TEXT, re.DOTALL))
@@ -55,6 +57,24 @@ def test_a_schedule_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> 
     assert [stage.in_flight_microbatches for stage in best.stages] == [4.0] * 4
     usual = plan("8b", cluster, TRAINING, limits=limits.model_copy(update={"schedule": ("1f1b",)}), runtime=runtime)
     assert usual.step.step_s < best.step.step_s, "each group is filled and drained anew"
+
+
+def test_a_switch_is_a_row_and_a_line_of_its_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = names_of("LATE_GATHERS")["LATE_GATHERS"]
+    monkeypatch.setitem(SWITCHES, row.name, row)
+    megatron = load._shipped_file("megatron")
+    has = megatron._replace(switches={**megatron.switches, row.name: (False, True)})
+    monkeypatch.setattr(load, "_shipped_file", lambda name: has)
+    load._shipped_switches.cache_clear()
+    try:
+        cluster, layout = ClusterSpec(hardware="h100", num_gpus=16), {"tp": (1,), "pp": (1,)}
+        free = plan("8b", cluster, TRAINING, limits=SearchLimits(**layout))
+        pinned = plan("8b", cluster, TRAINING, limits=SearchLimits(**layout, switches={row.name: True}))
+    finally:
+        load._shipped_switches.cache_clear()
+    assert (free.best.recipe[row.name], pinned.best.recipe[row.name]) == (False, True)
+    assert pinned.runtime_spec.parameter_overlap_fraction == 0
+    assert free.step.step_s < pinned.step.step_s
 
 
 def test_a_rule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from planner.cli import main
 from planner.cli.app import COMMANDS
+from planner.cli.inputs import read_job, read_limits
+from planner.cli.job_options import SearchOptions
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -91,3 +93,19 @@ def test_documents_name_files_that_exist() -> None:
 def test_scripts_stay_small() -> None:
     for name in ("check", "test"):
         assert len((ROOT / "scripts" / name).read_text().splitlines()) <= 20
+
+
+def test_the_table_of_switches_is_that_of_the_rows() -> None:
+    page = ROOT / "docs" / "RECIPE.md"
+    assert script("switches").rewritten(page.read_text()) == page.read_text()
+
+
+@pytest.mark.parametrize(
+    "line", re.findall(r"^    (plan .+?)  ", (ROOT / "docs" / "RECIPE.md").read_text(), re.MULTILINE)
+)
+def test_the_options_of_the_recipes_page_are_understood(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the search itself, which takes seconds each."""
+    words = shlex.split(line.replace("explain ", "").replace("--recipe", ""))[1:]
+    options = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}
+    asked = SearchOptions(**{name: int(value) if name == "gpus" else value for name, value in options.items()})
+    assert read_limits(asked, read_job(asked)).time_limit_s > 0

@@ -35,8 +35,11 @@ ALLOWED = {
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "report.causes"},
     # a target's constraints are written once, and the search holds candidates against them too
     "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer"},
-    # the answer of `explain` is a type of its own, and rendered as the plan is
-    "report": {"errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "layout.replan"},
+    # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's
+    "report": {
+        "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
+        "layout.replan", "export.megatron.recipe",
+    },
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
     # ranks ran beside what the plan's layout costs in the program that they are

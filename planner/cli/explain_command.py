@@ -7,9 +7,16 @@ from typing import Annotated
 
 from planner.cli import options as o
 from planner.cli.job_options import SearchOptions, job_options
+from planner.errors import SpecError
+
+RECIPE_LIMIT_S = 12.0
+"""Seconds that `--recipe` takes at most, unless --time-limit says otherwise."""
 
 Program = Annotated[
     bool, o.text(o.OUTPUT, "--program", None, "Print the integer program of the best layout with its numbers instead.")
+]
+Recipe = Annotated[
+    bool, o.text(o.OUTPUT, "--recipe", None, "Say what each switch is worth, with everything else planned again.")
 ]
 
 
@@ -17,6 +24,7 @@ Program = Annotated[
 def explain_command(
     asked: SearchOptions,
     program: Program = False,
+    recipe: Recipe = False,
     json: o.Json = False,
 ) -> None:
     """Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.
@@ -29,7 +37,13 @@ def explain_command(
       plan explain --model 405b --gpus 2048 --tp 16
       plan explain --model 405b --gpus 2048
       plan explain --model 8b --gpus 16 --program
+      plan explain --model qwen3-30b --gpus 16 --recipe
     """
+    if program and recipe:
+        raise SpecError("--program and --recipe: both given", "ask for one of them")
+    if recipe:
+        _print_recipe(asked, json)
+        return
     if program:
         _print_program(asked, json)
         return
@@ -46,6 +60,27 @@ def explain_command(
         sys.stdout.write(dumps(answer.to_json()))
     else:
         show(render_explanation(answer))
+
+
+def _print_recipe(asked: SearchOptions, json: bool) -> None:
+    """Plan, set every switch to its other values, and print what that costs."""
+    from planner.cli.inputs import read_job, read_limits
+    from planner.cli.output import dumps, progress, show
+    from planner.report.recipe_table import render_recipe_table
+    from planner.search.case import Case
+    from planner.search.why.recipe import other_values, recipe_table
+
+    job = read_job(asked)
+    limits = read_limits(asked, job)
+    if asked.time_limit is None:
+        limits = limits.model_copy(update={"time_limit_s": RECIPE_LIMIT_S})
+    case = Case(job.model, job.cluster, job.training, job.runtime_spec, limits)
+    with progress("planning without each switch", len(other_values(case))) as advance:
+        answer = recipe_table(case, advance)
+    if json:
+        sys.stdout.write(dumps(answer.to_json()))
+    else:
+        show(render_recipe_table(answer))
 
 
 def _print_program(asked: SearchOptions, json: bool) -> None:

@@ -72,7 +72,11 @@ def _overlaps(pricing: Pricing, beside_switches: bool) -> Iterator[Assumption]:
             "tensor-parallel",
         ),
         ("context_parallel_overlap", ("cp_overlap_fraction",), "context-parallel"),
-        ("expert_parallel_overlap", ("ep_overlap_fraction",) if moe else (), "expert-parallel"),
+        (
+            "expert_parallel_overlap",
+            ("ep_overlap_fraction", "ep_overlap_network_fraction") if moe else (),
+            "expert-parallel",
+        ),
     ):
         left = [field for field in fields if field not in by_switch and getattr(runtime, field)]
         if left:

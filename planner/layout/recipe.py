@@ -24,8 +24,8 @@ def recipe_of(candidate: Candidate) -> dict[str, Value]:
 def under(candidate: Candidate, runtime: RuntimeSpec) -> Candidate:
     """The same layout under another runtime, in its named order if it has one that was made to measure."""
     runtime = runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
-    pricing = replace(candidate.pricing, runtime=runtime)
-    return replace(candidate, pricing=pricing, table=pricing.table(candidate.shape), made_order=None)
+    named = candidate if candidate.made_order is None else replace(candidate, made_order=None)
+    return named.priced_as(replace(candidate.pricing, runtime=runtime))
 
 
 def setting_of(candidate: Candidate) -> Setting:

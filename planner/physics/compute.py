@@ -335,7 +335,10 @@ def optimizer_s(
     `num_embedding_parameters` of the shard belong to the embedding table. The dp shards are in parameter order, so the
     first one holds as much of the table as fits into it, and is the slowest.
     """
-    num_bytes = (ADAM_BYTES - 12 + runtime.optimizer_bytes) * num_parameters + TABLE_BYTES * num_embedding_parameters
+    # narrower moments are read and written; masters that are the weights themselves stand elsewhere
+    times = 2 if runtime.weight_bytes == BF16 else 1
+    adam_bytes = ADAM_BYTES - times * (12 - runtime.optimizer_bytes)
+    num_bytes = adam_bytes * num_parameters + TABLE_BYTES * num_embedding_parameters
     return stream_s(hardware, num_bytes, 0, "optimizer")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PartCost:
     """One part of a stage (a layer, the embedding, the head) on one rank: seconds of a micro-batch, bytes, parameters.
 
@@ -52,20 +52,20 @@ class PartCost:
     """Seconds of the parameter all-gather, once per step (ZeRO-3: per pass of a micro-batch)."""
     optimizer_s: Number = 0.0
 
-    @property
+    @cached_property
     def forward_total_s(self) -> Number:
         return self.forward_s + self.tp_forward_s + self.cp_forward_s + self.ep_forward_s
 
-    @property
+    @cached_property
     def input_grad_total_s(self) -> Number:
         """Seconds of the input gradients and of the backward's exchanges."""
         return self.input_grad_s + self.tp_backward_s + self.cp_backward_s + self.ep_backward_s
 
-    @property
+    @cached_property
     def backward_total_s(self) -> Number:
         return self.input_grad_total_s + self.weight_grad_s
 
-    @property
+    @cached_property
     def total_s(self) -> Number:
         """Seconds of the forward and backward of one micro-batch, exchanges included."""
         return self.forward_total_s + self.backward_total_s

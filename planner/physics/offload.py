@@ -35,6 +35,11 @@ def offloaded_bytes(
     )
 
 
+def is_decoder_layer(items: Iterable[Item]) -> bool:
+    """True for a layer, which the embedding and the head are not."""
+    return any(op.name == "attention norm" for op in operators_of(items))
+
+
 def shown_s(num_bytes: Number, hardware: HardwareSpec, beside_s: Number) -> Number:
     """Seconds by which a pass of `beside_s` gets longer where `num_bytes` go over the host's link meanwhile."""
     late_s = num_bytes / hardware.host.bytes_per_s - beside_s

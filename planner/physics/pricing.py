@@ -31,7 +31,7 @@ from planner.physics import compute, memory
 from planner.physics.communication import collective_s, p2p_s
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer, embedding, head, mtp_block
-from planner.physics.offload import offloaded_bytes, shown_s
+from planner.physics.offload import is_decoder_layer, offloaded_bytes, shown_s
 from planner.physics.operators import (
     BF16,
     FP32,
@@ -132,9 +132,22 @@ class Pricing:
 
     def _kept_bytes(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
         """Bytes that a part keeps on the GPU from the forward to the backward."""
-        dtype, modules = self.training.dtype, self.runtime.offload_modules
-        left = offloaded_bytes(items, modules, recomputed, dtype) if modules else 0.0
-        return (saved_bytes(items, recomputed, dtype) - left) * self._pool
+        left = self._offloaded_bytes(items, recomputed)
+        return (saved_bytes(items, recomputed, self.training.dtype) - left) * self._pool
+
+    def _offloaded_bytes(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
+        """Bytes of a part that wait in host memory: inputs of some modules, and a share of all that layers keep.
+
+        Where some layers are kept there whole, each is priced with its share of them: layers take turns on the link.
+        """
+        dtype, runtime = self.training.dtype, self.runtime
+        left: Number = 0.0
+        if runtime.offload_modules:
+            left = offloaded_bytes(items, runtime.offload_modules, recomputed, dtype)
+        if runtime.offloaded_layers and is_decoder_layer(items):
+            share = min(runtime.offloaded_layers / self.model.num_hidden_layers, 1.0)
+            left = left + share * (saved_bytes(items, recomputed, dtype) - left)
+        return left
 
     def selective_table(self, table: CostTable) -> CostTable:
         """`table` with its selective mode priced for the modules that this pricing recomputes; other prices stay."""
@@ -183,8 +196,8 @@ class Pricing:
             shards = np.where((zero >= 2) & alone, shape.shard_size, 1)
             accumulated = compute.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
-        left = offloaded_bytes(items, runtime.offload_modules, dtype=dtype) if runtime.offload_modules else 0.0
-        if runtime.offload_modules:
+        left = self._offloaded_bytes(items)
+        if runtime.offload_modules or runtime.offloaded_layers:
             part = PartCost(**seconds)
             seconds["forward_s"] = seconds["forward_s"] + shown_s(left, hardware, part.forward_total_s)
             seconds["input_grad_s"] = seconds["input_grad_s"] + shown_s(left, hardware, part.backward_total_s)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
 
 from planner.answer import Offer, Plan, PricedLayout, RecipeGain, RecipeRefusal
+from planner.export.megatron.recipe import environment
 from planner.report.format import percent
 from planner.trainers.switches import SWITCHES, Value, written
 
@@ -36,8 +37,9 @@ def recipe_heading(layout: PricedLayout) -> str:
 
 
 def environment_of(plan: Plan) -> dict[str, str]:
-    """The variables that the plan's recipe needs, where the trainer's export sets any."""
-    return {}
+    """The variables that the plan's recipe needs, as the trainer's export sets them."""
+    has_export = plan.runtime_spec.family == "megatron" and plan.runtime_spec.year is None
+    return environment(plan) if has_export else {}
 
 
 def named(switch: str, value: Value) -> str:
@@ -81,7 +83,7 @@ def _lines(layout: PricedLayout, variables: Mapping[str, str]) -> Iterator[Line]
     if layout.offers:
         yield "consent", _some([says_offer(offer, layout.step.step_s) for offer in layout.offers], "; ", 2)
     if variables:
-        yield "env", _some([f"{name}={value}" for name, value in variables.items()], ", ", 1)
+        yield "env", _some([f"{name}={value}" for name, value in variables.items()], ", ", 1, "exported")
 
 
 def _on(layout: PricedLayout) -> list[str]:
@@ -95,12 +97,12 @@ def _on(layout: PricedLayout) -> list[str]:
     return [f"{named(name, layout.recipe[name])}{shares.get(name, '')}" for name in on]
 
 
-def _some(texts: Sequence[str], between: str, num_lines: int) -> str:
-    """As many of the texts as fit in some lines of a terminal, the first in any case, and how many more there are."""
+def _some(texts: Sequence[str], between: str, num_lines: int, others: str = "in --json") -> str:
+    """As many of the texts as fit in some lines, the first in any case, and how many more there are elsewhere."""
     shown = list(texts[:1])
     for text in texts[1:]:
         left = len(texts) - len(shown)
-        more = f"{between}{left} more in --json"
+        more = f"{between}{left} more {others}"
         if _num_lines(between.join([*shown, text]) + (more if left > 1 else "")) > num_lines:
             return between.join(shown) + more
         shown.append(text)

@@ -200,13 +200,17 @@ def without_beaten(priced: Sequence[PricedShapes], stricter: Sequence[frozenset[
     kept = []
     for shapes, switches in zip(priced, stricter, strict=True):
         others = [other for other, fewer in zip(priced, stricter, strict=True) if fewer < switches]
-        beaten = np.any([_is_no_dearer(other.table, shapes.table) for other in others], axis=0) if others else None
+        beaten = np.any([_is_no_dearer(other, shapes) for other in others], axis=0) if others else None
         kept.append(replace(shapes, beaten=beaten))
     return kept
 
 
-def _is_no_dearer(table: CostTable, other: CostTable) -> npt.NDArray[np.bool_]:
-    """True for each row of which no part takes longer, or more bytes, than in the other table."""
+def _is_no_dearer(shapes: PricedShapes, others: PricedShapes) -> npt.NDArray[np.bool_]:
+    """True for each row of the table of which no part takes longer, or more bytes, than in the other table.
+
+    Nor may it have more seconds of exchanges that hide, of which the ends of a step show some.
+    """
+    table, other = shapes.table, others.table
     no_dearer: npt.NDArray[np.bool_] = np.ones(np.shape(table.shape.tp), dtype=bool)
     pairs = [(part, other.layers[key]) for key, part in table.layers.items()]
     pairs += [(table.embedding, other.embedding), (table.head, other.head)]
@@ -216,7 +220,9 @@ def _is_no_dearer(table: CostTable, other: CostTable) -> npt.NDArray[np.bool_]:
         for quantity in _PRICES:
             no_dearer = no_dearer & (getattr(part, quantity) <= getattr(against, quantity) * (1 + TINY))
     has_room: npt.NDArray[np.bool_] = np.asarray(table.usable_bytes >= other.usable_bytes * (1 - TINY))
-    return no_dearer & has_room
+    hidden_s, other_s = (priced.pricing.unpaired_s(priced.table.shape) for priced in (shapes, others))
+    has_less: npt.NDArray[np.bool_] = np.asarray(hidden_s <= other_s * (1 + TINY))
+    return no_dearer & has_room & has_less
 
 
 def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] = ()) -> FloatArray:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from planner.answer import Offer, PricedLayout, RecipeGain, RecipeRefusal
 from planner.layout.candidate import Candidate
+from planner.layout.recipe import recipe_of, setting_of, under
 from planner.physics.compute import is_narrow
-from planner.search.recipes import BUNDLES, Recipes, repriced, setting_of
+from planner.search.recipes import BUNDLES, Recipes
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.stated import NARROW_DTYPES, Recipe, switched
@@ -18,13 +19,6 @@ LEAST_OFFER = 1e-3
 """Least gain, as a share of the step, that is worth an offer."""
 
 
-def recipe_of(candidate: Candidate) -> dict[str, Value]:
-    """The value of each switch of the trainer that has an effect on a candidate."""
-    setting = setting_of(candidate)
-    names = [name for name in switches_of(candidate.pricing.runtime) if has_effect(name, setting)]
-    return {name: SWITCHES[name].value_of(candidate.pricing.runtime) for name in names}
-
-
 def with_recipe(layout: PricedLayout, best: Candidate, recipes: Recipes) -> PricedLayout:
     """The layout with all that is said of its recipe; every price is of this layout, with nothing planned again."""
     plain = best if best.made_order is None else replace(best, made_order=None)
@@ -32,7 +26,6 @@ def with_recipe(layout: PricedLayout, best: Candidate, recipes: Recipes) -> Pric
     refused = {(r.switch, r.value): r for r in _refusals(plain, recipes)}
     return layout.model_copy(
         update={
-            "recipe": recipe_of(best),
             "recipe_gains": tuple(_gains(plain, recipes)),
             "offers": tuple(offers),
             "recipe_refused": tuple(refused.values()),
@@ -46,7 +39,7 @@ def _gains(best: Candidate, recipes: Recipes) -> Iterator[RecipeGain]:
         plainest = next(iter(SWITCHES[name].values))
         if value == plainest:
             continue
-        without = recipes.under(best, _with_dependents(best, name, plainest))
+        without = recipes.moved(best, _with_dependents(best, name, plainest))
         if without is None:
             continue
         yield RecipeGain(
@@ -74,7 +67,8 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
     for bundle in BUNDLES:
         needed = [name for name, value in bundle.items() if value in SWITCHES[name].consent]
         if needed and not held & set(bundle) and any(name not in limits.allow for name in needed):
-            yield from _offer(best, "cuda_graph", bundle["cuda_graph"], bundle)
+            name, value = next(iter(bundle.items()))
+            yield from _offer(best, name, value, bundle)
     for dtype in NARROW_DTYPES:
         narrow = pricing.training.model_copy(update={"dtype": dtype})
         is_wide = pricing.training.dtype in ("bf16", "fp16") and dtype not in limits.allow
@@ -95,7 +89,7 @@ def _offer(
     has = switches_of(best.pricing.runtime)
     if any(part not in has.get(switch, ()) for switch, part in bundle.items()):
         return
-    moved = repriced(best, switched(best.pricing.runtime, bundle))
+    moved = under(best, switched(best.pricing.runtime, bundle))
     if any(broken_recipe_rules(setting_of(moved))) or not moved.fits:
         return
     now_s = best.step_s if now_s is None else now_s

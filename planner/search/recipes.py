@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
-from planner.schedule.orders import SCHEDULES
+from planner.layout.recipe import setting_of, settled, under
 from planner.search.case import Case
 from planner.search.deadline import Deadline
-from planner.specs.cluster import ClusterSpec
-from planner.specs.training import Recompute
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
@@ -29,6 +27,7 @@ BUNDLES: tuple[Recipe, ...] = (
     {"cuda_graph": "attn+moe_router"},
     {"ep_overlap": "delayed"},
     {"ep_overlap": True, "cuda_graph": "moe_router"},
+    {"token_drop": True, "dispatcher": "alltoall"},
     {"cuda_graph": "full_iteration", "nan_checks": False},
     {"cuda_graph": "full_iteration", "nan_checks": False, "dispatcher": "hybridep", "fused_experts": True},
     {
@@ -38,6 +37,9 @@ BUNDLES: tuple[Recipe, ...] = (
 )  # fmt: skip
 """Switches of each bundle beyond the trainer's own values. Tuned recipes of Megatron-Bridge use them so: layer graphs
 on GB200, overlapped exchanges on H100, both for small mixtures, graphs of whole iterations for MXFP8 on Blackwell."""
+FAST_HOST_GB_PER_S = 200.0
+"""Least rate of a host's link, in one direction, from which on layouts are searched whose activations wait on the host:
+above what PCIe has, below NVLink-C2C. All recipes of Megatron-Bridge that offload are for GB200 and GB300."""
 LEAST_GAIN = 5e-4
 """Least share of a step for which a switch leaves the trainer's own value."""
 REPLAN_GAIN = 0.02
@@ -62,7 +64,7 @@ class Recipes:
         base = case.runtime if case.model.moe is None else settled(case.runtime, case.cluster)
         if case.limits.switches == "default":
             return cls(case, base, {})
-        pinned = {*(case.limits.switches or {}), *set_by_hand(case.runtime)}
+        pinned = pinned_by(case)
         has = {name: values for name, values in switches_of(case.runtime).items() if name not in pinned}
         allowed = {name: tuple(v for v in values if _is_allowed(name, v, case)) for name, values in has.items()}
         return cls(case, base, {name: values for name, values in allowed.items() if len(values) > 1})
@@ -75,10 +77,19 @@ class Recipes:
     def starts(self) -> list[RuntimeSpec]:
         """The runtime of each bundle that is legal for the job; the trainer's own comes first."""
         consented = {name: next(iter(SWITCHES[name].consent)) for name in self.free if name in _ONLY_FASTER}
-        bundles = [bundle for bundle in BUNDLES if all(v in self.free.get(name, ()) for name, v in bundle.items())]
+        pinned = pinned_by(self.case)
+        own = [{name: value for name, value in bundle.items() if name not in pinned} for bundle in BUNDLES]
+        bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
         return list(dict.fromkeys(legal)) or [self.base]
+
+    def offloading(self, candidate: Candidate) -> list[RuntimeSpec]:
+        """The candidate's runtime with activations on the host, if the host's link is fast enough to hide that."""
+        if self.case.cluster.hardware.host.link_gb_per_s < FAST_HOST_GB_PER_S:
+            return []
+        others = [self.moved(candidate, {"activation_offload": v}) for v in self.free.get("activation_offload", ())[1:]]
+        return [other.pricing.runtime for other in others if other is not None]
 
     def moves(self, candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
         """Every legal change of one switch of a candidate that has an effect on it, priced on the same layout."""
@@ -88,11 +99,11 @@ class Recipes:
                 continue
             for value in values[1:] if row.is_free else values:
                 if value != row.value_of(candidate.pricing.runtime):
-                    moved = self.under(candidate, {name: value})
+                    moved = self.moved(candidate, {name: value})
                     if moved is not None:
                         yield name, value, moved
 
-    def under(self, candidate: Candidate, recipe: Recipe) -> Candidate | None:
+    def moved(self, candidate: Candidate, recipe: Recipe) -> Candidate | None:
         """The same layout with some switches at other values; None if a rule refuses them."""
         runtime = switched(candidate.pricing.runtime, recipe)
         setting = replace(setting_of(candidate), runtime=runtime)
@@ -100,7 +111,7 @@ class Recipes:
             return None
         key = id(candidate), runtime
         if key not in self._known:
-            self._known[key] = candidate, repriced(candidate, runtime)
+            self._known[key] = candidate, under(candidate, runtime)
         return self._known[key][1]
 
     def refined(self, candidate: Candidate, deadline: Deadline) -> Candidate:
@@ -109,8 +120,8 @@ class Recipes:
         At the end, switches that gain nothing here go back to the trainer's own value.
         """
         while not deadline.passed:
-            moved = [other for _, _, other in self.moves(candidate) if other.fits]
-            best = min(moved, key=lambda other: other.step_s, default=candidate)
+            others = [other for _, _, other in self.moves(candidate) if other.fits]
+            best = min(others, key=lambda other: other.step_s, default=candidate)
             if best.step_s >= candidate.step_s * (1 - LEAST_GAIN):
                 break
             candidate = best
@@ -121,7 +132,7 @@ class Recipes:
         for name, values in self.free.items():
             own = SWITCHES[name].value_of(self.base)
             if own in values and own != SWITCHES[name].value_of(candidate.pricing.runtime):
-                plain = self.under(candidate, {name: own})
+                plain = self.moved(candidate, {name: own})
                 if plain and plain.fits and plain.step_s <= candidate.step_s * (1 + LEAST_GAIN):
                     candidate = plain
         return candidate
@@ -164,13 +175,9 @@ def _is_allowed(name: str, value: Value, case: Case) -> bool:
     return value not in SWITCHES[name].consent or name in case.limits.allow
 
 
-def settled(runtime: RuntimeSpec, cluster: ClusterSpec) -> RuntimeSpec:
-    """The runtime with the name of the dispatcher that its GPUs' links ask for."""
-    is_nvidia = cluster.hardware.architecture in ("ampere", "hopper", "blackwell")
-    if runtime.dispatcher or not runtime.sends_tokens_once or not is_nvidia:
-        return runtime
-    is_rack = cluster.nvlink_domain_size > cluster.node_size
-    return runtime.model_copy(update={"dispatcher": "hybridep" if is_rack else "deepep"})
+def pinned_by(case: Case) -> set[str]:
+    """The switches that the user pinned, or set in the runtime by hand."""
+    return {*(case.limits.switches or {}), *set_by_hand(case.runtime)}
 
 
 def set_by_hand(runtime: RuntimeSpec) -> Iterator[str]:
@@ -179,19 +186,3 @@ def set_by_hand(runtime: RuntimeSpec) -> Iterator[str]:
     for name in switches_of(runtime):
         if any(getattr(runtime, field) != getattr(shipped, field) for field in SWITCHES[name].touched):
             yield name
-
-
-def repriced(candidate: Candidate, runtime: RuntimeSpec) -> Candidate:
-    """The same layout under another runtime."""
-    runtime = runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
-    return candidate.priced_as(replace(candidate.pricing, runtime=runtime))
-
-
-def setting_of(candidate: Candidate) -> Setting:
-    """The things that a recipe's rules look at, of one candidate."""
-    pricing, split = candidate.pricing, candidate.split
-    recompute: Recompute = "full" if any(map(any, split.recomputed)) else split.base
-    modules = pricing.selective_modules if split.base == "selective" else ()
-    return Setting(
-        pricing.model, pricing.cluster, pricing.training, pricing.runtime, candidate.shape, recompute, modules
-    )

@@ -13,6 +13,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.evaluate import runtime_of
 from planner.layout.expressible import export_warnings
 from planner.layout.price import price_layout
+from planner.layout.recipe import setting_of, under
 from planner.physics.layers import ModelTotals, model_totals
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import key_of
@@ -21,7 +22,7 @@ from planner.search.certificate import certificate
 from planner.search.deadline import Deadline
 from planner.search.layouts import Found, find_layouts
 from planner.search.recipe_answer import with_recipe
-from planner.search.recipes import REPLAN_GAIN, Recipes, narrower, pinned, repriced, setting_of
+from planner.search.recipes import REPLAN_GAIN, Recipes, narrower, pinned
 from planner.search.schedules import check_expressible
 from planner.search.why.remedy import with_remedy
 from planner.specs.cluster import ClusterSpec
@@ -65,9 +66,11 @@ def search(case: Case) -> Plan:
     recipes = Recipes.of(case)
     rounds = [find_layouts(case, recipes.starts(), deadline)]
     best = recipes.refined(rounds[0].best, deadline)
-    if best.step_s < rounds[0].best.step_s * (1 - REPLAN_GAIN) and not deadline.passed:
-        # the layout that was best for the bundle may not be so for the moved recipe
-        rounds.append(find_layouts(case, [best.pricing.runtime], deadline, known=best))
+    # the layout that was best for a bundle may not be so for a moved recipe, or for one that frees memory
+    gained = best.step_s < rounds[0].best.step_s * (1 - REPLAN_GAIN)
+    again = [*([best.pricing.runtime] if gained else []), *recipes.offloading(best)]
+    if again and not deadline.passed:
+        rounds.append(find_layouts(case, again, deadline, known=best))
         best = recipes.refined(rounds[1].best, deadline)
     branch = rounds[-1].branch
     branch.keep(best)
@@ -99,7 +102,7 @@ def _with_recipe_of(best: Candidate, other: Candidate) -> Candidate:
     """The other candidate under the best one's runtime if that is legal, fits and is faster."""
     if other.pricing.runtime == best.pricing.runtime:
         return other
-    moved = repriced(other, best.pricing.runtime)
+    moved = under(other, best.pricing.runtime)
     if any(broken_recipe_rules(setting_of(moved))) or not moved.fits or moved.step_s >= other.step_s:
         return other
     return moved

@@ -122,6 +122,8 @@ class RuntimeSpec(Spec):
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offload_modules: tuple[str, ...] = ()
     """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
+    offloaded_layers: NonNegativeInt = 0
+    """Layers of which all that they keep for the backward waits in host memory."""
     widens_gradients: bool = False
     """The optimizer makes fp32 copies of gradients that are 16 bits wide (Megatron-LM, optimizer.py: .float())."""
     kept_gradient_bytes: NonNegativeInt = 0

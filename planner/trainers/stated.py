@@ -163,20 +163,21 @@ def check_together(setting: Setting, stated: Recipe, option: str = "--switch") -
     for rule in broken_recipe_rules(setting):
         if rule.is_about_layout:
             continue
-        partners = list(_partners(setting, rule))
-        involved = [name for name in (rule.switch, *(partner for partner, _ in partners)) if name in stated]
+        found = list(partners(setting, rule, stated))
+        involved = [name for name in (rule.switch, *(partner for partner, _ in found)) if name in stated]
         if not involved:
             continue
         both = " and ".join(f"{name}={written(stated[name])}" for name in dict.fromkeys(involved))
         raise SpecError(
-            f"{option}: {both}: {rule.switch} {rule.says}", _mended(rule, partners, stated) or f"leave {both} out"
+            f"{option}: {both}: {rule.switch} {rule.says}", _mended(rule, found, stated) or f"leave {both} out"
         )
 
 
-def _partners(setting: Setting, rule: RecipeRule) -> Iterator[tuple[str, Value]]:
-    """Other switches of the trainer with a value under which the rule would hold."""
-    for name, values in switches_of(setting.runtime).items():
-        if name == rule.switch:
+def partners(setting: Setting, rule: RecipeRule, stated: Recipe) -> Iterator[tuple[str, Value]]:
+    """Switches with a value under which a broken rule would hold, first the one that gives way, unless it is stated."""
+    has = switches_of(setting.runtime)
+    for name, values in sorted(has.items(), key=lambda item: item[0] != rule.switch):
+        if name == rule.switch and name in stated:
             continue
         for value in values:
             if value != setting.value(name) and rule.holds(_with(setting, name, value)):

@@ -280,7 +280,7 @@ _ROWS = (
     Switch(
         "token_drop",
         "experts take a fixed number of tokens, and drop the others",
-        {False: {"awaits_token_counts": True}, True: _CAPACITY},
+        {False: {"awaits_token_counts": True}, True: {"awaits_token_counts": False}},
         consent={True: "tokens"},
     ),
     # features of runs
@@ -295,6 +295,10 @@ _ROWS = (
     _one_of("attention_kernel", "the kernel of attention", "attention_kernel", ("fastest", "flash", "flash1"), True),
     _described(
         "loss_metrics", lambda value: {"loss_metrics": value} if type(value) is int and value >= 0 else None
+    ),
+    _described(
+        "cpu_offloading_num_layers",
+        lambda value: {"offloaded_layers": value} if type(value) is int and value >= 0 else None,
     ),
     _described("precision_recipe", lambda value: _RECIPES.get(str(value), {})),
     _described("reentrant_checkpoint", lambda value: {"stops_recompute_early": not value}),
@@ -326,7 +330,7 @@ def parsed(name: str, text: str) -> Value | None:
     return known
 
 
-NOT_MODELLED = {"cpu_offload": "tensors kept in host memory", "cpu_offloading_num_layers": "layers kept in host memory"}
+NOT_MODELLED = {"cpu_offload": "tensors kept in host memory"}
 """Features that change a run in a way that nothing here prices."""
 _IMPLIED_BY_WHOLE_GRAPHS: dict[str, Value] = {"ep_overlap": "delayed", "fused_experts": True}
 """Published recipes that capture whole iterations of mixtures overlap their exchanges, delay weight gradients and fuse

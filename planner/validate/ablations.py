@@ -56,7 +56,7 @@ class Ablation(Spec):
     bundle: bool = False
     """True if several switches differ."""
     note: str = ""
-    """What was inferred, and what else may differ."""
+    """The things that were inferred, and others that may differ."""
 
     def side(self, name: Literal["off", "on"]) -> dict[str, Any]:
         """The run of one side."""

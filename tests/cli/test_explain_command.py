@@ -140,3 +140,18 @@ def test_the_job_that_cannot_be_done_at_all_is_an_error(capsys: pytest.CaptureFi
 def test_a_schedule_that_nobody_knows_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *JOB, "--schedule", "1f2b"]) == 2
     assert "did you mean 1f1b" in capsys.readouterr().err
+
+
+def test_the_recipe_is_explained_switch_by_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--model", "8b", "--gpus", "8", "--tp", "1", "--pp", "1", "--time-limit", "3"]
+    told = explained([*job, "--recipe"], capsys)
+    assert {"overlap_grad_reduce", "cuda_graph", "bf16_gradients"} <= {one["switch"] for one in told["switches"]}
+    assert all(other["rule"] or other["beside"] is not None for one in told["switches"] for other in one["others"])
+    text = shown([*job, "--recipe"], capsys)
+    assert text.startswith("What is each switch worth?")
+    assert "changes numerics" in text
+
+
+def test_one_question_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *JOB, "--recipe", "--program"]) == 2
+    assert "--program and --recipe: both given" in capsys.readouterr().err

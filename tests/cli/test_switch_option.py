@@ -12,9 +12,11 @@ from planner.cli import main
 from planner.cli.inputs import read_described, read_job, read_limits
 from planner.cli.job_options import LayoutOptions, SearchOptions
 from planner.errors import SpecError
+from planner.trainers.switches import written
 
 MIXTURE = ["--model", "qwen3-30b", "--gpus", "64", "--hardware", "gb200", "-s", "4096", "-b", "512"]
 LAYOUT = ["--ep", "32"]
+_SIZES = ("tp", "cp", "pp", "vpp", "dp", "ep", "micro_batch_size", "zero_stage", "schedule")
 DENSE = ["--model", "8b", "--gpus", "8"]
 
 
@@ -116,6 +118,37 @@ def test_pins_and_consent_reach_the_search() -> None:
     assert read_limits(SearchOptions(**options), job).switches is None
     with pytest.raises(SpecError, match="--allow: unknown 'bf17_gradients'"):
         read_limits(SearchOptions(**options, allow="bf17_gradients"), job)
+
+
+def test_a_plans_layout_with_its_recipe_has_the_plans_step(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--model", "qwen3-30b", "--gpus", "16"]
+    assert main([*job, "--pp", "2", "--tp", "2", "--ep", "8", "--top", "1", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    layout, recipe = best["parallelism"], best["recipe"]
+    sizes = [f"--{axis.replace('_', '-')}={layout[axis]}" for axis in _SIZES]
+    ways = ["--recompute", layout["recompute"]]
+    if num_layers := best["stages"][0]["recompute"].get("full"):
+        ways += ["--recompute-num-layers", str(num_layers)]
+    if layout["recompute_modules"]:
+        ways += ["--recompute-modules", ",".join(layout["recompute_modules"])]
+    switches = ",".join(f"{name}={written(value)}" for name, value in recipe.items())
+    again = evaluated([*job, *sizes, *ways, "--switch", switches], capsys)["best"]
+    assert again["step"] == best["step"]
+    assert again["recipe"] == recipe
+    assert evaluated([*job, *sizes, *ways, "--switch", "default"], capsys)["best"]["step"] != best["step"]
+
+
+def test_what_consent_would_buy_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--model", "8b", "--gpus", "8", "--pp", "1", "--tp", "1", "--top", "1"]
+    assert main([*job, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    offers = [offer for offer in best["offers"] if offer["switch"] == "bf16_gradients"]
+    for offer in offers:
+        assert main([*job, "--allow", ",".join(offer["allow"]), "--json"]) == 0
+        allowed = json.loads(capsys.readouterr().out)["best"]
+        assert allowed["recipe"]["bf16_gradients"] is True
+        assert allowed["step"]["step_s"] <= offer["step_s"] * 1.005
+    assert offers
 
 
 def test_an_assumed_field_stands_beside_switches() -> None:

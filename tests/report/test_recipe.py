@@ -121,6 +121,15 @@ def test_an_alternative_shows_where_its_recipe_differs(make_plan: MakePlan) -> N
     assert [entry.manner for entry in view.alternatives] == ["no ep_overlap", ""]
 
 
+def test_the_variables_are_those_that_the_export_sets(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    best = plan.best.model_copy(update={"recipe": RECIPE})
+    lines = dict(view_of(plan.model_copy(update={"best": best})).recipe)
+    assert lines["env"].startswith("CUDA_DEVICE_MAX_CONNECTIONS=1")
+    eager = plan.model_copy(update={"best": best, "runtime_spec": load_runtime("torch-eager")})
+    assert "env" not in dict(view_of(eager).recipe)
+
+
 def text(plan: Plan) -> str:
     out = io.StringIO()
     Console(file=out, width=80, highlight=False).print(render(plan))

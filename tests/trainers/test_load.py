@@ -202,3 +202,13 @@ def test_a_file_with_wrong_versions_is_named(tmp_path: Path, lines: str, message
     with pytest.raises(SpecError) as caught:
         load_runtime(path)
     assert message in caught.value.message
+
+
+def test_megatron_had_layer_graphs_and_hybridep_before_its_fused_experts() -> None:
+    before, after = switches_of(load_runtime("megatron@0.15")), switches_of(load_runtime("megatron@0.16"))
+    assert (before["cuda_graph"], before["dispatcher"]) == (("none", "full_iteration"), ("alltoall", "deepep"))
+    assert "moe_router" in after["cuda_graph"]
+    assert "hybridep" in after["dispatcher"]
+    assert "activation_offload" in after.keys() - before.keys()
+    assert "fused_experts" in switches_of(load_runtime("megatron@0.18")).keys() - after.keys()
+    assert switches_of(load_runtime("megatron@0.20")) == switches_of(load_runtime("megatron"))

@@ -43,9 +43,9 @@ def test_checkpoints_that_enter_autograd_again_run_all_of_a_layer_again() -> Non
 
 def test_what_is_not_modelled_is_refused_unless_it_is_off() -> None:
     runtime = load_runtime("megatron")
-    assert runtime.with_features({"cpu_offloading_num_layers": 0}) == (runtime, ())
-    with pytest.raises(Unsupported, match="cpu_offloading_num_layers: layers kept in host memory"):
-        runtime.with_features({"cpu_offloading_num_layers": 20})
+    assert runtime.with_features({"cpu_offload": False}) == (runtime, ())
+    with pytest.raises(Unsupported, match="cpu_offload: tensors kept in host memory"):
+        runtime.with_features({"cpu_offload": True})
 
 
 def test_graphs_of_the_routing_take_back_what_overlap_costs_the_host() -> None:

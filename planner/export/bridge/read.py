@@ -97,7 +97,7 @@ def _options(fields: dict[str, Any]) -> Options:
         elif name is not None and value is not None and value is not False:
             items = value if isinstance(value, list) else [] if value is True else [value]
             options[name] = [str(item) for item in items]
-    return options | _derived(fields, options)
+    return {**options, **_derived(fields, options)}
 
 
 def _derived(fields: dict[str, Any], options: Options) -> Options:

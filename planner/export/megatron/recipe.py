@@ -7,6 +7,7 @@ from planner.export.common.arguments import Arguments
 from planner.export.common.recipe import recipe_of, runtime_of
 from planner.export.common.spelling import spelling_of
 from planner.export.megatron.switches import CAPACITY, SWITCH_OPTIONS
+from planner.trainers.switches import Value
 
 STASH = 1.2
 """Buffers of the paged stash, over what balanced experts keep (Megatron-Bridge's recipes for DeepSeek-V3)."""
@@ -35,7 +36,7 @@ def switch_arguments(plan: Plan) -> Arguments:
     return arguments
 
 
-def _recipe(plan: Plan) -> dict[str, object]:
+def _recipe(plan: Plan) -> dict[str, Value]:
     recipe = dict(recipe_of(plan, SWITCH_OPTIONS))
     if plan.training.dtype == "fp16":
         # the other way about: gradients are 16 bits wide unless they are asked to be 32

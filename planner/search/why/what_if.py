@@ -77,7 +77,7 @@ def outcome(what_if: WhatIf, now: Plan) -> Outcome:
 def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
     """The outcome of each change, in order; long searches run side by side if processors are free."""
     ask = partial(outcome, now=now)
-    workers = min(len(what_ifs), _num_processors())
+    workers = min(len(what_ifs), num_processors())
     assert now.search is not None, "what is asked again was searched"
     if workers > 1 and (now.search.seconds or 0.0) * len(what_ifs) >= WORTH_PROCESSES_S:
         # spawned, since whoever shows that this is waited for has threads; Ctrl-C is the parent's, which ends them all
@@ -88,7 +88,8 @@ def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
     return [ask(what_if) for what_if in what_ifs]
 
 
-def _num_processors() -> int:
+def num_processors() -> int:
+    """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -107,6 +107,6 @@ def test_changes_asked_side_by_side_have_the_outcomes_they_have_alone(
     alone = outcomes(changes, now)
     assert len(alone) == len(changes) > 1
     monkeypatch.setattr(what_if, "WORTH_PROCESSES_S", 0.0)
-    monkeypatch.setattr(what_if, "_num_processors", lambda: 2)
+    monkeypatch.setattr(what_if, "num_processors", lambda: 2)
     assert outcomes(changes, now) == alone
     assert len({one.kept_s for one in alone}) > 1
