@@ -55,7 +55,7 @@ def some_recipe(planned: Planned, job: str, seed: int) -> Plan:
             features.pop(rule.switch, None)
         else:
             features[rule.switch] = plain
-    raise AssertionError(f"{rule.switch} {rule.says}: {features}")
+    raise AssertionError(f"no legal recipe among {features}")
 
 
 def text_of(plan: Plan, target: str, name: str) -> str:
