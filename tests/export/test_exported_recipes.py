@@ -13,6 +13,7 @@ from planner.export.common.recipe import recipe_of, setting_of
 from planner.export.common.refusal import Inexpressible
 from planner.export.common.spelling import spelling_of
 from planner.export.export import bundle_of
+from planner.export.megatron.recipe import environment
 from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.export.read import read_configuration
 from planner.layout.evaluate import evaluate
@@ -54,7 +55,7 @@ def some_recipe(planned: Planned, job: str, seed: int) -> Plan:
             features.pop(rule.switch, None)
         else:
             features[rule.switch] = plain
-    raise AssertionError(f"{rule.switch} {rule.says}: {features}")
+    raise AssertionError(f"no legal recipe among {features}")
 
 
 def text_of(plan: Plan, target: str, name: str) -> str:
@@ -119,3 +120,69 @@ def test_a_value_that_a_version_lacks_is_refused_by_name(planned: Planned) -> No
         bundle_of(old, "megatron")
     newer = plan.model_copy(update={"runtime_spec": plan.runtime_spec.model_copy(update={"version": "0.16"})})
     assert "--cuda-graph-scope moe_router moe_preprocess" in text_of(newer, "megatron", "launch.sh")
+
+
+@pytest.mark.parametrize("features", [{}, {"compile": False}, {"async_tp": True}, {"async_tp": False}])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "zero_stage": 2}])
+def test_torchtitan_s_switches_come_back(planned: Planned, features: dict[str, Any], layout: dict[str, Any]) -> None:
+    plan = planned("llama-3.1-8b", 16, runtime="torchtitan", features=features, **layout)
+    text = text_of(plan, "torchtitan", "planned_recipe.py")
+    imported = read_configuration(text)
+    switches = switches_of(load_runtime("torchtitan"))
+    expected = {name: SWITCHES[name].value_of(plan.runtime_spec) for name in switches}
+    assert {name: imported.run["features"][name] for name in switches} == expected
+    assert imported.run["parallelism"]["zero_stage"] == plan.parallelism.zero_stage
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_deepspeed_s_switches_come_back(planned: Planned, share: float, overlaps: bool) -> None:
+    features = {"optimizer_offload": share, "overlap_grad_reduce": overlaps}
+    plan = planned("llama-3.1-8b", 16, features=features)
+    imported = read_configuration(text_of(plan, "deepspeed", "ds_config.json"))
+    assert imported.run["features"] == features
+
+
+def test_deepspeed_offloads_a_part_at_zero_3_only(planned: Planned) -> None:
+    options: dict[str, Any] = {"features": {"optimizer_offload": 0.5}}
+    with pytest.raises(Inexpressible, match="below ZeRO-3 it offloads all or none"):
+        bundle_of(planned("llama-3.1-8b", 16, **options), "deepspeed")
+    text = text_of(planned("llama-3.1-8b", 16, zero_stage=3, **options), "deepspeed", "ds_config.json")
+    assert read_configuration(text).run["features"]["optimizer_offload"] == 0.5
+
+
+CONNECTIONS, SEGMENTS = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
+OVERLAP = {"ep_overlap": True, "dispatcher": "alltoall"}
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        ({"tp": 2}, {CONNECTIONS: "1"}),
+        ({"cp": 2}, {CONNECTIONS: "1"}),
+        ({"pp": 2}, {CONNECTIONS: None, SEGMENTS: "expandable_segments:True", "NCCL_GRAPH_REGISTER": None}),
+        ({"tp": 2, "hardware": "b200"}, {CONNECTIONS: "32"}),
+        ({"tp": 2, "zero_stage": 3}, {CONNECTIONS: "32"}),
+        ({"model": "qwen3-30b-a3b", "ep": 8, "features": OVERLAP}, {CONNECTIONS: "32"}),
+        ({"model": "qwen3-30b-a3b", "ep": 8, "tp": 2, "features": OVERLAP}, {CONNECTIONS: "8"}),
+        ({"features": {"overlap_grad_reduce": False}}, {"NVTE_FWD_LAYERNORM_SM_MARGIN": None}),
+        ({}, {"NVTE_FWD_LAYERNORM_SM_MARGIN": "20", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}),
+        ({"features": {"cuda_graph": "full_iteration", "nan_checks": False}}, {"NCCL_GRAPH_REGISTER": "0"}),
+        ({"features": {"activation_offload": "core_attn+attn_proj"}}, {"NVTE_CPU_OFFLOAD_V1": "1"}),
+        ({"hardware": "mi300x", "tp": 2}, {CONNECTIONS: "1", SEGMENTS: None}),
+        (
+            {"model": "mixtral-8x7b", "ep": 8, "hardware": "gb200", "features": {"cuda_graph": "none"}},
+            # as Megatron-Bridge's recipes for GB200 have them
+            {"NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": "8", "NVLINK_DOMAIN_SIZE": "72", "USE_MNNVL": "1"},
+        ),
+        (
+            {"model": "mixtral-8x7b", "ep": 8, "features": {"dispatcher": "hybridep"}},
+            {"NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": "8", "NVLINK_DOMAIN_SIZE": "8", "USE_MNNVL": "0"},
+        ),
+    ],
+)
+def test_the_environment_follows_from_the_recipe(
+    planned: Planned, job: dict[str, Any], expected: dict[str, str | None]
+) -> None:
+    variables = environment(planned(**{"model": "llama-3.1-8b", "gpus": 16, **job}))
+    assert {name: variables.get(name) for name in expected} == expected

@@ -43,7 +43,10 @@ def read_deepspeed(text: str) -> ImportedRun:
             "global_batch_size": global_batch_size,
             "dtype": "fp16" if (config.get("fp16") or {}).get("enabled") is True else "bf16",
             "parallelism": _layout(config, zero, micro_batch_size),
-            "features": {"overlap_grad_reduce": bool(zero.get("overlap_comm", True))},
+            "features": {
+                "overlap_grad_reduce": bool(zero.get("overlap_comm", True)),
+                "optimizer_offload": _offloaded(zero.get("offload_optimizer") or {}),
+            },
         },
     )
     imported.notes.append("a DeepSpeed configuration names no model, sequence length or pipeline: add them as options")
@@ -57,10 +60,18 @@ def read_deepspeed(text: str) -> ImportedRun:
     return imported
 
 
+def _offloaded(offload: dict[str, Any]) -> float:
+    """The share of the optimizer's states that stays on the host; all of them unless a ratio is given."""
+    ratio = offload.get("ratio", 1.0)
+    if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        raise SpecError(f"offload_optimizer: ratio: {ratio!r} is no share", "write a number between 0 and 1")
+    return float(ratio) if offload.get("device") == "cpu" else 0.0
+
+
 def _sort_unread(config: dict[str, Any], zero: dict[str, Any], imported: ImportedRun) -> None:
     """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
-    for key in ("offload_optimizer", "offload_param"):
-        if (zero.get(key) or {}).get("device", "none") != "none":
+    for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
+        if (zero.get(key) or {}).get("device", "none") not in read:
             imported.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
     for key, value in config.items():
         if key not in _READ:

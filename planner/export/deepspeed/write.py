@@ -61,6 +61,12 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections.when(
         any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
     )
+    share = plan.runtime_spec.optimizer_offload_fraction
+    objections.when(
+        0 < share < 1 and layout.zero_stage < 3,
+        "optimizer_offload",
+        f"below ZeRO-3 it offloads all or none, not {share:g}",
+    )
     objections.raise_any()
 
 
@@ -78,6 +84,9 @@ def _config(plan: Plan) -> dict[str, Any]:
         "zero_optimization": {"stage": layout.zero_stage, "overlap_comm": overlaps and layout.zero_stage > 0},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     }
+    if runtime.optimizer_offload_fraction > 0 and layout.zero_stage > 0:
+        offload = {"device": "cpu", "pin_memory": True, "ratio": runtime.optimizer_offload_fraction}
+        data["zero_optimization"]["offload_optimizer"] = offload
     if layout.pp == 1 and layout.tp > 1:
         data["tensor_parallel"] = {"autotp_size": layout.tp}
     return data

@@ -33,6 +33,8 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
     command = LaunchCommand(
         program="-m torchtitan.train",
         arguments={"--module": RECIPE, "--config": "plan"},
+        # as torchtitan's own run_train.sh has it
+        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
         setup=('export PYTHONPATH="$PLAN_DIR${PYTHONPATH:+:$PYTHONPATH}"',),
         comments=comments,
         files=tuple(files),
