@@ -10,6 +10,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.expressible import export_warnings
 from planner.layout.given import given_layout
 from planner.layout.price import price_layout
+from planner.layout.recipe import settled
 from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
@@ -19,7 +20,7 @@ from planner.specs.problems import nearest
 from planner.specs.registry import model_of
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
-from planner.trainers.load import load_runtime
+from planner.trainers.load import has_dtype, load_runtime, since_of
 from planner.trainers.spec import RuntimeSpec
 
 
@@ -53,6 +54,7 @@ def _priced_as_given(
 ) -> tuple[Candidate, PricedLayout]:
     split = SCHEDULES.get(parallelism.schedule or "")
     runtime = runtime.for_schedules(split is not None and split.splits_backward)
+    runtime = runtime if model.moe is None else settled(runtime, cluster)
     modules = parallelism.recompute_modules or runtime.selective_default
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     given = given_layout(pricing, parallelism)
@@ -80,6 +82,12 @@ def pricing_of(
         raise SpecError(
             f"dtype {training.dtype!r}: {hardware.name} has no such peak",
             f"one of {', '.join(hardware.peak_tflops)}",
+        )
+    if not has_dtype(runtime, training.dtype):
+        since = since_of(runtime, "dtype", training.dtype)
+        raise SpecError(
+            f"dtype {training.dtype!r}: {runtime.name} {runtime.version} has no such recipe, which came with {since}",
+            f"--runtime {runtime.name}@{since} has it",
         )
     headroom = limits.memory_headroom_gib * GIB if limits else 0.0
     for name in modules:

@@ -39,9 +39,11 @@ def setting_of(candidate: Candidate) -> Setting:
 
 
 def settled(runtime: RuntimeSpec, cluster: ClusterSpec) -> RuntimeSpec:
-    """The runtime with the name of the dispatcher that its GPUs' links ask for."""
+    """The runtime with the name of the dispatcher that its GPUs' links ask for: alltoall where its version lacks it."""
     is_nvidia = cluster.hardware.architecture in ("ampere", "hopper", "blackwell")
     if runtime.dispatcher or not runtime.sends_tokens_once or not is_nvidia:
         return runtime
     is_rack = cluster.nvlink_domain_size > cluster.node_size
-    return runtime.model_copy(update={"dispatcher": "hybridep" if is_rack else "deepep"})
+    asked, has = "hybridep" if is_rack else "deepep", switches_of(runtime).get("dispatcher", ())
+    found = asked if asked in has or not has else "alltoall"
+    return runtime.model_copy(update=SWITCHES["dispatcher"].fields_of(found) or {})

@@ -10,7 +10,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.recipe import recipe_of, setting_of, under
 from planner.physics.compute import is_narrow
 from planner.search.recipes import BUNDLES, Recipes
-from planner.trainers.load import switches_of
+from planner.trainers.load import has_dtype, switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.stated import NARROW_DTYPES, Recipe, switched
 from planner.trainers.switches import SWITCHES, Value
@@ -72,7 +72,7 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
     for dtype in NARROW_DTYPES:
         narrow = pricing.training.model_copy(update={"dtype": dtype})
         is_wide = pricing.training.dtype in ("bf16", "fp16") and dtype not in limits.allow
-        if is_wide and is_narrow(pricing.cluster.hardware, dtype):
+        if is_wide and is_narrow(pricing.cluster.hardware, dtype) and has_dtype(pricing.runtime, dtype):
             other = replace(best, pricing=replace(pricing, training=narrow))
             yield from _offer(other, "dtype", dtype, {}, best.step_s, (dtype,))
 

@@ -16,7 +16,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.recipe import setting_of, settled, under
 from planner.search.case import Case
 from planner.search.deadline import Deadline
-from planner.trainers.load import switches_of
+from planner.trainers.load import has_dtype, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import NARROW_DTYPES, Recipe, check_has, check_together, own_runtime, switched
@@ -163,7 +163,8 @@ def narrower(case: Case) -> Iterator[Case]:
     if case.training.dtype in NARROW_DTYPES:
         return
     for dtype in NARROW_DTYPES:
-        if dtype in case.limits.allow and case.cluster.hardware.peak_flops(dtype) is not None:
+        is_there = case.cluster.hardware.peak_flops(dtype) is not None and has_dtype(case.runtime, dtype)
+        if is_there and dtype in case.limits.allow:
             yield replace(case, training=case.training.model_copy(update={"dtype": dtype}))
 
 

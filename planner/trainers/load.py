@@ -4,7 +4,8 @@
 are what the trainer switches on, spelled as in a run. A number without a source is refused.
 
 `switches` are those that it has, with their values. `versions` are its releases, the newest last, and `since` says with
-which of them a switch, or one value of it (`switch=value`), came. `megatron@0.16` is the trainer of that release.
+which of them a switch, or one value of it (`switch=value`, `dtype=nvfp4`), came. `megatron@0.16` is the trainer of that
+release.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from planner.errors import SpecError
 from planner.specs.checking import checked
 from planner.specs.problems import check_names, nearest
 from planner.specs.reading import label, load_yaml, printable
+from planner.specs.training import Dtype
 from planner.trainers.rules.named import EXPORT_RULES, RULES
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, changes, written
@@ -76,6 +78,14 @@ def versions_of(runtime: RuntimeSpec) -> tuple[str, ...]:
 def since_of(runtime: RuntimeSpec, switch: str, value: Value) -> str:
     """The version with which a value of a switch came; empty for one that all versions have."""
     return _since(_shipped_file(runtime.family), switch, value) if runtime.family in RUNTIMES else ""
+
+
+def has_dtype(runtime: RuntimeSpec, dtype: str) -> bool:
+    """True where the trainer's version computes in a dtype (`since: {dtype=nvfp4: …}`)."""
+    since, versions = since_of(runtime, "dtype", dtype), versions_of(runtime)
+    if not since or runtime.version not in versions:
+        return True
+    return versions.index(since) <= versions.index(runtime.version)
 
 
 def _since(file: TrainerFile, switch: str, value: Value) -> str:
@@ -189,7 +199,8 @@ def _versions(
         )
     if not isinstance(since, dict):
         raise SpecError(f"{where}: since: {since!r:.60} is no mapping", "write `since: {switch: version}`")
-    known = [*switches, *(f"{name}={written(value)}" for name, values in switches.items() for value in values)]
+    valued = {**switches, "dtype": get_args(Dtype)}
+    known = [*switches, *(f"{name}={written(value)}" for name, values in valued.items() for value in values)]
     for name, version in since.items():
         check_names(where, "since", (str(name),), known)
         check_names(where, f"since: {name}", (version,), versions)

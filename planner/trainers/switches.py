@@ -280,8 +280,12 @@ _ROWS = (
     Switch(
         "token_drop",
         "experts take a fixed number of tokens, and drop the others",
-        {False: {"awaits_token_counts": True}, True: {"awaits_token_counts": False}},
+        {
+            False: {"awaits_token_counts": True, "moe_host_factor": 1.0},
+            True: {"awaits_token_counts": False, "moe_host_factor": CAPACITY_HOST},
+        },
         consent={True: "tokens"},
+        shown_by=("awaits_token_counts",),
     ),
     # features of runs
     _described("moe_capacity_factor", lambda value: _CAPACITY if value else {}),

@@ -59,6 +59,9 @@ def read(options: str, gpus: int = 32) -> ImportedRun:
             {"layers_per_stage": [16, 16]},
         ),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", {"zero_stage": 3}),
+        ("--use-megatron-fsdp", {"zero_stage": 3}),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", {"zero_stage": 1}),
+        ("--use-custom-fsdp", {"zero_stage": 0}),
         ("--use-torch-fsdp2", {"zero_stage": 3}),
         ("", {"zero_stage": 0, "vpp": 1, "sequence_parallel": False}),
         ("--sequence-parallel", {"sequence_parallel": False}),
@@ -133,6 +136,29 @@ def test_layers_with_experts(pattern: str, dense: int, every: int) -> None:
     options = f"--num-experts 8 --ffn-hidden-size 4096 --moe-ffn-hidden-size 1024 --moe-layer-freq '{pattern}'"
     moe = read(options).run["model"]["moe"]
     assert (moe["first_k_dense_replace"], moe["moe_layer_freq"]) == (dense, every)
+
+
+def test_a_default_that_changed_is_noted() -> None:
+    assert any("before it sharded nothing" in note for note in read("--use-megatron-fsdp").notes)
+    assert read("--use-megatron-fsdp --data-parallel-sharding-strategy optim").notes == []
+
+
+@pytest.mark.parametrize(
+    ("options", "recipe", "noted"),
+    [
+        ("--bf16", None, False),
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "fp8-tensorwise", False),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", None, False),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "fp8-blockwise", True),
+        ("--bf16 --fp8-format hybrid", "fp8-delayed", True),
+    ],
+)
+def test_scales_that_are_not_modelled_are_named(options: str, recipe: str | None, noted: bool) -> None:
+    imported = read(options)
+    assert imported.run["precision_recipe"] == recipe
+    named = [note for note in imported.notes if "--fp8-recipe" in note]
+    assert len(named) == noted
+    assert all(str(recipe).removeprefix("fp8-") in note for note in named)
 
 
 def test_a_batch_size_left_out_is_one_micro_batch_a_rank() -> None:

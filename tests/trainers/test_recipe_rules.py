@@ -69,6 +69,8 @@ CASES = [
     Case("ep_overlap", "delayed does not go with graphs of an attention with biases",
          {"ep_overlap": "delayed", "cuda_graph": "attn+moe_router"}, OVERLAP, model="gpt-oss-120b"),
     Case("ep_overlap", "needs ep above 1", OVERLAP, {"layout": {"ep": 8}}, layout={"ep": 1}),
+    Case("ep_overlap", "needs pp above 1 beside multi-token prediction", OVERLAP, {"layout": {"pp": 4}},
+         trainer="megatron@0.16", layout={"pp": 1, "vpp": 1}),
     Case("ep_overlap", "needs interleaving", OVERLAP, {"layout": {"vpp": 1, "pp": 1}}, layout={"vpp": 1}),
     Case("ep_overlap", "does not go with recomputing whole layers or experts", OVERLAP,
          {"layout": {"recompute": "selective", "modules": ("moe_act",)}}, layout={"recompute": "full"}),
@@ -108,6 +110,11 @@ CASES = [
          {"layout": {"zero_stage": 1}}, layout={"zero_stage": 0}),
     Case("activation_offload", "does not go with recomputing whole layers",
          {"activation_offload": "core_attn+attn_proj"}, {"layout": {}}, layout={"recompute": "full"}),
+    Case("activation_offload", "beside CUDA graphs needs Megatron core 0.18",
+         {"activation_offload": "core_attn+attn_proj", "cuda_graph": "moe_router"}, {"cuda_graph": "none"},
+         trainer="megatron@0.17"),
+    Case("activation_offload", "of moe_act does not go with full_iteration", WHOLE | {"activation_offload": "moe_act"},
+         {"activation_offload": "core_attn+attn_proj"}),
     Case("activation_offload", "moe_act needs experts", {"activation_offload": "moe_act"},
          {"activation_offload": "none"}, model="70b"),
 ]  # fmt: skip
@@ -158,3 +165,10 @@ def test_what_a_recipe_cannot_recompute_is_what_its_rules_refuse() -> None:
         for module in runtime.selective_recompute_modules:
             alone = replace(setting, recompute="selective", modules=(module,))
             assert any(broken_recipe_rules(alone)) != (module in runtime.recomputable_modules)
+
+
+@pytest.mark.parametrize(("version", "is_legal"), [("0.15", True), ("0.16", False), ("0.17", False), ("0.18", True)])
+def test_two_versions_overlap_no_exchanges_beside_prediction_without_a_pipeline(version: str, is_legal: bool) -> None:
+    case = Case("ep_overlap", "", OVERLAP, {}, trainer=f"megatron@{version}", layout={"pp": 1, "vpp": 1})
+    broken = [rule.says for rule in broken_recipe_rules(case.setting()) if "multi-token" in rule.says]
+    assert (not broken) == is_legal

@@ -9,6 +9,7 @@ import pytest
 from planner.errors import Unsupported
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import switched
 from planner.trainers.switches import SWITCHES
 
 
@@ -70,3 +71,12 @@ def test_what_is_said_of_a_thing_itself_counts(order: tuple[str, str]) -> None:
     changed, _ = load_runtime("megatron").with_features({name: said[name] for name in order})
     assert changed.cuda_graphs
     assert changed.ep_overlap_fraction == 0.0
+
+
+def test_dropping_tokens_is_one_switch_under_two_names() -> None:
+    """The feature of published runs and the switch of the search change the host's time alike."""
+    runtime = switched(load_runtime("megatron"), {"dispatcher": "alltoall"})
+    dropping, stated = switched(runtime, {"token_drop": True}), runtime.with_features({"moe_token_drop": True})[0]
+    assert dropping == stated
+    assert SWITCHES["token_drop"].value_of(dropping) is True
+    assert switched(dropping, {"token_drop": False}) == runtime

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from planner.errors import SpecError
@@ -10,10 +10,11 @@ from planner.export.common.imported_run import ImportedRun
 from planner.export.common.script import read_script
 from planner.export.common.shell import Script
 from planner.export.megatron.options import Options, number, options_of
-from planner.export.megatron.read_features import FEATURE_OPTIONS, read_dtype, read_features
+from planner.export.megatron.read_features import FEATURE_OPTIONS, read_dtype, read_features, read_scales
 from planner.export.megatron.read_layout import LAYOUT_OPTIONS, read_layout
 from planner.export.megatron.read_model import MODEL_OPTIONS, read_model
 from planner.export.megatron.unread_options import sort_unread
+from planner.trainers.switches import SWITCHES
 
 _READ = {"--global-batch-size", "--seq-length", *FEATURE_OPTIONS, *LAYOUT_OPTIONS, *MODEL_OPTIONS}
 
@@ -42,14 +43,29 @@ def run_of(options: Options, script: Script, source: str) -> ImportedRun:
             "seq_length": number(options, "--seq-length"),
             "global_batch_size": number(options, "--global-batch-size"),
             "dtype": read_dtype(options),
+            "precision_recipe": read_scales(options),
             "parallelism": layout,
             "features": read_features(options),
         },
     )
     imported.optimizer_instances = number(options, "--num-distributed-optimizer-instances", 1) or 1
+    imported.notes += _assumptions(options)
     _complete_batch(imported, layout)
     sort_unread(options, _READ, imported)
     return imported
+
+
+def _assumptions(options: Options) -> Iterator[str]:
+    """Notes on options that mean something else in another version, or that no plan has a word for."""
+    if "--use-megatron-fsdp" in options and "--data-parallel-sharding-strategy" not in options:
+        yield (
+            "--use-megatron-fsdp shards optimizer, gradients and weights where --data-parallel-sharding-strategy is "
+            "not given, as Megatron core 0.18 and later do; before it sharded nothing"
+        )
+    scales = read_scales(options)
+    if scales is not None and not SWITCHES["precision_recipe"].fields_of(scales):
+        recipe = scales.removeprefix("fp8-")
+        yield f"--fp8-recipe {recipe}: its scales are not modelled, and priced as one for a tensor (tensorwise)"
 
 
 def _num_gpus(options: Options, script: Script) -> int | None:

@@ -34,6 +34,14 @@ def read_dtype(options: Options) -> str:
     return "fp16" if "--fp16" in options else "bf16"
 
 
+def read_scales(options: Options) -> str | None:
+    """The recipe of 8-bit scales, as a run's `precision_recipe` has it: `fp8-tensorwise`; None for other dtypes.
+
+    Megatron-LM's own, where none is named, is `delayed`.
+    """
+    return f"fp8-{text(options, '--fp8-recipe', 'delayed')}" if read_dtype(options) == "fp8" else None
+
+
 def read_features(options: Options) -> dict[str, Any]:
     """A run's features; those that no option names are as Megatron-LM has them unasked."""
     found = {name: words or True for name, words in options.items()}

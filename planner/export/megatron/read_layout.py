@@ -42,7 +42,10 @@ def _sharding(options: Options) -> dict[str, Any]:
     """The ZeRO stage that the distributed optimizer or FSDP amounts to."""
     strategies = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     if "--use-megatron-fsdp" in options or "--use-custom-fsdp" in options:
-        return {"zero_stage": strategies.get(text(options, "--data-parallel-sharding-strategy", "no_shard"), 0)}
+        # unasked: all of it since 0.18, nothing before, when custom FSDP was renamed
+        unasked = "optim_grads_params" if "--use-megatron-fsdp" in options else "no_shard"
+        strategy = text(options, "--data-parallel-sharding-strategy", unasked)
+        return {"zero_stage": strategies.get(strategy, 0)}
     if "--use-torch-fsdp2" in options:
         return {"zero_stage": 3}
     return {"zero_stage": 1 if "--use-distributed-optimizer" in options else 0}

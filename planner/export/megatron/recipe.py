@@ -15,6 +15,9 @@ NORM_MARGIN_SMS = 20
 """SMs that norms leave to exchanges that run beside them: 418 of Megatron-Bridge's recipes (perf_recipes, 0.7.0)."""
 CONNECTIONS, CONNECTIONS_BESIDE_TP = 32, 8
 """Queues to the GPU: in 404 of Megatron-Bridge's recipes, and in those for H100 that overlap experts at TP 2."""
+INFLIGHT = 1
+"""Copies to the host, of one kind, that a graph of a whole iteration does not wait for: Megatron-Bridge's recipe of
+DeepSeek-V3 for GB300."""
 _NVIDIA = ("volta", "ampere", "hopper", "ada", "blackwell", "rubin")
 _NO_SEGMENTS_IN_GRAPHS = ("0.14", "0.15")
 """Versions of Megatron core that refuse graphs beside expandable segments."""
@@ -31,6 +34,8 @@ def switch_arguments(plan: Plan) -> Arguments:
         # allgather unless told
         arguments.setdefault("--moe-token-dispatcher-type", "alltoall")
         arguments |= _whole_mixture(plan)
+    if plan.runtime_spec.cuda_graphs and plan.runtime_spec.offload_modules:
+        arguments["--fine-grained-offloading-max-inflight-offloads"] = INFLIGHT
     if not plan.model.spec.gated_mlp:
         arguments.pop("--moe-mlp-glu-interleave-size", None)
     return arguments

@@ -21,7 +21,7 @@ _IGNORED = re.compile(
     r"|deterministic|one-logger|app-tag|use-persistent|local-rank|lazy|transformer-impl|attention-dropout"
     r"|max-position|make-vocab|vocab-extra|micro-batch-size-per|bias-|masked-softmax|persist"
     r"|optimizer$|wgrad|defer|align|ddp-|use-cpu|main-|fp8-amax|fp8-margin|fp8-interval"
-    r"|fp8-param|fp4-param|reuse-grad"
+    r"|fp8-param|fp4-param|reuse-grad|fine-grained-offloading-max"
     r"|moe-(flex-dispatcher-num|hybridep|deepep|paged-stash|expert-rank-capacity|pad-expert|single-grouped)|use-tp-pp)"
 )
 """Options that change what is learned, written or logged, not how long a step takes."""

@@ -19,6 +19,10 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value
 
 
+BEFORE_018 = ("0.14", "0.15", "0.16", "0.17")
+"""Versions of Megatron core before 0.18; no other trainer here has versions."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """The things that rules of recipes look at: a job, a runtime with its switches, and a layout if there is one."""
@@ -112,6 +116,10 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         "ep_overlap", "does not go with recomputing whole layers or experts",
         lambda s: not s.overlaps_experts or _is_recomputable(s), is_about_layout=True,
     ),
+    _shape(
+        "ep_overlap", "needs pp above 1 beside multi-token prediction in Megatron core 0.16 and 0.17",
+        lambda s, shape: (np.asarray(shape.pp) > 1) | _predicts_without_pipeline(s),
+    ),
     _model(
         "cuda_graph", "of the router needs experts",
         lambda s: s.model.moe is not None or "moe_router" not in s.runtime.graphed_modules,
@@ -169,7 +177,7 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         lambda s: not (
             s.runtime.overlaps_shared_experts
             and s.runtime.sends_tokens_once
-            and s.runtime.version in ("0.14", "0.15", "0.16", "0.17")
+            and s.runtime.version in BEFORE_018
         ),
     ),
     RecipeRule(
@@ -199,6 +207,16 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
     RecipeRule(
         "activation_offload", "does not go with recomputing whole layers",
         lambda s: not s.runtime.offload_modules or s.recompute != "full", is_about_layout=True,
+    ),
+    _job(
+        "activation_offload", "beside CUDA graphs needs Megatron core 0.18",
+        lambda s: not s.runtime.offload_modules
+        or not (s.runtime.cuda_graphs or s.runtime.graphed_modules)
+        or s.runtime.version not in BEFORE_018,
+    ),
+    _job(
+        "activation_offload", "of moe_act does not go with full_iteration, which stashes what experts keep",
+        lambda s: "moe_act" not in s.runtime.offload_modules or not _is_whole_graph(s),
     ),
     _model(
         "activation_offload", "moe_act needs experts",
@@ -233,6 +251,12 @@ def _is_recomputable(setting: Setting) -> bool:
     """True if the layout recomputes nothing that the recipe keeps it from recomputing."""
     may = set(setting.runtime.recomputable_modules)
     return (setting.recompute != "full" or setting.runtime.recomputes_layers) and set(setting.modules) <= may
+
+
+def _predicts_without_pipeline(setting: Setting) -> bool:
+    """True where a model without a pipeline may overlap its exchanges, as far as its multi-token prediction goes."""
+    has_mtp = setting.model.num_nextn_predict_layers > 0
+    return not (has_mtp and setting.overlaps_experts and setting.runtime.version in ("0.16", "0.17"))
 
 
 def _is_whole_graph(setting: Setting) -> bool:
