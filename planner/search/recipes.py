@@ -178,7 +178,8 @@ def _is_allowed(name: str, value: Value, case: Case) -> bool:
 
 def pinned_by(case: Case) -> set[str]:
     """The switches that the user pinned, or set in the runtime by hand."""
-    return {*(case.limits.switches or {}), *set_by_hand(case.runtime)}
+    stated = case.limits.switches
+    return {*(stated if isinstance(stated, dict) else ()), *set_by_hand(case.runtime)}
 
 
 def set_by_hand(runtime: RuntimeSpec) -> Iterator[str]:
