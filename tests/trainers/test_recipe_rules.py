@@ -108,6 +108,8 @@ CASES = [
          {"overlap_param_gather": False}),
     Case("optimizer_offload", "needs a sharded optimizer", {"optimizer_offload": 0.5},
          {"layout": {"zero_stage": 1}}, layout={"zero_stage": 0}),
+    Case("optimizer_offload", "does not go with weights of 8 bits", {"optimizer_offload": 0.5}, {"dtype": "bf16"},
+         dtype="fp8"),
     Case("activation_offload", "does not go with recomputing whole layers",
          {"activation_offload": "core_attn+attn_proj"}, {"layout": {}}, layout={"recompute": "full"}),
     Case("activation_offload", "beside CUDA graphs needs Megatron core 0.18",

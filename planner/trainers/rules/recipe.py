@@ -18,7 +18,6 @@ from planner.specs.training import Recompute, TrainingSpec
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value
 
-
 BEFORE_018 = ("0.14", "0.15", "0.16", "0.17")
 """Versions of Megatron core before 0.18; no other trainer here has versions."""
 
@@ -203,6 +202,11 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
     _shape(
         "optimizer_offload", "needs a sharded optimizer (ZeRO-1 and above)",
         lambda s, shape: (np.asarray(shape.zero_stage) >= 1) | (s.runtime.optimizer_offload_fraction == 0),
+    ),
+    _job(
+        "optimizer_offload", "does not go with weights of 8 bits (--fp8-param-gather)",
+        lambda s: s.runtime.optimizer_offload_fraction == 0
+        or not (s.runtime.narrow_parameters and s.training.dtype in ("fp8", "mxfp8")),
     ),
     RecipeRule(
         "activation_offload", "does not go with recomputing whole layers",
