@@ -19,7 +19,7 @@ from planner.export.read import read_configuration
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.trainers.load import load_runtime, since_of, switches_of, versions_of
-from planner.trainers.rules.recipe import broken_recipe_rules
+from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.switches import SWITCHES
 
 Planned = Callable[..., Plan]
@@ -186,3 +186,55 @@ def test_the_environment_follows_from_the_recipe(
 ) -> None:
     variables = environment(planned(**{"model": "llama-3.1-8b", "gpus": 16, **job}))
     assert {name: variables.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("model", "first"), [("gpt-oss-20b", "0.15"), ("llama-3.1-8b", "0.14")])
+def test_models_that_came_with_a_version(planned: Planned, model: str, first: str) -> None:
+    for version in ("0.14", "0.15", "0.20"):
+        plan = planned(model, 16, runtime=f"megatron@{version}")
+        warned = any("Megatron core" in warning for warning in plan.best.warnings)
+        assert warned == (version < first)
+        if warned:
+            with pytest.raises(Inexpressible, match=f"Megatron core {version} has no .*, which came with {first}"):
+                bundle_of(plan, "megatron")
+        else:
+            assert bundle_of(plan, "megatron").files
+
+
+def test_four_bits_are_refused_by_name(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 16, hardware="b200", dtype="nvfp4")
+    old = plan.model_copy(update={"runtime_spec": plan.runtime_spec.model_copy(update={"version": "0.14"})})
+    with pytest.raises(Inexpressible, match=r"dtype: Megatron-LM core 0\.14 has no nvfp4"):
+        bundle_of(old, "megatron")
+
+
+def test_a_graph_of_the_iteration_waits_for_copies_to_the_host(planned: Planned) -> None:
+    """Megatron core 0.18 and later refuse the one without the other."""
+    graph = {"cuda_graph": "full_iteration", "nan_checks": False, "activation_offload": "core_attn+attn_proj"}
+    option = "--fine-grained-offloading-max-inflight-offloads"
+    assert f"{option} 1" in text_of(planned("llama-3.1-8b", 16, features=graph), "megatron", "launch.sh")
+    eager = planned("llama-3.1-8b", 16, features=graph | {"cuda_graph": "none"})
+    assert option not in text_of(eager, "megatron", "launch.sh")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("job", JOBS)
+def test_a_version_exports_what_its_rules_allow(planned: Planned, job: str, version: str) -> None:
+    """The rules that the exporter refuses by are those that the search obeys; all else has words in every version."""
+    model, gpus, options = JOBS[job]
+    rng = random.Random(f"{job} {version}")
+    runtime = load_runtime(f"megatron@{version}")
+    for _ in range(4):
+        features = {name: rng.choice(values) for name, values in switches_of(runtime).items()}
+        # whole graphs of published runs imply other switches, which this version may not have
+        features |= {name: False for name in ("fused_experts", "ep_overlap") if name not in features}
+        plan = planned(model, gpus, runtime=f"megatron@{version}", features=features, **options)
+        setting = setting_of(plan)
+        broken = {rule.switch for rule in broken_recipe_rules(setting) if has_effect(rule.switch, setting)}
+        broken.discard("overlap_param_gather")  # left out with a note
+        if broken:
+            with pytest.raises(Inexpressible) as caught:
+                bundle_of(plan, "megatron")
+            assert {reason.name for reason in caught.value.reasons} == broken
+        else:
+            assert "MODEL_ARGS" in bundle_of(plan, "megatron").files[0].text

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.trainers.rules.common import release
 from planner.trainers.switches import Value
 
 Settings = Mapping[str, Any]
@@ -72,12 +73,6 @@ class Spelling:
             elif _words(expected) != _words(found[name]):
                 return None
         return value
-
-
-def release(version: str) -> tuple[int, ...]:
-    """Major and minor of a version, to compare: 0.9 comes before 0.14."""
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
-    return tuple(numbers)
 
 
 def spelling_of(rows: Iterable[Spelling], switch: str, value: Value, version: str) -> dict[str, Any] | None:

@@ -18,8 +18,9 @@ from planner.export.megatron.model import model_arguments
 from planner.export.megatron.recipe import switch_arguments
 from planner.export.megatron.runtime import data_parallel, is_fsdp, kernels, precision
 from planner.export.megatron.switches import SWITCH_OPTIONS
+from planner.trainers.load import has_dtype
 from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
+from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES, model_rules_before
 
 WRITTEN_FOR = "Megatron-LM core 0.20.0"
 _SCHEDULES = ("1f1b", "interleaved-1f1b", "none")
@@ -59,8 +60,12 @@ def megatron_arguments(plan: Plan) -> Arguments:
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
     layout, runtime = plan.parallelism, plan.runtime_spec
-    rules = (*MEGATRON_MODEL_RULES, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
+    of_model = (*MEGATRON_MODEL_RULES, *model_rules_before(runtime.version))
+    rules = (*of_model, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
     objections = Objections("megatron", broken_rules(rules, plan), hint_for(plan, "megatron", MEGATRON_MODEL_RULES))
+    objections.when(
+        not has_dtype(runtime, plan.training.dtype), "dtype", f"{written_for(plan)} has no {plan.training.dtype}"
+    )
     check_recompute(plan.best, stages, objections)
     objections.when(
         layout.schedule not in _SCHEDULES, "schedule", f"{layout.schedule} is none of {', '.join(_SCHEDULES)}"

@@ -31,6 +31,12 @@ def model_rule(reason: str, wrong: Callable[[ModelSpec], bool], message: Callabl
     return Rule(reason, lambda model, training, shape: not wrong(model), lambda model, training, shape: message(model))
 
 
+def release(version: str) -> tuple[int, ...]:
+    """Major and minor of a version, to compare: 0.9 comes before 0.14."""
+    numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
+    return tuple(numbers)
+
+
 BF16_ONLY = Rule(
     "dtype",
     lambda model, training, shape: training.dtype == "bf16",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from planner.trainers.rules.common import Rule, model_rule
+from collections.abc import Callable
+
+from planner.specs.model import ModelSpec
+from planner.trainers.rules.common import Rule, model_rule, release
 
 MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
     model_rule("position_embedding", lambda m: m.position_embedding == "alibi", lambda m: "it has no ALiBi"),
@@ -54,3 +57,19 @@ MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
         lambda m: f"multi-token prediction needs rope or no positions, not {m.position_embedding}",
     ),
 )
+
+_CAME_WITH: tuple[tuple[str, str, Callable[[ModelSpec], bool], str], ...] = (
+    ("0.15", "sliding_window", lambda m: m.sliding_window is not None, "sliding windows"),
+    ("0.15", "attention_sinks", lambda m: m.attention_sinks, "attention sinks"),
+    ("0.16", "shared_expert_gate", lambda m: m.moe is not None and m.moe.shared_expert_gate, "gates of shared experts"),
+)
+"""Versions of Megatron core, a name, the models that it is about, and the thing that came with the version."""
+
+
+def model_rules_before(version: str) -> tuple[Rule, ...]:
+    """The rules on models that a version of Megatron core sets and later ones do not; none for the newest."""
+    return tuple(
+        model_rule(name, wrong, lambda m, says=f"Megatron core {version} has no {thing}, which came with {since}": says)
+        for since, name, wrong, thing in _CAME_WITH
+        if version and release(version) < release(since)
+    )
