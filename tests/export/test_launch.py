@@ -24,6 +24,7 @@ from planner.export.launch.kubernetes import kubernetes_manifest
 from planner.export.launch.nodes import nodes_of
 from planner.export.launch.shell import shell_array
 from planner.export.megatron.arguments import megatron_arguments
+from planner.export.targets import TRAINERS
 
 Planned = Callable[..., Plan]
 
@@ -244,3 +245,48 @@ def test_words_are_quoted() -> None:
     array = shell_array("ARGUMENTS", {"--layout": "Et|(tt|)*2tL", "--flag": True}, ["a=$(touch pwned)", "b c"])
     lines = ["--layout 'Et|(tt|)*2tL'", "--flag", "'a=$(touch pwned)'", "'b c'"]
     assert array == "\n".join(["ARGUMENTS=(", *(f"  {line}" for line in lines), ")"])
+
+
+def started_by(file: ExportFile, run: Callable[..., Any]) -> dict[str, Any]:
+    """What torchrun was given: by a shell launcher, or by a pod's container."""
+    if file.name != "kubernetes.yaml":
+        call: dict[str, Any] = run(file)
+        return call
+    job = list(yaml.safe_load_all(file.text))[-1]
+    container = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+    shell, flag, script, name = container["command"]
+    assert (shell, flag, name) == ("bash", "-c", "bash")
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    pod = {"RANK": "0", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
+    found: dict[str, Any] = run(ExportFile("pod.sh", script), *container["args"], **variables, **pod)
+    return found
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "megatron": {"model": "qwen3-30b-a3b", "ep": 8, "features": {"ep_overlap": True, "dispatcher": "alltoall"}},
+    "bridge": {"model": "qwen3-30b-a3b", "ep": 8, "features": {"cuda_graph": "moe_router"}},
+    "torchtitan": {"model": "llama-3.1-8b", "tp": 2, "runtime": "torchtitan"},
+    "torch": {"model": "llama-3.1-8b", "tp": 2, "runtime": "torch-eager"},
+}
+
+
+@pytest.mark.parametrize("binds", [True, False])
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [("torchrun", "launch.sh"), ("slurm", "launch.sbatch"), ("kubernetes", "kubernetes.yaml")],
+)
+@pytest.mark.parametrize("target", PLANS)
+def test_environment_and_binding_reach_the_ranks(
+    planned: Planned, run: Callable[..., Any], tmp_path: Path, target: str, launcher: str, name: str, binds: bool
+) -> None:
+    for tool, status in (("numactl", 0 if binds else 1), ("python3", 0 if binds else 1)):
+        (tmp_path / "tools" / tool).write_text(f"#!/usr/bin/env bash\nexit {status}\n")
+        (tmp_path / "tools" / tool).chmod(0o755)
+    plan = planned(gpus=16, **PLANS[target])
+    call = started_by(file_of(plan, target, launcher, name=name), run)
+    expected = TRAINERS[target].write(plan).command
+    assert expected is not None
+    assert {key: call["env"].get(key) for key in expected.environment} == expected.environment
+    assert (call["argv"][1:3] == ["--numa-binding", "node"]) == binds
+    assert call["env"].get("NCCL_IGNORE_CPU_AFFINITY") == ("1" if binds else None)
+    assert target == "torch" or expected.environment, "the target has an environment of its own"
