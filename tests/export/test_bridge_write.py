@@ -144,3 +144,16 @@ def test_a_position_table_is_as_long_as_the_sequences(planned: Planned) -> None:
 def test_what_megatron_refuses_is_refused(planned: Planned) -> None:
     with pytest.raises(Inexpressible, match="ALiBi"):
         bridge_overrides(planned("bloom-176b", 64, tp=8, pp=8))
+
+
+def test_the_older_name_of_graphed_modules_gives_way(planned: Planned) -> None:
+    """DeepSeek-V3's recipe sets `cuda_graph_scope`, which Megatron core refuses beside `cuda_graph_modules`."""
+    layout = {"pp": 4, "ep": 64, "hardware": "gb200", "layers_per_stage": (16, 16, 16, 13)}
+    plan = planned("deepseek-v3", 256, features={"cuda_graph": "moe_router"}, **layout)
+    overrides = bridge_overrides(plan)
+    assert overrides["model.cuda_graph_modules"] == ["moe_router", "moe_preprocess"]
+    assert overrides["model.cuda_graph_scope"] is None
+    older = plan.model_copy(update={"runtime_spec": plan.runtime_spec.model_copy(update={"version": "0.17"})})
+    overrides = bridge_overrides(older)
+    assert overrides["model.cuda_graph_scope"] == ["moe_router", "moe_preprocess"]
+    assert "model.cuda_graph_modules" not in overrides

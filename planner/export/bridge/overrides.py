@@ -104,6 +104,9 @@ def _of_switches(arguments: Arguments) -> Overrides:
     }
     if has_graphs:
         overrides |= dict.fromkeys(("model.use_te_rng_tracker", "rng.te_rng_tracker"), True)
+    if "--cuda-graph-modules" in arguments:
+        # the older name of the field, which recipes set; Megatron core refuses both
+        overrides["model.cuda_graph_scope"] = None
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if (dtype := arguments.get(f"--{name.replace('_', '-')}")) is not None:
             overrides[f"optimizer.{name}"] = _MOMENTS[str(dtype)]

@@ -11,9 +11,11 @@ from planner.export.common.recompute import all_full, check_recompute
 from planner.export.common.refusal import Objections
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.trainer_files import ExportFile, TrainerFiles
+from planner.export.common.untold import Told, notes_on_switches, refused_switches
 
 WRITTEN_FOR = "DeepSpeed 0.19"
 CONFIG_FILE, PIPELINE_FILE = "ds_config.json", "planned_pipeline.py"
+_TOLD: Told = dict.fromkeys(("optimizer_offload", "overlap_grad_reduce", "overlap_param_gather", "bf16_gradients"))
 
 
 def export_deepspeed(plan: Plan) -> TrainerFiles:
@@ -25,6 +27,7 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     _check_expressible(plan, stages)
     files = [ExportFile(CONFIG_FILE, json.dumps(_config(plan), indent=2) + "\n")]
     notes = [f"pass {CONFIG_FILE} to deepspeed.initialize(config=…); optimizer settings are placeholders"]
+    notes += notes_on_switches(plan, "deepspeed", _TOLD)
     if plan.parallelism.pp > 1:
         notes.append(f"{PIPELINE_FILE}: pipeline([embedding, *layers, final_norm, head]) is the model to pass with it")
         files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + _pipeline_source(plan, stages)))
@@ -36,6 +39,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     layout, model = plan.parallelism, plan.model.spec
     objections = Objections("deepspeed", [], "pin what it can do: --vpp 1 --cp 1 --recompute none,full --schedule 1f1b")
     check_recompute(plan.best, stages, objections)
+    objections.reasons += refused_switches(plan, "deepspeed", _TOLD)
     objections.when(model.moe is not None, "moe", "only dense models are exported")
     objections.when(model.attention_chunk_size, "attention_chunk_size", "attention in chunks is not exported")
     objections.when(layout.cp > 1, "cp", f"it has no context parallelism like the plan's (cp {layout.cp})")

@@ -13,6 +13,7 @@ from planner.export.common.recompute import recomputed_layers
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+from planner.export.common.untold import Told, notes_on_switches, refused_switches
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
 from planner.schedule.actions import Schedule
 from planner.schedule.torch_csv import to_torch_csv
@@ -22,6 +23,8 @@ from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH
 WRITTEN_FOR = "torch 2.13"
 PLAN_FILE, PIPELINING_FILE = "plan.torch.yaml", "pipelining.json"
 _RUNNER = "planner.probe.worker"
+_TOLD: Told = {"cp_comm_type": None}
+"""Other exchanges of keys and values have a note of their own."""
 _RECOMPUTABLE = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
 """Modules that the runner can recompute by themselves."""
 
@@ -54,6 +57,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where torch's runtime or the runner cannot run the plan."""
     objections = Objections("torch", broken_rules((*TORCH_EAGER_RULES, BF16_ONLY), plan), hint_for(plan, "torch-eager"))
     check_order(plan, stages, objections)
+    objections.reasons += refused_switches(plan, "torch", _TOLD)
     objections.when(
         any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
     )
@@ -71,7 +75,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     exchange = plan.runtime_spec.cp_comm_type
     if plan.parallelism.cp > 1 and exchange != "all_gather":
         notes.append(f"the runner gathers keys and values over cp, which was planned as {exchange}")
-    return tuple(notes)
+    return (*notes, *notes_on_switches(plan, "torch", _TOLD))
 
 
 def _plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> str:
