@@ -22,7 +22,7 @@ from planner.search.certificate import certificate
 from planner.search.deadline import Deadline
 from planner.search.layouts import Found, find_layouts
 from planner.search.recipe_answer import with_recipe
-from planner.search.recipes import REPLAN_GAIN, Recipes, narrower, pinned
+from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned
 from planner.search.schedules import check_expressible
 from planner.search.why.remedy import with_remedy
 from planner.specs.cluster import ClusterSpec
@@ -75,10 +75,11 @@ def search(case: Case) -> Plan:
     branch = rounds[-1].branch
     branch.keep(best)
     branch.run_alternatives(rounds[-1].frontier)
+    best, *others = _ranked(rounds, best, recipes, deadline)
     if AUTO in (case.limits.schedule or ()) and not best.pricing.runtime.compiled and not deadline.passed:
         best = made_to_measure(best)
     totals = model_totals(case.model, case.runtime, case.training.seq_length)
-    layouts = [_priced(candidate, best, totals) for candidate in _shown(rounds, best, case.limits.top)]
+    layouts = [_priced(candidate, best, totals) for candidate in (best, *others)]
     layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(best.pricing)})
     layouts[0] = with_recipe(layouts[0], best, recipes)
     report = certificate(rounds, recipes, layouts[0].step.step_s, time.monotonic() - started)
@@ -87,15 +88,22 @@ def search(case: Case) -> Plan:
     return assemble(best.pricing, totals, layouts, told, report, rejections.counts, rejections.examples)
 
 
-def _shown(rounds: list[Found], best: Candidate, most: int) -> list[Candidate]:
-    """The best candidate, and `most` others: the fastest of each grid, with the best's recipe where that is faster."""
-    known: dict[tuple[int, ...], Candidate] = {}
+def _ranked(rounds: list[Found], best: Candidate, recipes: Recipes, deadline: Deadline) -> list[Candidate]:
+    """The best candidate, and the fastest of the other grids, with the best's recipe where that is faster.
+
+    A grid that was second under its own recipe may be first under the one that was found around the best.
+    """
+    known = {key_of(best.shape): best}
     for found in rounds:
         for key, other in found.branch.candidates.items():
-            if key != key_of(best.shape) and (key not in known or other.step_s < known[key].step_s):
+            if key not in known or (other.step_s < known[key].step_s and known[key] is not best):
                 known[key] = other
-    ranked = sorted(known.values(), key=lambda other: other.step_s)[:most]
-    return [best, *sorted((_with_recipe_of(best, other) for other in ranked), key=lambda other: other.step_s)]
+    most = recipes.case.limits.top
+    ranked = sorted(known.values(), key=lambda other: other.step_s)[: most + 1]
+    others = sorted((_with_recipe_of(best, other) for other in ranked), key=lambda other: other.step_s)
+    if others[0].step_s < best.step_s * (1 - LEAST_GAIN):
+        best = recipes.refined(others[0], deadline)
+    return [best, *(other for other in others if key_of(other.shape) != key_of(best.shape))][: most + 1]
 
 
 def _with_recipe_of(best: Candidate, other: Candidate) -> Candidate:

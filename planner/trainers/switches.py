@@ -336,9 +336,9 @@ def parsed(name: str, text: str) -> Value | None:
 
 NOT_MODELLED = {"cpu_offload": "tensors kept in host memory"}
 """Features that change a run in a way that nothing here prices."""
-_IMPLIED_BY_WHOLE_GRAPHS: dict[str, Value] = {"ep_overlap": "delayed", "fused_experts": True}
+_IMPLIED_BY_WHOLE_GRAPHS: dict[str, Value] = {"ep_overlap": "delayed", "fused_experts": True, "nan_checks": False}
 """Published recipes that capture whole iterations of mixtures overlap their exchanges, delay weight gradients and fuse
-the products of experts too (Megatron-Bridge since 26.06)."""
+the products of experts too (Megatron-Bridge since 26.06). Megatron-LM takes no checks for NaN beside such graphs."""
 
 
 def read_recipe(runtime: Any, names: Iterable[str] = ()) -> dict[str, Value]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from toys import toy_cluster, toy_model, toy_problem, toy_training
@@ -24,7 +24,7 @@ def exposed(
     pricing = replace(problem.pricing, runtime=problem.pricing.runtime.model_copy(update=hides | switches))
     shape = Shape(pp=pp, vpp=vpp, dp=2, num_microbatches=4, seq_length=2048, zero_stage=zero_stage, shard_size=2)
     table = pricing.table(shape)
-    nothing = dict.fromkeys((name for name in table.head.__slots__ if name.endswith("_s")), 0.0)
+    nothing = dict.fromkeys((f.name for f in fields(table.head) if f.name.endswith("_s")), 0.0)
     costs = [replace(table.head, **{**nothing, **seconds}) for seconds in ranks or [FIRST] * pp]
     return outside_pipeline(pricing, table, costs, schedule).exposed_dp_s
 

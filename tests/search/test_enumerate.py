@@ -88,7 +88,8 @@ def test_weights_may_be_sharded_over_part_of_the_ranks(tp: int, cp: int, expecte
     shapes, _ = enumerate_shapes(*arguments, training, limits, load_runtime("torchtitan"))
     assert axis(shapes, "shard_size") == expected
     shapes, _ = enumerate_shapes(*arguments, training, limits, load_runtime("megatron"))
-    assert axis(shapes, "shard_size") == {32 // tp}
+    # the distributed optimizer shards over all ranks, Megatron-FSDP also over those of a node
+    assert axis(shapes, "shard_size") == {32 // tp, *({8 // tp} if 8 // tp >= cp else ())}
     pinned = limits.model_copy(update={"shard_size": (8, 12)})
     shapes, rejections = enumerate_shapes(*arguments, training, pinned, load_runtime("torchtitan"))
     assert axis(shapes, "shard_size") <= {8}
@@ -99,7 +100,7 @@ def test_stages_are_any_number_and_no_shape_comes_twice() -> None:
     problem = toy_problem(toy_model(7), toy_cluster(16), toy_training(16))
     shapes, _ = enumerated(problem)
     assert axis(shapes, "pp") == set(range(1, 8))
-    axes = ("tp", "cp", "ep", "etp", "pp", "dp", "micro_batch_size")
+    axes = ("tp", "cp", "ep", "etp", "pp", "dp", "micro_batch_size", "zero_stage", "shard_size")
     keys = [tuple(getattr(s, a) for a in axes) for s in problem.shapes()]
     assert len(set(keys)) == len(keys)
 
@@ -159,7 +160,8 @@ REASONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "tp_across_nvlink_domains": ({"tp": (8,)}, ["tp 8", "4 GPUs", "--tp-across-nodes"]),
     "model_parallel_not_expressible": ({"tp": (2,), "runtime": "torch-fsdp"}, ["tp 2", "torch-fsdp"]),
     "cp_not_expressible": ({"cp": (2,), "runtime": "megatron-2022"}, ["cp 2", "megatron-2022"]),
-    "zero_stage_not_expressible": ({"zero_stage": (3,)}, ["zero_stage 3", "megatron", "0, 1"]),
+    "zero_stage_not_expressible": ({"zero_stage": (3,), "runtime": "nanotron"}, ["zero_stage 3", "nanotron", "0, 1"]),
+    "zero_stage_with_pp": ({"zero_stage": (3,), "pp": (2,)}, ["zero_stage 3 at pp 2", "megatron"]),
     "seq_length_not_divisible_by_2cp": ({"cp": (2,), "training": toy_training(32, 2050)}, ["2050", "4"]),
     "seq_length_not_divisible_by_tp_cp": ({"tp": (4,), "training": toy_training(32, 2050)}, ["2050", "4"]),
     "seq_length_beyond_positions": (

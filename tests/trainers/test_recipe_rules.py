@@ -85,7 +85,7 @@ CASES = [
          {"nan_checks": False}, model="70b"),
     Case("cuda_graph", "full_iteration of a mixture needs fused_experts=true and dispatcher=hybridep", WHOLE,
          {"fused_experts": True, "dispatcher": "hybridep"}, hardware="b200", dtype="mxfp8"),
-    Case("fused_experts", "needs experts without biases, in mxfp8 or nvfp4 on Blackwell", {"fused_experts": True},
+    Case("fused_experts", "needs experts, in mxfp8 or nvfp4 on Blackwell", {"fused_experts": True},
          {"hardware": "b200", "dtype": "mxfp8"}),
     Case("dispatcher", "needs experts", {"dispatcher": "deepep"}, {"model": "deepseek-v3"}, model="70b"),
     Case("dispatcher", "deepep knows no NVLink between nodes", {"dispatcher": "deepep"}, {"dispatcher": "hybridep"},

@@ -145,11 +145,11 @@ def test_switches_that_exclude_each_other_are_both_named(recipe: dict[str, Any],
 
 
 def test_one_that_needs_another_that_was_left_unsaid_says_what_to_add() -> None:
-    recipe = {"cuda_graph": "full_iteration", "ep_overlap": False}
+    recipe = {"token_drop": True}
     with pytest.raises(SpecError) as caught:
-        check_together(setting("8b", **recipe), recipe)
-    assert caught.value.message.startswith("--switch: cuda_graph=full_iteration: cuda_graph full_iteration needs")
-    assert caught.value.hint == "add nan_checks=false"
+        check_together(setting("qwen3-30b", **recipe), recipe)
+    assert caught.value.message == "--switch: token_drop=true: token_drop needs dispatcher=alltoall"
+    assert caught.value.hint == "add dispatcher=alltoall"
 
 
 def test_a_switch_that_no_other_mends_is_to_be_left_out() -> None:

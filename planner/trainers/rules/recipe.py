@@ -141,11 +141,10 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         or (s.runtime.fuses_experts and s.runtime.dispatcher in ("hybridep", "")),
     ),
     _job(
-        "fused_experts", "needs experts without biases, in mxfp8 or nvfp4 on Blackwell",
+        "fused_experts", "needs experts, in mxfp8 or nvfp4 on Blackwell",
         lambda s: not s.runtime.fuses_experts
         or (
             s.model.moe is not None
-            and not s.model.has_mlp_bias
             and s.training.dtype in ("mxfp8", "nvfp4")
             and s.cluster.hardware.architecture == "blackwell"
         ),

@@ -49,7 +49,7 @@ _FEW = {"runtime": "torchtitan", "pp": (4,), "training": toy_training(4), "micro
         ({**_FEW, "dp": (2,)}, "pin a smaller pp, dp", {"dp": (1,)}),
         ({"tp": (8,)}, "add --tp-across-nodes", {"tp_across_nodes": True}),
         ({"tp": (8,), "cp": (2,)}, "more GPUs", {"cluster": toy_cluster(16), "tp_across_nodes": True}),
-        ({"zero_stage": (3,)}, "free zero-stage", {"zero_stage": None}),
+        ({"zero_stage": (3,), "runtime": "nanotron"}, "free zero-stage", {"zero_stage": None}),
     ],
 )
 def test_the_hint_is_of_the_rule_and_following_it_helps(changes: Any, hint: str, then: dict[str, Any]) -> None:

@@ -168,7 +168,7 @@ def test_a_search_that_had_too_little_time_says_nothing_about_fewer_gpus() -> No
     ("pin", "freed", "memory_gib"),
     [
         ({"recompute": ("none",)}, "recompute", 0.97),
-        ({"micro_batch_size": (8,)}, "micro_batch_size", 1.3),
+        ({"micro_batch_size": (8,), "zero_stage": (1,)}, "micro_batch_size", 1.3),
         ({"pp": (1,)}, "pp", 1.0),
         ({"tp": (1,)}, "tp", 1.0),
         ({"zero_stage": (0,), "dp": (4,)}, "dp", 1.2),
@@ -202,7 +202,7 @@ def test_a_headroom_in_the_way_is_named_and_giving_it_up_helps() -> None:
     [
         "--model 70b --gpus 8 -s 4096 -b 8",
         "--model 8b --gpus 1 -s 4096 -b 8",
-        "--model 70b --gpus 64 -s 4096 -b 64 --tp 1 --pp 1 --recompute none",
+        "--model 70b --gpus 64 -s 4096 -b 64 --tp 1 --pp 1 --recompute none --zero-stage 1",
         "--model 8b --gpus 16 -s 4096 -b 64 --tp 16",
         "--model 8b --gpus 16 -s 4096 -b 64 --tp 8 --pp 4",
         "--model 8b --gpus 16 -s 4096 -b 64 --dp 3",
