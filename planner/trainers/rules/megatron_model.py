@@ -69,7 +69,12 @@ _CAME_WITH: tuple[tuple[str, str, Callable[[ModelSpec], bool], str], ...] = (
 def model_rules_before(version: str) -> tuple[Rule, ...]:
     """The rules on models that a version of Megatron core sets and later ones do not; none for the newest."""
     return tuple(
-        model_rule(name, wrong, lambda m, says=f"Megatron core {version} has no {thing}, which came with {since}": says)
+        model_rule(name, wrong, _says(f"Megatron core {version} has no {thing}, which came with {since}"))
         for since, name, wrong, thing in _CAME_WITH
         if version and release(version) < release(since)
     )
+
+
+def _says(message: str) -> Callable[[ModelSpec], str]:
+    """A rule's message that is the same for all models."""
+    return lambda model: message
