@@ -25,8 +25,9 @@ from planner.trainers.switches import SWITCHES, Value, parsed, written
 BUNDLES: tuple[Recipe, ...] = (
     {},
     {"cuda_graph": "attn+moe_router"},
-    {"ep_overlap": "delayed"},
-    {"ep_overlap": True, "cuda_graph": "moe_router"},
+    {"ep_overlap": "delayed", "dispatcher": "hybridep"},
+    {"ep_overlap": True, "dispatcher": "hybridep", "cuda_graph": "moe_router"},
+    {"ep_overlap": True, "dispatcher": "hybridep", "cuda_graph": "attn+moe_router"},
     {"token_drop": True, "dispatcher": "alltoall"},
     {"cuda_graph": "full_iteration", "nan_checks": False},
     {"cuda_graph": "full_iteration", "nan_checks": False, "dispatcher": "hybridep", "fused_experts": True},
@@ -36,7 +37,8 @@ BUNDLES: tuple[Recipe, ...] = (
     },
 )  # fmt: skip
 """Switches of each bundle beyond the trainer's own values. Tuned recipes of Megatron-Bridge use them so: layer graphs
-on GB200, overlapped exchanges on H100, both for small mixtures, graphs of whole iterations for MXFP8 on Blackwell."""
+on GB200, overlapped exchanges on H100, both for small mixtures, graphs of whole iterations for MXFP8 on Blackwell.
+HybridEP takes fewer multiprocessors than DeepEP from the products beside it."""
 FAST_HOST_GB_PER_S = 200.0
 """Least rate of a host's link, in one direction, from which on layouts are searched whose activations wait on the host:
 above what PCIe has, below NVLink-C2C. All recipes of Megatron-Bridge that offload are for GB200 and GB300."""
@@ -77,8 +79,9 @@ class Recipes:
     def starts(self) -> list[RuntimeSpec]:
         """The runtime of each bundle that is legal for the job; the trainer's own comes first."""
         consented = {name: next(iter(SWITCHES[name].consent)) for name in self.free if name in _ONLY_FASTER}
-        pinned = pinned_by(self.case)
-        own = [{name: value for name, value in bundle.items() if name not in pinned} for bundle in BUNDLES]
+        pinned, has = pinned_by(self.case), switches_of(self.case.runtime)
+        # what a version of the trainer lacks is left out of a bundle, what lacks consent is no bundle
+        own = [{n: v for n, v in bundle.items() if n not in pinned and v in has.get(n, ())} for bundle in BUNDLES]
         bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]

@@ -32,6 +32,9 @@ from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.rules.recipe import broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
 
+CONTENDERS = 3
+"""Candidates nearly as fast as the best around which switches are moved too."""
+
 
 def plan(
     model: ModelSpec | str,
@@ -101,8 +104,12 @@ def _ranked(rounds: list[Found], best: Candidate, recipes: Recipes, deadline: De
     most = recipes.case.limits.top
     ranked = sorted(known.values(), key=lambda other: other.step_s)[: most + 1]
     others = sorted((_with_recipe_of(best, other) for other in ranked), key=lambda other: other.step_s)
-    if others[0].step_s < best.step_s * (1 - LEAST_GAIN):
-        best = recipes.refined(others[0], deadline)
+    near = [other for other in others if other.step_s < best.step_s * (1 + REPLAN_GAIN)][:CONTENDERS]
+    if len(rounds[0].priced) == 1:  # with one bundle, recipes are too much alike for that
+        near = [other for other in near if other.step_s < best.step_s * (1 - LEAST_GAIN)]
+    fastest = min((recipes.refined(other, deadline) for other in near), key=lambda o: o.step_s, default=best)
+    if fastest.step_s < best.step_s * (1 - LEAST_GAIN):
+        best = fastest
     return [best, *(other for other in others if key_of(other.shape) != key_of(best.shape))][: most + 1]
 
 

@@ -108,5 +108,6 @@ def _notes_on_the_loss(plan: Plan) -> tuple[str, ...]:
     unfit = "" if fits else f", {last_stage_gib:.1f} in all, which does not fit"
     return (
         f"the last stage holds {more_gib:.1f} GiB more than planned{unfit}: Megatron-LM refuses Transformer Engine's "
-        "fused cross-entropy, and its own keeps fp32 logits",
+        "fused cross-entropy, and its own keeps fp32 logits"
+        + ("" if fits else ": plan again with --switch cross_entropy_fusion=false, or export to bridge"),
     )
