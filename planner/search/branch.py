@@ -332,6 +332,11 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
 
 
 def _coarse_bound_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
-    """A lower bound of each shape's step under any of the schedules tried."""
+    """A lower bound of each shape's step under any of the schedules tried; infinite where another recipe is better."""
+    if shapes.beaten is not None:
+        left = np.flatnonzero(~shapes.beaten)
+        bound_s = np.full(len(shapes.kernel), np.inf)
+        bound_s[left] = _coarse_bound_s(replace(shapes.take(left), beaten=None), limits)
+        return bound_s
     tried = schedules_tried(limits, shapes.pricing.runtime)
     return bounds.coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))

@@ -140,7 +140,7 @@ def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntAr
         setting = Setting(pricing.model, pricing.cluster, pricing.training, pricing.runtime, chosen.shape)
         legal = np.broadcast_to(takes_shapes(setting), index.shape)
         if chosen.beaten is not None:
-            legal = legal & ~chosen.beaten[chosen.kernel]
+            legal = legal & ~chosen.beaten
         legal = np.flatnonzero(legal)
         if len(legal) < len(index):
             chosen, index, kind = chosen.take(legal), index[legal], kind[legal]

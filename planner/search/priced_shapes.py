@@ -46,7 +46,7 @@ class PricedShapes:
     module_sets: ModuleSets | None = None
     """The sets of modules that selective recompute may mean; None if it means the pricing's own set."""
     beaten: npt.NDArray[np.bool_] | None = None
-    """True for each row of the table that another recipe beats in every price; None if there is no such row."""
+    """True for a shape that another recipe beats in every price, and whose prices are not kept; None if none is."""
 
     def with_modules(self, modules: Modules) -> PricedShapes:
         """The same shapes, priced so that selective recompute means `modules`."""
@@ -82,7 +82,9 @@ class PricedShapes:
 
     def take(self, index: npt.NDArray[np.int64]) -> PricedShapes:
         """The shapes at `index`."""
-        return replace(self, shape=self.shape.take(index), kernel=self.kernel[index], folded=self.folded[index])
+        beaten = None if self.beaten is None else self.beaten[index]
+        shape, kernel, folded = self.shape.take(index), self.kernel[index], self.folded[index]
+        return replace(self, shape=shape, kernel=kernel, folded=folded, beaten=beaten)
 
     @property
     def p2p_s(self) -> FloatArray:
@@ -200,9 +202,20 @@ def without_beaten(priced: Sequence[PricedShapes], stricter: Sequence[frozenset[
     kept = []
     for shapes, switches in zip(priced, stricter, strict=True):
         others = [other for other, fewer in zip(priced, stricter, strict=True) if fewer < switches]
-        beaten = np.any([_is_no_dearer(other, shapes) for other in others], axis=0) if others else None
-        kept.append(replace(shapes, beaten=beaten))
+        kept.append(_without(shapes, np.any([_is_no_dearer(other, shapes) for other in others], axis=0)))
     return kept
+
+
+def _without(shapes: PricedShapes, beaten: npt.NDArray[np.bool_]) -> PricedShapes:
+    """The shapes with the rows of the table that are not beaten; if all are, they stay to be left out as a whole."""
+    if not beaten.any():
+        return shapes
+    lost = beaten[shapes.kernel]
+    if beaten.all():
+        return replace(shapes, beaten=lost)
+    place = np.maximum(np.cumsum(~beaten) - 1, 0)
+    table = shapes.table.take(np.flatnonzero(~beaten))
+    return replace(shapes, table=table, kernel=place[shapes.kernel], beaten=lost)
 
 
 def _is_no_dearer(shapes: PricedShapes, others: PricedShapes) -> npt.NDArray[np.bool_]:
@@ -257,6 +270,11 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
 def fits(shapes: PricedShapes, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
     """True for a shape whose ranks together have memory for the layers of each kind, which every split needs."""
     counts = shapes.pricing.kind_counts
+    if shapes.beaten is not None:
+        left = np.flatnonzero(~shapes.beaten)
+        holds = np.zeros(len(shapes.kernel), dtype=bool)
+        holds[left] = fits(replace(shapes.take(left), beaten=None), schedules)
+        return holds
     return np.asarray(np.all([room_layers(shapes, kind, schedules) >= n for kind, n in counts.items()], axis=0))
 
 
