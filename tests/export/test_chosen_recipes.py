@@ -20,7 +20,7 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime
 
-JOBS = 16
+JOBS = 10
 MODELS = [
     "llama-3.1-8b",
     "qwen3-30b-a3b",

@@ -73,7 +73,7 @@ def read_back(plan: Plan, target: str) -> Plan:
     return evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("target", ["megatron", "bridge"])
 def test_legal_recipes_come_back(planned: Planned, target: str, job: str, seed: int) -> None:
@@ -224,7 +224,7 @@ def test_a_version_exports_what_its_rules_allow(planned: Planned, job: str, vers
     model, gpus, options = JOBS[job]
     rng = random.Random(f"{job} {version}")
     runtime = load_runtime(f"megatron@{version}")
-    for _ in range(4):
+    for _ in range(2):
         features = {name: rng.choice(values) for name, values in switches_of(runtime).items()}
         # whole graphs of published runs imply other switches, which this version may not have
         features |= {name: False for name in ("fused_experts", "ep_overlap") if name not in features}

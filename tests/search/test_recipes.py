@@ -75,7 +75,7 @@ def test_a_mixture_on_slow_links_overlaps_its_exchanges_and_interleaves_for_it()
     assert own.best.offers == ()
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     trainer=st.sampled_from(["megatron", "torchtitan", "torch-eager", "nanotron"]),
     moe=st.booleans(),

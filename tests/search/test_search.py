@@ -124,7 +124,7 @@ def test_every_shipped_model_gets_a_plan_with_all_its_layers(name: str) -> None:
     # recipes are chosen in test_recipes.py; with them, large mixtures take several times as long
     limits = SearchLimits(
         top=1, time_limit_s=NO_LIMIT_S, gap_fraction=0.05, tp=(1, 8), cp=(1,), micro_batch_size=(1,),
-        switches="default" if billions > 150 else None,
+        switches="default" if billions > 30 else None,
     )  # fmt: skip
     training = TrainingSpec(seq_length=2048, global_batch_size=512)
     cluster = ClusterSpec(hardware=load_hardware("b200"), num_gpus=num_gpus)
