@@ -24,7 +24,7 @@ from planner.specs.training import Recompute
 
 Modules = tuple[str, ...]
 
-MAX_SETS = 16
+MAX_SETS = 8
 """Most sets that are tried; if there are more, those that lie most evenly between saving nothing and all are tried."""
 SAMPLES = (0.0, 0.5, 1.0)
 """Kernels on which sets are compared: those that keep the least, the median and the most bytes of a micro-batch."""
