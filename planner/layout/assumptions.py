@@ -130,7 +130,7 @@ def told_assumptions(candidate: Candidate, with_switches: bool = False) -> tuple
         # the one value that needs another switch's beside it
         assumptions.append(_without_host(candidate.pricing))
     for other in assumptions:
-        changed = replace(plain, pricing=other.pricing, table=other.pricing.table(candidate.shape))
+        changed = plain.priced_as(other.pricing)
         effects.append((changed.step_s / plain.step_s - 1, other.says, other.option))
     if with_switches:
         effects += _switches(plain)

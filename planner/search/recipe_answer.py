@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from planner.answer import Offer, PricedLayout, RecipeGain, RecipeRefusal
 from planner.layout.candidate import Candidate
-from planner.layout.recipe import recipe_of, setting_of, under
+from planner.layout.recipe import recipe_of, setting_of
 from planner.physics.compute import is_narrow
 from planner.search.recipes import BUNDLES, Recipes
 from planner.trainers.load import has_dtype, switches_of
@@ -63,22 +63,23 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
     for name, values in switches_of(pricing.runtime).items():
         for value in values:
             if value in SWITCHES[name].consent and name not in (*limits.allow, *held):
-                yield from _offer(best, name, value, {name: value})
+                yield from _offer(best, recipes, name, value, {name: value})
     for bundle in BUNDLES:
         needed = [name for name, value in bundle.items() if value in SWITCHES[name].consent]
         if needed and not held & set(bundle) and any(name not in limits.allow for name in needed):
             name, value = next(iter(bundle.items()))
-            yield from _offer(best, name, value, bundle)
+            yield from _offer(best, recipes, name, value, bundle)
     for dtype in NARROW_DTYPES:
         narrow = pricing.training.model_copy(update={"dtype": dtype})
         is_wide = pricing.training.dtype in ("bf16", "fp16") and dtype not in limits.allow
         if is_wide and is_narrow(pricing.cluster.hardware, dtype) and has_dtype(pricing.runtime, dtype):
             other = replace(best, pricing=replace(pricing, training=narrow))
-            yield from _offer(other, "dtype", dtype, {}, best.step_s, (dtype,))
+            yield from _offer(other, recipes, "dtype", dtype, {}, best.step_s, (dtype,))
 
 
 def _offer(
     best: Candidate,
+    recipes: Recipes,
     name: str,
     value: Value,
     bundle: Recipe,
@@ -89,8 +90,8 @@ def _offer(
     has = switches_of(best.pricing.runtime)
     if any(part not in has.get(switch, ()) for switch, part in bundle.items()):
         return
-    moved = under(best, switched(best.pricing.runtime, bundle))
-    if any(broken_recipe_rules(setting_of(moved))) or not moved.fits:
+    moved = recipes.moved(best, bundle)
+    if moved is None or not moved.fits:
         return
     now_s = best.step_s if now_s is None else now_s
     if moved.step_s >= now_s * (1 - LEAST_OFFER):

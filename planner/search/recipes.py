@@ -91,8 +91,9 @@ class Recipes:
         """The candidate's runtime with activations on the host, if the host's link is fast enough to hide that."""
         if self.case.cluster.hardware.host.link_gb_per_s < FAST_HOST_GB_PER_S:
             return []
-        others = [self.moved(candidate, {"activation_offload": v}) for v in self.free.get("activation_offload", ())[1:]]
-        return [other.pricing.runtime for other in others if other is not None]
+        values = self.free.get("activation_offload", ())[1:]
+        others = [switched(candidate.pricing.runtime, {"activation_offload": value}) for value in values]
+        return [runtime for runtime in others if _takes(candidate, runtime)]
 
     def moves(self, candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
         """Every legal change of one switch of a candidate that has an effect on it, priced on the same layout."""
@@ -108,9 +109,11 @@ class Recipes:
 
     def moved(self, candidate: Candidate, recipe: Recipe) -> Candidate | None:
         """The same layout with some switches at other values; None if a rule refuses them."""
-        runtime = switched(candidate.pricing.runtime, recipe)
-        setting = replace(setting_of(candidate), runtime=runtime)
-        if any(broken_recipe_rules(setting)):
+        return self.priced(candidate, switched(candidate.pricing.runtime, recipe))
+
+    def priced(self, candidate: Candidate, runtime: RuntimeSpec) -> Candidate | None:
+        """The same layout under another runtime, priced once; None if a rule refuses its recipe there."""
+        if not _takes(candidate, runtime):
             return None
         key = id(candidate), runtime
         if key not in self._known:
@@ -173,6 +176,11 @@ def narrower(case: Case) -> Iterator[Case]:
 
 _ONLY_FASTER = ("bf16_gradients", "bf16_moments")
 """Switches that save bytes and seconds in every layout: once allowed, they are on from the start."""
+
+
+def _takes(candidate: Candidate, runtime: RuntimeSpec) -> bool:
+    """True if no rule refuses the runtime's recipe on the candidate's layout."""
+    return not any(broken_recipe_rules(replace(setting_of(candidate), runtime=runtime)))
 
 
 def _is_allowed(name: str, value: Value, case: Case) -> bool:

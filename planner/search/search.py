@@ -13,7 +13,6 @@ from planner.layout.candidate import Candidate
 from planner.layout.evaluate import runtime_of
 from planner.layout.expressible import export_warnings
 from planner.layout.price import price_layout
-from planner.layout.recipe import setting_of, under
 from planner.physics.layers import ModelTotals, model_totals
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import key_of
@@ -29,7 +28,6 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import model_of
 from planner.specs.training import SearchLimits, TrainingSpec
-from planner.trainers.rules.recipe import broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
 
 CONTENDERS = 3
@@ -103,7 +101,7 @@ def _ranked(rounds: list[Found], best: Candidate, recipes: Recipes, deadline: De
                 known[key] = other
     most = recipes.case.limits.top
     ranked = sorted(known.values(), key=lambda other: other.step_s)[: most + 1]
-    others = sorted((_with_recipe_of(best, other) for other in ranked), key=lambda other: other.step_s)
+    others = sorted((_with_recipe_of(best, other, recipes) for other in ranked), key=lambda other: other.step_s)
     near = [other for other in others if other.step_s < best.step_s * (1 + REPLAN_GAIN)][:CONTENDERS]
     if len(rounds[0].priced) == 1:  # with one bundle, recipes are too much alike for that
         near = [other for other in near if other.step_s < best.step_s * (1 - LEAST_GAIN)]
@@ -113,14 +111,12 @@ def _ranked(rounds: list[Found], best: Candidate, recipes: Recipes, deadline: De
     return [best, *(other for other in others if key_of(other.shape) != key_of(best.shape))][: most + 1]
 
 
-def _with_recipe_of(best: Candidate, other: Candidate) -> Candidate:
+def _with_recipe_of(best: Candidate, other: Candidate, recipes: Recipes) -> Candidate:
     """The other candidate under the best one's runtime if that is legal, fits and is faster."""
     if other.pricing.runtime == best.pricing.runtime:
         return other
-    moved = under(other, best.pricing.runtime)
-    if any(broken_recipe_rules(setting_of(moved))) or not moved.fits or moved.step_s >= other.step_s:
-        return other
-    return moved
+    moved = recipes.priced(other, best.pricing.runtime)
+    return other if moved is None or not moved.fits or moved.step_s >= other.step_s else moved
 
 
 def _priced(candidate: Candidate, best: Candidate, totals: ModelTotals) -> PricedLayout:

@@ -308,13 +308,13 @@ class RuntimeSpec(Spec):
     @property
     def recomputes_layers(self) -> bool:
         """True where whole layers can be recomputed; neither overlapped exchanges nor graphs of modules allow it."""
-        return not (self.ep_overlap_fraction or self.graphed_modules)
+        return not (self.overlaps_experts or self.graphed_modules)
 
     @property
     def recomputable_modules(self) -> tuple[str, ...]:
         """The modules that can be recomputed by themselves beside the recipe's overlaps and graphs."""
         kept = set()
-        if self.ep_overlap_fraction or "moe_router" in self.graphed_modules:
+        if self.overlaps_experts or "moe_router" in self.graphed_modules:
             kept.add("moe")
         if self.overlaps_shared_experts:
             kept.add("shared_experts")

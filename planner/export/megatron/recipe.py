@@ -107,7 +107,7 @@ def _connections(plan: Plan) -> dict[str, str]:
 
 def overlaps_experts(plan: Plan) -> bool:
     """Exchanges of experts were priced behind compute."""
-    return plan.parallelism.ep > 1 and plan.runtime_spec.ep_overlap_fraction > 0
+    return plan.parallelism.ep > 1 and plan.runtime_spec.overlaps_experts
 
 
 def _has_exchanges_beside_norms(plan: Plan) -> bool:

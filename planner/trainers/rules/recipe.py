@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def overlaps_experts(self) -> bool:
-        return self.runtime.ep_overlap_fraction > 0
+        return self.runtime.overlaps_experts
 
     @property
     def is_rack(self) -> bool:
