@@ -43,7 +43,6 @@ def settled(runtime: RuntimeSpec, cluster: ClusterSpec) -> RuntimeSpec:
     is_nvidia = cluster.hardware.architecture in ("ampere", "hopper", "blackwell")
     if runtime.dispatcher or not runtime.sends_tokens_once or not is_nvidia:
         return runtime
-    is_rack = cluster.nvlink_domain_size > cluster.node_size
-    asked, has = "hybridep" if is_rack else "deepep", switches_of(runtime).get("dispatcher", ())
+    asked, has = "hybridep" if cluster.is_rack else "deepep", switches_of(runtime).get("dispatcher", ())
     found = asked if asked in has or not has else "alltoall"
     return runtime.model_copy(update=SWITCHES["dispatcher"].fields_of(found) or {})

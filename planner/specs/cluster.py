@@ -40,6 +40,11 @@ class ClusterSpec(Spec):
     def _named_hardware(cls, hardware: object) -> object:
         return load_hardware(hardware) if isinstance(hardware, str) else hardware
 
+    @property
+    def is_rack(self) -> bool:
+        """True where NVLink joins more GPUs than a node has."""
+        return self.nvlink_domain_size > self.node_size
+
     @cached_property
     def node_size(self) -> int:
         return self.gpus_per_node or self.hardware.gpus_per_node

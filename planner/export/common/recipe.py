@@ -57,7 +57,7 @@ def _value(name: str, setting: Setting) -> Value:
     if name == "cp_comm_type":
         return runtime.cp_comm_type
     if name == "dispatcher":
-        flexible = "hybridep" if setting.is_rack else "deepep"
+        flexible = "hybridep" if setting.cluster.is_rack else "deepep"
         return runtime.dispatcher or (flexible if runtime.sends_tokens_once else "alltoall")
     return SWITCHES[name].value_of(runtime)
 

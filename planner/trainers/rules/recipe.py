@@ -44,11 +44,6 @@ class Setting:
         return self.runtime.overlaps_experts
 
     @property
-    def is_rack(self) -> bool:
-        """True where NVLink joins more GPUs than a node has."""
-        return self.cluster.nvlink_domain_size > self.cluster.node_size
-
-    @property
     def has_shared_experts(self) -> bool:
         moe = self.model.moe
         return moe is not None and bool(moe.shared_expert_intermediate_size)
@@ -155,7 +150,7 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
     ),
     _job(
         "dispatcher", "deepep knows no NVLink between nodes",
-        lambda s: s.runtime.dispatcher != "deepep" or not s.is_rack,
+        lambda s: s.runtime.dispatcher != "deepep" or not s.cluster.is_rack,
     ),
     _job(
         "dispatcher", "deepep and hybridep need Ampere or newer GPUs of NVIDIA",
