@@ -10,7 +10,8 @@ import numpy as np
 from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, residual, rotary
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
-from planner.specs.model import LayerKind, MLASpec, ModelSpec
+from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model_parts import MLASpec
 from planner.trainers.spec import RuntimeSpec
 
 

@@ -9,7 +9,8 @@ from typing import Literal
 from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, residual
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
-from planner.specs.model import LayerKind, ModelSpec, MoESpec
+from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model_parts import MoESpec
 from planner.trainers.spec import RuntimeSpec
 
 

@@ -14,8 +14,8 @@ Config = Mapping[str, Any]
 Derived = dict[str, Any]
 
 _ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "gelu": "gelu", "gelu_new": "gelu",
-    "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu",
+    "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "gelu": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu",
 }  # fmt: skip
 _ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
 _SWITCHES = (

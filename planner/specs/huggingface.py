@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from planner.errors import SpecError
 from planner.specs.architectures import ARCHITECTURES, SAME_AS, WRAPPERS, Architecture
 from planner.specs.derivations import Config, Derived, InexpressibleError, check_switches
-from planner.specs.model import MLASpec, ModelSpec, MoESpec
+from planner.specs.model import ModelSpec
+from planner.specs.model_parts import MLASpec, MoESpec
 from planner.specs.problems import nearest, spec_error
 from planner.specs.reading import kind_of
 

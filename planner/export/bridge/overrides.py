@@ -67,7 +67,7 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         "model.add_bias_linear": "--disable-bias-linear" not in arguments,
         "model.qk_layernorm": "--qk-layernorm" in arguments,
         "model.gated_linear_unit": model.gated_mlp,
-        "model.activation_func": {"relu2": "squared_relu"}.get(model.activation, model.activation),
+        "model.activation_func": {"relu2": "squared_relu", "gelu_tanh": "gelu"}.get(model.activation, model.activation),
         "model.sequence_parallel": "--sequence-parallel" in arguments,
         "model.virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "model.pipeline_dtype": "float16" if plan.training.dtype == "fp16" else "bfloat16",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 
 from planner.export.common.arguments import Arguments
-from planner.export.common.model import has_balancing_bias
-from planner.specs.model import MLASpec, ModelSpec, MoESpec
+from planner.specs.model import ModelSpec
+from planner.specs.model_parts import MLASpec, MoESpec
 
 ROTARY_BASE = 10_000
 """Megatron's default."""
@@ -124,7 +124,7 @@ def _experts(model: ModelSpec, moe: MoESpec) -> Arguments:
         arguments["--moe-shared-expert-intermediate-size"] = moe.shared_expert_intermediate_size
         if moe.shared_expert_gate:
             arguments["--moe-shared-expert-gate"] = True
-    if has_balancing_bias(model):
+    if model.balances_by_bias:
         arguments |= {
             "--moe-router-score-function": "sigmoid",
             "--moe-router-enable-expert-bias": True,

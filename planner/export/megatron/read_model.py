@@ -39,7 +39,7 @@ def read_model(options: Options) -> dict[str, Any]:
         "vocab_size": _vocabulary(options),
         "tie_word_embeddings": "--untie-embeddings-and-output-weights" not in options,
         "gated_mlp": gated,
-        "activation": "silu" if gated else "relu2" if "--squared-relu" in options else "gelu",
+        "activation": "silu" if gated else "relu2" if "--squared-relu" in options else "gelu_tanh" if bias else "gelu",
         "norm": "rmsnorm" if options.get("--normalization") == ["RMSNorm"] else "layernorm",
         "bias": bias,
         "norm_bias": True,

@@ -16,7 +16,7 @@ MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
     ),
     model_rule(
         "activation",
-        lambda m: m.activation not in (("silu",) if m.gated_mlp else ("gelu", "relu2")),
+        lambda m: m.activation not in (("silu",) if m.gated_mlp else ("gelu", "gelu_tanh", "relu2")),
         lambda m: (
             f"{'gated MLPs are silu' if m.gated_mlp else 'plain MLPs gelu or relu2'} there, the model's {m.activation}"
         ),
