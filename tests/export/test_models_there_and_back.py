@@ -11,20 +11,14 @@ from layouts import expressible
 from pydantic import ValidationError
 
 from planner.answer import Plan
-from planner.errors import SpecError
-from planner.export.bridge.overrides import bridge_overrides
-from planner.export.bridge.read import read_bridge
-from planner.export.bridge.write import hydra
 from planner.export.common.arguments import argv
 from planner.export.common.model import stated
 from planner.export.megatron.model import model_arguments
 from planner.export.megatron.options import options_of
 from planner.export.megatron.read_model import read_model
 from planner.specs.model import ModelSpec
-from planner.specs.model_parts import RopeScalingSpec
 from planner.specs.registry import load_model
 from planner.specs.training import TrainingSpec
-from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES
 from planner.trainers.rules.common import first_broken
 from planner.trainers.rules.facts import rotary_method
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES, megatron_model_rules
@@ -34,6 +28,7 @@ Planned = Callable[..., Plan]
 SEQ_LENGTH = 2048
 TRAINING = TrainingSpec(seq_length=SEQ_LENGTH, global_batch_size=1)
 NOTHING: Any = None
+LATENT = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
 YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -113,7 +108,13 @@ def some_model(seed: int) -> ModelSpec | None:
         "layer_types": lambda: tuple(rng.choice(["full", "sliding"]) for _ in range(layers)),
         "moe": lambda: some_moe(rng),
         "mlp_layer_types": lambda: tuple(rng.choice(["dense", "moe"]) for _ in range(layers)),
-        "mla": lambda: dict(q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+        "mla": lambda: {
+            "q_lora_rank": 96,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+        },
         "num_nextn_predict_layers": lambda: 1,
         "mtp_loss_scaling_factor": lambda: 0.3,
     }
@@ -126,11 +127,11 @@ def some_model(seed: int) -> ModelSpec | None:
 
 SCALINGS = [
     dict(rope_type="llama3", factor=8.0, **LLAMA3),
-    dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768, beta_fast=16.0),
-    dict(rope_type="yarn", factor=40.0, mscale=0.707, mscale_all_dim=0.707),
-    dict(rope_type="yarn", factor=32.0, truncate=False),
-    dict(rope_type="linear", factor=4.0),
-    dict(rope_type="linear", factor=1.0),
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "beta_fast": 16.0},
+    {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707},
+    {"rope_type": "yarn", "factor": 32.0, "truncate": False},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "linear", "factor": 1.0},
 ]
 
 

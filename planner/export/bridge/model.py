@@ -106,7 +106,7 @@ def _experts(model: ModelSpec) -> Overrides:
 
 
 def _latent(model: ModelSpec) -> Overrides:
-    """Latent attention's own numbers, which the recipe has from DeepSeek-V3; yarn by a factor of 1 stretches nothing."""
+    """Latent attention's own numbers, which the recipe has from DeepSeek-V3; yarn by 1 stretches nothing."""
     assert model.mla is not None
     method, scaling = rotary_method(model), model.rope_scaling
     used = scaling if scaling is not None and method == "yarn" else RopeScalingSpec(rope_type="yarn", factor=1.0)

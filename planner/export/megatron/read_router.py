@@ -10,9 +10,9 @@ from planner.export.megatron.options import Options, decimal, given, size, text
 ROUTER_OPTIONS = {
     "--num-experts", "--moe-router-topk", "--moe-layer-freq", "--moe-ffn-hidden-size",
     "--moe-router-topk-scaling-factor", "--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate",
-    "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "--moe-router-score-function", "--moe-router-pre-softmax",
-    "--moe-router-num-groups", "--moe-router-group-topk", "--moe-router-load-balancing-type", "--moe-aux-loss-coeff",
-    "--moe-z-loss-coeff", "--moe-apply-probs-on-input",
+    "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "--moe-router-score-function",
+    "--moe-router-pre-softmax", "--moe-router-num-groups", "--moe-router-group-topk",
+    "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-apply-probs-on-input",
 }  # fmt: skip
 
 

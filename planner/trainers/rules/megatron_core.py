@@ -73,6 +73,11 @@ CORE_MODEL_RULES: tuple[Rule, ...] = (
         lambda m: "queries and keys have the layers' own kind of norm, a LayerNorm, not RMSNorm",
     ),
     model_rule(
+        "qk_norm",
+        lambda m: m.qk_norm and m.mla is not None,
+        lambda m: "latent attention norms its latents there, not queries and keys",
+    ),
+    model_rule(
         "attention_bias",
         lambda m: m.has_mlp_bias and not (m.qkv_bias and m.output_bias),
         lambda m: "where the MLP has biases attention has them too",
