@@ -1,4 +1,4 @@
-"""The exported arguments of a model are those of Megatron-LM's own recipes for it, but for differences with a reason."""
+"""Exported arguments of a model are those of Megatron-LM's own recipes for it, but for differences with a reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
 """Megatron-LM's values of options that are left out (core 0.20.0)."""
 
 _CHECKPOINT = "the recipe loads a checkpoint and computes with Megatron-LM's epsilon, config.json says 1e-6"
-_SIGMOID = "scores of a sigmoid are not read before or after the choice"
+_SIGMOID = "scores of a sigmoid are the same before and after the choice"
 _MTP = "the recipe leaves out the blocks that predict further tokens"
 _CI = "a test of Megatron-LM rotates by numbers that are not those of config.json"
 _HELPER = "its --enable-gpt-oss builds yarn, clamps and biases in Python; the options say the same"
