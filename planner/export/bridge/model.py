@@ -34,7 +34,7 @@ UNASKED: dict[str, Any] = {
     "model.moe_router_group_topk": None,
     "model.moe_router_topk_scaling_factor": None,
 }
-"""Fields that the recipe with latent attention sets for DeepSeek-V3, as Megatron-LM has them where no option is given."""
+"""Fields that the recipe with latent attention sets for DeepSeek-V3, as Megatron-LM has them unasked."""
 
 Overrides = dict[str, Any]
 
