@@ -166,11 +166,10 @@ def ranks_share_what_torch_imports_late() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """One worker runs all tests that want the published runs priced, so that they are priced once."""
-    for item in items:
-        if "published" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("published"))
+    if "published" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.xdist_group("published"))
 
 
 @pytest.fixture(scope="session")

@@ -77,7 +77,7 @@ def fit(
     keep: Any = slice(None),
     near: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """The free numbers that explain the rows `keep` best, from the best of a few first guesses, or from `near` alone."""
+    """The free numbers that explain the rows `keep` best, from a few first guesses or from `near`."""
     names = list(problem.free)
     start, low, high = (np.log([problem.free[name][i] for name in names]) for i in range(3))
 
