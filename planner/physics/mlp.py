@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, residual
+from planner.physics.blocks import bias_gradients, cast_copy, enter_half, enter_tp, leave_half, leave_tp, local_copies
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec
@@ -17,22 +17,23 @@ from planner.trainers.spec import RuntimeSpec
 def mlp_block(
     model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
 ) -> Iterator[Item]:
-    """Norm, dense MLP or experts, residual."""
+    """Norm, dense MLP or experts, residual; nothing for a layer that has a mixer alone."""
+    if kind.mlp == "none":
+        return
     # the router keeps what experts take in as it is
     is_dense = kind.mlp == "dense"
-    yield norm(
-        "mlp norm", model.hidden_size, shape.shard_tokens, model, runtime,
-        output_is_cast=is_dense, module="mlp" if is_dense else "layernorm",
-    )  # fmt: skip
-    if kind.mlp == "dense":
+    beside = model.parallel_residual if kind.attention != "none" else None
+    if beside != "one_norm":
+        yield enter_half(
+            "mlp", model, shape, runtime, output_is_cast=is_dense, module="mlp" if is_dense else "layernorm"
+        )
+    if is_dense:
         assert model.intermediate_size is not None
         yield from _dense(model, model.intermediate_size, shape, runtime, "mlp")
     else:
         assert model.moe is not None
         yield from _moe(model, model.moe, shape, runtime, moe_imbalance)
-    if model.post_norms:
-        yield norm("mlp post norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False)
-    yield residual("mlp residual", model.hidden_size, shape.shard_tokens, runtime)
+    yield from leave_half("mlp", model, shape, runtime, terms=2 if beside is None else 3)
 
 
 def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSpec, module: str) -> Iterator[Item]:
