@@ -114,7 +114,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
             # one row of statistics for all heads of queries, one for those of keys
             statistics = normed.saved[0]._replace(num_bytes=normed.saved[0].num_bytes / (heads + kv_heads) * 2)
             normed = replace(normed, saved=(statistics, *normed.saved[1:]))
-        yield _with_parameters(normed, weights * model.head_dim)
+        yield _with_parameters(normed, weights * model.head_dim * model.norm_weight)
     if rotates:
         rotated = (heads + kv_heads) * model.head_dim
         operator = rotary(rotated, shape.tokens, runtime, ("op",))

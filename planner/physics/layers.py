@@ -174,7 +174,7 @@ def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int) -> Mod
     total = sum(num_parameters(items) * times for items, times in parts)
     idle = sum(num_parameters(items, expert=True) * times for items, times in parts)
     if model.moe is not None:
-        idle *= 1 - model.moe.num_experts_per_tok / model.moe.num_experts
+        idle *= 1 - model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
     if model.num_nextn_predict_layers:
         parts.append((mtp_block(model, shape, plain), model.num_nextn_predict_layers))
     flops = sum(float(op.forward_flops) * times for items, times in parts for op in operators_of(items))

@@ -52,7 +52,9 @@ def kimi_delta(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtime
         products += [_product(model, f"{name} gate", n, shape, Saved(name, BF16 * tokens * n)) for name, n in gates]
     else:
         # the projections down are the same on all ranks
-        products += [_product(model, f"{name} down", rank, shape, Saved(name, BF16 * tokens * rank)) for name, _ in gates]
+        products += [
+            _product(model, f"{name} down", rank, shape, Saved(name, BF16 * tokens * rank)) for name, _ in gates
+        ]
     yield from enter_tp("delta in", products, BF16 * tokens * model.hidden_size, shape, runtime)
     for name, columns in gates if rank is not None else ():
         yield Operator(
@@ -88,9 +90,7 @@ def lightning(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
     flops = heads * (2 * linear.chunk_size * (d_k + d_v) + 4 * d_k * d_v)
     state_bytes = 2 * FP32 * heads * d_k * d_v / linear.chunk_size
     output = Saved("output", BF16 * tokens * values)
-    yield scan(
-        "lightning attention", flops, BF16 * 2 * (keys + values) + state_bytes, shape, (2, 4), (output,)
-    )
+    yield scan("lightning attention", flops, BF16 * 2 * (keys + values) + state_bytes, shape, (2, 4), (output,))
     # the norm is over all heads; the gate's sigmoid and the normed output are kept for their product
     yield Operator(
         name="lightning norm", kind="elementwise", family="norm", modules=("op",),

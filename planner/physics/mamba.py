@@ -43,7 +43,10 @@ def mamba2(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     # states of a chunk in fp32: written, passed on, read
     state_bytes = 4 * FP32 * heads * head_dim * state / chunk
     num_bytes = BF16 * (3 * width + both + heads) + state_bytes
-    kept = Saved("scan output", BF16 * shape.tokens * width,)
+    kept = Saved(
+        "scan output",
+        BF16 * shape.tokens * width,
+    )
     yield scan("mamba scan", flops, num_bytes, shape, (5, 14), (kept,), parameters=3 * heads)
     if mamba.gated_norm:
         yield gated_norm("mamba norm", width, groups, width, shape)
@@ -83,7 +86,10 @@ def mamba1(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
         saved=(Saved("time steps", BF16 * tokens * width),),
     )  # fmt: skip
     segments = FP32 * tokens / SCAN_SEGMENT * width * 2 * state
-    outputs = Saved("scan output", BF16 * tokens * width,)
+    outputs = Saved(
+        "scan output",
+        BF16 * tokens * width,
+    )
     gated = Saved("gated output", BF16 * tokens * width, gemm_input=True)
     yield scan(
         "mamba scan", SCAN_FLOPS_PER_STATE * width * state, BF16 * (5 * width + 2 * state), shape, (1, 1),
@@ -119,6 +125,6 @@ def _project_out(
 def _gate(width: Number, shape: Shape) -> Operator:
     """The gate that the scan's last kernel applies: it passes over no memory of its own, its output is kept."""
     return Operator(
-        name="mamba gate", kind="elementwise", 
+        name="mamba gate", kind="elementwise",
         saved=(Saved("gated output", BF16 * shape.tokens * width, gemm_input=True),),
     )  # fmt: skip

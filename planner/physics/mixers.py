@@ -44,4 +44,6 @@ def mixer_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtim
     yield enter_half("attention", model, shape, runtime, module=module)
     for mixer in mixers:
         yield from mixer(model, kind, shape, runtime)
-    yield from leave_half("attention", model, shape, runtime, adds=model.parallel_residual is None or kind.mlp == "none")
+    yield from leave_half(
+        "attention", model, shape, runtime, adds=model.parallel_residual is None or kind.mlp == "none"
+    )

@@ -70,9 +70,7 @@ def convolution(
     )
 
 
-def gated_norm(
-    name: str, width: Number, groups: Number, parameters: Number, shape: Shape
-) -> Operator:
+def gated_norm(name: str, width: Number, groups: Number, parameters: Number, shape: Shape) -> Operator:
     """A norm of a mixer's output and its gate, which the output projection reads; its inputs are kept already."""
     num_bytes = BF16 * shape.tokens * width
     return Operator(

@@ -88,7 +88,7 @@ class ModelSpec(Spec):
     """Every linear layer of the block has a bias (and so has LayerNorm), unless a field below says otherwise."""
     norm_bias: bool | None = None
     """LayerNorms have biases; given none, as `bias`."""
-    attention_bias: Literal["none", "qkv", "all"] | None = None
+    attention_bias: Literal["none", "qkv", "output", "all"] | None = None
     """Projections of attention that have biases; given none, as `bias`."""
     mlp_bias: bool | None = None
     """Linear layers of the MLP have biases; given none, as `bias`."""
@@ -270,12 +270,12 @@ class ModelSpec(Spec):
 
     @property
     def qkv_bias(self) -> bool:
-        return self.bias if self.attention_bias is None else self.attention_bias != "none"
+        return self.bias if self.attention_bias is None else self.attention_bias in ("qkv", "all")
 
     @property
     def output_bias(self) -> bool:
         """True where attention's output projection has a bias."""
-        return self.bias if self.attention_bias is None else self.attention_bias == "all"
+        return self.bias if self.attention_bias is None else self.attention_bias in ("output", "all")
 
     @property
     def has_mlp_bias(self) -> bool:

@@ -67,6 +67,8 @@ class MoESpec(Spec):
     """Weight of the load-balancing loss; given none, it was not published."""
     seq_aux: bool = False
     """The load-balancing loss is of each sequence and not of the whole batch (DeepSeek)."""
+    expert_norms: bool = False
+    """Norms before the experts, behind them and behind the shared expert, and scales in the router (Gemma 4)."""
     num_zero_experts: NonNegativeInt = 0
     """Experts beside the routed ones that give a token back as it is (LongCat)."""
     latent_size: PositiveInt | None = None
