@@ -136,7 +136,7 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
     heads = model.num_attention_heads / shape.tp
     qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     tokens, shard = shape.tokens, shape.shard_tokens
-    up = ("mla_up_proj",)
+    up, inputs = ("mla_up_proj",), model.hidden_size + model.qkv_bias
     q_width = heads * qk_dim
     if mla.q_lora_rank is None:
         query = Operator(
@@ -145,18 +145,14 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
         yield from enter_tp("q", [query], BF16 * tokens * model.hidden_size, shape, runtime)
     else:
         rank = mla.q_lora_rank
-        yield Operator(
-            name="q down", kind="gemm", m=shard, n=rank, k=model.hidden_size, parameters=rank * model.hidden_size
-        )
+        yield Operator(name="q down", kind="gemm", m=shard, n=rank, k=model.hidden_size, parameters=rank * inputs)
         yield cast_copy("kv down", BF16 * shard * model.hidden_size, ("layernorm",))
         yield norm("q latent norm", rank, shard, model, runtime, module="mla_up_proj")
         query = Operator(name="q up", kind="gemm", modules=up, m=tokens, n=q_width, k=rank, parameters=q_width * rank)
         yield from enter_tp("q up", [query], BF16 * tokens * rank, shape, runtime)
     rank = mla.kv_lora_rank
     down = rank + mla.qk_rope_head_dim
-    yield Operator(
-        name="kv down", kind="gemm", m=shard, n=down, k=model.hidden_size, parameters=down * model.hidden_size
-    )
+    yield Operator(name="kv down", kind="gemm", m=shard, n=down, k=model.hidden_size, parameters=down * inputs)
     latent_norm = norm("kv latent norm", rank, shard, model, runtime, module="mla_up_proj")
     if not runtime.fused_rotary:
         # its input is a view of the down-projection's output, whose rotary part is kept along

@@ -24,9 +24,9 @@ def gated_delta(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtim
     """
     linear = _of(model)
     keys, values, heads = _widths(linear, shape)
-    tokens = shape.tokens
+    tokens, both = shape.tokens, 2 * keys + 2 * values
     products = [
-        _product(model, "delta in", 2 * keys + 2 * values, shape, Saved("q, k, v, z", BF16 * tokens * 2 * (keys + values))),
+        _product(model, "delta in", both, shape, Saved("q, k, v, z", BF16 * tokens * both)),
         _product(model, "delta gates", 2 * heads, shape, Saved("a, b", BF16 * tokens * 2 * heads)),
     ]  # fmt: skip
     yield from enter_tp("delta in", products, BF16 * tokens * model.hidden_size, shape, runtime)
@@ -39,7 +39,7 @@ def gated_delta(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtim
 
 
 def kimi_delta(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
-    """Kimi delta attention (Kimi Linear, 2025): the decay is of each channel of a key, through a low-rank projection."""
+    """Kimi delta attention (Kimi Linear, 2025): a decay for each channel of a key, through a low-rank projection."""
     linear = _of(model)
     keys, values, heads = _widths(linear, shape)
     tokens, rank = shape.tokens, linear.gate_rank

@@ -32,7 +32,8 @@ def mamba2(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     the state; the scores C·Bᵀ cost 2·Q·N a group.
     """
     mamba = model.mamba
-    assert mamba is not None and mamba.num_heads is not None
+    assert mamba is not None
+    assert mamba.num_heads is not None
     heads, width = mamba.num_heads / shape.tp, mamba.intermediate_size / shape.tp
     groups = np.maximum(mamba.n_groups / shape.tp, 1.0)
     both = 2 * groups * mamba.state_size
@@ -61,7 +62,8 @@ def mamba1(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     B, C and the time steps come from a small projection of the channels, whose shares tensor-parallel ranks sum.
     """
     mamba = model.mamba
-    assert mamba is not None and mamba.time_step_rank is not None
+    assert mamba is not None
+    assert mamba.time_step_rank is not None
     width, state, rank = mamba.intermediate_size / shape.tp, mamba.state_size, mamba.time_step_rank
     tokens, inner = shape.tokens, mamba.time_step_rank + 2 * mamba.state_size
     yield from _project_in(model, mamba, 2 * width, shape, runtime)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from planner.specs.architectures.dense import DENSE_ARCHITECTURES
 from planner.specs.architectures.hybrids import HYBRID_ARCHITECTURES
 from planner.specs.architectures.mixtures import MIXTURE_ARCHITECTURES
-from planner.specs.architectures.rows import Architecture
+from planner.specs.architectures.rows import Architecture as Architecture
 
 ARCHITECTURES: dict[str, Architecture] = DENSE_ARCHITECTURES | MIXTURE_ARCHITECTURES | HYBRID_ARCHITECTURES
 
@@ -18,7 +18,7 @@ SAME_AS = {
     "kimi_k2": "deepseek_v3", "bailing_moe_v2": "bailing_moe", "hunyuan": "hunyuan_v1_moe", "grok_1": "grok-1",
     "hunyuan_moe": "hunyuan_v1_moe", "hunyuan_dense": "hunyuan_v1_dense", "minimax_text_01": "minimax",
     "minimax_m1": "minimax", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text", "gemma4_unified": "gemma4_text", "gemma4_unified_text": "gemma4_text",
+    "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
     "llama4": "llama4_text", "yi": "llama", "aquila": "llama", "skywork": "llama", "xverse": "llama",
     "telechat3": "llama", "rwforcausallm": "falcon", "refinedweb": "falcon",
     "refinedwebmodel": "falcon", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "qwen2_vl_text": "qwen2",
@@ -59,4 +59,4 @@ REFUSED = {
     "zamba": "one block of attention that several layers share",
     "zamba2": "one block of attention that several layers share",
 }
-"""Decoder-only architectures that the planner has no operators for, and what it lacks; `model_type` is in lower case."""
+"""Decoder-only architectures that the planner has no operators for, and what it lacks; names in lower case."""

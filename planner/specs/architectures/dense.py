@@ -286,6 +286,7 @@ DENSE_ARCHITECTURES: dict[str, Architecture] = {
         gated_mlp=False, norm_weight=False, qk_norm=True,
     ),
     "helium": LLAMA.like(
+        d.no_output_bias,
         defaults={"num_hidden_layers": 24, "hidden_size": 2560, "num_attention_heads": 20, "vocab_size": 48000,
                   "intermediate_size": 7040, "head_dim": 128, "rope_theta": 1e5, "rms_norm_eps": 1e-8},
     ),

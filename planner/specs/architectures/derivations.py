@@ -155,7 +155,7 @@ def one_key_head(config: Config) -> Derived:
 
 
 def falcon(config: Config) -> Derived:
-    """Falcon's three generations: RW (sequential, ALiBi), 7B (one key-value head, one norm), 40B and later (two norms)."""
+    """Falcon's generations: RW (sequential, ALiBi), 7B (one key-value head, one norm), 40B and later (two norms)."""
     new, bias = bool(config.get("new_decoder_architecture")), bool(config.get("bias"))
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_kv_heads") if new else 1 if config.get("multi_query", True) else heads
@@ -345,7 +345,8 @@ def one_bias(config: Config) -> Derived:
 def internlm3(config: Config) -> Derived:
     """InternLM 3: biases of queries, keys and values by one switch, all others by another."""
     qkv, others = config.get("qkv_bias", config.get("attention_bias")), bool(config.get("bias"))
-    return {"attention_bias": "all" if qkv and others else "qkv" if qkv else "output" if others else "none",
+    everywhere = qkv and (others or config.get("attention_bias"))
+    return {"attention_bias": "all" if everywhere else "qkv" if qkv else "output" if others else "none",
             "mlp_bias": others or bool(config.get("mlp_bias"))}  # fmt: skip
 
 

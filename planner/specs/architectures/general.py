@@ -17,7 +17,8 @@ _EPSILONS = (
     "rms_norm_epsilon",
 )  # fmt: skip
 _ROUTER = {
-    "routed_scaling_factor": ("routed_scaling_factor", "moe_routed_scaling_factor", "router_scaling_factor", "route_scale"),
+    "routed_scaling_factor":
+        ("routed_scaling_factor", "moe_routed_scaling_factor", "router_scaling_factor", "route_scale"),
     "norm_topk_prob": ("norm_topk_prob", "moe_renormalize", "route_norm"),
     "n_group": ("n_group", "num_expert_group"),
     "topk_group": ("topk_group",),

@@ -61,8 +61,9 @@ def window(is_full: IsOne, key: str = "sliding_window") -> Callable[[Config], De
             return {}
         pattern = full.index(True) + 1 if True in full else None
         if pattern is None or full == [(layer + 1) % pattern == 0 for layer in range(len(full))]:
-            return {key: span, "sliding_window_pattern": pattern}
-        return {key: span, "layer_types": shortest(["full" if is_one else narrow for is_one in full])}
+            return {key: span, "sliding_window_pattern": pattern, "layer_types": None}
+        kinds = shortest(["full" if is_one else narrow for is_one in full])
+        return {key: span, "sliding_window_pattern": None, "layer_types": kinds}
 
     return derive
 
@@ -117,8 +118,7 @@ def among(*keys: str) -> IsOne:
     """Layers whose numbers, from 0 on, are listed under one of `keys`."""
 
     def is_listed(config: Config, layer: int) -> bool:
-        stated = next((config[key] for key in keys if isinstance(config.get(key), list)), [])
-        return layer in stated
+        return any(isinstance(config.get(key), list) and layer in config[key] for key in keys)
 
     return is_listed
 
@@ -135,6 +135,11 @@ def qwen_full(config: Config, layer: int) -> bool:
     """Layers from max_window_layers on slide, and none does unless use_sliding_window says so."""
     first = config.get("max_window_layers")
     return not config.get("use_sliding_window") or not isinstance(first, int) or layer < first
+
+
+def gemma4_full(config: Config, layer: int) -> bool:
+    """Every sixth layer, and the last."""
+    return every("sliding_window_pattern", 6)(config, layer) or layer == num_layers(config) - 1
 
 
 def cwm_full(config: Config, layer: int) -> bool:
@@ -180,7 +185,7 @@ def local_or_global(config: Config) -> Derived:
 
 
 def block_pattern(config: Config) -> Derived:
-    """Nemotron-H's layers, each a mixer or an MLP alone: M, *, - and E in hybrid_override_pattern, or a list of names."""
+    """Nemotron-H's layers, each a mixer or an MLP alone: M, *, - and E in one text, or a list of names."""
     given = config.get("hybrid_override_pattern")
     if isinstance(given, str):
         blocks = [_BLOCKS.get(mark, mark) for mark in given if mark != "|"]
@@ -308,5 +313,5 @@ def lfm2_full(config: Config, layer: int) -> bool:
 def jamba_moe(config: Config) -> Derived:
     """Jamba's experts, of which a model with one has none."""
     if config.get("num_experts") == 1:
-        return {"first_k_dense_replace": num_layers(config)}
+        return {"moe": None}
     return moe_layers(periodic("expert"))(config)

@@ -64,7 +64,7 @@ GRANITE_MOE = Architecture(
 )  # fmt: skip
 _HUNYUAN = Architecture(
     keys=DENSE | keys(head_dim=("head_dim", "attention_head_dim")),
-    defaults=sizes(32, 4096, 32, None, 290943, intermediate_size=11008, num_experts=1, moe_topk=1, rms_norm_eps=1e-5,
+    defaults=sizes(32, 4096, 32, None, 290943, intermediate_size=11008, num_experts=1, moe_topk=1, rms_norm_eps=1e-5, moe_layer_num_skipped=0,
                    **NORMED),
     derive=(d.activation, d.attention_bias, d.hunyuan_experts,
             lists.moe_layers(lists.after_dense("moe_layer_num_skipped"))),
@@ -232,7 +232,7 @@ MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
         defaults=sizes(48, 4096, 64, 8, 196608, moe_intermediate_size=1280, n_routed_experts=128, n_shared_experts=1,
                        num_experts_per_tok=8, head_dim=128, rope_theta=1e6, rms_norm_eps=1e-5,
                        first_k_dense_replace=0, **ROUTED),
-        derive=(d.activation, d.attention_bias, _SHARED, _DEEPSEEK_MOE),
+        derive=(d.activation, d.no_output_bias, _SHARED, _DEEPSEEK_MOE),
         fixed={"router_bias": True, **ROTARY},
     ),
     "bailing_moe": Architecture(
@@ -257,7 +257,7 @@ MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
                        num_experts_per_tok=6, num_shared_experts=2, num_dense_layers=1, head_dim=128,
                        global_attn_every_n_layers=4, sliding_window=1024, rms_norm_eps=1e-5, score_func="sigmoid",
                        **NORMED),
-        derive=(d.activation, d.shared_experts("num_shared_experts"), d.afmoe,
+        derive=(d.activation, d.attention_bias, d.shared_experts("num_shared_experts"), d.afmoe,
                 lists.window(lists.every("global_attn_every_n_layers", 4)), lists.full_unrotated,
                 lists.moe_layers(lists.after_dense("num_dense_layers"))),
         fixed={"qk_norm": True, "post_norms": True, "router_bias": True, "attn_output_gate": True, **ROTARY},
@@ -266,7 +266,8 @@ MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
         d.shared_experts("moe_num_shared_experts", "intermediate_size"),
         keys=keys(num_experts="moe_num_experts", num_experts_per_tok="moe_topk",
                   moe_intermediate_size="intermediate_size"),
-        defaults={"intermediate_size": 4096, "moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 2, **NORMED},
+        defaults={"intermediate_size": 4096, "moe_num_experts": 8, "moe_topk": 2,
+                  "moe_num_shared_experts": 2, **NORMED},
     ),
     "longcat_flash": Architecture(
         keys=without(DEEPSEEK, "num_hidden_layers") | keys(
@@ -285,14 +286,17 @@ MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
                        n_routed_experts=256, num_experts_per_tok=8, head_dim=192, v_head_dim=128, sliding_window=129,
                        partial_rotary_factor=0.334, rope_theta=5e6, rms_norm_eps=1e-5, first_k_dense_replace=1,
                        **ROUTED),
-        derive=(d.activation, d.attention_bias, lists.window(lists.mimo_full), sections.mimo_heads, d.mimo_rotary,
+        derive=(d.activation, d.no_output_bias, lists.window(lists.mimo_full), sections.mimo_heads, d.mimo_rotary,
                 lists.moe_layers(lists.mimo_moe)),
         fixed={"router_bias": True, **ROTARY},
     ),
     "gemma4_text": DENSE_ARCHITECTURES["gemma3_text"].like(
-        sections.gemma4_heads,
+        lists.window(lists.gemma4_full), sections.gemma4_heads,
         defaults={"num_hidden_layers": 30, "vocab_size": 262144, "sliding_window": 512, "query_pre_attn_scalar": 1,
                   "hidden_size_per_layer_input": 256, **NORMED},
         zero_centered_norm=False,
     ),
 }  # fmt: skip
+MIXTURE_ARCHITECTURES["gemma4_unified_text"] = MIXTURE_ARCHITECTURES["gemma4_text"].like(
+    defaults={"hidden_size_per_layer_input": 0}
+)

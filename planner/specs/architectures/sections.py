@@ -206,7 +206,7 @@ def nemotron_experts(config: Config) -> Derived:
         "num_experts": config.get("n_routed_experts"), "num_experts_per_tok": config.get("num_experts_per_tok"),
         "moe_intermediate_size": config.get("moe_intermediate_size"), "latent_size": config.get("moe_latent_size"),
         "shared_expert_intermediate_size":
-            whole(config, "n_shared_experts", 1) * whole(config, "moe_shared_expert_intermediate_size", 0),
+            whole(config, "moe_shared_expert_intermediate_size", 0),
         "router_bias": True,
     }  # fmt: skip
 
