@@ -6,14 +6,16 @@ import json
 from typing import Any
 
 from planner.answer import Plan
+from planner.export.bridge.model import DOWNLOADS, RECIPES
 from planner.export.bridge.overrides import bridge_overrides
 from planner.export.common.header import header
 from planner.export.common.refusal import Objections
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
 from planner.export.megatron.recipe import environment
 from planner.export.megatron.write import notes_on_options
+from planner.trainers.rules.bridge_model import family_of
 
-_RELEASES = {"0.16": "0.3", "0.17": "0.4", "0.18": "0.5", "0.19": "0.6", "0.20": "0.7"}
+_RELEASES = {"0.17": "0.4", "0.18": "0.5", "0.19": "0.6", "0.20": "0.7"}
 """Megatron core to the release of Megatron-Bridge whose submodule it is."""
 _NEWEST = "0.7.0"
 _OVERRIDES_FILE = "bridge.json"
@@ -34,7 +36,7 @@ def export_bridge(plan: Plan) -> TrainerFiles:
     notes = _notes(plan)
     variables = environment(plan)
     comments = header(plan, written_for, notes)
-    recipe = _recipe_of(plan)
+    recipe = RECIPES[family_of(plan.model.spec)]
     data = {
         "recipe": recipe,
         "world_size": plan.parallelism.num_gpus_used,
@@ -72,14 +74,9 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         "BRIDGE_PATH names a checkout of Megatron-Bridge",
         *notes_on_options(plan),
     ]
-    if plan.model.spec.mla is not None:
-        notes.append("the recipe reads the configuration of deepseek-ai/DeepSeek-V3 from Hugging Face or its cache")
+    if download := DOWNLOADS.get(family_of(plan.model.spec)):
+        notes.append(f"the recipe reads the configuration of {download} from Hugging Face or its cache")
     return tuple(notes)
-
-
-def _recipe_of(plan: Plan) -> str:
-    """The recipe to start from: its model is all overrides, with latent attention where the plan's model has it."""
-    return "vanilla_gpt_pretrain_config" if plan.model.spec.mla is None else "deepseek_v3_pretrain_config"
 
 
 def hydra(value: Any) -> str:

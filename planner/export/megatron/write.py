@@ -9,9 +9,9 @@ import yaml
 from planner.answer import Plan
 from planner.export.common.arguments import Arguments
 from planner.export.common.header import header
+from planner.export.common.model import notes_on_model
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
 from planner.export.megatron.arguments import megatron_arguments, written_for
-from planner.export.megatron.model import ROTARY_BASE, rotary_base
 from planner.export.megatron.recipe import environment
 from planner.specs.units import GIB
 
@@ -78,9 +78,7 @@ def _scalar(value: Any) -> Any:
 
 def notes_on_options(plan: Plan) -> tuple[str, ...]:
     """Notes on the options of Megatron-LM, whoever passes them."""
-    runtime, notes = plan.runtime_spec, []
-    if plan.model.spec.position_embedding == "rope" and rotary_base(plan.model.spec) is None:
-        notes.append(f"the model spec states no rope_theta: --rotary-base {ROTARY_BASE} is Megatron's default")
+    runtime, notes = plan.runtime_spec, notes_on_model(plan.model.spec)
     if (
         plan.parallelism.zero_stage >= 1
         and runtime.parameter_overlap_fraction
