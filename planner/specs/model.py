@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from planner.specs.base import Name, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.optimizer import OptimizerDefaults
 
 AttentionKind = Literal["full", "sliding", "chunked"]
 
@@ -74,6 +75,8 @@ class TrainingDefaults(Spec):
     """Tokens of a sequence."""
     tokens_per_step: PositiveInt
     """Tokens of an optimizer step."""
+    optimizer: OptimizerDefaults | None = None
+    """How its weights were learned."""
     source: str = ""
     """Source of these numbers."""
 
