@@ -72,6 +72,7 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         "ddp.align_param_gather": overlaps and layout.vpp > 1,
         **_kernels(plan, arguments),
         **_of_switches(arguments),
+        **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"), arguments["--weight-decay"]),
         **{f"model.{name}": arguments.get(f"--{name.replace('_', '-')}") for name in _RECOMPUTE},
     }
     if "--pipeline-model-parallel-layout" not in arguments:
