@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.answer import Plan
+    from planner.export.common.config_file import ConfigFile
     from planner.export.common.imported_run import ImportedRun
     from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
 
@@ -27,7 +28,7 @@ class Trainer:
     writer: str
     """(plan) → TrainerFiles; raises Inexpressible for a plan that the trainer cannot run."""
     reader: str | None = None
-    """(text) → ImportedRun; raises SpecError for a text that is no configuration of the trainer."""
+    """(ConfigFile) → ImportedRun; raises SpecError for a text that is no configuration of the trainer."""
     mark: str | None = None
     """Regular expression that the trainer's configurations match and no other's do."""
     runtime: str | None = None
@@ -37,9 +38,9 @@ class Trainer:
         files: TrainerFiles = _load(self.writer)(plan)
         return files
 
-    def read(self, text: str) -> ImportedRun:
+    def read(self, config: ConfigFile) -> ImportedRun:
         assert self.reader is not None
-        imported: ImportedRun = _load(self.reader)(text)
+        imported: ImportedRun = _load(self.reader)(config)
         return imported
 
     def recognises(self, text: str) -> bool:

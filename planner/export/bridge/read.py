@@ -9,6 +9,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.bridge.fields import SAME
+from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
 from planner.export.common.script import read_script
 from planner.export.common.shell import Script
@@ -45,11 +46,12 @@ _VALUED = {
 _MOMENTS = {"bfloat16": "bf16", "float32": "fp32"}
 
 
-def read_bridge(text: str) -> ImportedRun:
+def read_bridge(config_file: ConfigFile) -> ImportedRun:
     """The run that a recipe's overrides describe; the recipe's own settings are not known.
 
     Raises SpecError for a text without overrides, and for values that are no numbers.
     """
+    text = config_file.text
     words, script = _words(text)
     fields = dict(_field(word) for word in words)
     if not fields:

@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.megatron.options import Options, text
+from planner.export.megatron.tokenizers import vocabulary_of
 
 MODEL_OPTIONS = {
     "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--group-query-attention",
@@ -19,8 +20,10 @@ MODEL_OPTIONS = {
     "--qk-pos-emb-head-dim", "--v-head-dim", "--mtp-num-layers", "--window-size", "--window-attn-skip-freq",
     "--softmax-type", "--rotary-base", "--rotary-percent",
 }  # fmt: skip
-_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "mrope": "rope", "none": "none"}
+_POSITIONS = {
+    "learned_absolute": "learned", "rope": "rope", "yarn": "rope", "mrope": "rope",
+    "alibi": "alibi", "none": "none",
+}  # fmt: skip
 
 
 def read_model(options: Options) -> dict[str, Any]:
@@ -90,7 +93,8 @@ def _vocabulary(options: Options) -> int | None:
     for name in ("--vocab-size", "--padded-vocab-size"):
         if name in options:
             return _size(options, name)
-    return _VOCABULARIES.get(text(options, "--tokenizer-type", "GPT2BPETokenizer"))
+    tokenizer = text(options, "--tokenizer-model") or text(options, "--tokenizer-name-or-path")
+    return vocabulary_of(text(options, "--tokenizer-type", "GPT2BPETokenizer"), tokenizer)
 
 
 def _positions(options: Options) -> dict[str, Any]:
@@ -112,7 +116,8 @@ def _positions(options: Options) -> dict[str, Any]:
         }
     if position != "learned":
         return {"position_embedding": position}
-    return {"position_embedding": position, "max_position_embeddings": _size(options, "--max-position-embeddings")}
+    rows = "--max-position-embeddings" if "--max-position-embeddings" in options else "--seq-length"
+    return {"position_embedding": position, "max_position_embeddings": _size(options, rows)}
 
 
 def _windows(options: Options) -> dict[str, Any]:

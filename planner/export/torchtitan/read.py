@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from planner.errors import SpecError
+from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
 from planner.export.common.script import read_script
 from planner.export.common.shell import Script
@@ -42,11 +43,12 @@ _IGNORED = re.compile(
 )
 
 
-def read_torchtitan(text: str) -> ImportedRun:
+def read_torchtitan(config_file: ConfigFile) -> ImportedRun:
     """The run that a recipe, a TOML file or a launch script with overrides describes.
 
     Raises SpecError for a text without settings of torchtitan, and for values that torchtitan would not take.
     """
+    text = config_file.text
     script = read_script(text)
     settings, unreadable = read_settings(text, script)
     model = FLAVORS.get((str(settings.get("model.name", "")), str(settings.get("model.flavor", ""))))
