@@ -8,7 +8,7 @@ from pathlib import Path
 from planner.errors import SpecError
 from planner.export.common.config_file import MAX_BYTES, ConfigFile
 from planner.export.common.imported_run import ImportedRun
-from planner.export.targets import SOURCES, TRAINERS, UNMARKED
+from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.files import STDOUT as STDIN
 
 
@@ -35,11 +35,11 @@ def read_configuration(text: str, source: str | None = None, recipe: str | None 
 
 
 def _read(config: ConfigFile, source: str | None) -> ImportedRun:
-    source = source or next((name for name in SOURCES if TRAINERS[name].recognises(config.text)), UNMARKED)
+    source = source or next((name for name in SOURCES if READERS[name].recognises(config.text)), UNMARKED)
     if source not in SOURCES:
         raise SpecError(f"--from: {source!r} is unknown", f"one of {', '.join(SOURCES)}")
     try:
-        return TRAINERS[source].read(config)
+        return READERS[source].read(config)
     except RecursionError:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
 

@@ -40,7 +40,7 @@ def _options_file(text: str) -> Script | None:
 
 def _words(option: str, value: Any) -> list[str]:
     """An option and its value as words of a command line; true is a bare flag, false and null are none."""
-    option = option if option.startswith("-") else f"--{option.replace('_', '-')}"
+    option = option if option.startswith("-") else f"--{option if '.' in option else option.replace('_', '-')}"
     if value is False or value is None:
         return []
     if value is True:

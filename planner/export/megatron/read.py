@@ -71,9 +71,16 @@ def _deepspeed_config(options: Options, script: Script, config: ConfigFile) -> d
     return data if isinstance(data, dict) else {}
 
 
-def run_of(options: Options, script: Script, source: str, also_read: Sequence[str] | set[str] = ()) -> ImportedRun:
-    """The run that Megatron-LM's options describe; a model that they do not name is left to the user."""
-    model = read_model(options) if "--num-layers" in options else None
+def run_of(
+    options: Options, script: Script, source: str, also_read: Sequence[str] | set[str] = (), num_layers: int | None = None
+) -> ImportedRun:
+    """The run that Megatron-LM's options describe; a model that they do not name is left to the user.
+
+    `num_layers` is that of a model that the configuration names and does not describe.
+    """
+    model = read_model(options) if "--num-layers" in options and num_layers is None else None
+    if num_layers is not None:
+        options = {**options, "--num-layers": [str(num_layers)]}
     imported = ImportedRun(
         source,
         {
@@ -89,6 +96,9 @@ def run_of(options: Options, script: Script, source: str, also_read: Sequence[st
             "features": read_features(options),
         },
     )
+    if model is not None and not source.startswith("megatron") and not {"--vocab-size", "--tokenizer-type"} & {*options}:
+        # GPT-2's vocabulary is what Megatron-LM alone takes unasked
+        model["vocab_size"] = None
     imported.optimizer_instances = number(options, "--num-distributed-optimizer-instances", 1) or 1
     imported.microbatches_per_rank = 1
     imported.notes += _assumptions(options)
