@@ -112,6 +112,8 @@ def _derived(fields: dict[str, Any], options: Options) -> Options:
         derived["--moe-layer-freq"] = [f"({'+'.join(runs)})"]
     if "--fp8-format" in options:
         derived["--fp8-recipe"] = [str(fields.get("mixed_precision.fp8_recipe", "tensorwise"))]
+    if "--cross-entropy-loss-fusion" in options and "--cross-entropy-fusion-impl" not in options:
+        derived["--cross-entropy-fusion-impl"] = ["te"]  # as its recipes have it
     in_fp32 = fields.get("mixed_precision.grad_reduce_in_fp32")
     if in_fp32 is not None and in_fp32 == ("--fp16" in options):
         derived["--accumulate-allreduce-grads-in-fp32" if in_fp32 else "--grad-reduce-in-bf16"] = []

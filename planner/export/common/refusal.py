@@ -52,7 +52,7 @@ def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
     """The way out of a refusal: another trainer, another plan, or another choice in this one."""
     if broken_rules(model_rules, plan):
         return "no layout changes what the model is: export to another trainer"
-    if plan.runtime != runtime:
+    if plan.as_planned.runtime != runtime:
         return f"plan again with --runtime {runtime}"
     return "plan again without what is named here, or with other values of it pinned"
 

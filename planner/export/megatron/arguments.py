@@ -62,7 +62,8 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     layout, runtime = plan.parallelism, plan.runtime_spec
     of_model = (*MEGATRON_MODEL_RULES, *model_rules_before(runtime.version))
     rules = (*of_model, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
-    objections = Objections("megatron", broken_rules(rules, plan), hint_for(plan, "megatron", MEGATRON_MODEL_RULES))
+    target = "bridge" if plan.runtime == "bridge" else "megatron"
+    objections = Objections(target, broken_rules(rules, plan), hint_for(plan, target, MEGATRON_MODEL_RULES))
     objections.when(
         not has_dtype(runtime, plan.training.dtype), "dtype", f"{written_for(plan)} has no {plan.training.dtype}"
     )

@@ -9,15 +9,13 @@ import yaml
 from planner.answer import Plan
 from planner.export.common.arguments import Arguments
 from planner.export.common.header import header
+from planner.export.common.target_price import notes_on_price
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
 from planner.export.megatron.arguments import megatron_arguments, written_for
 from planner.export.megatron.model import ROTARY_BASE, rotary_base
 from planner.export.megatron.recipe import environment
-from planner.specs.units import GIB
 
 _OPTIONS_FILE = "megatron.yaml"
-_FP32_BYTES = 4
-_NOTED_GIB = 0.5
 
 
 def export_megatron(plan: Plan) -> TrainerFiles:
@@ -30,7 +28,6 @@ def export_megatron(plan: Plan) -> TrainerFiles:
         "data (--mock-data), learning rate and number of steps are placeholders: append yours to the launcher",
         "MEGATRON_PATH names a checkout of Megatron-LM; without it the current folder is one",
         *notes_on_options(plan),
-        *_notes_on_the_loss(plan),
     )
     comments = header(plan, written_for(plan), notes)
     command = LaunchCommand(
@@ -89,25 +86,4 @@ def notes_on_options(plan: Plan) -> tuple[str, ...]:
         notes.append("gathers of parameters were planned behind compute, which it does only where reductions are, too")
     if plan.parallelism.num_gpus_spare:
         notes.append(f"{plan.parallelism.num_gpus_spare} GPUs stay unused")
-    return tuple(notes)
-
-
-def _notes_on_the_loss(plan: Plan) -> tuple[str, ...]:
-    """The memory that Megatron-LM's own fused cross-entropy takes beyond Transformer Engine's.
-
-    Plans price Transformer Engine's, which works in place; Megatron-LM's own keeps the softmax of every logit of a
-    micro-batch in fp32 (core/fusions/fused_cross_entropy.py).
-    """
-    layout, runtime = plan.parallelism, plan.runtime_spec
-    logits = layout.micro_batch_size * plan.training.seq_length / layout.cp * plan.model.spec.vocab_size / layout.tp
-    more_gib = _FP32_BYTES * logits / GIB
-    if not runtime.fused_cross_entropy or more_gib < _NOTED_GIB:
-        return ()
-    last_stage_gib = max(stage.memory.total_bytes for stage in plan.stages if "head" in stage.holds) / GIB + more_gib
-    fits = last_stage_gib <= plan.cluster.hardware.memory_gib
-    unfit = "" if fits else f", {last_stage_gib:.1f} in all, which does not fit"
-    return (
-        f"the last stage holds {more_gib:.1f} GiB more than planned{unfit}: Megatron-LM refuses Transformer Engine's "
-        "fused cross-entropy, and its own keeps fp32 logits"
-        + ("" if fits else ": plan again with --switch cross_entropy_fusion=false, or export to bridge"),
-    )
+    return (*notes, *notes_on_price(plan))
