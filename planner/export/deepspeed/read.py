@@ -40,7 +40,7 @@ def read_deepspeed(config_file: ConfigFile) -> ImportedRun:
         {
             "model": None,
             "num_gpus": None,
-            "runtime": "megatron-deepspeed",
+            "runtime": "deepspeed",
             "seq_length": None,
             "global_batch_size": global_batch_size,
             "dtype": "fp16" if (config.get("fp16") or {}).get("enabled") is True else "bf16",
