@@ -9,13 +9,19 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from planner.specs.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
-from planner.specs.model_parts import MLASpec, MoESpec, RopeScalingSpec, ScoringFunction, TrainingDefaults
-
-AttentionKind = Literal["full", "sliding", "chunked"]
-MlpKind = Literal["dense", "moe"]
-
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
+from planner.specs.mixers import IndexerSpec, LinearAttentionSpec, MambaSpec, SlidingHeadsSpec
+from planner.specs.model_parts import (
+    NEEDS,
+    SPARSE,
+    Activation,
+    AttentionKind,
+    MLASpec,
+    MlpKind,
+    MoESpec,
+    RopeScalingSpec,
+    ScoringFunction,
+    TrainingDefaults,
+)
 
 
 class LayerKind(NamedTuple):
@@ -25,7 +31,9 @@ class LayerKind(NamedTuple):
     mlp: MlpKind
 
     def __str__(self) -> str:
-        return self.mlp if self.attention == "full" else f"{self.mlp}-{self.attention}"
+        if self.mlp == "none":
+            return self.attention
+        return self.mlp if self.attention in ("full", "none") else f"{self.mlp}-{self.attention}"
 
 
 _MOE_FIELDS = frozenset(MoESpec.model_fields)
@@ -70,6 +78,8 @@ class ModelSpec(Spec):
     """Number that is added to the up projection before the product with the activated gate (1 in gpt-oss)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Kind of the layers' norms."""
+    norm_weight: bool = True
+    """Norms have weights (not in OLMo)."""
     norm_eps: PositiveFloat | None = None
     """Number under the root of a norm (rms_norm_eps, layer_norm_eps); given none, 1e-5."""
     zero_centered_norm: bool = False
@@ -78,10 +88,12 @@ class ModelSpec(Spec):
     """Every linear layer of the block has a bias (and so has LayerNorm), unless a field below says otherwise."""
     norm_bias: bool | None = None
     """LayerNorms have biases; given none, as `bias`."""
-    attention_bias: Literal["none", "qkv", "all"] | None = None
+    attention_bias: Literal["none", "qkv", "output", "all"] | None = None
     """Projections of attention that have biases; given none, as `bias`."""
     mlp_bias: bool | None = None
     """Linear layers of the MLP have biases; given none, as `bias`."""
+    head_bias: bool = False
+    """The head has a bias (Phi, GPT-J)."""
     qk_norm: bool = False
     """Norms on queries and keys (Qwen3, Gemma 3)."""
     qk_norm_over: Literal["head_dim", "per_head", "hidden"] = "head_dim"
@@ -98,6 +110,12 @@ class ModelSpec(Spec):
     """A LayerNorm right after the embedding (BLOOM)."""
     attention_sinks: bool = False
     """One learned sink logit per query head (gpt-oss)."""
+    value_head_dim: PositiveInt | None = None
+    """Width of a value head (MiMo-V2); given none, head_dim. Latent attention has its own."""
+    values_are_keys: bool = False
+    """Values are the keys before their norm and rotation: there is no projection of values (Gemma 4)."""
+    sliding_heads: SlidingHeadsSpec | None = None
+    """Heads of the sliding layers where they differ from those of the others; null where they do not."""
     attention_multiplier: PositiveFloat | None = None
     """Scale of the attention logits; given none, 1 / √(width of a query head)."""
     attn_logit_softcapping: PositiveFloat | None = None
@@ -140,6 +158,14 @@ class ModelSpec(Spec):
     """The mixture of experts; null for dense models."""
     mla: MLASpec | None = None
     """Latent attention; null where attention is not latent."""
+    indexer: IndexerSpec | None = None
+    """The choice of keys on layers of sparse attention; null where there are none."""
+    mamba: MambaSpec | None = None
+    """State-space mixers; null where there are none."""
+    linear_attention: LinearAttentionSpec | None = None
+    """Linear attention; null where there is none."""
+    short_conv_kernel: PositiveInt | None = None
+    """Taps of the convolution of `conv` layers (LFM2)."""
     num_nextn_predict_layers: NonNegativeInt = Field(default=0, le=16)
     """Multi-token-prediction blocks after the last layer (DeepSeek-V3)."""
     mtp_loss_scaling_factor: NonNegativeFloat | None = None
@@ -205,9 +231,11 @@ class ModelSpec(Spec):
         if self.layer_types is not None and self.sliding_window_pattern is not None:
             raise ValueError("layer_types and sliding_window_pattern: both given, one of them says which layers slide")
         kinds = {kind.attention for kind in self.kinds}
-        for kind, name in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
+        for kind, name in NEEDS.items():
             if kind in kinds and getattr(self, name) is None:
                 raise ValueError(f"{name} is missing and layer_types has {kind} layers")
+        if ("none", "none") in self.kinds:
+            raise ValueError("layer_types and mlp_layer_types: a layer is none in both, it does nothing")
         if self.moe is None and any(kind.mlp == "moe" for kind in self.kinds):
             raise ValueError("moe is missing and mlp_layer_types has moe layers")
 
@@ -226,14 +254,28 @@ class ModelSpec(Spec):
         """Maximal runs of layers of one kind, in order: (kind, length)."""
         return tuple((kind, len(list(group))) for kind, group in groupby(self.layers))
 
+    @cached_property
+    def state_kinds(self) -> frozenset[AttentionKind]:
+        """The kinds of layers that hand a state from token to token, or mix them by a convolution."""
+        return frozenset(kind.attention for kind in self.kinds) - {"full", "sliding", "chunked", "none"} - SPARSE
+
+    def of_layer(self, kind: LayerKind) -> ModelSpec:
+        """The model with the heads that attention has on layers of `kind`."""
+        return self._with_sliding_heads if kind.attention == "sliding" else self
+
+    @cached_property
+    def _with_sliding_heads(self) -> ModelSpec:
+        heads = {} if self.sliding_heads is None else self.sliding_heads.model_dump(exclude_none=True)
+        return self.model_copy(update=heads) if heads else self
+
     @property
     def qkv_bias(self) -> bool:
-        return self.bias if self.attention_bias is None else self.attention_bias != "none"
+        return self.bias if self.attention_bias is None else self.attention_bias in ("qkv", "all")
 
     @property
     def output_bias(self) -> bool:
         """True where attention's output projection has a bias."""
-        return self.bias if self.attention_bias is None else self.attention_bias == "all"
+        return self.bias if self.attention_bias is None else self.attention_bias in ("output", "all")
 
     @property
     def has_mlp_bias(self) -> bool:

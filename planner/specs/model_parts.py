@@ -7,6 +7,25 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.optimizer import OptimizerDefaults
+
+AttentionKind = Literal[
+    "full", "sliding", "chunked", "indexed", "sparse", "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta",
+    "lightning", "conv", "none",
+]  # fmt: skip
+"""Ways to mix tokens. `indexed` layers choose the keys that they attend to, `sparse` ones take an earlier layer's
+choice; `full_mamba2` layers attend and scan side by side."""
+MlpKind = Literal["dense", "moe", "none"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
+
+NEEDS: dict[AttentionKind, str] = {
+    "sliding": "sliding_window", "chunked": "attention_chunk_size", "indexed": "indexer", "sparse": "indexer",
+    "mamba": "mamba", "mamba2": "mamba", "full_mamba2": "mamba", "gated_delta": "linear_attention",
+    "kimi_delta": "linear_attention", "lightning": "linear_attention", "conv": "short_conv_kernel",
+}  # fmt: skip
+"""The field of a model without which it cannot have layers of a kind."""
+SPARSE: frozenset[AttentionKind] = frozenset({"indexed", "sparse"})
+"""Kinds of attention to chosen keys."""
 
 ScoringFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
@@ -49,6 +68,12 @@ class MoESpec(Spec):
     """Weight of the load-balancing loss; given none, it was not published."""
     seq_aux: bool = False
     """The load-balancing loss is of each sequence and not of the whole batch (DeepSeek)."""
+    expert_norms: bool = False
+    """Norms before the experts, behind them and behind the shared expert, and scales in the router (Gemma 4)."""
+    num_zero_experts: NonNegativeInt = 0
+    """Experts beside the routed ones that give a token back as it is (LongCat)."""
+    latent_size: PositiveInt | None = None
+    """Width to which tokens are projected before they are sent to experts (Nemotron 3 Super); null: hidden_size."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss on the square of the logits' log-sum-exp (ST-MoE)."""
 
@@ -123,5 +148,7 @@ class TrainingDefaults(Spec):
     """Tokens of a sequence."""
     tokens_per_step: PositiveInt
     """Tokens of an optimizer step."""
+    optimizer: OptimizerDefaults | None = None
+    """How its weights were learned."""
     source: str = ""
     """Source of these numbers."""
