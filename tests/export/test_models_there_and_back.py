@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,22 @@ from layouts import expressible
 from pydantic import ValidationError
 
 from planner.answer import Plan
+from planner.errors import SpecError
+from planner.export.bridge.model import RECIPES
+from planner.export.bridge.overrides import bridge_overrides
+from planner.export.bridge.write import hydra
 from planner.export.common.arguments import argv
 from planner.export.common.model import stated
 from planner.export.megatron.model import model_arguments
 from planner.export.megatron.options import options_of
 from planner.export.megatron.read_model import read_model
+from planner.export.read import read_configuration
+from planner.specs.architectures import ARCHITECTURES
+from planner.specs.huggingface import from_config
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.specs.training import TrainingSpec
+from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES, family_of
 from planner.trainers.rules.common import first_broken
 from planner.trainers.rules.facts import rotary_method
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES, megatron_model_rules
@@ -51,6 +60,8 @@ def meaning(model: ModelSpec) -> dict[str, Any]:
         "max_position_embeddings": said.max_position_embeddings if said.position_embedding == "learned" else None,
         "rope_scaling": scaling(said),
     }
+    if said.moe and said.moe.num_experts_per_tok == 1:
+        fields["moe"]["norm_topk_prob"] = False
     if fields["moe"]:
         fields["moe"] = {k: v for k, v in fields["moe"].items() if k not in ("first_k_dense_replace", "moe_layer_freq")}
     return fields
@@ -73,6 +84,39 @@ def test_a_model_that_ships(name: str) -> None:
     model = load_model(name)
     assert first_broken(megatron_model_rules("0.18"), model, TRAINING, NOTHING) is None or model.attention_sinks
     assert meaning(through_megatron(model)) == meaning(model)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_model_of_every_kind_of_config(kind: str) -> None:
+    """What transformers assumes for a kind is refused by name, or comes back the same."""
+    try:
+        model = from_config({"model_type": kind, **MISSING}, "config.json")
+    except SpecError:
+        pytest.skip("the kind has sizes without a default")
+    if first_broken(MEGATRON_MODEL_RULES, model, TRAINING, NOTHING) is None:
+        back, there = meaning(through_megatron(model)), meaning(model)
+        assert {**back, "short_conv_kernel": None} == {**there, "short_conv_kernel": None}
+
+
+MISSING = {"num_experts_per_tok": 4, "n_routed_experts": 16, "moe_intermediate_size": 128}
+
+
+@pytest.mark.parametrize("name", expressible(BRIDGE_MODEL_RULES))
+def test_a_model_that_ships_in_fields_of_bridge(planned: Planned, name: str) -> None:
+    model = load_model(name)
+    seq_length = (model.max_position_embeddings or 0) if model.position_embedding == "learned" else SEQ_LENGTH
+    try:
+        plan = planned(model, 16, seq_length=seq_length, recompute="full")
+        text = json.dumps({"recipe": RECIPES[family_of(model)], "overrides": words_of(bridge_overrides(plan))})
+    except SpecError as error:
+        assert "max_position_embeddings" in str(error)
+        return
+    read = read_configuration(text).run["model"]
+    assert meaning(ModelSpec.model_validate({**read, "name": name})) == meaning(model)
+
+
+def words_of(overrides: dict[str, Any]) -> list[str]:
+    return [f"{path}={hydra(value)}" for path, value in overrides.items()]
 
 
 def some_model(seed: int) -> ModelSpec | None:

@@ -35,6 +35,7 @@ def read_experts(options: Options, width: int, bias: bool) -> dict[str, Any]:
         "scoring_func": score,
         "norm_topk_prob": normed,
         "routed_scaling_factor": decimal(options, "--moe-router-topk-scaling-factor") or 1.0,
+        "scores_on_input": "--moe-apply-probs-on-input" in options,
         **_groups(options),
         **_losses(options),
     }

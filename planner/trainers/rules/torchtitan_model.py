@@ -9,6 +9,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
 from planner.trainers.rules.common import Rule, model_rule
 from planner.trainers.rules.facts import has_groups, has_local_base, has_usual_scale, rotary_method, yarn_scale
+from planner.trainers.rules.plain_layers import PLAIN_LAYERS
 
 _GPT_OSS = {24: 32, 36: 128}
 """Number of experts by number of layers of gpt-oss 20b and 120b, the two sizes that torchtitan's gpt_oss builds."""
@@ -77,6 +78,7 @@ _PLAIN: tuple[Rule, ...] = (
 """Rules on fields that its builders have nothing for."""
 
 TORCHTITAN_MODEL_RULES: tuple[Rule, ...] = (
+    *PLAIN_LAYERS,
     *_PLAIN,
     model_rule("position_embedding", lambda m: m.position_embedding != "rope", lambda m: "its models rotate positions"),
     model_rule(
@@ -137,6 +139,11 @@ TORCHTITAN_MODEL_RULES: tuple[Rule, ...] = (
         "shared_expert_gate",
         lambda m: m.moe is not None and m.moe.shared_expert_gate,
         lambda m: "it has no gate on the shared expert",
+    ),
+    model_rule(
+        "scores_on_input",
+        lambda m: m.moe is not None and m.moe.scores_on_input,
+        lambda m: "scores scale what comes out of experts there, not what goes in",
     ),
     model_rule(
         "scoring_func",
