@@ -18,9 +18,9 @@ from planner.export.bridge.overrides import bridge_overrides
 from planner.export.bridge.write import hydra
 from planner.export.common.arguments import argv
 from planner.export.common.model import stated
-from planner.export.megatron.model import model_arguments
+from planner.export.megatron.model.read import read_model
+from planner.export.megatron.model.write import model_arguments
 from planner.export.megatron.options import options_of
-from planner.export.megatron.read_model import read_model
 from planner.export.read import read_configuration
 from planner.specs.architectures import ARCHITECTURES
 from planner.specs.huggingface import from_config
@@ -101,16 +101,15 @@ def test_a_model_of_every_kind_of_config(kind: str) -> None:
 MISSING = {"num_experts_per_tok": 4, "n_routed_experts": 16, "moe_intermediate_size": 128}
 
 
-@pytest.mark.parametrize("name", expressible(BRIDGE_MODEL_RULES))
+IN_BRIDGE = [name for name in expressible(BRIDGE_MODEL_RULES) if name != "opt-175b"]
+"""OPT has two learned positions more than its sequences have tokens."""
+
+
+@pytest.mark.parametrize("name", IN_BRIDGE)
 def test_a_model_that_ships_in_fields_of_bridge(planned: Planned, name: str) -> None:
     model = load_model(name)
-    seq_length = (model.max_position_embeddings or 0) if model.position_embedding == "learned" else SEQ_LENGTH
-    try:
-        plan = planned(model, 16, seq_length=seq_length, recompute="full")
-        text = json.dumps({"recipe": RECIPES[family_of(model)], "overrides": words_of(bridge_overrides(plan))})
-    except SpecError as error:
-        assert "max_position_embeddings" in str(error)
-        return
+    plan = planned(model, 16, seq_length=SEQ_LENGTH, recompute="full")
+    text = json.dumps({"recipe": RECIPES[family_of(model)], "overrides": words_of(bridge_overrides(plan))})
     read = read_configuration(text).run["model"]
     assert meaning(ModelSpec.model_validate({**read, "name": name})) == meaning(model)
 

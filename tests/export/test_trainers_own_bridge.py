@@ -11,7 +11,7 @@ import pytest
 from planner.export.bridge.fields import SAME
 from planner.export.bridge.model import UNASKED, model_overrides
 from planner.export.common.model import listed
-from planner.export.megatron.model import model_arguments
+from planner.export.megatron.model.write import model_arguments
 from planner.specs.registry import load_model
 from planner.trainers.rules.bridge_model import family_of
 

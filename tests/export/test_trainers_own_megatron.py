@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from planner.export.common.arguments import argv
-from planner.export.megatron.layer_flags import layer_flags
-from planner.export.megatron.model import model_arguments
+from planner.export.megatron.model.layer_flags import layer_flags
+from planner.export.megatron.model.read import MODEL_OPTIONS
+from planner.export.megatron.model.write import model_arguments
 from planner.export.megatron.options import options_of
-from planner.export.megatron.read_model import MODEL_OPTIONS
 from planner.specs.registry import load_model
 
 OWN = json.loads((Path(__file__).parent / "trainers_own" / "megatron.json").read_text())
@@ -44,6 +44,10 @@ DIFFERENCES: dict[tuple[str, str], str] = {
     ("deepseek-v2-lite", "--kv-channels"): "latent attention does not read it",
     ("kimi-k2", "--moe-aux-loss-coeff"): "config.json has aux_loss_alpha 0.001",
     ("llama-3.2-1b", "--rope-scaling-factor"): "it has 8 where config.json has 32, and Megatron-LM builds 8 always",
+    **{
+        (model, "--moe-apply-probs-on-input"): "Llama 4 scales what goes into an expert, the recipe what comes out"
+        for model in ("llama-4-scout", "llama-4-maverick")
+    },
     ("llama-4-scout", "--qk-layernorm"): "Llama 4 norms queries and keys without weights",
     ("llama-4-scout", "--rope-scaling-factor"): "config.json has 16, and Megatron-LM builds 8 always",
     ("llama-4-scout", "--no-rope-freq"): "every fourth layer is unrotated (no_rope_layer_interval of config.json)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.export.megatron.layer_flags import layer_flags
+from planner.export.megatron.model.layer_flags import layer_flags
 from planner.export.megatron.options import Options, decimal, given, size, text
 
 ROUTER_OPTIONS = {
