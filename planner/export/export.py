@@ -10,6 +10,7 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.bundle import Bundle, write_bundle
 from planner.export.common.header import plan_sha256, slug
+from planner.export.common.refusal import refuse_unwritten
 from planner.export.common.trainer_files import IMAGE, ExportFile, LaunchCommand
 from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS, Trainer
 from planner.specs.problems import nearest
@@ -47,6 +48,7 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str = IMAGE) -> Bundle
     if len(trainers) > 1:
         raise SpecError(f"--to: {' and '.join(trainers)} are two trainers", "export each into its own folder")
     trainer = TRAINERS[trainers[0]] if trainers else _trainer_of(plan)
+    refuse_unwritten(trainer.name, plan)
     written = trainer.write(plan)
     launchers = [name for name in targets if name in LAUNCHERS]
     if not launchers and written.command is not None:

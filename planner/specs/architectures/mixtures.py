@@ -64,7 +64,8 @@ GRANITE_MOE = Architecture(
 )  # fmt: skip
 _HUNYUAN = Architecture(
     keys=DENSE | keys(head_dim=("head_dim", "attention_head_dim")),
-    defaults=sizes(32, 4096, 32, None, 290943, intermediate_size=11008, num_experts=1, moe_topk=1, rms_norm_eps=1e-5, moe_layer_num_skipped=0,
+    defaults=sizes(32, 4096, 32, None, 290943, intermediate_size=11008, num_experts=1, moe_topk=1, rms_norm_eps=1e-5,
+                   moe_layer_num_skipped=0,
                    **NORMED),
     derive=(d.activation, d.attention_bias, d.hunyuan_experts,
             lists.moe_layers(lists.after_dense("moe_layer_num_skipped"))),
