@@ -150,7 +150,7 @@ MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
                        swiglu_limit=7.0, rope_theta=150000.0, router_aux_loss_coef=0.001, **NORMED),
         derive=(d.attention_bias, lists.window(lists.every("sliding_window_pattern", 2))),
         fixed={"mlp_bias": True, "router_bias": True, "attention_sinks": True, "activation": "quick_gelu",
-               "glu_linear_offset": 1.0, **ROTARY},
+               "glu_linear_offset": 1.0, "router_aux_loss_coef": None, **ROTARY},
     ),
     "glm4_moe": _GLM4_MOE,
     "glm4_moe_lite": Architecture(
