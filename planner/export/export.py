@@ -11,15 +11,23 @@ from planner.errors import SpecError
 from planner.export.bundle import Bundle, write_bundle
 from planner.export.common.header import plan_sha256, slug
 from planner.export.common.refusal import refuse_unwritten
-from planner.export.common.trainer_files import IMAGE, ExportFile, LaunchCommand
+from planner.export.common.target_price import check_fits, priced_for
+from planner.export.common.trainer_files import IMAGE, IMAGE_OF_AMD, ExportFile, LaunchCommand
+from planner.export.launch.preflight import preflight
 from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS, Trainer
 from planner.specs.problems import nearest
 
+_FIRST_RUNS = {
+    "torchrun": "MOCK=1 bash launch.sh",
+    "slurm": "MOCK=1 sbatch launch.sbatch",
+    "kubernetes": "set MOCK to '1' in kubernetes.yaml, then kubectl apply -f kubernetes.yaml",
+    "kubernetes-pytorchjob": "set MOCK to '1' in kubernetes-pytorchjob.yaml, then kubectl apply -f it",
+}
 _DEFAULT_LAUNCHERS = ("torchrun", "slurm")
 
 
 def export(
-    plan: Plan, to: str | Iterable[str], out: str | Path | None = None, *, image: str = IMAGE, force: bool = False
+    plan: Plan, to: str | Iterable[str], out: str | Path | None = None, *, image: str | None = None, force: bool = False
 ) -> list[Path]:
     """Write a plan for a trainer, for launchers that start one, or for both, and return the paths of the files.
 
@@ -31,17 +39,18 @@ def export(
     `to` holds names that `plan export --to` takes: several of them, or one string with commas. Without `out` the folder
     is named after model and trainer. The last path is the manifest, whose `notes` say what the plan does not decide.
     Raises SpecError for targets that make no sense together and, before anything is written, for files that exist where
-    `force` is not given; Inexpressible, with every reason, where the trainer cannot run the plan.
+    `force` is not given; Inexpressible, with every reason, where the trainer cannot run the plan; Infeasible where the
+    plan was made for another trainer and does not fit under this one, unless `force` is given.
     """
-    bundle = bundle_of(plan, to, image)
+    bundle = bundle_of(plan, to, image, force)
     return write_bundle(bundle, Path(out or default_folder(plan, bundle)), force)
 
 
-def bundle_of(plan: Plan, to: str | Iterable[str], image: str = IMAGE) -> Bundle:
+def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, force: bool = False) -> Bundle:
     """The files that `export` writes, in memory: those of at most one trainer and of any launchers.
 
     A trainer alone comes with torchrun and Slurm launchers; a launcher alone starts the trainer the plan was made for.
-    Raises as `export` does before it writes.
+    A plan that was made for another trainer is priced under this one first. Raises as `export` does before it writes.
     """
     targets = _targets(to)
     trainers = [name for name in targets if name in TRAINERS]
@@ -49,7 +58,11 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str = IMAGE) -> Bundle
         raise SpecError(f"--to: {' and '.join(trainers)} are two trainers", "export each into its own folder")
     trainer = TRAINERS[trainers[0]] if trainers else _trainer_of(plan)
     refuse_unwritten(trainer.name, plan)
+    if trainer.runtime is not None:
+        plan = priced_for(plan, trainer.runtime, trainer.recomputes)
     written = trainer.write(plan)
+    if not force:
+        check_fits(plan, trainer.name)
     launchers = [name for name in targets if name in LAUNCHERS]
     if not launchers and written.command is not None:
         launchers = [*_DEFAULT_LAUNCHERS]
@@ -58,12 +71,20 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str = IMAGE) -> Bundle
         targets=(trainer.name, *launchers),
         written_for=(written.written_for,),
         plan_sha256=plan_sha256(plan),
-        inputs_sha256=plan.inputs_sha256,
+        inputs_sha256=plan.as_planned.inputs_sha256,
         planner_version=plan.planner_version,
         world_size=plan.parallelism.num_gpus_used,
         files=(*written.files, *_launcher_files(plan, written.command, launchers, image)),
         notes=(*written.notes, *unfit),
+        first_run=_first_run(written.command, launchers),
     )
+
+
+def _first_run(command: LaunchCommand | None, launchers: Sequence[str]) -> str:
+    """The command of the first run, by the first launcher that was written."""
+    if command is None or not command.promise or not launchers:
+        return ""
+    return _FIRST_RUNS[launchers[0]]
 
 
 def default_folder(plan: Plan, bundle: Bundle) -> str:
@@ -93,7 +114,7 @@ def _trainer_of(plan: Plan) -> Trainer:
 
 
 def _launcher_files(
-    plan: Plan, command: LaunchCommand | None, launchers: Sequence[str], image: str
+    plan: Plan, command: LaunchCommand | None, launchers: Sequence[str], image: str | None
 ) -> tuple[ExportFile, ...]:
     if not launchers:
         return ()
@@ -101,5 +122,8 @@ def _launcher_files(
         raise SpecError(
             f"--to: {launchers[0]} has nothing to start", "this trainer is a library: your own script starts it"
         )
-    command = replace(command, image=image)
-    return tuple(LAUNCHERS[name].write(plan, command) for name in launchers)
+    command = replace(command, image=image or (IMAGE_OF_AMD if plan.cluster.hardware.is_amd else IMAGE))
+    written = [LAUNCHERS[name].write(plan, command) for name in launchers]
+    # pods have it in their ConfigMap
+    needs_file = any(not name.startswith("kubernetes") for name in launchers)
+    return (*written, *([preflight(plan, command)] if needs_file else []))

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.optimizer import OptimizerDefaults
 
 AttentionKind = Literal[
     "full", "sliding", "chunked", "indexed", "sparse", "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta",
@@ -147,5 +148,7 @@ class TrainingDefaults(Spec):
     """Tokens of a sequence."""
     tokens_per_step: PositiveInt
     """Tokens of an optimizer step."""
+    optimizer: OptimizerDefaults | None = None
+    """How its weights were learned."""
     source: str = ""
     """Source of these numbers."""

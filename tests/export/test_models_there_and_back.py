@@ -11,20 +11,14 @@ from layouts import expressible
 from pydantic import ValidationError
 
 from planner.answer import Plan
-from planner.errors import SpecError
-from planner.export.bridge.overrides import bridge_overrides
-from planner.export.bridge.read import read_bridge
-from planner.export.bridge.write import hydra
 from planner.export.common.arguments import argv
 from planner.export.common.model import stated
 from planner.export.megatron.model import model_arguments
 from planner.export.megatron.options import options_of
 from planner.export.megatron.read_model import read_model
 from planner.specs.model import ModelSpec
-from planner.specs.model_parts import RopeScalingSpec
 from planner.specs.registry import load_model
 from planner.specs.training import TrainingSpec
-from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES
 from planner.trainers.rules.common import first_broken
 from planner.trainers.rules.facts import rotary_method
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES, megatron_model_rules

@@ -72,6 +72,7 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         "ddp.align_param_gather": overlaps and layout.vpp > 1,
         **_kernels(plan, arguments),
         **_of_switches(arguments),
+        **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"), arguments["--weight-decay"]),
         **{f"model.{name}": arguments.get(f"--{name.replace('_', '-')}") for name in _RECOMPUTE},
     }
     if "--pipeline-model-parallel-layout" not in arguments:
@@ -111,8 +112,7 @@ def _kernels(plan: Plan, arguments: Arguments) -> Overrides:
         and "--no-rope-fusion" not in arguments,
         "model.bias_dropout_fusion": True,
         "model.cross_entropy_loss_fusion": "--cross-entropy-loss-fusion" in arguments,
-        # the one that is priced, and that Bridge's own recipes have
-        "model.cross_entropy_fusion_impl": "te",
+        "model.cross_entropy_fusion_impl": arguments.get("--cross-entropy-fusion-impl", "native"),
         "model.overlap_p2p_comm": p2p,
         "model.batch_p2p_comm": not p2p,
     }

@@ -13,7 +13,7 @@ Options = Mapping[str, list[str]]
 """Option (with its dashes) to the words behind it."""
 
 
-_TORCHRUN = ("--nproc", "--nnodes", "--node", "--master", "--rdzv")
+_TORCHRUN = ("--nproc", "--nnodes", "--node", "--master", "--rdzv", "--num_", "--ntasks")
 """Beginnings of torchrun's options, which it takes with `_` and with `-`."""
 
 

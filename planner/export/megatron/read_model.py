@@ -9,6 +9,7 @@ from planner.export.megatron.layer_flags import layer_flags
 from planner.export.megatron.options import Options, decimal, given, size, text
 from planner.export.megatron.read_positions import POSITION_OPTIONS, read_positions
 from planner.export.megatron.read_router import ROUTER_OPTIONS, expert_layers, layers_with_experts, read_experts
+from planner.export.megatron.tokenizers import vocabulary_of
 from planner.trainers.rules.facts import every_nth
 
 MODEL_OPTIONS = POSITION_OPTIONS | ROUTER_OPTIONS | {
@@ -20,7 +21,6 @@ MODEL_OPTIONS = POSITION_OPTIONS | ROUTER_OPTIONS | {
     "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim", "--mtp-num-layers",
     "--mtp-loss-scaling-factor", "--window-size", "--window-attn-skip-freq", "--softmax-type",
 }  # fmt: skip
-_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
 
 def read_model(options: Options) -> dict[str, Any]:
@@ -71,7 +71,8 @@ def _vocabulary(options: Options) -> int | None:
     for name in ("--vocab-size", "--padded-vocab-size"):
         if name in options:
             return size(options, name)
-    return _VOCABULARIES.get(text(options, "--tokenizer-type", "GPT2BPETokenizer"))
+    tokenizer = text(options, "--tokenizer-model") or text(options, "--tokenizer-name-or-path")
+    return vocabulary_of(text(options, "--tokenizer-type", "GPT2BPETokenizer"), tokenizer)
 
 
 def _activation(options: Options, bias: bool) -> dict[str, Any]:

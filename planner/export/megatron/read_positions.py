@@ -17,7 +17,9 @@ POSITION_OPTIONS = {
     "--yarn-original-max-position-embeddings", "--yarn-beta-fast", "--yarn-beta-slow",
     "--no-yarn-correction-range-round-to-int", "--no-rope-freq",
 }  # fmt: skip
-_KINDS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "mrope": "rope", "none": "none"}
+_KINDS = {
+    "learned_absolute": "learned", "rope": "rope", "yarn": "rope", "mrope": "rope", "alibi": "alibi", "none": "none",
+}  # fmt: skip
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -32,8 +34,9 @@ def read_positions(options: Options, num_layers: int) -> dict[str, Any]:
     if position is None:
         raise SpecError(f"--position-embedding-type: {kind!r} is unknown", f"one of {', '.join(_KINDS)}")
     if position == "learned":
-        return {"position_embedding": position, "max_position_embeddings": size(options, "--max-position-embeddings")}
-    if position == "none":
+        rows = "--max-position-embeddings" if "--max-position-embeddings" in options else "--seq-length"
+        return {"position_embedding": position, "max_position_embeddings": size(options, rows)}
+    if position != "rope":
         return {"position_embedding": position}
     base = text(options, "--rotary-base", "10000")
     share = text(options, "--rotary-percent", "1.0")
