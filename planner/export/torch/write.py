@@ -12,7 +12,7 @@ from planner.export.common.header import header
 from planner.export.common.recompute import recomputed_layers
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
-from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+from planner.export.common.trainer_files import ExportFile, LaunchCommand, Requirement, TrainerFiles
 from planner.export.common.untold import Told, notes_on_switches, refused_switches
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
 from planner.schedule.actions import Schedule
@@ -47,6 +47,10 @@ def export_torch(plan: Plan) -> TrainerFiles:
     command = LaunchCommand(
         program=f'-m {_RUNNER} --config "$PLAN_DIR"/{PLAN_FILE}',
         arguments={},
+        requirements=(
+            Requirement("torch", "everything", "torch", "2.9", "pip install 'planner[probe]'"),
+            Requirement("planner.probe.worker", "the runner", hint="pip install 'planner[probe]'"),
+        ),
         comments=comments,
         files=files[:2],
     )
