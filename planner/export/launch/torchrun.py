@@ -30,7 +30,6 @@ def torchrun_script(plan: Plan, command: LaunchCommand) -> ExportFile:
         'PLAN_DIR="${PLAN_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}"',
         *prologue(command),
         ADDRESS,
-        PREFLIGHT_LINE,
         *last_node_lines(plan, _NODE),
         PREFLIGHT_LINE,
         f"{torchrun_line(plan, _NODE)} \\\n  {command.program} {passed_arguments(command)}",
