@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.physics.attention import attention_block
 from planner.physics.blocks import enter_tp, leave_tp, norm
+from planner.physics.mixers import mixer_block
 from planner.physics.mlp import mlp_block
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved, num_parameters, operators_of
 from planner.shape import Number, Shape
@@ -22,7 +22,7 @@ def decoder_layer(
     replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
     return (
         *((_graph_buffers(model, shape),) if replayed else ()),
-        *attention_block(model, kind, shape, runtime),
+        *mixer_block(model, kind, shape, runtime),
         *mlp_block(model, kind, shape, runtime, moe_imbalance),
     )
 
@@ -94,6 +94,9 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
     # fused: bf16 logits are read and written once; else cast to fp32, read for maximum, sum and result, written, and
     # backward fills a gradient, reads it and the softmax, writes, and casts back to bf16
     passes = (2 * BF16, 2 * BF16) if runtime.fused_cross_entropy else (BF16 + 5 * FP32, BF16 + 5 * FP32)
+    if runtime.fused_cross_entropy and runtime.loss_keeps_softmax:
+        # cast; shifted, exponentials and their sum; divided by it; backward writes the softmax less one, and casts back
+        passes = (BF16 + 5 * FP32, BF16 + 2 * FP32)
     if runtime.loss_in_place and not runtime.fused_cross_entropy:
         # cast, maximum, shifted, exponentials, their sum, divided by it; scaled and cast back
         passes = (BF16 + 9 * FP32, BF16 + 3 * FP32)
@@ -107,7 +110,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
         m=shape.tokens,
         n=columns,
         k=model.hidden_size,
-        parameters=0 if shares_weight else columns * model.hidden_size,
+        parameters=(0 if shares_weight else columns * model.hidden_size) + model.head_bias * columns,
     )
     return (
         *enter_tp(name, [product], BF16 * shape.tokens * model.hidden_size, shape, runtime),
@@ -120,7 +123,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
             forward_kernels=3,
             backward_kernels=2,
             saved=(
-                Saved("softmax", (BF16 if runtime.fused_cross_entropy else FP32) * logits),
+                Saved("softmax", (FP32 if runtime.keeps_softmax else BF16) * logits),
                 Saved("labels", INT64 * shape.tokens),
             ),
         ),
@@ -174,7 +177,7 @@ def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int) -> Mod
     total = sum(num_parameters(items) * times for items, times in parts)
     idle = sum(num_parameters(items, expert=True) * times for items, times in parts)
     if model.moe is not None:
-        idle *= 1 - model.moe.num_experts_per_tok / model.moe.num_experts
+        idle *= 1 - model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
     if model.num_nextn_predict_layers:
         parts.append((mtp_block(model, shape, plain), model.num_nextn_predict_layers))
     flops = sum(float(op.forward_flops) * times for items, times in parts for op in operators_of(items))

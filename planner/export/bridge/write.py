@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 
 from planner.answer import Plan
+from planner.export.bridge.model import DOWNLOADS, RECIPES
 from planner.export.bridge.overrides import bridge_overrides
 from planner.export.bridge.run_words import first_run, hydra, training_run
 from planner.export.common.arguments import ShellText
@@ -26,8 +27,9 @@ from planner.export.megatron.environment import environment
 from planner.export.megatron.requirements import requirements
 from planner.export.megatron.run_options import PLACEHOLDERS
 from planner.export.megatron.write import LOG, notes_on_options
+from planner.trainers.rules.bridge_model import family_of
 
-_RELEASES = {"0.16": "0.3", "0.17": "0.4", "0.18": "0.5", "0.19": "0.6", "0.20": "0.7"}
+_RELEASES = {"0.17": "0.4", "0.18": "0.5", "0.19": "0.6", "0.20": "0.7"}
 """Megatron core to the release of Megatron-Bridge whose submodule it is."""
 _NEWEST = "0.7.0"
 _OVERRIDES_FILE = "bridge.json"
@@ -40,7 +42,7 @@ def export_bridge(plan: Plan) -> TrainerFiles:
     Raises Inexpressible where Bridge cannot run the plan.
     """
     version = plan.runtime_spec.version
-    objections = Objections("bridge", [], f"plan again with --runtime megatron@{max(_RELEASES)}")
+    objections = Objections("bridge", [], f"plan again with --runtime bridge@{max(_RELEASES)}")
     objections.when(version and version not in _RELEASES, "version", f"no release has Megatron core {version}")
     objections.raise_any()
     written_for = f"Megatron-Bridge {_RELEASES[version] if version else _NEWEST}"
@@ -49,7 +51,7 @@ def export_bridge(plan: Plan) -> TrainerFiles:
     notes = _notes(plan)
     variables = environment(plan)
     comments = header(plan, written_for, notes)
-    recipe = _recipe_of(plan)
+    recipe = RECIPES[family_of(plan.model.spec)]
     first, training = first_run(plan), training_run(plan)
     data = {
         "recipe": recipe,
@@ -93,11 +95,6 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         *run_settings(plan).notes,
         *notes_on_options(plan),
     ]
-    if plan.model.spec.mla is not None:
-        notes.append("the recipe reads the configuration of deepseek-ai/DeepSeek-V3 from Hugging Face or its cache")
+    if download := DOWNLOADS.get(family_of(plan.model.spec)):
+        notes.append(f"the recipe reads the configuration of {download} from Hugging Face or its cache")
     return tuple(notes)
-
-
-def _recipe_of(plan: Plan) -> str:
-    """The recipe to start from: its model is all overrides, with latent attention where the plan's model has it."""
-    return "vanilla_gpt_pretrain_config" if plan.model.spec.mla is None else "deepseek_v3_pretrain_config"

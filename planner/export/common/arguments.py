@@ -34,7 +34,10 @@ def argv(arguments: Mapping[str, Value]) -> list[str]:
 
 
 def _spelled(value: Value) -> str:
-    """A scalar in the words of a command line."""
+    """A scalar in the words of a command line: of a number the shortest that is exact."""
     if isinstance(value, str):
         return value
-    return format(value, "g") if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    short = format(value, "g")
+    return short if float(short) == value else repr(value)

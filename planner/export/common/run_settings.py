@@ -11,7 +11,7 @@ from planner.specs.optimizer import OptimizerDefaults
 TOKENS_PER_PARAMETER = 20
 """Tokens for each active parameter where no number is planned: Hoffmann et al. (arXiv:2203.15556)."""
 _RATES = ((10e9, 3e-4, 3e-5), (100e9, 1.5e-4, 1.5e-5), (math.inf, 8e-5, 8e-6))
-"""Active parameters up to which a rate, and a tenth of it at the end, are usual: Llama 3 (arXiv:2407.21783, Table 3)."""
+"""Active parameters up to which a rate, and its tenth at the end, are usual: Llama 3 (arXiv:2407.21783, Table 3)."""
 _WARMUP_STEPS = 2000
 _WARMUP_FRACTION = 0.1
 """Share of the steps that the warm-up takes at most."""

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from planner.errors import SpecError
+from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
 
 _READ = {
@@ -21,8 +22,9 @@ _IGNORED = {
 }  # fmt: skip
 
 
-def read_deepspeed(text: str) -> ImportedRun:
+def read_deepspeed(config_file: ConfigFile) -> ImportedRun:
     """The part of a run that `ds_config.json` holds. Raises SpecError where it is no JSON object."""
+    text = config_file.text
     try:
         config = json.loads(text)
     except ValueError as error:
@@ -38,7 +40,7 @@ def read_deepspeed(text: str) -> ImportedRun:
         {
             "model": None,
             "num_gpus": None,
-            "runtime": "megatron-deepspeed",
+            "runtime": "deepspeed",
             "seq_length": None,
             "global_batch_size": global_batch_size,
             "dtype": "fp16" if (config.get("fp16") or {}).get("enabled") is True else "bf16",

@@ -20,8 +20,9 @@ from planner.export.megatron.run_options import run_arguments
 from planner.export.megatron.runtime import data_parallel, is_fsdp, kernels, precision
 from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.trainers.load import has_dtype
+from planner.trainers.rules.common import Rule
 from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES, model_rules_before
+from planner.trainers.rules.megatron_model import megatron_model_rules
 
 NEWEST = "0.20"
 WRITTEN_FOR = f"Megatron-LM core {NEWEST}.0"
@@ -35,13 +36,16 @@ def written_for(plan: Plan) -> str:
     return f"Megatron-LM core {version}" if version else WRITTEN_FOR
 
 
-def megatron_arguments(plan: Plan) -> Arguments:
+def megatron_arguments(plan: Plan, target: str = "megatron", of_model: tuple[Rule, ...] | None = None) -> Arguments:
     """All arguments of `pretrain_gpt.py` but for data, length and checkpoints, which a first run has not.
+
+    Another target puts them into its own words, under its own rules.
 
     Raises Inexpressible with every reason where Megatron-LM cannot run the plan as it is.
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    _check_expressible(plan, stages)
+    rules = megatron_model_rules(plan.runtime_spec.version) if of_model is None else of_model
+    _check_expressible(plan, stages, target, rules)
     runtime = plan.runtime_spec
     return {
         **model_arguments(plan.model.spec, plan.training.seq_length, runtime.vocab_divisible_by, runtime.dropout),
@@ -57,12 +61,11 @@ def megatron_arguments(plan: Plan) -> Arguments:
     }
 
 
-def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...], target: str, of_model: tuple[Rule, ...]) -> None:
     """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
     layout, runtime = plan.parallelism, plan.runtime_spec
-    of_model = (*MEGATRON_MODEL_RULES, *model_rules_before(runtime.version))
     rules = (*of_model, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
-    objections = Objections("megatron", broken_rules(rules, plan), hint_for(plan, "megatron", MEGATRON_MODEL_RULES))
+    objections = Objections(target, broken_rules(rules, plan), hint_for(plan, target, of_model))
     objections.when(
         not has_dtype(runtime, plan.training.dtype), "dtype", f"{written_for(plan)} has no {plan.training.dtype}"
     )

@@ -197,6 +197,11 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         "optimizer_offload", "needs a sharded optimizer (ZeRO-1 and above)",
         lambda s, shape: (np.asarray(shape.zero_stage) >= 1) | (s.runtime.optimizer_offload_fraction == 0),
     ),
+    _shape(
+        "optimizer_offload", "of a part of the states needs ZeRO-3 in DeepSpeed",
+        lambda s, shape: (np.asarray(shape.zero_stage) == 3)
+        | (s.runtime.family != "deepspeed" or s.runtime.optimizer_offload_fraction in (0, 1)),
+    ),
     _job(
         "optimizer_offload", "does not go with weights of 8 bits (--fp8-param-gather)",
         lambda s: s.runtime.optimizer_offload_fraction == 0
