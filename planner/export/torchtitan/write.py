@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from planner.answer import Plan
 from planner.export.common.header import header
+from planner.export.common.promise import promise
 from planner.export.common.recompute import check_mixture
 from planner.export.common.refusal import Objections, broken_rules, hint_for
+from planner.export.common.run_settings import run_settings
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.target_price import notes_on_price
-from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+from planner.export.common.trainer_files import ExportFile, LaunchCommand, Requirement, TrainerFiles
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
 from planner.export.torchtitan.model_source import DEFAULT_ROTARY_BASE
 from planner.export.torchtitan.recipe import has_order_of_its_own, recipe_source, splits_backward
+from planner.export.torchtitan.run_source import PLACEHOLDERS
 from planner.schedule.torch_csv import to_torch_csv
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.torch import TORCH_SCHEDULE_RULES, UNCOMPILED
@@ -35,8 +40,11 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
         program="-m torchtitan.train",
         arguments={"--module": RECIPE, "--config": "plan"},
         # as torchtitan's own run_train.sh has it
-        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-        setup=('export PYTHONPATH="$PLAN_DIR${PYTHONPATH:+:$PYTHONPATH}"',),
+        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_HIGH_PRIORITY": "1"},
+        placeholders=PLACEHOLDERS,
+        requirements=tuple(_requirements(plan)),
+        promise=promise(plan, "in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank"),
+        setup=('export MOCK="${MOCK:-0}" PYTHONPATH="$PLAN_DIR${PYTHONPATH:+:$PYTHONPATH}"',),
         comments=comments,
         files=tuple(files),
     )
@@ -73,11 +81,21 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections.raise_any()
 
 
+def _requirements(plan: Plan) -> Iterator[Requirement]:
+    """The packages that the recipe needs on every node."""
+    yield Requirement("torch", "everything", "torch", "2.13", "pip install torch, or a nightly")
+    yield Requirement("torchtitan", "the trainer", hint="pip install torchtitan")
+    if plan.parallelism.cp > 1:
+        yield Requirement("spmd_types", "context parallelism", hint="pip install spmd-types, and a torch nightly")
+    if plan.model.spec.moe is not None and plan.parallelism.ep > 1 and plan.runtime_spec.sends_tokens_once:
+        yield Requirement("deep_ep", "exchanges of experts by DeepEP", hint="install deepseek-ai/DeepEP")
+
+
 def _notes(plan: Plan) -> tuple[str, ...]:
     """Placeholders, and differences between the plan and what torchtitan does."""
     model = plan.model.spec
     notes = [
-        "data, tokenizer (HF_ASSETS_PATH), optimizer and number of steps are placeholders",
+        *run_settings(plan).notes,
         "initial weights are drawn with a plain std of 0.02",
     ]
     if model.rope_theta is None:
