@@ -90,8 +90,17 @@ _TRAINERS = (
     ),
     Trainer("torch", "torch.write:export_torch", runtime="torch-eager"),
     Trainer(
+        "accelerate", None, "huggingface.accelerate:read_accelerate",
+        mark=r"^(compute_environment|distributed_type):",
+    ),
+    Trainer(
+        "huggingface", None, "huggingface.trainer:read_trainer",
+        mark=r"per_device_train_batch_size|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
+        r"|accelerate launch",
+    ),
+    Trainer(
         "deepspeed", "deepspeed.write:export_deepspeed", "deepspeed.read:read_deepspeed",
-        mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu)"',
+        mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"',
     ),
 )  # fmt: skip
 _LAUNCHERS = (
