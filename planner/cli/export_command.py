@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -63,13 +64,12 @@ def export_command(
 
     from planner.cli.output import dumps
     from planner.export.bundle import write_bundle
-    from planner.export.common.trainer_files import IMAGE
     from planner.export.export import bundle_of, default_folder
     from planner.plan_file import read_plan, with_alternative
 
     chosen = with_alternative(read_plan(plan), alternative)
-    bundle = bundle_of(chosen, to, image or IMAGE)
-    for note in bundle.notes:
+    bundle = bundle_of(chosen, to, image)
+    for note in (*bundle.notes, *_left_to_the_user(bundle)):
         _log.info("%s", note)
     if dry_run:
         sys.stdout.write(dumps(_with_texts(bundle)) if json else _texts(bundle))
@@ -77,6 +77,15 @@ def export_command(
     folder = Path(output or default_folder(chosen, bundle))
     paths = write_bundle(bundle, folder, force)
     sys.stdout.write(dumps({**bundle.manifest(), "folder": str(folder)}) if json else _listing(paths))
+
+
+def _left_to_the_user(bundle: Bundle) -> Iterator[str]:
+    """The values that the user fills in, and the run to begin with."""
+    for place in bundle.placeholders:
+        needed = "may be filled in" if place.is_optional or place.default else "fill in"
+        yield f"{needed}: {place.name}, {place.meaning}"
+    if bundle.first_run:
+        yield f"first run, to compare with the plan: {bundle.first_run}"
 
 
 def _listing(paths: list[Path]) -> str:

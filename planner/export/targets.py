@@ -107,6 +107,7 @@ _LAUNCHERS = (
     Launcher("torchrun", "launch.torchrun:torchrun_script"),
     Launcher("slurm", "launch.slurm:slurm_script"),
     Launcher("kubernetes", "launch.kubernetes:kubernetes_manifest"),
+    Launcher("kubernetes-pytorchjob", "launch.kubernetes:pytorchjob_manifest"),
 )
 
 TRAINERS = {trainer.name: trainer for trainer in _TRAINERS if trainer.writer is not None}

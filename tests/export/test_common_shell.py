@@ -54,7 +54,9 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 
 def test_files_that_a_script_sources_and_writes() -> None:
     texts = {"conf.sh": "LAYERS=7"}
-    script = read_shell('source $DIR/conf.sh\ncat <<EOF > ds.json\n{"a": $LAYERS}\nEOF\nrun --n $LAYERS', lambda n: texts.get(n[1:]))
+    script = read_shell(
+        'source $DIR/conf.sh\ncat <<EOF > ds.json\n{"a": $LAYERS}\nEOF\nrun --n $LAYERS', lambda n: texts.get(n[1:])
+    )
     assert script.words == ["run", "--n", "7"]
     assert script.files == {"ds.json": '{"a": 7}\n'}
 

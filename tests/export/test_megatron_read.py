@@ -40,7 +40,9 @@ def test_the_last_of_equal_options_wins() -> None:
 
 
 def read(options: str, gpus: int = 32) -> ImportedRun:
-    return read_configuration(f"torchrun --nnodes {gpus // 8} --nproc-per-node 8 pretrain_gpt.py {BASE} --bf16 {options}")
+    return read_configuration(
+        f"torchrun --nnodes {gpus // 8} --nproc-per-node 8 pretrain_gpt.py {BASE} --bf16 {options}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_parallelism(options: str, expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("", {"intermediate_size": 16384, "norm": "layernorm", "activation": "gelu", "tie_word_embeddings": True}),
+        ("", {"intermediate_size": 16384, "norm": "layernorm", "activation": "gelu_tanh", "tie_word_embeddings": True}),
         ("--swiglu", {"intermediate_size": 10880, "gated_mlp": True, "activation": "silu"}),
         ("--squared-relu --disable-bias-linear --add-qkv-bias", {"activation": "relu2", "attention_bias": "qkv"}),
         ("--use-rotary-position-embeddings --no-position-embedding", {"position_embedding": "rope"}),

@@ -52,7 +52,9 @@ def test_layers_recomputed_by_name_are_counted(planned: Planned) -> None:
     text = bundle_of(plan, ["torchtitan"]).files[0].text
     assert layout_of(read_configuration(text))["recompute_num_layers"] == 3
     assert "RECOMPUTED = {i for layers in (range(0, 3)" in text
-    imported = read_configuration(text.replace("RECOMPUTED = {i for layers in (range(0, 3)", "RECOMPUTED = {i for layers in (range(0, 1)"))
+    imported = read_configuration(
+        text.replace("RECOMPUTED = {i for layers in (range(0, 3)", "RECOMPUTED = {i for layers in (range(0, 1)")
+    )
     assert imported.notes[0] == "the recipe recomputes 10 layers by name: read as all of them"
 
 

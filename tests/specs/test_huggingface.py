@@ -359,7 +359,7 @@ def test_which_layers_are_moe(name: str, changes: dict[str, Any], dense_layers: 
         ("gpt2", {"n_inner": 1000}, "intermediate_size", 1000),
         ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings", False),
         ("minitron-4b", {}, "activation", "relu2"),
-        ("gemma-2-2b", {}, "activation", "gelu"),
+        ("gemma-2-2b", {}, "activation", "gelu_tanh"),
         ("deepseek-v2-lite", {}, "mla.q_lora_rank", None),
         ("deepseek-v2-lite", {"n_shared_experts": None}, "moe.shared_expert_intermediate_size", 0),
         ("deepseek-v3", {}, "num_nextn_predict_layers", 1),

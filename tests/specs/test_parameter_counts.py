@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner.physics.layers import model_totals
-from planner.specs.model import LayerKind, MLASpec, ModelSpec
+from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model_parts import MLASpec
 from planner.specs.registry import load_model, model_names
 from planner.trainers.load import load_runtime
 

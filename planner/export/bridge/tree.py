@@ -132,7 +132,10 @@ _SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 def _layout_string(stages: list[Any]) -> str:
     """A layout as lists of names, in the letters of Megatron-LM."""
-    return "|".join("".join(_SYMBOLS.get(str(name), "t") for name in (stage if isinstance(stage, list) else [stage])) for stage in stages)
+    return "|".join(
+        "".join(_SYMBOLS.get(str(name), "t") for name in (stage if isinstance(stage, list) else [stage]))
+        for stage in stages
+    )
 
 
 def _derived(fields: Fields, options: Options) -> dict[str, list[str]]:

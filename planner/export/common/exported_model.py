@@ -54,7 +54,9 @@ def num_layers_of(model: Model | None) -> int | None:
 
 @cache
 def _plain_names() -> dict[str, str]:
-    return {_plain(alias): name for name, aliases in model_names().items() for alias in (name, *aliases) if _plain(alias)}
+    return {
+        _plain(alias): name for name, aliases in model_names().items() for alias in (name, *aliases) if _plain(alias)
+    }
 
 
 def _plain(name: str) -> str:

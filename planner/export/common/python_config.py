@@ -318,7 +318,10 @@ class Evaluator:
             case ast.IfExp():
                 return self.value(node.body if truth(self.value(node.test, scope)) else node.orelse, scope)
             case ast.JoinedStr():
-                parts = [self.value(part.value if isinstance(part, ast.FormattedValue) else part, scope) for part in node.values]
+                parts = [
+                    self.value(part.value if isinstance(part, ast.FormattedValue) else part, scope)
+                    for part in node.values
+                ]
                 known = all(isinstance(part, (str, int, float)) for part in parts)
                 return "".join(map(str, parts)) if known else Unknown(ast.unparse(node))
             case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
@@ -394,7 +397,9 @@ class Evaluator:
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, scope: _Scope) -> Any:
         result: list[Any] = []
-        return result if self._generated(node, 0, _Scope(scope.module, {}, scope), result) else Unknown(ast.unparse(node))
+        return (
+            result if self._generated(node, 0, _Scope(scope.module, {}, scope), result) else Unknown(ast.unparse(node))
+        )
 
     def _generated(self, node: Any, depth: int, scope: _Scope, result: list[Any]) -> bool:
         """Add the items of a comprehension from its `depth`-th loop on; False where one is not known."""
@@ -407,7 +412,9 @@ class Evaluator:
             return False
         for item in items[:_MAX_ITEMS]:
             self._assign(generator.target, item, scope)
-            if all(truth(self.value(test, scope)) for test in generator.ifs) and not self._generated(node, depth + 1, scope, result):
+            if all(truth(self.value(test, scope)) for test in generator.ifs) and not self._generated(
+                node, depth + 1, scope, result
+            ):
                 return False
         return True
 
@@ -447,7 +454,11 @@ class Evaluator:
         if name == "field" and not arguments:
             factory = keywords.get("default_factory")
             return self._of_function(factory, "", [], {}) if factory is not None else keywords.get("default")
-        if name.rpartition(".")[2] in ("replace", "deepcopy", "copy") and arguments and isinstance(arguments[0], Record):
+        if (
+            name.rpartition(".")[2] in ("replace", "deepcopy", "copy")
+            and arguments
+            and isinstance(arguments[0], Record)
+        ):
             changed = arguments[0].copied()
             changed.fields |= keywords
             return changed
@@ -573,7 +584,16 @@ def _method(owner: Any, name: str, arguments: list[Any], keywords: dict[str, Any
         if name == "extend":
             owner.extend(arguments[0] if isinstance(arguments[0], list) else [])
             return True, None
-    if isinstance(owner, str) and name in ("lower", "upper", "strip", "replace", "split", "startswith", "endswith", "format"):
+    if isinstance(owner, str) and name in (
+        "lower",
+        "upper",
+        "strip",
+        "replace",
+        "split",
+        "startswith",
+        "endswith",
+        "format",
+    ):
         return True, getattr(owner, name)(*arguments)
     if isinstance(owner, Record) and owner.arguments and not isinstance(owner.fields.get(name), _Function):
         # a method of what a call returned is about the same thing, such as AutoBridge's provider of a model

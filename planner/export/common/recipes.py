@@ -17,12 +17,20 @@ def chosen_recipe(evaluator: Evaluator, recipe: str | None, marks: tuple[str, ..
         if recipe not in known:
             own = evaluator.own_functions()
             close = nearest(recipe, known).removeprefix("; ")
-            raise SpecError(f"--recipe: the file has no function {recipe[:80]!r}", close or f"one of {', '.join(own[:40])}")
+            raise SpecError(
+                f"--recipe: the file has no function {recipe[:80]!r}", close or f"one of {', '.join(own[:40])}"
+            )
         record = evaluator.call(recipe)
         if not isinstance(record, Record):
-            raise SpecError(f"--recipe: {recipe[:80]} returns no configuration that can be followed", "name another one")
+            raise SpecError(
+                f"--recipe: {recipe[:80]} returns no configuration that can be followed", "name another one"
+            )
         return record
-    names = [name for name in evaluator.own_functions() or known if not name.startswith("_") and not evaluator.parameters(name)]
+    names = [
+        name
+        for name in evaluator.own_functions() or known
+        if not name.startswith("_") and not evaluator.parameters(name)
+    ]
     annotated = [name for name in names if "Config" in evaluator.returns(name) or "Partial" in evaluator.returns(name)]
     found: dict[str, Record] = {}
     for name in annotated or names:

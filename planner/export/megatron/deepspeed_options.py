@@ -113,7 +113,9 @@ def read_zero(options: Options, config: dict[str, Any], imported: ImportedRun) -
             run["dtype"] = dtype
     if run["dtype"] == "bf16" and not stage and "--deepspeed" in options:
         run["parallelism"]["zero_stage"] = 1
-        imported.notes.append("ZeRO 0 in bf16: DeepSpeed's optimizer of bf16 shards its states all the same, as ZeRO-1 does")
+        imported.notes.append(
+            "ZeRO 0 in bf16: DeepSpeed's optimizer of bf16 shards its states all the same, as ZeRO-1 does"
+        )
     if "--deepspeed" in options and not config and "--zero-stage" not in options:
         imported.notes.append("neither --zero-stage nor the DeepSpeed configuration could be read: ZeRO 0 is assumed")
     if "--cpu-optimizer" in options or _is_offloaded(zero):

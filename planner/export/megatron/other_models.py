@@ -23,11 +23,20 @@ _BY_PROGRAM = (
 )
 """Programs and what they do."""
 _BY_OPTION = (
-    (r"--encoder-num-layers|--decoder-seq-length|--decoder-num-layers|--vocab-extra-ids", "T5, an encoder with a decoder"),
+    (
+        r"--encoder-num-layers|--decoder-seq-length|--decoder-num-layers|--vocab-extra-ids",
+        "T5, an encoder with a decoder",
+    ),
     (r"--bert-|--mask-prob|--mask-factor", "BERT, an encoder"),
     (r"--retro-(?!no)|--retriever-", "Retro, which attends to retrieved chunks"),
-    (r"--img-h|--vision-|--language-model-type|--patch-dim|--img-embed|--allow-missing-vision", "a vision-language model"),
-    (r"--hybrid-(override|layer)-pattern|--is-hybrid-model|--mamba-|--hybrid-(attention|mlp)-ratio", "Mamba, a state-space model"),
+    (
+        r"--img-h|--vision-|--language-model-type|--patch-dim|--img-embed|--allow-missing-vision",
+        "a vision-language model",
+    ),
+    (
+        r"--hybrid-(override|layer)-pattern|--is-hybrid-model|--mamba-|--hybrid-(attention|mlp)-ratio",
+        "Mamba, a state-space model",
+    ),
     (r"--ict-|--biencoder", "a retriever of two encoders"),
 )
 """Options that other models alone have."""
@@ -42,7 +51,9 @@ _BY_VALUE = {
 
 def check_is_gpt(words: Sequence[str], options: Options) -> None:
     """Raise SpecError where the program or its options are those of a model that is no GPT, or train nothing."""
-    programs = " ".join(word for word in words if word.endswith((".py", ".sh")) or "." in word and not word.startswith("-"))
+    programs = " ".join(
+        word for word in words if word.endswith((".py", ".sh")) or ("." in word and not word.startswith("-"))
+    )
     for pattern, what in _BY_PROGRAM:
         if re.search(pattern, programs):
             _refuse(what, next((word for word in words if re.search(pattern, word)), programs).strip().splitlines()[0])
@@ -55,4 +66,7 @@ def check_is_gpt(words: Sequence[str], options: Options) -> None:
 
 
 def _refuse(what: str, where: str) -> None:
-    raise SpecError(f"{where[:80]}: this is {what}", "only decoder-only transformers in training are planned; give the script of one")
+    raise SpecError(
+        f"{where[:80]}: this is {what}",
+        "only decoder-only transformers in training are planned; give the script of one",
+    )

@@ -74,7 +74,11 @@ def _deepspeed_config(options: Options, script: Script, config: ConfigFile) -> d
 
 
 def run_of(
-    options: Options, script: Script, source: str, also_read: Sequence[str] | set[str] = (), num_layers: int | None = None
+    options: Options,
+    script: Script,
+    source: str,
+    also_read: Sequence[str] | set[str] = (),
+    num_layers: int | None = None,
 ) -> ImportedRun:
     """The run that Megatron-LM's options describe; a model that they do not name is left to the user.
 
@@ -98,7 +102,11 @@ def run_of(
             "features": read_features(options),
         },
     )
-    if model is not None and not source.startswith("megatron") and not {"--vocab-size", "--tokenizer-type"} & {*options}:
+    if (
+        model is not None
+        and not source.startswith("megatron")
+        and not {"--vocab-size", "--tokenizer-type"} & {*options}
+    ):
         # GPT-2's vocabulary is what Megatron-LM alone takes unasked
         model["vocab_size"] = None
     imported.optimizer_instances = number(options, "--num-distributed-optimizer-instances", 1) or 1
@@ -132,7 +140,9 @@ def num_gpus(options: Options, script: Script) -> int | None:
     tasks = directives.get("ntasks-per-node", "")
     per_node = (
         _first(options, "--nproc-per-node", "--num-gpus", "--ntasks-per-node")
-        or count([directives.get("gpus-per-node", "").rpartition(":")[2], directives.get("gres", "").rpartition(":")[2]])
+        or count(
+            [directives.get("gpus-per-node", "").rpartition(":")[2], directives.get("gres", "").rpartition(":")[2]]
+        )
         or count([word for name in ("GPUS_PER_NODE", "NPROC_PER_NODE") for word in variables.get(name, [])])
         or (count([tasks]) if tasks != "1" else None)
     )

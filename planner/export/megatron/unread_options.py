@@ -19,7 +19,7 @@ _IGNORED = re.compile(
     r"|moe-router-(load|score|group|num-groups|topk-scaling|bias|dtype|pre-softmax|enable|force|fusion)|moe-aux|moe-z"
     r"|moe-grouped|moe-permute|moe-use|mtp-loss|step-batch|rampup|calculate|te-rng|high-priority|nccl|enable-exp"
     r"|one-logger|app-tag|use-persistent|local-rank|lazy|transformer-impl|attention-dropout"
-    r"|max-position|make-vocab|vocab-extra|micro-batch-size-per|bias-|masked-softmax|persist"
+    r"|max-position|make-vocab|padded-vocab|vocab-extra|micro-batch-size-per|bias-|masked-softmax|persist"
     r"|align|ddp-|use-cpu-init|fp8-amax|fp8-margin|fp8-interval"
     r"|fp8-param|fp4-param|reuse-grad|fine-grained-offloading-max"
     r"|moe-(flex-dispatcher-num|hybridep|deepep|paged-stash|expert-rank-capacity|pad-expert|single-grouped)"

@@ -59,16 +59,24 @@ def as_fields(tree: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
 def _precision(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
     """fp8 is a switch of the model; the trainer says bf16 or 16."""
     name = str(trainer.get("precision", "bf16"))
-    fields: dict[str, Any] = {"mixed_precision.fp16": name in ("16", "16-mixed"), "mixed_precision.bf16": "bf16" in name}
+    fields: dict[str, Any] = {
+        "mixed_precision.fp16": name in ("16", "16-mixed"),
+        "mixed_precision.bf16": "bf16" in name,
+    }
     if model.get("fp8"):
-        fields |= {"mixed_precision.fp8": "e4m3" if model.get("fp8_e4m3") else "hybrid", "mixed_precision.fp8_recipe": "delayed"}
+        fields |= {
+            "mixed_precision.fp8": "e4m3" if model.get("fp8_e4m3") else "hybrid",
+            "mixed_precision.fp8_recipe": "delayed",
+        }
     return fields
 
 
 def _optimizer(model: Mapping[str, Any]) -> dict[str, Any]:
     """The distributed optimizer by name, its overlaps and the dtype of its gradients."""
     optimizer = model.get("optim") or {}
-    is_sharded = "distributed" in str(optimizer.get("name", "")) or str(optimizer.get("name", "")) == "mcore_distributed_optim"
+    is_sharded = (
+        "distributed" in str(optimizer.get("name", "")) or str(optimizer.get("name", "")) == "mcore_distributed_optim"
+    )
     fields: dict[str, Any] = {"ddp.use_distributed_optimizer": is_sharded}
     if is_sharded:
         fields["ddp.overlap_grad_reduce"] = bool(optimizer.get("overlap_grad_sync", False))

@@ -22,7 +22,9 @@ from planner.export.nemo.first_version import NO_EFFECT, as_fields
 from planner.export.nemo.interpolation import resolved
 
 _MAX_DEPTH = 60
-_OTHERS = re.compile(r"bert|\bt[05]|_t[05]|retro|mamba|griffin|hyena|bart|ul2|inference|\bexport|quantization|prune", re.IGNORECASE)
+_OTHERS = re.compile(
+    r"bert|\bt[05]|_t[05]|retro|mamba|griffin|hyena|bart|ul2|inference|\bexport|quantization|prune", re.IGNORECASE
+)
 """Names of configurations of NeMo that are no training of a GPT."""
 
 
@@ -31,7 +33,9 @@ def read_nemo(config: ConfigFile) -> ImportedRun:
     if re.search(r"^\s*(import|from) ", config.text, re.MULTILINE):
         record = chosen_recipe(Evaluator(config), config.recipe or _entry(config), ("trainer", "data"))
         if record is None:
-            raise SpecError("no function of the file returns a recipe that can be followed", "give the recipe's own file")
+            raise SpecError(
+                "no function of the file returns a recipe that can be followed", "give the recipe's own file"
+            )
         return _second_version(record)
     if re.search(r"(trainer|model)\.(strategy|config|devices|num_nodes)", config.text):
         return _second_version(_record_of_overrides(config))
@@ -82,7 +86,9 @@ def _second_version(record: Record) -> ImportedRun:
     elif imported.run["model"] is None and kind:
         imported.notes.append(f"{kind} is no model that the planner knows: add --model")
     imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
-    sort_fields({path: value for path, value in fields.items() if path in unread or named}, imported.ignored, imported.unknown)
+    sort_fields(
+        {path: value for path, value in fields.items() if path in unread or named}, imported.ignored, imported.unknown
+    )
     imported.ignored |= {path: str(value)[:200] for path, value in unread.items()}
     return imported
 
@@ -100,9 +106,14 @@ def _plugins(record: Record) -> dict[str, Any]:
     for plugin in plugins if isinstance(plugins, list) else [plugins]:
         if isinstance(plugin, Record):
             name = " ".join([plugin.kind, str(plugin.get("precision") or ""), str(plugin.get("fp8_recipe") or "")])
-            fields = precision_named(name.replace("bf16-mixed", "bf16_mixed").replace("16-mixed", "fp16_mixed").replace("bfp16", "bf16"))
+            fields = precision_named(
+                name.replace("bf16-mixed", "bf16_mixed").replace("16-mixed", "fp16_mixed").replace("bfp16", "bf16")
+            )
             if (fp8 := plugin.get("fp8")) is not None:
-                fields |= {"mixed_precision.fp8": fp8, "mixed_precision.fp8_recipe": plugin.get("fp8_recipe") or "delayed"}
+                fields |= {
+                    "mixed_precision.fp8": fp8,
+                    "mixed_precision.fp8_recipe": plugin.get("fp8_recipe") or "delayed",
+                }
             in_fp32 = plugin.get("grad_reduce_in_fp32")
             return fields | ({} if in_fp32 is None else {"mixed_precision.grad_reduce_in_fp32": in_fp32})
     return {}
@@ -124,7 +135,11 @@ def _record_of_overrides(config: ConfigFile) -> Record:
     """Overrides of a command line, or of MODEL_ARGS, as the record that they change."""
     words = read_script(config.text, config.beside).words
     pairs = [word.lstrip("-").split("=", 1) for word in words if "=" in word]
-    pairs += [[word.lstrip("-"), words[i + 1]] for i, word in enumerate(words[:-1]) if word.startswith("--") and "=" not in word]
+    pairs += [
+        [word.lstrip("-"), words[i + 1]]
+        for i, word in enumerate(words[:-1])
+        if word.startswith("--") and "=" not in word
+    ]
     record = Record("")
     for path, text in pairs:
         owner = record
@@ -154,10 +169,14 @@ def _first_version(text: str) -> ImportedRun:
         raise SpecError("the file has no model:", "give a configuration of NeMo, such as megatron_gpt_config.yaml")
     what = _OTHERS.search(f"{data.get('name')} {model.get('name')} {' '.join(map(str, data))}")
     if what is not None:
-        raise SpecError(f"name: {data.get('name')}: this is {what[0]}", "only decoder-only transformers in training are planned")
+        raise SpecError(
+            f"name: {data.get('name')}: this is {what[0]}", "only decoder-only transformers in training are planned"
+        )
     tree = resolved(data)
     fields, world = as_fields(tree)
-    imported = run_of(options_of_fields(fields), Script(variables={"WORLD_SIZE": [str(world)]} if world else {}), "nemo")
+    imported = run_of(
+        options_of_fields(fields), Script(variables={"WORLD_SIZE": [str(world)]} if world else {}), "nemo"
+    )
     imported.unknown.clear()
     sort_fields(fields, imported.ignored, imported.unknown)
     for path in [path for path in imported.unknown if NO_EFFECT.match(path)]:

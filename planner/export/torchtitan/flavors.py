@@ -22,7 +22,13 @@ FLAVORS = {
 """(module, flavor) to the model's name here."""
 
 
-_PREFIXES = {"deepseek_v3": "deepseek-", "llama3": "llama-3-", "llama4": "llama-4-", "llama2": "llama-2-", "llama": "llama-3-"}
+_PREFIXES = {
+    "deepseek_v3": "deepseek-",
+    "llama3": "llama-3-",
+    "llama4": "llama-4-",
+    "llama2": "llama-2-",
+    "llama": "llama-3-",
+}
 
 
 def model_of_flavor(name: str, flavor: str) -> Model | None:

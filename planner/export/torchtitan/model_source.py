@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from planner.export.common.model import has_balancing_bias
 from planner.specs.model import ModelSpec
 
 DEFAULT_ROTARY_BASE = 10_000.0
@@ -180,7 +179,7 @@ def attention():
 def _experts(model: ModelSpec) -> str:
     moe = model.moe
     assert moe is not None
-    score = "sigmoid" if has_balancing_bias(model) else "softmax"
+    score = "sigmoid" if model.balances_by_bias else "softmax"
     shared = f"feed_forward({moe.shared_expert_intermediate_size})" if _has_shared(model) else "None"
     return (
         f'''

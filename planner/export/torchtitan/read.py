@@ -105,7 +105,9 @@ def _read_recompute(imported: ImportedRun, settings: Settings, model: Model | No
     elif isinstance(layers, list) and layout["recompute"] == "full" and num_layers:
         counts = layout.get("layers_per_stage") or [num_layers]
         starts = [sum(counts[:stage]) for stage in range(len(counts))]
-        per_stage = [sum(start <= layer < start + n for layer in layers) for start, n in zip(starts, counts, strict=True)]
+        per_stage = [
+            sum(start <= layer < start + n for layer in layers) for start, n in zip(starts, counts, strict=True)
+        ]
         most = max(per_stage)
         if most and all(found == min(most, n) for found, n in zip(per_stage, counts, strict=True)):
             layout["recompute_num_layers"] = most
@@ -180,7 +182,9 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
 
 def _split(settings: Settings, num_layers: int, pp: int, vpp: int) -> dict[str, Any]:
     """The stages that torchtitan makes unasked: embedding and head count as so many layers of their stage."""
-    first, last = (int(settings.get(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1)) for end in ("first", "last"))
+    first, last = (
+        int(settings.get(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1)) for end in ("first", "last")
+    )
     per_stage = settings.get("parallelism.pipeline_parallel_layers_per_stage")
     if isinstance(per_stage, int) and per_stage > 0:
         vpp = max(1, -(-(num_layers + first + last) // per_stage) // pp)

@@ -36,7 +36,9 @@ def read_recipe(config: ConfigFile) -> tuple[Settings, dict[str, str]]:
         value = record.get(section)
         for path, setting in value.flat(f"{section}.") if isinstance(value, Record) else ():
             if isinstance(setting, (Unknown, Record)):
-                unreadable[path] = str(setting if isinstance(setting, Unknown) else setting.kind)[:_MAX_SHOWN_CHARACTERS]
+                unreadable[path] = str(setting if isinstance(setting, Unknown) else setting.kind)[
+                    :_MAX_SHOWN_CHARACTERS
+                ]
             else:
                 settings[path] = setting
     settings |= _policy(record, evaluator) | _model(record, config)

@@ -14,7 +14,6 @@ from planner.export.common.shell import Script
 from planner.export.torchtitan.flavors import flavor_of
 from planner.export.torchtitan.read_recipe import Settings, read_recipe
 
-
 _OLD = {
     "training.batch_size": "training.local_batch_size",
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
