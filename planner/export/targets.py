@@ -88,7 +88,10 @@ _TRAINERS = (
         "torchtitan", "torchtitan.write:export_torchtitan", "torchtitan.read:read_torchtitan",
         mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[parallelism\]", runtime="torchtitan",
     ),
-    Trainer("torch", "torch.write:export_torch", runtime="torch-eager"),
+    Trainer(
+        "torch", "torch.write:export_torch", "torch.read:read_torch",
+        mark=r"^stage_to_rank:", runtime="torch-eager",
+    ),
     Trainer(
         "accelerate", None, "huggingface.accelerate:read_accelerate",
         mark=r"^(compute_environment|distributed_type):",
