@@ -311,10 +311,17 @@ class Plan(Spec):
     """One rejected shape per reason, in words with its numbers."""
     search: SearchReport | None = None
     run_cost: RunCost | None = None
+    planned_as: Plan | None = Field(default=None, exclude=True, repr=False)
+    """The plan that was made, if this one is its price under another trainer; no file has it."""
     assumptions: tuple[str, ...] = ()
     """Defaults that move the step of the best layout, with nothing planned again, and how to set them."""
     batch_offer: BatchOffer | None = None
     """A batch within 3% of the one planned that gives over 2% more tokens a second; null if there is none."""
+
+    @property
+    def as_planned(self) -> Plan:
+        """The plan as it was made, for the trainer that it was made for."""
+        return self.planned_as or self
 
     @property
     def fits(self) -> bool:

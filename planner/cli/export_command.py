@@ -40,7 +40,9 @@ Alternative = Annotated[
 Image = Annotated[str | None, o.text(_TARGET, "--image", "NAME", "Container image of the Kubernetes manifest.")]
 Folder = Annotated[str | None, o.text(_OUTPUT, "--output -o", "DIR", "Folder to write to. [MODEL-TARGET]")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the files, write nothing.", rich_help_panel=_OUTPUT)]
-Force = Annotated[bool, typer.Option("--force", help="Replace files.", rich_help_panel=_OUTPUT)]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace files, and write what does not fit.", rich_help_panel=_OUTPUT)
+]
 
 
 def export_command(
@@ -68,7 +70,7 @@ def export_command(
     from planner.plan_file import read_plan, with_alternative
 
     chosen = with_alternative(read_plan(plan), alternative)
-    bundle = bundle_of(chosen, to, image)
+    bundle = bundle_of(chosen, to, image, force)
     for note in (*bundle.notes, *_left_to_the_user(bundle)):
         _log.info("%s", note)
     if dry_run:

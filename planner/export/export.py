@@ -10,6 +10,7 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.bundle import Bundle, write_bundle
 from planner.export.common.header import plan_sha256, slug
+from planner.export.common.target_price import check_fits, priced_for
 from planner.export.common.trainer_files import IMAGE, IMAGE_OF_AMD, ExportFile, LaunchCommand
 from planner.export.launch.preflight import preflight
 from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS, Trainer
@@ -37,24 +38,29 @@ def export(
     `to` holds names that `plan export --to` takes: several of them, or one string with commas. Without `out` the folder
     is named after model and trainer. The last path is the manifest, whose `notes` say what the plan does not decide.
     Raises SpecError for targets that make no sense together and, before anything is written, for files that exist where
-    `force` is not given; Inexpressible, with every reason, where the trainer cannot run the plan.
+    `force` is not given; Inexpressible, with every reason, where the trainer cannot run the plan; Infeasible where the
+    plan was made for another trainer and does not fit under this one, unless `force` is given.
     """
-    bundle = bundle_of(plan, to, image)
+    bundle = bundle_of(plan, to, image, force)
     return write_bundle(bundle, Path(out or default_folder(plan, bundle)), force)
 
 
-def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None) -> Bundle:
+def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, force: bool = False) -> Bundle:
     """The files that `export` writes, in memory: those of at most one trainer and of any launchers.
 
     A trainer alone comes with torchrun and Slurm launchers; a launcher alone starts the trainer the plan was made for.
-    Raises as `export` does before it writes.
+    A plan that was made for another trainer is priced under this one first. Raises as `export` does before it writes.
     """
     targets = _targets(to)
     trainers = [name for name in targets if name in TRAINERS]
     if len(trainers) > 1:
         raise SpecError(f"--to: {' and '.join(trainers)} are two trainers", "export each into its own folder")
     trainer = TRAINERS[trainers[0]] if trainers else _trainer_of(plan)
+    if trainer.runtime is not None:
+        plan = priced_for(plan, trainer.runtime, trainer.recomputes)
     written = trainer.write(plan)
+    if not force:
+        check_fits(plan, trainer.name)
     launchers = [name for name in targets if name in LAUNCHERS]
     if not launchers and written.command is not None:
         launchers = [*_DEFAULT_LAUNCHERS]
@@ -63,7 +69,7 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None) -> 
         targets=(trainer.name, *launchers),
         written_for=(written.written_for,),
         plan_sha256=plan_sha256(plan),
-        inputs_sha256=plan.inputs_sha256,
+        inputs_sha256=plan.as_planned.inputs_sha256,
         planner_version=plan.planner_version,
         world_size=plan.parallelism.num_gpus_used,
         files=(*written.files, *_launcher_files(plan, written.command, launchers, image)),

@@ -32,7 +32,10 @@ class Trainer:
     mark: str | None = None
     """Regular expression that the trainer's configurations match and no other's do."""
     runtime: str | None = None
-    """Name of the runtime that is this trainer: a launcher that is exported alone starts its plans with it."""
+    """Name of the runtime that is this trainer: plans of others are priced under it again, and a launcher that is
+    exported alone starts its own plans with it."""
+    recomputes: tuple[str, ...] | None = None
+    """The modules that it can recompute by themselves; None for those that its runtime has."""
 
     def write(self, plan: Plan) -> TrainerFiles:
         assert self.writer is not None
@@ -78,6 +81,7 @@ _TRAINERS = (
         "bridge", "bridge.write:export_bridge", "bridge.read:read_bridge",
         mark=r'"overrides": \[|run_recipe\.py|run_script\.py|megatron\.bridge|ConfigContainer|cfg\.model\.tensor_model_parallel'
         r"|^train:\s*$(?s:.*)^  (train_iters|global_batch_size):",
+        runtime="bridge",
     ),
     Trainer(
         "nemo", None, "nemo.read:read_nemo",
@@ -90,7 +94,7 @@ _TRAINERS = (
     ),
     Trainer(
         "torch", "torch.write:export_torch", "torch.read:read_torch",
-        mark=r"^stage_to_rank:", runtime="torch-eager",
+        mark=r"^stage_to_rank:", runtime="torch-eager", recomputes=("core_attn", "mlp", "moe", "shared_experts"),
     ),
     Trainer(
         "accelerate", None, "huggingface.accelerate:read_accelerate",
@@ -104,6 +108,7 @@ _TRAINERS = (
     Trainer(
         "deepspeed", "deepspeed.write:export_deepspeed", "deepspeed.read:read_deepspeed",
         mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"',
+        runtime="deepspeed",
     ),
 )  # fmt: skip
 _LAUNCHERS = (

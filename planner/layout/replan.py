@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
+from planner.layout.recipe import under
 from planner.layout.split import Split
 from planner.physics.pricing import Pricing
 from planner.schedule.actions import Schedule
@@ -14,6 +17,7 @@ from planner.schedule.torch_csv import made_order
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
+from planner.trainers.spec import RuntimeSpec
 
 
 def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = None) -> Candidate:
@@ -50,6 +54,21 @@ def layout_again(plan: Plan, candidate: Candidate, exact: bool = True) -> Priced
     """The plan's best layout, priced as `candidate`, with the warnings that it had."""
     layout = price_layout(candidate, exact=exact)
     return layout.model_copy(update={"warnings": plan.best.warnings, "id": plan.best.id})
+
+
+def under_trainer(plan: Plan, runtime: RuntimeSpec, modules: tuple[str, ...]) -> Plan:
+    """The plan as another trainer runs it: its best layout under `runtime`, where `selective` recomputes `modules`."""
+    candidate = reprice(plan, plan.best)
+    pricing = replace(candidate.pricing, selective_modules=modules)
+    again = under(replace(candidate, pricing=pricing), runtime)
+    update = {
+        "best": layout_again(plan, again),
+        "runtime": runtime.name,
+        "runtime_spec": again.pricing.runtime,
+        "alternatives": (),
+        "planned_as": plan.as_planned,
+    }
+    return plan.model_copy(update=update)
 
 
 def named_schedule(layout: PricedLayout, order: Schedule) -> str:

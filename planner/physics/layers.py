@@ -94,6 +94,9 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
     # fused: bf16 logits are read and written once; else cast to fp32, read for maximum, sum and result, written, and
     # backward fills a gradient, reads it and the softmax, writes, and casts back to bf16
     passes = (2 * BF16, 2 * BF16) if runtime.fused_cross_entropy else (BF16 + 5 * FP32, BF16 + 5 * FP32)
+    if runtime.fused_cross_entropy and runtime.loss_keeps_softmax:
+        # cast; shifted, exponentials and their sum; divided by it; backward writes the softmax less one, and casts back
+        passes = (BF16 + 5 * FP32, BF16 + 2 * FP32)
     if runtime.loss_in_place and not runtime.fused_cross_entropy:
         # cast, maximum, shifted, exponentials, their sum, divided by it; scaled and cast back
         passes = (BF16 + 9 * FP32, BF16 + 3 * FP32)
@@ -120,7 +123,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
             forward_kernels=3,
             backward_kernels=2,
             saved=(
-                Saved("softmax", (BF16 if runtime.fused_cross_entropy else FP32) * logits),
+                Saved("softmax", (FP32 if runtime.keeps_softmax else BF16) * logits),
                 Saved("labels", INT64 * shape.tokens),
             ),
         ),

@@ -231,17 +231,19 @@ class Pricing:
         """Cost of final norm, head and loss, with the memory that the logits take while the loss runs."""
         items = head(self.model, shape, self.runtime, shares_embedding)
         part = self._plain(items, shape)
+        loss = next(op for op in operators_of(items) if op.family == "loss")
         if not self.runtime.fused_cross_entropy:
-            loss = next(op for op in operators_of(items) if op.family == "loss")
             return replace(part, logits_bytes=memory.working_set_bytes(loss, self.runtime))
         logits = next(op for op in operators_of(items) if op.name == "head")
-        logits_bytes = BF16 * logits.m * logits.n
-        # the gradient overwrites the logits, which live from the loss to the head's backward, this rank's next action;
-        # beside them, the gathered input and its gradient, and gradients that are never filled
+        # beside the logits' gradient, the gathered input and its gradient, and gradients that are never filled
         layer = decoder_layer(self.model, self.model.layers[-1], shape, self.runtime)
-        unused = memory.unused_gradient_bytes((*items, *layer), self.runtime)
-        loss_bytes = logits_bytes + 2 * BF16 * logits.m * logits.k + unused
-        live_bytes = part.live_bytes - logits_bytes
+        beside = 2 * BF16 * logits.m * logits.k + memory.unused_gradient_bytes((*items, *layer), self.runtime)
+        if self.runtime.keeps_softmax:
+            loss_bytes, live_bytes = memory.working_set_bytes(loss, self.runtime) + beside, part.live_bytes
+        else:
+            # the gradient overwrites the logits, which live from the loss to the head's backward, which comes next
+            logits_bytes = BF16 * logits.m * logits.n
+            loss_bytes, live_bytes = logits_bytes + beside, part.live_bytes - logits_bytes
         return replace(part, live_bytes=live_bytes, transient_bytes=loss_bytes, logits_bytes=loss_bytes)
 
     def _mtp(

@@ -114,7 +114,7 @@ def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimi
     choices = []
     if "none" in allowed and "full" in allowed and runtime.recompute_per_stage:
         choices.append(RecomputeChoice("none", "per_stage"))
-    elif "none" in allowed and "full" in allowed and len(model.kinds) == 1:
+    elif "none" in allowed and "full" in allowed and len(model.kinds) == 1 and runtime.recomputes_some_layers:
         # one number of layers for all stages counts layers, not kinds
         choices.append(RecomputeChoice("none", "one_count"))
     elif "none" in allowed:

@@ -45,11 +45,13 @@ def described(
 
 def unsaid_features(runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec) -> dict[str, Any]:
     """The features that a run on such hardware has switched on unless it says otherwise."""
+    features: dict[str, Any] = {"cross_entropy_fusion": True} if runtime.runs_fuse_loss else {}
     if model.moe is None:
         # graphs of whole iterations stand for overlapped exchanges and fused experts too, of which there are none
-        return {"ep_overlap": False, "fused_experts": False}
+        return features | {"ep_overlap": False, "fused_experts": False}
     is_rack = hardware.nvlink_domain_size > hardware.gpus_per_node
-    return {"cuda_graph": "transformer_engine"} if is_rack and runtime.graphs_routing_on_racks else {}
+    graphs = {"cuda_graph": "transformer_engine"} if is_rack and runtime.graphs_routing_on_racks else {}
+    return features | graphs
 
 
 @cache

@@ -67,7 +67,8 @@ def sources_of(name_or_path: str | Path) -> dict[str, str]:
 
 def switches_of(runtime: RuntimeSpec) -> Switches:
     """The switches that a trainer has, with the values that a search may choose; none for a trainer of one's own."""
-    return _shipped_switches(runtime.family, runtime.version) if runtime.family in RUNTIMES else {}
+    names = [name for name in (runtime.name, runtime.family) if name in RUNTIMES]
+    return next((has for name in names if (has := _shipped_switches(name, runtime.version))), {})
 
 
 def versions_of(runtime: RuntimeSpec) -> tuple[str, ...]:

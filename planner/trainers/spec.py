@@ -46,6 +46,9 @@ class RuntimeSpec(Spec):
     graphs_routing_on_racks: bool = False
     """A run on an NVL72 rack replays the routing of experts in CUDA graphs unless it says otherwise. Megatron-Bridge's
     recipes do so there since their first release, since Grace launches slowly; elsewhere some do and some do not."""
+    runs_fuse_loss: bool = False
+    """A run has Transformer Engine's cross-entropy unless it says otherwise, as NeMo and Megatron-Bridge set it up; the
+    command line of Megatron-LM refuses it since core 0.18 (megatron/training/arguments.py)."""
     # kernels
     flash_attention: bool = True
     """Without: scores and probabilities (s² per head) are written to memory and kept."""
@@ -74,6 +77,9 @@ class RuntimeSpec(Spec):
     """Without: the sequence shard of the embedding is a view that keeps the whole output alive."""
     fused_cross_entropy: bool = True
     """Without: the loss makes fp32 copies of the logits."""
+    loss_keeps_softmax: bool = False
+    """Fused, it keeps the softmax of every logit in fp32 all the same (Megatron-LM, fusions/fused_cross_entropy.py);
+    without: the gradient overwrites the logits (Transformer Engine)."""
     loss_in_place: bool = False
     """Unfused, it makes one copy and overwrites it: shifted, exponentials, softmax, gradient (Megatron-LM,
     tensor_parallel/cross_entropy.py)."""
@@ -232,6 +238,8 @@ class RuntimeSpec(Spec):
     """Interleaved stages may hold any number of layers each, as a layout string says."""
     recompute_per_stage: bool = False
     """Each stage may recompute its own number of layers; without: one setting holds for all."""
+    recomputes_some_layers: bool = True
+    """Some of the layers may be recomputed whole; without: all of them or none."""
     sequence_parallel: bool = True
     """Tensor parallelism comes with sequence parallelism where a run does not say."""
     has_sequence_parallel: bool = True
@@ -299,6 +307,11 @@ class RuntimeSpec(Spec):
             return None
         chunks = CHUNK_PARAMETERS * ranks
         return chunks + (self.bucket_parameters - chunks) * (chunks < self.bucket_parameters)
+
+    @property
+    def keeps_softmax(self) -> bool:
+        """True where the loss keeps its softmax in fp32 from the forward to the backward."""
+        return self.loss_keeps_softmax or not self.fused_cross_entropy
 
     @property
     def family(self) -> str:

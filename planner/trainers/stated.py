@@ -121,6 +121,21 @@ def own_runtime(runtime: RuntimeSpec) -> RuntimeSpec:
     return load_runtime(name) if name in RUNTIMES else runtime
 
 
+def on_trainer(runtime: RuntimeSpec, name: str) -> RuntimeSpec:
+    """The runtime as the shipped trainer `name` runs it: with the values of switches that it has, else with its own.
+
+    A runtime of the same family also keeps what no switch chooses, such as fused kernels; another trainer has its own.
+    """
+    own = load_runtime(name)
+    has, had = switches_of(own), switches_of(runtime.model_copy(update={"version": ""}))
+    lost = {switch for switch in had if SWITCHES[switch].value_of(runtime) not in has.get(switch, ())}
+    if own.family == runtime.family:
+        kept = runtime.model_copy(update={"name": own.name, "trainer": own.trainer})
+        return switched(kept, {switch: SWITCHES[switch].value_of(own) for switch in lost})
+    fields = {field for switch in had if switch not in lost for field in SWITCHES[switch].touched}
+    return own.model_copy(update={field: getattr(runtime, field) for field in fields})
+
+
 def consents(runtime: RuntimeSpec, hardware: HardwareSpec) -> list[str]:
     """The names that --allow takes: switches with values that need consent, and the narrow dtypes of the GPU."""
     switches = [

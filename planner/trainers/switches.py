@@ -234,8 +234,16 @@ _ROWS = (
         "cp_comm_type", "the exchange of keys and values in context parallelism", "cp_comm_type",
         ("p2p", "all_gather", "a2a"),
     ),
-    _flag(
-        "cross_entropy_fusion", "one kernel computes the loss, without fp32 logits", "fused_cross_entropy", is_free=True
+    Switch(
+        "cross_entropy_fusion",
+        "one kernel computes the loss; native: a few do, and keep its softmax in fp32",
+        {
+            False: {"fused_cross_entropy": False},
+            "native": {"fused_cross_entropy": True, "loss_keeps_softmax": True},
+            True: {"fused_cross_entropy": True, "loss_keeps_softmax": False},
+        },
+        also=lambda value: {"fused_cross_entropy": bool(value), "loss_keeps_softmax": False},
+        is_free=True,
     ),
     Switch(
         "bf16_gradients",

@@ -129,6 +129,8 @@ def test_a_plans_layout_with_its_recipe_has_the_plans_step(capsys: pytest.Captur
     ways = ["--recompute", layout["recompute"]]
     if num_layers := best["stages"][0]["recompute"].get("full"):
         ways += ["--recompute-num-layers", str(num_layers)]
+    chunks = [stage["chunks"][chunk] for chunk in range(layout["vpp"]) for stage in best["stages"]]
+    ways += ["--layers-per-stage", ",".join(str(last - first) for first, last in chunks)]
     if layout["recompute_modules"]:
         ways += ["--recompute-modules", ",".join(layout["recompute_modules"])]
     switches = ",".join(f"{name}={written(value)}" for name, value in recipe.items())

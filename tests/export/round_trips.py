@@ -19,13 +19,13 @@ from planner.layout.runs import parse_run
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
-from planner.trainers.load import RUNTIMES, load_runtime, switches_of
+from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import switched
 
 RUNTIME_OF = {
     "megatron": "megatron", "bridge": "megatron", "torchtitan": "torchtitan", "torch": "torch-eager",
-    **({"deepspeed": "deepspeed"} if "deepspeed" in RUNTIMES else {}),
+    "deepspeed": "deepspeed",
 }  # fmt: skip
 """Each target of an export that a plan comes back from, and the trainer that its plans are made for."""
 _MODELS = (

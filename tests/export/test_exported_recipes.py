@@ -138,7 +138,7 @@ def test_torchtitan_s_switches_come_back(planned: Planned, features: dict[str, A
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_deepspeed_s_switches_come_back(planned: Planned, share: float, overlaps: bool) -> None:
     features = {"optimizer_offload": share, "overlap_grad_reduce": overlaps}
-    plan = planned("llama-3.1-8b", 16, features=features)
+    plan = planned("llama-3.2-1b", 16, features=features)
     imported = read_configuration(text_of(plan, "deepspeed", "ds_config.json"))
     assert imported.run["features"] == features
 
@@ -146,8 +146,8 @@ def test_deepspeed_s_switches_come_back(planned: Planned, share: float, overlaps
 def test_deepspeed_offloads_a_part_at_zero_3_only(planned: Planned) -> None:
     options: dict[str, Any] = {"features": {"optimizer_offload": 0.5}}
     with pytest.raises(Inexpressible, match="below ZeRO-3 it offloads all or none"):
-        bundle_of(planned("llama-3.1-8b", 16, **options), "deepspeed")
-    text = text_of(planned("llama-3.1-8b", 16, zero_stage=3, **options), "deepspeed", "ds_config.json")
+        bundle_of(planned("llama-3.2-1b", 16, **options), "deepspeed")
+    text = text_of(planned("llama-3.2-1b", 16, zero_stage=3, **options), "deepspeed", "ds_config.json")
     assert read_configuration(text).run["features"]["optimizer_offload"] == 0.5
 
 
@@ -241,37 +241,8 @@ def test_a_version_exports_what_its_rules_allow(planned: Planned, job: str, vers
 
 
 @pytest.mark.parametrize(
-    ("target", "zero_stage", "features", "named", "unnamed"),
-    [
-        ("torchtitan", 3, {"tp_comm_overlap": True}, "tp_comm_overlap=true", "overlap_grad_reduce"),
-        ("torchtitan", 3, {"overlap_grad_reduce": False}, "overlap_grad_reduce=false", "overlap_param_gather"),
-        ("torch", 1, {"tp_comm_overlap": True}, "overlap_grad_reduce=true", "cuda_graph"),
-        ("deepspeed", 1, {"cuda_graph": "full_iteration"}, "cuda_graph=full_iteration", "overlap_grad_reduce"),
-    ],
-)
-def test_switches_that_another_trainer_is_not_told_are_named(
-    planned: Planned, target: str, zero_stage: int, features: dict[str, Any], named: str, unnamed: str
-) -> None:
-    tp = 1 if target == "deepspeed" else 2
-    plan = planned("llama-3.1-8b", 16, tp=tp, zero_stage=zero_stage, features=features)
-    (note,) = (note for note in bundle_of(plan, target).notes if "is not told" in note)
-    assert named in note
-    assert unnamed not in note
-
-
-@pytest.mark.parametrize("target", ["torchtitan", "torch", "deepspeed"])
-def test_switches_that_save_memory_are_not_left_out(planned: Planned, target: str) -> None:
-    zero_stage = 3 if target == "torchtitan" else 1
-    plan = planned("llama-3.1-8b", 16, zero_stage=zero_stage, features={"activation_offload": "core_attn+attn_proj"})
-    with pytest.raises(
-        Inexpressible, match=r"activation_offload: planned with activation_offload=core_attn\+attn_proj"
-    ):
-        bundle_of(plan, target)
-
-
-@pytest.mark.parametrize(
     ("target", "runtime"), [("torchtitan", "torchtitan"), ("torch", "torch-eager"), ("megatron", "megatron")]
 )
 def test_a_trainer_is_told_all_of_its_own_plans(planned: Planned, target: str, runtime: str) -> None:
     plan = planned("llama-3.1-8b", 16, tp=2, runtime=runtime)
-    assert not any("is not told" in note for note in bundle_of(plan, target).notes)
+    assert not any("priced for" in note for note in bundle_of(plan, target).notes)

@@ -212,18 +212,6 @@ def test_the_dispatcher_that_was_priced(planned: Planned) -> None:
     assert megatron_arguments(rack)["--moe-flex-dispatcher-backend"] == "hybridep"
 
 
-def test_fp32_logits_of_its_own_loss_are_noted(planned: Planned) -> None:
-    """8,192 tokens of 128,256 logits, 4 B each: 3.9 GiB."""
-    plan = planned("llama-3.1-8b", seq_length=8192)
-    (note,) = (note for note in export_megatron(plan).notes if "cross-entropy" in note)
-    assert "holds 3.9 GiB more than planned" in note
-    for quiet in (
-        planned("llama-3.1-8b", seq_length=8192, tp=8),
-        planned("llama-3.1-8b", seq_length=8192, features={"cross_entropy_fusion": False}),
-    ):
-        assert not any("cross-entropy" in note for note in export_megatron(quiet).notes)
-
-
 def test_latent_projections_have_no_user_buffers(planned: Planned) -> None:
     assert "--tp-comm-overlap" in megatron_arguments(planned("llama-3.1-8b", tp=2))
     assert "--tp-comm-overlap" not in megatron_arguments(planned("deepseek-v2", tp=2, ep=8))

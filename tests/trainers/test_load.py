@@ -77,7 +77,11 @@ def test_software_of_the_past_is_not_exported() -> None:
     [
         (RuntimeSpec(name="mine", trainer="megatorn"), "trainer: unknown 'megatorn'", "did you mean megatron"),
         (RuntimeSpec(name="mine", rules=("megatorn",)), "rules: unknown 'megatorn'", "did you mean megatron"),
-        (RuntimeSpec(name="my-megatron"), "names neither its trainer nor its rules", "give trainer, one of megatron"),
+        (
+            RuntimeSpec(name="my-megatron"),
+            "names neither its trainer nor its rules",
+            "give trainer, one of bridge, deepspeed, megatron",
+        ),
     ],
 )
 def test_a_runtime_that_does_not_say_whose_rules_it_obeys_is_refused(

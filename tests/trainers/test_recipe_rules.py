@@ -108,6 +108,8 @@ CASES = [
          {"overlap_param_gather": False}),
     Case("optimizer_offload", "needs a sharded optimizer", {"optimizer_offload": 0.5},
          {"layout": {"zero_stage": 1}}, layout={"zero_stage": 0}),
+    Case("optimizer_offload", "of a part", {"optimizer_offload": 0.5}, {"layout": {"ep": 1, "pp": 1, "zero_stage": 3}},
+         model="llama-3.1-8b", trainer="deepspeed", layout={"ep": 1, "pp": 1}),
     Case("optimizer_offload", "does not go with weights of 8 bits", {"optimizer_offload": 0.5}, {"dtype": "bf16"},
          dtype="fp8"),
     Case("activation_offload", "does not go with recomputing whole layers",

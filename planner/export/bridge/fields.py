@@ -69,6 +69,7 @@ SAME = {
     "--recompute-num-layers": "model.recompute_num_layers",
     "--transformer-impl": "model.transformer_impl",
     "--attention-backend": "model.attention_backend",
+    "--cross-entropy-fusion-impl": "model.cross_entropy_fusion_impl",
     "--tp-comm-overlap": "model.tp_comm_overlap",
     "--overlap-moe-expert-parallel-comm": "model.overlap_moe_expert_parallel_comm",
     "--delay-wgrad-compute": "model.delay_wgrad_compute",
@@ -144,7 +145,7 @@ DERIVED = frozenset(
         "--fp4-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "--accumulate-allreduce-grads-in-fp32",
         "--no-gradient-accumulation-fusion", "--no-rope-fusion", "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion",
         "--no-overlap-p2p-communication", "--cross-entropy-loss-fusion",
-        "--cross-entropy-fusion-impl", "--no-check-for-nan-in-loss-and-grad", "--exp-avg-dtype", "--exp-avg-sq-dtype",
+        "--no-check-for-nan-in-loss-and-grad", "--exp-avg-dtype", "--exp-avg-sq-dtype",
     }
 )  # fmt: skip
 """Options whose meaning other fields take, by rules of their own."""

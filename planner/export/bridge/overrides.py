@@ -112,8 +112,7 @@ def _kernels(plan: Plan, arguments: Arguments) -> Overrides:
         and "--no-rope-fusion" not in arguments,
         "model.bias_dropout_fusion": True,
         "model.cross_entropy_loss_fusion": "--cross-entropy-loss-fusion" in arguments,
-        # the one that is priced, and that Bridge's own recipes have
-        "model.cross_entropy_fusion_impl": "te",
+        "model.cross_entropy_fusion_impl": arguments.get("--cross-entropy-fusion-impl", "native"),
         "model.overlap_p2p_comm": p2p,
         "model.batch_p2p_comm": not p2p,
     }

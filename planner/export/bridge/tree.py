@@ -63,7 +63,7 @@ IGNORED = re.compile(
     r"|ddp\.(average|grad_reduce|check_for|data_parallel_sharding|use_megatron|nccl|pad|fp8)|model\.(init_method|layernorm_eps|rotary|rope|pipeline_dtype"
     r"|params_dtype|autocast|calculate|attention_softmax|deterministic|moe_(aux|z_loss|router_(bias|load|score|pre|num|group|dtype|fusion|force)|permute|grouped)"
     r"|should_pad|use_te_rng|bf16$|fp16$|perform_init|batch_p2p|bias_dropout|apply_rope|cuda_graph_warmup|generation|hf_|yarn|mtp_loss"
-    r"|cross_entropy_fusion_impl|persist|masked_softmax|gradient_acc|async_tensor|apply_query|num_moe_experts|tp_comm_bootstrap|disable_parameter|scatter_emb)"
+    r"|persist|masked_softmax|gradient_acc|async_tensor|apply_query|num_moe_experts|tp_comm_bootstrap|disable_parameter|scatter_emb)"
     r"|mixed_precision\.(params_dtype|pipeline_dtype|autocast|fp8_param|fp4_param|reuse|fp8_recipe|fp4_recipe|num_layers_at|first_last|fp8_wgrad|loss_scale|hyst)"
     r"|comm_overlap\.(tp_comm_overlap_cfg|overlap_p2p|batch_p2p|bucket|defer|wgrad|data_parallel|align|overlap_param_gather_with)"
 )
@@ -150,6 +150,8 @@ def _derived(fields: Fields, options: Options) -> dict[str, list[str]]:
         derived["--moe-layer-freq"] = [f"({'+'.join(runs)})"]
     if "--fp8-format" in options:
         derived["--fp8-recipe"] = [str(fields.get("mixed_precision.fp8_recipe") or "tensorwise")]
+    if "--cross-entropy-loss-fusion" in options and "--cross-entropy-fusion-impl" not in options:
+        derived["--cross-entropy-fusion-impl"] = ["te"]  # as its recipes have it
     in_fp32 = fields.get("mixed_precision.grad_reduce_in_fp32", fields.get("ddp.grad_reduce_in_fp32"))
     if in_fp32 is not None and in_fp32 == ("--fp16" in options):
         derived["--accumulate-allreduce-grads-in-fp32" if in_fp32 else "--grad-reduce-in-bf16"] = []

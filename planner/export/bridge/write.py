@@ -42,7 +42,7 @@ def export_bridge(plan: Plan) -> TrainerFiles:
     Raises Inexpressible where Bridge cannot run the plan.
     """
     version = plan.runtime_spec.version
-    objections = Objections("bridge", [], f"plan again with --runtime megatron@{max(_RELEASES)}")
+    objections = Objections("bridge", [], f"plan again with --runtime bridge@{max(_RELEASES)}")
     objections.when(version and version not in _RELEASES, "version", f"no release has Megatron core {version}")
     objections.raise_any()
     written_for = f"Megatron-Bridge {_RELEASES[version] if version else _NEWEST}"

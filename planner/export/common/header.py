@@ -21,8 +21,8 @@ def header(plan: Plan, written_for: str, notes: Sequence[str] = ()) -> str:
 
 
 def plan_sha256(plan: Plan) -> str:
-    """Hash of the whole plan."""
-    return hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()
+    """Hash of the whole plan, as it was made."""
+    return hashlib.sha256(json.dumps(plan.as_planned.to_json(), sort_keys=True).encode()).hexdigest()
 
 
 def slug(name: str) -> str:

@@ -55,7 +55,7 @@ def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
     """The way out of a refusal: another trainer, another plan, or another choice in this one."""
     if broken_rules(model_rules, plan):
         return _hint_for_model(plan, runtime)
-    if plan.runtime != runtime:
+    if plan.as_planned.runtime != runtime:
         return f"plan again with --runtime {runtime}"
     return "plan again without what is named here, or with other values of it pinned"
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.errors import SpecError
-from planner.trainers.load import RUNTIMES
 
-DEEPSPEED_RUNTIME = "deepspeed" if "deepspeed" in RUNTIMES else "torch-fsdp"
+DEEPSPEED_RUNTIME = "deepspeed"
 """The trainer that is DeepSpeed around a model of torch."""
 _READ = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16", "bfloat16",

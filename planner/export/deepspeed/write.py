@@ -8,14 +8,14 @@ from typing import Any
 from planner.answer import Plan
 from planner.export.common.header import header
 from planner.export.common.recompute import all_full, check_recompute
-from planner.export.common.refusal import Objections
+from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
+from planner.export.common.target_price import notes_on_price
 from planner.export.common.trainer_files import ExportFile, TrainerFiles
-from planner.export.common.untold import Told, notes_on_switches, refused_switches
+from planner.trainers.rules.deepspeed import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
 
 WRITTEN_FOR = "DeepSpeed 0.19"
 CONFIG_FILE, PIPELINE_FILE = "ds_config.json", "planned_pipeline.py"
-_TOLD: Told = dict.fromkeys(("optimizer_offload", "overlap_grad_reduce", "overlap_param_gather", "bf16_gradients"))
 
 
 def export_deepspeed(plan: Plan) -> TrainerFiles:
@@ -27,7 +27,7 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     _check_expressible(plan, stages)
     files = [ExportFile(CONFIG_FILE, json.dumps(_config(plan), indent=2) + "\n")]
     notes = [f"pass {CONFIG_FILE} to deepspeed.initialize(config=…); optimizer settings are placeholders"]
-    notes += notes_on_switches(plan, "deepspeed", _TOLD)
+    notes += notes_on_price(plan)
     if plan.parallelism.pp > 1:
         notes.append(f"{PIPELINE_FILE}: pipeline([embedding, *layers, final_norm, head]) is the model to pass with it")
         files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + _pipeline_source(plan, stages)))
@@ -36,22 +36,15 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
 
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where DeepSpeed cannot run the plan."""
-    layout, model = plan.parallelism, plan.model.spec
-    objections = Objections("deepspeed", [], "pin what it can do: --vpp 1 --cp 1 --recompute none,full --schedule 1f1b")
+    layout = plan.parallelism
+    rules = (*DEEPSPEED_MODEL_RULES, *DEEPSPEED_RULES)
+    hint = hint_for(plan, "deepspeed", DEEPSPEED_MODEL_RULES)
+    objections = Objections("deepspeed", broken_rules(rules, plan), hint)
     check_recompute(plan.best, stages, objections)
-    objections.reasons += refused_switches(plan, "deepspeed", _TOLD)
-    objections.when(model.moe is not None, "moe", "only dense models are exported")
-    objections.when(model.attention_chunk_size, "attention_chunk_size", "attention in chunks is not exported")
     objections.when(layout.cp > 1, "cp", f"it has no context parallelism like the plan's (cp {layout.cp})")
-    objections.when(layout.vpp > 1, "vpp", f"one stage per rank, vpp is {layout.vpp}")
     objections.when(layout.schedule not in ("1f1b", "none"), "schedule", f"{layout.schedule}: its pipeline runs 1f1b")
     objections.when(
         layout.zero_stage > 1 and layout.pp > 1, "zero_stage", f"ZeRO-{layout.zero_stage} does not go with its pipeline"
-    )
-    objections.when(
-        layout.shard_size != layout.dp,
-        "shard_size",
-        f"it shards over all {layout.dp} replicas, not {layout.shard_size}",
     )
     objections.when(layout.sequence_parallel and layout.tp > 1, "sequence_parallel", "it splits no sequence beside tp")
     objections.when(
@@ -61,7 +54,6 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections.when(
         layout.recompute == "full" and not all_full(plan.best), "recompute_some_layers", "it recomputes all or none"
     )
-    objections.when(model.num_nextn_predict_layers, "mtp", "multi-token prediction has no place in a list of layers")
     objections.when(
         any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
     )

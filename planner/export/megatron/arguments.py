@@ -65,7 +65,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...], target: str
     """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
     layout, runtime = plan.parallelism, plan.runtime_spec
     rules = (*of_model, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
-    objections = Objections(target, broken_rules(rules, plan), hint_for(plan, "megatron", of_model))
+    objections = Objections(target, broken_rules(rules, plan), hint_for(plan, target, of_model))
     objections.when(
         not has_dtype(runtime, plan.training.dtype), "dtype", f"{written_for(plan)} has no {plan.training.dtype}"
     )

@@ -64,11 +64,12 @@ SWITCH_OPTIONS: tuple[Spelling, ...] = (
     Spelling("p2p_overlap", False, {"--no-overlap-p2p-communication": True}),
     Spelling("cp_comm_type", None, {"--cp-comm-type": ITSELF}),
     Spelling("cross_entropy_fusion", False),
-    Spelling("cross_entropy_fusion", True, {"--cross-entropy-loss-fusion": True}, is_read_only=True),
-    # the parser refuses Transformer Engine's own
+    Spelling("cross_entropy_fusion", "native", {"--cross-entropy-loss-fusion": True}, is_read_only=True),
     Spelling(
-        "cross_entropy_fusion", True, {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "native"}
+        "cross_entropy_fusion", "native", {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "native"}
     ),
+    # the parser refuses it since 0.18; Bridge has no parser, and takes it
+    Spelling("cross_entropy_fusion", True, {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "te"}),
     Spelling("bf16_gradients", False),
     Spelling("bf16_gradients", True, {"--grad-reduce-in-bf16": True}),
     Spelling("bf16_moments", False),

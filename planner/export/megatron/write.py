@@ -12,6 +12,7 @@ from planner.export.common.header import header
 from planner.export.common.model import notes_on_model
 from planner.export.common.promise import promise
 from planner.export.common.run_settings import run_settings
+from planner.export.common.target_price import notes_on_price
 from planner.export.common.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -24,7 +25,6 @@ from planner.export.megatron.arguments import NEWEST, megatron_arguments, writte
 from planner.export.megatron.environment import environment
 from planner.export.megatron.requirements import requirements
 from planner.export.megatron.run_options import PLACEHOLDERS, first_run_arguments, training_arguments
-from planner.specs.units import GIB
 
 _OPTIONS_FILE = "megatron.yaml"
 _CHECKOUT = Placeholder("MEGATRON_PATH", "checkout of Megatron-LM", default="$PWD", kind="folder", in_first_run=True)
@@ -32,8 +32,6 @@ LOG = (
     "in the log: elapsed time per iteration (ms), throughput per GPU (TFLOP/s/GPU), and after 2 iterations "
     "max allocated (MB) of the first rank of each stage"
 )
-_FP32_BYTES = 4
-_NOTED_GIB = 0.5
 
 
 def export_megatron(plan: Plan) -> TrainerFiles:
@@ -42,7 +40,7 @@ def export_megatron(plan: Plan) -> TrainerFiles:
     Raises Inexpressible where Megatron-LM cannot run the plan.
     """
     arguments = megatron_arguments(plan)
-    notes = (*run_settings(plan).notes, *notes_on_options(plan), *_notes_on_the_loss(plan))
+    notes = (*run_settings(plan).notes, *notes_on_options(plan))
     comments = header(plan, written_for(plan), notes)
     version = plan.runtime_spec.version
     training = Part(training_arguments(plan))
@@ -102,25 +100,4 @@ def notes_on_options(plan: Plan) -> tuple[str, ...]:
         notes.append("gathers of parameters were planned behind compute, which it does only where reductions are, too")
     if plan.parallelism.num_gpus_spare:
         notes.append(f"{plan.parallelism.num_gpus_spare} GPUs stay unused")
-    return tuple(notes)
-
-
-def _notes_on_the_loss(plan: Plan) -> tuple[str, ...]:
-    """The memory that Megatron-LM's own fused cross-entropy takes beyond Transformer Engine's.
-
-    Plans price Transformer Engine's, which works in place; Megatron-LM's own keeps the softmax of every logit of a
-    micro-batch in fp32 (core/fusions/fused_cross_entropy.py).
-    """
-    layout, runtime = plan.parallelism, plan.runtime_spec
-    logits = layout.micro_batch_size * plan.training.seq_length / layout.cp * plan.model.spec.vocab_size / layout.tp
-    more_gib = _FP32_BYTES * logits / GIB
-    if not runtime.fused_cross_entropy or more_gib < _NOTED_GIB:
-        return ()
-    last_stage_gib = max(stage.memory.total_bytes for stage in plan.stages if "head" in stage.holds) / GIB + more_gib
-    fits = last_stage_gib <= plan.cluster.hardware.memory_gib
-    unfit = "" if fits else f", {last_stage_gib:.1f} in all, which does not fit"
-    return (
-        f"the last stage holds {more_gib:.1f} GiB more than planned{unfit}: Megatron-LM refuses Transformer Engine's "
-        "fused cross-entropy, and its own keeps fp32 logits"
-        + ("" if fits else ": plan again with --switch cross_entropy_fusion=false, or export to bridge"),
-    )
+    return (*notes, *notes_on_price(plan))

@@ -12,8 +12,8 @@ from planner.export.common.header import header
 from planner.export.common.recompute import recomputed_layers
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
+from planner.export.common.target_price import notes_on_price
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
-from planner.export.common.untold import Told, notes_on_switches, refused_switches
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
 from planner.schedule.actions import Schedule
 from planner.schedule.torch_csv import to_torch_csv
@@ -23,8 +23,6 @@ from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH
 WRITTEN_FOR = "torch 2.13"
 PLAN_FILE, PIPELINING_FILE = "plan.torch.yaml", "pipelining.json"
 _RUNNER = "planner.probe.worker"
-_TOLD: Told = {"cp_comm_type": None}
-"""Other exchanges of keys and values have a note of their own."""
 _RECOMPUTABLE = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
 """Modules that the runner can recompute by themselves."""
 
@@ -57,7 +55,6 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where torch's runtime or the runner cannot run the plan."""
     objections = Objections("torch", broken_rules((*TORCH_EAGER_RULES, BF16_ONLY), plan), hint_for(plan, "torch-eager"))
     check_order(plan, stages, objections)
-    objections.reasons += refused_switches(plan, "torch", _TOLD)
     objections.when(
         any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
     )
@@ -67,15 +64,15 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 def _notes(plan: Plan) -> tuple[str, ...]:
     """Differences between the plan and what the runner does."""
     notes = ["the runner trains on random tokens; it needs pip install 'planner[probe]' on every node"]
-    kept = sorted(set(plan.parallelism.recompute_modules) - _RECOMPUTABLE)
+    kept = sorted(set(plan.as_planned.parallelism.recompute_modules) - _RECOMPUTABLE)
     if kept:
         notes.append(f"the runner does not recompute {', '.join(kept)} by themselves: they are kept")
     if plan.model.spec.partial_rotary_factor < 1:
         notes.append(f"the runner rotates whole heads, not {plan.model.spec.partial_rotary_factor:g} of each")
-    exchange = plan.runtime_spec.cp_comm_type
+    exchange = plan.as_planned.runtime_spec.cp_comm_type
     if plan.parallelism.cp > 1 and exchange != "all_gather":
         notes.append(f"the runner gathers keys and values over cp, which was planned as {exchange}")
-    return (*notes, *notes_on_switches(plan, "torch", _TOLD))
+    return (*notes, *notes_on_price(plan))
 
 
 def _plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> str:

@@ -7,8 +7,8 @@ from planner.export.common.header import header
 from planner.export.common.recompute import check_mixture
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
+from planner.export.common.target_price import notes_on_price
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
-from planner.export.common.untold import Told, notes_on_switches, refused_switches
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
 from planner.export.torchtitan.model_source import DEFAULT_ROTARY_BASE
 from planner.export.torchtitan.recipe import has_order_of_its_own, recipe_source, splits_backward
@@ -20,17 +20,6 @@ from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
 
 WRITTEN_FOR = "torchtitan 0.3.0 and main of August 2026"
 RECIPE = "planned_recipe"
-_TOLD: Told = {
-    "compile": None,
-    "async_tp": None,
-    "cross_entropy_fusion": None,
-    "overlap_grad_reduce": (True,),
-    "overlap_param_gather": (True,),
-    "p2p_overlap": (True,),
-    "cp_comm_type": ("all_gather",),
-    "nan_checks": (True, False),
-}
-"""FSDP reduces and gathers beside compute, always; the loss is never looked at for NaN."""
 
 
 def export_torchtitan(plan: Plan) -> TrainerFiles:
@@ -63,7 +52,6 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     hint = hint_for(plan, "torchtitan", TORCHTITAN_MODEL_RULES)
     objections = Objections("torchtitan", broken_rules(rules, plan), hint)
     check_mixture(plan.best, objections)
-    objections.reasons += refused_switches(plan, "torchtitan", _TOLD)
     if layout.pp > 1:
         check_order(plan, stages, objections)
     objections.when(
@@ -102,7 +90,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
             "backwards are split: VarlenAttention, since FlexAttention is compiled always and then has one backward "
             "(pytorch/torchtitan issue 3584); it takes FlashAttention 3 on Hopper and 4 on Blackwell"
         )
-    notes += notes_on_switches(plan, "torchtitan", _TOLD)
+    notes += notes_on_price(plan)
     if plan.parallelism.cp > 1:
         notes.append("context parallelism needs spmd_types, and that a torch nightly")
     return tuple(notes)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES
 from planner.trainers.rules.common import BF16_ONLY, Rule
+from planner.trainers.rules.deepspeed import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
 from planner.trainers.rules.megatron import megatron_rules
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 from planner.trainers.rules.torch import TORCH_EAGER_RULES
@@ -17,6 +18,7 @@ RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {
     "megatron": megatron_rules,
     "torchtitan": lambda runtime: TORCHTITAN_RULES,
     "torch-eager": lambda runtime: TORCH_EAGER_RULES,
+    "deepspeed": lambda runtime: DEEPSPEED_RULES,
 }
 """Rules that layouts obey, by the name of their set; some depend on the runtime's switches."""
 
@@ -24,6 +26,7 @@ EXPORT_RULES: dict[str, tuple[Rule, ...]] = {
     "megatron": MEGATRON_MODEL_RULES,
     "bridge": BRIDGE_MODEL_RULES,
     "torchtitan": TORCHTITAN_MODEL_RULES,
+    "deepspeed": DEEPSPEED_MODEL_RULES,
     "bf16": (BF16_ONLY,),
 }
 """Rules that an export sets to models and dtypes, whatever the layout. What breaks one is priced all the same, with a

@@ -1,0 +1,68 @@
+"""The price of a plan under the trainer that it is exported to: what it can run decides step and memory there.
+
+A plan is made for one trainer, and may be exported to another: a layout means the same there, a recipe often does not.
+"""
+
+from __future__ import annotations
+
+from planner.answer import Plan
+from planner.errors import Infeasible
+from planner.layout.replan import under_trainer
+from planner.specs.units import gib
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import on_trainer
+from planner.trainers.switches import SWITCHES, written
+
+_NAMES = {"name": "", "trainer": ""}
+
+
+def priced_for(plan: Plan, runtime: str, recomputes: tuple[str, ...] | None = None) -> Plan:
+    """The plan under the trainer `runtime`; the plan itself where that can run all that it was priced with.
+
+    `recomputes` are the modules that the trainer can recompute by themselves, if its runtime does not say.
+    """
+    planned = plan.best.runtime_spec or plan.runtime_spec
+    there = on_trainer(planned, runtime)
+    if there.model_copy(update=_NAMES) == planned.model_copy(update=_NAMES):
+        return plan
+    return under_trainer(plan, there, _modules(plan, there, recomputes))
+
+
+def _modules(plan: Plan, runtime: RuntimeSpec, recomputes: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The modules that `selective` recomputes under a trainer, which may choose them itself."""
+    modules = plan.parallelism.recompute_modules or plan.runtime_spec.selective_default
+    if recomputes is not None:
+        return tuple(name for name in modules if name in recomputes)
+    return modules if runtime.family == plan.runtime_spec.family else runtime.selective_default
+
+
+def notes_on_price(plan: Plan) -> list[str]:
+    """A note on step and memory under the trainer that the plan is exported to, if it was made for another one."""
+    made = plan.planned_as
+    if made is None:
+        return []
+    lost = ", ".join(
+        f"{name}={written(value)}"
+        for name, value in made.best.recipe.items()
+        if plan.best.recipe.get(name) != value and value != next(iter(SWITCHES[name].values))
+    )
+    return [
+        f"priced for {plan.runtime}: {plan.step.step_s:.4g} s a step, {_memory(plan)}; planned for {made.runtime}: "
+        f"{made.step.step_s:.4g} s, {_memory(made)}" + (f", with {lost}" if lost else "")
+    ]
+
+
+def check_fits(plan: Plan, target: str) -> None:
+    """Raise Infeasible where a plan that fits as it was made does not under the trainer that it is exported to."""
+    if plan.fits or not plan.as_planned.fits:
+        return
+    raise Infeasible(
+        f"--to {target}: stage {plan.best.worst_stage.stage} of this plan does not fit there: {_memory(plan)}, "
+        f"planned for {plan.as_planned.runtime}: {_memory(plan.as_planned)}",
+        f"plan again with --runtime {plan.runtime}, or add --force to write it anyway",
+    )
+
+
+def _memory(plan: Plan) -> str:
+    needed = gib(plan.best.worst_stage.memory.total_bytes)
+    return f"{needed:.1f} of {plan.cluster.hardware.memory_gib:.1f} GiB"
