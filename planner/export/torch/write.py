@@ -13,7 +13,7 @@ from planner.export.common.recompute import recomputed_layers
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.target_price import notes_on_price
-from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+from planner.export.common.trainer_files import ExportFile, LaunchCommand, Requirement, TrainerFiles
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
 from planner.schedule.actions import Schedule
 from planner.schedule.torch_csv import to_torch_csv
@@ -45,6 +45,10 @@ def export_torch(plan: Plan) -> TrainerFiles:
     command = LaunchCommand(
         program=f'-m {_RUNNER} --config "$PLAN_DIR"/{PLAN_FILE}',
         arguments={},
+        requirements=(
+            Requirement("torch", "everything", "torch", "2.9", "pip install 'planner[probe]'"),
+            Requirement("planner.probe.worker", "the runner", hint="pip install 'planner[probe]'"),
+        ),
         comments=comments,
         files=files[:2],
     )

@@ -86,7 +86,7 @@ MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
                        norm_topk_prob=False, router_aux_loss_coef=0.001),
         derive=(d.activation, d.attention_bias, lists.window(lists.unrotated, "attention_chunk_size"),
                 d.llama4_shared, lists.moe_layers(lists.llama4_moe), lists.rotated_layers),
-        fixed=ROTARY,
+        fixed={"scores_on_input": True, **ROTARY},
     ),
     "mixtral": Architecture(
         keys=_EXPERT_WIDTH,
