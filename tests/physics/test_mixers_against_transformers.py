@@ -1,7 +1,7 @@
 """Layers that scan, held against transformers: parameters, products by weights, products between activations.
 
-`tests/physics/mixers.json` has what `scripts/measure_mixers` measured. Where transformers computes an algorithm otherwise
-than the kernels that the planner prices, the difference is written down here, and nothing is compared within a tolerance.
+`tests/physics/mixers.json` has what `scripts/measure_mixers` measured. Where transformers computes an algorithm
+otherwise than the kernels that the planner prices, the difference is written down, not compared within a tolerance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def layer_of(kind: str, **sizes: int) -> tuple[ModelSpec, list[Operator]]:
 
 
 def otherwise(kind: str, model: ModelSpec) -> float:
-    """FLOPs per token between activations that transformers computes beyond the kernels, or leaves to other functions."""
+    """FLOPs per token between activations that transformers computes beyond the kernels, or by other functions."""
     mamba, linear, indexer = model.mamba, model.linear_attention, model.indexer
     if kind in ("mamba2", "full_mamba2"):
         assert mamba is not None
