@@ -121,6 +121,8 @@ def test_layers_are_those_of_the_model(name: str, kinds: list[str]) -> None:
         ("granite-4.0-h-small", "residual_multiplier", 0.22),
         ("granite-4.0-h-small", "position_embedding", "none"),
         ("gemma-4-31b", "values_are_keys", True),
+        ("nemotron-3-nano-30b-a3b", "moe.routed_scaling_factor", 2.5),
+        ("nemotron-h-8b", "moe", None),
         ("dbrx", "moe.router_aux_loss_coef", 0.05),
         ("grok-1", "attn_logit_softcapping", 30.0),
         ("minicpm3-4b", "logits_scaling", 10.0),
