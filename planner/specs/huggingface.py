@@ -37,11 +37,13 @@ def from_config(config: Config, where: str) -> ModelSpec:
         for name, spellings in row.keys.items()
     }
     given |= {name: given[keys[name]] for name in _CANONICAL if name in keys and keys[name] in given}
-    fields: Derived = {name: given[key] for name, key in keys.items() if key in given} | row.fixed
-    derive = (*row.derive, norm_eps, soft_caps, rotary, *((router,) if "num_experts" in keys else ()))
+    fields: Derived = {name: given[key] for name, key in keys.items() if key in given}
     try:
         check_switches(config)
-        for function in derive:
+        for function in (norm_eps, soft_caps, rotary, *((router,) if "num_experts" in keys else ())):
+            fields |= function(given)
+        fields |= row.fixed
+        for function in row.derive:
             fields |= function(given)
         if "moe" in fields:  # none, whatever the router's keys say
             fields = {name: value for name, value in fields.items() if name not in MoESpec.model_fields}

@@ -14,7 +14,7 @@ from planner.export.common.recompute import block_size, check_recompute
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, is_even, is_looped, virtual_stages
 from planner.export.megatron.layout_string import layout_string
-from planner.export.megatron.model import model_arguments
+from planner.export.megatron.model.write import model_arguments
 from planner.export.megatron.recipe import switch_arguments
 from planner.export.megatron.run_options import run_arguments
 from planner.export.megatron.runtime import data_parallel, is_fsdp, kernels, precision

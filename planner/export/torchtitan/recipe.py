@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.answer import Plan
+from planner.export.common.model import stated
 from planner.export.common.recompute import all_full, recomputed_layers
 from planner.export.common.run_settings import run_settings
 from planner.export.common.stages import VirtualStage, is_looped, virtual_stages
@@ -125,7 +126,8 @@ def _function_source(plan: Plan) -> str:
     loss = "CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)"
     loss_config = f"ChunkedLossWrapper.Config(loss_fn={loss})"
     if plan.model.spec.num_nextn_predict_layers:
-        loss_config = "MTPLoss.Config(global_vocab_size=spec.model.vocab_size)"
+        scale = stated(plan.model.spec).mtp_loss_scaling_factor
+        loss_config = f"MTPLoss.Config(mtp_scale={scale}, global_vocab_size=spec.model.vocab_size)"
     policy = "PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute)
     checkpoint = f"{policy}.Config()" if policy else "None"
     return f'''

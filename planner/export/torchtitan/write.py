@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from planner.answer import Plan
 from planner.export.common.environment import node_environment
 from planner.export.common.header import header
+from planner.export.common.model import notes_on_model, stated
 from planner.export.common.promise import promise
 from planner.export.common.recompute import check_mixture
 from planner.export.common.refusal import Objections, broken_rules, hint_for
@@ -15,10 +16,11 @@ from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.target_price import notes_on_price
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, Requirement, TrainerFiles
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
-from planner.export.torchtitan.model_source import DEFAULT_ROTARY_BASE
+from planner.export.torchtitan.model_numbers import balancing_rate
 from planner.export.torchtitan.recipe import has_order_of_its_own, recipe_source, splits_backward
 from planner.export.torchtitan.run_source import PLACEHOLDERS
 from planner.schedule.torch_csv import to_torch_csv
+from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.torch import TORCH_SCHEDULE_RULES, UNCOMPILED
 from planner.trainers.rules.torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
@@ -99,8 +101,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         *run_settings(plan).notes,
         "initial weights are drawn with a plain std of 0.02",
     ]
-    if model.rope_theta is None:
-        notes.append(f"the model spec states no rope_theta: {DEFAULT_ROTARY_BASE:g} is torchtitan's default")
+    notes += [*notes_on_model(model), *_notes_on_balance(model)]
     if plan.parallelism.recompute == "selective":
         notes.append("SelectiveAC chooses operations itself: it recomputes others than the plan's modules")
     if splits_backward(plan):
@@ -113,3 +114,12 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     if plan.parallelism.cp > 1:
         notes.append("context parallelism needs spmd_types, and that a torch nightly")
     return tuple(notes)
+
+
+def _notes_on_balance(model: ModelSpec) -> Iterator[str]:
+    """What balances experts instead of a loss, which torchtitan has none of."""
+    moe = stated(model).moe
+    if moe is not None and moe.router_aux_loss_coef:
+        rate = balancing_rate(model)
+        instead = f", and balances by a bias that moves by {rate:g} a step" if rate else ""
+        yield f"it has no load-balancing loss (the model's has weight {moe.router_aux_loss_coef:g}){instead}"
