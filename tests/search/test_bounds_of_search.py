@@ -250,14 +250,14 @@ def test_the_first_rank_exchanges_what_it_holds(network_gb_per_s: float) -> None
     shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
     priced = priced_shapes(problem.pricing, shapes.take(np.flatnonzero(np.asarray(shapes.pp) > 1)))
     table, kinds, steps = priced.table, problem.model.kinds, np.asarray(priced.shape.num_microbatches)
-    each = [np.array([f(priced, table.layers[kind, "none"]) for kind in kinds]) for f in (beyond_s, showing_s)]
+    each = [np.array([f(priced, kind, table.layers[kind, "none"]) for kind in kinds]) for f in (beyond_s, showing_s)]
     times = priced.layer_s("none")
     work, others = priced.work_s("none") - priced.ends_s, np.asarray(priced.shape.pp) - 1
     pipeline_s = steps * work / np.asarray(priced.shape.pp)
     least = np.full(len(work), np.inf)
     for held in product(range(4), range(4)):
         beyond, showing = (
-            f(priced, table.embedding) + np.asarray(held) @ of_kind
+            f(priced, "embedding", table.embedding) + np.asarray(held) @ of_kind
             for f, of_kind in zip((beyond_s, showing_s), each, strict=True)
         )
         elsewhere = steps * (work - sum(held) * times.max(axis=0)) / others
@@ -326,7 +326,7 @@ def test_a_first_chunk_that_keeps_less_is_counted_by_its_own_bytes() -> None:
 
     Priced with the mean of the rank's chunks the layout did not fit, and the bound was 5% above its step.
     """
-    model, runtime = load_model("deepseek-v2-lite"), load_runtime("megatron")
+    model, runtime = load_model("deepseek-v2-lite"), load_runtime("bridge")
     cluster = ClusterSpec(hardware=load_hardware("a100"), num_gpus=8)
     training = toy_training(64, seq_length=4096)
     pricing = pricing_of(model, cluster, training, runtime, modules=("mlp",))

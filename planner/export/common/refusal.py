@@ -11,6 +11,7 @@ from planner.errors import SpecError
 from planner.shape import Shape
 from planner.trainers.load import load_runtime, versions_of
 from planner.trainers.rules.common import Rule
+from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 from planner.trainers.rules.megatron_model import megatron_model_rules
 from planner.trainers.rules.named import EXPORT_RULES
 
@@ -73,6 +74,12 @@ def _hint_for_model(plan: Plan, runtime: str) -> str:
         if not broken_rules(megatron_model_rules(version), plan):
             return f"plan again with --runtime megatron@{version}, which can say it"
     return "leave out of the model's spec what is named here, if the model may be trained without"
+
+
+def refuse_unwritten(target: str, plan: Plan) -> None:
+    """Raise Inexpressible for a model with layers or fields that no target knows."""
+    hint = "plan it as it is, and write the trainer's own configuration with the layout that the plan names"
+    Objections(target, broken_rules(UNWRITTEN_RULES, plan), hint).raise_any()
 
 
 def broken_rules(rules: Iterable[Rule], plan: Plan) -> list[Reason]:

@@ -105,6 +105,8 @@ def wrong_trainer() -> str:
 
 def missing_gpus() -> str:
     """The reason why this node cannot run its ranks; empty where it can, or where torch is missing, which is said."""
+    if "cpu" in sys.argv[1:]:  # the torch runner's --device cpu
+        return ""
     wanted = int(os.environ.get("GPUS") or CHECKS["gpus"])
     try:
         found = importlib.import_module("torch").cuda.device_count()
