@@ -40,6 +40,8 @@ class View:
     layout: str
     fits: bool
     manner: tuple[str, ...]
+    placement: tuple[str, ...]
+    """The tier that each group of ranks spans, in words."""
     batch: str
     misfit: str
     """By how much a layout does not fit; empty where it does."""
@@ -102,6 +104,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         layout=str(best.parallelism),
         fits=best.fits,
         manner=manner(best.parallelism),
+        placement=tuple(map(str, best.placement)),
         batch=f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}",
         misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
         figures=_figures(plan),

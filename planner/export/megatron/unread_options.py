@@ -22,7 +22,7 @@ _IGNORED = re.compile(
     r"|max-position|make-vocab|vocab-extra|micro-batch-size-per|bias-|masked-softmax|persist"
     r"|optimizer$|wgrad|defer|align|ddp-|use-cpu|main-|fp8-amax|fp8-margin|fp8-interval"
     r"|fp8-param|fp4-param|reuse-grad|fine-grained-offloading-max"
-    r"|moe-(flex-dispatcher-num|hybridep|deepep|paged-stash|expert-rank-capacity|pad-expert|single-grouped)|use-tp-pp)"
+    r"|moe-(flex-dispatcher-num|hybridep|deepep|paged-stash|expert-rank-capacity|pad-expert|single-grouped))"
 )
 """Options that change what is learned, written or logged, not how long a step takes."""
 
