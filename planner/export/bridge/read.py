@@ -67,6 +67,7 @@ def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> Imp
     options = options_of_fields(fields)
     named = None if "--hidden-size" in options else model_called(hub_name) or _model_of_recipe(recipe)
     imported = run_of(options, script, "bridge", num_layers=num_layers_of(named))
+    imported.run["runtime"] = "bridge"
     imported.unknown.clear()
     sort_fields(fields, imported.ignored, imported.unknown)
     if imported.run["model"] is None:

@@ -21,7 +21,8 @@ _WHEN: dict[str, dict[Any, str]] = {
     "model.add_bias_linear": {False: "--disable-bias-linear"},
     "model.qk_layernorm": {True: "--qk-layernorm"},
     "model.gated_linear_unit": {True: "--swiglu"},
-    "model.activation_func": {"squared_relu": "--squared-relu"},
+    "model.activation_func": {"squared_relu": "--squared-relu", "quick_gelu": "--quick-geglu"},
+    "model.layernorm_zero_centered_gamma": {True: "--apply-layernorm-1p"},
     "model.gradient_accumulation_fusion": {False: "--no-gradient-accumulation-fusion"},
     "model.cross_entropy_loss_fusion": {True: "--cross-entropy-loss-fusion"},
     "model.account_for_embedding_in_pipeline_split": {True: "--account-for-embedding-in-pipeline-split"},
@@ -52,7 +53,7 @@ _VALUED = {
     "mixed_precision.fp8": "--fp8-format",
     "mixed_precision.fp4": "--fp4-format",
 }
-READ = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_layer_freq", "model.overlap_p2p_comm",
+READ = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_layer_freq", "model.window_attn_skip_freq", "model.overlap_p2p_comm",
                   "mixed_precision", "mixed_precision.fp8_recipe", "mixed_precision.grad_reduce_in_fp32",
                   "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion"})  # fmt: skip
 """Paths that are read."""
@@ -120,6 +121,8 @@ def options_of_fields(fields: Fields) -> dict[str, list[str]]:
         elif name is not None and value is not None and value is not False and value != []:
             items = value if isinstance(value, list) else [] if value is True else [value]
             options[name] = [str(item) for item in items]
+    if isinstance(skipped := fields.get("model.window_attn_skip_freq"), (int, list)) and not isinstance(skipped, bool):
+        options["--window-attn-skip-freq"] = [str(skipped)]
     if isinstance(fields.get("dataset.seq_length"), int):
         options.setdefault("--seq-length", [str(fields["dataset.seq_length"])])
     if isinstance(layout := fields.get("model.pipeline_model_parallel_layout"), list):
