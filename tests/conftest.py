@@ -27,8 +27,6 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
-from planner.validate.rows import load_rows
-from planner.validate.score import Scored, evaluate_rows
 
 # a shell ignores Ctrl-C in what it starts in the background, and nohup the terminal's end; so would every process that
 # a test interrupts
@@ -164,12 +162,6 @@ def ranks_share_what_torch_imports_late() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BaseContext, "set_forkserver_preload", preload)
         yield
-
-
-@pytest.fixture(scope="session")
-def published() -> list[Scored]:
-    """All published runs that count, priced; that takes half a minute of CPU, so that tests share it."""
-    return evaluate_rows([row for row in load_rows() if row.counts])
 
 
 @pytest.fixture(scope="session")

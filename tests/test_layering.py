@@ -39,7 +39,7 @@ ALLOWED = {
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.megatron.recipe",
+        "layout.replan", "export.megatron.environment",
     },
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what

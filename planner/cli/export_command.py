@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -65,13 +66,12 @@ def export_command(
 
     from planner.cli.output import dumps
     from planner.export.bundle import write_bundle
-    from planner.export.common.trainer_files import IMAGE
     from planner.export.export import bundle_of, default_folder
     from planner.plan_file import read_plan, with_alternative
 
     chosen = with_alternative(read_plan(plan), alternative)
-    bundle = bundle_of(chosen, to, image or IMAGE, force)
-    for note in bundle.notes:
+    bundle = bundle_of(chosen, to, image, force)
+    for note in (*bundle.notes, *_left_to_the_user(bundle)):
         _log.info("%s", note)
     if dry_run:
         sys.stdout.write(dumps(_with_texts(bundle)) if json else _texts(bundle))
@@ -79,6 +79,18 @@ def export_command(
     folder = Path(output or default_folder(chosen, bundle))
     paths = write_bundle(bundle, folder, force)
     sys.stdout.write(dumps({**bundle.manifest(), "folder": str(folder)}) if json else _listing(paths))
+
+
+def _left_to_the_user(bundle: Bundle) -> Iterator[str]:
+    """The values that the user fills in, and the run to begin with."""
+    required = [place for place in bundle.placeholders if not (place.is_optional or place.default)]
+    for place in required:
+        yield f"fill in {place.name}: {place.meaning}"
+    others = [place.name for place in bundle.placeholders if place not in required]
+    if others:
+        yield f"change where yours is another: {', '.join(others)}"
+    if bundle.first_run:
+        yield f"first run, to hold against the plan: {bundle.first_run}"
 
 
 def _listing(paths: list[Path]) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, TypeVar
 
 from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
 from planner.cli.probe_file import read_calibration
 from planner.errors import SpecError
+from planner.search.batch import liked_batch
 from planner.specs.base import Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
@@ -225,37 +227,41 @@ def _global_batch_size(asked: JobOptions, model: ModelSpec, seq_length: int) -> 
         raise SpecError("--global-batch-size and --batch-tokens: both given", "give one of them")
     if sequences is not None:
         return sequences
+    num_gpus = asked.gpus or 1
     if tokens is not None:
-        return _whole_sequences("--batch-tokens", _batch_tokens(tokens, seq_length), seq_length)
+        return _batch_near("--batch-tokens", tokens, _count("batch_tokens", tokens), seq_length, num_gpus)
     if model.training is None:
         raise SpecError(
             f"--global-batch-size: is missing, and {model.name} states no training",
             "add --global-batch-size 1024 (sequences) or --batch-tokens 4M",
         )
-    return _whole_sequences(f"{model.name}'s published batch", model.training.tokens_per_step, seq_length)
+    published = model.training.tokens_per_step
+    if published % seq_length == 0:
+        return published // seq_length
+    return _batch_near(f"{model.name}'s published batch", f"{published:,}", published, seq_length, num_gpus)
 
 
-def _whole_sequences(what: str, num_tokens: int, seq_length: int) -> int:
-    sequences, rest = divmod(num_tokens, seq_length)
-    if rest or not sequences:
-        near = " or ".join(f"--global-batch-size {n}" for n in (sequences, sequences + 1) if n)
-        raise SpecError(f"{what}: {num_tokens:,} tokens are no whole number of sequences of {seq_length:,}", near)
-    return sequences
+def _batch_near(what: str, text: str, num_tokens: int, seq_length: int, num_gpus: int) -> int:
+    """The batch, in sequences, that is near some tokens and that the GPUs divide best; it is said where it is another.
 
-
-def _batch_tokens(text: str, seq_length: int) -> int:
-    """Tokens of a batch. 16M is 16·10⁶, but people also call 2,048 sequences of 8,192 tokens 16M: where only 16·2²⁰ is
-    a whole number of sequences it is taken to be meant, and said so."""
-    num_tokens = _count("batch_tokens", text)
+    16M is 16·10⁶, but people also call 2,048 sequences of 8,192 tokens 16M: where 16·2²⁰ is a whole number of
+    sequences, it is as good an answer.
+    """
+    choices = [liked_batch(num_tokens / seq_length, num_gpus)]
     suffix = text.strip()[-1].lower()
-    if num_tokens % seq_length and suffix in _BINARY:
-        binary = float(text.strip()[:-1]) * _BINARY[suffix]
-        if binary == int(binary) and int(binary) % seq_length == 0:
-            _log.info(
-                "--batch-tokens: %s is taken as %s, %s sequences", text, f"{binary:,.0f}", f"{binary / seq_length:,.0f}"
-            )
-            return int(binary)
-    return num_tokens
+    if suffix in _BINARY:
+        binary = float(text.strip()[:-1]) * _BINARY[suffix] / seq_length
+        choices.append(int(binary) if binary == int(binary) else None)
+    batch = max((choice for choice in choices if choice), key=lambda size: gcd(size, num_gpus), default=None)
+    if batch is None:
+        sequences = num_tokens // seq_length
+        near = " or ".join(f"--global-batch-size {n}" for n in (sequences, sequences + 1) if n)
+        message = f"{what}: {num_tokens:,} tokens are no whole number of sequences of {seq_length:,}"
+        raise SpecError(message, near)
+    if batch * seq_length != num_tokens:
+        taken = f"{batch * seq_length:,}, {batch:,} sequences"
+        _log.info("%s: %s is taken as %s: near it, and good for %s GPUs", what, text, taken, f"{num_gpus:,}")
+    return batch
 
 
 def _count(field: str, text: str) -> int:

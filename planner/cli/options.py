@@ -80,7 +80,15 @@ SeqLength = Annotated[int | None, number(JOB, "--seq-length -s", "Tokens of a se
 GlobalBatchSize = Annotated[
     int | None, number(JOB, "--global-batch-size -b", "Sequences of an optimizer step. [the model's]")
 ]
-BatchTokens = Annotated[str | None, text(JOB, "--batch-tokens", "COUNT", "The same in tokens, such as 16M.")]
+BatchTokens = Annotated[
+    str | None,
+    text(
+        JOB,
+        "--batch-tokens",
+        "COUNT",
+        "About as many tokens, such as 16M: the nearest batch that the GPUs divide well.",
+    ),
+]
 Dtype = Annotated[
     str | None,
     text(JOB, "--dtype", "NAME", "What matrix products compute in: bf16, fp16, fp8, mxfp8 or nvfp4. [bf16]"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.errors import PlannerError, SpecError
-from planner.export.common.trainer_files import ExportFile
+from planner.export.common.trainer_files import ExportFile, Placeholder
 from planner.files import write_text
 
 MANIFEST = "manifest.json"
@@ -31,6 +31,13 @@ class Bundle:
     files: tuple[ExportFile, ...]
     notes: tuple[str, ...]
     """Things that the plan does not decide and the export had to."""
+    first_run: str = ""
+    """The command of the short run to hold against the plan; empty where the user's own script trains."""
+
+    @property
+    def placeholders(self) -> tuple[Placeholder, ...]:
+        """The values that the user fills in, each once, in whichever files they stand."""
+        return tuple(dict.fromkeys(place for file in self.files for place in file.placeholders))
 
     def manifest(self) -> dict[str, Any]:
         """Every file's sha256, the plan's hash and the versions."""
@@ -42,6 +49,8 @@ class Bundle:
             "written_for": list(self.written_for),
             "world_size": self.world_size,
             "notes": list(self.notes),
+            "placeholders": [asdict(place) for place in self.placeholders],
+            "first_run": self.first_run,
             "files": {file.name: file.sha256 for file in self.files},
         }
 

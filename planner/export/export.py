@@ -10,16 +10,24 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.bundle import Bundle, write_bundle
 from planner.export.common.header import plan_sha256, slug
+from planner.export.common.refusal import refuse_unwritten
 from planner.export.common.target_price import check_fits, priced_for
-from planner.export.common.trainer_files import IMAGE, ExportFile, LaunchCommand
+from planner.export.common.trainer_files import IMAGE, IMAGE_OF_AMD, ExportFile, LaunchCommand
+from planner.export.launch.preflight import preflight
 from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS, Trainer
 from planner.specs.problems import nearest
 
+_FIRST_RUNS = {
+    "torchrun": "MOCK=1 bash launch.sh",
+    "slurm": "MOCK=1 sbatch launch.sbatch",
+    "kubernetes": "set MOCK to '1' in kubernetes.yaml, then kubectl apply -f kubernetes.yaml",
+    "kubernetes-pytorchjob": "set MOCK to '1' in kubernetes-pytorchjob.yaml, then kubectl apply -f it",
+}
 _DEFAULT_LAUNCHERS = ("torchrun", "slurm")
 
 
 def export(
-    plan: Plan, to: str | Iterable[str], out: str | Path | None = None, *, image: str = IMAGE, force: bool = False
+    plan: Plan, to: str | Iterable[str], out: str | Path | None = None, *, image: str | None = None, force: bool = False
 ) -> list[Path]:
     """Write a plan for a trainer, for launchers that start one, or for both, and return the paths of the files.
 
@@ -38,7 +46,7 @@ def export(
     return write_bundle(bundle, Path(out or default_folder(plan, bundle)), force)
 
 
-def bundle_of(plan: Plan, to: str | Iterable[str], image: str = IMAGE, force: bool = False) -> Bundle:
+def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, force: bool = False) -> Bundle:
     """The files that `export` writes, in memory: those of at most one trainer and of any launchers.
 
     A trainer alone comes with torchrun and Slurm launchers; a launcher alone starts the trainer the plan was made for.
@@ -49,6 +57,7 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str = IMAGE, force: bo
     if len(trainers) > 1:
         raise SpecError(f"--to: {' and '.join(trainers)} are two trainers", "export each into its own folder")
     trainer = TRAINERS[trainers[0]] if trainers else _trainer_of(plan)
+    refuse_unwritten(trainer.name, plan)
     if trainer.runtime is not None:
         plan = priced_for(plan, trainer.runtime, trainer.recomputes)
     written = trainer.write(plan)
@@ -67,7 +76,15 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str = IMAGE, force: bo
         world_size=plan.parallelism.num_gpus_used,
         files=(*written.files, *_launcher_files(plan, written.command, launchers, image)),
         notes=(*written.notes, *unfit),
+        first_run=_first_run(written.command, launchers),
     )
+
+
+def _first_run(command: LaunchCommand | None, launchers: Sequence[str]) -> str:
+    """The command of the first run, by the first launcher that was written."""
+    if command is None or not command.promise or not launchers:
+        return ""
+    return _FIRST_RUNS[launchers[0]]
 
 
 def default_folder(plan: Plan, bundle: Bundle) -> str:
@@ -97,7 +114,7 @@ def _trainer_of(plan: Plan) -> Trainer:
 
 
 def _launcher_files(
-    plan: Plan, command: LaunchCommand | None, launchers: Sequence[str], image: str
+    plan: Plan, command: LaunchCommand | None, launchers: Sequence[str], image: str | None
 ) -> tuple[ExportFile, ...]:
     if not launchers:
         return ()
@@ -105,5 +122,8 @@ def _launcher_files(
         raise SpecError(
             f"--to: {launchers[0]} has nothing to start", "this trainer is a library: your own script starts it"
         )
-    command = replace(command, image=image)
-    return tuple(LAUNCHERS[name].write(plan, command) for name in launchers)
+    command = replace(command, image=image or (IMAGE_OF_AMD if plan.cluster.hardware.is_amd else IMAGE))
+    written = [LAUNCHERS[name].write(plan, command) for name in launchers]
+    # pods have it in their ConfigMap
+    needs_file = any(not name.startswith("kubernetes") for name in launchers)
+    return (*written, *([preflight(plan, command)] if needs_file else []))

@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 
 from planner.errors import SpecError
+from planner.export.common.config_file import MAX_BYTES, ConfigFile
 from planner.export.common.imported_run import ImportedRun
-from planner.export.targets import SOURCES, TRAINERS, UNMARKED
+from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.files import STDOUT as STDIN
 
-MAX_BYTES = 4_000_000
 
-
-def read(path: str | Path, source: str | None = None) -> ImportedRun:
+def read(path: str | Path, source: str | None = None, recipe: str | None = None) -> ImportedRun:
     """Read a launch script, an argument list, a YAML, a recipe or a ds_config.json; `-` is stdin. Nothing is run.
 
         from planner.export.read import read
@@ -22,18 +21,27 @@ def read(path: str | Path, source: str | None = None) -> ImportedRun:
         print(imported.source, imported.run["parallelism"], imported.unknown)
         run = imported.complete(hardware="h100", num_gpus=64)
 
-    `source` names the trainer (`megatron`, `torchtitan`, `deepspeed`) where the text does not show it.
-    Raises SpecError for a file that cannot be read, or that is no configuration of these trainers.
+    `source` names the trainer (`megatron`, `torchtitan`, `deepspeed`, …) where the text does not show it, `recipe` the
+    function of a Python file with several. Raises SpecError for a file that cannot be read, or that is no configuration
+    of these trainers.
     """
-    return read_configuration(_text(str(path)), source)
+    name = str(path)
+    return _read(ConfigFile(_text(name), None if name == STDIN else Path(name), recipe), source)
 
 
-def read_configuration(text: str, source: str | None = None) -> ImportedRun:
+def read_configuration(text: str, source: str | None = None, recipe: str | None = None) -> ImportedRun:
     """The run that `text` describes, as `read` gives it for a file."""
-    source = source or next((name for name in SOURCES if TRAINERS[name].recognises(text)), UNMARKED)
+    return _read(ConfigFile(text, None, recipe), source)
+
+
+def _read(config: ConfigFile, source: str | None) -> ImportedRun:
+    source = source or next((name for name in SOURCES if READERS[name].recognises(config.text)), UNMARKED)
     if source not in SOURCES:
         raise SpecError(f"--from: {source!r} is unknown", f"one of {', '.join(SOURCES)}")
-    return TRAINERS[source].read(text)
+    try:
+        return READERS[source].read(config)
+    except RecursionError:
+        raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
 
 
 def _text(path: str) -> str:

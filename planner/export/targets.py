@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.answer import Plan
+    from planner.export.common.config_file import ConfigFile
     from planner.export.common.imported_run import ImportedRun
     from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
 
@@ -24,10 +25,10 @@ class Trainer:
 
     name: str
     """The name that `--to` and `--from` take."""
-    writer: str
-    """(plan) → TrainerFiles; raises Inexpressible for a plan that the trainer cannot run."""
+    writer: str | None
+    """(plan) → TrainerFiles, or None for a trainer that is only read; raises Inexpressible for a plan that the trainer cannot run."""
     reader: str | None = None
-    """(text) → ImportedRun; raises SpecError for a text that is no configuration of the trainer."""
+    """(ConfigFile) → ImportedRun; raises SpecError for a text that is no configuration of the trainer."""
     mark: str | None = None
     """Regular expression that the trainer's configurations match and no other's do."""
     runtime: str | None = None
@@ -37,12 +38,13 @@ class Trainer:
     """The modules that it can recompute by themselves; None for those that its runtime has."""
 
     def write(self, plan: Plan) -> TrainerFiles:
+        assert self.writer is not None
         files: TrainerFiles = _load(self.writer)(plan)
         return files
 
-    def read(self, text: str) -> ImportedRun:
+    def read(self, config: ConfigFile) -> ImportedRun:
         assert self.reader is not None
-        imported: ImportedRun = _load(self.reader)(text)
+        imported: ImportedRun = _load(self.reader)(config)
         return imported
 
     def recognises(self, text: str) -> bool:
@@ -77,32 +79,51 @@ _TRAINERS = (
     ),
     Trainer(
         "bridge", "bridge.write:export_bridge", "bridge.read:read_bridge",
-        mark=r'"overrides": \[|run_recipe\.py|run_script\.py', runtime="bridge",
+        mark=r'"overrides": \[|run_recipe\.py|run_script\.py|megatron\.bridge|ConfigContainer|cfg\.model\.tensor_model_parallel'
+        r"|^train:\s*$(?s:.*)^  (train_iters|global_batch_size):",
+        runtime="bridge",
+    ),
+    Trainer(
+        "nemo", None, "nemo.read:read_nemo",
+        mark=r"nemo_run|MegatronStrategy|trainer\.(strategy|num_nodes|devices)|^trainer:\s*$(?s:.*)^model:\s*$"
+        r"|^model:\s*$(?s:.*)^trainer:\s*$",
     ),
     Trainer(
         "torchtitan", "torchtitan.write:export_torchtitan", "torchtitan.read:read_torchtitan",
         mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[parallelism\]", runtime="torchtitan",
     ),
     Trainer(
-        "torch", "torch.write:export_torch", runtime="torch-eager",
-        recomputes=("core_attn", "mlp", "moe", "shared_experts"),
+        "torch", "torch.write:export_torch", "torch.read:read_torch",
+        mark=r"^stage_to_rank:", runtime="torch-eager", recomputes=("core_attn", "mlp", "moe", "shared_experts"),
+    ),
+    Trainer(
+        "accelerate", None, "huggingface.accelerate:read_accelerate",
+        mark=r"^(compute_environment|distributed_type):",
+    ),
+    Trainer(
+        "huggingface", None, "huggingface.trainer:read_trainer",
+        mark=r"per_device_train_batch_size|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
+        r"|accelerate launch",
     ),
     Trainer(
         "deepspeed", "deepspeed.write:export_deepspeed", "deepspeed.read:read_deepspeed",
-        mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu)"', runtime="deepspeed",
+        mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"',
+        runtime="deepspeed",
     ),
 )  # fmt: skip
 _LAUNCHERS = (
     Launcher("torchrun", "launch.torchrun:torchrun_script"),
     Launcher("slurm", "launch.slurm:slurm_script"),
     Launcher("kubernetes", "launch.kubernetes:kubernetes_manifest"),
+    Launcher("kubernetes-pytorchjob", "launch.kubernetes:pytorchjob_manifest"),
 )
 
-TRAINERS = {trainer.name: trainer for trainer in _TRAINERS}
+TRAINERS = {trainer.name: trainer for trainer in _TRAINERS if trainer.writer is not None}
 LAUNCHERS = {launcher.name: launcher for launcher in _LAUNCHERS}
 TARGETS = (*TRAINERS, *LAUNCHERS)
 """Names for `--to`."""
-SOURCES = tuple(trainer.name for trainer in _TRAINERS if trainer.reader is not None)
+READERS = {trainer.name: trainer for trainer in _TRAINERS if trainer.reader is not None}
+SOURCES = tuple(READERS)
 """Names for `--from`."""
 UNMARKED = "megatron"
 """The trainer of a configuration without a mark: a launch script of Megatron-LM has nothing that others lack."""

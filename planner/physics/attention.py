@@ -1,4 +1,4 @@
-"""The attention half of a decoder layer: norm, projections, core attention, output projection, residual."""
+"""Attention: projections of queries, keys and values, core attention, output projection."""
 
 from __future__ import annotations
 
@@ -7,27 +7,32 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, residual, rotary
+from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, rotary
+from planner.physics.indexer import indexer
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
-from planner.specs.model import LayerKind, MLASpec, ModelSpec
+from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model_parts import MLASpec
 from planner.trainers.spec import RuntimeSpec
 
 
-def attention_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
-    """Norm, QKV (or the latent projections), core attention, output projection, residual."""
-    module = "" if model.mla is None else "layernorm"
-    yield norm("attention norm", model.hidden_size, shape.shard_tokens, model, runtime, module=module)
-    v_dim = model.head_dim if model.mla is None else model.mla.v_head_dim
+def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """QKV (or the latent projections), core attention, output projection."""
+    model = model.of_layer(kind)
     if model.mla is None:
         yield from _qkv(model, shape, runtime)
     else:
         yield from _latent_qkv(model, model.mla, shape, runtime)
+    if kind.attention == "indexed":
+        yield from indexer(model, shape, runtime)
     yield from _core(model, kind, shape, runtime)
     # the core's output has the layout of its queries, so that [seq, batch, heads·dim] is a view of it
-    width = model.num_attention_heads * v_dim / shape.tp
-    # attention keeps its output too, for the gradient
-    yield cast_copy("attention output", BF16 * shape.tokens * width)
+    width = model.num_attention_heads * _value_dim(model) / shape.tp
+    if model.attn_output_gate:
+        yield _output_gate(width, shape)
+    else:
+        # attention keeps its output too, for the gradient
+        yield cast_copy("attention output", BF16 * shape.tokens * width)
     hidden_bytes = BF16 * shape.tokens * model.hidden_size
     output = Operator(
         name="attention output",
@@ -42,9 +47,21 @@ def attention_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
     biased = [(_qkv_width(model, shape), model.qkv_bias), (model.hidden_size, model.output_bias)]
     yield from bias_gradients("attention", [width for width, has_bias in biased if has_bias], shape, runtime)
     yield from local_copies("attention copies", hidden_bytes, shape, runtime)
-    if model.post_norms:
-        yield norm("attention post norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False)
-    yield residual("attention residual", model.hidden_size, shape.shard_tokens, runtime)
+
+
+def _output_gate(width: Number, shape: Shape) -> Operator:
+    """The product of attention's output and a sigmoid of its gate, which keeps the sigmoid and gives the output."""
+    num_bytes = BF16 * shape.tokens * width
+    return Operator(
+        name="attention gate", kind="elementwise", family="activation", modules=("op",), forward_bytes=5 * num_bytes,
+        backward_bytes=8 * num_bytes, forward_kernels=2, backward_kernels=3,
+        saved=(Saved("sigmoid", num_bytes, ("op",)), Saved("gated output", num_bytes, ("op",), gemm_input=True)),
+    )  # fmt: skip
+
+
+def _value_dim(model: ModelSpec) -> int:
+    """Width of a value head."""
+    return model.value_head_dim or model.head_dim if model.mla is None else model.mla.v_head_dim
 
 
 def kv_heads_per_rank(model: ModelSpec, shape: Shape) -> Number:
@@ -52,15 +69,22 @@ def kv_heads_per_rank(model: ModelSpec, shape: Shape) -> Number:
     return np.maximum(model.num_key_value_heads / shape.tp, 1.0)
 
 
+def _columns(model: ModelSpec, heads: Number, kv_heads: Number) -> Number:
+    """Columns of the projection to so many heads of queries, their gates, keys and values."""
+    gated = 2 if model.attn_output_gate else 1
+    values = 0 if model.values_are_keys else _value_dim(model)
+    return gated * heads * model.head_dim + kv_heads * (model.head_dim + values)
+
+
 def _qkv_width(model: ModelSpec, shape: Shape) -> Number:
-    return (model.num_attention_heads / shape.tp + 2 * kv_heads_per_rank(model, shape)) * model.head_dim
+    return _columns(model, model.num_attention_heads / shape.tp, kv_heads_per_rank(model, shape))
 
 
 def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
     heads, kv_heads = model.num_attention_heads / shape.tp, kv_heads_per_rank(model, shape)
     width = _qkv_width(model, shape)
     # beyond one key-value head a rank Megatron cuts the projection further, and gathers what it gives
-    cut = (heads + 2 * model.num_key_value_heads / shape.tp) * model.head_dim
+    cut = _columns(model, heads, model.num_key_value_heads / shape.tp)
     rotates = model.position_embedding == "rope"
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
     keeps_buffer = rotates and not runtime.fused_rotary
@@ -82,12 +106,15 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
         products.append(product)
     yield from enter_tp("qkv", products, BF16 * shape.tokens * model.hidden_size, shape, runtime)
     if model.qk_norm:
-        rows = shape.tokens * (heads + kv_heads)
+        rows, row = shape.tokens * (heads + kv_heads), model.head_dim
         # eager: its input is a view of the buffer, and rotation, which reads its output, keeps nothing
-        per_head = norm(
-            "qk norm", model.head_dim, rows, model, runtime, saves_output=False, saves_input=not keeps_buffer
-        )
-        yield _with_parameters(per_head, 2 * model.head_dim)
+        normed = norm("qk norm", row, rows, model, runtime, saves_output=False, saves_input=not keeps_buffer)
+        weights = 2 if model.qk_norm_over == "head_dim" else heads + kv_heads
+        if model.qk_norm_over == "hidden":
+            # one row of statistics for all heads of queries, one for those of keys
+            statistics = normed.saved[0]._replace(num_bytes=normed.saved[0].num_bytes / (heads + kv_heads) * 2)
+            normed = replace(normed, saved=(statistics, *normed.saved[1:]))
+        yield _with_parameters(normed, weights * model.head_dim * model.norm_weight)
     if rotates:
         rotated = (heads + kv_heads) * model.head_dim
         operator = rotary(rotated, shape.tokens, runtime, ("op",))
@@ -96,8 +123,9 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
 
 def _three(model: ModelSpec, heads: Number, kv_heads: Number) -> list[tuple[str, Number, bool]]:
     """The three projections: name, columns, and whether recomputing every other product (`op`) recomputes it."""
-    rows = kv_heads * model.head_dim
-    return [("q", heads * model.head_dim, False), ("k", rows, True), ("v", rows, False)]
+    gated = 2 if model.attn_output_gate else 1
+    parts = [("q", gated * heads * model.head_dim, False), ("k", kv_heads * model.head_dim, True)]
+    return parts if model.values_are_keys else [*parts, ("v", kv_heads * _value_dim(model), False)]
 
 
 def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
@@ -108,7 +136,7 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
     heads = model.num_attention_heads / shape.tp
     qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     tokens, shard = shape.tokens, shape.shard_tokens
-    up = ("mla_up_proj",)
+    up, inputs = ("mla_up_proj",), model.hidden_size + model.qkv_bias
     q_width = heads * qk_dim
     if mla.q_lora_rank is None:
         query = Operator(
@@ -117,18 +145,14 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
         yield from enter_tp("q", [query], BF16 * tokens * model.hidden_size, shape, runtime)
     else:
         rank = mla.q_lora_rank
-        yield Operator(
-            name="q down", kind="gemm", m=shard, n=rank, k=model.hidden_size, parameters=rank * model.hidden_size
-        )
+        yield Operator(name="q down", kind="gemm", m=shard, n=rank, k=model.hidden_size, parameters=rank * inputs)
         yield cast_copy("kv down", BF16 * shard * model.hidden_size, ("layernorm",))
         yield norm("q latent norm", rank, shard, model, runtime, module="mla_up_proj")
         query = Operator(name="q up", kind="gemm", modules=up, m=tokens, n=q_width, k=rank, parameters=q_width * rank)
         yield from enter_tp("q up", [query], BF16 * tokens * rank, shape, runtime)
     rank = mla.kv_lora_rank
     down = rank + mla.qk_rope_head_dim
-    yield Operator(
-        name="kv down", kind="gemm", m=shard, n=down, k=model.hidden_size, parameters=down * model.hidden_size
-    )
+    yield Operator(name="kv down", kind="gemm", m=shard, n=down, k=model.hidden_size, parameters=down * inputs)
     latent_norm = norm("kv latent norm", rank, shard, model, runtime, module="mla_up_proj")
     if not runtime.fused_rotary:
         # its input is a view of the down-projection's output, whose rotary part is kept along
@@ -159,7 +183,7 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
     """Core attention: one flash kernel, or QKᵀ, softmax and AV with the s² matrix in memory."""
     heads, kv_heads = model.num_attention_heads / shape.tp, kv_heads_per_rank(model, shape)
     if model.mla is None:
-        qk_dim = v_dim = model.head_dim
+        qk_dim, v_dim = model.head_dim, _value_dim(model)
     else:
         qk_dim, v_dim = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
         kv_heads = heads
@@ -192,7 +216,7 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
         kv_heads=kv_heads,
         q_len=span / shape.cp,
         kv_len=span,
-        window=model.sliding_window or 0 if kind.attention == "sliding" else 0,
+        window=_window(model, kind),
         imbalance=1.0 if runtime.balances_context or kind.attention != "full" else 2 - 1 / shape.cp,
         qk_dim=qk_dim,
         v_dim=v_dim,
@@ -204,6 +228,13 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
             *((Saved("gathered k, v", gathered, (*core, "op")),) if runtime.keeps_gathered_keys else ()),
         ),
     )
+
+
+def _window(model: ModelSpec, kind: LayerKind) -> int:
+    """Keys that a query attends to; 0 for all before it."""
+    if kind.attention == "sliding":
+        return model.sliding_window or 0
+    return model.indexer.index_topk if model.indexer is not None and kind.attention in ("indexed", "sparse") else 0
 
 
 def _repeated(shape: Shape, head_dim: int, heads: Number, kv_heads: Number) -> Operator:

@@ -145,9 +145,32 @@ def norm(
         backward_bytes=(3 if runtime.fused_rotary else 5) * num_bytes * passes,
         forward_kernels=kernels,
         backward_kernels=2 * kernels,
-        parameters=width * (2 if model.has_norm_bias else 1),
+        parameters=width * (0 if not model.norm_weight else 2 if model.has_norm_bias else 1),
         saved=tuple(saved),
     )
+
+
+def enter_half(
+    name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, output_is_cast: bool = True, module: str = ""
+) -> Operator:
+    """The norm before half a layer; where there is none, the input itself, which the first products keep."""
+    if model.pre_norms:
+        return norm(
+            f"{name} norm", model.hidden_size, shape.shard_tokens, model, runtime,
+            output_is_cast=output_is_cast, module=module,
+        )  # fmt: skip
+    kept = Saved("input", BF16 * shape.shard_tokens * model.hidden_size, gemm_input=output_is_cast)
+    return Operator(name=f"{name} input", kind="elementwise", saved=(kept,))
+
+
+def leave_half(
+    name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, adds: bool = True, terms: int = 2
+) -> Iterator[Operator]:
+    """The norm behind half a layer, if there is one, and the sum with the residual stream, if this half adds it."""
+    if model.post_norms:
+        yield norm(f"{name} post norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False)
+    if adds:
+        yield residual(f"{name} residual", model.hidden_size, shape.shard_tokens, runtime, terms)
 
 
 def cast_copy(name: str, num_bytes: Number, modules: tuple[str, ...] = ()) -> Operator:
@@ -161,8 +184,10 @@ def cast_copy(name: str, num_bytes: Number, modules: tuple[str, ...] = ()) -> Op
     )  # fmt: skip
 
 
-def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec) -> Operator:
+def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec, terms: int = 2) -> Operator:
     """The sum x + f(x), which reads two tensors and writes one; the backward adds the two branches' gradients.
+
+    A layer whose attention and MLP run side by side has one sum of three `terms`.
 
     Dropout keeps a mask of one byte an element: the forward writes it, and the backward reads it and masks the branch's
     gradient.
@@ -172,8 +197,8 @@ def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec) -> 
         name=name,
         kind="elementwise",
         family="residual",
-        forward_bytes=(3.5 if runtime.dropout else 3) * num_bytes,
-        backward_bytes=(5.5 if runtime.dropout else 3) * num_bytes,
+        forward_bytes=(terms + (1.5 if runtime.dropout else 1)) * num_bytes,
+        backward_bytes=(terms + (3.5 if runtime.dropout else 1)) * num_bytes,
         forward_kernels=1,
         backward_kernels=1,
         saved=(Saved("dropout mask", tokens * width),) if runtime.dropout else (),

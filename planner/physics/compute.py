@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.physics.operators import BF16, FP32, Operator
+from planner.physics.scans import scan_flops_s
 from planner.shape import Number
 from planner.specs.efficiency import AttentionEfficiency, GemmEfficiency
 from planner.specs.hardware import HardwareSpec
@@ -80,11 +81,14 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
         forward_s, backward_s = attention_s(op, hardware, runtime.attention_kernel)
         forward, backward = forward * efficiency.attention_factor, backward * efficiency.attention_factor
         return PassSeconds(forward * forward_s, backward * backward_s, 0.0)
-    return PassSeconds(
+    passes_s = (
         stream_s(hardware, op.forward_bytes, op.forward_kernels, op.family),
         stream_s(hardware, op.backward_bytes, op.backward_kernels, op.family),
-        0.0,
     )
+    if op.kind == "scan":
+        scan_s = scan_flops_s(op, hardware)
+        passes_s = (np.maximum(passes_s[0], scan_s), np.maximum(passes_s[1], op.backward_factor * scan_s))
+    return PassSeconds(*passes_s, 0.0)
 
 
 def part_seconds(

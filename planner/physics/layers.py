@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.physics.attention import attention_block
 from planner.physics.blocks import enter_tp, leave_tp, norm
+from planner.physics.mixers import mixer_block
 from planner.physics.mlp import mlp_block
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved, num_parameters, operators_of
 from planner.shape import Number, Shape
@@ -22,7 +22,7 @@ def decoder_layer(
     replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
     return (
         *((_graph_buffers(model, shape),) if replayed else ()),
-        *attention_block(model, kind, shape, runtime),
+        *mixer_block(model, kind, shape, runtime),
         *mlp_block(model, kind, shape, runtime, moe_imbalance),
     )
 
@@ -110,7 +110,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
         m=shape.tokens,
         n=columns,
         k=model.hidden_size,
-        parameters=0 if shares_weight else columns * model.hidden_size,
+        parameters=(0 if shares_weight else columns * model.hidden_size) + model.head_bias * columns,
     )
     return (
         *enter_tp(name, [product], BF16 * shape.tokens * model.hidden_size, shape, runtime),
@@ -177,7 +177,7 @@ def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int) -> Mod
     total = sum(num_parameters(items) * times for items, times in parts)
     idle = sum(num_parameters(items, expert=True) * times for items, times in parts)
     if model.moe is not None:
-        idle *= 1 - model.moe.num_experts_per_tok / model.moe.num_experts
+        idle *= 1 - model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
     if model.num_nextn_predict_layers:
         parts.append((mtp_block(model, shape, plain), model.num_nextn_predict_layers))
     flops = sum(float(op.forward_flops) * times for items, times in parts for op in operators_of(items))

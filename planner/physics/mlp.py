@@ -6,32 +6,43 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, residual
+from planner.physics.blocks import (
+    bias_gradients,
+    cast_copy,
+    enter_half,
+    enter_tp,
+    leave_half,
+    leave_tp,
+    local_copies,
+    norm,
+)
 from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
-from planner.specs.model import LayerKind, ModelSpec, MoESpec
+from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model_parts import MoESpec
 from planner.trainers.spec import RuntimeSpec
 
 
 def mlp_block(
     model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
 ) -> Iterator[Item]:
-    """Norm, dense MLP or experts, residual."""
+    """Norm, dense MLP or experts, residual; nothing for a layer that has a mixer alone."""
+    if kind.mlp == "none":
+        return
     # the router keeps what experts take in as it is
     is_dense = kind.mlp == "dense"
-    yield norm(
-        "mlp norm", model.hidden_size, shape.shard_tokens, model, runtime,
-        output_is_cast=is_dense, module="mlp" if is_dense else "layernorm",
-    )  # fmt: skip
-    if kind.mlp == "dense":
+    beside = model.parallel_residual if kind.attention != "none" else None
+    if beside != "one_norm":
+        yield enter_half(
+            "mlp", model, shape, runtime, output_is_cast=is_dense, module="mlp" if is_dense else "layernorm"
+        )
+    if is_dense:
         assert model.intermediate_size is not None
         yield from _dense(model, model.intermediate_size, shape, runtime, "mlp")
     else:
         assert model.moe is not None
         yield from _moe(model, model.moe, shape, runtime, moe_imbalance)
-    if model.post_norms:
-        yield norm("mlp post norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False)
-    yield residual("mlp residual", model.hidden_size, shape.shard_tokens, runtime)
+    yield from leave_half("mlp", model, shape, runtime, terms=2 if beside is None else 3)
 
 
 def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSpec, module: str) -> Iterator[Item]:
@@ -105,6 +116,8 @@ def _activation(
         backward_bytes=backward * num_bytes,
         forward_kernels=kernels,
         backward_kernels=2 * kernels,
+        # the two learned numbers of xIELU
+        parameters=2 if model.activation == "xielu" else 0,
         saved=tuple(saved),
         # gradients of gate and up, and the buffer they are joined in, as what the product kept goes
         working_bytes=2 * num_bytes if len(saved) > 1 else None,
@@ -117,9 +130,11 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     ms tokens enter a rank, and each visits topk experts. Expert parallelism moves tokens between ranks and removes
     none, so a rank computes ms·topk·etp rows for every ep (the most loaded rank: times the imbalance).
     """
-    tokens, hidden = shape.shard_tokens, model.hidden_size
-    pairs = tokens * moe.num_experts_per_tok
-    pair_bytes = BF16 * pairs * hidden
+    tokens, hidden, sent = shape.shard_tokens, model.hidden_size, moe.latent_size or model.hidden_size
+    scored = moe.num_experts + moe.num_zero_experts
+    # a choice that falls on a zero expert stays where it is
+    pairs = tokens * moe.num_experts_per_tok * (moe.num_experts / scored)
+    pair_bytes = BF16 * pairs * sent
     has_bias = moe.router_bias and (model.has_mlp_bias or not runtime.balances_in_buffers)
     yield Operator(
         name="router",
@@ -127,32 +142,38 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
         wide=True,
         modules=("moe",),
         m=tokens,
-        n=moe.num_experts,
+        n=scored,
         k=hidden,
-        parameters=moe.num_experts * (hidden + (1 if has_bias else 0)),
-        saved=(Saved("scores", (2 if runtime.fused_permute else 1) * FP32 * tokens * moe.num_experts, ("moe",)),),
+        parameters=scored * (hidden + (1 if has_bias else 0)),
+        saved=(Saved("scores", (2 if runtime.fused_permute else 1) * FP32 * tokens * scored, ("moe",)),),
     )
     yield Operator(
         name="route",
         kind="elementwise",
         family="router",
         modules=("moe",),
-        forward_bytes=4 * FP32 * tokens * moe.num_experts,
-        backward_bytes=3 * FP32 * tokens * moe.num_experts,
+        forward_bytes=4 * FP32 * tokens * scored,
+        backward_bytes=3 * FP32 * tokens * scored,
         forward_kernels=8,
         backward_kernels=6,
         saved=(Saved("routing map", _routing_bytes(tokens, pairs, runtime), ("moe",)),),
     )
-    yield _move("permute", BF16 * tokens * hidden + pair_bytes)
+    if moe.expert_norms:
+        yield from _expert_norms(model, moe, shape, runtime)
+    if moe.latent_size is not None:
+        yield _latent("latent down", hidden, sent, shape)
+    yield _move("permute", BF16 * tokens * sent + pair_bytes)
     sent_bytes = pair_bytes * imbalance
     choices = moe.num_experts_per_tok if runtime.sends_tokens_once else 0
-    inner_factor = max(1.0, runtime.ep_row_bytes / (BF16 * hidden))
+    inner_factor = max(1.0, runtime.ep_row_bytes / (BF16 * sent))
     yield from _all_to_all("dispatch", sent_bytes, choices, inner_factor)
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * imbalance)
     yield from _all_to_all("combine", sent_bytes, choices, inner_factor)
-    unpermute = _move("unpermute", BF16 * tokens * hidden + pair_bytes)
+    unpermute = _move("unpermute", BF16 * tokens * sent + pair_bytes)
     outputs = (Saved("expert outputs", pair_bytes, ("moe",)),) if runtime.weights_expert_outputs else ()
     yield replace(unpermute, saved=outputs)
+    if moe.latent_size is not None:
+        yield _latent("latent up", sent, hidden, shape)
     if moe.shared_expert_intermediate_size:
         yield cast_copy("shared experts", BF16 * tokens * hidden, ("shared_experts",))
         yield from _dense(model, moe.shared_expert_intermediate_size, shape, runtime, "shared_experts")
@@ -163,10 +184,26 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
         )  # fmt: skip
 
 
+def _expert_norms(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
+    """Three norms around experts and shared expert; the router's scales of its input and of each expert count here."""
+    hidden = model.hidden_size
+    for name, extra in (("expert norm", hidden + moe.num_experts), ("expert post norm", 0), ("shared post norm", 0)):
+        operator = norm(name, hidden, shape.shard_tokens, model, runtime, saves_output=name == "expert norm")
+        yield replace(operator, parameters=operator.parameters + extra)
+
+
+def _latent(name: str, inputs: int, outputs: int, shape: Shape) -> Operator:
+    """The projection of tokens to the width in which experts work, or back from it; every rank holds all of it."""
+    kept = (Saved("combined", BF16 * shape.shard_tokens * inputs, gemm_input=True),) if name == "latent up" else ()
+    return Operator(
+        name=name, kind="gemm", m=shape.shard_tokens, n=outputs, k=inputs, parameters=inputs * outputs, saved=kept
+    )
+
+
 def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, rows: Number) -> Iterator[Item]:
     """Grouped GEMMs of the num_experts / ep experts that a rank holds, for `rows` token-expert pairs in all."""
     local = moe.num_experts / shape.ep
-    width, hidden = moe.moe_intermediate_size / shape.etp, model.hidden_size
+    width, hidden = moe.moe_intermediate_size / shape.etp, moe.latent_size or model.hidden_size
     factor, modules = 2 if model.gated_mlp else 1, ("moe",)
     bias = 1 if model.has_mlp_bias else 0
     gathered = BF16 * rows * hidden

@@ -52,10 +52,11 @@ class Operator:
     gemm:        `count` products y[m, n] = x[m, k] · w[k, n]; backward is a dgrad and a wgrad of the same FLOPs.
     attention:   `batch`·`heads` causal attentions of `q_len` queries over `kv_len` keys (a `window` of them).
     elementwise: moves `forward_bytes` and `backward_bytes` through memory in so many kernels.
+    scan:        an elementwise operator that computes `scan_flops` as well, and takes the longer of both.
     """
 
     name: str
-    kind: Literal["gemm", "attention", "elementwise"]
+    kind: Literal["gemm", "attention", "elementwise", "scan"]
     modules: tuple[str, ...] = ()
     """Recompute modules the operator belongs to: recomputing one runs this forward once more in the backward."""
     family: str = ""
@@ -78,7 +79,9 @@ class Operator:
     takes_cast_gradient: bool = False
     """`takes_cast_input` of the gradient of the product's output."""
     backward_factor: float = 1.0
-    """Factor on the seconds of a product's two gradients."""
+    """Factor on the seconds of a product's two gradients; for a scan, FLOPs of the backward over the forward's."""
+    scan_flops: Number = 0
+    """FLOPs of a scan in the forward."""
     batch: Number = 0
     heads: Number = 0
     kv_heads: Number = 0
@@ -134,7 +137,7 @@ class Operator:
     def forward_flops(self) -> Number:
         if self.kind == "gemm":
             return self.gemm_flops
-        return self.attention_flops if self.kind == "attention" else 0
+        return self.attention_flops if self.kind == "attention" else self.scan_flops
 
     @property
     def backward_flops(self) -> Number:
@@ -145,7 +148,9 @@ class Operator:
         """
         if self.kind == "gemm":
             return 2 * self.gemm_flops
-        return self._square * (3 * self.qk_dim + 2 * self.v_dim) if self.kind == "attention" else 0
+        if self.kind == "attention":
+            return self._square * (3 * self.qk_dim + 2 * self.v_dim)
+        return self.backward_factor * self.scan_flops
 
     def saved_bytes(self, recomputed: frozenset[str] = frozenset(), dtype: str = "bf16") -> Number:
         """Bytes kept for backward when the modules in `recomputed` are recomputed."""

@@ -71,8 +71,13 @@ def log_errors(problem: FitProblem, hardware: HardwareSpec, values: Mapping[str,
     return np.asarray(np.log(predicted / problem.measured_s))
 
 
-def fit(problem: FitProblem, hardware: HardwareSpec, keep: Any = slice(None)) -> dict[str, float]:
-    """The free numbers that explain the rows `keep` best, from the best of a few first guesses."""
+def fit(
+    problem: FitProblem,
+    hardware: HardwareSpec,
+    keep: Any = slice(None),
+    near: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """The free numbers that explain the rows `keep` best, from a few first guesses or from `near`."""
     names = list(problem.free)
     start, low, high = (np.log([problem.free[name][i] for name in names]) for i in range(3))
 
@@ -85,16 +90,18 @@ def fit(problem: FitProblem, hardware: HardwareSpec, keep: Any = slice(None)) ->
 
     moved = np.random.default_rng(0).normal(0.0, GUESS_SPREAD, (problem.num_guesses, len(start)))
     moved[0] = 0.0
-    solutions = [least_squares(residuals, start + move, low, high, SCALE) for move in moved]
+    guesses = start + moved if near is None else [np.log([near[name] for name in names])]
+    solutions = [least_squares(residuals, guess, low, high, SCALE) for guess in guesses]
     return values(min(solutions, key=lambda x: soft_l1(residuals(x), SCALE)))
 
 
 def left_out(problem: FitProblem, hardware: HardwareSpec) -> FloatArray:
-    """Log errors of every row, predicted by a fit without the row's group."""
+    """Log errors of every row, predicted by a fit without the row's group that starts from the fit of all rows."""
+    near = fit(problem, hardware)
     names = np.unique(problem.groups)
     folds = [names[i :: min(NUM_FOLDS, len(names))] for i in range(min(NUM_FOLDS, len(names)))]
     errors = np.zeros(len(problem.measured_s))
     for fold in folds:
         out = np.isin(problem.groups, fold)
-        errors[out] = log_errors(problem, hardware, fit(problem, hardware, ~out))[out]
+        errors[out] = log_errors(problem, hardware, fit(problem, hardware, ~out, near))[out]
     return errors

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
 
 from planner.answer import Offer, Plan, PricedLayout, RecipeGain, RecipeRefusal
-from planner.export.megatron.recipe import environment
+from planner.export.megatron.environment import environment
 from planner.report.format import percent
 from planner.trainers.switches import SWITCHES, Value, written
 

@@ -63,6 +63,8 @@ def _panel(view: View) -> Panel:
         *map(Text, _packed(view.placement)),
         Text(view.batch),
     ]
+    if view.batch_offer:
+        lines.append(Text(view.batch_offer, style="yellow"))
     if view.misfit:
         lines.append(Text(view.misfit, style="bold red"))
     lines += ["", _figures(view.figures)]

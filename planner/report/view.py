@@ -43,6 +43,8 @@ class View:
     placement: tuple[str, ...]
     """The tier that each group of ranks spans, in words."""
     batch: str
+    batch_offer: str
+    """Another batch that gives more tokens a second; empty where there is none."""
     misfit: str
     """By how much a layout does not fit; empty where it does."""
     figures: tuple[Figure, ...]
@@ -106,6 +108,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         manner=manner(best.parallelism),
         placement=tuple(map(str, best.placement)),
         batch=f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}",
+        batch_offer=_batch_offer(plan),
         misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
         figures=_figures(plan),
         peak=_peak(best),
@@ -136,6 +139,14 @@ def _misfit(layout: PricedLayout, capacity_bytes: int) -> str:
         f"Does not fit: stage {worst.stage} needs {gibibytes(worst.memory.total_bytes)} GiB, "
         f"{gibibytes(worst.memory.total_bytes - capacity_bytes)} more than the GPU's {gibibytes(capacity_bytes)}"
     )
+
+
+def _batch_offer(plan: Plan) -> str:
+    offer, size = plan.batch_offer, plan.training.global_batch_size
+    if offer is None:
+        return ""
+    gained, larger = offer.tokens_per_s / plan.step.tokens_per_s - 1, offer.global_batch_size / size - 1
+    return f"--global-batch-size {offer.global_batch_size} ({larger:+.1%}) gives {percent(gained)} more tokens/s"
 
 
 def _peak(layout: PricedLayout) -> Figure:

@@ -15,6 +15,7 @@ from planner.layout.expressible import export_warnings
 from planner.layout.price import price_layout
 from planner.physics.layers import ModelTotals, model_totals
 from planner.search.auto import AUTO, made_to_measure
+from planner.search.batch import batch_offer
 from planner.search.branch import key_of
 from planner.search.case import Case
 from planner.search.certificate import certificate
@@ -56,7 +57,7 @@ def plan(
     for narrow in narrower(case):
         with suppress(Infeasible):
             found = min(found, search(narrow), key=lambda other: other.best.step.step_s)
-    return found
+    return found.model_copy(update={"batch_offer": batch_offer(found, case, deadline)})
 
 
 def search(case: Case) -> Plan:

@@ -137,6 +137,10 @@ class HardwareSpec(Spec):
         return None if tflops is None else tflops * TERA
 
     @property
+    def is_amd(self) -> bool:
+        return self.architecture.lower().startswith("cdna")
+
+    @property
     def memory_bytes(self) -> int:
         return round(self.memory_gib * GIB)
 

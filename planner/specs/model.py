@@ -8,74 +8,32 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from planner.specs.base import Name, NonNegativeInt, PositiveFloat, PositiveInt, Spec
-
-AttentionKind = Literal["full", "sliding", "chunked"]
+from planner.specs.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.mixers import IndexerSpec, LinearAttentionSpec, MambaSpec, SlidingHeadsSpec
+from planner.specs.model_parts import (
+    NEEDS,
+    SPARSE,
+    Activation,
+    AttentionKind,
+    MLASpec,
+    MlpKind,
+    MoESpec,
+    RopeScalingSpec,
+    ScoringFunction,
+    TrainingDefaults,
+)
 
 
 class LayerKind(NamedTuple):
     """The make of a decoder layer; layers of the same kind cost the same."""
 
     attention: AttentionKind
-    mlp: Literal["dense", "moe"]
+    mlp: MlpKind
 
     def __str__(self) -> str:
-        return self.mlp if self.attention == "full" else f"{self.mlp}-{self.attention}"
-
-
-class MoESpec(Spec):
-    """The mixture-of-experts part of a model."""
-
-    num_experts: PositiveInt
-    """Routed experts per MoE layer."""
-    num_experts_per_tok: PositiveInt
-    """Routed experts that each token visits (top-k)."""
-    moe_intermediate_size: PositiveInt
-    """Width of one routed expert."""
-    shared_expert_intermediate_size: NonNegativeInt = 0
-    """Total width of the shared experts, which every token visits; 0 for none."""
-    shared_expert_gate: bool = False
-    """A learned scalar gate on the shared expert (Qwen2-MoE)."""
-    first_k_dense_replace: NonNegativeInt = 0
-    """The first k layers have a dense MLP."""
-    moe_layer_freq: PositiveInt = 1
-    """Every n-th layer (the n-th, 2n-th, …) after the first k is MoE."""
-    router_bias: bool = False
-    """One learned number per expert beside the router matrix (DeepSeek-V3, gpt-oss)."""
-
-    @model_validator(mode="after")
-    def _top_k_exists(self) -> MoESpec:
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok ({self.num_experts_per_tok}) exceeds num_experts ({self.num_experts})"
-            )
-        return self
-
-
-class MLASpec(Spec):
-    """Multi-head latent attention (DeepSeek-V2, 2024): low-rank queries and key-values."""
-
-    q_lora_rank: PositiveInt | None = None
-    """Rank of the query down-projection; null when queries are projected directly."""
-    kv_lora_rank: PositiveInt
-    """Rank of the latents that keys and values share."""
-    qk_nope_head_dim: PositiveInt
-    """Width of a query or key head without rotary positions."""
-    qk_rope_head_dim: PositiveInt
-    """Width of its rotated part."""
-    v_head_dim: PositiveInt
-    """Width of a value head."""
-
-
-class TrainingDefaults(Spec):
-    """The training that the model was published with; used where the user says nothing."""
-
-    seq_length: PositiveInt
-    """Tokens of a sequence."""
-    tokens_per_step: PositiveInt
-    """Tokens of an optimizer step."""
-    source: str = ""
-    """Source of these numbers."""
+        if self.mlp == "none":
+            return self.attention
+        return self.mlp if self.attention in ("full", "none") else f"{self.mlp}-{self.attention}"
 
 
 _MOE_FIELDS = frozenset(MoESpec.model_fields)
@@ -112,30 +70,76 @@ class ModelSpec(Spec):
     """Embedding and head share one matrix."""
     gated_mlp: bool = True
     """SwiGLU and its kin: gate and up projections; false for a plain two-matrix MLP."""
-    activation: Literal["silu", "gelu", "relu", "relu2"] = "silu"
-    """Activation of the MLP."""
+    activation: Activation = "silu"
+    """Activation of the MLP; `gelu_tanh` is its approximation by a tanh, `quick_gelu` x·sigmoid(1.702·x)."""
+    swiglu_limit: PositiveFloat | None = None
+    """Gate and up projections are clamped to this (gpt-oss); null for no clamp."""
+    glu_linear_offset: NonNegativeFloat = 0.0
+    """Number that is added to the up projection before the product with the activated gate (1 in gpt-oss)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Kind of the layers' norms."""
+    norm_weight: bool = True
+    """Norms have weights (not in OLMo)."""
+    norm_eps: PositiveFloat | None = None
+    """Number under the root of a norm (rms_norm_eps, layer_norm_eps); given none, 1e-5."""
+    zero_centered_norm: bool = False
+    """Norms multiply by 1 + weight (Gemma, Qwen3-Next)."""
     bias: bool = False
     """Every linear layer of the block has a bias (and so has LayerNorm), unless a field below says otherwise."""
     norm_bias: bool | None = None
     """LayerNorms have biases; given none, as `bias`."""
-    attention_bias: Literal["none", "qkv", "all"] | None = None
+    attention_bias: Literal["none", "qkv", "output", "all"] | None = None
     """Projections of attention that have biases; given none, as `bias`."""
     mlp_bias: bool | None = None
     """Linear layers of the MLP have biases; given none, as `bias`."""
+    head_bias: bool = False
+    """The head has a bias (Phi, GPT-J)."""
     qk_norm: bool = False
-    """RMSNorm over head_dim on queries and keys (Qwen3, Gemma 3)."""
+    """Norms on queries and keys (Qwen3, Gemma 3)."""
+    qk_norm_over: Literal["head_dim", "per_head", "hidden"] = "head_dim"
+    """Extent of such a norm: a head, with one weight for all heads; a head, with a weight for each; all heads at once
+    (OLMo 2)."""
+    pre_norms: bool = True
+    """A norm before attention and before the MLP; false where the norms are after them alone (OLMo 2, EXAONE 4)."""
     post_norms: bool = False
-    """A second norm after attention and after the MLP (Gemma 2 and 3): four norms a layer."""
+    """A norm after attention and after the MLP, before the residual sum; beside `pre_norms` there are four a layer."""
+    parallel_residual: Literal["one_norm", "two_norms"] | None = None
+    """Attention and MLP both read the layer's input, through one norm (Falcon-7B, Command R) or one each (GPT-NeoX);
+    null where the MLP reads what attention adds to."""
     embedding_norm: bool = False
     """A LayerNorm right after the embedding (BLOOM)."""
     attention_sinks: bool = False
     """One learned sink logit per query head (gpt-oss)."""
+    value_head_dim: PositiveInt | None = None
+    """Width of a value head (MiMo-V2); given none, head_dim. Latent attention has its own."""
+    values_are_keys: bool = False
+    """Values are the keys before their norm and rotation: there is no projection of values (Gemma 4)."""
+    sliding_heads: SlidingHeadsSpec | None = None
+    """Heads of the sliding layers where they differ from those of the others; null where they do not."""
+    attention_multiplier: PositiveFloat | None = None
+    """Scale of the attention logits; given none, 1 / √(width of a query head)."""
+    attn_logit_softcapping: PositiveFloat | None = None
+    """Attention logits are squeezed between ± this by a tanh (Gemma 2)."""
+    final_logit_softcapping: PositiveFloat | None = None
+    """The same for the logits of the vocabulary."""
+    attn_output_gate: bool = False
+    """The attention's output is multiplied by a sigmoid of a projection as wide as the queries (Qwen3-Next)."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Factor on the embedding (Granite; √hidden_size in Gemma)."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Factor on what attention and the MLP add to the residual stream (Granite)."""
+    logits_scaling: PositiveFloat = 1.0
+    """Number by which the logits of the vocabulary are divided (Granite)."""
     position_embedding: Literal["rope", "learned", "alibi", "none"]
     """Kind of positions. Given none: rope where the MLP is gated, else learned where max_position_embeddings is set."""
     rope_theta: PositiveFloat | None = None
     """Base of the rotary frequencies: no size and no price depends on it, a trainer's configuration does."""
+    rope_local_base_freq: PositiveFloat | None = None
+    """Base of the rotary frequencies on sliding layers (Gemma 3); given none, `rope_theta`."""
+    rope_scaling: RopeScalingSpec | None = None
+    """Stretching of the rotary frequencies; null for none."""
+    no_rope_layer_interval: PositiveInt | None = None
+    """Every n-th layer has no rotary positions (SmolLM3, Llama 4); null: all have them."""
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
     """Share of every head that is rotated; no size and no price depends on it either."""
     max_position_embeddings: PositiveInt | None = None
@@ -146,12 +150,26 @@ class ModelSpec(Spec):
     """Tokens of a chunk, beyond which a query sees no keys on such layers (Llama 4)."""
     sliding_window_pattern: PositiveInt | None = None
     """Every n-th layer has full attention, the others slide or attend in chunks; null: all do."""
+    layer_types: tuple[AttentionKind, ...] | None = None
+    """Attention of each layer, where no pattern above says it; a shorter list repeats."""
+    mlp_layer_types: tuple[MlpKind, ...] | None = None
+    """MLP of each layer, where first_k_dense_replace and moe_layer_freq do not say it; a shorter list repeats."""
     moe: MoESpec | None = None
     """The mixture of experts; null for dense models."""
     mla: MLASpec | None = None
     """Latent attention; null where attention is not latent."""
+    indexer: IndexerSpec | None = None
+    """The choice of keys on layers of sparse attention; null where there are none."""
+    mamba: MambaSpec | None = None
+    """State-space mixers; null where there are none."""
+    linear_attention: LinearAttentionSpec | None = None
+    """Linear attention; null where there is none."""
+    short_conv_kernel: PositiveInt | None = None
+    """Taps of the convolution of `conv` layers (LFM2)."""
     num_nextn_predict_layers: NonNegativeInt = Field(default=0, le=16)
     """Multi-token-prediction blocks after the last layer (DeepSeek-V3)."""
+    mtp_loss_scaling_factor: NonNegativeFloat | None = None
+    """Weight of the multi-token-prediction loss; given none, the trainer's."""
     training: TrainingDefaults | None = None
     """The training that it was published with."""
 
@@ -198,9 +216,28 @@ class ModelSpec(Spec):
             raise ValueError("position_embedding 'learned' needs max_position_embeddings")
         if self.sliding_window is not None and self.attention_chunk_size is not None:
             raise ValueError("sliding_window and attention_chunk_size: both given, layers slide or attend in chunks")
+        self._check_patterns()
+        if not (self.pre_norms or self.post_norms):
+            raise ValueError("pre_norms and post_norms: both false, a layer needs norms before or after its halves")
         if self.intermediate_size is None and any(kind.mlp == "dense" for kind in self.layers):
             raise ValueError("intermediate_size is missing and the model has dense layers")
         return self
+
+    def _check_patterns(self) -> None:
+        """Each list of layers has an entry, none is stated twice, and what its entries need is there."""
+        for name, listed in (("layer_types", self.layer_types), ("mlp_layer_types", self.mlp_layer_types)):
+            if listed is not None and not 0 < len(listed) <= self.num_hidden_layers:
+                raise ValueError(f"{name}: {len(listed)} entries for {self.num_hidden_layers} layers")
+        if self.layer_types is not None and self.sliding_window_pattern is not None:
+            raise ValueError("layer_types and sliding_window_pattern: both given, one of them says which layers slide")
+        kinds = {kind.attention for kind in self.kinds}
+        for kind, name in NEEDS.items():
+            if kind in kinds and getattr(self, name) is None:
+                raise ValueError(f"{name} is missing and layer_types has {kind} layers")
+        if ("none", "none") in self.kinds:
+            raise ValueError("layer_types and mlp_layer_types: a layer is none in both, it does nothing")
+        if self.moe is None and any(kind.mlp == "moe" for kind in self.kinds):
+            raise ValueError("moe is missing and mlp_layer_types has moe layers")
 
     @cached_property
     def layers(self) -> tuple[LayerKind, ...]:
@@ -217,14 +254,28 @@ class ModelSpec(Spec):
         """Maximal runs of layers of one kind, in order: (kind, length)."""
         return tuple((kind, len(list(group))) for kind, group in groupby(self.layers))
 
+    @cached_property
+    def state_kinds(self) -> frozenset[AttentionKind]:
+        """The kinds of layers that hand a state from token to token, or mix them by a convolution."""
+        return frozenset(kind.attention for kind in self.kinds) - {"full", "sliding", "chunked", "none"} - SPARSE
+
+    def of_layer(self, kind: LayerKind) -> ModelSpec:
+        """The model with the heads that attention has on layers of `kind`."""
+        return self._with_sliding_heads if kind.attention == "sliding" else self
+
+    @cached_property
+    def _with_sliding_heads(self) -> ModelSpec:
+        heads = {} if self.sliding_heads is None else self.sliding_heads.model_dump(exclude_none=True)
+        return self.model_copy(update=heads) if heads else self
+
     @property
     def qkv_bias(self) -> bool:
-        return self.bias if self.attention_bias is None else self.attention_bias != "none"
+        return self.bias if self.attention_bias is None else self.attention_bias in ("qkv", "all")
 
     @property
     def output_bias(self) -> bool:
         """True where attention's output projection has a bias."""
-        return self.bias if self.attention_bias is None else self.attention_bias == "all"
+        return self.bias if self.attention_bias is None else self.attention_bias in ("output", "all")
 
     @property
     def has_mlp_bias(self) -> bool:
@@ -235,18 +286,39 @@ class ModelSpec(Spec):
         return self.norm == "layernorm" and (self.bias if self.norm_bias is None else self.norm_bias)
 
     @property
+    def balances_by_bias(self) -> bool:
+        """The router adds a number per expert that steers the load without a gradient (DeepSeek-V3).
+
+        The bias of a router that is a linear layer with a bias is none.
+        """
+        moe = self.moe
+        if moe is None or not moe.router_bias:
+            return False
+        return not self.has_mlp_bias if moe.balancing_bias is None else moe.balancing_bias
+
+    @property
+    def scoring_func(self) -> ScoringFunction:
+        """The function that turns router logits into scores."""
+        given = None if self.moe is None else self.moe.scoring_func
+        return given or ("sigmoid" if self.balances_by_bias else "softmax")
+
+    @property
     def num_position_parameters(self) -> int:
         """Parameters of the learned position table."""
         return (self.max_position_embeddings or 0) * self.hidden_size if self.position_embedding == "learned" else 0
 
     def _attention(self, layer: int) -> AttentionKind:
+        if self.layer_types is not None:
+            return self.layer_types[layer % len(self.layer_types)]
         pattern = self.sliding_window_pattern
         if pattern is not None and (layer + 1) % pattern == 0:
             return "full"
         return "sliding" if self.sliding_window is not None else "chunked" if self.attention_chunk_size else "full"
 
-    def _mlp(self, layer: int) -> Literal["dense", "moe"]:
+    def _mlp(self, layer: int) -> MlpKind:
         moe = self.moe
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types[layer % len(self.mlp_layer_types)]
         if moe is None or layer < moe.first_k_dense_replace:
             return "dense"
         return "moe" if (layer - moe.first_k_dense_replace + 1) % moe.moe_layer_freq == 0 else "dense"

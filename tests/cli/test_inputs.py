@@ -47,7 +47,14 @@ def test_a_longer_sequence_keeps_the_published_tokens_per_step() -> None:
 
 def test_batches_in_tokens() -> None:
     assert read_job({**JOB, "batch_tokens": "16777216"}).training.global_batch_size == 2048
-    assert read_job({**JOB, "seq_length": 1000, "batch_tokens": "4M"}).training.global_batch_size == 4000
+    # 3,906 sequences is what 16M exactly are; 4,096 is what 2,048 GPUs divide, and what 16·2²⁰ are
+    assert read_job({**JOB, "seq_length": 4096, "batch_tokens": "16M"}).training.global_batch_size == 4096
+    # 15,625 sequences leave GPUs idle
+    assert read_job({**JOB, "seq_length": 4096, "batch_tokens": "64000000"}).training.global_batch_size == 15360
+    # exactly as asked where the GPUs divide it as well as anything near it
+    assert (
+        read_job({**JOB, "gpus": 48, "seq_length": 1000, "batch_tokens": "4800000"}).training.global_batch_size == 4800
+    )
 
 
 def test_16m_of_8192_is_2048_sequences_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -56,11 +63,19 @@ def test_16m_of_8192_is_2048_sequences_and_says_so(caplog: pytest.LogCaptureFixt
     assert "16M is taken as 16,777,216, 2,048 sequences" in caplog.text
 
 
-def test_a_batch_is_never_rounded() -> None:
-    error = problem(read_job, batch_tokens="1000000")
-    assert error.message == "--batch-tokens: 1,000,000 tokens are no whole number of sequences of 8,192"
-    assert error.hint == "--global-batch-size 122 or --global-batch-size 123"
-    assert "llama-3.1-405b's published batch: 16,777,216 tokens" in problem(read_job, seq_length=5000).message
+def test_a_batch_near_that_suits_the_gpus_is_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert read_job({**JOB, "batch_tokens": "1000000"}).training.global_batch_size == 120
+    assert "--batch-tokens: 1000000 is taken as 983,040, 120 sequences" in caplog.text
+    with caplog.at_level(logging.INFO):
+        assert read_job({**JOB, "seq_length": 5000}).training.global_batch_size == 3328
+    assert "llama-3.1-405b's published batch: 16,777,216 is taken as 16,640,000" in caplog.text
+
+
+def test_a_batch_far_from_any_whole_number_of_sequences_is_refused() -> None:
+    error = problem(read_job, batch_tokens="12000")
+    assert error.message == "--batch-tokens: 12,000 tokens are no whole number of sequences of 8,192"
+    assert error.hint == "--global-batch-size 1 or --global-batch-size 2"
 
 
 def test_a_model_without_published_training_must_be_told(tmp_path: Path) -> None:

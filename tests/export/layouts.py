@@ -6,18 +6,20 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
+from planner.specs.training import TrainingSpec
 from planner.trainers.rules.common import Rule
 
 SIZES = (8, 64, 512, 2048, 4096, 16384)
 
 
 def expressible(rules: Iterable[Rule]) -> list[str]:
-    """Models that break none of a target's rules about models, which read no training and no shape."""
-    nothing: Any = None
+    """Models that break none of a target's rules about models, which read no shape, on short sequences."""
+    training = TrainingSpec(seq_length=2048, global_batch_size=1)
     return [
-        name for name in model_names() if all(rule.holds(load_model(name), nothing, nothing) for rule in tuple(rules))
+        name for name in model_names() if all(rule.holds(load_model(name), training, Shape()) for rule in tuple(rules))
     ]
 
 

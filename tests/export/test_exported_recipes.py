@@ -13,7 +13,7 @@ from planner.export.common.recipe import recipe_of, setting_of
 from planner.export.common.refusal import Inexpressible
 from planner.export.common.spelling import spelling_of
 from planner.export.export import bundle_of
-from planner.export.megatron.recipe import environment
+from planner.export.megatron.environment import environment
 from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.export.read import read_configuration
 from planner.layout.evaluate import evaluate

@@ -24,7 +24,7 @@ def test_a_launch_script() -> None:
     run, layout = imported.run, layout_of(imported)
     assert imported.source == "megatron"
     assert run["num_gpus"] == 128
-    assert (run["seq_length"], run["global_batch_size"], run["dtype"]) == (4096, 512, "fp8")
+    assert (run["seq_length"], run["global_batch_size"], run["dtype"]) == (4096, 512, "bf16")
     assert run["model"]["vocab_size"] == 128256
     assert run["model"]["num_key_value_heads"] == 8
     assert (layout["tp"], layout["pp"], layout["vpp"]) == (4, 4, 1)
@@ -40,7 +40,9 @@ def test_the_last_of_equal_options_wins() -> None:
 
 
 def read(options: str, gpus: int = 32) -> ImportedRun:
-    return read_configuration(f"torchrun --nnodes {gpus // 8} --nproc-per-node 8 pretrain_gpt.py {BASE} {options}")
+    return read_configuration(
+        f"torchrun --nnodes {gpus // 8} --nproc-per-node 8 pretrain_gpt.py {BASE} --bf16 {options}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_parallelism(options: str, expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("", {"intermediate_size": 16384, "norm": "layernorm", "activation": "gelu", "tie_word_embeddings": True}),
+        ("", {"intermediate_size": 16384, "norm": "layernorm", "activation": "gelu_tanh", "tie_word_embeddings": True}),
         ("--swiglu", {"intermediate_size": 10880, "gated_mlp": True, "activation": "silu"}),
         ("--squared-relu --disable-bias-linear --add-qkv-bias", {"activation": "relu2", "attention_bias": "qkv"}),
         ("--use-rotary-position-embeddings --no-position-embedding", {"position_embedding": "rope"}),
@@ -164,8 +166,8 @@ def test_scales_that_are_not_modelled_are_named(options: str, recipe: str | None
 def test_a_batch_size_left_out_is_one_micro_batch_a_rank() -> None:
     text = BASE.replace(" --global-batch-size 64", "")
     imported = read_configuration(f"torchrun --nproc-per-node 8 pretrain_gpt.py {text} --tensor-model-parallel-size 2")
-    assert imported.run["global_batch_size"] == 8
-    assert "as Megatron does" in imported.notes[0]
+    assert imported.complete(hardware="h100")["global_batch_size"] == 8
+    assert imported.complete(hardware="h100", num_gpus=16)["global_batch_size"] == 16
 
 
 @pytest.mark.parametrize("form", ["megatron.yaml", "launch.sh", "launch.sbatch"])

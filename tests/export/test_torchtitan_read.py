@@ -26,7 +26,7 @@ def test_our_own_recipe_comes_back(planned: Planned) -> None:
     assert (layout["tp"], layout["pp"], layout["vpp"], layout["dp"]) == (2, 4, 2, 8)
     assert imported.run["global_batch_size"] == plan.training.global_batch_size
     assert imported.run["num_gpus"] == 64
-    run = parse_run({"run": imported.complete(hardware="h100", model="llama-3.1-8b")})
+    run = parse_run({"run": imported.complete(hardware="h100")})
     again = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
     assert again.step.step_s == pytest.approx(plan.step.step_s, rel=1e-9)
 
@@ -47,10 +47,15 @@ def test_what_a_recipe_compiles(planned: Planned) -> None:
     assert features["zb-h1"] == {"compile": False, **today}
 
 
-def test_layers_recomputed_by_name_are_noted(planned: Planned) -> None:
+def test_layers_recomputed_by_name_are_counted(planned: Planned) -> None:
     plan = planned("llama-3.1-8b", 64, runtime="torchtitan", pp=4, recompute="full", recompute_num_layers=3)
-    imported = read_configuration(bundle_of(plan, ["torchtitan"]).files[0].text)
-    assert any("some layers by name" in note for note in imported.notes)
+    text = bundle_of(plan, ["torchtitan"]).files[0].text
+    assert layout_of(read_configuration(text))["recompute_num_layers"] == 3
+    assert "RECOMPUTED = {i for layers in (range(0, 3)" in text
+    imported = read_configuration(
+        text.replace("RECOMPUTED = {i for layers in (range(0, 3)", "RECOMPUTED = {i for layers in (range(0, 1)")
+    )
+    assert imported.notes[0] == "the recipe recomputes 10 layers by name: read as all of them"
 
 
 TOML = """
@@ -77,7 +82,7 @@ def test_torchtitan_toml() -> None:
     assert imported.source == "torchtitan"
     assert imported.run["model"] == "llama-3.1-70b"
     assert imported.run["num_gpus"] == 256
-    assert imported.run["global_batch_size"] == 8 * 32
+    assert imported.complete(hardware="h100")["global_batch_size"] == 8 * 32
     assert layout_of(imported)["fsdp"] == 16
     assert layout_of(imported)["recompute"] == "full"
     assert imported.unknown == {"parallelism.surprising_degree": "3"}
@@ -111,4 +116,4 @@ def test_a_recipe_with_values_that_only_a_run_knows() -> None:
     assert layout_of(imported)["tp"] == 4
     assert imported.run["model"] == "llama-3.1-8b"
     assert imported.run["seq_length"] == 8192
-    assert imported.unknown == {"parallelism.expert_parallel_degree": "pick()"}
+    assert imported.unknown == {"parallelism.expert_parallel_degree": "pick"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -62,8 +62,8 @@ SWITCHED: dict[str, tuple[Any, ...]] = {
 }
 """Fields of switches, and the values that problems draw."""
 TORCH = ("1f1b", "interleaved-1f1b", "gpipe", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
-NODES_PER_BLOCK = 4
-SPLITS_PER_NODE = 25
+NODES_PER_BLOCK = 3
+SPLITS_PER_NODE = 12
 RELATIVE = 1e-6
 
 
@@ -112,13 +112,13 @@ class Bounded:
     may_fit: bool
     """True if `fits` lets the shape through."""
 
-    def splits(self, rng: random.Random) -> list[Split]:
+    def splits(self, rng: random.Random, most: int = SPLITS_PER_NODE) -> list[Split]:
         """Legal splits, some of them where there are many."""
         model, shape = self.problem.model, self.table.shape
         if self.choice.whole == "per_stage" and (model.num_hidden_layers > 5 or int(shape.vpp) > 1):
             return []
         every = list(legal_splits(model, shape, self.choice, self.problem.runtime.head_only_stage))
-        return every if len(every) <= SPLITS_PER_NODE else rng.sample(every, SPLITS_PER_NODE)
+        return every if len(every) <= most else rng.sample(every, most)
 
     def step_s(self, split: Split) -> float:
         """Every action of the whole step replayed, and what comes beside the pipeline; ∞ where it does not fit."""
@@ -128,7 +128,7 @@ class Bounded:
         return makespan_s(candidate.order, candidate.durations) + sum(candidate.outside)
 
 
-def bounded_nodes(problem: Problem, rng: random.Random) -> Iterator[Bounded]:
+def bounded_nodes(problem: Problem, rng: random.Random, per_block: int = NODES_PER_BLOCK) -> Iterator[Bounded]:
     """Some nodes of a problem, with the bounds of both levels."""
     model, limits, runtime, pricing = problem.model, problem.limits, problem.runtime, problem.pricing
     shapes, _ = enumerate_shapes(model, problem.cluster, problem.training, limits, runtime)
@@ -138,7 +138,7 @@ def bounded_nodes(problem: Problem, rng: random.Random) -> Iterator[Bounded]:
     fitting = fits(priced, tried)
     for shape_of_row, nodes in nodes_of(priced, limits):
         node_s = [nodes.bound_s(choice) for choice in problem.choices]
-        for row in rng.sample(range(len(shape_of_row)), min(NODES_PER_BLOCK, len(shape_of_row))):
+        for row in rng.sample(range(len(shape_of_row)), min(per_block, len(shape_of_row))):
             table, index = pricing.table(scalar(nodes.shapes.shape, row)), shape_of_row[row]
             for choice, bound_s in zip(problem.choices, node_s, strict=True):
                 yield Bounded(
@@ -152,11 +152,13 @@ def bounded_nodes(problem: Problem, rng: random.Random) -> Iterator[Bounded]:
                 )
 
 
-def num_held(problem: Problem, rng: random.Random) -> int:
+def num_held(
+    problem: Problem, rng: random.Random, per_block: int = NODES_PER_BLOCK, most: int = SPLITS_PER_NODE
+) -> int:
     """Splits of some of the problem's nodes that fit, none of which is quicker than any bound of its node says."""
     replayed = 0
-    for node in bounded_nodes(problem, rng):
-        for split in node.splits(rng):
+    for node in bounded_nodes(problem, rng, per_block):
+        for split in node.splits(rng, most):
             step_s = node.step_s(split)
             if math.isinf(step_s):
                 continue
@@ -168,18 +170,21 @@ def num_held(problem: Problem, rng: random.Random) -> int:
     return replayed
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    # the last two: a first chunk that is shorter than the others, of which its rank holds most
-    [*(range(first, first + 10) for first in range(0, 120, 10)), (5728, 6507)],
-)
+@pytest.mark.parametrize("first", range(0, 80, 10))
 @pytest.mark.parametrize("design", [None, MIXED], ids=["any model", "three kinds"])
-def test_no_bound_is_above_any_replay(seeds: Sequence[int], design: dict[str, Any] | None) -> None:
+def test_no_bound_is_above_any_replay(first: int, design: dict[str, Any] | None) -> None:
     replayed = 0
-    for seed in seeds:
+    for seed in range(first, first + 10):
         rng = random.Random(10_000 + seed)
         replayed += num_held(random_problem(seed, design), rng)
-    assert replayed > 80
+    assert replayed > 50
+
+
+@pytest.mark.parametrize("seed", [5728, 6507])
+@pytest.mark.parametrize("design", [None, MIXED], ids=["any model", "three kinds"])
+def test_no_bound_is_above_a_first_chunk_that_is_shorter(seed: int, design: dict[str, Any] | None) -> None:
+    """A rank holds most of its first chunk: in these two problems a bound was once above the replay."""
+    assert num_held(random_problem(seed, design), random.Random(10_000 + seed), per_block=4, most=25) > 0
 
 
 # bridge is megatron but for a kernel of the loss
@@ -187,13 +192,13 @@ def test_no_bound_is_above_any_replay(seeds: Sequence[int], design: dict[str, An
 def test_no_bound_is_above_any_replay_whatever_the_trainer(trainer: str) -> None:
     """Each trainer prices transfers, shards and kernels in its own way, and the bounds must follow."""
     replayed = 0
-    for seed in range(300, 312):
+    for seed in range(300, 307):
         rng = random.Random(30_000 + seed)
         replayed += num_held(random_problem(seed, trainer=trainer), rng)
-    assert replayed > 40
+    assert replayed > 8
 
 
-@pytest.mark.parametrize("first", range(0, 60, 10))
+@pytest.mark.parametrize("first", range(0, 40, 10))
 @pytest.mark.parametrize("design", [None, MIXED], ids=["any model", "three kinds"])
 def test_the_program_finds_what_fits_and_is_never_above_it(first: int, design: dict[str, Any] | None) -> None:
     compared = 0
@@ -252,14 +257,14 @@ def test_the_first_rank_exchanges_what_it_holds(network_gb_per_s: float) -> None
     shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
     priced = priced_shapes(problem.pricing, shapes.take(np.flatnonzero(np.asarray(shapes.pp) > 1)))
     table, kinds, steps = priced.table, problem.model.kinds, np.asarray(priced.shape.num_microbatches)
-    each = [np.array([f(priced, table.layers[kind, "none"]) for kind in kinds]) for f in (beyond_s, showing_s)]
+    each = [np.array([f(priced, kind, table.layers[kind, "none"]) for kind in kinds]) for f in (beyond_s, showing_s)]
     times = priced.layer_s("none")
     work, others = priced.work_s("none") - priced.ends_s, np.asarray(priced.shape.pp) - 1
     pipeline_s = steps * work / np.asarray(priced.shape.pp)
     least = np.full(len(work), np.inf)
     for held in product(range(4), range(4)):
         beyond, showing = (
-            f(priced, table.embedding) + np.asarray(held) @ of_kind
+            f(priced, "embedding", table.embedding) + np.asarray(held) @ of_kind
             for f, of_kind in zip((beyond_s, showing_s), each, strict=True)
         )
         elsewhere = steps * (work - sum(held) * times.max(axis=0)) / others

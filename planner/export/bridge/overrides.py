@@ -6,9 +6,11 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.export.bridge.fields import DERIVED, SAME
+from planner.export.bridge.model import UNASKED, model_overrides
 from planner.export.common.arguments import Arguments
 from planner.export.common.refusal import Objections
 from planner.export.megatron.arguments import megatron_arguments
+from planner.trainers.rules.bridge_model import bridge_model_rules
 
 Overrides = dict[str, Any]
 """Path of a field in the configuration tree to its value."""
@@ -20,22 +22,18 @@ _DDP_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "align_param_gat
 _PLAIN: Overrides = {"model.cuda_graph_impl": "none", "model.moe_shared_expert_overlap": False}
 """Switches as recipes of models may not have them, back where Megatron-LM has them unasked."""
 _LATENT_RECIPE: Overrides = {
-    "model.rotary_scaling_factor": 1.0,
-    "model.moe_router_num_groups": None,
-    "model.moe_router_group_topk": None,
-    "model.moe_router_topk_scaling_factor": None,
     "optimizer.use_precision_aware_optimizer": False,
     "optimizer.main_grads_dtype": "float32",
     "optimizer.main_params_dtype": "float32",
     "optimizer.exp_avg_dtype": "float32",
     "optimizer.exp_avg_sq_dtype": "float32",
 }
-"""Fields that the recipe with latent attention sets for its own model, back at Megatron's defaults."""
+"""Fields of the optimizer that the recipe with latent attention sets, back at Megatron's defaults."""
 
 
 def bridge_overrides(plan: Plan) -> Overrides:
     """All overrides of a plan. Raises Inexpressible where Megatron-LM or Bridge cannot run it."""
-    arguments = megatron_arguments(plan)
+    arguments = megatron_arguments(plan, "bridge", bridge_model_rules(plan.runtime_spec.version))
     objections = Objections("bridge", [], "export to megatron")
     model = plan.model.spec
     objections.when(
@@ -44,13 +42,13 @@ def bridge_overrides(plan: Plan) -> Overrides:
         f"its table has seq_length {plan.training.seq_length} rows, the model's {model.max_position_embeddings}",
     )
     objections.raise_any()
-    overrides: Overrides = dict(_PLAIN) if model.mla is None else _PLAIN | _LATENT_RECIPE
+    overrides: Overrides = dict(_PLAIN) if model.mla is None else _PLAIN | _LATENT_RECIPE | UNASKED
     for option, value in arguments.items():
         if option in SAME:
             overrides[SAME[option]] = list(value) if isinstance(value, tuple) else value
         else:
             assert option in DERIVED, option
-    return overrides | _derived(plan, arguments)
+    return overrides | _derived(plan, arguments) | model_overrides(model, plan.runtime_spec.fused_activation)
 
 
 def _derived(plan: Plan, arguments: Arguments) -> Overrides:
@@ -63,11 +61,6 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         "tokenizer.vocab_size": model.vocab_size,
         "model.vocab_size": model.vocab_size,
         "model.should_pad_vocab": True,
-        "model.share_embeddings_and_output_weights": model.tie_word_embeddings,
-        "model.add_bias_linear": "--disable-bias-linear" not in arguments,
-        "model.qk_layernorm": "--qk-layernorm" in arguments,
-        "model.gated_linear_unit": model.gated_mlp,
-        "model.activation_func": {"relu2": "squared_relu"}.get(model.activation, model.activation),
         "model.sequence_parallel": "--sequence-parallel" in arguments,
         "model.virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "model.pipeline_dtype": "float16" if plan.training.dtype == "fp16" else "bfloat16",
@@ -79,18 +72,15 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         "ddp.align_param_gather": overlaps and layout.vpp > 1,
         **_kernels(plan, arguments),
         **_of_switches(arguments),
+        **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"), arguments["--weight-decay"]),
         **{f"model.{name}": arguments.get(f"--{name.replace('_', '-')}") for name in _RECOMPUTE},
     }
     if "--pipeline-model-parallel-layout" not in arguments:
         overrides["model.pipeline_model_parallel_layout"] = None
     if model.mla is not None:
-        overrides |= _instead_of_deepseek(plan, arguments, overrides)
+        overrides |= _instead_of_deepseek(arguments, overrides)
     if isinstance(modules := arguments.get("--recompute-modules"), tuple):
         overrides["model.recompute_modules"] = list(modules)
-    if model.sliding_window is not None:
-        overrides["model.window_size"] = [model.sliding_window - 1, 0]
-    if model.moe is not None or model.mla is not None:  # the recipe of the latter has experts
-        overrides["model.moe_layer_freq"] = [int(kind.mlp == "moe") for kind in model.layers]
     return overrides
 
 
@@ -115,13 +105,11 @@ def _of_switches(arguments: Arguments) -> Overrides:
 
 def _kernels(plan: Plan, arguments: Arguments) -> Overrides:
     """Fusions and exchanges that Bridge chooses by what it finds installed, as Megatron-LM has them unasked."""
-    model = plan.model.spec
-    fused = "--no-bias-swiglu-fusion" if model.gated_mlp else "--no-bias-gelu-fusion"
     p2p = plan.parallelism.vpp > 1 and "--no-overlap-p2p-communication" not in arguments
     return {
         "model.gradient_accumulation_fusion": "--no-gradient-accumulation-fusion" not in arguments,
-        "model.apply_rope_fusion": model.position_embedding == "rope" and "--no-rope-fusion" not in arguments,
-        "model.bias_activation_fusion": fused not in arguments and (model.gated_mlp or model.has_mlp_bias),
+        "model.apply_rope_fusion": arguments["--position-embedding-type"] == "rope"
+        and "--no-rope-fusion" not in arguments,
         "model.bias_dropout_fusion": True,
         "model.cross_entropy_loss_fusion": "--cross-entropy-loss-fusion" in arguments,
         "model.cross_entropy_fusion_impl": arguments.get("--cross-entropy-fusion-impl", "native"),
@@ -158,25 +146,16 @@ def _mixed_precision(plan: Plan, arguments: Arguments) -> Overrides:
     return {"mixed_precision": {"_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig", **fields}}
 
 
-def _instead_of_deepseek(plan: Plan, arguments: Arguments, overrides: Overrides) -> Overrides:
+def _instead_of_deepseek(arguments: Arguments, overrides: Overrides) -> Overrides:
     """Fields that the recipe sets as DeepSeek-V3 has them, as this model has them.
 
     Its switches of overlaps come after the model's own and those of `ddp`; Bridge switches on those that are left open.
     """
-    model = plan.model.spec
     fields = ("model.overlap_p2p_comm", "model.batch_p2p_comm", *(f"ddp.{name}" for name in _DDP_OVERLAPS))
     overlaps = {f"comm_overlap.{field.partition('.')[2]}": overrides[field] for field in fields}
     return overlaps | {
-        "model.num_moe_experts": arguments.get("--num-experts"),
         "model.expert_model_parallel_size": arguments.get("--expert-model-parallel-size", 1),
         "model.expert_tensor_parallel_size": arguments.get("--expert-tensor-parallel-size", 1),
-        "model.moe_shared_expert_intermediate_size": arguments.get("--moe-shared-expert-intermediate-size"),
-        "model.mtp_num_layers": model.num_nextn_predict_layers or None,
-        "model.num_query_groups": model.num_attention_heads,
-        "model.moe_router_pre_softmax": "--moe-router-pre-softmax" in arguments,
-        "model.moe_router_score_function": arguments.get("--moe-router-score-function", "softmax"),
-        "model.moe_router_enable_expert_bias": "--moe-router-enable-expert-bias" in arguments,
-        "model.moe_router_load_balancing_type": arguments.get("--moe-router-load-balancing-type", "aux_loss"),
         "comm_overlap.tp_comm_overlap": "--tp-comm-overlap" in arguments,
         "comm_overlap.overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm" in arguments,
         "comm_overlap.delay_wgrad_compute": "--delay-wgrad-compute" in arguments,

@@ -1,74 +1,140 @@
-"""A run of Megatron-Bridge: the overrides of a recipe, as an exported bridge.json or the words of a launcher."""
+"""A run of Megatron-Bridge: a recipe in Python, overrides of one, or an exported bridge.json."""
 
 from __future__ import annotations
 
 import json
 import re
-from itertools import groupby
+from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from planner.errors import SpecError
-from planner.export.bridge.fields import SAME
+from planner.export.bridge.read_model import model_fields
+from planner.export.bridge.tree import Fields, fields_of, options_of_fields, sort_fields
+from planner.export.common.config_file import ConfigFile
+from planner.export.common.exported_model import Model, model_called, num_layers_of
 from planner.export.common.imported_run import ImportedRun
+from planner.export.common.python_config import Evaluator, Record
+from planner.export.common.recipes import chosen_recipe
 from planner.export.common.script import read_script
 from planner.export.common.shell import Script
-from planner.export.megatron.options import Options
 from planner.export.megatron.read import run_of
 
-_PATHS = {path: option for option, path in SAME.items()}
-_WHEN: dict[str, dict[Any, str]] = {
-    "model.sequence_parallel": {True: "--sequence-parallel"},
-    "model.share_embeddings_and_output_weights": {False: "--untie-embeddings-and-output-weights"},
-    "model.add_bias_linear": {False: "--disable-bias-linear"},
-    "model.qk_layernorm": {True: "--qk-layernorm"},
-    "model.gated_linear_unit": {True: "--swiglu"},
-    "model.activation_func": {"squared_relu": "--squared-relu"},
-    "model.gradient_accumulation_fusion": {False: "--no-gradient-accumulation-fusion"},
-    "model.cross_entropy_loss_fusion": {True: "--cross-entropy-loss-fusion"},
-    "ddp.use_distributed_optimizer": {True: "--use-distributed-optimizer"},
-    "ddp.overlap_grad_reduce": {True: "--overlap-grad-reduce"},
-    "ddp.overlap_param_gather": {True: "--overlap-param-gather"},
-    "ddp.check_for_nan_in_grad": {False: "--no-check-for-nan-in-loss-and-grad"},
-    "mixed_precision.fp16": {True: "--fp16"},
-    "mixed_precision.bf16": {True: "--bf16"},
-}
-"""Fields that stand for a bare option, and the value that does."""
-_VALUED = {
-    "model.seq_length": "--seq-length",
-    "model.vocab_size": "--vocab-size",
-    "model.virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
-    "model.recompute_modules": "--recompute-modules",
-    "model.window_size": "--window-size",
-    "mixed_precision.fp8": "--fp8-format",
-    "mixed_precision.fp4": "--fp4-format",
-}
-_MOMENTS = {"bfloat16": "bf16", "float32": "fp32"}
+_MARKS = ("model", "train", "ddp", "mixed_precision")
+_HARDWARE = ("h100", "h200", "b200", "b300", "gb200", "gb300", "a100")
 
 
-def read_bridge(text: str) -> ImportedRun:
-    """The run that a recipe's overrides describe; the recipe's own settings are not known.
+def read_bridge(config: ConfigFile) -> ImportedRun:
+    """The run that a recipe's function, or its overrides, describe; a recipe that is only named is not known.
 
-    Raises SpecError for a text without overrides, and for values that are no numbers.
+    Raises SpecError for a text without overrides or recipes, and for values that are no numbers.
     """
-    words, script = _words(text)
+    if re.search(r"^\s*def |^from |^import ", config.text, re.MULTILINE) and not config.text.startswith("#!"):
+        return _read_recipe(config)
+    words, script, recipe = _words(config)
     fields = dict(_field(word) for word in words)
     if not fields:
         raise SpecError("the text overrides no field of a recipe", "give bridge.json, or the script that sets fields")
-    imported = run_of(_options(fields), script, "bridge")
-    read = {*_PATHS, *_WHEN, *_VALUED}
-    imported.ignored |= {path: json.dumps(value) for path, value in fields.items() if path not in read}
+    imported = _run(fields, script, recipe)
     imported.notes.append("what the recipe sets beside these overrides is not read")
     return imported
 
 
-def _words(text: str) -> tuple[list[str], Script]:
-    """The overrides as words, with the variables around them."""
+def _read_recipe(config: ConfigFile) -> ImportedRun:
+    evaluator = Evaluator(config)
+    record = chosen_recipe(evaluator, config.recipe, _MARKS)
+    if record is None:
+        raise SpecError("no function of the file returns a recipe that can be followed", "give the recipe's own file")
+    names = [name for name in evaluator.own_functions() if not name.startswith("_")]
+    name = config.recipe or (names[0] if len(names) == 1 else "")
+    fields = fields_of(record)
+    script = Script(variables={"WORLD_SIZE": [match[1]]} if (match := re.search(r"_(\d+)gpus?_", name)) else {})
+    imported = _run(fields, script, name, _hub_name(record))
+    hardware = next((gpu for gpu in _HARDWARE if f"_{gpu}_" in name), None)
+    if hardware is not None:
+        imported.run["hardware"] = hardware
+    return imported
+
+
+def _hub_name(record: Record) -> str:
+    """The repository of the hub that the recipe's model comes from."""
+    model = record.fields.get("model")
+    arguments = model.arguments if isinstance(model, Record) else []
+    return next((argument for argument in arguments if isinstance(argument, str)), "")
+
+
+def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> ImportedRun:
+    options = options_of_fields(fields)
+    named = None if "--hidden-size" in options else model_called(hub_name) or _model_of_recipe(recipe)
+    imported = run_of(options, script, "bridge", num_layers=num_layers_of(named))
+    if imported.run["model"] is not None and named is None:
+        imported.run["model"] |= model_fields(fields, recipe)
+    imported.unknown.clear()
+    sort_fields(fields, imported.ignored, imported.unknown)
+    if imported.run["model"] is None:
+        imported.run["model"] = named
+        if named is None and (hub_name or recipe):
+            imported.notes.append(f"{hub_name or recipe} is no model that the planner knows: add --model")
+        imported.run["parallelism"] |= _expert_tensor_parallel(imported.run["model"], fields)
+        _sort_mixture(imported)
+    imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
+    return imported
+
+
+def _expert_tensor_parallel(model: Model | None, fields: Fields) -> dict[str, Any]:
+    """A mixture's experts are split as its attention is unless told."""
+    if model is None:
+        return {}
+    size = fields.get("model.expert_tensor_parallel_size") or fields.get("model.tensor_model_parallel_size") or 1
+    return {"etp": size} if isinstance(size, int) else {}
+
+
+def _sort_mixture(imported: ImportedRun) -> None:
+    """Features of mixtures that a model by name may have."""
+    imported.run["features"].pop("dispatcher", None)
+
+
+def _model_of_recipe(recipe: str) -> Model | None:
+    """The model that a recipe's name begins with: `qwen3_30b_a3b_pretrain_config`."""
+    parts = re.split(r"_(?:pretrain|sft|peft|finetune|config|low_precision|lora)", recipe)[0].split("_")
+    for length in range(len(parts), 0, -1):
+        if (model := model_called("-".join(parts[:length]))) is not None:
+            return model
+    return None
+
+
+def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
+    """The overrides as words, the variables around them, and the name of the recipe."""
+    text = config.text
     if text.lstrip().startswith("{"):
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise SpecError(f"not JSON: {error}", "give the bridge.json that plan export wrote") from None
         world = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
-        return [str(word) for word in data.get("overrides", [])], Script(words=[], variables=world)
-    script = read_script(text)
-    return [word for word in script.words if re.match(r"[+a-z_]+(\.\w+)*=", word)], script
+        return [str(word) for word in data.get("overrides", [])], Script(variables=world), str(data.get("recipe", ""))
+    if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
+        data = _yaml(text)
+        return [f"{path}={json.dumps(value)}" for path, value in _flat(data)], Script(), ""
+    script = read_script(text, config.beside)
+    recipes = [script.words[i + 1] for i, word in enumerate(script.words[:-1]) if word == "--recipe"]
+    return [word for word in script.words if re.match(r"[+a-z_]+(\.\w+)+=", word)], script, next(iter(recipes), "")
+
+
+def _yaml(text: str) -> Mapping[str, Any]:
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"not YAML: {error}".splitlines()[0], "give the file of overrides") from None
+    return data if isinstance(data, dict) else {}
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for name, value in data.items():
+        rows += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+    return rows
 
 
 def _field(word: str) -> tuple[str, Any]:
@@ -79,47 +145,5 @@ def _field(word: str) -> tuple[str, Any]:
         value = re.sub(r"([{,])(\w+):", r'\1"\2":', value)
     try:
         return path.lstrip("+"), json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return path.lstrip("+"), {"True": True, "False": False, "None": None}.get(value, value)
-
-
-def _options(fields: dict[str, Any]) -> Options:
-    """The fields as options of Megatron-LM."""
-    precision = fields.get("mixed_precision")
-    if isinstance(precision, dict):
-        fields = {**fields, **{f"mixed_precision.{name}": value for name, value in precision.items()}}
-    options: dict[str, list[str]] = {}
-    for path, value in fields.items():
-        name = _PATHS.get(path) or _VALUED.get(path)
-        flag = None if isinstance(value, (list, dict)) else _WHEN.get(path, {}).get(value)
-        if flag is not None:
-            options[flag] = []
-        elif name is not None and value is not None and value is not False:
-            items = value if isinstance(value, list) else [] if value is True else [value]
-            options[name] = [str(item) for item in items]
-    return {**options, **_derived(fields, options)}
-
-
-def _derived(fields: dict[str, Any], options: Options) -> Options:
-    """Options whose meaning several fields take together."""
-    derived: dict[str, list[str]] = {}
-    if "--num-query-groups" in options:
-        derived["--group-query-attention"] = []
-    if fields.get("model.overlap_p2p_comm") is False and "--num-virtual-stages-per-pipeline-rank" in options:
-        derived["--no-overlap-p2p-communication"] = []
-    if "--num-experts" in options and isinstance(pattern := fields.get("model.moe_layer_freq"), list):
-        runs = [f"[{has_experts}]*{len(list(run))}" for has_experts, run in groupby(pattern)]
-        derived["--moe-layer-freq"] = [f"({'+'.join(runs)})"]
-    if "--fp8-format" in options:
-        derived["--fp8-recipe"] = [str(fields.get("mixed_precision.fp8_recipe", "tensorwise"))]
-    if "--cross-entropy-loss-fusion" in options and "--cross-entropy-fusion-impl" not in options:
-        derived["--cross-entropy-fusion-impl"] = ["te"]  # as its recipes have it
-    in_fp32 = fields.get("mixed_precision.grad_reduce_in_fp32")
-    if in_fp32 is not None and in_fp32 == ("--fp16" in options):
-        derived["--accumulate-allreduce-grads-in-fp32" if in_fp32 else "--grad-reduce-in-bf16"] = []
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if dtype := fields.get(f"optimizer.{name}"):
-            derived[f"--{name.replace('_', '-')}"] = [_MOMENTS.get(str(dtype), str(dtype))]
-    if fields.get("model.bias_activation_fusion") is False and "--swiglu" in options:
-        derived["--no-bias-swiglu-fusion"] = []
-    return derived

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterable
 
 from planner.answer import Plan
+from planner.export.bridge.model import DOWNLOADS, RECIPES
 from planner.export.bridge.overrides import bridge_overrides
+from planner.export.bridge.run_words import first_run, hydra, training_run
+from planner.export.common.arguments import ShellText
 from planner.export.common.header import header
+from planner.export.common.promise import promise
 from planner.export.common.refusal import Objections
-from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
-from planner.export.megatron.recipe import environment
-from planner.export.megatron.write import notes_on_options
+from planner.export.common.run_settings import run_settings
+from planner.export.common.trainer_files import (
+    ExportFile,
+    LaunchCommand,
+    Placeholder,
+    Requirement,
+    TrainerFiles,
+    TrainerVersion,
+)
+from planner.export.megatron.arguments import NEWEST, megatron_arguments
+from planner.export.megatron.environment import environment
+from planner.export.megatron.requirements import requirements
+from planner.export.megatron.run_options import PLACEHOLDERS
+from planner.export.megatron.write import LOG, notes_on_options
+from planner.trainers.rules.bridge_model import family_of
 
-_RELEASES = {"0.16": "0.3", "0.17": "0.4", "0.18": "0.5", "0.19": "0.6", "0.20": "0.7"}
+_RELEASES = {"0.17": "0.4", "0.18": "0.5", "0.19": "0.6", "0.20": "0.7"}
 """Megatron core to the release of Megatron-Bridge whose submodule it is."""
 _NEWEST = "0.7.0"
 _OVERRIDES_FILE = "bridge.json"
+_CHECKOUT = Placeholder("BRIDGE_PATH", "checkout of Megatron-Bridge", default="$PWD", kind="folder", in_first_run=True)
 
 
 def export_bridge(plan: Plan) -> TrainerFiles:
@@ -34,56 +51,50 @@ def export_bridge(plan: Plan) -> TrainerFiles:
     notes = _notes(plan)
     variables = environment(plan)
     comments = header(plan, written_for, notes)
-    recipe = _recipe_of(plan)
+    recipe = RECIPES[family_of(plan.model.spec)]
+    first, training = first_run(plan), training_run(plan)
     data = {
         "recipe": recipe,
         "world_size": plan.parallelism.num_gpus_used,
         "env": variables,
         "overrides": words,
+        "first_run": _unquoted(first.words),
+        "training_run": _unquoted(training.words),
     }
     command = LaunchCommand(
         program='"$BRIDGE_PATH"/scripts/training/run_recipe.py',
-        arguments={"--recipe": recipe, "--mode": "pretrain", "--dataset": "mock"},
+        arguments={"--recipe": recipe, "--mode": "pretrain"},
         words=tuple(words),
+        first_run=first,
+        training_run=training,
+        placeholders=(_CHECKOUT, *PLACEHOLDERS),
+        requirements=(
+            *requirements(megatron_arguments(plan)),
+            Requirement("megatron.bridge", "the trainer", hint="pip install megatron-bridge"),
+        ),
+        trainer=TrainerVersion(
+            "Megatron core", is_exactly=version, at_least="" if version else NEWEST, package="megatron-core"
+        ),
+        promise=promise(plan, LOG),
         environment=variables,
-        setup=('export BRIDGE_PATH="${BRIDGE_PATH:-$PWD}"', *_version_check(version)),
+        exit_minutes="train.exit_duration_in_mins={}",
         comments=comments,
     )
     file = ExportFile(_OVERRIDES_FILE, json.dumps(data, indent=2) + "\n")
     return TrainerFiles(written_for, (file,), command, notes)
 
 
-def _version_check(version: str) -> tuple[str, ...]:
-    """A shell line that ends the launch where another Megatron core is installed than the one asked for."""
-    if not version:
-        return ()
-    code = (
-        'import sys; from importlib.metadata import version; found = version("megatron-core"); '
-        f'sys.exit(None if found.startswith("{version}.") else '
-        f'f"the overrides are for Megatron core {version}, {{found}} is installed")'
-    )
-    return (f"python3 -c '{code}'",)
+def _unquoted(words: Iterable[str]) -> list[str]:
+    """Words as Hydra sees them, with variables as `${NAME}`."""
+    return [word[1:-1].replace('\\"', '"') if isinstance(word, ShellText) else word for word in words]
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     """Placeholders, notes on Megatron-LM's options, and downloads of the recipe."""
     notes = [
-        "data (mock), learning rate and number of steps are placeholders: append yours to the launcher",
-        "BRIDGE_PATH names a checkout of Megatron-Bridge",
+        *run_settings(plan).notes,
         *notes_on_options(plan),
     ]
-    if plan.model.spec.mla is not None:
-        notes.append("the recipe reads the configuration of deepseek-ai/DeepSeek-V3 from Hugging Face or its cache")
+    if download := DOWNLOADS.get(family_of(plan.model.spec)):
+        notes.append(f"the recipe reads the configuration of {download} from Hugging Face or its cache")
     return tuple(notes)
-
-
-def _recipe_of(plan: Plan) -> str:
-    """The recipe to start from: its model is all overrides, with latent attention where the plan's model has it."""
-    return "vanilla_gpt_pretrain_config" if plan.model.spec.mla is None else "deepseek_v3_pretrain_config"
-
-
-def hydra(value: Any) -> str:
-    """A value in Hydra's grammar for overrides: JSON, except that keys of a dictionary have no quotes."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{hydra(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value)

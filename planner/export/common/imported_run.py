@@ -22,7 +22,7 @@ class ImportedRun:
     """A run as `plan evaluate --runs` takes it, and the fate of every option."""
 
     source: str
-    """The trainer whose configuration it is: megatron, torchtitan or deepspeed."""
+    """The trainer whose configuration it is: megatron, torchtitan, deepspeed, …"""
     run: dict[str, Any]
     """Fields of a run; some may be missing, which only the user can say."""
     ignored: dict[str, str] = field(default_factory=dict)
@@ -34,6 +34,8 @@ class ImportedRun:
 
     optimizer_instances: int = 1
     """Copies of the sharded optimizer; the number of GPUs says over how many ranks each is sharded."""
+    microbatches_per_rank: int | None = None
+    """Micro-batches of a data-parallel rank in a step, for configurations that count the batch so."""
 
     def complete(
         self, *, vocab_size: int | None = None, tp: int | None = None, pp: int | None = None, **given: Any
@@ -47,18 +49,27 @@ class ImportedRun:
         added = {name: value for name, value in given.items() if value is not None}
         run = {**self.run, **added}
         axes = {name: size for name, size in (("tp", tp), ("pp", pp)) if size is not None}
-        run["parallelism"] = {**run["parallelism"], **axes}
+        layout = run["parallelism"] = {**run["parallelism"], **axes}
         if "num_gpus" in added and added["num_gpus"] != self.run.get("num_gpus"):
-            run["parallelism"].pop("dp", None)
+            layout.pop("dp", None)
         if isinstance(run["model"], dict):
             run["model"] = self._model(run["model"], vocab_size)
+        ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
+        if run.get("num_gpus") is not None and run["num_gpus"] % ranks and "num_gpus" not in added:
+            raise SpecError(
+                f"{self.source}: the configuration starts {run['num_gpus']} GPUs, which tp·cp·pp ({ranks}) does not divide",
+                f"add --gpus N, a multiple of {ranks}",
+            )
+        if run.get("global_batch_size") is None and run.get("num_gpus") and self.microbatches_per_rank:
+            dp = layout.get("dp") or max(1, run["num_gpus"] // ranks)
+            run["global_batch_size"] = layout.get("micro_batch_size", 1) * self.microbatches_per_rank * dp
         for name, hint in _REQUIRED.items():
             if run.get(name) is None:
-                raise SpecError(f"{self.source}: {name} is not in the configuration", hint)
+                multiple = f", a multiple of {ranks}" if name == "num_gpus" and ranks > 1 else ""
+                raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
         if self.optimizer_instances > 1:
-            layout = run["parallelism"]
             shards = run["num_gpus"] // (layout["tp"] * layout["pp"] * self.optimizer_instances)
-            run["parallelism"] = {**layout, "fsdp": max(1, shards)}
+            layout["fsdp"] = max(1, shards)
         return {name: value for name, value in run.items() if value is not None}
 
     def _model(self, sizes: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:

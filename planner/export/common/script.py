@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import yaml
 
-from planner.export.common.shell import Script, read_shell
+from planner.export.common.shell import Files, Script, read_shell
 
 
-def read_script(text: str) -> Script:
-    """Options as YAML or JSON where the text is that, else the words of a bash script."""
-    return _options_file(text) or read_shell(text)
+def read_script(text: str, files: Files = lambda name: None) -> Script:
+    """Options as YAML or JSON where the text is that, else the words of a bash script, which may source `files`."""
+    return _options_file(text) or read_shell(text, files)
 
 
 def _options_file(text: str) -> Script | None:
@@ -20,8 +21,8 @@ def _options_file(text: str) -> Script | None:
     if not re.search(r"^\s*(MODEL_ARGS:|\{|\[)", text, re.MULTILINE) or text.startswith("#!"):
         return None
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError:
+        data = json.loads(text) if text.lstrip()[:1] in "{[" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
         return None
     if isinstance(data, list):
         return Script(words=[str(word) for word in data])
@@ -31,13 +32,15 @@ def _options_file(text: str) -> Script | None:
     variables = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
     if isinstance(options, list):
         return Script(words=[str(word) for word in options], variables=variables)
+    if not isinstance(options, dict):
+        return None
     words = [word for option, value in options.items() for word in _words(str(option), value)]
     return Script(words=words, variables=variables)
 
 
 def _words(option: str, value: Any) -> list[str]:
     """An option and its value as words of a command line; true is a bare flag, false and null are none."""
-    option = option if option.startswith("-") else f"--{option.replace('_', '-')}"
+    option = option if option.startswith("-") else f"--{option if '.' in option else option.replace('_', '-')}"
     if value is False or value is None:
         return []
     if value is True:

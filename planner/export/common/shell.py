@@ -1,59 +1,72 @@
-"""A reader of bash scripts that runs nothing: it follows variables, arrays and arithmetic, and no commands.
+"""A reader of bash scripts that runs nothing: it follows variables, arrays, arithmetic, conditions and functions.
 
-Both branches of a condition are read; of two assignments the later wins.
+A condition that only a machine knows (a file, the status of a program) is taken as not met; commands that are no
+assignments are collected with their words, and the launch is the one among them with most options.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.DOTALL)
-_PARAMETER = re.compile(r"(!?)([A-Za-z_]\w*|[0-9@*#?])(\[[@*\d]*\])?(?::?([-=+])(.*))?", re.DOTALL)
-_BREAKS = "\n;&|()<>"
-_KEYWORDS = frozenset({"export", "declare", "readonly", "local", "then", "do", "else", "if", "elif", "env", "{"})
-_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+from planner.export.common.shell_syntax import Block, Case, For, Function, If, Simple, Statement, While, parse_shell
+from planner.export.common.shell_test import holds
+from planner.export.common.shell_words import Environment, Words
+
+Files = Callable[[str], str | None]
+"""The text of a file that a script names; None where there is none beside it."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.DOTALL)
+_DECLARING = frozenset({"export", "declare", "readonly", "local", "typeset"})
+_PREFIXES = frozenset({"env", "time", "nohup", "exec", "command", "sudo", "then", "do", "!"})
+_SAYS_ONLY = frozenset({
+    "echo", "printf", "mkdir", "cd", "rm", "cp", "mv", "ln", "ls", "module", "pip", "sed", "grep", "awk", "cat", "tee", "wget",
+    "curl", "tar", "sleep", "exit", "return", "shift", "set", "unset", "ulimit", "git", "chmod", "conda", "source", ".", "clear",
+    "rsync", "scancel", "touch", "find", "head", "tail", "shopt", "trap", "wait", "kill", "read", "break", "continue",
+})  # fmt: skip
+"""Commands that launch nothing, whatever their words are."""
+_MAX_ITERATIONS, _MAX_DEPTH, _MAX_COMMANDS = 16, 12, 2_000
 _MAX_CHARACTERS = 4_000_000
 
 
 @dataclass(slots=True)
 class Script:
-    """The words, variables and Slurm directives of a script."""
+    """The words of the launch, the variables and the Slurm directives of a script."""
 
     words: list[str] = field(default_factory=list)
-    """Words of all commands, in order, with variables put in."""
+    """Words of the launch, with variables put in."""
     variables: dict[str, list[str]] = field(default_factory=dict)
     """Every variable at the end of the script; an array has several words."""
     directives: dict[str, str] = field(default_factory=dict)
     """`#SBATCH --nodes=4` as nodes: 4."""
+    commands: list[list[str]] = field(default_factory=list)
+    """Words of every command that may launch something, in order."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Files that the script writes with cat, and their texts."""
 
 
-def read_shell(text: str) -> Script:
-    """Read `text`; unknown variables are empty, and commands in `$(…)` give nothing."""
+def read_shell(text: str, files: Files = lambda name: None) -> Script:
+    """Read `text`; unknown variables are empty, and most commands in `$(…)` give nothing."""
     script = Script(directives=_directives(text))
-    _Reader(text[:_MAX_CHARACTERS], script).commands()
-    script.words = [part for word in script.words for part in _inner(word, script)]
+    reader = _Reader(script, files)
+    nodes = script.directives.get("nodes") or script.directives.get("N")
+    if nodes and nodes.isdigit():
+        reader.words.variables |= {name: [nodes] for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
+    reader.words.variables["#"] = ["0"]
+    reader.block(parse_shell(text[:_MAX_CHARACTERS]))
+    script.words = max(script.commands, key=_num_options, default=[])
+    if not _num_options(script.words):
+        # a script may write the one that launches
+        for inner in [text for text in script.files.values() if re.search(r"^\s*--[a-z]", text, re.MULTILINE)]:
+            reader.block(parse_shell(inner))
+        script.words = max(script.commands, key=_num_options, default=[])
+    script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
     return script
 
 
-def _inner(word: str, script: Script) -> list[str]:
-    """A word that is a command line itself (`bash -c "torchrun …"`, `"--fp8-format hybrid"`) as its words."""
-    if " " not in word or not re.search(r"\btorchrun\b|\bpython|^\s*--", word):
-        return [word]
-    inner = Script(variables=dict(script.variables))
-    _Reader(word, inner).commands()
-    return inner.words
+def _num_options(words: list[str]) -> int:
+    return sum(word.startswith("--") for word in words)
 
 
 def _directives(text: str) -> dict[str, str]:
@@ -66,210 +79,196 @@ def _directives(text: str) -> dict[str, str]:
 
 
 class _Reader:
-    """Walks through a text once, from `at` on, and puts what it reads into a script."""
+    """Follows statements, and puts what it reads into a script."""
 
-    def __init__(self, text: str, script: Script) -> None:
-        self.text, self.at, self.script = text, 0, script
+    def __init__(self, script: Script, files: Files) -> None:
+        self.script, self.files = script, files
+        self.words = Words(outcome=self._outcome)
+        self.functions: dict[str, Block] = {}
+        self.depth = 0
 
-    def commands(self) -> None:
-        """Read everything; assignments where a command may begin are kept, all other words collected."""
-        begins = True
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            if char in _BREAKS:
-                self.at += 1
-                begins = True
-            elif char in " \t\r":
-                self.at += 1
-            elif char == "#":
-                self.at = self._find("\n", self.at)
-            elif self.text.startswith("\\\n", self.at):
-                self.at += 2
-            elif begins and self._assigns():
+    def block(self, block: Block) -> bool | None:
+        """Follow statements; true or false as the last one's status, None where only a machine knows it."""
+        status: bool | None = True
+        for connector, statement in block.statements:
+            if (connector == "&&" and status is False) or (connector == "||" and status is not False):
                 continue
-            else:
-                words = self._word()
-                begins = begins and bool(words) and words[0] in _KEYWORDS
-                self.script.words += words
+            status = self._statement(statement)
+        return status
 
-    def _assigns(self) -> bool:
-        """Read an assignment and keep it; False where none begins here."""
-        match = _ASSIGNMENT.match(self.text, self.at)
-        if match is None:
-            return False
-        self.at = match.end()
-        value = self._array() if self.text[self.at : self.at + 1] == "(" else [" ".join(self._word(split=False))]
-        before = self.script.variables.get(match[1], [])
-        if match[2] and self.text[match.end() : match.end() + 1] == "(":
-            value = [*before, *value]
-        elif match[2]:
-            value = [" ".join(before) + value[0]]
-        self.script.variables[match[1]] = value
+    def _statement(self, statement: Statement) -> bool | None:
+        if self.depth >= _MAX_DEPTH:
+            return None
+        self.depth += 1
+        try:
+            return self._followed(statement)
+        finally:
+            self.depth -= 1
+
+    def _followed(self, statement: Statement) -> bool | None:
+        match statement:
+            case Simple():
+                return self._simple(statement)
+            case Block():
+                return self.block(statement)
+            case If():
+                for condition, body in statement.branches:
+                    if self.block(condition):
+                        return self.block(body)
+                return self.block(statement.otherwise)
+            case For():
+                values = [word for raw in statement.words for each in _counted(raw) for word in self.words.expand(each)]
+                for value in values[:_MAX_ITERATIONS]:
+                    self.words.variables[statement.name] = [value]
+                    self.block(statement.body)
+            case While():
+                met = self.block(statement.condition)
+                if met is (not statement.until):
+                    self.block(statement.body)
+            case Case():
+                return self._case(statement)
+            case Function():
+                self.functions[statement.name] = statement.body
         return True
 
-    def _array(self) -> list[str]:
-        """The words in the parentheses that begin here."""
-        self.at += 1
-        words: list[str] = []
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            if char == ")":
-                self.at += 1
-                break
-            if char == "#":
-                self.at = self._find("\n", self.at)
-            elif char in " \t\r\n":
-                self.at += 1
-            elif self.text.startswith("\\\n", self.at):
-                self.at += 2
-            else:
-                words += self._word(inside="(")
-        return words
+    def _case(self, case: Case) -> bool | None:
+        value = self.words.text(case.word)
+        for patterns, body in case.branches:
+            if any(holds(["[[", value, "==", self.words.text(pattern), "]]"], self.words) for pattern in patterns):
+                return self.block(body)
+        return True
 
-    def _word(self, split: bool = True, inside: str = "") -> list[str]:
-        """One word, or several where an unquoted variable holds several."""
-        fields, current, quoted = list[str](), "", False
-        breaks = ")" if inside else _BREAKS
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            if char in " \t\r\n" or char in breaks:
-                break
-            if char == "'":
-                end = self._find("'", self.at + 1)
-                current, quoted, self.at = current + self.text[self.at + 1 : end], True, end + 1
-            elif char == '"':
-                parts = self._double()
-                current, quoted = current + parts[0], True
-                if len(parts) > 1:
-                    fields += [current, *parts[1:-1]]
-                    current = parts[-1]
-            elif char == "\\":
-                current, self.at = current + self.text[self.at + 1 : self.at + 2].replace("\n", ""), self.at + 2
-            elif char in "$`":
-                values = self._expansion()
-                pieces = " ".join(values).split() if split else [" ".join(values)]
-                if len(pieces) > 1:
-                    fields += [current + pieces[0], *pieces[1:-1]]
-                    current = pieces[-1]
-                else:
-                    current += "".join(pieces)
-            else:
-                current, self.at = current + char, self.at + 1
-        return [*fields, *([current] if current or quoted else [])]
+    def _simple(self, command: Simple) -> bool | None:
+        """Keep assignments; collect the words of anything else. The status of a test is known, of a program never."""
+        raw = list(command.words)
+        while raw and (match := _ASSIGNMENT.match(raw[0])):
+            self._assign(match, raw.pop(0))
+        if not raw:
+            return True
+        if raw[0] in ("[", "[[", "test", "(("):
+            return holds(raw, self.words)
+        if raw[0] in _DECLARING:
+            for word in raw[1:]:
+                if match := _ASSIGNMENT.match(word):
+                    self._assign(match, word)
+            return True
+        if raw[0] == "!":
+            status = self._simple(Simple(raw[1:], command.here, command.here_is_literal, command.output))
+            return None if status is None else not status
+        words = [word for part in raw for word in self.words.expand(part)]
+        return self._command(words, command) if words else True
 
-    def _double(self) -> list[str]:
-        """A double-quoted text; `"${A[@]}"` inside makes several."""
-        self.at += 1
-        fields, current = list[str](), ""
-        while self.at < len(self.text) and self.text[self.at] != '"':
-            char = self.text[self.at]
-            if char == "\\":
-                current, self.at = current + self.text[self.at + 1 : self.at + 2].replace("\n", ""), self.at + 2
-            elif char in "$`":
-                parameter = self.text[self.at : self.at + 80].split("}", 1)[0]
-                values = self._expansion()
-                if "[@]" in parameter and len(values) > 1:
-                    fields += [current + values[0], *values[1:-1]]
-                    current = values[-1]
-                else:
-                    current += " ".join(values)
-            else:
-                current, self.at = current + char, self.at + 1
-        self.at += 1
-        return [*fields, current]
+    def _command(self, words: list[str], command: Simple) -> bool | None:
+        while words and words[0] in _PREFIXES:
+            words = words[1:]
+            while words and (match := _ASSIGNMENT.match(words[0])):
+                words = words[1:]
+        name = words[0] if words else ""
+        if name in self.functions:
+            return self._call(words)
+        here = command.here
+        if here is not None and not command.here_is_literal:
+            here = " ".join(self.words.quoted(here))
+        if name in ("source", ".") and len(words) > 1:
+            self._source(words[1])
+        elif name == "eval":
+            self._inner(" ".join(words[1:]), [])
+        elif name == "read" and here is not None:
+            self.words.variables[words[-1]] = [here]
+        elif name == "cat" and here is not None:
+            target = self.words.text(command.output or "").strip()
+            self.script.files[target] = here
+        elif name in ("true", ":", "false"):
+            return name != "false"
+        elif name and name not in _SAYS_ONLY and len(self.script.commands) < _MAX_COMMANDS:
+            self._collect(words)
+        return None if name not in _SAYS_ONLY else True
 
-    def _expansion(self) -> list[str]:
-        """The words that a `$…` or a `` `…` `` stands for."""
-        rest = self.text[self.at : self.at + 3]
-        if rest.startswith("`"):
-            self.at = self._find("`", self.at + 1) + 1
-            return []
-        if rest.startswith("$(("):
-            end = self._closing("(", ")", self.at + 1)
-            inner, self.at = self.text[self.at + 3 : end - 1], end + 1
-            return [self._arithmetic(inner)]
-        if rest.startswith("$("):
-            self.at = self._closing("(", ")", self.at + 1) + 1
-            return []
-        if rest.startswith("${"):
-            end = self._closing("{", "}", self.at + 1)
-            inner, self.at = self.text[self.at + 2 : end], end + 1
-            return self._parameter(inner)
-        match = re.compile(r"[A-Za-z_]\w*|[0-9@*#?]").match(self.text, self.at + 1)
-        if match is None:
-            self.at += 1
-            return ["$"]
-        self.at = match.end()
-        return self.script.variables.get(match[0], [])
+    def _collect(self, words: list[str]) -> None:
+        """Keep a command's words; `bash -c "torchrun …"` also as those of the command inside."""
+        for index, word in enumerate(words):
+            if word == "-c" and index and words[index - 1].rpartition("/")[2] in ("bash", "sh") and words[index + 1 :]:
+                self._inner(words[index + 1], words[: index - 1], words[index + 3 :])
+                return
+            if word.startswith("--wrap="):
+                self._inner(word.removeprefix("--wrap="), [])
+                return
+        flat = []
+        for word in words:
+            # one array item may hold an option and its value
+            flat += word.split() if re.match(r"\s*--\w[\w-]*\s+\S", word) else [word]
+        self.script.commands.append(flat)
 
-    def _parameter(self, inner: str) -> list[str]:
-        """The words that `${inner}` stands for."""
-        match = _PARAMETER.match(inner)
-        if match is None:
-            return []
-        values = self.script.variables.get(match[2], [])
-        if match[4] in ("-", "=") and not any(values):
-            return _Reader(match[5], self.script)._all_words()
-        if match[4] == "+":
-            return _Reader(match[5], self.script)._all_words() if any(values) else []
-        return values
+    def _inner(self, text: str, before: list[str], arguments: Sequence[str] = ()) -> None:
+        """A command line inside a word; `before` launches it, and its options count too."""
+        first, outer = len(self.script.commands), self._arguments(arguments)
+        self._statement(parse_shell(text))
+        self.words.variables |= outer
+        for index in range(first, len(self.script.commands)):
+            self.script.commands[index] = [*before, *self.script.commands[index]]
 
-    def _all_words(self) -> list[str]:
-        """All words that are left, whatever commands they belong to."""
-        words: list[str] = []
-        while self.at < len(self.text):
-            if self.text[self.at] in _BREAKS + " \t\r":
-                self.at += 1
-            else:
-                words += self._word()
-        return words
+    def _call(self, words: list[str]) -> bool | None:
+        outer = self._arguments(words[1:])
+        status = self.block(self.functions[words[0]])
+        self.words.variables |= outer
+        return status
 
-    def _arithmetic(self, text: str) -> str:
-        """The value of `$((text))`; nothing where it is no integer arithmetic."""
-        expanded = " ".join(_Reader(text.replace("(", " ( ").replace(")", " ) "), self.script)._words_of_arithmetic())
-        names = _NAME.sub(lambda m: " ".join(self.script.variables.get(m[0], ["0"])) or "0", expanded)
-        try:
-            return str(_evaluate(ast.parse(names, mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+    def _arguments(self, arguments: Sequence[str]) -> Environment:
+        """Set `$@`, `$#`, `$1` and so on; what they were before."""
+        given: Environment = {"@": [*arguments], "*": [*arguments], "#": [str(len(arguments))]}
+        given |= {str(i): [*arguments[i - 1 : i]] for i in range(1, 10)}
+        outer = {name: self.words.variables.get(name, []) for name in given}
+        self.words.variables |= given
+        return outer
+
+    def _source(self, name: str) -> None:
+        text = self.files(name)
+        if text is not None:
+            self._statement(parse_shell(text[:_MAX_CHARACTERS]))
+
+    def _assign(self, match: re.Match[str], raw: str) -> None:
+        """Keep `A=1`, `A+=1`, `A=(1 2)` or `A[0]=1`."""
+        name, index, adds, rest = match[1], match[2], match[3], raw[match.end() :]
+        before = self.words.variables.get(name, [])
+        if rest.startswith("("):
+            inner = parse_shell(re.sub(r"\n", " \\\n", _uncommented(rest[1:-1])))
+            items = [word for _, part in inner.statements if isinstance(part, Simple) for word in part.words]
+            value = [word for item in items for word in self.words.expand(item)]
+            self.words.variables[name] = [*before, *value] if adds else value
+            return
+        text = self.words.text(rest)
+        if index is not None:
+            number = self.words.arithmetic(index.strip("[]"))
+            array = [*before, *[""] * max(0, min(number or 0, 1_000) + 1 - len(before))]
+            array[min(number or 0, 1_000)] = text
+            self.words.variables[name] = array
+        else:
+            self.words.variables[name] = [" ".join(before) + text if adds else text]
+
+    def _outcome(self, command: str) -> str | None:
+        """The output of a command that prints what it is given; None for any other."""
+        words = command.split(None, 1)
+        if not words:
             return ""
-
-    def _words_of_arithmetic(self) -> list[str]:
-        """All words that are left, operators and parentheses among them."""
-        words: list[str] = []
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            if char in "()":
-                words.append(char)
-                self.at += 1
-            elif char in " \t\r\n":
-                self.at += 1
-            else:
-                before = self.at
-                words += self._word()
-                self.at += before == self.at
-        return words
-
-    def _find(self, mark: str, start: int) -> int:
-        """The index at which `mark` is next, or the end of the text."""
-        index = self.text.find(mark, start)
-        return len(self.text) if index < 0 else index
-
-    def _closing(self, opening: str, closing: str, start: int) -> int:
-        """The index at which the bracket at `start` closes, or the end of the text."""
-        depth = 0
-        for index in range(start, len(self.text)):
-            depth += (self.text[index] == opening) - (self.text[index] == closing)
-            if not depth:
-                return index
-        return len(self.text)
+        if words[0] == "echo" and "|" not in command:
+            return " ".join(self.words.expand(words[1])) if len(words) > 1 else ""
+        if words[0] == "expr" and len(words) > 1:
+            value = self.words.arithmetic(words[1].replace("\\*", "*"))
+            return None if value is None else str(value)
+        if words[0] == "basename" and len(words) > 1:
+            return self.words.text(words[1].split()[0]).rpartition("/")[2]
+        return None
 
 
-def _evaluate(node: ast.expr) -> int:
-    """The value of an integer expression; ValueError for anything else."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_evaluate(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        return _ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    raise ValueError(ast.dump(node))
+def _counted(raw: str) -> list[str]:
+    """`{1..4}` as its numbers; any other word as it is."""
+    match = re.fullmatch(r"\{(\d{1,6})\.\.(\d{1,6})\}", raw)
+    if match is None:
+        return [raw]
+    first, last = int(match[1]), int(match[2])
+    return [str(number) for number in range(first, min(last, first + _MAX_ITERATIONS) + 1)]
+
+
+def _uncommented(text: str) -> str:
+    """The lines of an array without comments."""
+    return re.sub(r"(?m)(^|[ \t])#.*$", r"\1", text)

@@ -4,10 +4,38 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Literal
 
-from planner.export.common.arguments import Arguments
+from planner.export.common.arguments import Arguments, ShellText
 
 IMAGE = "nvcr.io/nvidia/pytorch:25.09-py3"
+IMAGE_OF_AMD = "rocm/megatron-lm:latest"
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A variable that the user fills in at the top of a launcher, or sets before it starts."""
+
+    name: str
+    meaning: str
+    """A few words for the comment beside it."""
+    default: str = ""
+    """The value as shell text, where there is a sensible one."""
+    kind: Literal["folder", "new folder", "prefix", "text"] = "text"
+    """The thing that the value names, which is looked for before the start; a new folder may be missing yet."""
+    in_first_run: bool = False
+    """True if the run on mock data needs it, too."""
+    is_optional: bool = False
+
+    @property
+    def value(self) -> ShellText:
+        """The variable as one word of the shell."""
+        return ShellText(f'"${{{self.name}}}"')
+
+    @property
+    def words(self) -> ShellText:
+        """The variable as the words in it."""
+        return ShellText(f"${{{self.name}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +45,51 @@ class ExportFile:
     name: str
     text: str
     executable: bool = False
+    placeholders: tuple[Placeholder, ...] = ()
+    """The values in it that the user fills in."""
 
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A Python package that every node must have."""
+
+    module: str
+    """The name that is imported."""
+    reason: str
+    """The part of the recipe that needs it."""
+    package: str = ""
+    """The distribution that knows its version; empty where any version will do."""
+    at_least: str = ""
+    hint: str = ""
+    """The way to install it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerVersion:
+    """The version of the trainer that the arguments are for, and the place that says which one is here."""
+
+    name: str = ""
+    is_exactly: str = ""
+    """Major and minor, such as 0.16; empty where any new enough version will do."""
+    at_least: str = ""
+    package: str = ""
+    """The installed distribution; empty where a checkout is started."""
+    folder: str = ""
+    """The placeholder that names the checkout."""
+    file: str = ""
+    """The file in it that sets `__version__`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Arguments that only one of the two kinds of run has: on mock data, or training."""
+
+    arguments: Arguments = field(default_factory=dict)
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +101,20 @@ class LaunchCommand:
     arguments: Arguments
     words: tuple[str, ...] = ()
     """Arguments behind the named ones."""
+    first_run: Part = Part()
+    """What is added on mock data, where MOCK is 1."""
+    training_run: Part = Part()
+    """What is added otherwise."""
+    placeholders: tuple[Placeholder, ...] = ()
+    requirements: tuple[Requirement, ...] = ()
+    trainer: TrainerVersion = TrainerVersion()
+    promise: tuple[str, ...] = ()
+    """Lines that say what the plan promises, to hold the first run against."""
     environment: dict[str, str] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
     """Shell lines to run before."""
+    exit_minutes: str = ""
+    """The arguments, with {} for a number, that end a run with a checkpoint after so many minutes; empty for none."""
     comments: str = ""
     files: tuple[ExportFile, ...] = ()
     """Files the program reads from PLAN_DIR."""

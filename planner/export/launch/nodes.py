@@ -25,12 +25,26 @@ def _num_nodes(num_gpus: int, gpus_per_node: int) -> int:
     return -(-num_gpus // gpus_per_node)
 
 
+def segment_of(plan: Plan) -> int:
+    """Nodes that are asked for in one NVLink domain; 1 where NVLink joins no nodes.
+
+    Slurm wants a number that divides the nodes (`--segment`).
+    """
+    nodes, gpus, _ = nodes_of(plan)
+    most = plan.cluster.nvlink_domain_size // gpus if plan.cluster.is_rack else 1
+    return max(size for size in range(1, max(1, min(nodes, most)) + 1) if nodes % size == 0)
+
+
+def last_node_lines(plan: Plan, rank: str) -> list[str]:
+    """Shell lines that set GPUS on node `rank`, where the last node starts fewer ranks; none elsewhere."""
+    nodes, gpus, last = nodes_of(plan)
+    return [] if last == gpus else [f"export GPUS={gpus}; [[ {rank} != {nodes - 1} ]] || GPUS={last}"]
+
+
 def torchrun_line(plan: Plan, rank: str) -> str:
     """Shell text that starts the ranks of node `rank`; torchrun numbers them by the ranks that each node starts."""
     nodes, gpus, last = nodes_of(plan)
-    count, smaller_last_node = str(gpus), ""
-    if last != gpus:
-        count, smaller_last_node = '"$GPUS"', f"GPUS={gpus}; [[ {rank} == {nodes - 1} ]] && GPUS={last}; "
+    count = str(gpus) if last == gpus else '"$GPUS"'
     binding = '${NUMA_BINDING:+--numa-binding "$NUMA_BINDING"}'
-    run = f"{smaller_last_node}exec torchrun {binding} --nnodes {nodes} --nproc-per-node {count} --node-rank {rank}"
+    run = f"exec torchrun {binding} --nnodes {nodes} --nproc-per-node {count} --node-rank {rank}"
     return f'{run} --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'

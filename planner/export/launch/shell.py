@@ -1,14 +1,20 @@
-"""The parts that shell launchers share: variables, setup, and the array of the trainer's arguments."""
+"""The parts that shell launchers share: placeholders, variables, setup, and the array of the trainer's arguments."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping
 
-from planner.export.common.arguments import Value, argv
-from planner.export.common.trainer_files import LaunchCommand
+from planner.export.common.arguments import ShellText, Value, argv
+from planner.export.common.header import comment
+from planner.export.common.run_settings import FIRST_RUN_STEPS
+from planner.export.common.trainer_files import LaunchCommand, Part, Placeholder
+from planner.export.launch.preflight import PREFLIGHT
 
 ADDRESS = 'export PLAN_DIR MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-29500}"'
+IS_FIRST_RUN = '[[ "${MOCK:-0}" == 1 ]]'
+PREFLIGHT_LINE = f'[[ "${{PREFLIGHT:-1}}" == 0 ]] || python3 "$PLAN_DIR"/{PREFLIGHT} "$@"'
+"""The line that ends the launch before any rank starts where a node lacks something."""
 
 
 CPU_BINDING = (
@@ -21,18 +27,69 @@ CPU_BINDING = (
 """Shell lines that decide if torchrun binds ranks to CPUs; NCCL's own threads then stay where they are put."""
 
 
+def placeholders(places: Iterable[Placeholder]) -> list[str]:
+    """The block at the top: one line for each value that the user fills in, or sets before the start."""
+    places = tuple(places)
+    lines = []
+    for place in places:
+        needed = "optional; " if place.is_optional else ""
+        lines.append(f'{place.name}="${{{place.name}:-{place.default}}}"  # {needed}{place.meaning}')
+    if not lines:
+        return []
+    exported = f"export {' '.join(place.name for place in places)}"
+    return ["# ---- fill in here, or set before the start ----", *lines, exported, "# ----", ""]
+
+
+def first_run_note(command: LaunchCommand, script: str) -> str:
+    """A comment that names the run to begin with."""
+    if not command.promise:
+        return ""
+    spared = [place.name for place in command.placeholders if not (place.in_first_run or place.is_optional)]
+    without = f", without {', '.join(spared)}" if spared else ""
+    return comment(
+        f"first run: MOCK=1 {script} takes {FIRST_RUN_STEPS} steps{without}, and prints what the plan promises"
+    )
+
+
 def prologue(command: LaunchCommand) -> list[str]:
     """Lines that set variables, prepare, and fill ARGUMENTS."""
     lines = [f"export {name}={shell_words([value])}" for name, value in command.environment.items()]
     lines += [*CPU_BINDING, *command.setup]
-    if command.arguments or command.words:
+    if _has_arguments(command):
         lines.append(shell_array("ARGUMENTS", command.arguments, command.words))
-    return ["", *lines, ""]
+    return ["", *lines, *_parts(command), ""]
+
+
+def _parts(command: LaunchCommand) -> list[str]:
+    """Lines that add the arguments of a first run, beside the plan's promise, or of training."""
+    if not command.promise:
+        return []
+    says = [f"  {shlex.quote(line)}" for line in command.promise]
+    lines = [
+        f"if {IS_FIRST_RUN}; then",
+        " \\\n".join(["printf 'first run: %s\\n' >&2", *says]),
+        *_added(command.first_run),
+    ]
+    training = _added(command.training_run)
+    return [*lines, *(["else", *training] if training else []), "fi"]
+
+
+def _added(part: Part) -> list[str]:
+    """Lines that add a part's arguments; none where it has none."""
+    if not (part.arguments or part.words):
+        return []
+    splits = any(isinstance(value, ShellText) and '"' not in value for value in part.arguments.values())
+    silenced = ["# shellcheck disable=SC2206  # the words in the variable"] if splits else []
+    return [*silenced, shell_array("ARGUMENTS+", part.arguments, part.words)]
+
+
+def _has_arguments(command: LaunchCommand) -> bool:
+    return bool(command.arguments or command.words)
 
 
 def passed_arguments(command: LaunchCommand) -> str:
     """Shell text for the command's arguments and those that the launcher itself is given."""
-    return '"${ARGUMENTS[@]}" "$@"' if command.arguments or command.words else '"$@"'
+    return '"${ARGUMENTS[@]}" "$@"' if _has_arguments(command) else '"$@"'
 
 
 def shell_array(name: str, arguments: Mapping[str, Value], words: Iterable[str] = ()) -> str:
@@ -44,4 +101,4 @@ def shell_array(name: str, arguments: Mapping[str, Value], words: Iterable[str] 
 
 def shell_words(words: Iterable[str]) -> str:
     """Words joined by blanks, each quoted where the shell would read it otherwise."""
-    return " ".join(map(shlex.quote, words))
+    return " ".join(word if isinstance(word, ShellText) else shlex.quote(word) for word in words)

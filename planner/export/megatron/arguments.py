@@ -14,20 +14,21 @@ from planner.export.common.recompute import block_size, check_recompute
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, is_even, is_looped, virtual_stages
 from planner.export.megatron.layout_string import layout_string
-from planner.export.megatron.model import model_arguments
+from planner.export.megatron.model.write import model_arguments
 from planner.export.megatron.recipe import switch_arguments
+from planner.export.megatron.run_options import run_arguments
 from planner.export.megatron.runtime import data_parallel, is_fsdp, kernels, precision
 from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.shape import RANK_ORDERS
 from planner.trainers.load import has_dtype
+from planner.trainers.rules.common import Rule
 from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES, model_rules_before
+from planner.trainers.rules.megatron_model import megatron_model_rules
 
-WRITTEN_FOR = "Megatron-LM core 0.20.0"
+NEWEST = "0.20"
+WRITTEN_FOR = f"Megatron-LM core {NEWEST}.0"
 _SCHEDULES = ("1f1b", "interleaved-1f1b", "none")
 _RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
-GC_INTERVAL_STEPS = 100
-"""Steps between collections of Python's garbage, which all ranks do at once (Megatron-Bridge's recipes)."""
 
 
 def written_for(plan: Plan) -> str:
@@ -36,13 +37,16 @@ def written_for(plan: Plan) -> str:
     return f"Megatron-LM core {version}" if version else WRITTEN_FOR
 
 
-def megatron_arguments(plan: Plan) -> Arguments:
-    """All arguments of `pretrain_gpt.py`.
+def megatron_arguments(plan: Plan, target: str = "megatron", of_model: tuple[Rule, ...] | None = None) -> Arguments:
+    """All arguments of `pretrain_gpt.py` but for data, length and checkpoints, which a first run has not.
+
+    Another target puts them into its own words, under its own rules.
 
     Raises Inexpressible with every reason where Megatron-LM cannot run the plan as it is.
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    _check_expressible(plan, stages)
+    rules = megatron_model_rules(plan.runtime_spec.version) if of_model is None else of_model
+    _check_expressible(plan, stages, target, rules)
     runtime = plan.runtime_spec
     return {
         **model_arguments(plan.model.spec, plan.training.seq_length, runtime.vocab_divisible_by, runtime.dropout),
@@ -54,17 +58,15 @@ def megatron_arguments(plan: Plan) -> Arguments:
         **_recompute(plan, stages),
         **kernels(plan),
         **switch_arguments(plan),
-        **_run(plan),
+        **run_arguments(plan),
     }
 
 
-def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...], target: str, of_model: tuple[Rule, ...]) -> None:
     """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
     layout, runtime = plan.parallelism, plan.runtime_spec
-    of_model = (*MEGATRON_MODEL_RULES, *model_rules_before(runtime.version))
     rules = (*of_model, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
-    target = "bridge" if plan.runtime == "bridge" else "megatron"
-    objections = Objections(target, broken_rules(rules, plan), hint_for(plan, target, MEGATRON_MODEL_RULES))
+    objections = Objections(target, broken_rules(rules, plan), hint_for(plan, target, of_model))
     objections.when(
         not has_dtype(runtime, plan.training.dtype), "dtype", f"{written_for(plan)} has no {plan.training.dtype}"
     )
@@ -154,20 +156,3 @@ def _recompute(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
     size = block_size(plan.best, stages)
     method, layers = ("uniform", 1) if size is None else ("block", size)
     return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
-
-
-def _run(plan: Plan) -> Arguments:
-    """Placeholders for data, learning rate and length; of equal options the last wins, so that users append theirs."""
-    training = plan.training
-    steps = 1000 if training.tokens is None else max(1, round(training.tokens / training.tokens_per_step))
-    return {
-        "--train-iters": steps,
-        "--lr": 1e-4,
-        "--min-lr": 1e-5,
-        "--log-interval": 1,
-        "--log-throughput": True,
-        "--manual-gc": True,
-        "--manual-gc-interval": GC_INTERVAL_STEPS,
-        "--mock-data": True,
-        "--tokenizer-type": "NullTokenizer",
-    }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import overload
 
 from planner.errors import SpecError
 
@@ -11,7 +13,7 @@ Options = Mapping[str, list[str]]
 """Option (with its dashes) to the words behind it."""
 
 
-_TORCHRUN = ("--nproc", "--nnodes", "--node", "--master", "--rdzv")
+_TORCHRUN = ("--nproc", "--nnodes", "--node", "--master", "--rdzv", "--num_", "--ntasks")
 """Beginnings of torchrun's options, which it takes with `_` and with `-`."""
 
 
@@ -50,3 +52,37 @@ def number(options: Options, name: str, default: int | None = None) -> int | Non
         raise SpecError(
             f"{name}: {' '.join(values)!r} is no number", "variables of the shell must be set in the script"
         ) from None
+
+
+def given(options: Options, name: str, default: int) -> int:
+    """The size that an option gives; `default` where the option is not given."""
+    return size(options, name) if name in options else default
+
+
+def size(options: Options, name: str) -> int:
+    """The size that an option gives; SpecError where it gives none."""
+    values = options.get(name, [])
+    try:
+        return int(values[0])
+    except IndexError:
+        raise SpecError(f"{name}: is missing, or its variable is not set in the script", f"add {name} N") from None
+    except ValueError:
+        raise SpecError(f"{name}: {values[0]!r} is no whole number", "write a number") from None
+
+
+@overload
+def decimal(options: Options, name: str, default: float) -> float: ...
+@overload
+def decimal(options: Options, name: str, default: None = None) -> float | None: ...
+def decimal(options: Options, name: str, default: float | None = None) -> float | None:
+    """The number that an option gives; `default` where the option is not given. SpecError where it is no number."""
+    if name not in options:
+        return default
+    values = options[name]
+    try:
+        number = float(values[0])
+    except (IndexError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise SpecError(f"{name}: {' '.join(values)[:60]!r} is no number", "write a number")
+    return number

@@ -71,5 +71,6 @@ def kernels(plan: Plan) -> Arguments:
     if not runtime.fused_rotary and model.position_embedding == "rope":
         arguments["--no-rope-fusion"] = True
     if not runtime.fused_activation:
-        arguments["--no-bias-swiglu-fusion" if model.gated_mlp else "--no-bias-gelu-fusion"] = True
+        is_swiglu = model.gated_mlp and model.activation == "silu"
+        arguments["--no-bias-swiglu-fusion" if is_swiglu else "--no-bias-gelu-fusion"] = True
     return arguments

@@ -7,15 +7,31 @@ from typing import Any
 import yaml
 
 from planner.answer import Plan
-from planner.export.common.arguments import Arguments
+from planner.export.common.arguments import Arguments, ShellText
 from planner.export.common.header import header
+from planner.export.common.model import notes_on_model
+from planner.export.common.promise import promise
+from planner.export.common.run_settings import run_settings
 from planner.export.common.target_price import notes_on_price
-from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
-from planner.export.megatron.arguments import megatron_arguments, written_for
-from planner.export.megatron.model import ROTARY_BASE, rotary_base
-from planner.export.megatron.recipe import environment
+from planner.export.common.trainer_files import (
+    ExportFile,
+    LaunchCommand,
+    Part,
+    Placeholder,
+    TrainerFiles,
+    TrainerVersion,
+)
+from planner.export.megatron.arguments import NEWEST, megatron_arguments, written_for
+from planner.export.megatron.environment import environment
+from planner.export.megatron.requirements import requirements
+from planner.export.megatron.run_options import PLACEHOLDERS, first_run_arguments, training_arguments
 
 _OPTIONS_FILE = "megatron.yaml"
+_CHECKOUT = Placeholder("MEGATRON_PATH", "checkout of Megatron-LM", default="$PWD", kind="folder", in_first_run=True)
+LOG = (
+    "in the log: elapsed time per iteration (ms), throughput per GPU (TFLOP/s/GPU), and after 2 iterations "
+    "max allocated (MB) of the first rank of each stage"
+)
 
 
 def export_megatron(plan: Plan) -> TrainerFiles:
@@ -24,34 +40,32 @@ def export_megatron(plan: Plan) -> TrainerFiles:
     Raises Inexpressible where Megatron-LM cannot run the plan.
     """
     arguments = megatron_arguments(plan)
-    notes = (
-        "data (--mock-data), learning rate and number of steps are placeholders: append yours to the launcher",
-        "MEGATRON_PATH names a checkout of Megatron-LM; without it the current folder is one",
-        *notes_on_options(plan),
-    )
+    notes = (*run_settings(plan).notes, *notes_on_options(plan))
     comments = header(plan, written_for(plan), notes)
+    version = plan.runtime_spec.version
+    training = Part(training_arguments(plan))
     command = LaunchCommand(
         program='"$MEGATRON_PATH"/pretrain_gpt.py',
         arguments=arguments,
+        first_run=Part(first_run_arguments(plan)),
+        training_run=training,
+        placeholders=(_CHECKOUT, *PLACEHOLDERS),
+        requirements=tuple(requirements(arguments)),
+        trainer=TrainerVersion(
+            "Megatron core",
+            is_exactly=version,
+            at_least="" if version else NEWEST,
+            folder=_CHECKOUT.name,
+            file="megatron/core/package_info.py",
+        ),
+        promise=promise(plan, LOG),
         environment=environment(plan),
-        setup=('export MEGATRON_PATH="${MEGATRON_PATH:-$PWD}"', *_version_check(plan.runtime_spec.version)),
+        setup=('export PYTHONPATH="$MEGATRON_PATH${PYTHONPATH:+:$PYTHONPATH}"',),
+        exit_minutes="--exit-duration-in-mins {}",
         comments=comments,
     )
-    file = ExportFile(_OPTIONS_FILE, comments + _options_yaml(arguments, command.environment))
-    return TrainerFiles(written_for(plan), (file,), command, notes)
-
-
-def _version_check(version: str) -> tuple[str, ...]:
-    """A shell line that ends the launch where the checkout is of another version than the one asked for."""
-    if not version:
-        return ()
-    code = (
-        "import runpy, sys; "
-        'found = runpy.run_path(sys.argv[1])["__version__"]; '
-        f'sys.exit(None if found.startswith("{version}.") else '
-        f'f"the options are for Megatron core {version}, MEGATRON_PATH holds {{found}}")'
-    )
-    return (f"NO_VCS_VERSION=1 python3 -c '{code}' \"$MEGATRON_PATH\"/megatron/core/package_info.py",)
+    text = comments + _options_yaml(arguments | training.arguments, command.environment)
+    return TrainerFiles(written_for(plan), (ExportFile(_OPTIONS_FILE, text),), command, notes)
 
 
 def _options_yaml(arguments: Arguments, variables: dict[str, str]) -> str:
@@ -67,17 +81,17 @@ def _options_yaml(arguments: Arguments, variables: dict[str, str]) -> str:
 
 
 def _scalar(value: Any) -> Any:
-    """A value as YAML has it: text of digits is a number, a tuple stands for its only word."""
+    """A value as YAML has it: text of digits is a number, a tuple stands for its only word, a variable is `${NAME}`."""
     if isinstance(value, tuple):
         return value[0]
+    if isinstance(value, ShellText):
+        return value.unquoted
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 def notes_on_options(plan: Plan) -> tuple[str, ...]:
     """Notes on the options of Megatron-LM, whoever passes them."""
-    runtime, notes = plan.runtime_spec, []
-    if plan.model.spec.position_embedding == "rope" and rotary_base(plan.model.spec) is None:
-        notes.append(f"the model spec states no rope_theta: --rotary-base {ROTARY_BASE} is Megatron's default")
+    runtime, notes = plan.runtime_spec, notes_on_model(plan.model.spec)
     if (
         plan.parallelism.zero_stage >= 1
         and runtime.parameter_overlap_fraction

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from planner.export.common.exported_model import Model, model_called
+
 FLAVORS = {
     ("llama3", "8B"): "llama-3.1-8b",
     ("llama3", "70B"): "llama-3.1-70b",
@@ -18,6 +20,20 @@ FLAVORS = {
     ("gpt_oss", "120b"): "gpt-oss-120b",
 }
 """(module, flavor) to the model's name here."""
+
+
+_PREFIXES = {
+    "deepseek_v3": "deepseek-",
+    "llama3": "llama-3-",
+    "llama4": "llama-4-",
+    "llama2": "llama-2-",
+    "llama": "llama-3-",
+}
+
+
+def model_of_flavor(name: str, flavor: str) -> Model | None:
+    """The published model of a registry's flavor; None where it is of another size than any."""
+    return FLAVORS.get((name, flavor)) or model_called(f"{_PREFIXES.get(name, f'{name}-')}{flavor}")
 
 
 def flavor_of(module: str, function: str) -> tuple[str, str] | None:

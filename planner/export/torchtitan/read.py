@@ -6,11 +6,13 @@ import re
 from typing import Any
 
 from planner.errors import SpecError
+from planner.export.common.config_file import ConfigFile
+from planner.export.common.exported_model import Model, num_layers_of
 from planner.export.common.imported_run import ImportedRun
 from planner.export.common.script import read_script
 from planner.export.common.shell import Script
-from planner.export.torchtitan.flavors import FLAVORS
-from planner.export.torchtitan.read_recipe import BY_NAME, Settings
+from planner.export.torchtitan.flavors import model_of_flavor
+from planner.export.torchtitan.read_recipe import RECOMPUTED, Settings
 from planner.export.torchtitan.settings import is_recipe, read_settings
 
 _SCHEDULES = {
@@ -32,25 +34,35 @@ _READ = {
     "parallelism.pipeline_parallel_microbatch_size", "parallelism.module_fqns_per_model_part",
     "parallelism.enable_sequence_parallel", "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode",
     "activation_checkpoint", "compile.enable", "compile.enable_async_tensor_parallel", "training.compile",
-    "compile.components", "experimental.enable_async_tensor_parallel",
+    "compile.components", "dtype", "float8.recipe_name", "float8.enable", "model.converters", "job.converters", "model.published",
+    "base", "activation_checkpoint.selective_ac_option", "parallelism.pipeline_parallel_microbatches",
+    "parallelism.pipeline_parallel_layers_per_stage", "parallelism.pipeline_parallel_first_stage_less_layers",
+    "parallelism.pipeline_parallel_last_stage_less_layers", "parallelism.expert_tensor_parallel_degree",
 }  # fmt: skip
 _IGNORED = re.compile(
-    r"(job|profiling|profiler|metrics|optimizer|lr_scheduler|checkpoint|comm|validation|validator|debug|dataloader|fault)\b"
-    r"|model\.(tokenizer|hf_assets|print)|training\.(dataset|steps|max_norm|seed|deterministic|gc_|dtype|mixed|enable_cpu"
-    r"|disable_cuda)|hf_assets|dump_folder|parallelism\.(spmd|context_parallel_load|pipeline_parallel_.*less)"
-    r"|compile\.backend"
+    r"(job|profiling|profiler|metrics|optimizer|lr_scheduler|checkpoint|comm|validation|validator|debug|dataloader|fault"
+    r"|eval|experimental\.custom|fault_tolerance|memory_estimation)\b"
+    r"|model\.(tokenizer|hf_assets|print|norm_type|attn_backend)|hf_assets|dump_folder"
+    r"|training\.(dataset|steps|max_norm|seed|gc_|warmup_steps|disable_cuda|pipeline_parallel)"
+    r"|parallelism\.(spmd|context_parallel_load|disable_loss_parallel)|training\.disable_loss_parallel"
+    r"|compile\.backend|float8\.(filter|fqns|precompute|enable_fsdp)|quantize\.|mx\."
+    r"|activation_checkpoint\.(per_op|early_stop|preserve)"
 )
 
 
-def read_torchtitan(text: str) -> ImportedRun:
+def read_torchtitan(config_file: ConfigFile) -> ImportedRun:
     """The run that a recipe, a TOML file or a launch script with overrides describes.
 
     Raises SpecError for a text without settings of torchtitan, and for values that torchtitan would not take.
     """
-    script = read_script(text)
-    settings, unreadable = read_settings(text, script)
-    model = FLAVORS.get((str(settings.get("model.name", "")), str(settings.get("model.flavor", ""))))
-    layout, ranks = _layout(settings)
+    script = read_script(config_file.text, config_file.beside)
+    settings, unreadable = read_settings(config_file, script)
+    model = settings.get("model.published") or model_of_flavor(
+        str(settings.get("model.name", "")), str(settings.get("model.flavor", ""))
+    )
+    if str(settings.get("model.name", "")).startswith("flux"):
+        raise SpecError("model: flux is a diffusion model", "only decoder-only transformers are planned")
+    layout, _ = _layout(settings, model)
     imported = ImportedRun(
         "torchtitan",
         {
@@ -58,27 +70,57 @@ def read_torchtitan(text: str) -> ImportedRun:
             "num_gpus": _num_gpus(settings, script),
             "runtime": "torchtitan",
             "seq_length": _first(settings, "training.max_context_length", "training.seq_len"),
+            "dtype": str(settings.get("dtype", "bf16")),
+            "precision_recipe": f"fp8-{settings['float8.recipe_name']}" if settings.get("dtype") == "fp8" else None,
             "parallelism": layout,
             # recipes in Python are of 2026, and so is FlexAttention for all language models
-            "features": _features(settings) | ({"flex_attention": True} if is_recipe(text) else {}),
+            "features": _features(settings) | ({"flex_attention": True} if is_recipe(config_file.text) else {}),
         },
     )
     imported.unknown |= unreadable
-    _read_batch(imported, settings, ranks)
-    if settings.pop(BY_NAME, False):
-        imported.notes.append("the recipe recomputes some layers by name: read as all of them")
+    _read_batch(imported, settings)
+    _read_recompute(imported, settings, model)
     if model is None:
-        flavors = ", ".join(sorted({f"{name} {flavor}" for name, flavor in FLAVORS}))
-        imported.notes.append(f"the model is none of torchtitan's flavors {flavors}: add --model")
+        what = f"{settings.get('model.name') or ''} {settings.get('model.flavor') or ''}".strip() or "the model"
+        imported.notes.append(f"{what} is no published model: add --model")
+    if "base" in settings:
+        imported.notes.append(f"what {settings['base']} sets beside is not read: it is not in this file, nor beside it")
     for name, value in settings.items():
-        if name not in _READ:
+        if name == "training.dtype" and value == "float32":
+            imported.ignored[name] = value
+        elif name not in _READ:
             (imported.ignored if _IGNORED.match(name) else imported.unknown)[name] = str(value)
     return imported
 
 
+def _read_recompute(imported: ImportedRun, settings: Settings, model: Model | None) -> None:
+    """Layers that are recomputed by name, or every n-th of them: the first of every stage, as many as there are."""
+    layout, layers = imported.run["parallelism"], settings.pop(RECOMPUTED, None)
+    every = str(settings.get("activation_checkpoint.selective_ac_option", "op"))
+    num_layers = num_layers_of(model)
+    num_stages = layout["pp"] * layout["vpp"]
+    if layout["recompute"] == "selective" and every.isdigit() and int(every) > 0 and num_layers:
+        layout |= {"recompute": "full", "recompute_num_layers": max(1, num_layers // int(every) // num_stages)}
+        imported.notes.append(f"one layer in {every} is recomputed whole: priced as the first ones of each stage")
+    elif isinstance(layers, list) and layout["recompute"] == "full" and num_layers:
+        counts = layout.get("layers_per_stage") or [num_layers]
+        starts = [sum(counts[:stage]) for stage in range(len(counts))]
+        per_stage = [
+            sum(start <= layer < start + n for layer in layers) for start, n in zip(starts, counts, strict=True)
+        ]
+        most = max(per_stage)
+        if most and all(found == min(most, n) for found, n in zip(per_stage, counts, strict=True)):
+            layout["recompute_num_layers"] = most
+        else:
+            imported.notes.append(f"the recipe recomputes {len(layers)} layers by name: read as all of them")
+
+
 def _features(settings: Settings) -> dict[str, Any]:
     """Features of the run: asynchronous tensor parallelism, and which parts are compiled where a setting gives that."""
-    features = {"async_tp": bool(_first(settings, "compile.enable_async_tensor_parallel"))}
+    dist_gemm = settings.pop("model.tp_gemm_backend", None) == "dist_gemm"
+    features: dict[str, Any] = {"async_tp": dist_gemm or bool(_first(settings, "compile.enable_async_tensor_parallel"))}
+    if settings.get("model.moe_comm_backend") in ("deepep", "hybridep"):
+        features["dispatcher"] = settings.pop("model.moe_comm_backend")
     compiled = _first(settings, "compile.enable", "training.compile")
     components = _first(settings, "compile.components") or ["model", "loss"]
     if isinstance(compiled, bool):
@@ -100,7 +142,7 @@ def _degree(settings: Settings, axis: str, default: int = 1) -> int:
     return value
 
 
-def _layout(settings: Settings) -> tuple[dict[str, Any], int]:
+def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], int]:
     """The run's parallelism, with dp where the settings give it, and the number of ranks of one replica."""
     tp, cp, pp = (_degree(settings, f"{axis}_parallel") for axis in ("tensor", "context", "pipeline"))
     name = str(settings.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
@@ -124,6 +166,8 @@ def _layout(settings: Settings) -> tuple[dict[str, Any], int]:
         layout["schedule"] = schedule
     if isinstance(parts, list) and pp > 1:
         layout["layers_per_stage"] = [sum(str(name).startswith("layers.") for name in part) for part in parts]
+    elif pp > 1 and (num_layers := num_layers_of(model)):
+        layout |= _split(settings, num_layers, pp, layout["vpp"])
     replicate, shard = (
         _degree(settings, f"data_parallel_{kind}", default) for kind, default in (("replicate", 1), ("shard", -1))
     )
@@ -134,6 +178,21 @@ def _layout(settings: Settings) -> tuple[dict[str, Any], int]:
     if shard > 0:
         layout["dp"] = replicate * shard
     return layout, tp * cp * pp
+
+
+def _split(settings: Settings, num_layers: int, pp: int, vpp: int) -> dict[str, Any]:
+    """The stages that torchtitan makes unasked: embedding and head count as so many layers of their stage."""
+    first, last = (
+        int(settings.get(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1)) for end in ("first", "last")
+    )
+    per_stage = settings.get("parallelism.pipeline_parallel_layers_per_stage")
+    if isinstance(per_stage, int) and per_stage > 0:
+        vpp = max(1, -(-(num_layers + first + last) // per_stage) // pp)
+    each, rest = divmod(num_layers + first + last, pp * vpp)
+    counts = [each + (stage < rest) for stage in range(pp * vpp)]
+    counts[0] -= first
+    counts[-1] -= last
+    return {"vpp": vpp, "layers_per_stage": counts} if min(counts) >= 0 else {"vpp": vpp}
 
 
 def _vpp(parts: Any, pp: int, schedule: str) -> int:
@@ -149,27 +208,27 @@ def _num_gpus(settings: Settings, script: Script) -> int | None:
         values = script.variables.get(name, [])
         if values and values[0].isdigit():
             return int(values[0])
-    layout, ranks = _layout(settings)
+    layout, ranks = _layout(settings, None)
     return layout["dp"] * ranks if "dp" in layout else None
 
 
-def _read_batch(imported: ImportedRun, settings: Settings, ranks: int) -> None:
+def _read_batch(imported: ImportedRun, settings: Settings) -> None:
     """Micro-batch and global batch in sequences, from sequences or from tokens."""
     run, layout = imported.run, imported.run["parallelism"]
-    seq_length, gpus = run["seq_length"], run["num_gpus"]
-    dp = layout.get("dp") or (gpus // ranks if gpus else None)
+    seq_length = run["seq_length"]
     tokens_per_microbatch = settings.get("training.num_tokens_per_microbatch_per_dp_rank")
     if tokens_per_microbatch and seq_length:
         layout["micro_batch_size"] = max(1, tokens_per_microbatch // seq_length)
         tokens_per_step = settings.get("training.num_tokens_per_train_step", -1)
         num_microbatches = settings.get("parallelism.num_pp_microbatches", 1) if layout["pp"] > 1 else 1
-        if tokens_per_step == -1 and dp:
-            tokens_per_step = tokens_per_microbatch * num_microbatches * dp
+        imported.microbatches_per_rank = num_microbatches
         run["global_batch_size"] = tokens_per_step // seq_length if tokens_per_step > 0 else None
         return
     local_batch_size = int(settings.get("training.local_batch_size", 8))
     micro_batch_size = settings.get("parallelism.pipeline_parallel_microbatch_size", 1)
     layout["micro_batch_size"] = int(micro_batch_size) if layout["pp"] > 1 else local_batch_size
     global_batch_size = int(settings.get("training.global_batch_size", -1))
-    implied = local_batch_size * dp if dp else None
-    run["global_batch_size"] = global_batch_size if global_batch_size > 0 else implied
+    if layout["pp"] > 1 and (parts := settings.get("parallelism.pipeline_parallel_microbatches")):
+        layout["micro_batch_size"] = max(1, local_batch_size // int(parts))
+    imported.microbatches_per_rank = max(1, local_batch_size // layout["micro_batch_size"])
+    run["global_batch_size"] = global_batch_size if global_batch_size > 0 else None

@@ -18,7 +18,8 @@ from planner.probe.model.norm import Norm
 from planner.probe.model.peer_functions import Enter
 from planner.probe.model.peers import TensorPeers, apply
 from planner.probe.model.surroundings import Surroundings, recomputable
-from planner.specs.model import LayerKind, MLASpec, ModelSpec
+from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model_parts import MLASpec
 
 
 def core_attention(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -13,17 +15,26 @@ from planner.probe.model.marks import mark_partial
 from planner.probe.model.peer_functions import ExpertAllToAll
 from planner.probe.model.peers import apply
 from planner.probe.model.surroundings import Surroundings, recomputable, to_fp32
-from planner.specs.model import ModelSpec, MoESpec
+from planner.specs.model import ModelSpec
+from planner.specs.model_parts import MoESpec
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
 
 
 def activate(x: Tensor, model: ModelSpec) -> Tensor:
     """act(gate)·up of the two halves of x, or act(x)."""
+    function = _ACTIVATIONS[model.activation]
     if model.gated_mlp:
         gate, up = x.chunk(2, dim=-1)
-        return (functional.silu(gate) if model.activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
-    if model.activation == "relu2":
-        return functional.relu(x).square()
-    return functional.silu(x) if model.activation == "silu" else functional.gelu(x, approximate="tanh")
+        return function(gate) * up
+    return function(x)
 
 
 class DenseMLP(nn.Module):

@@ -6,72 +6,130 @@ from collections.abc import Callable
 
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import Rule, model_rule, release
+from planner.trainers.rules.facts import has_local_base, has_usual_scale, rotary_method
+from planner.trainers.rules.megatron_core import CORE_MODEL_RULES, NEW_QUERY_NORM, NEW_QUERY_NORM_SINCE
+
+_YARN_OF_LATENTS = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096, "truncate": True}
+"""Numbers of yarn that have no option for latent attention: the defaults of MLATransformerConfig, DeepSeek's."""
+
+
+def _activations(model: ModelSpec) -> tuple[str, ...]:
+    """The activations that an option asks for; GELU fused with a bias is the tanh's."""
+    if model.gated_mlp:
+        return ("silu", "quick_gelu")
+    return ("gelu", "relu2", "gelu_tanh") if model.has_mlp_bias else ("gelu", "relu2")
+
+
+def _other_yarn(model: ModelSpec) -> str | None:
+    """A number of latent attention's yarn that no option says."""
+    scaling = model.rope_scaling
+    if scaling is None or model.mla is None or rotary_method(model) != "yarn":
+        return None
+    for name, there in _YARN_OF_LATENTS.items():
+        given = getattr(scaling, name)
+        if given is not None and given != there:
+            return f"{name} of yarn is {there:g} for latent attention, not {given:g}"
+    return None
+
+
+def _other_factor(model: ModelSpec) -> str | None:
+    """A factor that no option says: of llama3 the option is read and not used, of linear it is a whole number."""
+    method, factor = rotary_method(model), (model.rope_scaling.factor if model.rope_scaling else None) or 1.0
+    if method == "llama3" and factor != 8:
+        return f"it scales as llama3 by 8 whatever --rope-scaling-factor says, the model by {factor:g}"
+    if method == "linear" and factor != round(factor):
+        return f"it stretches by whole factors, not {factor:g}"
+    return None
+
 
 MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
-    model_rule("position_embedding", lambda m: m.position_embedding == "alibi", lambda m: "it has no ALiBi"),
-    model_rule("embedding_norm", lambda m: m.embedding_norm, lambda m: "it has no norm after the embedding"),
+    *CORE_MODEL_RULES,
+    NEW_QUERY_NORM,
+    model_rule("pre_norms", lambda m: not m.pre_norms, lambda m: "attention and MLP always have a norm before them"),
     model_rule("post_norms", lambda m: m.post_norms, lambda m: "it has no second norm after attention and MLP"),
     model_rule(
-        "attention_chunk_size", lambda m: m.attention_chunk_size is not None, lambda m: "it has no attention in chunks"
+        "qk_norm_over",
+        lambda m: m.qk_norm and m.qk_norm_over != "head_dim",
+        lambda m: "norms of queries and keys are over a head there, with one weight for all heads",
     ),
     model_rule(
         "activation",
-        lambda m: m.activation not in (("silu",) if m.gated_mlp else ("gelu", "relu2")),
+        lambda m: m.activation not in _activations(m),
         lambda m: (
-            f"{'gated MLPs are silu' if m.gated_mlp else 'plain MLPs gelu or relu2'} there, the model's {m.activation}"
+            f"{'gated' if m.gated_mlp else 'plain'} MLPs {'with' if m.has_mlp_bias else 'without'} biases are "
+            f"{' or '.join(_activations(m))} there, the model's {m.activation}"
         ),
     ),
     model_rule(
-        "norm_bias",
-        lambda m: m.norm == "layernorm" and not m.has_norm_bias,
-        lambda m: "its LayerNorm always has a bias",
+        "glu_linear_offset",
+        lambda m: m.glu_linear_offset != 0 and m.activation != "quick_gelu",
+        lambda m: "it adds an offset to the linear half beside quick_gelu only",
     ),
     model_rule(
-        "qk_norm",
-        lambda m: m.qk_norm and m.norm == "layernorm",
-        lambda m: "queries and keys have the layers' own kind of norm, a LayerNorm, not RMSNorm",
+        "attention_multiplier",
+        lambda m: not has_usual_scale(m),
+        lambda m: f"no option scales attention logits, the model does by {m.attention_multiplier:.4g}",
     ),
     model_rule(
-        "attention_bias",
-        lambda m: m.has_mlp_bias and not (m.qkv_bias and m.output_bias),
-        lambda m: "where the MLP has biases attention has them too",
+        "attn_logit_softcapping",
+        lambda m: m.attn_logit_softcapping is not None,
+        lambda m: "it does not cap attention logits",
     ),
     model_rule(
-        "attention_bias",
-        lambda m: m.output_bias and not m.has_mlp_bias,
-        lambda m: "attention's output projection has a bias only where the MLP has one",
+        "final_logit_softcapping",
+        lambda m: m.final_logit_softcapping is not None,
+        lambda m: "it does not cap the vocabulary's logits",
     ),
     model_rule(
-        "router_bias",
-        lambda m: m.moe is not None and m.has_mlp_bias and not m.moe.router_bias,
-        lambda m: "its router has a bias where the linear layers have one",
+        "embedding_multiplier", lambda m: m.embedding_multiplier != 1, lambda m: "it does not scale the embedding"
     ),
     model_rule(
-        "q_lora_rank",
-        lambda m: m.mla is not None and m.mla.q_lora_rank is None,
-        lambda m: "it norms the key-value latents only where queries are latent too",
+        "logits_scaling", lambda m: m.logits_scaling != 1, lambda m: "it does not scale the vocabulary's logits"
     ),
     model_rule(
-        "num_nextn_predict_layers",
-        lambda m: m.num_nextn_predict_layers > 0 and m.position_embedding not in ("rope", "none"),
-        lambda m: f"multi-token prediction needs rope or no positions, not {m.position_embedding}",
+        "rope_local_base_freq", has_local_base, lambda m: "sliding layers have the rotary base of the others there"
     ),
+    model_rule("rope_scaling", lambda m: _other_yarn(m) is not None, lambda m: _other_yarn(m) or ""),
+    model_rule("rope_scaling", lambda m: _other_factor(m) is not None, lambda m: _other_factor(m) or ""),
 )
+"""Rules of the newest Megatron-LM, core 0.20.0."""
+
+
+def _scales_by(method: str) -> Callable[[ModelSpec], bool]:
+    return lambda model: rotary_method(model) == method and model.mla is None
+
 
 _CAME_WITH: tuple[tuple[str, str, Callable[[ModelSpec], bool], str], ...] = (
     ("0.15", "sliding_window", lambda m: m.sliding_window is not None, "sliding windows"),
     ("0.15", "attention_sinks", lambda m: m.attention_sinks, "attention sinks"),
+    ("0.15", "activation", lambda m: m.activation == "quick_gelu", "gated quick_gelu"),
     ("0.16", "shared_expert_gate", lambda m: m.moe is not None and m.moe.shared_expert_gate, "gates of shared experts"),
+    ("0.16", "attn_output_gate", lambda m: m.attn_output_gate, "gates of attention's output"),
+    ("0.18", "scoring_func", lambda m: m.scoring_func == "sqrtsoftplus", "sqrtsoftplus scores"),
+    ("0.19", "rope_scaling", _scales_by("yarn"), "options for yarn"),
+    ("0.20", "rope_scaling", _scales_by("linear"), "linear scaling"),
+    ("0.20", "swiglu_limit", lambda m: m.swiglu_limit is not None and m.activation == "silu", "clamped SwiGLU"),
 )
 """Versions of Megatron core, a name, the models that it is about, and the thing that came with the version."""
 
 
-def model_rules_before(version: str) -> tuple[Rule, ...]:
-    """The rules on models that a version of Megatron core sets and later ones do not; none for the newest."""
+def megatron_model_rules(version: str) -> tuple[Rule, ...]:
+    """The rules on models of one version; of the newest where it is empty."""
+    return without_later_faults(MEGATRON_MODEL_RULES, version) + came_later(version)
+
+
+def without_later_faults(rules: tuple[Rule, ...], version: str) -> tuple[Rule, ...]:
+    """Rules of the newest Megatron core that a version sets, too."""
+    is_older = bool(version) and release(version) < release(NEW_QUERY_NORM_SINCE)
+    return tuple(rule for rule in rules if not (is_older and rule is NEW_QUERY_NORM))
+
+
+def came_later(version: str, left_out: tuple[str, ...] = ()) -> tuple[Rule, ...]:
+    """The rules that a version of Megatron core sets and later ones do not; none for the newest."""
     return tuple(
         model_rule(name, wrong, _says(f"Megatron core {version} has no {thing}, which came with {since}"))
         for since, name, wrong, thing in _CAME_WITH
-        if version and release(version) < release(since)
+        if version and release(version) < release(since) and name not in left_out
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES
 from planner.trainers.rules.common import BF16_ONLY, Rule
 from planner.trainers.rules.deepspeed import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
 from planner.trainers.rules.megatron import megatron_rules
@@ -23,6 +24,7 @@ RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {
 
 EXPORT_RULES: dict[str, tuple[Rule, ...]] = {
     "megatron": MEGATRON_MODEL_RULES,
+    "bridge": BRIDGE_MODEL_RULES,
     "torchtitan": TORCHTITAN_MODEL_RULES,
     "deepspeed": DEEPSPEED_MODEL_RULES,
     "bf16": (BF16_ONLY,),

@@ -9,7 +9,8 @@ from planner.shape import RANK_ORDERS
 from planner.specs.problems import check_names
 from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.common import Rule
-from planner.trainers.rules.megatron_model import model_rules_before
+from planner.trainers.rules.layer_kinds import LAYER_KIND_RULES, UNWRITTEN_RULES
+from planner.trainers.rules.megatron_model import megatron_model_rules
 from planner.trainers.rules.named import EXPORT_RULES, RULES
 from planner.trainers.spec import RuntimeSpec
 
@@ -26,7 +27,7 @@ def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
         )
     names = runtime.rules or _trainer_of(runtime).rules
     check_names(f"runtime {runtime.name}", "rules", names, RULES)
-    return (*_switch_rules(runtime), *(rule for name in names for rule in RULES[name](runtime)))
+    return (*LAYER_KIND_RULES, *_switch_rules(runtime), *(rule for name in names for rule in RULES[name](runtime)))
 
 
 def export_rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
@@ -35,8 +36,8 @@ def export_rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
         return ()
     names = runtime.export_rules or _trainer_of(runtime).export_rules
     check_names(f"runtime {runtime.name}", "export_rules", names, EXPORT_RULES)
-    of_version = model_rules_before(runtime.version) if "megatron" in names else ()
-    return (*(rule for name in names for rule in EXPORT_RULES[name]), *of_version)
+    sets = EXPORT_RULES | {"megatron": megatron_model_rules(runtime.version)}
+    return (*UNWRITTEN_RULES, *(rule for name in names for rule in sets[name]))
 
 
 def _trainer_of(runtime: RuntimeSpec) -> RuntimeSpec:

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from planner.export.common.arguments import Arguments
-from planner.export.common.model import has_balancing_bias
-from planner.specs.model import MLASpec, ModelSpec, MoESpec
-
-ROTARY_BASE = 10_000
-"""Megatron's default."""
-
-
-def rotary_base(model: ModelSpec) -> int | None:
-    """The base of the rotary frequencies, where the model spec states one: Megatron reads a whole number."""
-    return None if model.rope_theta is None else round(model.rope_theta)
+from planner.export.common.model import listed, stated
+from planner.export.megatron.model.write_positions import position_arguments
+from planner.export.megatron.model.write_router import router_arguments
+from planner.specs.model import ModelSpec
+from planner.specs.model_parts import MLASpec, MoESpec
+from planner.trainers.rules.facts import every_nth
 
 
 def model_arguments(model: ModelSpec, seq_length: int, vocab_divisible_by: int, dropout: bool = False) -> Arguments:
-    """All arguments that decide the model's parameters, their shapes, and its forward."""
+    """All arguments that decide the model's parameters, their shapes, its forward and its losses."""
+    model = stated(model)
     return {
         "--num-layers": model.num_hidden_layers,
         "--hidden-size": model.hidden_size,
         "--ffn-hidden-size": _ffn_hidden_size(model),
         **_attention(model),
-        **_positions(model, seq_length),
+        **position_arguments(model, seq_length),
         **_vocabulary(model, vocab_divisible_by),
         **_norms(model),
         **_activation(model),
         **_biases(model),
         **(_experts(model, model.moe) if model.moe else {}),
-        **({"--mtp-num-layers": model.num_nextn_predict_layers} if model.num_nextn_predict_layers else {}),
+        **_further_tokens(model),
         **({} if dropout else {"--attention-dropout": 0.0, "--hidden-dropout": 0.0}),
     }
 
@@ -46,13 +41,22 @@ def _attention(model: ModelSpec) -> Arguments:
         arguments |= _latent(model.mla)
     elif model.num_key_value_heads != model.num_attention_heads:
         arguments |= {"--group-query-attention": True, "--num-query-groups": model.num_key_value_heads}
-    if model.sliding_window is not None:
-        # (left, right) keys beside the query's own
-        arguments["--window-size"] = f"({model.sliding_window - 1},0)"
-        if model.sliding_window_pattern is not None:
-            arguments["--window-attn-skip-freq"] = model.sliding_window_pattern
     if model.attention_sinks:
         arguments["--softmax-type"] = "learnable"
+    if model.attn_output_gate:
+        arguments["--attention-output-gate"] = True
+    return arguments | _windows(model)
+
+
+def _windows(model: ModelSpec) -> Arguments:
+    """The window, and the layers that have none: every n-th, or those that a list of all layers says."""
+    slides = [kind.attention == "sliding" for kind in model.layers]
+    if model.sliding_window is None or not any(slides):
+        return {}
+    # (left, right) keys beside the query's own
+    arguments: Arguments = {"--window-size": f"({model.sliding_window - 1},0)"}
+    if not all(slides):
+        arguments["--window-attn-skip-freq"] = every_nth([not slide for slide in slides]) or listed(slides)
     return arguments
 
 
@@ -69,19 +73,6 @@ def _latent(mla: MLASpec) -> Arguments:
     return arguments
 
 
-def _positions(model: ModelSpec, seq_length: int) -> Arguments:
-    learned = model.position_embedding == "learned"
-    arguments: Arguments = {
-        "--position-embedding-type": "learned_absolute" if learned else model.position_embedding,
-        "--max-position-embeddings": (model.max_position_embeddings or 0) if learned else seq_length,
-    }
-    if model.position_embedding == "rope":
-        arguments["--rotary-base"] = rotary_base(model) or ROTARY_BASE
-        if model.partial_rotary_factor < 1:
-            arguments["--rotary-percent"] = model.partial_rotary_factor
-    return arguments
-
-
 def _vocabulary(model: ModelSpec, divisible_by: int) -> Arguments:
     arguments: Arguments = {"--vocab-size": model.vocab_size, "--make-vocab-size-divisible-by": divisible_by}
     if not model.tie_word_embeddings:
@@ -90,7 +81,12 @@ def _vocabulary(model: ModelSpec, divisible_by: int) -> Arguments:
 
 
 def _norms(model: ModelSpec) -> Arguments:
-    arguments: Arguments = {"--normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"}
+    arguments: Arguments = {
+        "--normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "--norm-epsilon": model.norm_eps or 0.0,
+    }
+    if model.zero_centered_norm:
+        arguments["--apply-layernorm-1p"] = True
     # latent attention norms its latents under the same option
     if model.qk_norm or model.mla is not None:
         arguments["--qk-layernorm"] = True
@@ -98,10 +94,19 @@ def _norms(model: ModelSpec) -> Arguments:
 
 
 def _activation(model: ModelSpec) -> Arguments:
-    """SwiGLU or squared ReLU; plain GELU needs no argument."""
+    """SwiGLU, the gated sigmoid of gpt-oss, squared ReLU, GELU: fused with a bias it is the tanh's, else the exact."""
+    arguments: Arguments = {}
     if model.gated_mlp:
-        return {"--swiglu": True}
-    return {"--squared-relu": True} if model.activation == "relu2" else {}
+        arguments["--quick-geglu" if model.activation == "quick_gelu" else "--swiglu"] = True
+    elif model.activation == "relu2":
+        arguments["--squared-relu"] = True
+    elif model.activation == "gelu" and model.has_mlp_bias:
+        arguments["--no-bias-gelu-fusion"] = True
+    if model.swiglu_limit is not None:
+        arguments["--activation-func-clamp-value"] = model.swiglu_limit
+    if model.glu_linear_offset:
+        arguments["--glu-linear-offset"] = model.glu_linear_offset
+    return arguments
 
 
 def _biases(model: ModelSpec) -> Arguments:
@@ -111,34 +116,26 @@ def _biases(model: ModelSpec) -> Arguments:
 
 
 def _experts(model: ModelSpec, moe: MoESpec) -> Arguments:
+    has_experts = [kind.mlp == "moe" for kind in model.layers]
     arguments: Arguments = {
         "--num-experts": moe.num_experts,
         "--moe-ffn-hidden-size": moe.moe_intermediate_size,
-        "--moe-router-topk": moe.num_experts_per_tok,
-        "--moe-layer-freq": _layer_pattern([kind.mlp == "moe" for kind in model.layers]),
+        "--moe-layer-freq": "1" if all(has_experts) else listed(has_experts),
         "--moe-grouped-gemm": True,
         "--moe-permute-fusion": True,
-        "--moe-router-dtype": "fp32",
     }
     if moe.shared_expert_intermediate_size:
         arguments["--moe-shared-expert-intermediate-size"] = moe.shared_expert_intermediate_size
         if moe.shared_expert_gate:
             arguments["--moe-shared-expert-gate"] = True
-    if has_balancing_bias(model):
-        arguments |= {
-            "--moe-router-score-function": "sigmoid",
-            "--moe-router-enable-expert-bias": True,
-            "--moe-router-load-balancing-type": "none",
-        }
-    elif moe.num_experts_per_tok == 1:
-        # the softmax of a single logit is 1
-        arguments["--moe-router-pre-softmax"] = True
-    return arguments
+    return arguments | router_arguments(moe)
 
 
-def _layer_pattern(is_moe: list[bool]) -> str:
-    """--moe-layer-freq: `([0]*3+[1]*58)`, or 1 where every layer has experts."""
-    if all(is_moe):
-        return "1"
-    runs = [(int(key), len(list(group))) for key, group in groupby(is_moe)]
-    return "(" + "+".join(f"[{key}]*{length}" for key, length in runs) + ")"
+def _further_tokens(model: ModelSpec) -> Arguments:
+    """Multi-token prediction and the weight of its loss."""
+    if not model.num_nextn_predict_layers:
+        return {}
+    return {
+        "--mtp-num-layers": model.num_nextn_predict_layers,
+        "--mtp-loss-scaling-factor": model.mtp_loss_scaling_factor or 0.0,
+    }

@@ -1,0 +1,68 @@
+"""A configuration as a reader gets it: its text, the folder it lies in, and the recipe that the user names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+MAX_BYTES = 4_000_000
+_PARENTS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A configuration's text and what is known around it."""
+
+    text: str
+    path: Path | None = None
+    """Where it lies; None for text that was piped in."""
+    recipe: str | None = None
+    """The function or entry that the user chose, where a file has several."""
+
+    def beside(self, name: str) -> str | None:
+        """The text of a file that the configuration names, if it lies in the same folder or below it.
+
+        A path that the reader cannot know in full (`$DIR/conf.sh` with DIR unset) is looked for by its end.
+        """
+        if self.path is None or not name:
+            return None
+        folder, parts = self.path.parent, [part for part in PurePosixPath(name).parts if part not in ("/", ".", "..")]
+        if name.startswith("../") and (text := _text(folder / name)) is not None:
+            return text
+        for start in range(len(parts)):
+            found = folder.joinpath(*parts[start:])
+            if found != self.path and (text := _text(found)) is not None:
+                return text
+        return None
+
+    def module(self, name: str, level: int = 0) -> ConfigFile | None:
+        """The Python module that the configuration imports, where its file lies in the same tree of packages."""
+        if self.path is None:
+            return None
+        parts = [part for part in name.split(".") if part]
+        for folder in self._roots(level):
+            for path in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
+                text = None if not parts and path.suffix == ".py" and path.name != "__init__.py" else _text(path)
+                if text is not None:
+                    return ConfigFile(text, path)
+        return None
+
+    def _roots(self, level: int) -> Iterator[Path]:
+        """Folders that a module's dotted name may begin in."""
+        assert self.path is not None
+        parents = [self.path.absolute().parent, *self.path.absolute().parent.parents]
+        if level:
+            yield from parents[level - 1 : level]
+            return
+        yield from parents[:_PARENTS]
+
+
+def _text(path: Path) -> str | None:
+    """The text of a small file; None where there is none."""
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+            return None
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,91 @@
+"""The needs of a run beside model, layout and data: length, optimizer, checkpoints, evaluation, timeouts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from planner.answer import Plan
+from planner.specs.optimizer import OptimizerDefaults
+
+TOKENS_PER_PARAMETER = 20
+"""Tokens for each active parameter where no number is planned: Hoffmann et al. (arXiv:2203.15556)."""
+_RATES = ((10e9, 3e-4, 3e-5), (100e9, 1.5e-4, 1.5e-5), (math.inf, 8e-5, 8e-6))
+"""Active parameters up to which a rate, and its tenth at the end, are usual: Llama 3 (arXiv:2407.21783, Table 3)."""
+_WARMUP_STEPS = 2000
+_WARMUP_FRACTION = 0.1
+"""Share of the steps that the warm-up takes at most."""
+_SAVE_S = 60.0
+"""Seconds of training that a save costs, as assumed for the interval between saves."""
+_GPU_SECONDS_PER_FAILURE = 54 * 86_400 * 16_384 / 419
+"""419 interruptions in 54 days on 16,384 GPUs (arXiv:2407.21783, Table 5)."""
+_LONGEST_BETWEEN_SAVES_S = 3600.0
+FIRST_RUN_STEPS = 20
+"""Steps of the run that is compared with the plan: the first ones compile, tune and fill caches."""
+EVALUATION_STEPS = 10
+_TIMEOUT_MINUTES = 10
+"""Minutes that torch waits for a collective unless told."""
+_INIT_S_PER_RANK = 1047 / 2048
+"""Seconds that groups of 2,048 ranks took to start without tricks, over their number (MegaScale, arXiv:2402.15627)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """The settings of a run, in steps of the plan's batch."""
+
+    num_steps: int
+    optimizer: OptimizerDefaults
+    warmup_steps: int
+    save_interval_steps: int
+    evaluation_interval_steps: int
+    init_timeout_minutes: int
+    """Minutes for the start, when every rank meets every other."""
+    timeout_minutes: int
+    """Minutes for an exchange after the start."""
+    notes: tuple[str, ...]
+    """The origins of length and optimizer, for the header."""
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps over which the rate falls, the last ones of the run."""
+        return max(1, round(self.optimizer.decay_fraction * (self.num_steps - self.warmup_steps)))
+
+
+def run_settings(plan: Plan) -> RunSettings:
+    """The settings of the plan's run: planned, published with the model, or defaults that the notes name."""
+    training, model = plan.training, plan.model
+    tokens = training.tokens or TOKENS_PER_PARAMETER * model.num_active_parameters
+    num_steps = max(1, round(tokens / training.tokens_per_step))
+    published = model.spec.training.optimizer if model.spec.training else None
+    optimizer = published or _defaults(model.num_active_parameters)
+    ranks = plan.parallelism.num_gpus_used
+    save_interval_steps = max(1, round(save_interval_s(ranks) / plan.best.step.step_s))
+    return RunSettings(
+        num_steps=num_steps,
+        optimizer=optimizer,
+        warmup_steps=min(optimizer.warmup_steps, max(1, int(_WARMUP_FRACTION * num_steps))),
+        save_interval_steps=save_interval_steps,
+        evaluation_interval_steps=save_interval_steps,
+        init_timeout_minutes=max(_TIMEOUT_MINUTES, 5 * math.ceil(_INIT_S_PER_RANK * ranks / 300)),
+        timeout_minutes=_TIMEOUT_MINUTES,
+        notes=(
+            f"{num_steps:,} steps: {_tokens(tokens)} tokens" + ("" if training.tokens else
+            f", {TOKENS_PER_PARAMETER} for each active parameter, since the plan states none (--tokens)"),
+            f"optimizer and learning rate: {optimizer.source or 'defaults for models of this size, none is published'}",
+        ),
+    )  # fmt: skip
+
+
+def save_interval_s(num_gpus: int) -> float:
+    """Seconds between saves that lose the least: √(2 · cost of a save · time between failures) (Young, 1974)."""
+    return min(_LONGEST_BETWEEN_SAVES_S, math.sqrt(2 * _SAVE_S * _GPU_SECONDS_PER_FAILURE / num_gpus))
+
+
+def _defaults(num_active_parameters: float) -> OptimizerDefaults:
+    rate, least = next((rate, least) for size, rate, least in _RATES if num_active_parameters < size)
+    return OptimizerDefaults(learning_rate=rate, min_learning_rate=least, warmup_steps=_WARMUP_STEPS)
+
+
+def _tokens(number: float) -> str:
+    """A number of tokens in billions or trillions."""
+    return f"{number / 1e12:.3g}T" if number >= 1e12 else f"{number / 1e9:.3g}B"

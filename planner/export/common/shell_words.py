@@ -1,0 +1,229 @@
+"""Words of bash scripts with quotes taken off and variables put in. No command is run."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from planner.errors import SpecError
+from planner.export.common.shell_syntax import closing, double_end
+
+Environment = dict[str, list[str]]
+"""Variables; an array has several words."""
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_PARAMETER = re.compile(
+    r"(?P<mark>[!#]?)(?P<name>[A-Za-z_]\w*|[0-9@*#?$!])(?P<index>\[[^\]]*\])?"
+    r"(?P<operation>:?[-=+?]|##?|%%?|,,?|\^\^?|//?|:)?(?P<rest>.*)",
+    re.DOTALL,
+)
+_OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Gt: operator.gt, ast.Lt: operator.lt,
+    ast.GtE: operator.ge, ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne,
+}  # fmt: skip
+_MAX_CHARACTERS = 4_000_000
+_MAX_DEPTH = 20
+_MAX_INTEGER = 10**30
+
+
+@dataclass(slots=True)
+class Words:
+    """Expands words with the variables that are known so far."""
+
+    variables: Environment = field(default_factory=dict)
+    outcome: Callable[[str], str | None] = lambda command: None
+    """The output of a command in `$(…)`; None where it is not known without running it."""
+    num_unknown: int = 0
+    """Outputs asked for so far that are not known."""
+    spent: int = 0
+    depth: int = 0
+
+    def expand(self, raw: str, split: bool = True) -> list[str]:
+        """The words that a word stands for; with `split`, an unquoted variable may hold several.
+
+        Raises SpecError where variables that double themselves fill memory.
+        """
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            self.depth -= 1
+            return []
+        fields, current, is_quoted, at = list[str](), "", False, 0
+        while at < len(raw):
+            char = raw[at]
+            if char == "'" or raw.startswith("$'", at):
+                start = at + 1 + (char == "$")
+                end = raw.find("'", start)
+                end = len(raw) if end < 0 else end
+                current, is_quoted, at = current + raw[start:end], True, end + 1
+            elif char == '"':
+                end = double_end(raw, at)
+                parts = self.quoted(raw[at + 1 : end - 1 if raw[end - 1 : end] == '"' else end])
+                is_quoted, at = is_quoted or bool(parts), end
+                if parts:
+                    current += parts[0]
+                if len(parts) > 1:
+                    fields += [current, *parts[1:-1]]
+                    current = parts[-1]
+            elif char == "\\":
+                current, at = current + raw[at + 1 : at + 2].replace("\n", ""), at + 2
+            elif char in "$`":
+                values, at = self._expansion(raw, at)
+                pieces = " ".join(values).split() if split else [" ".join(values)]
+                if len(pieces) > 1:
+                    fields += [current + pieces[0], *pieces[1:-1]]
+                    current = pieces[-1]
+                else:
+                    current += "".join(pieces)
+            else:
+                current, at = current + char, at + 1
+        self.depth -= 1
+        self._spend(sum(map(len, fields)) + len(current))
+        return [*fields, *([current] if current or is_quoted else [])]
+
+    def text(self, raw: str) -> str:
+        """A word as one text."""
+        return " ".join(self.expand(raw, split=False))
+
+    def quoted(self, inner: str) -> list[str]:
+        """The words that a double-quoted text stands for: `"${A[@]}"` makes several, or none."""
+        fields, current, at, is_list = list[str](), "", 0, False
+        while at < len(inner):
+            char = inner[at]
+            if char == "\\" and inner[at + 1 : at + 2] in ('"', "\\", "$", "`", "\n"):
+                current, at = current + inner[at + 1 : at + 2].replace("\n", ""), at + 2
+            elif char in "$`":
+                start = at
+                values, at = self._expansion(inner, at)
+                if re.match(r"\$(\{[A-Za-z_]\w*\[@\]|@)", inner[start:at]):
+                    is_list = True
+                    if len(values) > 1:
+                        fields += [current + values[0], *values[1:-1]]
+                        current = values[-1]
+                        continue
+                current += " ".join(values)
+            else:
+                current, at = current + char, at + 1
+        self._spend(sum(map(len, fields)) + len(current))
+        return [] if is_list and not current and not fields else [*fields, current]
+
+    def arithmetic(self, text: str) -> int | None:
+        """The value of `$((text))`; None where it is no integer arithmetic."""
+        num_unknown = self.num_unknown
+        expanded = " ".join(self.expand(text.replace(" ", "\\ "), split=False))
+        if self.num_unknown > num_unknown:
+            return None
+        named = _NAME.sub(lambda m: " ".join(self.variables.get(m[0], [m[0]])), expanded)
+        named = re.sub(r"\b0+(?=\d)", "", named).replace("&&", " and ").replace("||", " or ").strip()
+        try:
+            return _evaluate(ast.parse(named, mode="eval").body)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return None
+
+    def _spend(self, characters: int) -> None:
+        self.spent += characters
+        if self.spent > _MAX_CHARACTERS:
+            raise SpecError(
+                f"variables of the script make more than {_MAX_CHARACTERS:,} characters", "give a simpler launch script"
+            )
+
+    def _expansion(self, text: str, at: int) -> tuple[list[str], int]:
+        """The words that the `$…` or `` `…` `` at `at` stands for, and the index behind it."""
+        if text[at] == "`":
+            end = text.find("`", at + 1)
+            end = len(text) if end < 0 else end
+            return self._output(text[at + 1 : end]), end + 1
+        if text.startswith("$((", at):
+            end = closing(text, at + 1)
+            value = self.arithmetic(text[at + 3 : end - 1])
+            return ["" if value is None else str(value)], end + 1
+        if text.startswith("$(", at):
+            end = closing(text, at + 1)
+            return self._output(text[at + 2 : end]), end + 1
+        if text.startswith("${", at):
+            end = closing(text, at + 1)
+            return self._parameter(text[at + 2 : end]), end + 1
+        match = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!]").match(text, at + 1)
+        if match is None:
+            return ["$"], at + 1
+        return self.variables.get(match[0], []), match.end()
+
+    def _output(self, command: str) -> list[str]:
+        """The output of a command; nothing where it is not known."""
+        output = self.outcome(command)
+        self.num_unknown += output is None
+        return [] if output is None else [output]
+
+    def _parameter(self, inner: str) -> list[str]:
+        """The words that `${inner}` stands for."""
+        match = _PARAMETER.fullmatch(inner)
+        if match is None:
+            return []
+        values = self.variables.get(match["name"], [])
+        if match["mark"] == "!":
+            values = self.variables.get(values[0], []) if values else []
+        index = (match["index"] or "").strip("[]")
+        if match["mark"] == "#":
+            return [str(len(values) if index in ("@", "*") else len(" ".join(values)))]
+        if index not in ("", "@", "*"):
+            number = self.arithmetic(index)
+            values = [values[number]] if number is not None and -len(values) <= number < len(values) else []
+        operation, rest = match["operation"] or "", match["rest"]
+        if operation.strip(":") in ("-", "=") and operation.strip(":"):
+            return values if any(values) else self._default(rest)
+        if operation.endswith("+"):
+            return self._default(rest) if any(values) else []
+        return [self._changed(value, operation, rest) for value in values] if operation else values
+
+    def _default(self, rest: str) -> list[str]:
+        """The words behind `:-`, spaces among them."""
+        return self.quoted(rest.strip('"')) if '"' in rest or " " in rest else self.expand(rest)
+
+    def _changed(self, value: str, operation: str, rest: str) -> str:
+        """A value with a beginning or an end cut off, a part replaced, or its case changed."""
+        if operation[0] in ",^":
+            return value.lower() if operation[0] == "," else value.upper()
+        if operation == ":":
+            numbers = [self.arithmetic(part) for part in rest.split(":")]
+            start = numbers[0] or 0
+            return value[start:] if len(numbers) < 2 or numbers[1] is None else value[start : start + numbers[1]]
+        if operation[0] == "/":
+            pattern, _, new = rest.partition("/")
+            return value.replace(self.text(pattern), self.text(new), -1 if operation == "//" else 1)
+        if operation[0] not in "#%":
+            return value
+        pattern, longest = self.text(rest), len(operation) == 2
+        cuts = range(len(value) + 1)
+        if operation[0] == "#":
+            ends = [cut for cut in cuts if fnmatch.fnmatchcase(value[:cut], pattern)]
+            return value[(max(ends) if longest else min(ends)) :] if ends else value
+        starts = [cut for cut in cuts if fnmatch.fnmatchcase(value[cut:], pattern)]
+        return value[: min(starts) if longest else max(starts)] if starts else value
+
+
+def _evaluate(node: ast.expr) -> int:
+    """The value of an integer expression; ValueError for anything else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp):
+        value = _evaluate(node.operand)
+        return -value if isinstance(node.op, ast.USub) else int(not value)
+    if isinstance(node, ast.BoolOp):
+        values = [bool(_evaluate(value)) for value in node.values]
+        return int(all(values) if isinstance(node.op, ast.And) else any(values))
+    if isinstance(node, ast.IfExp):
+        return _evaluate(node.body if _evaluate(node.test) else node.orelse)
+    pair: tuple[ast.AST, ast.expr, ast.expr] | None = None
+    if isinstance(node, ast.BinOp):
+        pair = (node.op, node.left, node.right)
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+        pair = (node.ops[0], node.left, node.comparators[0])
+    if pair is not None and type(pair[0]) in _OPERATORS:
+        value = int(_OPERATORS[type(pair[0])](_evaluate(pair[1]), _evaluate(pair[2])))
+        if abs(value) <= _MAX_INTEGER:
+            return value
+    raise ValueError(ast.dump(node))

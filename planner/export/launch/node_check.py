@@ -1,0 +1,146 @@
+"""Looks at one node before any rank starts: GPUs, packages, the trainer's version, and what the user fills in.
+
+This file is exported as preflight.py, with the checks of one plan in CHECKS; it needs nothing but Python.
+Each missing thing is one line on stderr, and the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+CHECKS: dict[str, Any] = json.loads("{}")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers at the beginning of a version, to compare."""
+    numbers = []
+    for part in version.replace("+", ".").split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def version_of(package: str, module: Any = None) -> str:
+    """The version of an installed distribution, or of a module that is on the path only; empty if neither says."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return str(getattr(module, "__version__", ""))
+
+
+def missing_package(need: dict[str, str]) -> str:
+    """The reason why a required module or version is not here; empty where it is."""
+    module, _, name = need["module"].partition(":")
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # a broken extension may raise anything
+        reason = (str(error).splitlines() or [""])[0]
+        return f"python package {module} cannot be imported ({type(error).__name__}: {reason})"
+    if name and not hasattr(found, name):
+        return f"python package {module} has no {name}"
+    if need["at_least"]:
+        version = version_of(need["package"], sys.modules[module.split(".")[0]])
+        if release(version) < release(need["at_least"]):
+            return f"{need['package']} {version or 'of an unknown version'} is older than {need['at_least']}"
+    return ""
+
+
+def wrong_value(place: dict[str, Any]) -> str:
+    """The reason why a value that the user gives will not do; empty where it will."""
+    name, kind = place["name"], place["kind"]
+    value = os.environ.get(name, "").strip()
+    if not value:
+        return "" if place["is_optional"] else f"{name} is empty: {place['meaning']}"
+    if kind == "folder" and not Path(value).is_dir():
+        return f"{name}: {value} is no folder"
+    if kind == "new folder":
+        folder = Path(value).absolute()
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            return f"{name}: cannot write to {folder}"
+    if kind == "prefix":
+        prefixes = [word for word in value.split() if not word.replace(".", "", 1).isdigit()]
+        for prefix in prefixes:
+            if not Path(prefix + ".idx").is_file():
+                return f"{name}: {prefix}.idx is no file"
+    if kind == "text" and value.startswith(("/", "./", "../")) and not Path(value).exists():
+        return f"{name}: {value} does not exist"
+    return ""
+
+
+def wrong_trainer() -> str:
+    """The reason why the trainer found is not one that the options are for; empty where it is."""
+    wanted = CHECKS["trainer"]
+    where = "this environment"
+    if wanted["package"]:
+        found = version_of(wanted["package"])
+        if not found:
+            return f"{wanted['package']} is not installed"
+    elif wanted["file"]:
+        os.environ.setdefault("NO_VCS_VERSION", "1")
+        where = wanted["folder"]
+        source = Path(os.environ.get(where, "")) / wanted["file"]
+        if not source.is_file():
+            return f"{where}: {source} is no file"
+        found = str(runpy.run_path(str(source))["__version__"])
+    else:
+        return ""
+    if wanted["is_exactly"] and release(found)[:2] != release(wanted["is_exactly"])[:2]:
+        return f"the options are for {wanted['name']} {wanted['is_exactly']}, {where} has {found}"
+    if wanted["at_least"] and release(found) < release(wanted["at_least"]):
+        return f"the options are for {wanted['name']} {wanted['at_least']} and above, {where} has {found}"
+    return ""
+
+
+def missing_gpus() -> str:
+    """The reason why this node cannot run its ranks; empty where it can, or where torch is missing, which is said."""
+    if "cpu" in sys.argv[1:]:  # the torch runner's --device cpu
+        return ""
+    wanted = int(os.environ.get("GPUS") or CHECKS["gpus"])
+    try:
+        found = importlib.import_module("torch").cuda.device_count()
+    except Exception:  # said by the package's own line
+        return ""
+    return f"{wanted} GPUs wanted on this node, {found} found" if found < wanted else ""
+
+
+def problems() -> Iterator[tuple[str, str]]:
+    """Each problem in words, empty where there is none, and the way to solve it."""
+    if shutil.which("torchrun") is None:
+        yield "torchrun is not on PATH", "activate the environment that has torch"
+    for need in CHECKS["packages"]:
+        problem = missing_package(need)
+        yield problem and f"{problem}, needed for {need['reason']}", need["hint"]
+    yield missing_gpus(), ""
+    for place in CHECKS["placeholders"]:
+        if place["in_first_run"] or os.environ.get("MOCK") != "1":
+            yield wrong_value(place), ""
+    yield wrong_trainer(), ""
+
+
+def main() -> int:
+    """Print every problem; 1 if there are any."""
+    found = [f"{problem}: {hint}" if hint else problem for problem, hint in problems() if problem]
+    left_out = [place["name"] for place in CHECKS["placeholders"] if not place["in_first_run"]]
+    if found:
+        found.append("PREFLIGHT=0 starts without these checks")
+    if found and left_out and os.environ.get("MOCK") != "1":
+        found.append(f"MOCK=1 starts a short run on random tokens, which needs no {', '.join(left_out)}")
+    for line in found:
+        print(f"preflight: {line}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The variables that a plan's recipe needs or gains from: a row for each, with the plans that have it."""
+
+from __future__ import annotations
+
+from planner.answer import Plan
+from planner.export.common.environment import Row, node_environment, variables_of
+from planner.export.common.recipe import runtime_of
+from planner.export.megatron.recipe import switch_arguments
+
+NORM_MARGIN_SMS = 20
+"""SMs that norms leave to exchanges that run beside them: 418 of Megatron-Bridge's recipes (perf_recipes, 0.7.0)."""
+CONNECTIONS, CONNECTIONS_BESIDE_TP = 32, 8
+"""Queues to the GPU: in 404 of Megatron-Bridge's recipes, and in those for H100 that overlap experts at TP 2."""
+_NO_SEGMENTS_IN_GRAPHS = ("0.14", "0.15")
+"""Versions of Megatron core that refuse graphs beside expandable segments."""
+_UNORDERED = ("blackwell", "rubin")
+"""Architectures on which CUDA_DEVICE_MAX_CONNECTIONS no longer orders communication before compute."""
+
+
+def _has_graphs(plan: Plan) -> bool:
+    return bool(plan.runtime_spec.cuda_graphs or plan.runtime_spec.graphed_modules)
+
+
+def _takes_segments(plan: Plan) -> bool:
+    return not _has_graphs(plan) or plan.runtime_spec.version not in _NO_SEGMENTS_IN_GRAPHS
+
+
+def overlaps_experts(plan: Plan) -> bool:
+    """Exchanges of experts were priced behind compute."""
+    return plan.parallelism.ep > 1 and plan.runtime_spec.overlaps_experts
+
+
+def _has_exchanges_beside_norms(plan: Plan) -> bool:
+    """Gradients or tokens are exchanged while layers run."""
+    layout = plan.parallelism
+    return overlaps_experts(plan) or (runtime_of(plan).gradient_overlap_fraction > 0 and layout.dp * layout.cp > 1)
+
+
+_ON_NVIDIA = (
+    Row("NCCL_NVLS_ENABLE", "0"),
+    # NCCL would register buffers of graphs, which have no fixed address in expandable segments
+    Row("NCCL_GRAPH_REGISTER", "0", _has_graphs),
+    Row("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", _takes_segments),
+    Row("TORCH_NCCL_AVOID_RECORD_STREAMS", "0", lambda plan: bool(plan.runtime_spec.cuda_graphs)),
+    Row("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", lambda plan: not plan.runtime_spec.cuda_graphs),
+    Row("NVTE_FWD_LAYERNORM_SM_MARGIN", str(NORM_MARGIN_SMS), _has_exchanges_beside_norms),
+    Row("NVTE_BWD_LAYERNORM_SM_MARGIN", str(NORM_MARGIN_SMS), _has_exchanges_beside_norms),
+    Row("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1", lambda plan: plan.runtime_spec.fuses_experts),
+    # Transformer Engine 2.10 and above would offload weights too
+    Row("NVTE_CPU_OFFLOAD_V1", "1", lambda plan: bool(plan.runtime_spec.offload_modules)),
+)
+_ON_AMD = (
+    Row("NVTE_CK_USES_BWD_V3", "1"),
+    Row("NVTE_USE_CAST_TRANSPOSE_TRITON", "1", lambda plan: plan.training.dtype in ("fp8", "mxfp8")),
+    Row("NVTE_ROCM_ENABLE_MXFP8", "1", lambda plan: plan.training.dtype == "mxfp8"),
+)
+"""Transformer Engine's own, as AMD's launcher sets them (AMD-AGI/Primus, base_env.sh, August 2026)."""
+
+
+def environment(plan: Plan) -> dict[str, str]:
+    """The variables of a plan."""
+    is_amd = plan.cluster.hardware.is_amd
+    variables = _connections(plan) | node_environment(plan) | variables_of(_ON_AMD if is_amd else _ON_NVIDIA, plan)
+    return variables if is_amd else variables | nvlink_topology(plan)
+
+
+def _connections(plan: Plan) -> dict[str, str]:
+    """CUDA_DEVICE_MAX_CONNECTIONS: 1 orders communication before compute, more lets both run side by side.
+
+    Up to Hopper, tensor and context parallelism want the order. FSDP refuses it, and overlapped exchanges of experts
+    hide half as well under it (Megatron-LM, pull request 6311: 198.5 TFLOP/s with 32 connections, 191.1 with one).
+    """
+    layout = plan.parallelism
+    in_order = layout.tp > 1 or layout.cp > 1
+    if layout.zero_stage >= 2 or plan.cluster.hardware.architecture.lower() in _UNORDERED:
+        number = CONNECTIONS
+    elif overlaps_experts(plan):
+        number = CONNECTIONS_BESIDE_TP if layout.tp > 1 else CONNECTIONS
+    elif in_order:
+        number = 1
+    else:
+        return {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": str(number)}
+
+
+def nvlink_topology(plan: Plan) -> dict[str, str]:
+    """Variables from which HybridEP learns how many ranks of an exchange are joined by NVLink, and if across nodes."""
+    if switch_arguments(plan).get("--moe-flex-dispatcher-backend") != "hybridep":
+        return {}
+    domain, ranks = plan.cluster.nvlink_domain_size, plan.parallelism.ep * plan.parallelism.etp
+    joined = max(size for size in range(1, min(ranks, domain) + 1) if ranks % size == 0)
+    return {
+        "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": str(joined),
+        "NVLINK_DOMAIN_SIZE": str(domain),
+        "USE_MNNVL": "1" if domain > plan.cluster.node_size else "0",
+    }

@@ -1,0 +1,50 @@
+"""The indexer of sparse attention (DeepSeek-V3.2, 2025), which scores all keys and chooses those attended to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.physics.operators import BF16, FP32, Item, Operator, Saved
+from planner.shape import Shape
+from planner.specs.model import ModelSpec
+from planner.trainers.spec import RuntimeSpec
+
+INT32 = 4
+INDEX_NORM_PARAMETERS = 2
+"""Weight and bias of the LayerNorm over a key of the indexer."""
+
+
+def indexer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """Queries from the latents, one key head, a weight a head; scores of all keys before a query; the best of them.
+
+    Every tensor-parallel rank holds the whole indexer and scores for itself. The kept keys' indices are what sparse
+    attention reads.
+    """
+    spec = model.indexer
+    assert spec is not None
+    tokens, heads, width = shape.tokens, spec.index_n_heads, spec.index_head_dim
+    rank = (model.mla.q_lora_rank if model.mla is not None else None) or model.hidden_size
+    for name, columns, inputs in (
+        ("index q", heads * width, rank),
+        ("index k", width, model.hidden_size),
+        ("index weights", heads, model.hidden_size),
+    ):
+        yield Operator(
+            name=name, kind="gemm", wide=True, m=tokens, n=columns, k=inputs, parameters=columns * inputs,
+            saved=(Saved(name, BF16 * tokens * columns),),
+        )  # fmt: skip
+    yield Operator(
+        name="index norm", kind="elementwise", family="norm", forward_bytes=2 * BF16 * tokens * width,
+        backward_bytes=3 * BF16 * tokens * width, forward_kernels=1, backward_kernels=2,
+        parameters=INDEX_NORM_PARAMETERS * width,
+        saved=(Saved("statistics", 2 * FP32 * tokens), Saved("index k normed", BF16 * tokens * width)),
+    )  # fmt: skip
+    yield Operator(
+        name="index scores", kind="attention", batch=shape.micro_batch_size, heads=heads, kv_heads=1,
+        q_len=shape.seq_length / shape.cp, kv_len=shape.seq_length, qk_dim=width, v_dim=0,
+    )  # fmt: skip
+    scores_bytes = FP32 * tokens * shape.seq_length / 2
+    yield Operator(
+        name="index choice", kind="elementwise", family="router", forward_bytes=2 * scores_bytes,
+        forward_kernels=2, saved=(Saved("chosen keys", INT32 * tokens * spec.index_topk),),
+    )  # fmt: skip

@@ -1,0 +1,49 @@
+"""The half of a decoder layer that mixes tokens: norm, attention or what stands in its place, residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from planner.physics.attention import attention
+from planner.physics.blocks import enter_half, leave_half
+from planner.physics.linear_attention import gated_delta, kimi_delta, lightning
+from planner.physics.mamba import mamba1, mamba2
+from planner.physics.operators import Item
+from planner.physics.short_conv import short_conv
+from planner.shape import Shape
+from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model_parts import AttentionKind
+from planner.trainers.spec import RuntimeSpec
+
+Mixer = Callable[[ModelSpec, LayerKind, Shape, RuntimeSpec], Iterator[Item]]
+
+MIXERS: dict[AttentionKind, tuple[Mixer, ...]] = {
+    "full": (attention,),
+    "sliding": (attention,),
+    "chunked": (attention,),
+    "indexed": (attention,),
+    "sparse": (attention,),
+    "mamba": (mamba1,),
+    "mamba2": (mamba2,),
+    "full_mamba2": (attention, mamba2),
+    "gated_delta": (gated_delta,),
+    "kimi_delta": (kimi_delta,),
+    "lightning": (lightning,),
+    "conv": (short_conv,),
+    "none": (),
+}
+"""The mixers of each kind of layer, which all read the same norm's output and are summed."""
+
+
+def mixer_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """Norm, the layer's mixers, residual; nothing for a layer that only has an MLP."""
+    mixers = MIXERS[kind.attention]
+    if not mixers:
+        return
+    module = "" if model.mla is None else "layernorm"
+    yield enter_half("attention", model, shape, runtime, module=module)
+    for mixer in mixers:
+        yield from mixer(model, kind, shape, runtime)
+    yield from leave_half(
+        "attention", model, shape, runtime, adds=model.parallel_residual is None or kind.mlp == "none"
+    )

@@ -1,0 +1,320 @@
+"""Layers that slide, attend to everything, scan or have experts, as configs list them or an architecture's rule says.
+
+A list of layers becomes the shortest that repeats to it, or, where layers slide but every n-th, that n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from planner.specs.architectures.derivations import MAX_LAYERS, Config, Derived, InexpressibleError, num_layers, whole
+from planner.specs.reading import kind_of
+
+IsOne = Callable[[Config, int], bool]
+
+ATTENTIONS = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
+"""Names of transformers for the ways to attend."""
+STATE_NAMES = ("linear_attention", "mamba", "mamba2", "M", "recurrent")
+"""Names of layers with a state, by which transformers 5 and configs before it call them."""
+
+
+def shortest(listed: Sequence[str]) -> tuple[str, ...]:
+    """The shortest beginning of `listed` that repeats to all of it."""
+    size = len(listed)
+    for period in range(1, size):
+        if all(listed[i] == listed[i - period] for i in range(period, size)):
+            return tuple(listed[:period])
+    return tuple(listed)
+
+
+def listed(config: Config, names: dict[str, str], key: str = "layer_types") -> list[str] | None:
+    """The kinds of layers that the config lists under `key`, in our `names`; None where it lists none."""
+    types = config.get(key)
+    if types is None:
+        return None
+    if not isinstance(types, list):
+        raise InexpressibleError(f"{key}: {types!r:.60} is {kind_of(types)}, expected a list")
+    for kind in types:
+        if not isinstance(kind, str) or kind not in names:
+            raise InexpressibleError(f"{key}: {kind!r:.60} is none of {', '.join(names)}")
+    if len(types) != config.get("num_hidden_layers"):
+        raise InexpressibleError(f"{key}: {len(types)} entries for {config.get('num_hidden_layers')} layers")
+    return [names[kind] for kind in types[:MAX_LAYERS]]
+
+
+def window(is_full: IsOne, key: str = "sliding_window") -> Callable[[Config], Derived]:
+    """A function that finds the layers which slide (or attend in chunks), by `layer_types` or the architecture's rule.
+
+    The width of the window, or of a chunk, stands under `key`.
+    """
+    narrow = "sliding" if key == "sliding_window" else "chunked"
+
+    def derive(config: Config) -> Derived:
+        span, types = config.get(key), listed(config, ATTENTIONS)
+        if not span:
+            return {}
+        if types is None:
+            full = [is_full(config, layer) for layer in range(num_layers(config))]
+        else:
+            full = [kind == "full" for kind in types]
+        if full and all(full):
+            return {}
+        pattern = full.index(True) + 1 if True in full else None
+        if pattern is None or full == [(layer + 1) % pattern == 0 for layer in range(len(full))]:
+            return {key: span, "sliding_window_pattern": pattern, "layer_types": None}
+        kinds = shortest(["full" if is_one else narrow for is_one in full])
+        return {key: span, "sliding_window_pattern": None, "layer_types": kinds}
+
+    return derive
+
+
+def mixers(kind: str, is_full: IsOne, **other: str) -> Callable[[Config], Derived]:
+    """A function that lists the layers of `kind` among those with full attention.
+
+    `other` are further names that `layer_types` may hold.
+    """
+    names = ATTENTIONS | {"attention": "full", **dict.fromkeys((*STATE_NAMES, kind), kind), **other}
+
+    def derive(config: Config) -> Derived:
+        types = listed(config, names) or listed(config, names, "layers_block_type")
+        if types is None:
+            types = ["full" if is_full(config, layer) else kind for layer in range(num_layers(config))]
+        return {"layer_types": shortest(types)} if types else {}
+
+    return derive
+
+
+def never(config: Config, layer: int) -> bool:
+    """No layer is one."""
+    return False
+
+
+def always(config: Config, layer: int) -> bool:
+    """Every layer is one."""
+    return True
+
+
+def every(key: str, default: int) -> IsOne:
+    """Every n-th layer attends to everything, or has experts: n given under `key`, or as a text like LLLG."""
+
+    def is_nth(config: Config, layer: int) -> bool:
+        stated = config.get(key)
+        if isinstance(stated, str) and stated and set(stated) <= {"L", "G"}:
+            return stated[layer % len(stated)] == "G"
+        period = whole(config, key, config.get(f"_{key}", default))
+        return period > 0 and (layer + 1) % period == 0
+
+    return is_nth
+
+
+def periodic(name: str) -> IsOne:
+    """Jamba's way: every n-th layer from an offset on, under `{name}_layer_period` and `{name}_layer_offset`."""
+
+    def is_nth(config: Config, layer: int) -> bool:
+        period = whole(config, f"{name}_layer_period")
+        return period > 0 and layer % period == whole(config, f"{name}_layer_offset")
+
+    return is_nth
+
+
+def among(*keys: str) -> IsOne:
+    """Layers whose numbers, from 0 on, are listed under one of `keys`."""
+
+    def is_listed(config: Config, layer: int) -> bool:
+        return any(isinstance(config.get(key), list) and layer in config[key] for key in keys)
+
+    return is_listed
+
+
+def unrotated(config: Config, layer: int) -> bool:
+    """Layers without rotary embeddings attend to everything, every fourth one where no others are listed (Llama 4)."""
+    rotates = config.get("no_rope_layers")
+    if isinstance(rotates, list) and len(rotates) == config.get("num_hidden_layers"):
+        return not rotates[layer]
+    return every("no_rope_layer_interval", 4)(config, layer)
+
+
+def qwen_full(config: Config, layer: int) -> bool:
+    """Layers from max_window_layers on slide, and none does unless use_sliding_window says so."""
+    first = config.get("max_window_layers")
+    return not config.get("use_sliding_window") or not isinstance(first, int) or layer < first
+
+
+def gemma4_full(config: Config, layer: int) -> bool:
+    """Every sixth layer, and the last."""
+    return every("sliding_window_pattern", 6)(config, layer) or layer == num_layers(config) - 1
+
+
+def cwm_full(config: Config, layer: int) -> bool:
+    """Every fourth layer from the first on."""
+    return layer % 4 == 0
+
+
+def kimi_full(config: Config, layer: int) -> bool:
+    """Layers listed from 1 on under full_attn_layers, else every fourth but the first."""
+    stated = config.get("full_attn_layers")
+    return layer + 1 in stated if isinstance(stated, list) else layer > 0 and layer % 4 == 0
+
+
+def minimax_full(config: Config, layer: int) -> bool:
+    """Layers with a 1 in attn_type_list (MiniMax-Text-01), else every other from the first on."""
+    stated = config.get("attn_type_list")
+    if isinstance(stated, list) and len(stated) == config.get("num_hidden_layers"):
+        return bool(stated[layer])
+    return layer % 2 == 0
+
+
+def mimo_full(config: Config, layer: int) -> bool:
+    """Layers with a 0 in hybrid_layer_pattern, else the first and every sixth."""
+    stated = config.get("hybrid_layer_pattern")
+    if isinstance(stated, list) and len(stated) == config.get("num_hidden_layers"):
+        return not stated[layer]
+    return layer == 0 or (layer + 1) % 6 == 0
+
+
+def local_or_global(config: Config) -> Derived:
+    """GPT-Neo's attention_types: lists of global and local, each with the number of times it repeats."""
+    names = {"global": "full", "local": "sliding"}
+    try:
+        kinds = [names[kind] for group, times in config["attention_types"] for kind in list(group) * times]
+    except (KeyError, TypeError, ValueError):
+        raise InexpressibleError(
+            f"attention_types: {config.get('attention_types')!r:.60} is no list of pairs"
+        ) from None
+    if len(kinds) != config.get("num_layers"):
+        raise InexpressibleError(f"attention_types: {len(kinds)} entries for {config.get('num_layers')} layers")
+    slides = "sliding" in kinds
+    return {"layer_types": shortest(kinds), "sliding_window": config.get("window_size")} if slides else {}
+
+
+def block_pattern(config: Config) -> Derived:
+    """Nemotron-H's layers, each a mixer or an MLP alone: M, *, - and E in one text, or a list of names."""
+    given = config.get("hybrid_override_pattern")
+    if isinstance(given, str):
+        blocks = [_BLOCKS.get(mark, mark) for mark in given if mark != "|"]
+    else:
+        stated = next(
+            (config[key] for key in ("layers_block_type", "layer_types") if config.get(key) is not None), None
+        )
+        if not isinstance(stated, list):
+            raise InexpressibleError(f"hybrid_override_pattern: {given!r:.60} is {kind_of(given)}, expected text")
+        blocks = stated
+    for block in blocks:
+        if block not in _HALVES:
+            raise InexpressibleError(f"hybrid_override_pattern: {block!r:.60} is none of {', '.join(_BLOCKS)}")
+    pairs = [_HALVES[block] for block in blocks[:MAX_LAYERS]]
+    return {
+        "num_hidden_layers": len(blocks),
+        "layer_types": shortest([mixer for mixer, _ in pairs]),
+        "mlp_layer_types": shortest([mlp for _, mlp in pairs]),
+    }
+
+
+_BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_HALVES = {
+    **dict.fromkeys(("mamba", "linear_attention"), ("mamba2", "none")),
+    **dict.fromkeys(("attention", "full_attention"), ("full", "none")),
+    "mlp": ("none", "dense"),
+    "moe": ("none", "moe"),
+}
+
+
+def moe_layers(is_moe: IsOne) -> Callable[[Config], Derived]:
+    """A function that writes the layers with experts as first_k_dense_replace and moe_layer_freq, or lists them all."""
+
+    def derive(config: Config) -> Derived:
+        types = listed(config, {"dense": "dense", "sparse": "moe", "moe": "moe"}, "mlp_layer_types")
+        if types is None:
+            types = ["moe" if is_moe(config, layer) else "dense" for layer in range(num_layers(config))]
+        layers = [layer for layer, kind in enumerate(types) if kind == "moe"]
+        if not layers:
+            return {"first_k_dense_replace": num_layers(config)}
+        freq = layers[1] - layers[0] if len(layers) > 1 else 1
+        first = layers[0] - freq + 1
+        if first < 0 or layers != list(range(layers[0], num_layers(config), freq)):
+            return {"mlp_layer_types": shortest(types)}
+        return {"first_k_dense_replace": first, "moe_layer_freq": freq}
+
+    return derive
+
+
+def llama4_moe(config: Config, layer: int) -> bool:
+    stated = config.get("moe_layers")
+    return layer in stated if isinstance(stated, list) else every("interleave_moe_layer_step", 0)(config, layer)
+
+
+def qwen_moe(config: Config, layer: int) -> bool:
+    dense = config.get("mlp_only_layers")
+    return every("decoder_sparse_step", 0)(config, layer) and not (isinstance(dense, list) and layer in dense)
+
+
+def deepseek_moe(config: Config, layer: int) -> bool:
+    """Every n-th layer from first_k_dense_replace on has experts, or those for which moe_layer_freq lists a 1."""
+    freq = config.get("moe_layer_freq")
+    if isinstance(freq, list) and len(freq) == config.get("num_hidden_layers"):
+        chosen = bool(freq[layer])
+    else:
+        step = whole(config, "moe_layer_freq", 1)
+        chosen = step > 0 and layer % step == 0
+    return chosen and layer >= whole(config, "first_k_dense_replace", 0)
+
+
+def after_dense(key: str) -> IsOne:
+    """All layers after the first few, whose number stands under `key`, have experts."""
+
+    def is_moe(config: Config, layer: int) -> bool:
+        return layer >= whole(config, key)
+
+    return is_moe
+
+
+def ernie_moe(config: Config, layer: int) -> bool:
+    first, last, step = (whole(config, f"moe_layer_{key}") for key in ("start_index", "end_index", "interval"))
+    return first <= layer and (last < 0 or layer <= last) and step > 0 and (layer + 1) % step == 0
+
+
+def index_layers(config: Config) -> Derived:
+    """Layers of sparse attention choose their keys, unless indexer_types says that they share an earlier choice."""
+    kinds = listed(config, {"full": "indexed", "shared": "sparse"}, "indexer_types")
+    if kinds and kinds[0] == "sparse":
+        raise InexpressibleError("indexer_types: the first layer shares a choice of keys that none has made")
+    return {"layer_types": shortest(kinds) if kinds else ("indexed",)}
+
+
+def full_unrotated(config: Config) -> Derived:
+    """Layers that do not slide, every n-th, have no rotary positions (Command R7B, EXAONE 4, Trinity)."""
+    found = window(every("sliding_window_pattern", 4))(config)
+    return {"no_rope_layer_interval": found.get("sliding_window_pattern")}
+
+
+def rotated_layers(config: Config) -> Derived:
+    """Every n-th layer has no rotary positions (SmolLM3): n as stated, or as no_rope_layers lists it."""
+    stated, count = config.get("no_rope_layers"), num_layers(config)
+    if not isinstance(stated, list) or len(stated) != count:
+        return {"no_rope_layer_interval": whole(config, "no_rope_layer_interval", 4) or None}
+    if 0 not in stated:
+        return {}
+    interval = stated.index(0) + 1
+    if stated != [int((layer + 1) % interval != 0) for layer in range(count)]:
+        raise InexpressibleError("no_rope_layers: layers without rotary positions that are not every n-th")
+    return {"no_rope_layer_interval": interval}
+
+
+def mimo_moe(config: Config, layer: int) -> bool:
+    """Layers for which moe_layer_freq lists a 1, else all but the first (MiMo-V2)."""
+    stated = config.get("moe_layer_freq")
+    listed_all = isinstance(stated, list) and len(stated) == config.get("num_hidden_layers")
+    return bool(stated[layer]) if listed_all else layer > 0  # type: ignore[index]
+
+
+def lfm2_full(config: Config, layer: int) -> bool:
+    """Layers listed under full_attn_idxs, all where none are listed (LFM2)."""
+    stated = config.get("full_attn_idxs")
+    return layer in stated if isinstance(stated, list) else True
+
+
+def jamba_moe(config: Config) -> Derived:
+    """Jamba's experts, of which a model with one has none."""
+    if config.get("num_experts") == 1:
+        return {"moe": None}
+    return moe_layers(periodic("expert"))(config)
