@@ -125,6 +125,8 @@ def _plan(rng: random.Random, target: str) -> Plan | None:
         layout |= {"vpp": 1, "sequence_parallel": False}
     if layout["recompute"] == "full" and rng.random() < 0.4:
         layout["recompute_num_layers"] = rng.choice((1, 2, 3))
+    if dp * layout["cp"] == 1:
+        layout["zero_stage"] = 0
     num_gpus = layout["tp"] * layout["cp"] * pp * dp
     training = {
         "seq_length": rng.choice((2048, 4096, 8192)),

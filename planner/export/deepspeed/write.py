@@ -26,7 +26,7 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     _check_expressible(plan, stages)
-    files = [ExportFile(CONFIG_FILE, json.dumps(_config(plan), indent=2) + "\n")]
+    files = [ExportFile(CONFIG_FILE, json.dumps(deepspeed_config(plan), indent=2) + "\n")]
     run = run_settings(plan)
     notes = [
         *run.notes,
@@ -74,7 +74,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections.raise_any()
 
 
-def _config(plan: Plan) -> dict[str, Any]:
+def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """DeepSpeed's configuration: batch, precision, ZeRO, tensor parallelism without a pipeline."""
     layout, training, runtime = plan.parallelism, plan.training, plan.runtime_spec
     run = run_settings(plan)
