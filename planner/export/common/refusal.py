@@ -75,7 +75,7 @@ def _hint_for_model(plan: Plan, runtime: str) -> str:
         if not broken_rules(megatron_model_rules(version), plan):
             return f"plan again with --runtime megatron@{version}, which can say it"
     if broken_rules(PLAIN_LAYERS, plan):
-        return "no target describes such a model: write the plan's sizes into files of your own, `plan report` shows them"
+        return "no target describes such a model: write your own files by what `plan report` shows"
     return "leave out of the model's spec what is named here, if the model may be trained without"
 
 
