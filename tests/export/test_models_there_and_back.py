@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +12,7 @@ from pydantic import ValidationError
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.bridge.model import RECIPES
-from planner.export.bridge.overrides import bridge_overrides
-from planner.export.bridge.write import hydra
+from planner.export.bridge.write import export_bridge
 from planner.export.common.arguments import argv
 from planner.export.common.model import stated
 from planner.export.megatron.model.read import read_model
@@ -27,7 +24,7 @@ from planner.specs.huggingface import from_config
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.specs.training import TrainingSpec
-from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES, family_of
+from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES
 from planner.trainers.rules.common import first_broken
 from planner.trainers.rules.facts import rotary_method
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES, megatron_model_rules
@@ -109,13 +106,8 @@ IN_BRIDGE = [name for name in expressible(BRIDGE_MODEL_RULES) if name != "opt-17
 def test_a_model_that_ships_in_fields_of_bridge(planned: Planned, name: str) -> None:
     model = load_model(name)
     plan = planned(model, 16, seq_length=SEQ_LENGTH, recompute="full")
-    text = json.dumps({"recipe": RECIPES[family_of(model)], "overrides": words_of(bridge_overrides(plan))})
-    read = read_configuration(text).run["model"]
+    read = read_configuration(export_bridge(plan).files[0].text).run["model"]
     assert meaning(ModelSpec.model_validate({**read, "name": name})) == meaning(model)
-
-
-def words_of(overrides: dict[str, Any]) -> list[str]:
-    return [f"{path}={hydra(value)}" for path, value in overrides.items()]
 
 
 def some_model(seed: int) -> ModelSpec | None:
