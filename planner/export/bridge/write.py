@@ -22,7 +22,7 @@ from planner.export.common.trainer_files import (
     TrainerFiles,
     TrainerVersion,
 )
-from planner.export.megatron.arguments import NEWEST, megatron_arguments
+from planner.export.megatron.arguments import NEWEST
 from planner.export.megatron.environment import environment
 from planner.export.megatron.requirements import requirements
 from planner.export.megatron.run_options import PLACEHOLDERS
