@@ -93,12 +93,22 @@ _TRAINERS = (
         mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[parallelism\]", runtime="torchtitan",
     ),
     Trainer(
-        "torch", "torch.write:export_torch", runtime="torch-eager",
-        recomputes=("core_attn", "mlp", "moe", "shared_experts"),
+        "torch", "torch.write:export_torch", "torch.read:read_torch",
+        mark=r"^stage_to_rank:", runtime="torch-eager", recomputes=("core_attn", "mlp", "moe", "shared_experts"),
+    ),
+    Trainer(
+        "accelerate", None, "huggingface.accelerate:read_accelerate",
+        mark=r"^(compute_environment|distributed_type):",
+    ),
+    Trainer(
+        "huggingface", None, "huggingface.trainer:read_trainer",
+        mark=r"per_device_train_batch_size|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
+        r"|accelerate launch",
     ),
     Trainer(
         "deepspeed", "deepspeed.write:export_deepspeed", "deepspeed.read:read_deepspeed",
-        mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu)"', runtime="deepspeed",
+        mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"',
+        runtime="deepspeed",
     ),
 )  # fmt: skip
 _LAUNCHERS = (

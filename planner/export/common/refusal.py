@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from planner.answer import Layout, Plan
 from planner.errors import SpecError
-from planner.shape import Shape
+from planner.shape import RANK_ORDERS, Shape
 from planner.trainers.load import load_runtime, versions_of
 from planner.trainers.rules.common import Rule
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
@@ -61,10 +61,13 @@ def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
     return "plan again without what is named here, or with other values of it pinned"
 
 
+_DESCRIBING = ("megatron", "bridge", "torchtitan")
+"""Targets that describe the model; DeepSpeed's is the user's own."""
+
+
 def _hint_for_model(plan: Plan, runtime: str) -> str:
     """No layout changes what the model is: another target or an older version may express it, or a part is left out."""
-    targets = ((name, rules) for name, rules in EXPORT_RULES.items() if name not in ("bf16", runtime))
-    able = [name for name, rules in targets if not broken_rules(rules, plan)]
+    able = [name for name in _DESCRIBING if name != runtime and not broken_rules(EXPORT_RULES[name], plan)]
     if able:
         return f"export to {' or '.join(able)}, which can say it"
     for version in reversed(versions_of(load_runtime("megatron"))):
@@ -106,4 +109,5 @@ def shape_of(layout: Layout, seq_length: int) -> Shape:
         sequence_parallel=int(layout.sequence_parallel),
         zero_stage=layout.zero_stage,
         shard_size=layout.shard_size,
+        dp_outermost=RANK_ORDERS.index(layout.rank_order),
     )

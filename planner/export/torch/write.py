@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from planner.answer import Plan
+from planner.export.common.environment import node_environment
 from planner.export.common.header import header
 from planner.export.common.recompute import recomputed_layers
 from planner.export.common.refusal import Objections, broken_rules, hint_for
@@ -49,6 +50,7 @@ def export_torch(plan: Plan) -> TrainerFiles:
             Requirement("torch", "everything", "torch", "2.9", "pip install 'planner[probe]'"),
             Requirement("planner.probe.worker", "the runner", hint="pip install 'planner[probe]'"),
         ),
+        environment=node_environment(plan),
         comments=comments,
         files=files[:2],
     )
@@ -67,7 +69,9 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     """Differences between the plan and what the runner does."""
-    notes = ["the runner trains on random tokens; it needs pip install 'planner[probe]' on every node"]
+    notes = [
+        "the runner trains on random tokens and saves nothing: it shows that the layout runs, and how fast"
+    ]
     kept = sorted(set(plan.as_planned.parallelism.recompute_modules) - _RECOMPUTABLE)
     if kept:
         notes.append(f"the runner does not recompute {', '.join(kept)} by themselves: they are kept")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.answer import Plan
+from planner.export.common.environment import node_environment
 from planner.export.common.header import header
 from planner.export.common.model import notes_on_model, stated
 from planner.export.common.promise import promise
@@ -42,7 +43,7 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
         program="-m torchtitan.train",
         arguments={"--module": RECIPE, "--config": "plan"},
         # as torchtitan's own run_train.sh has it
-        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_HIGH_PRIORITY": "1"},
+        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **node_environment(plan)},
         placeholders=PLACEHOLDERS,
         requirements=tuple(_requirements(plan)),
         promise=promise(plan, "in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank"),

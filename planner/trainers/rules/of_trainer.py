@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from planner.errors import SpecError
+from planner.shape import RANK_ORDERS
 from planner.specs.problems import check_names
 from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.common import Rule
@@ -58,6 +59,11 @@ def _switch_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:
             "cp_not_expressible",
             lambda m, t, s: (s.cp == 1) | runtime.has_context_parallel,
             lambda m, t, s: f"cp {s.cp}: {runtime.name} knows no context parallelism",
+        ),
+        Rule(
+            "rank_order_not_expressible",
+            lambda m, t, s: (np.asarray(s.dp_outermost) == 0) | (RANK_ORDERS[1] in runtime.rank_orders),
+            lambda m, t, s: f"rank_order {s.rank_order}: {runtime.name} has {', '.join(runtime.rank_orders)}",
         ),
         Rule(
             "zero_stage_not_expressible",
