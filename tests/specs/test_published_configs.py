@@ -167,6 +167,11 @@ def test_a_refusal_says_why(kind: str) -> None:
     assert kind not in WRAPPERS
 
 
+def test_the_page_on_models_lists_what_is_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text()
+    assert all(f"`{kind}`" in page and reason in page for kind, reason in REFUSED.items())
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
