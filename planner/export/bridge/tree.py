@@ -56,7 +56,8 @@ _VALUED = {
 }
 READ = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_layer_freq", "model.window_attn_skip_freq", "model.overlap_p2p_comm",
                   "mixed_precision", "mixed_precision.fp8_recipe", "mixed_precision.grad_reduce_in_fp32",
-                  "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion"}) | MODEL_FIELDS  # fmt: skip
+                  "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion",
+                  *MODEL_FIELDS})  # fmt: skip
 """Paths that are read."""
 IGNORED = re.compile(
     r"(logger|checkpoint|dataset|tokenizer|scheduler|rng|validation|profiling|env_vars|straggler|nvrx|rerun_state_machine"
