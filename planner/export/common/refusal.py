@@ -63,7 +63,8 @@ def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
 
 def _hint_for_model(plan: Plan, runtime: str) -> str:
     """No layout changes what the model is: another target or an older version may express it, or a part is left out."""
-    targets = ((name, rules) for name, rules in EXPORT_RULES.items() if name not in ("bf16", runtime))
+    # DeepSpeed's configuration names no model at all
+    targets = ((name, rules) for name, rules in EXPORT_RULES.items() if name not in ("bf16", "deepspeed", runtime))
     able = [name for name, rules in targets if not broken_rules(rules, plan)]
     if able:
         return f"export to {' or '.join(able)}, which can say it"
