@@ -15,6 +15,7 @@ from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from planner.answer import Plan
     from planner.export.bundle import Bundle
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,10 @@ To = Annotated[
 Alternative = Annotated[
     int | None, o.number(_TARGET, "--alternative", "Export the plan's N-th alternative, not its best layout.")
 ]
+PatchFile = Annotated[
+    str | None,
+    o.text(_TARGET, "--patch", "FILE", "Print a diff against your own script, YAML, TOML or ds_config.json."),
+]
 Image = Annotated[str | None, o.text(_TARGET, "--image", "NAME", "Container image of the Kubernetes manifest.")]
 Folder = Annotated[str | None, o.text(_OUTPUT, "--output -o", "DIR", "Folder to write to. [MODEL-TARGET]")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the files, write nothing.", rich_help_panel=_OUTPUT)]
@@ -50,6 +55,7 @@ def export_command(
     to: To,
     alternative: Alternative = None,
     image: Image = None,
+    patch: PatchFile = None,
     output: Folder = None,
     dry_run: DryRun = False,
     force: Force = False,
@@ -61,6 +67,7 @@ def export_command(
     Example:
       plan export plan.json --to megatron -o run
       plan export plan.json --to torchtitan,kubernetes --dry-run
+      plan export plan.json --to megatron --patch my_launch.sh | patch -p1
     """
     from pathlib import Path
 
@@ -70,6 +77,9 @@ def export_command(
     from planner.plan_file import read_plan, with_alternative
 
     chosen = with_alternative(read_plan(plan), alternative)
+    if patch is not None:
+        _print_patch(chosen, patch, to, output, force)
+        return
     bundle = bundle_of(chosen, to, image, force)
     for note in (*bundle.notes, *_left_to_the_user(bundle)):
         _log.info("%s", note)
@@ -79,6 +89,22 @@ def export_command(
     folder = Path(output or default_folder(chosen, bundle))
     paths = write_bundle(bundle, folder, force)
     sys.stdout.write(dumps({**bundle.manifest(), "folder": str(folder)}) if json else _listing(paths))
+
+
+def _print_patch(plan: Plan, path: str, target: str, output: str | None, force: bool) -> None:
+    """The diff on stdout, or in the file that -o names."""
+    from planner.export.patch.patch import patch_of
+    from planner.files import write_text
+
+    patch = patch_of(plan, path, target)
+    for name, value in patch.imported.unknown.items():
+        _log.warning("%s: not understood, and left as it is: %s", path, f"{name} {value}".strip())
+    if not patch.diff():
+        _log.info("%s says what the plan says already", path)
+    if output is None:
+        sys.stdout.write(patch.diff())
+    else:
+        write_text(output, patch.diff(), force)
 
 
 def _left_to_the_user(bundle: Bundle) -> Iterator[str]:

@@ -68,6 +68,7 @@ def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> Imp
     options = options_of_fields(fields)
     named = None if "--hidden-size" in options else model_called(hub_name) or _model_of_recipe(recipe)
     imported = run_of(options, script, "bridge", num_layers=num_layers_of(named))
+    imported.run["runtime"] = "bridge"
     if imported.run["model"] is not None and named is None:
         imported.run["model"] |= model_fields(fields, recipe)
     imported.unknown.clear()

@@ -61,11 +61,13 @@ def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
     return "plan again without what is named here, or with other values of it pinned"
 
 
+_DESCRIBING = ("megatron", "bridge", "torchtitan")
+"""Targets that describe the model; DeepSpeed's is the user's own."""
+
+
 def _hint_for_model(plan: Plan, runtime: str) -> str:
     """No layout changes what the model is: another target or an older version may express it, or a part is left out."""
-    # DeepSpeed's configuration names no model at all
-    targets = ((name, rules) for name, rules in EXPORT_RULES.items() if name not in ("bf16", "deepspeed", runtime))
-    able = [name for name, rules in targets if not broken_rules(rules, plan)]
+    able = [name for name in _DESCRIBING if name != runtime and not broken_rules(EXPORT_RULES[name], plan)]
     if able:
         return f"export to {' or '.join(able)}, which can say it"
     for version in reversed(versions_of(load_runtime("megatron"))):

@@ -70,7 +70,7 @@ def read_config(config: dict[str, Any]) -> DeepSpeedConfig:
     found.layout = _layout(config, zero)
     stage = found.layout["zero_stage"]
     found.features = {
-        "overlap_grad_reduce": stage > 0 and bool(zero.get("overlap_comm", stage == 3)),
+        "overlap_grad_reduce": bool(zero.get("overlap_comm", stage == 3)),
         "optimizer_offload": _offloaded(zero),
     }
     if section(config, "data_types").get("grad_accum_dtype") == "bf16":

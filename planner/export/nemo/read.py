@@ -80,6 +80,7 @@ def _second_version(record: Record) -> ImportedRun:
         fields = {f"model.{name}": _plain(value) for name, value in model.defaults.items()} | fields
     script = Script(variables={"WORLD_SIZE": [str(world)]} if world else {})
     imported = run_of(options_of_fields(fields), script, "nemo", num_layers=num_layers_of(named))
+    imported.run["runtime"] = "bridge"
     imported.unknown.clear()
     if named is not None:
         imported.run["model"] = named
@@ -177,6 +178,7 @@ def _first_version(text: str) -> ImportedRun:
     imported = run_of(
         options_of_fields(fields), Script(variables={"WORLD_SIZE": [str(world)]} if world else {}), "nemo"
     )
+    imported.run["runtime"] = "bridge"
     imported.unknown.clear()
     sort_fields(fields, imported.ignored, imported.unknown)
     for path in [path for path in imported.unknown if NO_EFFECT.match(path)]:

@@ -71,7 +71,6 @@ def _layout(data: Mapping[str, Any]) -> dict[str, Any]:
         **{axis: _number(data, axis) for axis in _AXES},
         "pp": pp,
         "vpp": max(1, len(chunks) // pp),
-        "etp": 1 if data.get("ep", 1) != 1 else _number(data, "tp"),
         "sequence_parallel": bool(data.get("sequence_parallel")),
         "zero_stage": 1 if data.get("zero") else 0,
         **_recompute(data, chunks, counts),

@@ -174,7 +174,7 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
     if replicate > 1 and shard > 0:
         layout["fsdp"] = shard * cp
     keeps_weights = settings.get("parallelism.fsdp_reshard_after_forward") == "never"
-    layout["zero_stage"] = 0 if shard == 1 and replicate > 1 else 2 if keeps_weights else 3
+    layout["zero_stage"] = 0 if shard == 1 and cp == 1 else 2 if keeps_weights else 3
     if shard > 0:
         layout["dp"] = replicate * shard
     return layout, tp * cp * pp
