@@ -30,15 +30,36 @@ _SEQUENCE = (
     "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "sequence_len", "model_max_length", "max_length",
     "max_source_length", "seq_length", "block_size_", "context_length",
 )  # fmt: skip
-_BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
-_MODEL = ("model_name_or_path", "base_model", "model_id", "model_name", "actor_model_name_or_path", "pretrained_model_name_or_path")
+_BATCH = (
+    "per_device_train_batch_size",
+    "per_gpu_train_batch_size",
+    "micro_batch_size",
+    "train_micro_batch_size_per_gpu",
+)
+_MODEL = (
+    "model_name_or_path",
+    "base_model",
+    "model_id",
+    "model_name",
+    "actor_model_name_or_path",
+    "pretrained_model_name_or_path",
+)
 _NARROWER = (
     "use_peft", "load_in_4bit", "load_in_8bit", "use_lora", "adapter", "lora_r", "lora_rank", "lora_dim", "finetuning_type", "use_qlora",
     "peft", "q_lora", "only_optimize_lora", "freeze_layers",
 )  # fmt: skip
 """Settings that train less than the model."""
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none")
-_OTHERS = ("use_liger_kernel", "liger_kernel", "packing", "neftune_noise_alpha", "unsloth", "torch_compile", "sample_packing", "group_by_length")
+_OTHERS = (
+    "use_liger_kernel",
+    "liger_kernel",
+    "packing",
+    "neftune_noise_alpha",
+    "unsloth",
+    "torch_compile",
+    "sample_packing",
+    "group_by_length",
+)
 _ADAMS = re.compile(r"adamw?(_torch|_hf|_torch_fused|_apex_fused|_torch_xla)?$")
 _CALLS = re.compile(r"(TrainingArguments|SFTConfig|DPOConfig|CPOConfig|GRPOConfig|RewardConfig|TrainerConfig)$")
 _READ = {
@@ -58,7 +79,9 @@ def read_trainer(config: ConfigFile) -> ImportedRun:
     run, layout = imported.run, imported.run["parallelism"]
     if (micro_batch_size := number(settings, *_BATCH)) is not None:
         layout["micro_batch_size"] = micro_batch_size
-    imported.microbatches_per_rank = number(settings, "gradient_accumulation_steps") or (1 if micro_batch_size else None)
+    imported.microbatches_per_rank = number(settings, "gradient_accumulation_steps") or (
+        1 if micro_batch_size else None
+    )
     run["seq_length"] = number(settings, *_SEQUENCE)
     if is_on(settings.get("gradient_checkpointing")):
         layout["recompute"] = "full"
@@ -95,7 +118,9 @@ def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: Conf
             layout["zero_stage"] = int(stage[1])
             imported.notes.append(f"{name} is not beside the file: ZeRO {stage[1]} by its name")
         else:
-            imported.notes.append(f"{name} is not beside the file: ZeRO 0 is assumed; import it with --model for its own")
+            imported.notes.append(
+                f"{name} is not beside the file: ZeRO 0 is assumed; import it with --model for its own"
+            )
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
         options = settings.get("fsdp_config")
         if isinstance(options, str):
@@ -136,7 +161,11 @@ def _settings(config: ConfigFile) -> tuple[dict[str, Any], int | None]:
         return (data if isinstance(data, dict) else {}), None
     if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not text.startswith("#!/bin"):
         return _of_python(text), None
-    if re.search(r"^(per_device_train_batch_size|base_model|model_name_or_path|gradient_accumulation_steps|micro_batch_size):", text, re.MULTILINE):
+    if re.search(
+        r"^(per_device_train_batch_size|base_model|model_name_or_path|gradient_accumulation_steps|micro_batch_size):",
+        text,
+        re.MULTILINE,
+    ):
         return read_yaml(text), None
     script = read_script(text, config.beside)
     options = options_of(script.words)
@@ -146,7 +175,9 @@ def _settings(config: ConfigFile) -> tuple[dict[str, Any], int | None]:
         values = [word for word in words if not word.endswith(".py")]
         settings[key] = True if not values else values[0] if len(values) == 1 or key != "fsdp" else " ".join(values)
     settings |= {name: value for name, value in _assigned(script.words).items() if name not in settings}
-    return settings, num_gpus({name.replace("_", "-"): words for name, words in options.items()}, script) or number(settings, "num_processes")
+    return settings, num_gpus({name.replace("_", "-"): words for name, words in options.items()}, script) or number(
+        settings, "num_processes"
+    )
 
 
 def _assigned(words: list[str]) -> dict[str, str]:

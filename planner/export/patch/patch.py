@@ -43,7 +43,10 @@ class Patch:
     def diff(self) -> str:
         """The changes as `patch` takes them."""
         lines = difflib.unified_diff(
-            self.before.splitlines(keepends=True), self.after.splitlines(keepends=True), f"a/{self.name}", f"b/{self.name}"
+            self.before.splitlines(keepends=True),
+            self.after.splitlines(keepends=True),
+            f"a/{self.name}",
+            f"b/{self.name}",
         )
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
@@ -104,7 +107,11 @@ def _same(one: ImportedRun | None, other: ImportedRun | None) -> bool:
 def _said(imported: ImportedRun) -> dict[str, Any]:
     """What a configuration says of the layout, the batch and the switches; what is so unasked is left out."""
     run = imported.run
-    layout = {name: value for name, value in run["parallelism"].items() if _UNASKED.get(name, value) != value or name not in _UNASKED}
+    layout = {
+        name: value
+        for name, value in run["parallelism"].items()
+        if _UNASKED.get(name, value) != value or name not in _UNASKED
+    }
     layout.pop("dp", None)
     features = {name: value for name, value in run["features"].items() if name not in _UNPRICED}
     return {**{name: run.get(name) for name in _OF_RUN}, "features": features, **layout}

@@ -22,7 +22,14 @@ _OF_MEGATRON = LAYOUT_OPTIONS | FEATURE_OPTIONS | {
     "--global-batch-size", "--seq-length", "--ckpt-format", "--hidden-dropout", "--attention-dropout",
 }  # fmt: skip
 """Options of Megatron-LM that a plan decides; the user's own decide the model, the data and the learning."""
-_REFUSED_ALONE = ("--recompute", "--sequence-parallel", "--num-virtual", "--num-layers-per-virtual", "--decoder-", "--account-")
+_REFUSED_ALONE = (
+    "--recompute",
+    "--sequence-parallel",
+    "--num-virtual",
+    "--num-layers-per-virtual",
+    "--decoder-",
+    "--account-",
+)
 """Options that Megatron-LM refuses, or warns of, without those that a plan may have taken away."""
 _LAUNCH = ("--nnodes", "--nproc-per-node", "--nproc_per_node")
 
@@ -43,12 +50,20 @@ def megatron_changes(plan: Plan, script: Script) -> list[list[Change]]:
         if len(row.settings) > 1 and not row.is_read_only and all(name in wanted for name in row.settings):
             if group := [changes.pop(name) for name in row.settings if name in changes]:
                 groups.append(group)
-    return [*([change] for change in changes.values()), *groups, *([change] for change in _launch_changes(plan, script))]
+    return [
+        *([change] for change in changes.values()),
+        *groups,
+        *([change] for change in _launch_changes(plan, script)),
+    ]
 
 
 def _means(name: str, present: list[str] | None, words: list[str]) -> bool:
     """The option means already what the plan says."""
-    return name == "--attention-backend" and words == ["auto"] and (present or ["auto"]) in (["auto"], ["flash"], ["fused"])
+    return (
+        name == "--attention-backend"
+        and words == ["auto"]
+        and (present or ["auto"]) in (["auto"], ["flash"], ["fused"])
+    )
 
 
 def _launch_changes(plan: Plan, script: Script) -> list[Change]:
@@ -134,7 +149,9 @@ def deepspeed_changes(plan: Plan, present: dict[str, Any]) -> list[list[Change]]
         if isinstance(value, dict):
             section = present.get(name) or {}
             changes += [
-                Change(f"{name}.{key}", (json.dumps(inner),)) for key, inner in value.items() if section.get(key) != inner
+                Change(f"{name}.{key}", (json.dumps(inner),))
+                for key, inner in value.items()
+                if section.get(key) != inner
             ]
         elif present.get(name) != value:
             changes.append(Change(name, (json.dumps(value),)))
