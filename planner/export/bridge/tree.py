@@ -53,7 +53,8 @@ _VALUED = {
     "mixed_precision.fp8": "--fp8-format",
     "mixed_precision.fp4": "--fp4-format",
 }
-READ = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_layer_freq", "model.window_attn_skip_freq", "model.overlap_p2p_comm",
+READ = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_layer_freq",
+                  "model.window_attn_skip_freq", "model.overlap_p2p_comm",
                   "mixed_precision", "mixed_precision.fp8_recipe", "mixed_precision.grad_reduce_in_fp32",
                   "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion"})  # fmt: skip
 """Paths that are read."""

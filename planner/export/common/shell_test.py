@@ -1,4 +1,4 @@
-"""Conditions of bash scripts: whether `[ … ]`, `[[ … ]]` and `(( … ))` hold, as far as the script's own variables say."""
+"""Conditions of bash scripts: whether `[ … ]`, `[[ … ]]` and `(( … ))` hold, as far as variables say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the trainers around Hugging Face's: arguments of Trainer, Accelerate, axolotl, LLaMA-Factory, as a run."""
+"""Settings of the trainers around Hugging Face's, Trainer, Accelerate, axolotl, LLaMA-Factory, as a run."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ _MODEL = (
     "pretrained_model_name_or_path",
 )
 _NARROWER = (
-    "use_peft", "load_in_4bit", "load_in_8bit", "use_lora", "adapter", "lora_r", "lora_rank", "lora_dim", "finetuning_type", "use_qlora",
-    "peft", "q_lora", "only_optimize_lora", "freeze_layers",
+    "use_peft", "load_in_4bit", "load_in_8bit", "use_lora", "adapter", "lora_r", "lora_rank", "lora_dim",
+    "finetuning_type", "use_qlora", "peft", "q_lora", "only_optimize_lora", "freeze_layers",
 )  # fmt: skip
 """Settings that train less than the model."""
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none")
@@ -63,9 +63,11 @@ _OTHERS = (
 _ADAMS = re.compile(r"adamw?(_torch|_hf|_torch_fused|_apex_fused|_torch_xla)?$")
 _CALLS = re.compile(r"(TrainingArguments|SFTConfig|DPOConfig|CPOConfig|GRPOConfig|RewardConfig|TrainerConfig)$")
 _READ = {
-    *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, "gradient_accumulation_steps", "gradient_checkpointing", "bf16", "fp16",
+    *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, "gradient_accumulation_steps", "gradient_checkpointing",
+    "bf16", "fp16",
     "tf32", "fsdp", "fsdp_config", "deepspeed", "zero_stage", "optim", "config_file", "num_processes", "num_machines",
-    "attn_implementation", "flash_attn", "flash_attention", "use_flash_attention", "use_flash_attn", "dtype", "torch_dtype",
+    "attn_implementation", "flash_attn", "flash_attention", "use_flash_attention", "use_flash_attn", "dtype",
+    "torch_dtype",
     "mixed_precision", "offload", "nproc_per_node", "nnodes", "num_gpus", "num_nodes",
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A plan as a diff against the user's own launch script, YAML, TOML or ds_config.json: the library's side of `--patch`."""
+"""A plan as a diff against the user's own script, YAML, TOML or ds_config.json: the library's side of `--patch`."""
 
 from __future__ import annotations
 

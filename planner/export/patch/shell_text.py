@@ -1,7 +1,7 @@
 """Changes options in the text of a shell script and leaves everything else as it is written.
 
-A value that a variable holds is changed where the variable is assigned; a new option stands before one of its kind, with
-the indentation and the line continuation that this has.
+A value that a variable holds is changed where the variable is assigned; a new option stands before one of its kind,
+with the indentation and the line continuation that this has.
 """
 
 from __future__ import annotations

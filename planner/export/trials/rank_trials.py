@@ -70,9 +70,8 @@ def main() -> None:
         seconds, count = found
         rate = trial["tokens_per_step"] / seconds
         off = f"{100 * (seconds / predicted - 1):+.1f}%"
-        print(
-            f"{trial['folder']:8} {seconds:8.3f} s {predicted:8.3f} s {off:>8} {rate:12,.0f}  {trial['layout']} ({count} steps)"
-        )
+        times = f"{seconds:8.3f} s {predicted:8.3f} s {off:>8}"
+        print(f"{trial['folder']:8} {times} {rate:12,.0f}  {trial['layout']} ({count} steps)")
     if not any(found for _, found in rows):
         sys.exit(
             "no trial has a log with step times: run them with run_trials.sh, or put their logs into their folders"

@@ -1,4 +1,4 @@
-"""Short runs of a plan and of its next best layouts, each in a folder of its own, and the script that ranks their logs."""
+"""Short runs of a plan and of its next best layouts, each in its own folder, and the script that ranks their logs."""
 
 from __future__ import annotations
 
