@@ -136,11 +136,14 @@ def _write_trials(plan: Plan, count: int, to: str, image: str | None, output: st
 
 def _left_to_the_user(bundle: Bundle) -> Iterator[str]:
     """The values that the user fills in, and the run to begin with."""
-    for place in bundle.placeholders:
-        needed = "may be filled in" if place.is_optional or place.default else "fill in"
-        yield f"{needed}: {place.name}, {place.meaning}"
+    required = [place for place in bundle.placeholders if not (place.is_optional or place.default)]
+    for place in required:
+        yield f"fill in {place.name}: {place.meaning}"
+    others = [place.name for place in bundle.placeholders if place not in required]
+    if others:
+        yield f"change where yours is another: {', '.join(others)}"
     if bundle.first_run:
-        yield f"first run, to compare with the plan: {bundle.first_run}"
+        yield f"first run, to hold against the plan: {bundle.first_run}"
 
 
 def _listing(paths: list[Path]) -> str:

@@ -24,6 +24,11 @@ MOE_STEP_WIDTH = 0.09
 """Half-width that mixtures of experts add to a step: routing, grouped products of small experts, the host's time."""
 MOE_MEMORY_WIDTH = 0.06
 """Half-width that mixtures of experts add to memory: the busiest expert rank's tokens are not known before the run."""
+SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.25, 0.35
+"""Half-widths that layers which scan, and layers that attend to chosen keys, add to a step: their kernels are priced
+from the data sheet and the algorithm, and no published run of them has been held against it."""
+SCAN_MEMORY_WIDTH = 0.08
+"""Half-width that layers which scan add to memory: kernels differ in the states and gates that they keep."""
 HOST_WIDTH = 0.20
 """Half-width per share of a layer's time that its host needs: hosts differ, and one host differs among layouts that
 keep it equally busy (vTrain's small models)."""
@@ -50,6 +55,8 @@ def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> 
     terms = [
         STEP_WIDTH[pricing.cluster.hardware.efficiency.evidence],
         MOE_STEP_WIDTH if pricing.model.moe is not None else 0.0,
+        SCAN_STEP_WIDTH if pricing.model.state_kinds else 0.0,
+        SPARSE_STEP_WIDTH if pricing.model.indexer is not None else 0.0,
         HOST_WIDTH * host_fraction,
         OVERLAP_WIDTH * exchanges_s / step_s,
         SCALE_WIDTH * doublings,
@@ -60,7 +67,11 @@ def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> 
 def memory_width(pricing: Pricing) -> float:
     """Half the width of a rank's memory interval, in natural logarithms."""
     known = MEMORY_WIDTH[pricing.cluster.hardware.efficiency.evidence]
-    return math.hypot(known, MOE_MEMORY_WIDTH if pricing.model.moe is not None else 0.0)
+    return math.hypot(
+        known,
+        MOE_MEMORY_WIDTH if pricing.model.moe is not None else 0.0,
+        SCAN_MEMORY_WIDTH if pricing.model.state_kinds or pricing.model.indexer is not None else 0.0,
+    )
 
 
 def _stage_with_interval(stage: StagePlan, width: float) -> StagePlan:

@@ -136,7 +136,8 @@ def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntAr
         chosen = shapes.take(index)
         vpps = np.array([vpp for _, _, vpp, _ in kinds])
         folded = np.array([placement(name, pp, vpp)[-1] == 0 for name, pp, vpp, _ in kinds])
-        chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind])
+        # where the pipeline folds, the head exchanges beside the embedding
+        chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind], exchanged_s={})
         setting = Setting(pricing.model, pricing.cluster, pricing.training, pricing.runtime, chosen.shape)
         legal = np.broadcast_to(takes_shapes(setting), index.shape)
         if chosen.beaten is not None:

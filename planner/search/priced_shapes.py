@@ -8,7 +8,8 @@ model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,9 @@ _COUNTED = ("parameters", "expert_parameters", "wide_parameters")
 """Fields of a part from which the bytes of its weights, gradients and optimizer are counted."""
 
 
+PartName = LayerKind | Literal["embedding", "head", "mtp"]
+
+
 @dataclass(frozen=True, slots=True)
 class PricedShapes:
     """Shapes (arrays) with the prices of their kernels, looked up once per distinct (tp, cp, ep, etp, micro-batch)."""
@@ -47,6 +51,8 @@ class PricedShapes:
     """The sets of modules that selective recompute may mean; None if it means the pricing's own set."""
     beaten: npt.NDArray[np.bool_] | None = None
     """True for a shape that another recipe beats in every price, and whose prices are not kept; None if none is."""
+    exchanged_s: dict[PartName, tuple[FloatArray, FloatArray]] = field(default_factory=dict, compare=False, repr=False)
+    """What `exchanges_s` found; no set of modules, mode, schedule or vpp changes it."""
 
     def with_modules(self, modules: Modules) -> PricedShapes:
         """The same shapes, priced so that selective recompute means `modules`."""
@@ -80,11 +86,22 @@ class PricedShapes:
             static_bytes(counted, self.shape, self.pricing.runtime, self.pricing.training.dtype), dtype=float
         )
 
+    def exchanges_s(self, name: PartName, part: PartCost) -> tuple[FloatArray, FloatArray]:
+        """Seconds to reduce the gradients of a part, and to gather its weights; asked for once under each name."""
+        if name not in self.exchanged_s:
+            expert = self.part(part, "expert_parameters")
+            dense = self.part(part, "parameters") - expert
+            each = (self.pricing.reduce_s(dense, expert, self.shape), self.pricing.gather_s(dense, expert, self.shape))
+            reduce_s, gather_s = (np.broadcast_to(np.asarray(seconds), self.kernel.shape) for seconds in each)
+            self.exchanged_s[name] = reduce_s, gather_s
+        return self.exchanged_s[name]
+
     def take(self, index: npt.NDArray[np.int64]) -> PricedShapes:
         """The shapes at `index`."""
         beaten = None if self.beaten is None else self.beaten[index]
         shape, kernel, folded = self.shape.take(index), self.kernel[index], self.folded[index]
-        return replace(self, shape=shape, kernel=kernel, folded=folded, beaten=beaten)
+        exchanged_s = {name: (reduce[index], gather[index]) for name, (reduce, gather) in self.exchanged_s.items()}
+        return replace(self, shape=shape, kernel=kernel, folded=folded, beaten=beaten, exchanged_s=exchanged_s)
 
     @property
     def p2p_s(self) -> FloatArray:

@@ -60,6 +60,8 @@ class MoESpec(Spec):
     """The scores of the chosen experts are divided by their sum."""
     routed_scaling_factor: PositiveFloat = 1.0
     """Factor on the scores of the chosen experts."""
+    scores_on_input: bool = False
+    """Scores scale what goes into an expert, not what comes out (Llama 4)."""
     n_group: PositiveInt | None = None
     """Groups of experts from which `topk_group` are chosen first (DeepSeek-V2 and V3)."""
     topk_group: PositiveInt | None = None

@@ -24,12 +24,14 @@ from planner.export.targets import LAUNCHERS, SOURCES, TARGETS, TRAINERS, Launch
 
 Planned = Callable[..., Plan]
 
+WRITTEN = ("megatron.yaml", "launch.sh", "launch.sbatch", "preflight.py")
+
 
 def test_the_example_of_the_docstring(planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"plan": planned("llama-3.1-8b", 16, tp=2, pp=2)}
     exec(example_of(export), names)
-    assert names["files"] == [Path("run", name) for name in ("megatron.yaml", "launch.sh", "launch.sbatch")]
+    assert names["files"] == [Path("run", name) for name in WRITTEN]
     assert names["manifest"] == Path("run", MANIFEST)
     assert "image: registry/image:1" in Path("pods", "kubernetes.yaml").read_text()
 
@@ -101,7 +103,7 @@ def test_a_runtime_without_a_target_is_named(planned: Planned) -> None:
 def test_targets_are_listed_once() -> None:
     assert len(set(TARGETS)) == len(TARGETS)
     assert {"megatron", "bridge", "torchtitan", "torch", "deepspeed"} == set(TRAINERS)
-    assert {"torchrun", "slurm", "kubernetes"} == set(LAUNCHERS)
+    assert {"torchrun", "slurm", "kubernetes", "kubernetes-pytorchjob"} == set(LAUNCHERS)
     assert {"megatron", "bridge", "torchtitan", "deepspeed"} == set(SOURCES)
 
 

@@ -13,6 +13,8 @@ from planner.cli import main
 
 Planned = Callable[..., Plan]
 
+WRITTEN = ("megatron.yaml", "launch.sh", "launch.sbatch", "preflight.py")
+
 
 @pytest.fixture
 def saved(planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -28,7 +30,7 @@ def saved(planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_files_and_their_names(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", saved, "--to", "megatron", "-o", "run"]) == 0
     written = capsys.readouterr().out.split()
-    assert written == [f"run/{name}" for name in ("megatron.yaml", "launch.sh", "launch.sbatch", "manifest.json")]
+    assert written == [f"run/{name}" for name in (*WRITTEN, "manifest.json")]
     assert all(Path(name).is_file() for name in written)
     assert main(["export", saved, "--to", "megatron", "-o", "run"]) == 2
     assert "already holds megatron.yaml" in capsys.readouterr().err
@@ -41,6 +43,7 @@ def test_a_folder_is_named_after_model_and_trainer(saved: str) -> None:
         "launch.sbatch",
         "manifest.json",
         "megatron.yaml",
+        "preflight.py",
     ]
 
 
@@ -49,11 +52,11 @@ def test_a_dry_run_writes_nothing(saved: str, capsys: pytest.CaptureFixture[str]
     assert main(["export", saved, "--to", "megatron,kubernetes", "--dry-run", "-q"]) == 0
     out = capsys.readouterr().out
     assert "==> megatron.yaml <==" in out
-    assert "kind: PyTorchJob" in out
+    assert "kind: TrainJob" in out
     assert set(Path().iterdir()) == before
     assert main(["export", saved, "--to", "megatron", "--dry-run", "--json", "-q"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert set(answer["texts"]) == set(answer["files"]) == {"megatron.yaml", "launch.sh", "launch.sbatch"}
+    assert set(answer["texts"]) == set(answer["files"]) == set(WRITTEN)
 
 
 def test_an_alternative(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,5 +78,10 @@ def test_refusals_are_one_error_with_every_reason(saved: str, capsys: pytest.Cap
 def test_notes_go_to_stderr(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", saved, "--to", "megatron", "-o", "run", "--json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["world_size"] == 16
-    assert "note: data (--mock-data)" in captured.err
+    answer = json.loads(captured.out)
+    assert answer["world_size"] == 16
+    required = {place["name"] for place in answer["placeholders"] if not (place["default"] or place["is_optional"])}
+    assert required == {"DATA_PATH", "TOKENIZER", "CHECKPOINTS"}
+    assert all(f"note: fill in {name}: " in captured.err for name in required)
+    assert f"note: first run, to hold against the plan: {answer['first_run']}\n" in captured.err
+    assert answer["first_run"] == "MOCK=1 bash launch.sh"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,19 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from planner.answer import Plan
-from planner.errors import SpecError
-from planner.export.common.arguments import argv
-from planner.export.common.header import slug
-from planner.export.common.trainer_files import ExportFile, LaunchCommand
+from planner.export.common.arguments import ShellText, argv
+from planner.export.common.trainer_files import ExportFile
 from planner.export.export import bundle_of
-from planner.export.launch.kubernetes import kubernetes_manifest
 from planner.export.launch.nodes import nodes_of
 from planner.export.launch.shell import shell_array
-from planner.export.megatron.arguments import megatron_arguments
 from planner.export.targets import TRAINERS
+from planner.specs.units import GIB
 
 Planned = Callable[..., Plan]
 
@@ -53,18 +50,36 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         script.write_text(file.text)
         record = tmp_path / "record"
         record.unlink(missing_ok=True)
-        env = {"PATH": f"{tools}:{os.environ['PATH']}", "RECORD": str(record), **environment}
+        env = {"PATH": f"{tools}:{os.environ['PATH']}", "RECORD": str(record), "PREFLIGHT": "0", **environment}
         done = subprocess.run(
             ["bash", str(script), *words], env=env, cwd=folder, capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stderr
         calls = [json.loads(line) for line in record.read_text().splitlines()]
         assert len(calls) == 1
-        call: dict[str, Any] = calls[0]
+        call: dict[str, Any] = {**calls[0], "stderr": done.stderr}
         assert not list(folder.glob("pwned"))
         return call
 
     return started
+
+
+def words_of(plan: Plan, part: str = "training_run", **values: str) -> list[str]:
+    """The words of Megatron-LM's command line, with the values that the user fills in."""
+    command = TRAINERS["megatron"].write(plan).command
+    assert command is not None
+    words = argv({**command.arguments, **getattr(command, part).arguments})
+    return [word for text in words for word in filled(text, values)]
+
+
+def filled(text: str, values: dict[str, str]) -> list[str]:
+    if not isinstance(text, ShellText):
+        return [text]
+    found = re.sub(r"\$\{(\w+)\}", lambda name: values.get(name[1], ""), text.unquoted)
+    return [found] if '"' in text else found.split()
+
+
+FILLED = {"DATA_PATH": "0.7 /data/a 0.3 /data/b", "TOKENIZER": "/models/a b", "CHECKPOINTS": "/runs/x y"}
 
 
 def file_of(plan: Plan, *targets: str, name: str) -> ExportFile:
@@ -79,9 +94,12 @@ def hostile(plan: Plan, name: str) -> Plan:
 def test_torchrun_passes_every_argument(planned: Planned, run: Callable[..., Any], hostile_name: str) -> None:
     plan = planned("llama-3.1-405b", 2048, tp=8, pp=16, vpp=4, layers_per_stage=(1, *[2] * 62, 1))
     plan = hostile(plan, hostile_name)
-    call = run(file_of(plan, "megatron", name="launch.sh"), "--save", "a b", NODE_RANK="3", MASTER_ADDR="node-0")
-    arguments = argv(megatron_arguments(plan))
+    file = file_of(plan, "megatron", name="launch.sh")
+    call = run(file, "--save", "a b", NODE_RANK="3", MASTER_ADDR="node-0", MEGATRON_PATH="/m", **FILLED)
+    arguments = words_of(plan, **FILLED)
     assert "Et|(tt|)*62tL" in arguments
+    at = arguments.index("--data-path")
+    assert arguments[at + 1 : at + 5] == ["0.7", "/data/a", "0.3", "/data/b"]
     assert call["argv"][-len(arguments) - 2 :] == [*arguments, "--save", "a b"]
     launcher = call["argv"][1 : -len(arguments) - 2]
     assert launcher[:6] == ["--nnodes", "256", "--nproc-per-node", "8", "--node-rank", "3"]
@@ -90,7 +108,7 @@ def test_torchrun_passes_every_argument(planned: Planned, run: Callable[..., Any
         "node-0",
         "--master-port",
         "29500",
-        f"{call['env']['PWD']}/pretrain_gpt.py",
+        "/m/pretrain_gpt.py",
     ]
     assert call["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
@@ -98,8 +116,8 @@ def test_torchrun_passes_every_argument(planned: Planned, run: Callable[..., Any
 def test_slurm_meets_on_the_first_node(planned: Planned, run: Callable[..., Any], hostile_name: str) -> None:
     plan = hostile(planned("llama-3.1-70b", 64, tp=4, pp=8, vpp=2, layers_per_stage=(4, *[5] * 14, 6)), hostile_name)
     file = file_of(plan, "megatron", name="launch.sbatch")
-    call = run(file, "--lr", "1", SLURM_JOB_NODELIST="gpu[07-08]", SLURM_NODEID="1")
-    arguments = argv(megatron_arguments(plan))
+    call = run(file, "--lr", "1", SLURM_JOB_NODELIST="gpu[07-08]", SLURM_NODEID="1", **FILLED)
+    arguments = words_of(plan, **FILLED)
     assert call["argv"][-len(arguments) - 2 :] == [*arguments, "--lr", "1"]
     launcher = call["argv"][1 : -len(arguments) - 2]
     assert launcher[4:8] == ["--node-rank", "1", "--master-addr", "gpu07"]
@@ -107,6 +125,67 @@ def test_slurm_meets_on_the_first_node(planned: Planned, run: Callable[..., Any]
     assert "#SBATCH --nodes=8" in directives
     assert "#SBATCH --gpus-per-node=8" in directives
     assert not any("99" in line for line in directives), "a directive of the model's name"
+
+
+def test_the_first_run_is_on_mock_data_and_says_what_was_planned(planned: Planned, run: Callable[..., Any]) -> None:
+    plan = planned("qwen3-30b-a3b", 16, ep=8)
+    for name in ("launch.sh", "launch.sbatch"):
+        call = run(file_of(plan, "megatron", name=name), MOCK="1")
+        words = words_of(plan, "first_run")
+        assert call["argv"][-len(words) :] == words
+        assert {"--mock-data", "--moe-router-force-load-balancing"} <= set(words)
+        assert not {"--save", "--load", "--data-path"} & set(words)
+        assert f"planned step: {plan.best.step.step_s:.4g} s" in call["stderr"]
+        assert f"{plan.stages[0].memory.peak_allocated_bytes / GIB:.1f}" in call["stderr"]
+    launch = file_of(plan, "megatron", name="launch.sh")
+    assert "planned step" not in run(launch, MOCK="0")["stderr"]
+    assert "planned step" not in run(launch, **FILLED)["stderr"]
+    unasked = run(launch)
+    assert "nothing is filled in: this is a first run" in unasked["stderr"]
+    assert "--mock-data" in unasked["argv"]
+
+
+def test_placeholders_stand_in_one_block_at_the_top(planned: Planned, run: Callable[..., Any]) -> None:
+    plan = planned("llama-3.1-8b", 16)
+    bundle = bundle_of(plan, ["megatron"])
+    for file in bundle.files:
+        if not file.placeholders or not file.executable:
+            continue
+        block = file.text.split("# ----")[1:2]
+        names = re.findall(r"^(\w+)=", block[0], re.MULTILINE)
+        assert names == [place.name for place in file.placeholders]
+    listed = {place["name"]: place for place in bundle.manifest()["placeholders"]}
+    assert {"DATA_PATH", "TOKENIZER", "CHECKPOINTS", "MEGATRON_PATH"} <= set(listed)
+    filled_in = file_of(plan, "megatron", name="launch.sh").text.replace('DATA_PATH="${DATA_PATH:-}"', "DATA_PATH=/x")
+    assert "/x" in run(ExportFile("launch.sh", filled_in))["argv"]
+
+
+@pytest.mark.parametrize(("ends", "minutes"), [(0, None), (7200, 104)])
+def test_training_saves_before_slurm_ends_it(
+    planned: Planned, run: Callable[..., Any], tmp_path: Path, ends: int, minutes: int | None
+) -> None:
+    date = tmp_path / "tools" / "date"
+    date.write_text("#!/usr/bin/env bash\necho 60\n")
+    date.chmod(0o755)
+    environment = {"SLURM_JOB_END_TIME": str(ends)} if ends else {}
+    file = file_of(planned("llama-3.1-8b", 16), "megatron", name="launch.sbatch")
+    words = run(file, MOCK="0", **environment)["argv"]
+    assert ("--exit-duration-in-mins" in words) == (minutes is not None)
+    if minutes is not None:
+        assert words[words.index("--exit-duration-in-mins") + 1] == str(minutes)
+        assert "--exit-duration-in-mins" not in run(file, MOCK="1", **environment)["argv"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hardware", "expected"),
+    [(64, "gb200", ["--nodes=16", "--gpus-per-node=4", "--segment=16"]), (80, "gb200", ["--nodes=20", "--segment=10"])],
+)
+def test_nodes_of_a_rack_are_asked_for_together(
+    planned: Planned, gpus: int, hardware: str, expected: list[str]
+) -> None:
+    text = file_of(planned("llama-3.1-8b", gpus, hardware=hardware, batch=gpus * 4), "megatron", name="launch.sbatch")
+    assert all(f"#SBATCH {directive}\n" in text.text for directive in expected)
+    assert "--segment" not in file_of(planned("llama-3.1-8b", 64), "megatron", name="launch.sbatch").text
 
 
 def test_fsdp_overrides_what_the_shell_has(planned: Planned, run: Callable[..., Any]) -> None:
@@ -126,26 +205,6 @@ def test_ranks_are_bound_to_cpus_where_that_is_possible(
     call = run(file_of(planned("llama-3.1-8b", 16), "megatron", name=name))
     assert (call["argv"][1:3] == ["--numa-binding", "node"]) == binds
     assert call["env"].get("NCCL_IGNORE_CPU_AFFINITY") == ("1" if binds else None)
-
-
-@pytest.mark.parametrize(("found", "starts"), [("0.16.2", True), ("0.20.0", False), ("0.160.0", False)])
-def test_a_checkout_of_another_version_is_not_started(
-    planned: Planned, tmp_path: Path, found: str, starts: bool
-) -> None:
-    plan = planned("llama-3.1-8b", 8)
-    plan = plan.model_copy(update={"runtime_spec": plan.runtime_spec.model_copy(update={"version": "0.16"})})
-    script = tmp_path / "launch.sh"
-    script.write_text(file_of(plan, "megatron", name="launch.sh").text)
-    (tmp_path / "megatron/core").mkdir(parents=True)
-    (tmp_path / "megatron/core/package_info.py").write_text(f'__version__ = "{found}"\n')
-    (tmp_path / "torchrun").write_text("#!/usr/bin/env bash\necho started\n")
-    (tmp_path / "torchrun").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MEGATRON_PATH": str(tmp_path)}
-    done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=60)
-    assert (done.stdout == "started\n") == starts
-    if not starts:
-        assert done.stderr == f"the options are for Megatron core 0.16, MEGATRON_PATH holds {found}\n"
-        assert done.returncode == 1
 
 
 @pytest.mark.parametrize("target", ["megatron", "bridge", "torchtitan", "torch"])
@@ -171,36 +230,6 @@ def test_torch_and_torchtitan_find_their_files(planned: Planned, run: Callable[.
     torch = planned("llama-3.1-8b", 16, runtime="torch-eager", tp=2, pp=2)
     call = run(file_of(torch, "torch", name="launch.sbatch"), SLURM_SUBMIT_DIR="/runs/my plan")
     assert call["argv"][-3:] == ["planner.probe.worker", "--config", "/runs/my plan/plan.torch.yaml"]
-
-
-def test_kubernetes_manifest(planned: Planned, hostile_name: str) -> None:
-    plan = hostile(planned("llama-3.1-8b", 32, runtime="torch-eager", tp=2, pp=4), hostile_name)
-    bundle = bundle_of(plan, ["torch", "kubernetes"], image="registry/image:1")
-    files = {file.name: file for file in bundle.files}
-    config, job = yaml.safe_load_all(files["kubernetes.yaml"].text)
-    assert config["data"]["plan.torch.yaml"] == files["plan.torch.yaml"].text
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert {role: replicas[role]["replicas"] for role in replicas} == {"Master": 1, "Worker": 3}
-    container = replicas["Worker"]["template"]["spec"]["containers"][0]
-    assert container["image"] == "registry/image:1"
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    assert {"name": "PLAN_DIR", "value": "/plan"} in container["env"]
-    assert job["metadata"]["name"] == slug(hostile_name)
-
-
-def test_kubernetes_arguments_are_texts(planned: Planned) -> None:
-    plan = planned("llama-3.1-8b", 8, tp=2)
-    text = file_of(plan, "megatron", "kubernetes", name="kubernetes.yaml").text
-    container = yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
-    assert container["args"] == argv(megatron_arguments(plan))
-    assert "'1e-05'" in text, "another YAML reader would take it for a number"
-    assert "Worker" not in yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]
-
-
-def test_files_too_large_for_a_config_map_are_refused(planned: Planned) -> None:
-    big = LaunchCommand(program="-m x", arguments={}, files=(ExportFile("schedule.csv", "x" * 1_100_000),))
-    with pytest.raises(SpecError, match=r"schedule\.csv are 1,100,000 bytes"):
-        kubernetes_manifest(planned("llama-3.1-8b", 8), big)
 
 
 @pytest.mark.parametrize(
@@ -236,30 +265,12 @@ def test_the_last_node_may_start_fewer_ranks(planned: Planned, run: Callable[...
         assert words[words.index("--nnodes") + 1] == "2"
         assert words[words.index("--nproc-per-node") + 1] == gpus
         assert words[words.index("--node-rank") + 1] == node
-    text = file_of(plan, "megatron", "kubernetes", name="kubernetes.yaml").text
-    container = yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
-    assert '[[ "$RANK" == 1 ]] && GPUS=4; exec torchrun' in container["command"][2]
 
 
 def test_words_are_quoted() -> None:
     array = shell_array("ARGUMENTS", {"--layout": "Et|(tt|)*2tL", "--flag": True}, ["a=$(touch pwned)", "b c"])
     lines = ["--layout 'Et|(tt|)*2tL'", "--flag", "'a=$(touch pwned)'", "'b c'"]
     assert array == "\n".join(["ARGUMENTS=(", *(f"  {line}" for line in lines), ")"])
-
-
-def started_by(file: ExportFile, run: Callable[..., Any]) -> dict[str, Any]:
-    """What torchrun was given: by a shell launcher, or by a pod's container."""
-    if file.name != "kubernetes.yaml":
-        call: dict[str, Any] = run(file)
-        return call
-    job = list(yaml.safe_load_all(file.text))[-1]
-    container = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
-    shell, flag, script, name = container["command"]
-    assert (shell, flag, name) == ("bash", "-c", "bash")
-    variables = {entry["name"]: entry["value"] for entry in container["env"]}
-    pod = {"RANK": "0", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
-    found: dict[str, Any] = run(ExportFile("pod.sh", script), *container["args"], **variables, **pod)
-    return found
 
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -271,10 +282,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("binds", [True, False])
-@pytest.mark.parametrize(
-    ("launcher", "name"),
-    [("torchrun", "launch.sh"), ("slurm", "launch.sbatch"), ("kubernetes", "kubernetes.yaml")],
-)
+@pytest.mark.parametrize(("launcher", "name"), [("torchrun", "launch.sh"), ("slurm", "launch.sbatch")])
 @pytest.mark.parametrize("target", PLANS)
 def test_environment_and_binding_reach_the_ranks(
     planned: Planned, run: Callable[..., Any], tmp_path: Path, target: str, launcher: str, name: str, binds: bool
@@ -283,7 +291,7 @@ def test_environment_and_binding_reach_the_ranks(
         (tmp_path / "tools" / tool).write_text(f"#!/usr/bin/env bash\nexit {status}\n")
         (tmp_path / "tools" / tool).chmod(0o755)
     plan = planned(gpus=16, **PLANS[target])
-    call = started_by(file_of(plan, target, launcher, name=name), run)
+    call = run(file_of(plan, target, launcher, name=name))
     expected = TRAINERS[target].write(plan).command
     assert expected is not None
     assert {key: call["env"].get(key) for key in expected.environment} == expected.environment

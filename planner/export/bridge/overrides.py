@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.export.bridge.fields import DERIVED, SAME
-from planner.export.bridge.model import model_overrides
+from planner.export.bridge.model import UNASKED, model_overrides
 from planner.export.common.arguments import Arguments
 from planner.export.common.refusal import Objections
 from planner.export.megatron.arguments import megatron_arguments
@@ -42,7 +42,7 @@ def bridge_overrides(plan: Plan) -> Overrides:
         f"its table has seq_length {plan.training.seq_length} rows, the model's {model.max_position_embeddings}",
     )
     objections.raise_any()
-    overrides: Overrides = dict(_PLAIN) if model.mla is None else _PLAIN | _LATENT_RECIPE
+    overrides: Overrides = dict(_PLAIN) if model.mla is None else _PLAIN | _LATENT_RECIPE | UNASKED
     for option, value in arguments.items():
         if option in SAME:
             overrides[SAME[option]] = list(value) if isinstance(value, tuple) else value
@@ -78,7 +78,7 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
     if "--pipeline-model-parallel-layout" not in arguments:
         overrides["model.pipeline_model_parallel_layout"] = None
     if model.mla is not None:
-        overrides |= _instead_of_deepseek(plan, arguments, overrides)
+        overrides |= _instead_of_deepseek(arguments, overrides)
     if isinstance(modules := arguments.get("--recompute-modules"), tuple):
         overrides["model.recompute_modules"] = list(modules)
     return overrides
@@ -146,24 +146,16 @@ def _mixed_precision(plan: Plan, arguments: Arguments) -> Overrides:
     return {"mixed_precision": {"_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig", **fields}}
 
 
-def _instead_of_deepseek(plan: Plan, arguments: Arguments, overrides: Overrides) -> Overrides:
+def _instead_of_deepseek(arguments: Arguments, overrides: Overrides) -> Overrides:
     """Fields that the recipe sets as DeepSeek-V3 has them, as this model has them.
 
     Its switches of overlaps come after the model's own and those of `ddp`; Bridge switches on those that are left open.
     """
-    model = plan.model.spec
     fields = ("model.overlap_p2p_comm", "model.batch_p2p_comm", *(f"ddp.{name}" for name in _DDP_OVERLAPS))
     overlaps = {f"comm_overlap.{field.partition('.')[2]}": overrides[field] for field in fields}
     return overlaps | {
-        "model.num_moe_experts": arguments.get("--num-experts"),
         "model.expert_model_parallel_size": arguments.get("--expert-model-parallel-size", 1),
         "model.expert_tensor_parallel_size": arguments.get("--expert-tensor-parallel-size", 1),
-        "model.moe_shared_expert_intermediate_size": arguments.get("--moe-shared-expert-intermediate-size"),
-        "model.mtp_num_layers": model.num_nextn_predict_layers or None,
-        "model.moe_router_pre_softmax": "--moe-router-pre-softmax" in arguments,
-        "model.moe_router_score_function": arguments.get("--moe-router-score-function", "softmax"),
-        "model.moe_router_enable_expert_bias": "--moe-router-enable-expert-bias" in arguments,
-        "model.moe_router_load_balancing_type": arguments.get("--moe-router-load-balancing-type", "none"),
         "comm_overlap.tp_comm_overlap": "--tp-comm-overlap" in arguments,
         "comm_overlap.overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm" in arguments,
         "comm_overlap.delay_wgrad_compute": "--delay-wgrad-compute" in arguments,

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from planner.errors import SpecError
+from planner.export.bridge.read_model import model_fields
 from planner.export.bridge.tree import Fields, fields_of, options_of_fields, sort_fields
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.exported_model import Model, model_called, num_layers_of
@@ -68,6 +69,8 @@ def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> Imp
     named = None if "--hidden-size" in options else model_called(hub_name) or _model_of_recipe(recipe)
     imported = run_of(options, script, "bridge", num_layers=num_layers_of(named))
     imported.run["runtime"] = "bridge"
+    if imported.run["model"] is not None and named is None:
+        imported.run["model"] |= model_fields(fields, recipe)
     imported.unknown.clear()
     sort_fields(fields, imported.ignored, imported.unknown)
     if imported.run["model"] is None:

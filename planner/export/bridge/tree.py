@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from planner.export.bridge.fields import SAME
+from planner.export.bridge.read_model import MODEL_FIELDS
 from planner.export.common.python_config import Record
 from planner.export.megatron.options import Options
 
@@ -56,7 +57,7 @@ _VALUED = {
 READ = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_layer_freq",
                   "model.window_attn_skip_freq", "model.overlap_p2p_comm",
                   "mixed_precision", "mixed_precision.fp8_recipe", "mixed_precision.grad_reduce_in_fp32",
-                  "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion"})  # fmt: skip
+                  "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion"}) | MODEL_FIELDS  # fmt: skip
 """Paths that are read."""
 IGNORED = re.compile(
     r"(logger|checkpoint|dataset|tokenizer|scheduler|rng|validation|profiling|env_vars|straggler|nvrx|rerun_state_machine"

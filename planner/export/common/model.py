@@ -26,10 +26,15 @@ def stated(model: ModelSpec) -> ModelSpec:
 
     A mixture without a published loss has `AUX_LOSS`, or none where a bias steers its load.
     """
+    rotates = model.position_embedding == "rope"
     return model.model_copy(
         update={
             "norm_eps": NORM_EPS if model.norm_eps is None else model.norm_eps,
-            "rope_theta": (model.rope_theta or ROTARY_BASE) if model.position_embedding == "rope" else None,
+            "rope_theta": (model.rope_theta or ROTARY_BASE) if rotates else None,
+            "partial_rotary_factor": model.partial_rotary_factor if rotates and model.mla is None else 1.0,
+            # latents are expanded to a key and a value for each query head
+            "num_key_value_heads": model.num_key_value_heads if model.mla is None else model.num_attention_heads,
+            "no_rope_layer_interval": model.no_rope_layer_interval if rotates else None,
             "mtp_loss_scaling_factor": _mtp_loss(model),
             "attention_multiplier": None if has_usual_scale(model) else model.attention_multiplier,
             "rope_local_base_freq": model.rope_local_base_freq if has_local_base(model) else None,

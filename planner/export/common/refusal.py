@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from planner.answer import Layout, Plan
 from planner.errors import SpecError
-from planner.shape import Shape
+from planner.shape import RANK_ORDERS, Shape
 from planner.trainers.load import load_runtime, versions_of
 from planner.trainers.rules.common import Rule
+from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 from planner.trainers.rules.megatron_model import megatron_model_rules
 from planner.trainers.rules.named import EXPORT_RULES
 
@@ -60,16 +61,25 @@ def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
     return "plan again without what is named here, or with other values of it pinned"
 
 
+_DESCRIBING = ("megatron", "bridge", "torchtitan")
+"""Targets that describe the model; DeepSpeed's is the user's own."""
+
+
 def _hint_for_model(plan: Plan, runtime: str) -> str:
     """No layout changes what the model is: another target or an older version may express it, or a part is left out."""
-    targets = ((name, rules) for name, rules in EXPORT_RULES.items() if name not in ("bf16", runtime))
-    able = [name for name, rules in targets if not broken_rules(rules, plan)]
+    able = [name for name in _DESCRIBING if name != runtime and not broken_rules(EXPORT_RULES[name], plan)]
     if able:
         return f"export to {' or '.join(able)}, which can say it"
     for version in reversed(versions_of(load_runtime("megatron"))):
         if not broken_rules(megatron_model_rules(version), plan):
             return f"plan again with --runtime megatron@{version}, which can say it"
     return "leave out of the model's spec what is named here, if the model may be trained without"
+
+
+def refuse_unwritten(target: str, plan: Plan) -> None:
+    """Raise Inexpressible for a model with layers or fields that no target knows."""
+    hint = "plan it as it is, and write the trainer's own configuration with the layout that the plan names"
+    Objections(target, broken_rules(UNWRITTEN_RULES, plan), hint).raise_any()
 
 
 def broken_rules(rules: Iterable[Rule], plan: Plan) -> list[Reason]:
@@ -99,4 +109,5 @@ def shape_of(layout: Layout, seq_length: int) -> Shape:
         sequence_parallel=int(layout.sequence_parallel),
         zero_stage=layout.zero_stage,
         shard_size=layout.shard_size,
+        dp_outermost=RANK_ORDERS.index(layout.rank_order),
     )

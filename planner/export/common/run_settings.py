@@ -10,8 +10,8 @@ from planner.specs.optimizer import OptimizerDefaults
 
 TOKENS_PER_PARAMETER = 20
 """Tokens for each active parameter where no number is planned: Hoffmann et al. (arXiv:2203.15556)."""
-_RATES = ((10e9, 3e-4), (100e9, 1.5e-4), (math.inf, 8e-5))
-"""Active parameters up to which a learning rate is usual: Llama 3 8B, 70B, 405B (arXiv:2407.21783, Table 3)."""
+_RATES = ((10e9, 3e-4, 3e-5), (100e9, 1.5e-4, 1.5e-5), (math.inf, 8e-5, 8e-6))
+"""Active parameters up to which a rate, and its tenth at the end, are usual: Llama 3 (arXiv:2407.21783, Table 3)."""
 _WARMUP_STEPS = 2000
 _WARMUP_FRACTION = 0.1
 """Share of the steps that the warm-up takes at most."""
@@ -82,8 +82,8 @@ def save_interval_s(num_gpus: int) -> float:
 
 
 def _defaults(num_active_parameters: float) -> OptimizerDefaults:
-    rate = next(rate for size, rate in _RATES if num_active_parameters < size)
-    return OptimizerDefaults(learning_rate=rate, min_learning_rate=rate / 10, warmup_steps=_WARMUP_STEPS)
+    rate, least = next((rate, least) for size, rate, least in _RATES if num_active_parameters < size)
+    return OptimizerDefaults(learning_rate=rate, min_learning_rate=least, warmup_steps=_WARMUP_STEPS)
 
 
 def _tokens(number: float) -> str:

@@ -9,6 +9,7 @@ from planner.answer import Plan
 from planner.export.common.header import header
 from planner.export.common.recompute import all_full, check_recompute
 from planner.export.common.refusal import Objections, broken_rules, hint_for
+from planner.export.common.run_settings import RunSettings, run_settings
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.target_price import notes_on_price
 from planner.export.common.trainer_files import ExportFile, TrainerFiles
@@ -26,7 +27,14 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     _check_expressible(plan, stages)
     files = [ExportFile(CONFIG_FILE, json.dumps(deepspeed_config(plan), indent=2) + "\n")]
-    notes = [f"pass {CONFIG_FILE} to deepspeed.initialize(config=…); optimizer settings are placeholders"]
+    run = run_settings(plan)
+    notes = [
+        *run.notes,
+        f"your script passes {CONFIG_FILE} to deepspeed.initialize(config=…), with its own model, data and tokenizer",
+        f"your script calls engine.load_checkpoint(FOLDER) first, and engine.save_checkpoint(FOLDER) every "
+        f"{run.save_interval_steps} steps",
+        f"export DEEPSPEED_TIMEOUT={run.init_timeout_minutes}: minutes that ranks wait for each other",
+    ]
     notes += notes_on_price(plan)
     if plan.parallelism.pp > 1:
         notes.append(f"{PIPELINE_FILE}: pipeline([embedding, *layers, final_norm, head]) is the model to pass with it")
@@ -69,16 +77,28 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """DeepSpeed's configuration: batch, precision, ZeRO, tensor parallelism without a pipeline."""
     layout, training, runtime = plan.parallelism, plan.training, plan.runtime_spec
+    run = run_settings(plan)
+    optimizer = run.optimizer
     overlaps = runtime.gradient_overlap_fraction > 0
     data: dict[str, Any] = {
         "train_batch_size": training.global_batch_size,
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.num_microbatches,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": optimizer.clip_grad,
+        "steps_per_print": 1,
         "bf16" if training.dtype == "bf16" else "fp16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32" if runtime.gradient_bytes == 4 else training.dtype},
         "zero_optimization": {"stage": layout.zero_stage, "overlap_comm": overlaps},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": optimizer.learning_rate,
+                "betas": [optimizer.beta1, optimizer.beta2],
+                "eps": optimizer.epsilon,
+                "weight_decay": optimizer.weight_decay,
+            },
+        },
+        "scheduler": _scheduler(run),
     }
     if runtime.optimizer_offload_fraction > 0 and layout.zero_stage > 0:
         offload = {"device": "cpu", "pin_memory": True, "ratio": runtime.optimizer_offload_fraction}
@@ -88,6 +108,16 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
     if layout.pp == 1 and layout.tp > 1:
         data["tensor_parallel"] = {"autotp_size": layout.tp}
     return data
+
+
+def _scheduler(run: RunSettings) -> dict[str, Any]:
+    """The schedule of the learning rate; DeepSpeed's falls from the warm-up on, to a share of the highest or to 0."""
+    steps = {"total_num_steps": run.num_steps, "warmup_num_steps": run.warmup_steps, "warmup_type": "linear"}
+    optimizer = run.optimizer
+    if optimizer.decay_style == "linear":
+        return {"type": "WarmupDecayLR", "params": {**steps, "warmup_max_lr": optimizer.learning_rate}}
+    least = optimizer.min_learning_rate / optimizer.learning_rate
+    return {"type": "WarmupCosineLR", "params": {**steps, "cos_min_ratio": round(least, 6)}}
 
 
 def _boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:

@@ -25,10 +25,16 @@ _PYTORCHJOB_ADDRESSES = 'NODE_RANK="$RANK"'
 """The operator sets MASTER_ADDR and MASTER_PORT itself."""
 
 
+def _name(plan: Plan) -> str:
+    """The model's name as that of a Kubernetes object, which begins with a letter."""
+    name = slug(plan.model.name)
+    return name if name[0].isalpha() else f"job-{name}"
+
+
 def kubernetes_manifest(plan: Plan, command: LaunchCommand) -> ExportFile:
     """kubernetes.yaml: a TrainJob (Kubeflow Trainer 2, trainer.kubeflow.org/v1alpha1) and the runtime of its pods."""
     nodes, gpus, _ = nodes_of(plan)
-    name = slug(plan.model.name)
+    name = _name(plan)
     node = container(plan, _NODE, command, _TRAINJOB_ADDRESSES)
     # these stand in the job; the rest of the container is the runtime's
     own = {key: node.pop(key) for key in ("command", "env", "resources")}
@@ -74,7 +80,7 @@ def kubernetes_manifest(plan: Plan, command: LaunchCommand) -> ExportFile:
 def pytorchjob_manifest(plan: Plan, command: LaunchCommand) -> ExportFile:
     """kubernetes-pytorchjob.yaml: a PyTorchJob of the training operator (kubeflow.org/v1), now retired."""
     nodes, *_ = nodes_of(plan)
-    name = slug(plan.model.name)
+    name = _name(plan)
     pod = {"spec": pod_of(plan, name, [container(plan, "pytorch", command, _PYTORCHJOB_ADDRESSES)])}
     if annotations := rack_annotations(plan):
         pod["metadata"] = {"annotations": annotations}

@@ -13,6 +13,8 @@ from planner.export.launch.preflight import PREFLIGHT
 
 ADDRESS = 'export PLAN_DIR MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-29500}"'
 IS_FIRST_RUN = '[[ "${MOCK:-0}" == 1 ]]'
+PREFLIGHT_LINE = f'[[ "${{PREFLIGHT:-1}}" == 0 ]] || python3 "$PLAN_DIR"/{PREFLIGHT} "$@"'
+"""The line that ends the launch before any rank starts where a node lacks something."""
 
 
 CPU_BINDING = (
@@ -35,7 +37,20 @@ def placeholders(places: Iterable[Placeholder]) -> list[str]:
     if not lines:
         return []
     exported = f"export {' '.join(place.name for place in places)}"
-    return ["# ---- fill in here, or set before the start ----", *lines, exported, "# ----", ""]
+    return ["# ---- fill in here, or set before the start ----", *lines, exported, "# ----", *_unasked(places), ""]
+
+
+def _unasked(places: Iterable[Placeholder]) -> list[str]:
+    """Lines that make the run a first one where nothing that training needs is filled in, and say so."""
+    needed = [f"${place.name}" for place in places if not (place.in_first_run or place.is_optional)]
+    if not needed:
+        return []
+    return [
+        f'if [[ -z "${{MOCK:-}}{"".join(needed)}" ]]; then',
+        "  export MOCK=1",
+        "  echo 'nothing is filled in: this is a first run on random tokens (MOCK=0 insists on training)' >&2",
+        "fi",
+    ]
 
 
 def first_run_note(command: LaunchCommand, script: str) -> str:
@@ -63,20 +78,19 @@ def _parts(command: LaunchCommand) -> list[str]:
     if not command.promise:
         return []
     says = [f"  {shlex.quote(line)}" for line in command.promise]
-    return [
+    lines = [
         f"if {IS_FIRST_RUN}; then",
         " \\\n".join(["printf 'first run: %s\\n' >&2", *says]),
         *_added(command.first_run),
-        "else",
-        *_added(command.training_run),
-        "fi",
     ]
+    training = _added(command.training_run)
+    return [*lines, *(["else", *training] if training else []), "fi"]
 
 
 def _added(part: Part) -> list[str]:
-    """Lines that add a part's arguments; a line that does nothing where it has none."""
+    """Lines that add a part's arguments; none where it has none."""
     if not (part.arguments or part.words):
-        return ["  :"]
+        return []
     splits = any(isinstance(value, ShellText) and '"' not in value for value in part.arguments.values())
     silenced = ["# shellcheck disable=SC2206  # the words in the variable"] if splits else []
     return [*silenced, shell_array("ARGUMENTS+", part.arguments, part.words)]
@@ -84,11 +98,6 @@ def _added(part: Part) -> list[str]:
 
 def _has_arguments(command: LaunchCommand) -> bool:
     return bool(command.arguments or command.words)
-
-
-def preflight_line(run: str = "") -> str:
-    """The line that ends the launch before any rank starts where a node lacks something."""
-    return f'[[ "${{PREFLIGHT:-1}}" == 0 ]] || {run}python3 "$PLAN_DIR"/{PREFLIGHT}'
 
 
 def passed_arguments(command: LaunchCommand) -> str:

@@ -91,7 +91,8 @@ def _node_steps(plan: Plan, command: LaunchCommand) -> list[str]:
     return [
         'if [[ "${PREFLIGHT:-1}" != 0 ]]; then',
         "  # shellcheck disable=SC2016",
-        f"""  {_TASKS} "${{CONTAINER[@]}}" bash -c '{smaller}exec python3 "$PLAN_DIR"/{PREFLIGHT}'""",
+        f'  {_TASKS} "${{CONTAINER[@]}}" bash -c \\',
+        f"""    '{smaller}exec python3 "$PLAN_DIR"/{PREFLIGHT} "$@"' bash "$@" """.rstrip(),
         "fi",
         "# shellcheck disable=SC2016",
         f'{_TASKS} "${{CONTAINER[@]}}" bash -c \\',

@@ -7,10 +7,10 @@ from planner.export.common.trainer_files import ExportFile, LaunchCommand
 from planner.export.launch.nodes import last_node_lines, nodes_of, torchrun_line
 from planner.export.launch.shell import (
     ADDRESS,
+    PREFLIGHT_LINE,
     first_run_note,
     passed_arguments,
     placeholders,
-    preflight_line,
     prologue,
 )
 
@@ -31,7 +31,7 @@ def torchrun_script(plan: Plan, command: LaunchCommand) -> ExportFile:
         *prologue(command),
         ADDRESS,
         *last_node_lines(plan, _NODE),
-        preflight_line(),
+        PREFLIGHT_LINE,
         f"{torchrun_line(plan, _NODE)} \\\n  {command.program} {passed_arguments(command)}",
     ]
     return ExportFile(LAUNCH, "\n".join(lines) + "\n", executable=True, placeholders=command.placeholders)

@@ -15,11 +15,11 @@ from planner.export.common.shell import Script
 from planner.export.common.spelling import unexplained
 from planner.export.megatron.deepspeed_options import READ as DEEPSPEED_OPTIONS
 from planner.export.megatron.deepspeed_options import as_megatron, is_megatron_deepspeed, read_zero
+from planner.export.megatron.model.read import MODEL_OPTIONS, read_model
 from planner.export.megatron.options import Options, number, options_of, text
 from planner.export.megatron.other_models import check_is_gpt
 from planner.export.megatron.read_features import FEATURE_OPTIONS, read_dtype, read_features, read_scales
 from planner.export.megatron.read_layout import LAYOUT_OPTIONS, read_layout
-from planner.export.megatron.read_model import MODEL_OPTIONS, read_model
 from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.export.megatron.unread_options import sort_unread
 from planner.trainers.switches import SWITCHES

@@ -8,12 +8,13 @@ from typing import Any
 import yaml
 
 from planner.answer import Plan
+from planner.export.common.environment import node_environment
 from planner.export.common.header import header
 from planner.export.common.recompute import recomputed_layers
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.target_price import notes_on_price
-from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+from planner.export.common.trainer_files import ExportFile, LaunchCommand, Requirement, TrainerFiles
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
 from planner.schedule.actions import Schedule
 from planner.schedule.torch_csv import to_torch_csv
@@ -45,6 +46,11 @@ def export_torch(plan: Plan) -> TrainerFiles:
     command = LaunchCommand(
         program=f'-m {_RUNNER} --config "$PLAN_DIR"/{PLAN_FILE}',
         arguments={},
+        requirements=(
+            Requirement("torch", "everything", "torch", "2.9", "pip install 'planner[probe]'"),
+            Requirement("planner.probe.worker", "the runner", hint="pip install 'planner[probe]'"),
+        ),
+        environment=node_environment(plan),
         comments=comments,
         files=files[:2],
     )
@@ -63,7 +69,9 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     """Differences between the plan and what the runner does."""
-    notes = ["the runner trains on random tokens; it needs pip install 'planner[probe]' on every node"]
+    notes = [
+        "the runner trains on random tokens and saves nothing: it shows that the layout runs, and how fast"
+    ]
     kept = sorted(set(plan.as_planned.parallelism.recompute_modules) - _RECOMPUTABLE)
     if kept:
         notes.append(f"the runner does not recompute {', '.join(kept)} by themselves: they are kept")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from planner.export.common.model import stated
+from planner.export.torchtitan.model_numbers import balancing_rate, mscale, rotary_numbers, uses_cos_sin
 from planner.specs.model import ModelSpec
-
-DEFAULT_ROTARY_BASE = 10_000.0
 
 _CLASSES = {
     "llama3": ("Llama3Model", "Llama3TransformerBlock"),
@@ -26,7 +26,7 @@ def _family_of(model: ModelSpec) -> str:
 
 def model_source(model: ModelSpec, seq_length: int, attention: str) -> tuple[list[str], str]:
     """Imports, and the source of a function `model_spec()`; `attention` is torchtitan's name of a backend."""
-    family = _family_of(model)
+    model, family = stated(model), _family_of(model)
     if family == "gpt_oss":
         flavor = {24: "20b", 36: "120b"}[model.num_hidden_layers]
         body = f'def model_spec():\n    return model_registry("{flavor}", attn_backend="{attention}")\n'
@@ -57,7 +57,7 @@ def _imports(model: ModelSpec, family: str) -> list[str]:
     helpers += [] if model.mla is not None else ["make_gqa_config"]
     helpers += ["make_ffn_config"] if _has_feed_forward(model) else []
     helpers += ["make_moe_config", "make_routed_experts_config", "make_router_config"] if model.moe else []
-    rope = "CosSinRoPE" if family == "qwen3" else "ComplexRoPE"
+    rope = "CosSinRoPE" if family == "qwen3" and uses_cos_sin(model) else "ComplexRoPE"
     names = [*(("MTPTransformerBlock",) if model.num_nextn_predict_layers else ()), "model_registry"]
     classes = [*(("Attention",) if model.mla is not None else ()), *_CLASSES[family]]
     return [
@@ -80,7 +80,8 @@ def _constants(model: ModelSpec, seq_length: int) -> str:
     return (
         f"DIM, VOCAB_SIZE, SEQ_LENGTH = {model.hidden_size}, {model.vocab_size}, {seq_length}\n{is_moe}"
         'INIT = {"weight": partial(nn.init.trunc_normal_, std=0.02), "bias": nn.init.zeros_}\n'
-        f"ROPE_THETA = {float(model.rope_theta or DEFAULT_ROTARY_BASE)!r}\n"
+        f"NORM_EPS = {model.norm_eps!r}\n"
+        f"ROPE = dict({', '.join(f'{name}={value!r}' for name, value in rotary_numbers(model).items())})\n"
     )
 
 
@@ -91,7 +92,7 @@ def names(config):
 
 
 def norm(width):
-    return RMSNorm.Config(normalized_shape=width, param_init={"weight": nn.init.ones_})
+    return RMSNorm.Config(normalized_shape=width, eps=NORM_EPS, param_init={"weight": nn.init.ones_})
 
 
 def linear(inputs, outputs):
@@ -101,7 +102,7 @@ def linear(inputs, outputs):
 def rope(dim):
     # the field was called max_seq_len up to 0.3.0
     length = "max_context_length" if "max_context_length" in names(RoPE.Config) else "max_seq_len"
-    return RoPE.Config(dim=dim, theta=ROPE_THETA, **{length: SEQ_LENGTH})
+    return RoPE.Config(dim=dim, **ROPE, **{length: SEQ_LENGTH})
 """.strip("\n")
     + "\n"
 )
@@ -162,7 +163,7 @@ def attention():
         qk_nope_head_dim={mla.qk_nope_head_dim},
         qk_rope_head_dim={mla.qk_rope_head_dim},
         v_head_dim={mla.v_head_dim},
-        mscale=1.0,
+        mscale={mscale(model)},
         {query}
         wkv_a=linear(DIM, {mla.kv_lora_rank + mla.qk_rope_head_dim}),
         kv_norm=norm({mla.kv_lora_rank}),
@@ -179,7 +180,11 @@ def attention():
 def _experts(model: ModelSpec) -> str:
     moe = model.moe
     assert moe is not None
-    score = "sigmoid" if model.balances_by_bias else "softmax"
+    groups = ""
+    if moe.n_group is not None:
+        groups = f"\n            num_expert_groups={moe.n_group},\n            num_limited_groups={moe.topk_group},"
+    if moe.router_bias and not moe.balancing_bias:
+        groups += "\n            bias=True,"
     shared = f"feed_forward({moe.shared_expert_intermediate_size})" if _has_shared(model) else "None"
     return (
         f'''
@@ -192,8 +197,9 @@ def experts():
             num_experts={moe.num_experts},
             gate_param_init=INIT,
             top_k={moe.num_experts_per_tok},
-            score_func="{score}",
-            route_norm=True,
+            score_func="{moe.scoring_func}",
+            route_norm={moe.norm_topk_prob},
+            route_scale={moe.routed_scaling_factor},{groups}
         ),
         routed_experts=make_routed_experts_config(
             dim=DIM,
@@ -204,6 +210,7 @@ def experts():
             comm_backend="standard",
         ),
         shared_experts={shared},
+        load_balance_coeff={balancing_rate(model)},
     )
 '''.strip("\n")
         + "\n"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from planner.answer import Plan
+from planner.export.common.model import stated
 from planner.export.common.recompute import all_full, recomputed_layers
+from planner.export.common.run_settings import run_settings
 from planner.export.common.stages import VirtualStage, is_looped, virtual_stages
 from planner.export.torch.order import ORDER_FILE, order_of
 from planner.export.torchtitan.model_source import model_source
+from planner.export.torchtitan.run_source import run_source
 from planner.trainers.rules.torch import TORCH_CLASSES
 
 _CHECKPOINT_MODULE = "torchtitan.distributed.activation_checkpoint"
@@ -23,6 +26,7 @@ def recipe_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
     imports = [
         "import os",
         *(["from pathlib import Path"] if has_order_of_its_own(plan) else []),
+        "from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw",
         "from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig",
         "from torchtitan.models.llama3.config_registry import llama3_debugmodel",
         "from torchtitan.trainer import Trainer",
@@ -36,7 +40,8 @@ def recipe_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
     split = _stages_source(stages) if layout.pp > 1 else ""
     if _recomputes_some(plan):
         split += _some_recomputed(plan, stages)
-    return "\n".join([*_standard_first(others), "", *torchtitan, "", "", model, split, _function_source(plan)])
+    parts = [model, split, run_source(plan), "", _function_source(plan)]
+    return "\n".join([*_standard_first(others), "", *torchtitan, "", "", *parts])
 
 
 def _recomputes_some(plan: Plan) -> bool:
@@ -121,7 +126,8 @@ def _function_source(plan: Plan) -> str:
     loss = "CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)"
     loss_config = f"ChunkedLossWrapper.Config(loss_fn={loss})"
     if plan.model.spec.num_nextn_predict_layers:
-        loss_config = "MTPLoss.Config(global_vocab_size=spec.model.vocab_size)"
+        scale = stated(plan.model.spec).mtp_loss_scaling_factor
+        loss_config = f"MTPLoss.Config(mtp_scale={scale}, global_vocab_size=spec.model.vocab_size)"
     policy = "PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute)
     checkpoint = f"{policy}.Config()" if policy else "None"
     return f'''
@@ -140,7 +146,7 @@ def plan() -> Trainer.Config:
         expert_parallel_degree={layout.ep},
         spmd_backend="{"partial_dtensor" if layout.cp == 1 else "spmd_types"}",
     )
-    training = dict(steps=1000, disable_cuda_graphs=True)
+    training = dict(steps=STEPS, disable_cuda_graphs=True, max_norm={run_settings(plan).optimizer.clip_grad:g})
     if hasattr(TrainingConfig(), "num_tokens_per_microbatch_per_dp_rank"):
         parallelism.update(num_pp_microbatches={layout.num_microbatches if layout.pp > 1 else 1})
         training.update(
@@ -156,13 +162,12 @@ def plan() -> Trainer.Config:
             seq_len={training.seq_length},
         )
     config.model_spec = spec
-    config.hf_assets_path = os.environ.get("HF_ASSETS_PATH", config.hf_assets_path)
     config.loss = {loss_config}
     config.parallelism = ParallelismConfig(**parallelism)
     config.training = TrainingConfig(**training)
     config.activation_checkpoint = {checkpoint}
     config.compile = CompileConfig({_compiled(plan)})
-    config.validator.enable = False
+    run(config)
     return config
 '''.lstrip("\n")
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from planner.answer import Plan
+from planner.export.common.environment import node_environment
 from planner.export.common.header import header
+from planner.export.common.model import notes_on_model, stated
+from planner.export.common.promise import promise
 from planner.export.common.recompute import check_mixture
 from planner.export.common.refusal import Objections, broken_rules, hint_for
+from planner.export.common.run_settings import run_settings
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.target_price import notes_on_price
-from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+from planner.export.common.trainer_files import ExportFile, LaunchCommand, Requirement, TrainerFiles
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
-from planner.export.torchtitan.model_source import DEFAULT_ROTARY_BASE
+from planner.export.torchtitan.model_numbers import balancing_rate
 from planner.export.torchtitan.recipe import has_order_of_its_own, recipe_source, splits_backward
+from planner.export.torchtitan.run_source import PLACEHOLDERS
 from planner.schedule.torch_csv import to_torch_csv
+from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.torch import TORCH_SCHEDULE_RULES, UNCOMPILED
 from planner.trainers.rules.torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
@@ -35,8 +43,11 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
         program="-m torchtitan.train",
         arguments={"--module": RECIPE, "--config": "plan"},
         # as torchtitan's own run_train.sh has it
-        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-        setup=('export PYTHONPATH="$PLAN_DIR${PYTHONPATH:+:$PYTHONPATH}"',),
+        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **node_environment(plan)},
+        placeholders=PLACEHOLDERS,
+        requirements=tuple(_requirements(plan)),
+        promise=promise(plan, "in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank"),
+        setup=('export MOCK="${MOCK:-0}" PYTHONPATH="$PLAN_DIR${PYTHONPATH:+:$PYTHONPATH}"',),
         comments=comments,
         files=tuple(files),
     )
@@ -73,15 +84,24 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections.raise_any()
 
 
+def _requirements(plan: Plan) -> Iterator[Requirement]:
+    """The packages that the recipe needs on every node."""
+    yield Requirement("torch", "everything", "torch", "2.13", "pip install torch, or a nightly")
+    yield Requirement("torchtitan", "the trainer", hint="pip install torchtitan")
+    if plan.parallelism.cp > 1:
+        yield Requirement("spmd_types", "context parallelism", hint="pip install spmd-types, and a torch nightly")
+    if plan.model.spec.moe is not None and plan.parallelism.ep > 1 and plan.runtime_spec.sends_tokens_once:
+        yield Requirement("deep_ep", "exchanges of experts by DeepEP", hint="install deepseek-ai/DeepEP")
+
+
 def _notes(plan: Plan) -> tuple[str, ...]:
     """Placeholders, and differences between the plan and what torchtitan does."""
     model = plan.model.spec
     notes = [
-        "data, tokenizer (HF_ASSETS_PATH), optimizer and number of steps are placeholders",
+        *run_settings(plan).notes,
         "initial weights are drawn with a plain std of 0.02",
     ]
-    if model.rope_theta is None:
-        notes.append(f"the model spec states no rope_theta: {DEFAULT_ROTARY_BASE:g} is torchtitan's default")
+    notes += [*notes_on_model(model), *_notes_on_balance(model)]
     if plan.parallelism.recompute == "selective":
         notes.append("SelectiveAC chooses operations itself: it recomputes others than the plan's modules")
     if splits_backward(plan):
@@ -94,3 +114,12 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     if plan.parallelism.cp > 1:
         notes.append("context parallelism needs spmd_types, and that a torch nightly")
     return tuple(notes)
+
+
+def _notes_on_balance(model: ModelSpec) -> Iterator[str]:
+    """What balances experts instead of a loss, which torchtitan has none of."""
+    moe = stated(model).moe
+    if moe is not None and moe.router_aux_loss_coef:
+        rate = balancing_rate(model)
+        instead = f", and balances by a bias that moves by {rate:g} a step" if rate else ""
+        yield f"it has no load-balancing loss (the model's has weight {moe.router_aux_loss_coef:g}){instead}"

@@ -8,7 +8,7 @@ import numpy as np
 
 from planner.layout.outside_pipeline import reduce_overlap_fraction
 from planner.physics.cost import PartCost
-from planner.search.priced_shapes import PricedShapes, least_sum
+from planner.search.priced_shapes import PartName, PricedShapes, least_sum
 from planner.shape import FloatArray, Number, Shape
 from planner.specs.training import Recompute
 
@@ -32,7 +32,7 @@ def _with_exchange_s(
     pipeline_s: FloatArray,
     base: Recompute,
     exchanging: Recompute,
-    exchange_s_of: Callable[[PricedShapes, PartCost], FloatArray],
+    exchange_s_of: Callable[[PricedShapes, PartName, PartCost], FloatArray],
 ) -> FloatArray:
     """A lower bound of pipeline and exchange; `exchange_s_of` gives the seconds that a part on the first rank adds.
 
@@ -46,10 +46,13 @@ def _with_exchange_s(
     pricing, shape, table = shapes.pricing, shapes.shape, shapes.table
     layers, counts = pricing.model.num_hidden_layers, np.array(list(pricing.kind_counts.values()))
     pps, vpps, steps = np.asarray(shape.pp, dtype=float), np.asarray(shape.vpp), np.asarray(shape.num_microbatches)
-    layer_exchange_s = np.array([exchange_s_of(shapes, table.layers[kind, exchanging]) for kind in pricing.kind_counts])
-    embedding = exchange_s_of(shapes, table.embedding)
-    mtp = () if table.mtp is None else (table.mtp_recomputed.get(exchanging, table.mtp),)
-    last = np.sum([exchange_s_of(shapes, part) for part in (table.head, *mtp)], axis=0)
+    layer_exchange_s = np.array(
+        [exchange_s_of(shapes, kind, table.layers[kind, exchanging]) for kind in pricing.kind_counts]
+    )
+    embedding = exchange_s_of(shapes, "embedding", table.embedding)
+    last = exchange_s_of(shapes, "head", table.head)
+    if table.mtp is not None:
+        last = last + exchange_s_of(shapes, "mtp", table.mtp_recomputed.get(exchanging, table.mtp))
     alone = counts @ layer_exchange_s + embedding + last
     ends_s = embedding + np.where(shapes.folded, np.minimum(last, 0.0), 0.0)
     work, slowest = shapes.work_s(base) - shapes.ends_s, shapes.layer_s(base).max(axis=0)
@@ -72,14 +75,14 @@ def _with_exchange_s(
     return np.asarray(np.where(pps == 1, pipeline_s + np.maximum(alone, 0.0), piped))
 
 
-def beyond_s(shapes: PricedShapes, part: PartCost) -> FloatArray:
+def beyond_s(shapes: PricedShapes, name: PartName, part: PartCost) -> FloatArray:
     """Seconds of data-parallel exchange of one part, less the seconds that hide it.
 
     If every micro-batch exchanges, they are added up over all micro-batches. If stages interleave, they are those of
     the chunk that exchanges last, which are no more than the seconds that show.
     """
     runtime, shape = shapes.pricing.runtime, shapes.shape
-    reduce_s, gather_s = _exchanges_s(shapes, part)
+    reduce_s, gather_s = shapes.exchanges_s(name, part)
     forward, backward = shapes.part(part, "forward_total_s"), shapes.part(part, "backward_total_s")
     gathered = gather_s - runtime.parameter_overlap_fraction * forward
     once = reduce_s - reduce_overlap_fraction(runtime, shape) * backward + gathered
@@ -88,18 +91,11 @@ def beyond_s(shapes: PricedShapes, part: PartCost) -> FloatArray:
     return _each_time(shape, once / np.asarray(shape.vpp), gradients, gathered, weights)
 
 
-def showing_s(shapes: PricedShapes, part: PartCost) -> FloatArray:
+def showing_s(shapes: PricedShapes, name: PartName, part: PartCost) -> FloatArray:
     """Seconds of the data-parallel exchange of one part that show however much is hidden, over all micro-batches."""
     fraction = shapes.pricing.runtime.contention_fraction
-    reduce_s, gather_s = (fraction * seconds for seconds in _exchanges_s(shapes, part))
+    reduce_s, gather_s = (fraction * seconds for seconds in shapes.exchanges_s(name, part))
     return _each_time(shapes.shape, reduce_s + gather_s, reduce_s, gather_s, reduce_s + 2 * gather_s)
-
-
-def _exchanges_s(shapes: PricedShapes, part: PartCost) -> tuple[Number, Number]:
-    """Seconds to reduce the gradients of one part, and to gather its weights."""
-    expert = shapes.part(part, "expert_parameters")
-    dense = shapes.part(part, "parameters") - expert
-    return shapes.pricing.reduce_s(dense, expert, shapes.shape), shapes.pricing.gather_s(dense, expert, shapes.shape)
 
 
 def _each_time(shape: Shape, once: Number, gradients: Number, gathered: Number, weights: Number) -> FloatArray:

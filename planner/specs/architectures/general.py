@@ -1,4 +1,4 @@
-"""What configs of every architecture say alike: epsilon of norms, rotary scaling, the router, soft caps."""
+"""Fields that configs of every architecture state alike: epsilon of norms, rotary scaling, the router, soft caps."""
 
 from __future__ import annotations
 

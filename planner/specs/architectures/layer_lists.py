@@ -1,4 +1,4 @@
-"""Which layers slide, attend to everything, scan or have experts, as configs list them or an architecture's rule says.
+"""Layers that slide, attend to everything, scan or have experts, as configs list them or an architecture's rule says.
 
 A list of layers becomes the shortest that repeats to it, or, where layers slide but every n-th, that n.
 """
@@ -95,9 +95,12 @@ def always(config: Config, layer: int) -> bool:
 
 
 def every(key: str, default: int) -> IsOne:
-    """Every n-th layer attends to everything, or has experts: n given under `key`."""
+    """Every n-th layer attends to everything, or has experts: n given under `key`, or as a text like LLLG."""
 
     def is_nth(config: Config, layer: int) -> bool:
+        stated = config.get(key)
+        if isinstance(stated, str) and stated and set(stated) <= {"L", "G"}:
+            return stated[layer % len(stated)] == "G"
         period = whole(config, key, config.get(f"_{key}", default))
         return period > 0 and (layer + 1) % period == 0
 
@@ -279,7 +282,7 @@ def index_layers(config: Config) -> Derived:
 
 
 def full_unrotated(config: Config) -> Derived:
-    """Of layers that slide but every n-th, the n-th have no rotary positions (Command R7B, EXAONE 4, Trinity)."""
+    """Layers that do not slide, every n-th, have no rotary positions (Command R7B, EXAONE 4, Trinity)."""
     found = window(every("sliding_window_pattern", 4))(config)
     return {"no_rope_layer_interval": found.get("sliding_window_pattern")}
 

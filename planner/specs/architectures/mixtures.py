@@ -64,7 +64,8 @@ GRANITE_MOE = Architecture(
 )  # fmt: skip
 _HUNYUAN = Architecture(
     keys=DENSE | keys(head_dim=("head_dim", "attention_head_dim")),
-    defaults=sizes(32, 4096, 32, None, 290943, intermediate_size=11008, num_experts=1, moe_topk=1, rms_norm_eps=1e-5, moe_layer_num_skipped=0,
+    defaults=sizes(32, 4096, 32, None, 290943, intermediate_size=11008, num_experts=1, moe_topk=1, rms_norm_eps=1e-5,
+                   moe_layer_num_skipped=0,
                    **NORMED),
     derive=(d.activation, d.attention_bias, d.hunyuan_experts,
             lists.moe_layers(lists.after_dense("moe_layer_num_skipped"))),
@@ -85,7 +86,7 @@ MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
                        norm_topk_prob=False, router_aux_loss_coef=0.001),
         derive=(d.activation, d.attention_bias, lists.window(lists.unrotated, "attention_chunk_size"),
                 d.llama4_shared, lists.moe_layers(lists.llama4_moe), lists.rotated_layers),
-        fixed=ROTARY,
+        fixed={"scores_on_input": True, **ROTARY},
     ),
     "mixtral": Architecture(
         keys=_EXPERT_WIDTH,
@@ -149,7 +150,7 @@ MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
                        swiglu_limit=7.0, rope_theta=150000.0, router_aux_loss_coef=0.001, **NORMED),
         derive=(d.attention_bias, lists.window(lists.every("sliding_window_pattern", 2))),
         fixed={"mlp_bias": True, "router_bias": True, "attention_sinks": True, "activation": "quick_gelu",
-               "glu_linear_offset": 1.0, **ROTARY},
+               "glu_linear_offset": 1.0, "router_aux_loss_coef": None, **ROTARY},
     ),
     "glm4_moe": _GLM4_MOE,
     "glm4_moe_lite": Architecture(

@@ -218,7 +218,7 @@ def lfm2_mlp(config: Config) -> Derived:
         return {"intermediate_size": stated}
     factor, block = config.get("block_ffn_dim_multiplier"), whole(config, "block_multiple_of", 256)
     width = int(2 * stated / 3)
-    if isinstance(factor, int | float):
+    if isinstance(factor, int | float) and math.isfinite(factor):
         width = int(factor * width)
     return {"intermediate_size": -(-width // max(block, 1)) * block}
 

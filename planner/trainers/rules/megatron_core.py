@@ -9,6 +9,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
 from planner.trainers.rules.common import Rule, model_rule
 from planner.trainers.rules.facts import rotary_method, yarn_scale
+from planner.trainers.rules.plain_layers import PLAIN_LAYERS
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Numbers of Llama 3's scaling that are fixed there (RotaryEmbedding._apply_scaling), and Llama 3's own."""
@@ -52,6 +53,7 @@ def _other_llama3(scaling: RopeScalingSpec) -> Iterator[str]:
 
 
 CORE_MODEL_RULES: tuple[Rule, ...] = (
+    *PLAIN_LAYERS,
     model_rule("position_embedding", lambda m: m.position_embedding == "alibi", lambda m: "it has no ALiBi"),
     model_rule("embedding_norm", lambda m: m.embedding_norm, lambda m: "it has no norm after the embedding"),
     model_rule(
@@ -71,6 +73,11 @@ CORE_MODEL_RULES: tuple[Rule, ...] = (
         "qk_norm",
         lambda m: m.qk_norm and m.norm == "layernorm",
         lambda m: "queries and keys have the layers' own kind of norm, a LayerNorm, not RMSNorm",
+    ),
+    model_rule(
+        "qk_norm",
+        lambda m: m.qk_norm and m.mla is not None,
+        lambda m: "latent attention norms its latents there, not queries and keys",
     ),
     model_rule(
         "attention_bias",
@@ -106,6 +113,11 @@ CORE_MODEL_RULES: tuple[Rule, ...] = (
         "norm_topk_prob",
         _has_two_scores,
         lambda m: f"it divides {m.scoring_func} scores of several experts by their sum",
+    ),
+    model_rule(
+        "scores_on_input",
+        lambda m: m.moe is not None and m.moe.scores_on_input and m.moe.num_experts_per_tok > 1,
+        lambda m: "scores scale what goes into experts there where a token visits one alone",
     ),
     model_rule(
         "swiglu_limit",

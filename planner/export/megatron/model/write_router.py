@@ -21,6 +21,8 @@ def router_arguments(moe: MoESpec) -> Arguments:
         arguments |= {"--moe-router-num-groups": moe.n_group, "--moe-router-group-topk": moe.topk_group}
     if moe.routed_scaling_factor != 1:
         arguments["--moe-router-topk-scaling-factor"] = moe.routed_scaling_factor
+    if moe.scores_on_input:
+        arguments["--moe-apply-probs-on-input"] = True
     return arguments
 
 

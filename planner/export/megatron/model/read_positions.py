@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.megatron.layer_flags import layer_flags
+from planner.export.megatron.model.layer_flags import layer_flags
 from planner.export.megatron.options import Options, decimal, size, text
 from planner.trainers.rules.facts import every_nth
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.export.megatron.layer_flags import layer_flags
+from planner.export.megatron.model.layer_flags import layer_flags
 from planner.export.megatron.options import Options, decimal, given, size, text
 
 ROUTER_OPTIONS = {
     "--num-experts", "--moe-router-topk", "--moe-layer-freq", "--moe-ffn-hidden-size",
     "--moe-router-topk-scaling-factor", "--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate",
-    "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "--moe-router-score-function", "--moe-router-pre-softmax",
-    "--moe-router-num-groups", "--moe-router-group-topk", "--moe-router-load-balancing-type", "--moe-aux-loss-coeff",
-    "--moe-z-loss-coeff", "--moe-apply-probs-on-input",
+    "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "--moe-router-score-function",
+    "--moe-router-pre-softmax", "--moe-router-num-groups", "--moe-router-group-topk",
+    "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-apply-probs-on-input",
 }  # fmt: skip
 
 
@@ -35,6 +35,7 @@ def read_experts(options: Options, width: int, bias: bool) -> dict[str, Any]:
         "scoring_func": score,
         "norm_topk_prob": normed,
         "routed_scaling_factor": decimal(options, "--moe-router-topk-scaling-factor") or 1.0,
+        "scores_on_input": "--moe-apply-probs-on-input" in options,
         **_groups(options),
         **_losses(options),
     }

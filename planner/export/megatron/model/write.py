@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from planner.export.common.arguments import Arguments
 from planner.export.common.model import listed, stated
-from planner.export.megatron.model_positions import position_arguments
-from planner.export.megatron.model_router import router_arguments
+from planner.export.megatron.model.write_positions import position_arguments
+from planner.export.megatron.model.write_router import router_arguments
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MLASpec, MoESpec
 from planner.trainers.rules.facts import every_nth

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from planner.export.megatron.layer_flags import layer_flags
+from planner.export.megatron.model.layer_flags import layer_flags
+from planner.export.megatron.model.read_positions import POSITION_OPTIONS, read_positions
+from planner.export.megatron.model.read_router import ROUTER_OPTIONS, expert_layers, layers_with_experts, read_experts
 from planner.export.megatron.options import Options, decimal, given, size, text
-from planner.export.megatron.read_positions import POSITION_OPTIONS, read_positions
-from planner.export.megatron.read_router import ROUTER_OPTIONS, expert_layers, layers_with_experts, read_experts
 from planner.export.megatron.tokenizers import vocabulary_of
 from planner.trainers.rules.facts import every_nth
 

@@ -1,0 +1,183 @@
+"""Manifests for Kubernetes: held against the recorded schemas of their kinds, and started as pods start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from planner.answer import Plan
+from planner.errors import SpecError
+from planner.export.common.trainer_files import ExportFile, LaunchCommand
+from planner.export.export import bundle_of
+from planner.export.launch.kubernetes import kubernetes_manifest
+
+Planned = Callable[..., Plan]
+
+SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / "kubernetes_crds.json").read_text())
+TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int}
+TARGETS = {"kubernetes": "kubernetes.yaml", "kubernetes-pytorchjob": "kubernetes-pytorchjob.yaml"}
+JOBS: dict[str, dict[str, Any]] = {
+    "one node": {"model": "llama-3.1-8b", "gpus": 8},
+    "nodes": {"model": "llama-3.1-8b", "gpus": 32, "tp": 2, "pp": 4},
+    "racks": {"model": "qwen3-30b-a3b", "gpus": 64, "ep": 64, "hardware": "gb200"},
+    "amd": {"model": "llama-3.1-8b", "gpus": 16, "hardware": "mi300x"},
+    "a smaller last node": {"model": "llama-3.1-8b", "gpus": 12, "tp": 4},
+}
+
+
+def faults(value: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
+    """What a Kubernetes API server would refuse, or drop as unknown."""
+    kind = schema.get("type")
+    if isinstance(kind, str) and not isinstance(value, TYPES[kind]):
+        yield f"{path}: {value!r} is no {kind}"
+    elif isinstance(value, dict):
+        yield from (f"{path}: lacks {name}" for name in schema.get("required", ()) if name not in value)
+        for name, item in value.items():
+            if "properties" in schema and name not in schema["properties"]:
+                known = name in schema["others"]
+                yield f"{path}.{name}: {'used, and not recorded' if known else 'unknown'}"
+            else:
+                inner = schema.get("properties", {}).get(name) or schema.get("additionalProperties") or {}
+                yield from faults(item, inner, f"{path}.{name}")
+    elif isinstance(value, list):
+        for item in value:
+            yield from faults(item, schema.get("items", {}), f"{path}[]")
+    elif "enum" in schema and value not in schema["enum"]:
+        yield f"{path}: {value!r} is none of {schema['enum']}"
+
+
+def documents(plan: Plan, target: str, **options: Any) -> dict[str, Any]:
+    """The documents of a manifest by their kind."""
+    files = {file.name: file for file in bundle_of(plan, [options.pop("trainer", "megatron"), target], **options).files}
+    return {document["kind"]: document for document in yaml.safe_load_all(files[TARGETS[target]].text)}
+
+
+def pod_template(found: dict[str, Any]) -> dict[str, Any]:
+    job = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]
+    template: dict[str, Any] = job["template"]["spec"]["template"]
+    return template
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("job", JOBS)
+def test_manifests_keep_to_the_schemas_of_their_kinds(planned: Planned, job: str, target: str) -> None:
+    found = documents(planned(**JOBS[job]), target)
+    kinds = {"TrainingRuntime", "TrainJob"} if target == "kubernetes" else {"PyTorchJob"}
+    assert set(found) == {"ConfigMap", *kinds, *(["ComputeDomain"] if job == "racks" else [])}
+    for kind in set(found) - {"ConfigMap"}:
+        assert list(faults(found[kind], SCHEMAS[kind], kind)) == []
+
+
+def test_the_check_of_schemas_sees_what_is_wrong(planned: Planned) -> None:
+    job = documents(planned("llama-3.1-8b", 8), "kubernetes")["TrainJob"]
+    job["spec"]["trainer"] |= {"numNodes": "two", "replicas": 1}
+    del job["spec"]["runtimeRef"]["name"]
+    assert sorted(faults(job, SCHEMAS["TrainJob"], "TrainJob")) == [
+        "TrainJob.spec.runtimeRef: lacks name",
+        "TrainJob.spec.trainer.numNodes: 'two' is no integer",
+        "TrainJob.spec.trainer.replicas: unknown",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("job", "limits"),
+    [
+        ("one node", {"nvidia.com/gpu": 8}),
+        ("nodes", {"nvidia.com/gpu": 8, "rdma/rdma_shared_device_a": 1}),
+        ("racks", {"nvidia.com/gpu": 4, "rdma/rdma_shared_device_a": 1}),
+        ("amd", {"amd.com/gpu": 8, "rdma/rdma_shared_device_a": 1}),
+    ],
+)
+def test_pods_ask_for_the_vendors_gpus_and_the_network(planned: Planned, job: str, limits: dict[str, int]) -> None:
+    plan = planned(**JOBS[job])
+    trainer = documents(plan, "kubernetes")["TrainJob"]["spec"]["trainer"]
+    assert trainer["resourcesPerNode"]["limits"] == limits
+    assert trainer["image"].startswith("rocm/" if job == "amd" else "nvcr.io/nvidia")
+    replicas = documents(plan, "kubernetes-pytorchjob")["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
+    pod = replicas["Master"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == limits
+    assert pod["containers"][0]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    assert sum(spec["replicas"] for spec in replicas.values()) == trainer["numNodes"]
+
+
+def test_pods_of_a_rack_stay_together_and_reach_each_other(planned: Planned) -> None:
+    found = documents(planned(**JOBS["racks"]), "kubernetes")
+    template = pod_template(found)
+    assert template["metadata"]["annotations"] == {
+        "kueue.x-k8s.io/podset-slice-required-topology": "nvidia.com/gpu.clique",
+        "kueue.x-k8s.io/podset-slice-size": "16",
+    }
+    channel = found["ComputeDomain"]["spec"]["channel"]["resourceClaimTemplate"]["name"]
+    assert template["spec"]["resourceClaims"] == [{"name": "imex-channel", "resourceClaimTemplateName": channel}]
+    assert found["TrainJob"]["spec"]["trainer"]["resourcesPerNode"]["claims"] == [{"name": "imex-channel"}]
+    assert "metadata" not in pod_template(documents(planned(**JOBS["nodes"]), "kubernetes"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("node", "gpus"), [("0", "8"), ("1", "4")])
+def test_a_pod_starts_its_ranks(
+    planned: Planned, tmp_path: Path, hostile_name: str, target: str, node: str, gpus: str
+) -> None:
+    plan = planned(**JOBS["a smaller last node"])
+    spec = plan.model.spec.model_copy(update={"name": hostile_name})
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"name": hostile_name, "spec": spec})})
+    found = documents(plan, target, image="registry/image:1")
+    for name, text in found["ConfigMap"]["data"].items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "torchrun").write_text(f"#!{sys.executable}\nimport sys, json; print(json.dumps(sys.argv[1:]))\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    if target == "kubernetes":
+        container = found["TrainJob"]["spec"]["trainer"]
+        addresses = {"PET_NODE_RANK": node, "PET_MASTER_ADDR": "pod-0", "PET_MASTER_PORT": "29400"}
+    else:
+        role = found["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]
+        container = role["template"]["spec"]["containers"][0]
+        addresses = {"RANK": node, "MASTER_ADDR": "pod-0", "MASTER_PORT": "29400"}
+    assert container["image"] == "registry/image:1"
+    shell, flag, script, name = container["command"]
+    assert (shell, flag, name) == ("bash", "-c", "bash")
+    variables = {entry["name"]: entry["value"] for entry in container["env"]} | {"CHECKPOINTS": "/data/run"}
+    done = subprocess.run(
+        ["bash", "-c", script.replace("/plan/", f"{tmp_path}/"), "bash"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "PREFLIGHT": "0", **variables, **addresses},
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    words = json.loads(done.stdout)
+    assert [words[words.index(f"--{key}") + 1] for key in ("nnodes", "nproc-per-node", "node-rank", "master-addr")] == [
+        "2", gpus, node, "pod-0",
+    ]  # fmt: skip
+    assert words[words.index("--save") + 1] == "/data/run"
+    assert not list(tmp_path.glob("pwned"))
+
+
+def test_what_is_filled_in_stands_in_the_heading(planned: Planned) -> None:
+    bundle = bundle_of(planned(**JOBS["nodes"]), ["megatron", "kubernetes"])
+    file = next(file for file in bundle.files if file.name == "kubernetes.yaml")
+    heading = file.text.split("apiVersion:")[0]
+    assert all(f"#   {place.name}: {place.meaning}\n" in heading for place in file.placeholders)
+    job = next(document for document in yaml.safe_load_all(file.text) if document["kind"] == "TrainJob")
+    names = {entry["name"] for entry in job["spec"]["trainer"]["env"]}
+    assert names == {"MEGATRON_PATH", "DATA_PATH", "TOKENIZER", "CHECKPOINTS", "MOCK"}
+    assert {"claimName", "rdma/rdma_shared_device_a"} <= {place["name"] for place in bundle.manifest()["placeholders"]}
+
+
+def test_objects_begin_with_a_letter(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 8)
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"name": "8B of mine"})})
+    assert documents(plan, "kubernetes")["TrainJob"]["metadata"]["name"] == "job-8b-of-mine"
+
+
+def test_files_too_large_for_a_config_map_are_refused(planned: Planned) -> None:
+    big = LaunchCommand(program="-m x", arguments={}, files=(ExportFile("schedule.csv", "x" * 1_100_000),))
+    with pytest.raises(SpecError, match=r"schedule\.csv are 1,10\d,\d{3} bytes"):
+        kubernetes_manifest(planned("llama-3.1-8b", 8), big)

@@ -1,0 +1,62 @@
+"""The settings of a run: planned, published with the model, or defaults that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from planner.answer import Plan
+from planner.export.common.run_settings import run_settings, save_interval_s
+from planner.specs.registry import load_model, model_names
+
+Planned = Callable[..., Plan]
+
+
+def test_a_published_model_learns_as_it_was_published(planned: Planned) -> None:
+    run = run_settings(planned("llama-3.1-405b", 2048, tp=8, pp=16, seq_length=8192, batch=2048, tokens=15.6e12))
+    assert run.num_steps == round(15.6e12 / (8192 * 2048))
+    assert (run.optimizer.learning_rate, run.optimizer.min_learning_rate, run.warmup_steps) == (8e-5, 8e-7, 8000)
+    assert "arXiv:2407.21783" in run.notes[1]
+    assert "--tokens" not in run.notes[0]
+
+
+def test_defaults_say_that_they_are(planned: Planned) -> None:
+    run = run_settings(planned("qwen3-8b", 16))
+    assert run.optimizer.learning_rate == 3e-4
+    assert "none is published" in run.notes[1]
+    assert "20 for each active parameter, since the plan states none (--tokens)" in run.notes[0]
+    assert run_settings(planned("qwen2.5-72b", 64, tp=4, pp=4)).optimizer.learning_rate == 1.5e-4
+
+
+def test_a_short_run_warms_up_for_a_tenth_of_it(planned: Planned) -> None:
+    run = run_settings(planned("llama-3.1-8b", 16, batch=64, tokens=64 * 2048 * 50))
+    assert (run.num_steps, run.warmup_steps) == (50, 5)
+    assert run_settings(planned("llama-3.1-8b", 16, batch=64, tokens=1)).num_steps == 1
+
+
+def test_a_rate_that_falls_at_the_end_falls_over_that_share(planned: Planned) -> None:
+    run = run_settings(planned("deepseek-v3", 512, pp=8, ep=64, layout="Et*7|(t*8|)*6t*6mL"))
+    assert run.decay_steps == round(0.32 * (run.num_steps - run.warmup_steps))
+
+
+@pytest.mark.parametrize(("gpus", "minutes"), [(8, 10), (1024, 10), (2048, 20), (16384, 140)])
+def test_timeouts_grow_with_the_ranks(planned: Planned, gpus: int, minutes: int) -> None:
+    run = run_settings(planned("llama-3.1-8b", gpus))
+    assert (run.init_timeout_minutes, run.timeout_minutes) == (minutes, 10)
+
+
+def test_more_gpus_save_more_often(planned: Planned) -> None:
+    assert save_interval_s(8) == 3600
+    assert save_interval_s(16384) == pytest.approx((2 * 60 * 54 * 86400 / 419) ** 0.5)
+    plan = planned("llama-3.1-8b", 8)
+    assert run_settings(plan).save_interval_steps == round(3600 / plan.best.step.step_s)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_published_optimizers_name_their_source(name: str) -> None:
+    training = load_model(name).training
+    if training is not None and training.optimizer is not None:
+        optimizer = training.optimizer
+        assert "arXiv" in optimizer.source
+        assert optimizer.min_learning_rate < optimizer.learning_rate < 1e-3

@@ -1,0 +1,139 @@
+"""Exported arguments of a model are those of Megatron-LM's own recipes for it, but for differences with a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.export.common.arguments import argv
+from planner.export.megatron.model.layer_flags import layer_flags
+from planner.export.megatron.model.read import MODEL_OPTIONS
+from planner.export.megatron.model.write import model_arguments
+from planner.export.megatron.options import options_of
+from planner.specs.registry import load_model
+
+OWN = json.loads((Path(__file__).parent / "trainers_own" / "megatron.json").read_text())
+LEFT_OUT = {"--max-position-embeddings", "--vocab-size", "--padded-vocab-size"}
+"""The sequence's length, and the vocabulary, which the tokenizer of a recipe brings."""
+OLDER = {"--use-rotary-position-embeddings": ("--position-embedding-type", "rope"), "--no-position-embedding": None}
+DEFAULTS: dict[str, Any] = {
+    "--norm-epsilon": 1e-5, "--rotary-base": 10_000, "--rotary-percent": 1, "--rotary-scaling-factor": 1,
+    "--rotary-seq-len-interpolation-factor": 1, "--mscale": 1, "--mscale-all-dim": 0, "--rope-scaling-factor": 8,
+    "--moe-router-score-function": "softmax", "--moe-router-load-balancing-type": "aux_loss", "--moe-aux-loss-coeff": 0,
+    "--moe-router-bias-update-rate": 1e-3, "--moe-router-topk-scaling-factor": 1, "--moe-layer-freq": 1,
+    "--normalization": "LayerNorm", "--mtp-loss-scaling-factor": 0.1, "--softmax-type": "vanilla",
+    "--position-embedding-type": "learned_absolute", "--moe-router-topk": 2,
+}  # fmt: skip
+"""Megatron-LM's values of options that are left out (core 0.20.0)."""
+
+_CHECKPOINT = "the recipe loads a checkpoint and computes with Megatron-LM's epsilon, config.json says 1e-6"
+_SIGMOID = "scores of a sigmoid are the same before and after the choice"
+_MTP = "the recipe leaves out the blocks that predict further tokens"
+_CI = "a test of Megatron-LM rotates by numbers that are not those of config.json"
+_HELPER = "its --enable-gpt-oss builds yarn, clamps and biases in Python; the options say the same"
+DIFFERENCES: dict[tuple[str, str], str] = {
+    **{(f"qwen3-{size}", "--norm-epsilon"): _CHECKPOINT for size in ("8b", "30b-a3b", "235b-a22b")},
+    **{(model, "--norm-epsilon"): _CHECKPOINT for model in ("deepseek-v3", "kimi-k2")},
+    **{(model, "--moe-router-pre-softmax"): _SIGMOID for model in ("deepseek-v3", "kimi-k2")},
+    ("deepseek-v3", "--mtp-num-layers"): _MTP,
+    ("deepseek-v3", "--mtp-loss-scaling-factor"): _MTP,
+    ("deepseek-v2-lite", "--kv-channels"): "latent attention does not read it",
+    ("kimi-k2", "--moe-aux-loss-coeff"): "config.json has aux_loss_alpha 0.001",
+    ("llama-3.2-1b", "--rope-scaling-factor"): "it has 8 where config.json has 32, and Megatron-LM builds 8 always",
+    **{
+        (model, "--moe-apply-probs-on-input"): "Llama 4 scales what goes into an expert, the recipe what comes out"
+        for model in ("llama-4-scout", "llama-4-maverick")
+    },
+    ("llama-4-scout", "--qk-layernorm"): "Llama 4 norms queries and keys without weights",
+    ("llama-4-scout", "--rope-scaling-factor"): "config.json has 16, and Megatron-LM builds 8 always",
+    ("llama-4-scout", "--no-rope-freq"): "every fourth layer is unrotated (no_rope_layer_interval of config.json)",
+    ("llama-4-scout", "--ffn-hidden-size"): "no layer is dense",
+    **{
+        (model, "--moe-router-load-balancing-type"): "config.json has a loss of the batch, not of sequences"
+        for model in ("llama-4-scout", "llama-4-maverick")
+    },
+    **{
+        (f"qwen3-{size}", "--ffn-hidden-size"): "no layer is dense, and the width of dense layers not read"
+        for size in ("30b-a3b", "235b-a22b")
+    },
+    ("mixtral-8x7b", "--moe-aux-loss-coeff"): "config.json has router_aux_loss_coef 0.02",
+    ("mixtral-8x22b", "--moe-aux-loss-coeff"): "config.json has router_aux_loss_coef 0.001",
+    **{(f"mixtral-{size}", "--rotary-base"): _CI for size in ("8x7b", "8x22b")},
+    ("mixtral-8x7b", "--rotary-percent"): _CI,
+    **{
+        (f"gpt-oss-{size}", option): _HELPER
+        for size in ("20b", "120b")
+        for option in (
+            "--position-embedding-type", "--rotary-scaling-factor", "--yarn-original-max-position-embeddings",
+            "--yarn-beta-fast", "--yarn-beta-slow", "--no-yarn-correction-range-round-to-int",
+        )
+    },
+    **{
+        (f"gpt-oss-{size}", "--moe-aux-loss-coeff"): "without a loss nothing balances a training from scratch"
+        for size in ("20b", "120b")
+    },
+}  # fmt: skip
+"""Model and option to the reason why its value is not the recipe's."""
+
+
+def plain(option: str, value: Any, num_layers: int) -> Any:
+    """A value to compare: number, list of layers, pair or word."""
+    if value is True or isinstance(value, (int, float)):
+        return value
+    text = str(value).strip('"')
+    if "[" in text:
+        return layer_flags(option, text, num_layers)
+    if option == "--moe-layer-freq":
+        return [layer % int(text) == 0 for layer in range(num_layers)]
+    if option == "--window-size":
+        return re.findall(r"\d+", text)
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def settings(arguments: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Every option of a model with its value, or Megatron-LM's own."""
+    known = {**dict.fromkeys(sorted(MODEL_OPTIONS - LEFT_OUT), False), **DEFAULTS}
+    for option, value in arguments.items():
+        newer = OLDER.get(option, (option, value))
+        if newer is not None and option not in LEFT_OUT:
+            known[newer[0]] = newer[1]
+    sizes = {name: int(float(known[f"--{name}"])) for name in ("hidden-size", "num-attention-heads")}
+    known["--ffn-hidden-size"] = known["--ffn-hidden-size"] or 4 * sizes["hidden-size"]
+    known["--kv-channels"] = known["--kv-channels"] or sizes["hidden-size"] // sizes["num-attention-heads"]
+    if known["--num-experts"]:
+        known["--moe-ffn-hidden-size"] = known["--moe-ffn-hidden-size"] or known["--ffn-hidden-size"]
+    known["--moe-layer-freq"] = str(known["--moe-layer-freq"])
+    return {option: plain(option, value, num_layers) for option, value in known.items() if option not in OLDER}
+
+
+@pytest.mark.parametrize("recipe", OWN["recipes"], ids=lambda recipe: f"{recipe['model']}-{recipe['path'][-30:]}")
+def test_arguments_are_those_of_the_recipe(recipe: dict[str, Any]) -> None:
+    model = load_model(recipe["model"])
+    words = options_of(argv(model_arguments(model, 4096, 128)))
+    layers = model.num_hidden_layers
+    ours = settings({option: " ".join(values) or True for option, values in words.items()}, layers)
+    theirs = settings(recipe["arguments"], layers)
+    differing = {option for option in ours if option in theirs and ours[option] != theirs[option]}
+    unexplained = {
+        option: (ours[option], theirs[option]) for option in differing if (model.name, option) not in DIFFERENCES
+    }
+    assert unexplained == {}
+
+
+def test_every_difference_is_one() -> None:
+    """No reason stands for a difference that is gone."""
+    differing = set()
+    for recipe in OWN["recipes"]:
+        model = load_model(recipe["model"])
+        words = options_of(argv(model_arguments(model, 4096, 128)))
+        ours = settings({option: " ".join(v) or True for option, v in words.items()}, model.num_hidden_layers)
+        theirs = settings(recipe["arguments"], model.num_hidden_layers)
+        differing |= {(model.name, option) for option in ours if ours[option] != theirs.get(option)}
+    assert DIFFERENCES.keys() - differing == set()

@@ -1,0 +1,201 @@
+"""config.json of every architecture as published: its parameters to the digit, and the layers that it is made of.
+
+`scripts/count_models` counts them anew with transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.errors import SpecError
+from planner.physics.layers import model_totals
+from planner.specs.architectures import ARCHITECTURES, REFUSED, SAME_AS, WRAPPERS
+from planner.specs.huggingface import from_config
+from planner.specs.model import ModelSpec
+from planner.trainers.load import load_runtime
+
+ENTRIES: dict[str, dict[str, Any]] = {
+    entry["name"]: entry for entry in json.loads((Path(__file__).parent / "published.json").read_text())
+}
+CONFIGS = Path(__file__).parent / "configs"
+OTHERS = {
+    # read as an architecture that is held against a published config, or varied in test_huggingface
+    "ministral", "ministral3", "cwm", "helium", "hyperclovax", "jais2", "nanochat", "olmo", "vaultgemma", "youtu",
+    "internlm", "internlm3", "codegen", "granitemoeshared", "flex_olmo", "aria_text", "gemma4_unified_text",
+    "qwen3_5_text",
+}  # fmt: skip
+DEFAULTS = {
+    # the default configurations of transformers 5.23, built
+    "codegen": 6_050_882_784, "cwm": 32_581_097_472, "flex_olmo": 33_270_665_216, "aria_text": 18_517_069_824,
+    "granitemoeshared": 37_039_116_288, "helium": 2_172_643_840, "hyperclovax": 6_738_677_760, "jais2": 8_090_401_280,
+    "nanochat": 256_573_440, "olmo": 6_888_095_744, "vaultgemma": 2_614_222_080, "youtu": 1_961_560_064,
+    "internlm3": 8_804_241_408, "ministral3": 8_489_553_920, "gemma4_unified_text": 3_010_758_400,
+    "qwen3_5_text": 8_953_803_264, "mamba": 159_308_544, "mamba2": 7_285_403_648, "bamba": 9_992_765_440,
+    "granitemoehybrid": 38_601_064_448, "falcon_h1": 8_514_961_408, "kimi_linear": 49_133_074_464 + 26 * 256,
+    "minimax": 47_373_946_880, "nemotron_h": 1_968_355_712 + 8, "lfm2": 2_705_497_600, "cohere": 34_980_831_232,
+    "olmoe": 13_361_612_800, "afmoe": 19_232_600_000, "exaone_moe": 28_550_639_616 + 31 * 64,
+}  # fmt: skip
+
+
+def model_of(name: str, **changes: Any) -> ModelSpec:
+    """The model of a published config with keys of the language model's changed."""
+    config = ENTRIES[name]["config"]
+    inner = {"text_config": config["text_config"] | changes} if "text_config" in config else changes
+    return from_config(config | inner, f"{name}/config.json")
+
+
+def count(model: ModelSpec) -> int:
+    return model_totals(model, load_runtime("torch-eager"), seq_length=2048).num_parameters
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_parameters_are_those_that_were_counted(name: str) -> None:
+    assert count(model_of(name)) == ENTRIES[name]["parameters"]
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+def test_an_absent_key_means_what_transformers_takes_for_it(model_type: str) -> None:
+    assert count(from_config({"model_type": model_type}, "config.json")) == DEFAULTS[model_type]
+
+
+def test_every_architecture_is_held_against_a_config() -> None:
+    held = {json.loads(path.read_text())["model_type"] for path in CONFIGS.glob("*.json")}
+    for entry in ENTRIES.values():
+        held.add(entry["config"].get("text_config", entry["config"])["model_type"])
+    read = {SAME_AS.get(kind, kind) for kind in held} | OTHERS
+    varied = {"glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "granite", "granitemoe", "ernie4_5", "ernie4_5_moe",
+              "starcoder2", "stablelm", "opt", "gemma", "arcee", "llama4_text", "smollm3"}  # fmt: skip
+    assert read | varied == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("qwen3-next-80b-a3b", ["moe-gated_delta"] * 3 + ["moe"]),
+        ("kimi-linear-48b-a3b", ["dense-kimi_delta", "moe-kimi_delta", "moe-kimi_delta", "moe"]),
+        ("minimax-text-01", ["moe-lightning"] * 7 + ["moe"]),
+        ("nemotron-3-nano-30b-a3b", ["mamba2", "moe", "mamba2", "moe", "mamba2", "full", "moe"]),
+        ("falcon-h1-34b", ["dense-full_mamba2"] * 2),
+        ("jamba-v0.1", ["dense-mamba", "moe-mamba", "dense-mamba", "moe-mamba", "dense", "moe-mamba"]),
+        ("granite-4.0-h-small", ["moe-mamba2"] * 5 + ["moe"]),
+        ("lfm2-8b-a1b", ["dense-conv", "dense-conv", "moe", "moe-conv"]),
+        ("deepseek-v3.2", ["dense-indexed"] * 3 + ["moe-indexed"]),
+        ("longcat-flash", ["moe", "dense"] * 2),
+        ("mimo-v2-flash", ["dense", "moe-sliding", "moe-sliding", "moe-sliding", "moe-sliding", "moe"]),
+        ("exaone-4.0-32b", ["dense-sliding"] * 3 + ["dense"]),
+        ("mamba-codestral-7b", ["mamba2"] * 2),
+        ("gpt-neo-2.7b", ["dense", "dense-sliding"] * 2),
+    ],
+)
+def test_layers_are_those_of_the_model(name: str, kinds: list[str]) -> None:
+    assert [str(kind) for kind in model_of(name).layers[: len(kinds)]] == kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("command-r-plus", "parallel_residual", "one_norm"),
+        ("command-r-plus", "qk_norm_over", "per_head"),
+        ("command-r7b", "no_rope_layer_interval", 4),
+        ("olmo-2-32b", "pre_norms", False),
+        ("olmo-3-32b", "rope_scaling.rope_type", "yarn"),
+        ("falcon-40b", "parallel_residual", "two_norms"),
+        ("falcon-rw-1b", "position_embedding", "alibi"),
+        ("phi-3.5-moe", "rope_scaling.original_max_position_embeddings", 4096),
+        ("minimax-m2", "partial_rotary_factor", 0.5),
+        ("minimax-m2", "scoring_func", "sigmoid"),
+        ("dots.llm1", "scoring_func", "sigmoid"),
+        ("deepseek-v3.2", "moe.n_group", 8),
+        ("deepseek-v3.2", "moe.routed_scaling_factor", 2.5),
+        ("deepseek-v3.2", "rope_scaling.mscale_all_dim", 1.0),
+        ("glm-5", "moe.n_group", None),
+        ("glm-5", "rope_theta", 1e6),
+        ("ling-mini-2.0", "moe.topk_group", 4),
+        ("mimo-v2-flash", "norm_eps", 1e-5),
+        ("mimo-v2-flash", "rope_local_base_freq", 10_000),
+        ("qwen3-next-80b-a3b", "zero_centered_norm", True),
+        ("granite-4.0-h-small", "residual_multiplier", 0.22),
+        ("granite-4.0-h-small", "position_embedding", "none"),
+        ("gemma-4-31b", "values_are_keys", True),
+        ("nemotron-3-nano-30b-a3b", "moe.routed_scaling_factor", 2.5),
+        ("nemotron-h-8b", "moe", None),
+        ("dbrx", "moe.router_aux_loss_coef", 0.05),
+        ("grok-1", "attn_logit_softcapping", 30.0),
+        ("minicpm3-4b", "logits_scaling", 10.0),
+        ("gpt-j-6b", "partial_rotary_factor", 0.25),
+        ("olmoe-1b-7b", "moe.norm_topk_prob", False),
+        ("hunyuan-a13b", "moe.norm_topk_prob", True),
+        ("trinity-mini", "attn_output_gate", True),
+        ("longcat-flash", "moe.num_zero_experts", 256),
+    ],
+)
+def test_operators_of_a_model_are_read(name: str, field: str, value: object) -> None:
+    found: Any = model_of(name)
+    for part in field.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_the_inner_config_of_a_wrapper_decides(caplog: pytest.LogCaptureFixture) -> None:
+    large = model_of("mistral-large-3")
+    assert large.mla is not None
+    assert "mistral-large-3/config.json: vision left out: only the language model is planned" in caplog.text
+    dense = {"model_type": "mistral3", "text_config": {"num_hidden_layers": 2}, "vision_config": {}}
+    assert from_config(dense, "x").mla is None
+
+
+@pytest.mark.parametrize("kind", ["Dots1", "GRANITEMOEHYBRID", "Qwen3-Next"])
+def test_a_name_is_read_in_any_case(kind: str) -> None:
+    given = {"n_routed_experts": 8, "num_experts_per_tok": 2} if kind == "Dots1" else {}
+    assert from_config({"model_type": kind, **given}, "x").moe is not None
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSED))
+def test_a_refusal_says_why(kind: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        from_config({"model_type": kind}, "config.json")
+    assert caught.value.message == f"config.json: model_type: {kind!r} has {REFUSED[kind]}"
+    assert kind not in ARCHITECTURES
+    assert kind not in WRAPPERS
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma-4-31b", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input: 256: an embedding"),
+        ("gemma-4-31b", {"num_kv_shared_layers": 20}, "num_kv_shared_layers: 20: layers that share"),
+        ("hunyuan-a13b", {"use_cla": True}, "use_cla: layers that share keys and values"),
+        ("hunyuan-a13b", {"moe_topk": [8, 4]}, "moe_topk: layers of different sizes"),
+        ("nemotron-h-8b", {"hybrid_override_pattern": "M-X"}, "hybrid_override_pattern: 'X' is none of"),
+        ("qwen3-next-80b-a3b", {"layer_types": ["conv"] * 48}, "layer_types: 'conv' is none of"),
+        ("qwen3-next-80b-a3b", {"linear_num_key_heads": "16"}, "linear_num_key_heads: '16' is text"),
+        ("granite-4.0-h-small", {"mamba_n_heads": None}, "mamba_n_heads: None is nothing"),
+        ("gpt-neo-2.7b", {"attention_types": [["global"]]}, "attention_types: "),
+        ("longcat-flash", {"num_layers": "28"}, "num_layers: '28' is text"),
+        ("mpt-7b", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln: norms"),
+    ],
+)
+def test_a_wrong_or_unknown_value_is_named(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        model_of(name, **changes)
+    assert caught.value.message.startswith(f"{name}/config.json: {message}")
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 0, 2.5, "text", [], {}, float("nan"), 10**30])
+@pytest.mark.parametrize(
+    "name", ["qwen3-next-80b-a3b", "nemotron-h-8b", "gemma-4-26b-a4b", "mimo-v2-flash", "falcon-h1-34b", "jamba-v0.1",
+             "kimi-linear-48b-a3b", "hunyuan-a13b", "lfm2-1.2b", "minimax-text-01", "mamba-2.8b", "longcat-flash",
+             "falcon-40b", "mpt-7b", "granite-4.0-h-small", "dbrx", "gpt-j-6b", "grok-1"],
+)  # fmt: skip
+def test_no_value_under_any_key_is_a_crash(name: str, value: object) -> None:
+    config = ENTRIES[name]["config"]
+    for key in config.get("text_config", config):
+        try:
+            model = model_of(name, **{key: value})
+        except SpecError:
+            continue
+        assert model.num_hidden_layers > 0
