@@ -10,7 +10,6 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
-from planner.export.common.script import read_script
 from planner.export.deepspeed.config import DEEPSPEED_RUNTIME
 from planner.export.huggingface.accelerate import apply_accelerate, read_yaml
 from planner.export.huggingface.settings import (
@@ -25,6 +24,7 @@ from planner.export.huggingface.settings import (
 )
 from planner.export.megatron.options import options_of
 from planner.export.megatron.read import num_gpus
+from planner.export.scripts.script import read_script
 
 _SEQUENCE = (
     "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "sequence_len", "model_max_length", "max_length",

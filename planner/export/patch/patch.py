@@ -15,11 +15,11 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
-from planner.export.common.script import read_script
 from planner.export.patch import json_text, shell_text, toml_text, yaml_text
 from planner.export.patch.change import Change
 from planner.export.patch.wanted import deepspeed_changes, megatron_changes, torchtitan_changes
 from planner.export.read import read_configuration, read_file, read_text
+from planner.export.scripts.script import read_script
 from planner.export.targets import TRAINERS
 from planner.export.torchtitan.settings import override_settings, toml_settings
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.export.common.arguments import argv
-from planner.export.common.shell import Script
 from planner.export.deepspeed.write import deepspeed_config
 from planner.export.megatron.arguments import megatron_arguments
 from planner.export.megatron.options import options_of
@@ -15,6 +14,7 @@ from planner.export.megatron.read_features import FEATURE_OPTIONS
 from planner.export.megatron.read_layout import LAYOUT_OPTIONS
 from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.export.patch.change import Change
+from planner.export.scripts.shell import Script
 from planner.export.torchtitan.recipe import splits_backward
 from planner.trainers.rules.torch import TORCH_CLASSES
 
@@ -47,9 +47,10 @@ def megatron_changes(plan: Plan, script: Script) -> list[list[Change]]:
             changes[name] = Change(name, None, is_needed=name.startswith(_REFUSED_ALONE))
     groups: list[list[Change]] = []
     for row in SWITCH_OPTIONS:
-        if len(row.settings) > 1 and not row.is_read_only and all(name in wanted for name in row.settings):
-            if group := [changes.pop(name) for name in row.settings if name in changes]:
-                groups.append(group)
+        if len(row.settings) < 2 or row.is_read_only or not all(name in wanted for name in row.settings):
+            continue
+        group = [changes.pop(name) for name in row.settings if name in changes]
+        groups += [group] if group else []
     return [
         *([change] for change in changes.values()),
         *groups,

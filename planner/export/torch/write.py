@@ -69,9 +69,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     """Differences between the plan and what the runner does."""
-    notes = [
-        "the runner trains on random tokens and saves nothing: it shows that the layout runs, and how fast"
-    ]
+    notes = ["the runner trains on random tokens and saves nothing: it shows that the layout runs, and how fast"]
     kept = sorted(set(plan.as_planned.parallelism.recompute_modules) - _RECOMPUTABLE)
     if kept:
         notes.append(f"the runner does not recompute {', '.join(kept)} by themselves: they are kept")

@@ -9,8 +9,8 @@ from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.exported_model import Model, num_layers_of
 from planner.export.common.imported_run import ImportedRun
-from planner.export.common.script import read_script
-from planner.export.common.shell import Script
+from planner.export.scripts.script import read_script
+from planner.export.scripts.shell import Script
 from planner.export.torchtitan.flavors import model_of_flavor
 from planner.export.torchtitan.read_recipe import RECOMPUTED, Settings
 from planner.export.torchtitan.settings import is_recipe, read_settings
