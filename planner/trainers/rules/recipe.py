@@ -238,8 +238,9 @@ _EFFECTS: dict[str, Callable[[Setting, Shape], Any]] = {
     "async_tp": lambda s, shape: shape.tp > 1,
     "cp_comm_type": lambda s, shape: shape.cp > 1,
     "overlap_grad_reduce": lambda s, shape: shape.dp * shape.cp > 1 or _has_more_experts(s, shape),
-    "overlap_param_gather": lambda s, shape: shape.zero_stage >= 1
-    and (shape.shard_size > 1 or _has_more_experts(s, shape)),
+    "overlap_param_gather": lambda s, shape: (
+        shape.zero_stage >= 1 and (shape.shard_size > 1 or _has_more_experts(s, shape))
+    ),
     "p2p_overlap": lambda s, shape: shape.pp > 1 and shape.vpp > 1,
 }
 """The layouts on which a switch has an effect, for switches that have none on some."""
