@@ -50,7 +50,11 @@ _UNASKED = {
     "--moe-token-dispatcher-type": ("allgather",),
 }
 """Options with the values that Megatron-LM has unasked: they say nothing new."""
-_NEEDED_BY_OTHERS = {"--use-precision-aware-optimizer", "--overlap-cpu-optimizer-d2h-h2d", "--moe-mlp-glu-interleave-size"}
+_NEEDED_BY_OTHERS = {
+    "--use-precision-aware-optimizer",
+    "--overlap-cpu-optimizer-d2h-h2d",
+    "--moe-mlp-glu-interleave-size",
+}
 """Options that only let others be given."""
 
 
@@ -59,5 +63,7 @@ def sort_unread(options: Options, read: Collection[str], imported: ImportedRun) 
     for name, values in options.items():
         if name in read or _LAUNCHER.match(name):
             continue
-        is_harmless = _IGNORED.match(name) or name in _NEEDED_BY_OTHERS or " ".join(values).lower() in _UNASKED.get(name, ())
+        is_harmless = (
+            _IGNORED.match(name) or name in _NEEDED_BY_OTHERS or " ".join(values).lower() in _UNASKED.get(name, ())
+        )
         (imported.ignored if is_harmless else imported.unknown)[name] = " ".join(values)
