@@ -42,6 +42,10 @@ PatchFile = Annotated[
     str | None,
     o.text(_TARGET, "--patch", "FILE", "Print a diff against your own script, YAML, TOML or ds_config.json."),
 ]
+Trials = Annotated[
+    int | None,
+    o.number(_TARGET, "--trials", "Add the N next best layouts as short runs, and a script that ranks their logs."),
+]
 Image = Annotated[str | None, o.text(_TARGET, "--image", "NAME", "Container image of the Kubernetes manifest.")]
 Folder = Annotated[str | None, o.text(_OUTPUT, "--output -o", "DIR", "Folder to write to. [MODEL-TARGET]")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the files, write nothing.", rich_help_panel=_OUTPUT)]
@@ -56,6 +60,7 @@ def export_command(
     alternative: Alternative = None,
     image: Image = None,
     patch: PatchFile = None,
+    trials: Trials = None,
     output: Folder = None,
     dry_run: DryRun = False,
     force: Force = False,
@@ -79,6 +84,9 @@ def export_command(
     chosen = with_alternative(read_plan(plan), alternative)
     if patch is not None:
         _print_patch(chosen, patch, to, output, force)
+        return
+    if trials is not None:
+        _write_trials(chosen, trials, to, image, output, force)
         return
     bundle = bundle_of(chosen, to, image, force)
     for note in (*bundle.notes, *_left_to_the_user(bundle)):
@@ -105,6 +113,25 @@ def _print_patch(plan: Plan, path: str, target: str, output: str | None, force: 
         sys.stdout.write(patch.diff())
     else:
         write_text(output, patch.diff(), force)
+
+
+def _write_trials(plan: Plan, count: int, to: str, image: str | None, output: str | None, force: bool) -> None:
+    """The plan and its next best layouts, each in a folder of its own; their paths on stdout."""
+    from pathlib import Path
+
+    from planner.export.common.header import slug
+    from planner.export.trials.trials import trials_of, write_trials
+    from planner.plan_file import with_alternative
+
+    most = len(plan.alternatives)
+    if count > most:
+        _log.info("the plan keeps %d alternatives, not %d: plan … --top N keeps more", most, count)
+    plans = [plan, *(with_alternative(plan, number) for number in range(1, min(count, most) + 1))]
+    trials, notes = trials_of(plans, to, image, force)
+    for note in notes:
+        _log.info("%s", note)
+    folder = Path(output or f"{slug(plan.model.name)}-trials")
+    sys.stdout.write(_listing(write_trials(trials, folder, force)))
 
 
 def _left_to_the_user(bundle: Bundle) -> Iterator[str]:

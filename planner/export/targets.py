@@ -26,7 +26,7 @@ class Trainer:
     name: str
     """The name that `--to` and `--from` take."""
     writer: str | None
-    """(plan) → TrainerFiles, or None for a trainer that is only read; raises Inexpressible for a plan that the trainer cannot run."""
+    """(plan) → TrainerFiles; raises Inexpressible for a plan that the trainer cannot run. None: it is only read."""
     reader: str | None = None
     """(ConfigFile) → ImportedRun; raises SpecError for a text that is no configuration of the trainer."""
     mark: str | None = None
@@ -79,7 +79,8 @@ _TRAINERS = (
     ),
     Trainer(
         "bridge", "bridge.write:export_bridge", "bridge.read:read_bridge",
-        mark=r'"overrides": \[|run_recipe\.py|run_script\.py|megatron\.bridge|ConfigContainer|cfg\.model\.tensor_model_parallel'
+        mark=r'"overrides": \[|run_recipe\.py|run_script\.py|megatron\.bridge|ConfigContainer'
+        r"|cfg\.model\.tensor_model_parallel"
         r"|^train:\s*$(?s:.*)^  (train_iters|global_batch_size):",
         runtime="bridge",
     ),

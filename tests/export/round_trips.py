@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from unittest.mock import patch
 from typing import Any
+from unittest.mock import patch
 
 from planner.answer import Plan
 from planner.errors import PlannerError

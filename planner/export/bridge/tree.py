@@ -9,8 +9,8 @@ from typing import Any
 
 from planner.export.bridge.fields import SAME
 from planner.export.bridge.read_model import MODEL_FIELDS
-from planner.export.common.python_config import Record
 from planner.export.megatron.options import Options
+from planner.export.recipes.values import Record
 
 Fields = Mapping[str, Any]
 """Path of a field (`model.num_layers`) to its value."""
@@ -54,9 +54,11 @@ _VALUED = {
     "mixed_precision.fp8": "--fp8-format",
     "mixed_precision.fp4": "--fp4-format",
 }
-READ = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_layer_freq", "model.window_attn_skip_freq", "model.overlap_p2p_comm",
+READ = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_layer_freq",
+                  "model.window_attn_skip_freq", "model.overlap_p2p_comm",
                   "mixed_precision", "mixed_precision.fp8_recipe", "mixed_precision.grad_reduce_in_fp32",
-                  "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion"}) | MODEL_FIELDS  # fmt: skip
+                  "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion",
+                  *MODEL_FIELDS})  # fmt: skip
 """Paths that are read."""
 IGNORED = re.compile(
     r"(logger|checkpoint|dataset|tokenizer|scheduler|rng|validation|profiling|env_vars|straggler|nvrx|rerun_state_machine"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 from planner.export.common.config_file import ConfigFile
@@ -56,7 +57,7 @@ def _pipeline(source: str) -> dict[str, Any]:
     if grid is None or bounds is None:
         return {}
     items = [int(item) for item in bounds[1].split(",")]
-    counts = [last - first for first, last in zip(items, items[1:], strict=False)]
+    counts = [last - first for first, last in pairwise(items)]
     if len(counts) != int(grid[1]) or len(counts) < 2:
         return {}
     # the embedding is the first item, the final norm and the head are the last two

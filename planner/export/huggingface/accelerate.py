@@ -63,7 +63,9 @@ def apply_accelerate(imported: ImportedRun, settings: Settings, config: ConfigFi
     run = imported.run
     kind = str(settings.get("distributed_type") or "NO").upper()
     if kind in ("MULTI_CPU", "MULTI_XPU", "XLA", "TPU", "MULTI_NPU", "MULTI_HPU"):
-        raise SpecError(f"distributed_type: {kind} runs on no GPU that is planned", "MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM")
+        raise SpecError(
+            f"distributed_type: {kind} runs on no GPU that is planned", "MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM"
+        )
     run["num_gpus"] = number(settings, "num_processes") or run["num_gpus"]
     dtype = dtype_of(settings)
     if dtype is not None:
@@ -101,7 +103,9 @@ def _apply_parallelism(imported: ImportedRun, options: dict[str, Any]) -> None:
         layout["fsdp"] = shard * layout["cp"]
     if layout["tp"] > 1 or layout["cp"] > 1:
         imported.run["runtime"] = "torchtitan"
-        imported.notes.append("FSDP2 beside tensor or context parallelism is priced as torchtitan, which is the same torch")
+        imported.notes.append(
+            "FSDP2 beside tensor or context parallelism is priced as torchtitan, which is the same torch"
+        )
 
 
 def _apply_deepspeed(imported: ImportedRun, options: dict[str, Any], config: ConfigFile) -> None:
@@ -109,7 +113,9 @@ def _apply_deepspeed(imported: ImportedRun, options: dict[str, Any], config: Con
     if name := options.get("deepspeed_config_file"):
         found = deepspeed_beside(config, name)
         if found is None:
-            raise SpecError(f"deepspeed_config_file: {name!r:.80} is not beside the file", "put it there, or import it itself")
+            raise SpecError(
+                f"deepspeed_config_file: {name!r:.80} is not beside the file", "put it there, or import it itself"
+            )
         apply_deepspeed(imported, found)
         return
     layout = imported.run["parallelism"]

@@ -1,4 +1,4 @@
-"""Settings of the trainers around Hugging Face's: arguments of Trainer, Accelerate, axolotl, LLaMA-Factory, as a run."""
+"""Settings of the trainers around Hugging Face's, Trainer, Accelerate, axolotl, LLaMA-Factory, as a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dtype_of(settings: Settings) -> str | None:
     """bf16 or fp16 as flags or as `mixed_precision` say; None for fp32."""
     mixed = str(settings.get("mixed_precision") or "").lower()
     for dtype in ("bf16", "fp16", "fp8"):
-        if is_on(settings.get(dtype)) or settings.get(dtype) == "auto" and dtype == "bf16" or mixed == dtype:
+        if is_on(settings.get(dtype)) or (settings.get(dtype) == "auto" and dtype == "bf16") or mixed == dtype:
             return dtype
     named = str(settings.get("dtype") or settings.get("torch_dtype") or "").lower()
     return {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}.get(named)
@@ -88,7 +88,9 @@ def apply_deepspeed(imported: ImportedRun, found: DeepSpeedConfig) -> None:
     run = imported.run
     run["runtime"] = DEEPSPEED_RUNTIME
     layout = run["parallelism"]
-    layout |= {name: value for name, value in found.layout.items() if name != "recompute" or layout.get("recompute") is None}
+    layout |= {
+        name: value for name, value in found.layout.items() if name != "recompute" or layout.get("recompute") is None
+    }
     run["features"] |= found.features
     run["dtype"] = found.dtype or run["dtype"]
     run["global_batch_size"] = run["global_batch_size"] or found.train_batch_size

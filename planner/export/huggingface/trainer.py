@@ -10,7 +10,6 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
-from planner.export.common.script import read_script
 from planner.export.deepspeed.config import DEEPSPEED_RUNTIME
 from planner.export.huggingface.accelerate import apply_accelerate, read_yaml
 from planner.export.huggingface.settings import (
@@ -25,26 +24,50 @@ from planner.export.huggingface.settings import (
 )
 from planner.export.megatron.options import options_of
 from planner.export.megatron.read import num_gpus
+from planner.export.scripts.script import read_script
 
 _SEQUENCE = (
     "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "sequence_len", "model_max_length", "max_length",
     "max_source_length", "seq_length", "block_size_", "context_length",
 )  # fmt: skip
-_BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
-_MODEL = ("model_name_or_path", "base_model", "model_id", "model_name", "actor_model_name_or_path", "pretrained_model_name_or_path")
+_BATCH = (
+    "per_device_train_batch_size",
+    "per_gpu_train_batch_size",
+    "micro_batch_size",
+    "train_micro_batch_size_per_gpu",
+)
+_MODEL = (
+    "model_name_or_path",
+    "base_model",
+    "model_id",
+    "model_name",
+    "actor_model_name_or_path",
+    "pretrained_model_name_or_path",
+)
 _NARROWER = (
-    "use_peft", "load_in_4bit", "load_in_8bit", "use_lora", "adapter", "lora_r", "lora_rank", "lora_dim", "finetuning_type", "use_qlora",
-    "peft", "q_lora", "only_optimize_lora", "freeze_layers",
+    "use_peft", "load_in_4bit", "load_in_8bit", "use_lora", "adapter", "lora_r", "lora_rank", "lora_dim",
+    "finetuning_type", "use_qlora", "peft", "q_lora", "only_optimize_lora", "freeze_layers",
 )  # fmt: skip
 """Settings that train less than the model."""
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none")
-_OTHERS = ("use_liger_kernel", "liger_kernel", "packing", "neftune_noise_alpha", "unsloth", "torch_compile", "sample_packing", "group_by_length")
+_OTHERS = (
+    "use_liger_kernel",
+    "liger_kernel",
+    "packing",
+    "neftune_noise_alpha",
+    "unsloth",
+    "torch_compile",
+    "sample_packing",
+    "group_by_length",
+)
 _ADAMS = re.compile(r"adamw?(_torch|_hf|_torch_fused|_apex_fused|_torch_xla)?$")
 _CALLS = re.compile(r"(TrainingArguments|SFTConfig|DPOConfig|CPOConfig|GRPOConfig|RewardConfig|TrainerConfig)$")
 _READ = {
-    *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, "gradient_accumulation_steps", "gradient_checkpointing", "bf16", "fp16",
+    *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, "gradient_accumulation_steps", "gradient_checkpointing",
+    "bf16", "fp16",
     "tf32", "fsdp", "fsdp_config", "deepspeed", "zero_stage", "optim", "config_file", "num_processes", "num_machines",
-    "attn_implementation", "flash_attn", "flash_attention", "use_flash_attention", "use_flash_attn", "dtype", "torch_dtype",
+    "attn_implementation", "flash_attn", "flash_attention", "use_flash_attention", "use_flash_attn", "dtype",
+    "torch_dtype",
     "mixed_precision", "offload", "nproc_per_node", "nnodes", "num_gpus", "num_nodes",
 }  # fmt: skip
 
@@ -58,7 +81,9 @@ def read_trainer(config: ConfigFile) -> ImportedRun:
     run, layout = imported.run, imported.run["parallelism"]
     if (micro_batch_size := number(settings, *_BATCH)) is not None:
         layout["micro_batch_size"] = micro_batch_size
-    imported.microbatches_per_rank = number(settings, "gradient_accumulation_steps") or (1 if micro_batch_size else None)
+    imported.microbatches_per_rank = number(settings, "gradient_accumulation_steps") or (
+        1 if micro_batch_size else None
+    )
     run["seq_length"] = number(settings, *_SEQUENCE)
     if is_on(settings.get("gradient_checkpointing")):
         layout["recompute"] = "full"
@@ -95,7 +120,9 @@ def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: Conf
             layout["zero_stage"] = int(stage[1])
             imported.notes.append(f"{name} is not beside the file: ZeRO {stage[1]} by its name")
         else:
-            imported.notes.append(f"{name} is not beside the file: ZeRO 0 is assumed; import it with --model for its own")
+            imported.notes.append(
+                f"{name} is not beside the file: ZeRO 0 is assumed; import it with --model for its own"
+            )
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
         options = settings.get("fsdp_config")
         if isinstance(options, str):
@@ -136,7 +163,11 @@ def _settings(config: ConfigFile) -> tuple[dict[str, Any], int | None]:
         return (data if isinstance(data, dict) else {}), None
     if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not text.startswith("#!/bin"):
         return _of_python(text), None
-    if re.search(r"^(per_device_train_batch_size|base_model|model_name_or_path|gradient_accumulation_steps|micro_batch_size):", text, re.MULTILINE):
+    if re.search(
+        r"^(per_device_train_batch_size|base_model|model_name_or_path|gradient_accumulation_steps|micro_batch_size):",
+        text,
+        re.MULTILINE,
+    ):
         return read_yaml(text), None
     script = read_script(text, config.beside)
     options = options_of(script.words)
@@ -146,7 +177,9 @@ def _settings(config: ConfigFile) -> tuple[dict[str, Any], int | None]:
         values = [word for word in words if not word.endswith(".py")]
         settings[key] = True if not values else values[0] if len(values) == 1 or key != "fsdp" else " ".join(values)
     settings |= {name: value for name, value in _assigned(script.words).items() if name not in settings}
-    return settings, num_gpus({name.replace("_", "-"): words for name, words in options.items()}, script) or number(settings, "num_processes")
+    return settings, num_gpus({name.replace("_", "-"): words for name, words in options.items()}, script) or number(
+        settings, "num_processes"
+    )
 
 
 def _assigned(words: list[str]) -> dict[str, str]:

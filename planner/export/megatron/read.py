@@ -10,8 +10,6 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
-from planner.export.common.script import read_script
-from planner.export.common.shell import Script
 from planner.export.common.spelling import unexplained
 from planner.export.megatron.deepspeed_options import READ as DEEPSPEED_OPTIONS
 from planner.export.megatron.deepspeed_options import as_megatron, is_megatron_deepspeed, read_zero
@@ -22,6 +20,8 @@ from planner.export.megatron.read_features import FEATURE_OPTIONS, read_dtype, r
 from planner.export.megatron.read_layout import LAYOUT_OPTIONS, read_layout
 from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.export.megatron.unread_options import sort_unread
+from planner.export.scripts.script import read_script
+from planner.export.scripts.shell import Script
 from planner.trainers.switches import SWITCHES
 
 _READ = {"--global-batch-size", "--seq-length", *FEATURE_OPTIONS, *LAYOUT_OPTIONS, *MODEL_OPTIONS}

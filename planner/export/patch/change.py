@@ -12,7 +12,7 @@ class Change(NamedTuple):
     name: str
     words: tuple[str, ...] | None
     is_needed: bool = False
-    """True for one that stays although nothing of what is read depends on it: the trainer refuses what it would leave."""
+    """True for one that stays although nothing that is read depends on it: the trainer refuses what is left else."""
 
     def as_option(self) -> Change:
         """The change of `section.key` to a TOML or JSON value as one of `--section.key`."""

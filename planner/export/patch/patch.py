@@ -1,4 +1,4 @@
-"""A plan as a diff against the user's own launch script, YAML, TOML or ds_config.json: the library's side of `--patch`."""
+"""A plan as a diff against the user's own script, YAML, TOML or ds_config.json: the library's side of `--patch`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
-from planner.export.common.script import read_script
 from planner.export.patch import json_text, shell_text, toml_text, yaml_text
 from planner.export.patch.change import Change
 from planner.export.patch.wanted import deepspeed_changes, megatron_changes, torchtitan_changes
 from planner.export.read import read_configuration, read_file, read_text
+from planner.export.scripts.script import read_script
 from planner.export.targets import TRAINERS
 from planner.export.torchtitan.settings import override_settings, toml_settings
 
@@ -43,7 +43,10 @@ class Patch:
     def diff(self) -> str:
         """The changes as `patch` takes them."""
         lines = difflib.unified_diff(
-            self.before.splitlines(keepends=True), self.after.splitlines(keepends=True), f"a/{self.name}", f"b/{self.name}"
+            self.before.splitlines(keepends=True),
+            self.after.splitlines(keepends=True),
+            f"a/{self.name}",
+            f"b/{self.name}",
         )
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
@@ -104,7 +107,11 @@ def _same(one: ImportedRun | None, other: ImportedRun | None) -> bool:
 def _said(imported: ImportedRun) -> dict[str, Any]:
     """What a configuration says of the layout, the batch and the switches; what is so unasked is left out."""
     run = imported.run
-    layout = {name: value for name, value in run["parallelism"].items() if _UNASKED.get(name, value) != value or name not in _UNASKED}
+    layout = {
+        name: value
+        for name, value in run["parallelism"].items()
+        if _UNASKED.get(name, value) != value or name not in _UNASKED
+    }
     layout.pop("dp", None)
     features = {name: value for name, value in run["features"].items() if name not in _UNPRICED}
     return {**{name: run.get(name) for name in _OF_RUN}, "features": features, **layout}

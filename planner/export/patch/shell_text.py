@@ -1,7 +1,7 @@
 """Changes options in the text of a shell script and leaves everything else as it is written.
 
-A value that a variable holds is changed where the variable is assigned; a new option stands before one of its kind, with
-the indentation and the line continuation that this has.
+A value that a variable holds is changed where the variable is assigned; a new option stands before one of its kind,
+with the indentation and the line continuation that this has.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def _without_comments(text: str) -> str:
 def _end_of_words(code: str, at: int) -> int:
     """The end of an option's words: those before the next option, the line's end or a closing mark."""
     end = at
-    while match := re.compile(r"(?:[ \t]+|=)(\"[^\"\n]*\"|'[^'\n]*'|\$\{[^}\n]*\}|\$\(\([^\n]*?\)\)|[^\s\"'\\)]+)").match(code, end):
+    while match := re.compile(
+        r"(?:[ \t]+|=)(\"[^\"\n]*\"|'[^'\n]*'|\$\{[^}\n]*\}|\$\(\([^\n]*?\)\)|[^\s\"'\\)]+)"
+    ).match(code, end):
         if match[1].startswith(("--", "|", "&", ";", ">", "<", "(")) or match[1].endswith((".py", ".sh")):
             break
         end = match.end()
@@ -116,7 +118,11 @@ def _removed(text: str, place: tuple[int, int, int]) -> str:
     before, after = text[line_start:start], text[end:line_end]
     if not before.strip() and after.strip() in ("", "\\"):
         return text[:line_start] + text[line_end + 1 :]
-    return text[: start - (len(before) - len(before.rstrip(" ")))] + text[end:] if before.strip() else text[:start] + text[end:].lstrip(" ")
+    return (
+        text[: start - (len(before) - len(before.rstrip(" ")))] + text[end:]
+        if before.strip()
+        else text[:start] + text[end:].lstrip(" ")
+    )
 
 
 def _inserted(text: str, change: Change, quotes: bool) -> str:
@@ -128,7 +134,13 @@ def _inserted(text: str, change: Change, quotes: bool) -> str:
     option = f"{change.name} {_quoted(change, '')}".rstrip()
     if (mark := _in_quotes(text, place)) is not None:
         # inside a quoted text the other mark quotes
-        option = f"{change.name} {change.text}".rstrip() if not quotes else option.replace("'", '"') if mark == "'" else option
+        option = (
+            f"{change.name} {change.text}".rstrip()
+            if not quotes
+            else option.replace("'", '"')
+            if mark == "'"
+            else option
+        )
     indent = _before(text, place)
     if indent.strip():
         return f"{text[:place]}{option} {text[place:]}"

@@ -27,7 +27,7 @@ def changed(text: str, changes: Sequence[Change]) -> str:
         else:
             lines[index] = re.sub(
                 r"^([ \t]*[\w.-]+[ \t]*=[ \t]*)(?:\"[^\"]*\"|'[^']*'|\[[^\]]*\]|[^#\n]*?)([ \t]*(?:#.*)?\n?)$",
-                lambda match: f"{match[1]}{change.text}{match[2]}",
+                lambda match, value=change.text: f"{match[1]}{value}{match[2]}",  # type: ignore[misc]
                 lines[index],
             )
     return "".join(lines)

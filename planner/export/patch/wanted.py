@@ -7,7 +7,6 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.export.common.arguments import argv
-from planner.export.common.shell import Script
 from planner.export.deepspeed.write import deepspeed_config
 from planner.export.megatron.arguments import megatron_arguments
 from planner.export.megatron.options import options_of
@@ -15,6 +14,7 @@ from planner.export.megatron.read_features import FEATURE_OPTIONS
 from planner.export.megatron.read_layout import LAYOUT_OPTIONS
 from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.export.patch.change import Change
+from planner.export.scripts.shell import Script
 from planner.export.torchtitan.recipe import splits_backward
 from planner.trainers.rules.torch import TORCH_CLASSES
 
@@ -22,7 +22,14 @@ _OF_MEGATRON = LAYOUT_OPTIONS | FEATURE_OPTIONS | {
     "--global-batch-size", "--seq-length", "--ckpt-format", "--hidden-dropout", "--attention-dropout",
 }  # fmt: skip
 """Options of Megatron-LM that a plan decides; the user's own decide the model, the data and the learning."""
-_REFUSED_ALONE = ("--recompute", "--sequence-parallel", "--num-virtual", "--num-layers-per-virtual", "--decoder-", "--account-")
+_REFUSED_ALONE = (
+    "--recompute",
+    "--sequence-parallel",
+    "--num-virtual",
+    "--num-layers-per-virtual",
+    "--decoder-",
+    "--account-",
+)
 """Options that Megatron-LM refuses, or warns of, without those that a plan may have taken away."""
 _LAUNCH = ("--nnodes", "--nproc-per-node", "--nproc_per_node")
 
@@ -40,15 +47,24 @@ def megatron_changes(plan: Plan, script: Script) -> list[list[Change]]:
             changes[name] = Change(name, None, is_needed=name.startswith(_REFUSED_ALONE))
     groups: list[list[Change]] = []
     for row in SWITCH_OPTIONS:
-        if len(row.settings) > 1 and not row.is_read_only and all(name in wanted for name in row.settings):
-            if group := [changes.pop(name) for name in row.settings if name in changes]:
-                groups.append(group)
-    return [*([change] for change in changes.values()), *groups, *([change] for change in _launch_changes(plan, script))]
+        if len(row.settings) < 2 or row.is_read_only or not all(name in wanted for name in row.settings):
+            continue
+        group = [changes.pop(name) for name in row.settings if name in changes]
+        groups += [group] if group else []
+    return [
+        *([change] for change in changes.values()),
+        *groups,
+        *([change] for change in _launch_changes(plan, script)),
+    ]
 
 
 def _means(name: str, present: list[str] | None, words: list[str]) -> bool:
     """The option means already what the plan says."""
-    return name == "--attention-backend" and words == ["auto"] and (present or ["auto"]) in (["auto"], ["flash"], ["fused"])
+    return (
+        name == "--attention-backend"
+        and words == ["auto"]
+        and (present or ["auto"]) in (["auto"], ["flash"], ["fused"])
+    )
 
 
 def _launch_changes(plan: Plan, script: Script) -> list[Change]:
@@ -134,7 +150,9 @@ def deepspeed_changes(plan: Plan, present: dict[str, Any]) -> list[list[Change]]
         if isinstance(value, dict):
             section = present.get(name) or {}
             changes += [
-                Change(f"{name}.{key}", (json.dumps(inner),)) for key, inner in value.items() if section.get(key) != inner
+                Change(f"{name}.{key}", (json.dumps(inner),))
+                for key, inner in value.items()
+                if section.get(key) != inner
             ]
         elif present.get(name) != value:
             changes.append(Change(name, (json.dumps(value),)))

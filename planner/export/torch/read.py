@@ -90,7 +90,10 @@ def _span(chunk: Mapping[str, Any]) -> int:
 def _recompute(data: Mapping[str, Any], chunks: list[Any], counts: list[int]) -> dict[str, Any]:
     modules = data.get("recompute_modules")
     if modules:
-        return {"recompute": "selective", "recompute_modules": list(map(str, modules)) if isinstance(modules, list) else []}
+        return {
+            "recompute": "selective",
+            "recompute_modules": list(map(str, modules)) if isinstance(modules, list) else [],
+        }
     recomputed = [chunk.get("num_recomputed", 0) for chunk in chunks]
     most = max(recomputed)
     if not most:

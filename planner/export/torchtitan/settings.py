@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
-from planner.export.common.shell import Script
+from planner.export.scripts.shell import Script
 from planner.export.torchtitan.flavors import flavor_of
 from planner.export.torchtitan.read_recipe import Settings, read_recipe
 
