@@ -37,7 +37,7 @@ class SleepSeconds(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Coordinates of a rank: tp innermost, then cp, dp and pp (or pp and dp), as Megatron and torchtitan number them."""
+    """Coordinates of a rank: tp innermost, then cp, dp and pp (or pp and dp), as trainers number them."""
 
     pp: int
     dp: int
