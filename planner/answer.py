@@ -18,7 +18,7 @@ from planner.files import write_text
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
-from planner.specs.training import TrainingSpec
+from planner.specs.training import RankOrder, TrainingSpec
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
 
@@ -49,6 +49,8 @@ class Layout(Spec):
     recompute: Literal["none", "selective", "full"]
     """`full` if any layer is recomputed whole; the stages say how many."""
     recompute_modules: tuple[str, ...] = ()
+    rank_order: RankOrder = "tp-cp-ep-dp-pp"
+    """The order in which ranks are numbered, the innermost group first."""
     num_gpus_used: int
     num_gpus_spare: int = 0
     """GPUs that no rank uses."""
@@ -65,6 +67,33 @@ class Layout(Spec):
 
     def __str__(self) -> str:
         return f"{' × '.join(self.axes)} · micro-batch {self.micro_batch_size} × {self.num_microbatches}"
+
+
+class Placement(Spec):
+    """The outermost tier of the network that a group's exchanges cross."""
+
+    group: Literal["tp", "cp", "ep", "dp", "pp"]
+    size: int
+    """Ranks of a group."""
+    tier: str
+    """Name of the tier."""
+    is_inside_nvlink: bool
+    """True if all ranks of a group are in one NVLink domain."""
+    tier_gpus: int | None = None
+    """GPUs under the tier; null for the outermost."""
+    oversubscription: float = 1.0
+    """Factor by which the tier's bandwidth falls short of the sum of what is below it."""
+    fills_gpus: int | None = None
+    """GPUs of an NVLink domain that the groups fill, if they do not fill all: one more would cross its border."""
+
+    def __str__(self) -> str:
+        shared = f" {self.oversubscription:g}x" if self.oversubscription > 1 else ""
+        if not self.is_inside_nvlink:
+            crosses = "crosses NVLink, " if self.group == "ep" else ""
+            return f"{self.group} {self.size} {crosses}over {self.tier}{shared}"
+        rack = f" (NVL{self.tier_gpus})" if self.group == "ep" and (self.tier_gpus or 0) > 8 else ""
+        partly = f", if jobs fill {self.fills_gpus} of its GPUs" if self.fills_gpus else ""
+        return f"{self.group} {self.size} in {self.tier}{rack}{partly}"
 
 
 class StageMemory(Spec):
@@ -207,6 +236,10 @@ class PricedLayout(Spec):
     """The values that consent would buy, the fastest first."""
     recipe_refused: tuple[RecipeRefusal, ...] = ()
     """The values that rules refuse for this layout and recipe."""
+    rank_order: RankOrder = "tp-cp-ep-dp-pp"
+    """The order in which ranks are numbered, the innermost group first, as in `parallelism`."""
+    placement: tuple[Placement, ...] = ()
+    """The tier that each group of ranks spans; empty in files that do not say."""
     trade: str = ""
     """A sentence on an alternative: what it gives up against the best plan, and what it gains."""
 

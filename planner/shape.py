@@ -10,7 +10,7 @@ or ten thousand. Arrays of one `Shape` broadcast against each other.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,10 @@ import numpy.typing as npt
 from planner.errors import SpecError
 
 FloatArray = npt.NDArray[np.float64]
+
+RANK_ORDERS: Final = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
+"""Orders in which ranks are numbered, the innermost group first: pipelines are outermost, or data parallelism is. The
+first is the default of all trainers."""
 
 Number = float | npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]
 """One number, or a numpy array of them."""
@@ -42,6 +46,9 @@ class Shape:
     zero_stage: Number = 1
     shard_size: Number = 1
     """Ranks over which ZeRO / FSDP shards (dp·cp unless HSDP makes it smaller)."""
+    dp_outermost: Number = 0
+    """1 where ranks are numbered tp-cp-ep-pp-dp, so that pipelines lie inside data parallelism; 0 for
+    tp-cp-ep-dp-pp."""
 
     @classmethod
     def of(cls, **sizes: Any) -> Shape:
@@ -84,6 +91,16 @@ class Shape:
         return self.tp * self.cp * self.pp * self.dp
 
     @property
+    def stage_stride(self) -> Number:
+        """Ranks from one stage of a pipeline to the next: tp·cp·dp, or tp·cp where data parallelism is outermost."""
+        return self.tp * self.cp * np.where(self.dp_outermost, 1, self.dp)
+
+    @property
+    def rank_order(self) -> Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]:
+        """Name of the order of the ranks of one shape."""
+        return RANK_ORDERS[int(self.dp_outermost)]
+
+    @property
     def expert_dp(self) -> Number:
         """Ranks that hold the same expert shard: tp·cp·dp / (ep·etp)."""
         return self.tp * self.cp * self.dp / (self.ep * self.etp)
@@ -94,7 +111,7 @@ class Shape:
         return replace(self, **{k: v[index] for k, v in values.items() if isinstance(v, np.ndarray) and v.ndim})
 
 
-_LIMITS = {"sequence_parallel": (0, 1), "zero_stage": (0, 3)}
+_LIMITS = {"sequence_parallel": (0, 1), "zero_stage": (0, 3), "dp_outermost": (0, 1)}
 
 
 def divisors(number: int, most: int) -> list[int]:

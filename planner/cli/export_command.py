@@ -15,6 +15,7 @@ from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from planner.answer import Plan
     from planner.export.bundle import Bundle
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,14 @@ To = Annotated[
 Alternative = Annotated[
     int | None, o.number(_TARGET, "--alternative", "Export the plan's N-th alternative, not its best layout.")
 ]
+PatchFile = Annotated[
+    str | None,
+    o.text(_TARGET, "--patch", "FILE", "Print a diff against your own script, YAML, TOML or ds_config.json."),
+]
+Trials = Annotated[
+    int | None,
+    o.number(_TARGET, "--trials", "Add the N next best layouts as short runs, and a script that ranks their logs."),
+]
 Image = Annotated[str | None, o.text(_TARGET, "--image", "NAME", "Container image of the Kubernetes manifest.")]
 Folder = Annotated[str | None, o.text(_OUTPUT, "--output -o", "DIR", "Folder to write to. [MODEL-TARGET]")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the files, write nothing.", rich_help_panel=_OUTPUT)]
@@ -50,6 +59,8 @@ def export_command(
     to: To,
     alternative: Alternative = None,
     image: Image = None,
+    patch: PatchFile = None,
+    trials: Trials = None,
     output: Folder = None,
     dry_run: DryRun = False,
     force: Force = False,
@@ -61,6 +72,7 @@ def export_command(
     Example:
       plan export plan.json --to megatron -o run
       plan export plan.json --to torchtitan,kubernetes --dry-run
+      plan export plan.json --to megatron --patch my_launch.sh | patch -p1
     """
     from pathlib import Path
 
@@ -70,6 +82,12 @@ def export_command(
     from planner.plan_file import read_plan, with_alternative
 
     chosen = with_alternative(read_plan(plan), alternative)
+    if patch is not None:
+        _print_patch(chosen, patch, to, output, force)
+        return
+    if trials is not None:
+        _write_trials(chosen, trials, to, image, output, force)
+        return
     bundle = bundle_of(chosen, to, image, force)
     for note in (*bundle.notes, *_left_to_the_user(bundle)):
         _log.info("%s", note)
@@ -79,6 +97,41 @@ def export_command(
     folder = Path(output or default_folder(chosen, bundle))
     paths = write_bundle(bundle, folder, force)
     sys.stdout.write(dumps({**bundle.manifest(), "folder": str(folder)}) if json else _listing(paths))
+
+
+def _print_patch(plan: Plan, path: str, target: str, output: str | None, force: bool) -> None:
+    """The diff on stdout, or in the file that -o names."""
+    from planner.export.patch.patch import patch_of
+    from planner.files import write_text
+
+    patch = patch_of(plan, path, target)
+    for name, value in patch.imported.unknown.items():
+        _log.warning("%s: not understood, and left as it is: %s", path, f"{name} {value}".strip())
+    if not patch.diff():
+        _log.info("%s says what the plan says already", path)
+    if output is None:
+        sys.stdout.write(patch.diff())
+    else:
+        write_text(output, patch.diff(), force)
+
+
+def _write_trials(plan: Plan, count: int, to: str, image: str | None, output: str | None, force: bool) -> None:
+    """The plan and its next best layouts, each in a folder of its own; their paths on stdout."""
+    from pathlib import Path
+
+    from planner.export.common.header import slug
+    from planner.export.trials.trials import trials_of, write_trials
+    from planner.plan_file import with_alternative
+
+    most = len(plan.alternatives)
+    if count > most:
+        _log.info("the plan keeps %d alternatives, not %d: plan … --top N keeps more", most, count)
+    plans = [plan, *(with_alternative(plan, number) for number in range(1, min(count, most) + 1))]
+    trials, notes = trials_of(plans, to, image, force)
+    for note in notes:
+        _log.info("%s", note)
+    folder = Path(output or f"{slug(plan.model.name)}-trials")
+    sys.stdout.write(_listing(write_trials(trials, folder, force)))
 
 
 def _left_to_the_user(bundle: Bundle) -> Iterator[str]:

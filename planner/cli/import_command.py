@@ -39,6 +39,10 @@ From = Annotated[
         autocompletion=o.starting_with(lambda: SOURCES),
     ),
 ]
+Recipe = Annotated[
+    str | None,
+    o.text(_READ, "--recipe", "NAME", "The function of a Python file with several recipes."),
+]
 VocabSize = Annotated[int | None, o.number(_READ, "--vocab-size", "Where only the tokenizer knows.")]
 Output = Annotated[str | None, o.text("Output", "--output -o", "FILE", "Save the run; - is stdout.")]
 NoSearch = Annotated[bool, typer.Option("--no-search", help="Price it, and search nothing.", rich_help_panel=_READ)]
@@ -48,6 +52,7 @@ def import_command(
     ctx: typer.Context,
     file: Configuration,
     from_: From = None,
+    recipe: Recipe = None,
     model: o.Model = None,
     gpus: o.Gpus = None,
     hardware: o.Hardware = None,
@@ -69,6 +74,7 @@ def import_command(
     \b
     Example:
       plan import pretrain.sh --hardware h100
+      plan import config_registry.py --recipe llama3_405b --gpus 512
       plan import ds_config.json --model llama-2-13b --gpus 64 --seq-length 4096
     """
     from planner.cli.output import dumps, show, waiting
@@ -76,14 +82,16 @@ def import_command(
     from planner.files import write_text
     from planner.layout.runs import parse_run
 
-    imported = read(file, from_)
+    imported = read(file, from_, recipe)
     run_data = _completed(imported, ctx.params)
     run = parse_run({"run": run_data}, file)
     if output is not None:
         write_text(output, dumps({"id": None, "run": run_data}, indent=None), force)
     for name, value in imported.unknown.items():
         _log.warning("not understood: %s", f"{name} {value}".strip())
-    evaluated = _evaluated(run)
+    evaluated, refused = _judged(run)
+    for reason in refused:
+        _log.warning("%s refuses this: %s", run.runtime.family, reason)
     with waiting("searching for the planner's own choice"):
         own, why = (None, "") if no_search else _own(run, evaluated)
     if json:
@@ -93,13 +101,14 @@ def import_command(
             "unknown": imported.unknown,
             "ignored": imported.ignored,
             "notes": imported.notes,
+            "refused": refused,
             "evaluated": evaluated.to_json(),
             "own": None if own is None else own.best.model_dump(mode="json"),
             "why": why,
         }
         sys.stdout.write(dumps(answer))
         return
-    show(*_report(imported, evaluated, own, why))
+    show(*_report(imported, evaluated, refused, own, why))
 
 
 def _completed(imported: ImportedRun, given: dict[str, Any]) -> dict[str, Any]:
@@ -109,16 +118,28 @@ def _completed(imported: ImportedRun, given: dict[str, Any]) -> dict[str, Any]:
         vocab_size=given["vocab_size"],
         tp=given["tp"],
         pp=given["pp"],
-        hardware=given["hardware"] or o.DEFAULT_HARDWARE,
+        hardware=given["hardware"] or imported.run.get("hardware") or o.DEFAULT_HARDWARE,
         num_gpus=given["gpus"],
         **same_name,
     )
 
 
-def _evaluated(run: Run) -> Plan:
+def _judged(run: Run) -> tuple[Plan, list[str]]:
+    """The run's price, and the rules of its trainer that it breaks: a switch that breaks one is priced as off."""
+    from planner.export.common.recipe import broken_rules_of_recipe
     from planner.layout.evaluate import evaluate
+    from planner.trainers.stated import switched
+    from planner.trainers.switches import SWITCHES
 
-    return evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
+    plan = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
+    broken = broken_rules_of_recipe(plan)
+    refused = [f"{reason.name} {reason.message}: priced without it" for reason in broken]
+    refused += [text for warning in plan.best.warnings if (text := warning.partition("refuses this layout: ")[2])]
+    if broken:
+        plainest = {reason.name: next(iter(SWITCHES[reason.name].values)) for reason in broken}
+        runtime = switched(run.runtime, plainest)
+        plan = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=runtime)
+    return plan, refused
 
 
 def _own(run: Run, evaluated: Plan) -> tuple[Plan | None, str]:
@@ -141,16 +162,20 @@ def _own(run: Run, evaluated: Plan) -> tuple[Plan | None, str]:
     return best, says_slower(best, evaluated, cause, limits.gap_fraction)
 
 
-def _report(imported: ImportedRun, evaluated: Plan, own: Plan | None, why: str) -> list[RenderableType]:
+def _report(
+    imported: ImportedRun, evaluated: Plan, refused: list[str], own: Plan | None, why: str
+) -> list[RenderableType]:
     from planner.report.pieces import bullets, section
     from planner.report.terminal import render
 
     parts: list[RenderableType] = [render(evaluated, None if own is None else own.best)]
-    if why:
-        parts.append(section("What the planner would do instead, and why", why))
+    if refused:
+        parts.append(section("What the trainer refuses", bullets(refused)))
     if imported.unknown:
         listed = [f"{name} {value}".strip() for name, value in imported.unknown.items()]
         parts.append(section("Not understood: these may change seconds or bytes", bullets(listed)))
     if imported.notes:
         parts.append(section("About what was read", bullets(imported.notes)))
+    if why:
+        parts.append(section("What the planner would do instead, and why", why))
     return parts

@@ -16,9 +16,11 @@ from planner.search.batch import liked_batch
 from planner.specs.base import Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.registry import load_hardware, load_model
+from planner.specs.tiers import parse_tiers
 from planner.specs.training import PINS, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import parse_count
 from planner.trainers.generations import described
@@ -68,12 +70,15 @@ def read_job(asked: JobOptions) -> Job:
     model, name = load_model(asked.model), asked.runtime or DEFAULT_RUNTIME
     runtime = load_runtime(name)
     assumed, switches = _assumed(asked.assume or "", runtime)
-    values = {
-        "hardware": load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware),
+    hardware = load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware)
+    values: dict[str, Any] = {
+        "hardware": hardware,
         "num_gpus": asked.gpus,
         "gpus_per_node": asked.gpus_per_node,
         **{field: assumed.pop(field) for field in _NETWORK if field in assumed},
     }
+    if asked.tier is not None:
+        values["network_tiers"] = _network(asked.tier, hardware, values)
     cluster = _checked(ClusterSpec, values)
     if assumed:
         runtime = checked(RuntimeSpec, {**runtime.model_dump(), **assumed}, where="--assume")
@@ -81,6 +86,21 @@ def read_job(asked: JobOptions) -> Job:
         calibration = read_calibration(asked.calibration, cluster)
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
     return Job(model, cluster, _training(asked, model), name, runtime, switches)
+
+
+def _network(text: str, hardware: HardwareSpec, values: Mapping[str, Any]) -> tuple[LinkTier, ...]:
+    """The tiers of --tier. Raises SpecError where they do not go with the rest of the cluster."""
+    if "network_gb_per_s" in values:
+        raise SpecError("--tier and --assume network_gb_per_s: both given", "leave network_gb_per_s out")
+    tiers = parse_tiers(text, hardware)
+    domain = _checked(ClusterSpec, values).tiers[0].num_gpus or values["gpus_per_node"] or hardware.gpus_per_node
+    if (innermost := tiers[0].num_gpus) is not None and innermost <= domain:
+        raise SpecError(
+            f"--tier: {tiers[0].name}:{innermost}: NVLink joins {domain} GPUs of {hardware.name}, which no network "
+            "tier is inside of",
+            f"give {tiers[0].name} more than {domain} GPUs, or leave it out",
+        )
+    return tiers
 
 
 def read_limits(asked: SearchOptions, job: Job) -> SearchLimits:
@@ -92,7 +112,7 @@ def read_limits(asked: SearchOptions, job: Job) -> SearchLimits:
         values["allow"] = stated_consents(values["allow"], job.runtime_spec, job.cluster.hardware)
     for name in PINS:
         if name in values:
-            values[name] = _list(name, values[name], str if name in ("recompute", "schedule") else int)
+            values[name] = _list(name, values[name], str if name in ("recompute", "schedule", "rank_order") else int)
     return _checked(SearchLimits, values)
 
 

@@ -30,6 +30,7 @@ class JobOptions:
     gpus: o.Gpus = None
     hardware: o.Hardware = None
     gpus_per_node: o.GpusPerNode = None
+    tier: o.Tier = None
     seq_length: o.SeqLength = None
     global_batch_size: o.GlobalBatchSize = None
     batch_tokens: o.BatchTokens = None
@@ -57,6 +58,7 @@ class SearchOptions(JobOptions):
     schedule: o.Schedules = None
     zero_stage: o.ZeroStages = None
     shard_size: o.ShardSizes = None
+    rank_order: o.RankOrders = None
     recompute: o.Recomputes = None
     switch: o.Switch = None
     allow: o.Allow = None
@@ -82,6 +84,7 @@ class LayoutOptions(JobOptions):
     zero_stage: o.ZeroStage = None
     fsdp: o.Fsdp = None
     sequence_parallel: o.SequenceParallel = None
+    rank_order: o.RankOrder = None
     recompute: o.Recompute = None
     recompute_modules: o.RecomputeModules = None
     recompute_num_layers: o.RecomputeLayers = None

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from planner.errors import SpecError
+from planner.shape import RANK_ORDERS
 from planner.specs.registry import hardware_names, model_names
+from planner.specs.tiers import EXAMPLE
 from planner.trainers.load import RUNTIMES
 
 DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"
@@ -70,6 +72,10 @@ Hardware = Annotated[
     ),
 ]  # fmt: skip
 GpusPerNode = Annotated[int | None, number(JOB, "--gpus-per-node", "GPUs of a node. [the hardware's]")]
+Tier = Annotated[
+    str | None,
+    text(JOB, "--tier", "NAME:GPUS:GB/S[:Nx],…", f"The network outside NVLink, such as {EXAMPLE}. [the hardware's]"),
+]
 SeqLength = Annotated[int | None, number(JOB, "--seq-length -s", "Tokens of a sequence. [the model's]")]
 GlobalBatchSize = Annotated[
     int | None, number(JOB, "--global-batch-size -b", "Sequences of an optimizer step. [the model's]")
@@ -109,6 +115,9 @@ MicroBatchSizes = Annotated[str | None, text(LAYOUT, "--micro-batch-size", "N,N�
 ZeroStages = Annotated[str | None, text(LAYOUT, "--zero-stage", "N,N…", "ZeRO, 0 to 3.")]
 ShardSizes = Annotated[str | None, text(LAYOUT, "--shard-size", "N,N…", "Ranks that ZeRO shards over (HSDP).")]
 Schedules = Annotated[str | None, text(LAYOUT, "--schedule", "NAME,…", "Pipeline schedules, such as 1f1b.")]
+RankOrders = Annotated[
+    str | None, text(LAYOUT, "--rank-order", "ORDER,…", f"Orders of the ranks: {', '.join(RANK_ORDERS)}.")
+]
 Recomputes = Annotated[str | None, text(LAYOUT, "--recompute", "MODE,…", "Of none, selective and full.")]
 
 Tp = Annotated[int | None, number(LAYOUT, "--tp", "Tensor parallel. [1]")]
@@ -121,6 +130,9 @@ Vpp = Annotated[int | None, number(LAYOUT, "--vpp", "Chunks of a stage (interlea
 MicroBatchSize = Annotated[int | None, number(LAYOUT, "--micro-batch-size", "Sequences of a micro-batch. [1]")]
 ZeroStage = Annotated[int | None, number(LAYOUT, "--zero-stage", "ZeRO, 0 to 3. [1]")]
 Schedule = Annotated[str | None, text(LAYOUT, "--schedule", "NAME", "Pipeline schedule. [1f1b]")]
+RankOrder = Annotated[
+    str | None, text(LAYOUT, "--rank-order", "ORDER", f"Order of the ranks, or {RANK_ORDERS[1]}. [{RANK_ORDERS[0]}]")
+]
 Recompute = Annotated[str | None, text(LAYOUT, "--recompute", "MODE", "none, selective or full. [none]")]
 RecomputeModules = Annotated[
     str | None, text(LAYOUT, "--recompute-modules", "NAME,…", "What `selective` recomputes. [core_attn]")

@@ -26,15 +26,16 @@ def read(path: str | Path, source: str | None = None, recipe: str | None = None)
     of these trainers.
     """
     name = str(path)
-    return _read(ConfigFile(_text(name), None if name == STDIN else Path(name), recipe), source)
+    return read_file(ConfigFile(read_text(name), None if name == STDIN else Path(name), recipe), source)
 
 
 def read_configuration(text: str, source: str | None = None, recipe: str | None = None) -> ImportedRun:
     """The run that `text` describes, as `read` gives it for a file."""
-    return _read(ConfigFile(text, None, recipe), source)
+    return read_file(ConfigFile(text, None, recipe), source)
 
 
-def _read(config: ConfigFile, source: str | None) -> ImportedRun:
+def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
+    """The run of a configuration, as `read` gives it."""
     source = source or next((name for name in SOURCES if READERS[name].recognises(config.text)), UNMARKED)
     if source not in SOURCES:
         raise SpecError(f"--from: {source!r} is unknown", f"one of {', '.join(SOURCES)}")
@@ -44,7 +45,7 @@ def _read(config: ConfigFile, source: str | None) -> ImportedRun:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
 
 
-def _text(path: str) -> str:
+def read_text(path: str) -> str:
     """The text of a small file; characters that are no UTF-8 are replaced."""
     try:
         if path == STDIN:

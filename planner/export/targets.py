@@ -26,7 +26,7 @@ class Trainer:
     name: str
     """The name that `--to` and `--from` take."""
     writer: str | None
-    """(plan) → TrainerFiles, or None for a trainer that is only read; raises Inexpressible for a plan that the trainer cannot run."""
+    """(plan) → TrainerFiles; raises Inexpressible for a plan that the trainer cannot run. None: it is only read."""
     reader: str | None = None
     """(ConfigFile) → ImportedRun; raises SpecError for a text that is no configuration of the trainer."""
     mark: str | None = None
@@ -79,7 +79,8 @@ _TRAINERS = (
     ),
     Trainer(
         "bridge", "bridge.write:export_bridge", "bridge.read:read_bridge",
-        mark=r'"overrides": \[|run_recipe\.py|run_script\.py|megatron\.bridge|ConfigContainer|cfg\.model\.tensor_model_parallel'
+        mark=r'"overrides": \[|run_recipe\.py|run_script\.py|megatron\.bridge|ConfigContainer'
+        r"|cfg\.model\.tensor_model_parallel"
         r"|^train:\s*$(?s:.*)^  (train_iters|global_batch_size):",
         runtime="bridge",
     ),
@@ -93,12 +94,22 @@ _TRAINERS = (
         mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[parallelism\]", runtime="torchtitan",
     ),
     Trainer(
-        "torch", "torch.write:export_torch", runtime="torch-eager",
-        recomputes=("core_attn", "mlp", "moe", "shared_experts"),
+        "torch", "torch.write:export_torch", "torch.read:read_torch",
+        mark=r"^stage_to_rank:", runtime="torch-eager", recomputes=("core_attn", "mlp", "moe", "shared_experts"),
+    ),
+    Trainer(
+        "accelerate", None, "huggingface.accelerate:read_accelerate",
+        mark=r"^(compute_environment|distributed_type):",
+    ),
+    Trainer(
+        "huggingface", None, "huggingface.trainer:read_trainer",
+        mark=r"per_device_train_batch_size|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
+        r"|accelerate launch",
     ),
     Trainer(
         "deepspeed", "deepspeed.write:export_deepspeed", "deepspeed.read:read_deepspeed",
-        mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu)"', runtime="deepspeed",
+        mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"',
+        runtime="deepspeed",
     ),
 )  # fmt: skip
 _LAUNCHERS = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import recipe_of, setting_of, under
 from planner.physics.pricing import Pricing
-from planner.specs.cluster import ClusterSpec
+from planner.specs.tiers import tiers_text
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules
 from planner.trainers.stated import switched
@@ -51,11 +51,14 @@ def other_assumptions(pricing: Pricing, beside_switches: bool = False) -> Iterat
         yield Assumption("moe_imbalance", says, option, replace(pricing, training=fuller))
     if len(cluster.tiers) > 1 and cluster.num_gpus > (cluster.tiers[0].num_gpus or 0):
         rate = cluster.tiers[1].gb_per_s * NETWORK
-        # a copy would keep the links that were worked out for this cluster
-        fields_of = {field: getattr(cluster, field) for field in ClusterSpec.model_fields}
-        slow = ClusterSpec(**fields_of | {"network_gb_per_s": rate})
+        if cluster.network_tiers:
+            rates = [{"gb_per_s": tier.gb_per_s * NETWORK} for tier in cluster.network_tiers]
+            slower_tiers = tuple(t.model_copy(update=r) for t, r in zip(cluster.network_tiers, rates, strict=True))
+            slow, option = cluster.changed(network_tiers=slower_tiers), f"--tier {tiers_text(slower_tiers)}"
+        else:
+            slow, option = cluster.changed(network_gb_per_s=rate), f"--assume network_gb_per_s={rate:g}"
         says = f"the network between nodes has {rate:g} GB/s a GPU, not {rate / NETWORK:g}"
-        yield Assumption("network", says, f"--assume network_gb_per_s={rate:g}", replace(pricing, cluster=slow))
+        yield Assumption("network", says, option, replace(pricing, cluster=slow))
 
 
 def _overlaps(pricing: Pricing, beside_switches: bool) -> Iterator[Assumption]:

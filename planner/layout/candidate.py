@@ -80,7 +80,7 @@ class Candidate:
     @cached_property
     def durations(self) -> Durations:
         """Seconds of each virtual stage as the replay takes them."""
-        return durations_of(self.pricing, self.table, self.costs)
+        return durations_of(self.pricing, self.table, self.costs, self.placement)
 
     @cached_property
     def outside(self) -> OutsidePipeline:

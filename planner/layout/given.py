@@ -9,7 +9,7 @@ from planner.errors import SpecError
 from planner.layout.split import Split, even_counts, parse_layout, splits_from_counts
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, placement, violation
-from planner.shape import Shape, divisors
+from planner.shape import RANK_ORDERS, Shape, divisors
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.training import Parallelism
@@ -152,6 +152,7 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
         sequence_parallel=int(sequence_parallel and wanted.tp > 1),
         zero_stage=zero,
         shard_size=shard,
+        dp_outermost=RANK_ORDERS.index(wanted.rank_order),
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from planner.answer import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import with_intervals
+from planner.layout.placement import placements
 from planner.layout.recipe import recipe_of
 from planner.layout.seconds import Pipeline
 from planner.layout.split import Split, held_parts
@@ -31,6 +32,8 @@ def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact:
         stages=tuple(_stage(candidate, rank, pipeline) for rank in range(int(candidate.shape.pp))),
         step=_step(candidate, pipeline, totals),
         recipe=recipe_of(candidate),
+        rank_order=candidate.shape.rank_order,
+        placement=placements(candidate.shape, pricing.cluster),
     )
     return with_intervals(pricing, layout, candidate.shape)
 
@@ -62,6 +65,7 @@ def _layout(candidate: Candidate) -> Layout:
         **{axis: int(getattr(shape, axis)) for axis in axes},
         schedule=candidate.order_name,
         sequence_parallel=bool(shape.sequence_parallel),
+        rank_order=shape.rank_order,
         recompute=recompute,
         recompute_modules=candidate.pricing.selective_modules if recompute == "selective" else (),
         num_gpus_used=used,

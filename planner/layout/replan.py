@@ -14,7 +14,7 @@ from planner.physics.pricing import Pricing
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule
 from planner.schedule.torch_csv import made_order
-from planner.shape import Shape
+from planner.shape import RANK_ORDERS, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
 from planner.trainers.spec import RuntimeSpec
@@ -38,6 +38,7 @@ def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = 
         sequence_parallel=int(chosen.sequence_parallel),
         zero_stage=chosen.zero_stage,
         shard_size=chosen.shard_size,
+        dp_outermost=RANK_ORDERS.index(chosen.rank_order),
     )
     order = order_of(layout)
     return Candidate(
@@ -57,8 +58,15 @@ def layout_again(plan: Plan, candidate: Candidate, exact: bool = True) -> Priced
 
 
 def under_trainer(plan: Plan, runtime: RuntimeSpec, modules: tuple[str, ...]) -> Plan:
-    """The plan as another trainer runs it: its best layout under `runtime`, where `selective` recomputes `modules`."""
-    candidate = reprice(plan, plan.best)
+    """The plan as another trainer runs it: its best layout under `runtime`, where `selective` recomputes `modules`.
+
+    Ranks are numbered in that trainer's own order if it does not have the plan's.
+    """
+    best = plan.best
+    if best.parallelism.rank_order not in runtime.rank_orders:
+        sizes = best.parallelism.model_copy(update={"rank_order": runtime.rank_orders[0]})
+        best = best.model_copy(update={"parallelism": sizes})
+    candidate = reprice(plan, best)
     pricing = replace(candidate.pricing, selective_modules=modules)
     again = under(replace(candidate, pricing=pricing), runtime)
     update = {

@@ -26,8 +26,11 @@ LONG_ROUNDS = 256
 """The most rounds of such a long step that are replayed."""
 
 
-def durations_of(pricing: Pricing, table: CostTable, costs: Sequence[PartCost]) -> Durations:
-    """Seconds of every virtual stage as the replay takes them, the trainer's host time per micro-batch included."""
+def durations_of(pricing: Pricing, table: CostTable, costs: Sequence[PartCost], placement: Sequence[int]) -> Durations:
+    """Seconds of every virtual stage as the replay takes them, the trainer's host time per micro-batch included.
+
+    `placement` has the rank of each virtual stage.
+    """
     runtime = pricing.runtime
     host_s = runtime.microbatch_overhead_s / 2
     overlaps = runtime.interleaved_p2p_overlap if int(table.shape.vpp) > 1 else runtime.p2p_overlap
@@ -35,10 +38,16 @@ def durations_of(pricing: Pricing, table: CostTable, costs: Sequence[PartCost]) 
         forward_s=[float(cost.forward_total_s) + host_s for cost in costs],
         input_grad_s=[float(cost.input_grad_total_s) + host_s for cost in costs],
         weight_grad_s=[float(cost.weight_grad_s) for cost in costs],
-        p2p_s=float(table.p2p_s),
+        p2p_s=_hops_s(pricing, table, placement),
         blocking_p2p=not overlaps,
         activation_bytes=[float(cost.live_bytes) for cost in costs],
     )
+
+
+def _hops_s(pricing: Pricing, table: CostTable, placement: Sequence[int]) -> float | list[float]:
+    """Seconds of a transfer between virtual stages; one number where all boundaries take as long."""
+    least_s, hops_s = float(table.p2p_s), pricing.hops_s(table.shape, placement)
+    return least_s if np.all(hops_s == least_s) else [float(hop_s) for hop_s in hops_s]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +157,11 @@ def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int]) 
     for rank, *seconds in parts:
         busy[rank] += sum(seconds)
     if durations.blocking_p2p and len(placement) == len(busy):
-        turns = [1 if rank in (0, len(busy) - 1) else 2 for rank in range(len(busy))]
-        busy = [t + n * float(durations.p2p_s) for t, n in zip(busy, turns, strict=True)]  # type: ignore[arg-type]
+        hops_s = durations.p2p_s
+        between = [float(hops_s)] * (len(busy) - 1) if isinstance(hops_s, (int, float)) else list(hops_s)
+        busy = [
+            seconds + before + after for seconds, before, after in zip(busy, [0, *between], [*between, 0], strict=True)
+        ]
     return max(busy) * (1 - 1e-9) <= slope_s <= max(busy) * (1 + SETTLED)
 
 

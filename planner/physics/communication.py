@@ -1,13 +1,14 @@
 """Seconds of a collective: the links that join a group's ranks, and the time that the bytes take over them.
 
-Ranks are numbered with tp innermost, then cp, dp, pp (experts: etp, ep, expert-dp, pp), as Megatron and torchtitan do.
-A group of n ranks a `stride` apart has min(n, D / stride) members under a tier of D GPUs. Bytes that these members
-exchange among themselves go over that tier, all others over the next.
+Ranks are numbered with tp innermost, then cp, dp, pp (experts: etp, ep, expert-dp, pp), as Megatron and torchtitan do,
+or with dp outermost (`Shape.dp_outermost`, Megatron's --use-tp-pp-dp-mapping). A group of n ranks a `stride` apart has
+min(n, D / stride) members under a tier of D GPUs. Bytes that these members exchange among themselves go over that tier,
+all others over the next.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -19,12 +20,41 @@ from planner.specs.hardware import LinkTier
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
 
 
-def members_by_tier(size: Number, stride: Number, tiers: tuple[LinkTier, ...]) -> list[Number]:
+class Blocks(NamedTuple):
+    """The places of a group's ranks where they lie in blocks: of cp ranks where pipelines lie between replicas."""
+
+    stride: Number
+    """Ranks from one member of a block to the next."""
+    size: Number
+    """Members of a block."""
+    block_stride: Number
+    """Ranks from one block to the next."""
+
+    def every(self, count: Number) -> Blocks:
+        """The places of each `count`-th member, where a block has a multiple of so many members or divides them."""
+        inside = np.minimum(count, self.size)
+        return Blocks(self.stride * inside, self.size / inside, self.block_stride * count / inside)
+
+    def members_under(self, num_gpus: int, size: Number) -> Number:
+        """Number of the group's `size` ranks that share a unit of `num_gpus`."""
+        blocks = np.floor(num_gpus / self.block_stride)
+        whole = self.size * np.maximum(blocks, 1)
+        return np.minimum(np.where(blocks >= 1, whole, np.clip(np.floor(num_gpus / self.stride), 1, self.size)), size)
+
+
+Places = Number | Blocks
+"""The places of a group's ranks: the stride from each to the next, or blocks."""
+
+
+def members_by_tier(size: Number, places: Places, tiers: tuple[LinkTier, ...]) -> list[Number]:
     """Number of a group's ranks that share one unit of each tier, innermost first; the last is the whole group."""
     counts: list[Number] = []
     for tier in tiers[:-1]:
         assert tier.num_gpus is not None
-        counts.append(np.clip(np.floor(tier.num_gpus / stride), 1, size))
+        if isinstance(places, Blocks):
+            counts.append(places.members_under(tier.num_gpus, size))
+        else:
+            counts.append(np.clip(np.floor(tier.num_gpus / places), 1, size))
     return [*counts, size]
 
 
@@ -32,13 +62,13 @@ def collective_s(
     kind: Kind,
     num_bytes: Number,
     size: Number,
-    stride: Number,
+    places: Places,
     cluster: ClusterSpec,
     inner_factor: float = 1.0,
     exchanges: Number = 1.0,
 ) -> Number:
-    """Seconds of `exchanges` that move `num_bytes` in all over `size` ranks a `stride` apart; 0 for one rank."""
-    seconds: Number = sum(collective_tiers_s(kind, num_bytes, size, stride, cluster, inner_factor, exchanges))
+    """Seconds of `exchanges` that move `num_bytes` in all over `size` ranks at `places`; 0 for one rank."""
+    seconds: Number = sum(collective_tiers_s(kind, num_bytes, size, places, cluster, inner_factor, exchanges))
     return seconds
 
 
@@ -46,7 +76,7 @@ def collective_tiers_s(
     kind: Kind,
     num_bytes: Number,
     size: Number,
-    stride: Number,
+    places: Places,
     cluster: ClusterSpec,
     inner_factor: float = 1.0,
     exchanges: Number = 1.0,
@@ -63,7 +93,7 @@ def collective_tiers_s(
     seconds: list[Number] = []
     inner: Number = 1.0
     for level, (tier, members) in enumerate(
-        zip(cluster.tiers, members_by_tier(size, stride, cluster.tiers), strict=True)
+        zip(cluster.tiers, members_by_tier(size, places, cluster.tiers), strict=True)
     ):
         if kind == "all_to_all":
             moved = num_bytes * (members - inner) / size
@@ -140,18 +170,30 @@ def dispatch_tiers_s(
     return seconds
 
 
-def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec) -> Number:
-    """Seconds to hand `num_bytes` to the rank `distance` away, over the innermost tier that is wider than that.
+def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec, start: Number = 0) -> Number:
+    """Seconds to hand `num_bytes` from rank `start` to the rank `distance` behind it, or back.
 
-    The tier's latency is included.
+    They go over the innermost tier of which one unit holds both, latency included. From rank 0 that is the innermost
+    tier wider than the distance.
     """
     outermost = cluster.tiers[-1]
     seconds: Number = num_bytes / bytes_per_s_among(outermost, 2) + outermost.latency_s
     for tier in reversed(cluster.tiers[:-1]):
         assert tier.num_gpus is not None
-        within = distance < tier.num_gpus
+        within = start // tier.num_gpus == (start + distance) // tier.num_gpus
         seconds = np.where(within, num_bytes / bytes_per_s_among(tier, 2) + tier.latency_s, seconds)
     return seconds
+
+
+def data_parallel_places(shape: Shape) -> tuple[Places, Places]:
+    """Places of the ranks that hold the same dense weights (dp·cp of them), and of those with the same experts."""
+    if not np.any(shape.dp_outermost):
+        return shape.tp, shape.ep * shape.etp
+    outermost = np.asarray(shape.dp_outermost) > 0
+    replica = shape.tp * shape.cp * np.where(outermost, shape.pp, shape.dp)
+    dense = Blocks(shape.tp, np.where(outermost, shape.cp, shape.cp * shape.dp), replica)
+    # there, the experts of a stage fill its tp·cp ranks (planner/trainers/rules/megatron.py)
+    return dense, Blocks(shape.ep * shape.etp, np.where(outermost, 1, shape.expert_dp), replica)
 
 
 def group_of(group: Group, shape: Shape) -> tuple[Number, Number]:

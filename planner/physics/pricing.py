@@ -28,7 +28,7 @@ from typing import Literal
 import numpy as np
 
 from planner.physics import compute, memory
-from planner.physics.communication import collective_s, p2p_s
+from planner.physics.communication import Blocks, collective_s, data_parallel_places, p2p_s
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer, embedding, head, mtp_block
 from planner.physics.offload import is_decoder_layer, offloaded_bytes, shown_s
@@ -43,7 +43,7 @@ from planner.physics.operators import (
     wide_parameters,
 )
 from planner.physics.passes import COMM_GROUPS, Passes
-from planner.shape import Number, Shape
+from planner.shape import FloatArray, Number, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
@@ -294,35 +294,52 @@ class Pricing:
         seconds: Number = 0.0
         # one parameter at a time, ZeRO-3's exchanges are small
         rate = np.where(shape.zero_stage == 3, self.runtime.fsdp_rate_fraction, 1.0)
-        groups = ((dense, shape.dp * shape.cp, shape.tp), (expert, shape.expert_dp, shape.ep * shape.etp))
-        for parameters, size, stride in groups:
+        dense_places, expert_places = data_parallel_places(shape)
+        groups = ((dense, shape.dp * shape.cp, dense_places), (expert, shape.expert_dp, expert_places))
+        for parameters, size, places in groups:
             shard = np.minimum(shape.shard_size, size)
             payload = num_bytes * parameters / rate
             bucket = self.runtime.bucket_among(shard)
             exchanges = 1.0 if bucket is None else parameters / bucket
             seconds_of = partial(collective_s, cluster=self.cluster, exchanges=exchanges)
-            scatter = seconds_of("reduce_scatter", payload, shard, stride)
+            scatter = seconds_of("reduce_scatter", payload, shard, places)
             if not reduces:
                 seconds = seconds + scatter
                 continue
-            replicas = seconds_of("all_reduce", payload / shard, size / shard, stride * shard)
-            among_all = seconds_of("all_reduce", payload, size, stride)
+            each = places.every(shard) if isinstance(places, Blocks) else places * shard
+            replicas = seconds_of("all_reduce", payload / shard, size / shard, each)
+            among_all = seconds_of("all_reduce", payload, size, places)
             scatters = (shape.zero_stage >= 1) & (not self.runtime.all_reduces_gradients)
             seconds = seconds + np.where(scatters, scatter + replicas, among_all)
         return seconds
 
     def p2p_s(self, shape: Shape) -> Number:
-        """Seconds to hand one micro-batch's activation to the next stage, tp·cp·dp ranks away; 0 without a pipeline.
+        """Least seconds to hand one micro-batch's activation to the next stage: those of the first; 0 without a
+        pipeline.
+
+        Later stages may lie across a tier's border (`hops_s`).
+        """
+        return self._hop_s(shape, 0, shape.stage_stride) * (shape.pp > 1)
+
+    def hops_s(self, shape: Shape, ranks: Sequence[int]) -> FloatArray:
+        """Seconds to hand an activation over each boundary of virtual stages, in the pipeline of rank 0.
+
+        `ranks` has the pipeline rank of each virtual stage. None takes less than the first.
+        """
+        pairs = np.sort(np.stack([ranks[:-1], ranks[1:]]), axis=0) * shape.stage_stride
+        return np.maximum(self._hop_s(shape, pairs[0], pairs[1] - pairs[0]), self.p2p_s(shape))
+
+    def _hop_s(self, shape: Shape, start: Number, distance: Number) -> Number:
+        """Seconds to hand one micro-batch's activation from one rank to another.
 
         Where stages send slices of the activation, the seconds to gather them on arrival are included.
         """
         num_bytes = BF16 * shape.shard_tokens * self.model.hidden_size
-        distance, is_piped = shape.tp * shape.cp * shape.dp, shape.pp > 1
         if not self.runtime.scatters_p2p:
-            return p2p_s(num_bytes, distance, self.cluster) * is_piped
+            return p2p_s(num_bytes, distance, self.cluster, start)
         slices = np.where(shape.sequence_parallel, 1, shape.tp)
         gather_s = collective_s("all_gather", num_bytes, slices, 1, self.cluster)
-        return (p2p_s(num_bytes / slices, distance, self.cluster) + gather_s) * is_piped
+        return p2p_s(num_bytes / slices, distance, self.cluster, start) + gather_s
 
     def tail_s(self, shape: Shape) -> Number:
         """Seconds at the end of a step: gradient norm over all ranks, tied-embedding gradients between first and last
@@ -331,7 +348,7 @@ class Pricing:
         tied_s: Number = 0.0
         if self.model.tie_word_embeddings:
             vocab = self.model.vocab_size / shape.tp * self.model.hidden_size * self.runtime.gradient_bytes
-            distance = shape.tp * shape.cp * shape.dp * np.maximum(shape.pp - 1, 1)
+            distance = shape.stage_stride * np.maximum(shape.pp - 1, 1)
             tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (shape.pp > 1)
         return norm_s + tied_s + self.unpaired_s(shape) + self.runtime.step_overhead_s
 

@@ -143,12 +143,7 @@ def chunk_costs(run: ProbeRun, cluster: ClusterSpec) -> list[PartCost]:
 
 
 def _with(cluster: ClusterSpec, hardware: HardwareSpec) -> ClusterSpec:
-    return ClusterSpec(
-        hardware=hardware.model_copy(update={"tiers": cluster.hardware.tiers}),
-        num_gpus=cluster.num_gpus,
-        gpus_per_node=cluster.gpus_per_node,
-        network_gb_per_s=cluster.network_gb_per_s,
-    )
+    return cluster.changed(hardware=hardware.model_copy(update={"tiers": cluster.hardware.tiers}))
 
 
 def _link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:

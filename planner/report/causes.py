@@ -209,7 +209,8 @@ def _pipeline(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> 
     a, b = best.parallelism, other.parallelism
     if a.schedule != b.schedule:
         return f"{b.schedule} waits for what stages send each other where {a.schedule} goes on computing"
-    return f"{b.num_microbatches} micro-batches pass {b.pp} stages of {b.vpp} chunks; in the best {_passes(a)}"
+    passes = f"{b.num_microbatches} micro-batches pass {b.pp} stages of {b.vpp} chunks; in the best {_passes(a)}"
+    return passes + _places(best, other, "pp")
 
 
 def _passes(layout: Layout) -> str:
@@ -223,8 +224,16 @@ def _data(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
     a, b = best.parallelism, other.parallelism
     return (
         f"{large(other_parameters)} parameters a rank are exchanged over {_group(b)} and one micro-batch hides too "
-        f"little of it; in the best {large(best_parameters)} over {_group(a)}"
+        f"little of it; in the best {large(best_parameters)} over {_group(a)}" + _places(best, other, "dp")
     )
+
+
+def _places(best: PricedLayout, other: PricedLayout, group: str) -> str:
+    """The tiers that a group spans where the two layouts number their ranks in different orders; else nothing."""
+    if best.rank_order == other.rank_order:
+        return ""
+    a, b = (next((str(each) for each in layout.placement if each.group == group), "") for layout in (best, other))
+    return f"; ranks in the order {other.rank_order} have {b or f'no {group}'}, the best's {a or f'no {group}'}"
 
 
 def _group(layout: Layout) -> str:
@@ -236,7 +245,7 @@ def _group(layout: Layout) -> str:
 
 def _bubble(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
     a, b = best.parallelism, other.parallelism
-    return f"filling and draining {_filled(b)}; in the best {_filled(a)}"
+    return f"filling and draining {_filled(b)}; in the best {_filled(a)}" + _places(best, other, "pp")
 
 
 def _filled(layout: Layout) -> str:

@@ -81,6 +81,7 @@ def _header(view: View) -> Html:
         tag("h1", view.layout),
         tag("p", f"{' · '.join(view.manner)} · {view.batch}"),
         tag("p", view.batch_offer) if view.batch_offer else Html(""),
+        tag("p", " · ".join(view.placement), class_="soft") if view.placement else Html(""),
         tag("p", view.misfit, class_="alarm") if view.misfit else Html(""),
         figures(_figures(view)),
     )

@@ -60,6 +60,7 @@ def _panel(view: View) -> Panel:
     lines: list[RenderableType] = [
         Text(view.layout, style="bold green" if view.fits else "bold"),
         *map(Text, _packed(view.manner)),
+        *map(Text, _packed(view.placement)),
         Text(view.batch),
     ]
     if view.batch_offer:

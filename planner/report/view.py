@@ -40,6 +40,8 @@ class View:
     layout: str
     fits: bool
     manner: tuple[str, ...]
+    placement: tuple[str, ...]
+    """The tier that each group of ranks spans, in words."""
     batch: str
     batch_offer: str
     """Another batch that gives more tokens a second; empty where there is none."""
@@ -104,6 +106,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         layout=str(best.parallelism),
         fits=best.fits,
         manner=manner(best.parallelism),
+        placement=tuple(map(str, best.placement)),
         batch=f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}",
         batch_offer=_batch_offer(plan),
         misfit="" if best.fits else _misfit(best, hardware.memory_bytes),

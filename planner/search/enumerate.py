@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from planner.schedule.orders import SCHEDULES
+from planner.search.rank_orders import OWN, with_rank_orders
 from planner.shape import Shape, divisors
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -45,7 +47,7 @@ def _pinned(pins: Sequence[int] | None, free: Sequence[int]) -> list[int]:
 def enumerate_shapes(
     model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits, runtime: RuntimeSpec
 ) -> tuple[Shape, Rejections]:
-    """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage, dp, shard group), with as much dp as the batch allows.
+    """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage, dp, shard group, order), with as much dp as is allowed.
 
     Interleaving and recompute are chosen later, for each shape. dp is the largest divisor of
     global_batch_size / micro_batch_size that needs no more ranks than there are GPUs, or that leaves as many
@@ -61,15 +63,24 @@ def enumerate_shapes(
     rows, shard_size = _shard_groups(grid, dp, cluster, limits, doubles=runtime.shards_pipelines)
     legal, dp = legal[rows], dp[rows]
     shape = _shape({name: column[rows] for name, column in grid.items()}, dp, shard_size, training, runtime)
-    own = _own_rules(cluster, limits)
-    for rule in (*own, *rules_for(runtime)):
+    orders: tuple[str, ...] = limits.rank_order or runtime.rank_orders
+    if OWN not in orders:
+        shape = replace(shape, dp_outermost=np.ones_like(dp))
+    rules = (*_own_rules(cluster, limits), *rules_for(runtime))
+    for rule in rules:
         holds = np.broadcast_to(np.asarray(rule.holds(model, training, shape)), legal.shape)
         broken = legal & ~holds
         if broken.any():
             first = int(np.argmax(broken))
             rejections.add(rule.reason, int(broken.sum()), rule.message(model, training, scalar(shape, first)))
         legal &= holds
-    return shape.take(legal), rejections
+
+    def is_legal(other: Shape) -> Any:
+        return np.all(
+            [np.broadcast_to(rule.holds(model, training, other), np.shape(other.tp)) for rule in rules], axis=0
+        )
+
+    return with_rank_orders(shape.take(legal), cluster, orders, is_legal), rejections
 
 
 def scalar(shape: Shape, index: int) -> Shape:

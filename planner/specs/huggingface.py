@@ -40,12 +40,13 @@ def from_config(config: Config, where: str) -> ModelSpec:
     fields: Derived = {name: given[key] for name, key in keys.items() if key in given}
     try:
         check_switches(config)
-        for function in (norm_eps, soft_caps, rotary, *((router,) if "num_experts" in keys else ())):
-            fields |= function(given)
+        for read in (norm_eps, soft_caps, rotary, router):
+            fields |= read(given)
         fields |= row.fixed
         for function in row.derive:
             fields |= function(given)
-        if "moe" in fields:  # none, whatever the router's keys say
+        if "moe" in fields or not {"num_experts"} & (keys.keys() | fields.keys()):
+            # no experts, whatever the keys of a router say
             fields = {name: value for name, value in fields.items() if name not in MoESpec.model_fields}
         return ModelSpec.model_validate({"name": _name(config, where), "source": f"config.json ({where})", **fields})
     except InexpressibleError as error:

@@ -13,6 +13,8 @@ from planner.specs.base import NonNegativeFloat, PositiveFloat, PositiveInt, Spe
 Dtype = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 """The dtype of products; everything else stays in 16 bits."""
 
+RankOrder = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
+"""The order in which ranks are numbered, the innermost group first."""
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = str
 
@@ -79,6 +81,8 @@ class Parallelism(Spec):
     fsdp: int | str | None = None
     """Fully sharded data parallel (zero_stage 3 where none is given); a number in it is the size of the group that
     shards whatever zero_stage says (HSDP)."""
+    rank_order: RankOrder = "tp-cp-ep-dp-pp"
+    """Order of the ranks: stages lie outside data parallelism, or inside (Megatron's --use-tp-pp-dp-mapping)."""
     layers_per_stage: tuple[int, ...] | None = None
     """Decoder layers of each stage (length pp), or of each chunk (length pp·vpp, in model order)."""
     layout: str | None = None
@@ -139,7 +143,7 @@ class Parallelism(Spec):
 
 PINS = (
     "tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage", "shard_size", "recompute",
-    "schedule",
+    "schedule", "rank_order",
 )  # fmt: skip
 """Fields of `SearchLimits` that pin an axis."""
 
@@ -171,6 +175,8 @@ class SearchLimits(Spec):
     """Ranks that share what ZeRO shards: dp·cp, or a divisor of it (HSDP)."""
     schedule: tuple[ScheduleName, ...] | None = None
     """Schedules of the pipeline."""
+    rank_order: tuple[RankOrder, ...] | None = None
+    """Orders of the ranks, as in Parallelism."""
     switches: dict[str, bool | int | float | str] | Literal["default"] | None = None
     """Switches of the recipe that are pinned, by name; `default` keeps the trainer's own value of every switch."""
     allow: tuple[str, ...] = ()

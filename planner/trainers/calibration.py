@@ -55,12 +55,7 @@ class Calibration(Spec):
 
     def of_cluster(self, cluster: ClusterSpec) -> ClusterSpec:
         """`cluster` with measured numbers in place of its own; its evidence is then `probed`."""
-        return ClusterSpec(
-            hardware=self.of_hardware(cluster.hardware),
-            num_gpus=cluster.num_gpus,
-            gpus_per_node=cluster.gpus_per_node,
-            network_gb_per_s=cluster.network_gb_per_s,
-        )
+        return cluster.changed(hardware=self.of_hardware(cluster.hardware))
 
     def of_hardware(self, hardware: HardwareSpec) -> HardwareSpec:
         """The profile with factors multiplied onto its own, measured shares and amounts in place of its own."""

@@ -13,6 +13,7 @@ from pydantic import model_validator
 
 from planner.specs.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from planner.specs.hardware import HardwareSpec
+from planner.specs.training import RankOrder
 from planner.trainers.switches import changes
 
 CHUNK_PARAMETERS = 2**18
@@ -232,6 +233,8 @@ class RuntimeSpec(Spec):
     """Schedules of a pipeline that it runs."""
     zero_stages: tuple[int, ...] = (0, 1)
     """ZeRO stages that it has."""
+    rank_orders: tuple[RankOrder, ...] = ("tp-cp-ep-dp-pp",)
+    """Orders in which it can number its ranks, its own first."""
     shards_pipelines: bool = True
     """Stages of a pipeline can shard gradients and weights too (ZeRO-2 and 3); without: a model without stages can."""
     uneven_chunks: bool = False

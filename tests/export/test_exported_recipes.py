@@ -188,7 +188,7 @@ def test_the_environment_follows_from_the_recipe(
     assert {name: variables.get(name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(("model", "first"), [("gpt-oss-20b", "0.15"), ("llama-3.1-8b", "0.14")])
+@pytest.mark.parametrize(("model", "first"), [("gpt-oss-20b", "0.19"), ("llama-3.1-8b", "0.14")])
 def test_models_that_came_with_a_version(planned: Planned, model: str, first: str) -> None:
     for version in ("0.14", "0.15", "0.20"):
         plan = planned(model, 16, runtime=f"megatron@{version}")

@@ -137,7 +137,12 @@ def test_the_first_run_is_on_mock_data_and_says_what_was_planned(planned: Planne
         assert not {"--save", "--load", "--data-path"} & set(words)
         assert f"planned step: {plan.best.step.step_s:.4g} s" in call["stderr"]
         assert f"{plan.stages[0].memory.peak_allocated_bytes / GIB:.1f}" in call["stderr"]
-    assert "planned step" not in run(file_of(plan, "megatron", name="launch.sh"))["stderr"]
+    launch = file_of(plan, "megatron", name="launch.sh")
+    assert "planned step" not in run(launch, MOCK="0")["stderr"]
+    assert "planned step" not in run(launch, **FILLED)["stderr"]
+    unasked = run(launch)
+    assert "nothing is filled in: this is a first run" in unasked["stderr"]
+    assert "--mock-data" in unasked["argv"]
 
 
 def test_placeholders_stand_in_one_block_at_the_top(planned: Planned, run: Callable[..., Any]) -> None:
@@ -164,7 +169,7 @@ def test_training_saves_before_slurm_ends_it(
     date.chmod(0o755)
     environment = {"SLURM_JOB_END_TIME": str(ends)} if ends else {}
     file = file_of(planned("llama-3.1-8b", 16), "megatron", name="launch.sbatch")
-    words = run(file, **environment)["argv"]
+    words = run(file, MOCK="0", **environment)["argv"]
     assert ("--exit-duration-in-mins" in words) == (minutes is not None)
     if minutes is not None:
         assert words[words.index("--exit-duration-in-mins") + 1] == str(minutes)

@@ -120,10 +120,23 @@ def test_the_first_run_needs_no_data(planned: Planned, tmp_path: Path, machine: 
     for name in ("DATA_PATH", "TOKENIZER", "CHECKPOINTS"):
         del machine[name]
     plan = planned("llama-3.1-8b", 16)
-    has_started, lines = started(plan, tmp_path, machine)
+    has_started, lines = started(plan, tmp_path, machine | {"MOCK": "0"})
     assert not has_started
     assert [line.split(" ")[0] for line in lines] == ["DATA_PATH", "TOKENIZER", "CHECKPOINTS", "PREFLIGHT=0", "MOCK=1"]
     assert started(plan, tmp_path, machine | {"MOCK": "1"}) == (True, [])
+    assert started(plan, tmp_path, machine) == (True, []), "where nothing is filled in, the run is a first one"
+    assert not started(plan, tmp_path, machine | {"TOKENIZER": "gpt2"})[0], "where something is, it is training"
+
+
+def test_a_machine_without_a_gpu_is_told_and_not_stopped(
+    planned: Planned, tmp_path: Path, machine: dict[str, str]
+) -> None:
+    put(tmp_path, "torch", MODULES["torch"].replace("8", "0"))
+    has_started, lines = started(planned("llama-3.1-8b", 16), tmp_path, machine)
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
+        assert has_started
+        assert lines[0] == "8 GPUs wanted on this node, 0 found"
+        assert lines[-1] == "no GPU is visible here: this is told, and nothing is stopped"
 
 
 @pytest.mark.parametrize(("found", "starts"), [("0.16.2", True), ("0.20.0", False), ("0.160.0", False)])

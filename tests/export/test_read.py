@@ -23,7 +23,7 @@ from planner.layout.runs import parse_run
         ),
         ("pretrain_gpt.py --num-layers many --hidden-size 4096 --num-attention-heads 32", "'many' is no whole number"),
         (f"p.py {BASE} --tensor-model-parallel-size x", "'x' is no number"),
-        (f"p.py {BASE} --num-experts 4 --moe-layer-freq ([1]*31+[0])", "has no counterpart"),
+        (f"p.py {BASE} --num-experts 4 --moe-layer-freq '([1]*31+many)'", "is no list of layers"),
         ("from torchtitan.config import ParallelismConfig\nParallelismConfig(", "not Python: line"),
         ("[parallelism]\ntensor = = 8", "not TOML"),
         ('{"zero_optimization": ', "not JSON"),

@@ -31,7 +31,7 @@ def note_of(made: Plan, target: str) -> list[str]:
 
 @pytest.mark.parametrize(("target", "runtime"), OWN)
 def test_a_plan_for_the_target_is_written_as_it_was_priced(planned: Planned, target: str, runtime: str) -> None:
-    own = planned("llama-3.2-1b", 16, pp=1, runtime=runtime)
+    own = planned("llama-3.1-8b", 16, pp=1, runtime=runtime)
     assert priced_for(own, runtime) is own
     assert note_of(own, target) == []
 
@@ -48,7 +48,7 @@ def test_the_note_has_step_and_memory_under_the_target(
     planned: Planned, target: str, runtime: str, layout: dict[str, Any], lost: str
 ) -> None:
     """The same numbers as the layout has when it is evaluated for that trainer in the first place."""
-    there, here = (planned("llama-3.2-1b", 16, runtime=name, **layout) for name in (runtime, "megatron"))
+    there, here = (planned("llama-3.1-8b", 16, runtime=name, **layout) for name in (runtime, "megatron"))
     if runtime == "torchtitan":
         assert there.parallelism.zero_stage == 3
     (note,) = note_of(here, target)
@@ -59,7 +59,7 @@ def test_the_note_has_step_and_memory_under_the_target(
 
 
 def test_switches_that_the_target_has_stay(planned: Planned) -> None:
-    made = planned("llama-3.2-1b", 16, features={"bf16_gradients": True, "optimizer_offload": 1.0})
+    made = planned("llama-3.1-8b", 16, features={"bf16_gradients": True, "optimizer_offload": 1.0})
     there = priced_for(made, "deepspeed").runtime_spec
     assert (there.gradient_bytes, there.optimizer_offload_fraction) == (2, 1.0)
 
@@ -101,7 +101,7 @@ def test_no_plan_for_megatron_outgrows_its_own_export(model: str, gpus: int, seq
 
 
 def test_the_runner_keeps_what_it_cannot_recompute(planned: Planned) -> None:
-    made = planned("llama-3.2-1b", 16, pp=2, recompute="selective", recompute_modules=("layernorm", "mlp"))
+    made = planned("llama-3.1-8b", 16, pp=2, recompute="selective", recompute_modules=("layernorm", "mlp"))
     again = priced_for(made, "torch-eager", ("core_attn", "mlp"))
     assert again.parallelism.recompute_modules == ("mlp",)
     assert any("does not recompute layernorm" in note for note in bundle_of(made, "torch", force=True).notes)

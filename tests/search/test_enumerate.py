@@ -12,7 +12,7 @@ from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 from planner.errors import SpecError
 from planner.search.enumerate import MAX_MICRO_BATCH_TOKENS, Rejections, enumerate_shapes, scalar
 from planner.search.schedules import check_expressible, cuts_evenly, schedule_options
-from planner.shape import Shape, divisors
+from planner.shape import RANK_ORDERS, Shape, divisors
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import SearchLimits, TrainingSpec
@@ -100,7 +100,7 @@ def test_stages_are_any_number_and_no_shape_comes_twice() -> None:
     problem = toy_problem(toy_model(7), toy_cluster(16), toy_training(16))
     shapes, _ = enumerated(problem)
     assert axis(shapes, "pp") == set(range(1, 8))
-    axes = ("tp", "cp", "ep", "etp", "pp", "dp", "micro_batch_size", "zero_stage", "shard_size")
+    axes = ("tp", "cp", "ep", "etp", "pp", "dp", "micro_batch_size", "zero_stage", "shard_size", "dp_outermost")
     keys = [tuple(getattr(s, a) for a in axes) for s in problem.shapes()]
     assert len(set(keys)) == len(keys)
 
@@ -201,7 +201,14 @@ def test_every_reason_is_reached_and_has_its_numbers(reason: str) -> None:
 
 def test_shapes_and_rejections_add_up_to_the_grid() -> None:
     """Each shape of the grid is either legal or counted once."""
-    pins = {"tp": (1, 2, 3, 4), "cp": (1, 2), "pp": (1, 2, 7), "micro_batch_size": (1, 3), "zero_stage": (1,)}
+    pins: dict[str, Any] = {
+        "tp": (1, 2, 3, 4),
+        "cp": (1, 2),
+        "pp": (1, 2, 7),
+        "micro_batch_size": (1, 3),
+        "zero_stage": (1,),
+    }
+    pins |= {"rank_order": RANK_ORDERS[:1]}
     # 3 x 2 x 7 x ... exceeds 8 GPUs now and then: those are no shapes of this cluster, and not counted
     cluster = toy_cluster(64)
     shapes, rejections = enumerated(toy_problem(cluster=cluster, training=toy_training(512), **pins))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from planner.physics.layers import model_totals
+from planner.specs.huggingface import from_config
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
 from planner.specs.registry import load_model, model_names
@@ -44,6 +49,14 @@ PUBLISHED = {
     "glm-4.5-air": 106_852_245_504 + 45 * 128,  # and the router's correction biases; without the prediction block
     "glm-4.5": 352_797_814_784 + 89 * 160,
 }
+PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
+    entry["name"]: entry for entry in json.loads((Path(__file__).parent / "published.json").read_text())
+}
+UNCOMMON = {
+    "qwen3-next-80b-a3b", "minimax-m2", "olmo-3-32b", "deepseek-v3.2", "glm-5", "nemotron-3-nano-30b-a3b",
+    "granite-4.0-h-small", "falcon-h1-34b",
+}  # fmt: skip
+"""Models with fields that the closed form below does not know."""
 ROUNDED = {
     # SC'21 Table 1 and Korthikanti Table 3, in billions
     "megatron-1.7b": (1.7, 1), "megatron-3.6b": (3.6, 1), "megatron-7.5b": (7.5, 1), "megatron-18.4b": (18.4, 1),
@@ -126,7 +139,17 @@ def closed_form(model: ModelSpec, num_experts: int | None = None) -> int:
 
 
 def test_every_shipped_model_has_a_published_count() -> None:
-    assert set(model_names()) == set(PUBLISHED) | set(ROUNDED)
+    assert set(model_names()) == set(PUBLISHED) | set(ROUNDED) | UNCOMMON
+
+
+@pytest.mark.parametrize("name", sorted(UNCOMMON))
+def test_a_model_of_uncommon_layers_is_that_of_its_published_config(name: str) -> None:
+    """Held against transformers' counts, and field by field against the config."""
+    entry = PUBLISHED_CONFIGS[name]
+    own, theirs = load_model(name), from_config(entry["config"], "config.json")
+    assert model_totals(own, load_runtime("torch-eager"), 4096).num_parameters == entry["parameters"]
+    other = {"name", "aliases", "source", "training", "intermediate_size"}
+    assert own.model_dump(exclude=other) == theirs.model_dump(exclude=other)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

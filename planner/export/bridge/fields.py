@@ -57,6 +57,7 @@ SAME = {
     "--cp-comm-type": "model.cp_comm_type",
     "--expert-model-parallel-size": "model.expert_model_parallel_size",
     "--expert-tensor-parallel-size": "model.expert_tensor_parallel_size",
+    "--use-tp-pp-dp-mapping": "dist.use_tp_pp_dp_mapping",
     "--pipeline-model-parallel-layout": "model.pipeline_model_parallel_layout",
     "--micro-batch-size": "train.micro_batch_size",
     "--global-batch-size": "train.global_batch_size",

@@ -15,11 +15,12 @@ from planner.export.bridge.tree import Fields, fields_of, options_of_fields, sor
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.exported_model import Model, model_called, num_layers_of
 from planner.export.common.imported_run import ImportedRun
-from planner.export.common.python_config import Evaluator, Record
-from planner.export.common.recipes import chosen_recipe
-from planner.export.common.script import read_script
-from planner.export.common.shell import Script
 from planner.export.megatron.read import run_of
+from planner.export.recipes.chosen import chosen_recipe
+from planner.export.recipes.evaluator import Evaluator
+from planner.export.recipes.values import Record
+from planner.export.scripts.script import read_script
+from planner.export.scripts.shell import Script
 
 _MARKS = ("model", "train", "ddp", "mixed_precision")
 _HARDWARE = ("h100", "h200", "b200", "b300", "gb200", "gb300", "a100")
@@ -68,6 +69,7 @@ def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> Imp
     options = options_of_fields(fields)
     named = None if "--hidden-size" in options else model_called(hub_name) or _model_of_recipe(recipe)
     imported = run_of(options, script, "bridge", num_layers=num_layers_of(named))
+    imported.run["runtime"] = "bridge"
     if imported.run["model"] is not None and named is None:
         imported.run["model"] |= model_fields(fields, recipe)
     imported.unknown.clear()

@@ -9,8 +9,8 @@ from typing import Any
 
 from planner.export.bridge.fields import SAME
 from planner.export.bridge.read_model import MODEL_FIELDS
-from planner.export.common.python_config import Record
 from planner.export.megatron.options import Options
+from planner.export.recipes.values import Record
 
 Fields = Mapping[str, Any]
 """Path of a field (`model.num_layers`) to its value."""
@@ -22,7 +22,8 @@ _WHEN: dict[str, dict[Any, str]] = {
     "model.add_bias_linear": {False: "--disable-bias-linear"},
     "model.qk_layernorm": {True: "--qk-layernorm"},
     "model.gated_linear_unit": {True: "--swiglu"},
-    "model.activation_func": {"squared_relu": "--squared-relu"},
+    "model.activation_func": {"squared_relu": "--squared-relu", "quick_gelu": "--quick-geglu"},
+    "model.layernorm_zero_centered_gamma": {True: "--apply-layernorm-1p"},
     "model.gradient_accumulation_fusion": {False: "--no-gradient-accumulation-fusion"},
     "model.cross_entropy_loss_fusion": {True: "--cross-entropy-loss-fusion"},
     "model.account_for_embedding_in_pipeline_split": {True: "--account-for-embedding-in-pipeline-split"},
@@ -53,18 +54,20 @@ _VALUED = {
     "mixed_precision.fp8": "--fp8-format",
     "mixed_precision.fp4": "--fp4-format",
 }
-READ = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_layer_freq", "model.overlap_p2p_comm",
+READ = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_layer_freq",
+                  "model.window_attn_skip_freq", "model.overlap_p2p_comm",
                   "mixed_precision", "mixed_precision.fp8_recipe", "mixed_precision.grad_reduce_in_fp32",
-                  "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion"}) | MODEL_FIELDS  # fmt: skip
+                  "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion",
+                  *MODEL_FIELDS})  # fmt: skip
 """Paths that are read."""
 IGNORED = re.compile(
     r"(logger|checkpoint|dataset|tokenizer|scheduler|rng|validation|profiling|env_vars|straggler|nvrx|rerun_state_machine"
     r"|dist|inprocess_restart|ft|peft|tensor_inspect|inference|log|resume|exp_manager)\b"
     r"|train\.(train_|eval_|manual_gc|exit|empty|skip|rampup|check_)|optimizer\.(lr|min_lr|weight|adam|clip|optimizer$|bf16|fp16|params_dtype|sgd|decoupled)"
-    r"|ddp\.(average|grad_reduce|check_for|data_parallel_sharding|use_megatron|nccl|pad|fp8)|model\.(init_method|layernorm_eps|rotary|rope|pipeline_dtype"
+    r"|ddp\.(average|align_|grad_reduce|check_for|data_parallel_sharding|use_megatron|nccl|pad|fp8)|model\.(init_method|layernorm_eps|rotary|rope|pipeline_dtype"
     r"|params_dtype|autocast|calculate|attention_softmax|deterministic|moe_(aux|z_loss|router_(bias|load|score|pre|num|group|dtype|fusion|force)|permute|grouped)"
     r"|should_pad|use_te_rng|bf16$|fp16$|perform_init|batch_p2p|bias_dropout|apply_rope|cuda_graph_warmup|generation|hf_|yarn|mtp_loss"
-    r"|persist|masked_softmax|gradient_acc|async_tensor|apply_query|num_moe_experts|tp_comm_bootstrap|disable_parameter|scatter_emb)"
+    r"|cross_entropy_fusion_impl|original_max|beta_|mscale|no_rope|seq_len_interp|softmax_scale|query_pre|persist|masked_softmax|gradient_acc|async_tensor|apply_query|num_moe_experts|tp_comm_bootstrap|disable_parameter|scatter_emb)"
     r"|mixed_precision\.(params_dtype|pipeline_dtype|autocast|fp8_param|fp4_param|reuse|fp8_recipe|fp4_recipe|num_layers_at|first_last|fp8_wgrad|loss_scale|hyst)"
     r"|comm_overlap\.(tp_comm_overlap_cfg|overlap_p2p|batch_p2p|bucket|defer|wgrad|data_parallel|align|overlap_param_gather_with)"
 )
@@ -121,6 +124,8 @@ def options_of_fields(fields: Fields) -> dict[str, list[str]]:
         elif name is not None and value is not None and value is not False and value != []:
             items = value if isinstance(value, list) else [] if value is True else [value]
             options[name] = [str(item) for item in items]
+    if isinstance(skipped := fields.get("model.window_attn_skip_freq"), (int, list)) and not isinstance(skipped, bool):
+        options["--window-attn-skip-freq"] = [str(skipped)]
     if isinstance(fields.get("dataset.seq_length"), int):
         options.setdefault("--seq-length", [str(fields["dataset.seq_length"])])
     if isinstance(layout := fields.get("model.pipeline_model_parallel_layout"), list):

@@ -28,6 +28,8 @@ class ConfigFile:
         if self.path is None or not name:
             return None
         folder, parts = self.path.parent, [part for part in PurePosixPath(name).parts if part not in ("/", ".", "..")]
+        if name.startswith("../") and (text := _text(folder / name)) is not None:
+            return text
         for start in range(len(parts)):
             found = folder.joinpath(*parts[start:])
             if found != self.path and (text := _text(found)) is not None:

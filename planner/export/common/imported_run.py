@@ -57,7 +57,7 @@ class ImportedRun:
         ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
         if run.get("num_gpus") is not None and run["num_gpus"] % ranks and "num_gpus" not in added:
             raise SpecError(
-                f"{self.source}: the configuration starts {run['num_gpus']} GPUs, which tp·cp·pp ({ranks}) does not divide",
+                f"{self.source}: it starts {run['num_gpus']} GPUs, which tp·cp·pp ({ranks}) does not divide",
                 f"add --gpus N, a multiple of {ranks}",
             )
         if run.get("global_batch_size") is None and run.get("num_gpus") and self.microbatches_per_rank:

@@ -7,7 +7,8 @@ from typing import Any
 _QWEN2: dict[str, Any] = {"attention_bias": "qkv", "rope_theta": 1_000_000}
 _QWEN3: dict[str, Any] = {"qk_norm": True, "rope_theta": 1_000_000}
 _GPT: dict[str, Any] = {
-    "gated_mlp": False, "activation": "gelu", "norm": "layernorm", "bias": True, "position_embedding": "rope", "rope_theta": 100_000,
+    "gated_mlp": False, "activation": "gelu", "norm": "layernorm", "bias": True, "position_embedding": "rope",
+    "rope_theta": 100_000,
 }  # fmt: skip
 _NEMOTRON: dict[str, Any] = {
     "gated_mlp": False, "activation": "relu2", "norm": "layernorm", "norm_bias": True, "position_embedding": "rope",

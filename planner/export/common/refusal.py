@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from planner.answer import Layout, Plan
 from planner.errors import SpecError
-from planner.shape import Shape
+from planner.shape import RANK_ORDERS, Shape
 from planner.trainers.load import load_runtime, versions_of
 from planner.trainers.rules.common import Rule
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 from planner.trainers.rules.megatron_model import megatron_model_rules
 from planner.trainers.rules.named import EXPORT_RULES
+from planner.trainers.rules.plain_layers import PLAIN_LAYERS
 
 
 class Reason(NamedTuple):
@@ -61,15 +62,20 @@ def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
     return "plan again without what is named here, or with other values of it pinned"
 
 
+_DESCRIBING = ("megatron", "bridge", "torchtitan")
+"""Targets that describe the model; DeepSpeed's is the user's own."""
+
+
 def _hint_for_model(plan: Plan, runtime: str) -> str:
     """No layout changes what the model is: another target or an older version may express it, or a part is left out."""
-    targets = ((name, rules) for name, rules in EXPORT_RULES.items() if name not in ("bf16", runtime))
-    able = [name for name, rules in targets if not broken_rules(rules, plan)]
+    able = [name for name in _DESCRIBING if name != runtime and not broken_rules(EXPORT_RULES[name], plan)]
     if able:
         return f"export to {' or '.join(able)}, which can say it"
     for version in reversed(versions_of(load_runtime("megatron"))):
         if not broken_rules(megatron_model_rules(version), plan):
             return f"plan again with --runtime megatron@{version}, which can say it"
+    if broken_rules(PLAIN_LAYERS, plan):
+        return "no target describes such a model: write your own files by what `plan report` shows"
     return "leave out of the model's spec what is named here, if the model may be trained without"
 
 
@@ -106,4 +112,5 @@ def shape_of(layout: Layout, seq_length: int) -> Shape:
         sequence_parallel=int(layout.sequence_parallel),
         zero_stage=layout.zero_stage,
         shard_size=layout.shard_size,
+        dp_outermost=RANK_ORDERS.index(layout.rank_order),
     )

@@ -95,6 +95,13 @@ def read_switches(rows: Iterable[Spelling], found: Settings) -> dict[str, Value]
     return {switch: value for switch, (_, value) in best.items()}
 
 
+def unexplained(rows: Iterable[Spelling], found: Settings) -> set[str]:
+    """Settings that rows spell, with values that no row does."""
+    rows = tuple(rows)
+    spelled = {name for row in rows for name in row.settings if name in found}
+    return spelled - {name for row in rows if row.read(found) is not None for name in row.settings}
+
+
 def _words(setting: Any) -> list[str]:
     """A setting as words, whichever way a configuration has it: a list, a text, a number, a bare option."""
     if setting is True or setting == []:

@@ -23,7 +23,8 @@ def priced_for(plan: Plan, runtime: str, recomputes: tuple[str, ...] | None = No
     """
     planned = plan.best.runtime_spec or plan.runtime_spec
     there = on_trainer(planned, runtime)
-    if there.model_copy(update=_NAMES) == planned.model_copy(update=_NAMES):
+    has_order = plan.parallelism.rank_order in there.rank_orders
+    if has_order and there.model_copy(update=_NAMES) == planned.model_copy(update=_NAMES):
         return plan
     return under_trainer(plan, there, _modules(plan, there, recomputes))
 

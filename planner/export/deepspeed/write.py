@@ -36,7 +36,7 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     _check_expressible(plan, stages)
-    files = [ExportFile(CONFIG_FILE, json.dumps(_config(plan), indent=2) + "\n")]
+    files = [ExportFile(CONFIG_FILE, json.dumps(deepspeed_config(plan), indent=2) + "\n")]
     run = run_settings(plan)
     notes = [*run.notes, *notes_on_price(plan)]
     if plan.parallelism.pp > 1:
@@ -106,7 +106,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections.raise_any()
 
 
-def _config(plan: Plan) -> dict[str, Any]:
+def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """DeepSpeed's configuration: batch, precision, ZeRO, tensor parallelism without a pipeline."""
     layout, training, runtime = plan.parallelism, plan.training, plan.runtime_spec
     run = run_settings(plan)
@@ -120,7 +120,7 @@ def _config(plan: Plan) -> dict[str, Any]:
         "steps_per_print": 1,
         "bf16" if training.dtype == "bf16" else "fp16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32" if runtime.gradient_bytes == 4 else training.dtype},
-        "zero_optimization": {"stage": layout.zero_stage, "overlap_comm": overlaps and layout.zero_stage > 0},
+        "zero_optimization": {"stage": layout.zero_stage, "overlap_comm": overlaps},
         "optimizer": {
             "type": "AdamW",
             "params": {
@@ -135,6 +135,8 @@ def _config(plan: Plan) -> dict[str, Any]:
     if runtime.optimizer_offload_fraction > 0 and layout.zero_stage > 0:
         offload = {"device": "cpu", "pin_memory": True, "ratio": runtime.optimizer_offload_fraction}
         data["zero_optimization"]["offload_optimizer"] = offload
+    if layout.recompute == "full":
+        data["activation_checkpointing"] = {"number_checkpoints": plan.model.spec.num_hidden_layers}
     if layout.pp == 1 and layout.tp > 1:
         data["tensor_parallel"] = {"autotp_size": layout.tp}
     return data

@@ -105,6 +105,16 @@ def wrong_trainer() -> str:
     return ""
 
 
+def sees_gpus() -> bool:
+    """True where torch or the system shows a GPU, so that ranks could start here."""
+    if any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
+        return True
+    try:
+        return bool(importlib.import_module("torch").cuda.device_count())
+    except Exception:
+        return False
+
+
 def missing_gpus() -> str:
     """The reason why this node cannot run its ranks; empty where it can, or where torch is missing, which is said."""
     if "cpu" in sys.argv[1:]:  # the torch runner's --device cpu
@@ -132,16 +142,19 @@ def problems() -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    """Print every problem; 1 if there are any."""
+    """Print every problem; 1 if there are any, but for a machine without GPUs, where ranks cannot start anyway."""
     found = [f"{problem}: {hint}" if hint else problem for problem, hint in problems() if problem]
     left_out = [place["name"] for place in CHECKS["placeholders"] if not place["in_first_run"]]
     if found:
         found.append("PREFLIGHT=0 starts without these checks")
     if found and left_out and os.environ.get("MOCK") != "1":
         found.append(f"MOCK=1 starts a short run on random tokens, which needs no {', '.join(left_out)}")
+    is_told_only = bool(found) and not sees_gpus()
+    if is_told_only:
+        found.append("no GPU is visible here: this is told, and nothing is stopped")
     for line in found:
         print(f"preflight: {line}", file=sys.stderr)
-    return 1 if found else 0
+    return 1 if found and not is_told_only else 0
 
 
 if __name__ == "__main__":

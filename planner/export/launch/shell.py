@@ -37,7 +37,20 @@ def placeholders(places: Iterable[Placeholder]) -> list[str]:
     if not lines:
         return []
     exported = f"export {' '.join(place.name for place in places)}"
-    return ["# ---- fill in here, or set before the start ----", *lines, exported, "# ----", ""]
+    return ["# ---- fill in here, or set before the start ----", *lines, exported, "# ----", *_unasked(places), ""]
+
+
+def _unasked(places: Iterable[Placeholder]) -> list[str]:
+    """Lines that make the run a first one where nothing that training needs is filled in, and say so."""
+    needed = [f"${place.name}" for place in places if not (place.in_first_run or place.is_optional)]
+    if not needed:
+        return []
+    return [
+        f'if [[ -z "${{MOCK:-}}{"".join(needed)}" ]]; then',
+        "  export MOCK=1",
+        "  echo 'nothing is filled in: this is a first run on random tokens (MOCK=0 insists on training)' >&2",
+        "fi",
+    ]
 
 
 def first_run_note(command: LaunchCommand, script: str) -> str:

@@ -14,7 +14,8 @@ from planner.export.megatron.options import Options, number, text
 
 MARKS = {
     "--deepspeed", "--zero-stage", "--deepspeed_config", "--deepspeed-config", "--checkpoint-activations",
-    "--deepspeed-activation-checkpointing", "--activations-checkpoint-method", "--ds-sequence-parallel-size", "--embed-layernorm", "--pad-vocab-size-to",
+    "--deepspeed-activation-checkpointing", "--activations-checkpoint-method", "--ds-sequence-parallel-size",
+    "--embed-layernorm", "--pad-vocab-size-to",
 }  # fmt: skip
 """Options that Megatron-DeepSpeed alone has."""
 _RENAMED = {
@@ -36,7 +37,8 @@ _RENAMED = {
 """Options with another name and the same value."""
 _POSITIONS = {"absolute": "learned_absolute", "learned": "learned_absolute", "rotary": "rope"}
 _GATED = ("swiglu", "geglu", "reglu", "liglu")
-READ = MARKS | {*_RENAMED, "--glu-activation", "--pp-partition-method", "--expert-interval", "--mlp-type", "--no-pipeline-parallel",
+READ = MARKS | {*_RENAMED, "--glu-activation", "--pp-partition-method", "--expert-interval", "--mlp-type",
+                "--no-pipeline-parallel",
                 "--checkpoint-num-layers", "--create-moe-param-group", "--cpu-optimizer"}  # fmt: skip
 """Options that are read here."""
 

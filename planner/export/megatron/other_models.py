@@ -43,7 +43,7 @@ _BY_OPTION = (
 _BY_VALUE = {
     "--spec": (r"mamba|hybrid", "Mamba, a state-space model"),
     "--vocab-file": (r"\bbert-|vocab\.txt$", "BERT, an encoder"),
-    "--data-path": (r"\bmy-bert|text_sentence", "BERT, an encoder"),
+    "--data-path": (r"\bmy-bert", "BERT, an encoder"),
     "--tokenizer-type": (r"BertWordPiece", "BERT, an encoder"),
 }
 """Options with values that other models alone have."""

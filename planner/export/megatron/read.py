@@ -10,8 +10,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
-from planner.export.common.script import read_script
-from planner.export.common.shell import Script
+from planner.export.common.spelling import unexplained
 from planner.export.megatron.deepspeed_options import READ as DEEPSPEED_OPTIONS
 from planner.export.megatron.deepspeed_options import as_megatron, is_megatron_deepspeed, read_zero
 from planner.export.megatron.model.read import MODEL_OPTIONS, read_model
@@ -19,7 +18,10 @@ from planner.export.megatron.options import Options, number, options_of, text
 from planner.export.megatron.other_models import check_is_gpt
 from planner.export.megatron.read_features import FEATURE_OPTIONS, read_dtype, read_features, read_scales
 from planner.export.megatron.read_layout import LAYOUT_OPTIONS, read_layout
+from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.export.megatron.unread_options import sort_unread
+from planner.export.scripts.script import read_script
+from planner.export.scripts.shell import Script
 from planner.trainers.switches import SWITCHES
 
 _READ = {"--global-batch-size", "--seq-length", *FEATURE_OPTIONS, *LAYOUT_OPTIONS, *MODEL_OPTIONS}
@@ -110,7 +112,8 @@ def run_of(
     imported.optimizer_instances = number(options, "--num-distributed-optimizer-instances", 1) or 1
     imported.microbatches_per_rank = 1
     imported.notes += _assumptions(options)
-    sort_unread(options, {*_READ, *also_read}, imported)
+    unsaid = unexplained(SWITCH_OPTIONS, {name: words or True for name, words in options.items()})
+    sort_unread(options, {*_READ, *also_read} - unsaid, imported)
     return imported
 
 

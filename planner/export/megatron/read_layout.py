@@ -16,6 +16,7 @@ _SIZES = {
     "--micro-batch-size": "micro_batch_size",
 }
 LAYOUT_OPTIONS = frozenset(_SIZES) | {
+    "--use-tp-pp-dp-mapping",
     "--sequence-parallel", "--expert-tensor-parallel-size", "--use-distributed-optimizer", "--use-megatron-fsdp",
     "--use-custom-fsdp", "--data-parallel-sharding-strategy", "--use-torch-fsdp2",
     "--num-distributed-optimizer-instances", "--recompute-activations", "--recompute-granularity", "--recompute-method",
@@ -32,6 +33,8 @@ def read_layout(options: Options) -> dict[str, Any]:
     layout["sequence_parallel"] = "--sequence-parallel" in options and layout["tp"] > 1
     if "--num-experts" in options:
         layout["etp"] = number(options, "--expert-tensor-parallel-size", layout["tp"])
+    if "--use-tp-pp-dp-mapping" in options:
+        layout["rank_order"] = "tp-cp-ep-pp-dp"
     layout |= _sharding(options)
     layout |= _recompute(options)
     layout |= _stages(options, layout["pp"])

@@ -18,19 +18,44 @@ _IGNORED = re.compile(
     r"|rotary|rope|use-rope|mscale|yarn|beta-|norm-epsilon|layernorm-epsilon|apply-layernorm|attention-softmax"
     r"|moe-router-(load|score|group|num-groups|topk-scaling|bias|dtype|pre-softmax|enable|force|fusion)|moe-aux|moe-z"
     r"|moe-grouped|moe-permute|moe-use|mtp-loss|step-batch|rampup|calculate|te-rng|high-priority|nccl|enable-exp"
-    r"|deterministic|one-logger|app-tag|use-persistent|local-rank|lazy|transformer-impl|attention-dropout"
+    r"|one-logger|app-tag|use-persistent|local-rank|lazy|transformer-impl|attention-dropout"
     r"|max-position|make-vocab|padded-vocab|vocab-extra|micro-batch-size-per|bias-|masked-softmax|persist"
-    r"|optimizer$|wgrad|defer|align|ddp-|use-cpu|main-|fp8-amax|fp8-margin|fp8-interval"
+    r"|align|ddp-|use-cpu-init|fp8-amax|fp8-margin|fp8-interval"
     r"|fp8-param|fp4-param|reuse-grad|fine-grained-offloading-max"
-    r"|moe-(flex-dispatcher-num|hybridep|deepep|paged-stash|expert-rank-capacity|pad-expert|single-grouped)|use-tp-pp)"
+    r"|moe-(flex-dispatcher-num|hybridep|deepep|paged-stash|expert-rank-capacity|pad-expert|single-grouped)"
+    r"|apply-query-key|no-query-key|inference-|rl-|grpo-|langrl-|perform-rl|flash-decode|incoming-requests|prompts|num-tokens-to-gen"
+    r"|temperature|top-|top_|return-log|max-tokens-to-oom|enable-chunked|straggler|check-weight-hash|verify-integrity"
+    r"|train-tokens|train-weighted|valid-weighted|test-weighted|valid-num|abort-on|kill-switch|sync-tp-dup|norm-target|loss-on-targets"
+    r"|universal-checkpoint|codecarbon|skip-train|moe-loss|moe-layer-recompute$|synchronize-each|contigious|zero-(reduce|allgather|contig)"
+    r"|repeated-dataloader|DDP-impl|memory-centric|return-data|create-moe|num-dataset|recompute-method$|apply-wd|warmup$|dist-url"
+    r"|use-ring-exchange|pipeline-model-parallel-comm|rampup|sft|model-type|legacy-tokenizer|trust-remote|delay-load)"
 )
 """Options that change what is learned, written or logged, not how long a step takes."""
 
 _LAUNCHER = re.compile(
     r"--(nproc|nnodes|node|master|rdzv|max-restarts|tee|log-dir|redirects|ntasks|gpus|kill|label|output|export|container"
-    r"|mpi|cpu|numa|job)"
+    r"|mpi|cpu-bind|numa|job|num-gpus|num-nodes|num_|hostfile|force_multi|max_restarts|wait$|deepspeed_port|ntasks|no_local|include|exclude"
+    r"|module$|nodes$|gres|partition|account|time$|exclusive|mem$|jobid|overlap$|local-addr|start-method|role|standalone)"
 )
 """Options of torchrun and srun: the run says their part as a number of GPUs."""
+
+
+_UNASKED = {
+    "--optimizer": ("adam", "adamw"),
+    "--main-grads-dtype": ("fp32",),
+    "--main-params-dtype": ("fp32",),
+    "--exp-avg-dtype": ("fp32",),
+    "--exp-avg-sq-dtype": ("fp32",),
+    "--num-experts": ("1",),
+    "--moe-token-dispatcher-type": ("allgather",),
+}
+"""Options with the values that Megatron-LM has unasked: they say nothing new."""
+_NEEDED_BY_OTHERS = {
+    "--use-precision-aware-optimizer",
+    "--overlap-cpu-optimizer-d2h-h2d",
+    "--moe-mlp-glu-interleave-size",
+}
+"""Options that only let others be given."""
 
 
 def sort_unread(options: Options, read: Collection[str], imported: ImportedRun) -> None:
@@ -38,5 +63,7 @@ def sort_unread(options: Options, read: Collection[str], imported: ImportedRun) 
     for name, values in options.items():
         if name in read or _LAUNCHER.match(name):
             continue
-        options_like_it = imported.ignored if _IGNORED.match(name) else imported.unknown
-        options_like_it[name] = " ".join(values)
+        is_harmless = (
+            _IGNORED.match(name) or name in _NEEDED_BY_OTHERS or " ".join(values).lower() in _UNASKED.get(name, ())
+        )
+        (imported.ignored if is_harmless else imported.unknown)[name] = " ".join(values)

@@ -1,4 +1,4 @@
-"""The names of NeMo's first version (examples/nlp/language_modeling/conf/megatron_gpt_config.yaml) for fields of models."""
+"""The names of NeMo's first version (its megatron_gpt_config.yaml) for fields of models."""
 
 from __future__ import annotations
 

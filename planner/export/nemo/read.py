@@ -13,13 +13,14 @@ from planner.export.bridge.tree import fields_of, options_of_fields, precision_n
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.exported_model import model_called, num_layers_of
 from planner.export.common.imported_run import ImportedRun
-from planner.export.common.python_config import Evaluator, Record
-from planner.export.common.recipes import chosen_recipe
-from planner.export.common.script import read_script
-from planner.export.common.shell import Script
 from planner.export.megatron.read import run_of
 from planner.export.nemo.first_version import NO_EFFECT, as_fields
 from planner.export.nemo.interpolation import resolved
+from planner.export.recipes.chosen import chosen_recipe
+from planner.export.recipes.evaluator import Evaluator
+from planner.export.recipes.values import Record
+from planner.export.scripts.script import read_script
+from planner.export.scripts.shell import Script
 
 _MAX_DEPTH = 60
 _OTHERS = re.compile(
@@ -80,6 +81,7 @@ def _second_version(record: Record) -> ImportedRun:
         fields = {f"model.{name}": _plain(value) for name, value in model.defaults.items()} | fields
     script = Script(variables={"WORLD_SIZE": [str(world)]} if world else {})
     imported = run_of(options_of_fields(fields), script, "nemo", num_layers=num_layers_of(named))
+    imported.run["runtime"] = "bridge"
     imported.unknown.clear()
     if named is not None:
         imported.run["model"] = named
@@ -177,6 +179,7 @@ def _first_version(text: str) -> ImportedRun:
     imported = run_of(
         options_of_fields(fields), Script(variables={"WORLD_SIZE": [str(world)]} if world else {}), "nemo"
     )
+    imported.run["runtime"] = "bridge"
     imported.unknown.clear()
     sort_fields(fields, imported.ignored, imported.unknown)
     for path in [path for path in imported.unknown if NO_EFFECT.match(path)]:

@@ -9,8 +9,8 @@ from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.exported_model import Model, num_layers_of
 from planner.export.common.imported_run import ImportedRun
-from planner.export.common.script import read_script
-from planner.export.common.shell import Script
+from planner.export.scripts.script import read_script
+from planner.export.scripts.shell import Script
 from planner.export.torchtitan.flavors import model_of_flavor
 from planner.export.torchtitan.read_recipe import RECOMPUTED, Settings
 from planner.export.torchtitan.settings import is_recipe, read_settings
@@ -34,7 +34,8 @@ _READ = {
     "parallelism.pipeline_parallel_microbatch_size", "parallelism.module_fqns_per_model_part",
     "parallelism.enable_sequence_parallel", "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode",
     "activation_checkpoint", "compile.enable", "compile.enable_async_tensor_parallel", "training.compile",
-    "compile.components", "dtype", "float8.recipe_name", "float8.enable", "model.converters", "job.converters", "model.published",
+    "compile.components", "dtype", "float8.recipe_name", "float8.enable", "model.converters", "job.converters",
+    "model.published",
     "base", "activation_checkpoint.selective_ac_option", "parallelism.pipeline_parallel_microbatches",
     "parallelism.pipeline_parallel_layers_per_stage", "parallelism.pipeline_parallel_first_stage_less_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers", "parallelism.expert_tensor_parallel_degree",
@@ -174,7 +175,7 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
     if replicate > 1 and shard > 0:
         layout["fsdp"] = shard * cp
     keeps_weights = settings.get("parallelism.fsdp_reshard_after_forward") == "never"
-    layout["zero_stage"] = 0 if shard == 1 and replicate > 1 else 2 if keeps_weights else 3
+    layout["zero_stage"] = 0 if shard == 1 and cp == 1 else 2 if keeps_weights else 3
     if shard > 0:
         layout["dp"] = replicate * shard
     return layout, tp * cp * pp

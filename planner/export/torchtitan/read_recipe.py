@@ -7,8 +7,9 @@ from typing import Any
 
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.exported_model import exported_model
-from planner.export.common.python_config import Evaluator, Record, Unknown
-from planner.export.common.recipes import chosen_recipe
+from planner.export.recipes.chosen import chosen_recipe
+from planner.export.recipes.evaluator import Evaluator
+from planner.export.recipes.values import Record, Unknown
 
 Settings = dict[str, Any]
 """`section.name` to value."""

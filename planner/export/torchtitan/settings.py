@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
-from planner.export.common.shell import Script
+from planner.export.scripts.shell import Script
 from planner.export.torchtitan.flavors import flavor_of
 from planner.export.torchtitan.read_recipe import Settings, read_recipe
 
@@ -47,7 +47,7 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Settings, dict[st
     if is_recipe(text):
         settings, unreadable = read_recipe(config)
     else:
-        settings = _toml(text) if _is_toml(text) else _overrides(script)
+        settings = _toml(text) if _is_toml(text) else override_settings(script)
     if not any(name.startswith(("parallelism.", "training.")) for name in settings):
         raise SpecError(
             "no torchtitan settings found", "give a recipe, a TOML file, or a script with --parallelism.… options"
@@ -72,6 +72,11 @@ def is_recipe(text: str) -> bool:
     return bool(re.search(r"ParallelismConfig|TrainingConfig|Trainer\.Config|import .*model_registry", text))
 
 
+def toml_settings(text: str) -> Settings | None:
+    """The settings of a TOML file, as it spells them; None for any other text."""
+    return _toml(text) if _is_toml(text) and not is_recipe(text) else None
+
+
 def _is_toml(text: str) -> bool:
     return bool(re.search(r"^\[(parallelism|training|model)\]", text, re.MULTILINE))
 
@@ -93,7 +98,7 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
     return settings
 
 
-def _overrides(script: Script) -> Settings:
+def override_settings(script: Script) -> Settings:
     """`--section.key value`; a bare option is true, `--section.no-key` is false."""
     settings: Settings = {}
     key = ""

@@ -19,7 +19,6 @@ from planner.physics.pricing import Pricing
 from planner.schedule.replay import makespan_s
 from planner.search.case import Case
 from planner.search.search import search
-from planner.specs.cluster import ClusterSpec
 from planner.specs.units import GIB
 
 TIME_LIMIT_S = 10.0
@@ -122,7 +121,7 @@ def other_limits(case: Case) -> Iterator[WhatIf]:
     """The limits that the job has to obey, each moved by itself: memory, batch, NVLink domain."""
     cluster, hardware, training = case.cluster, case.cluster.hardware, case.training
     larger = hardware.model_copy(update={"memory_gib": hardware.memory_gib * (1 + ROOM)})
-    yield WhatIf("memory", f"{ROOM:.0%} more memory", replace(case, cluster=_cluster(cluster, hardware=larger)))
+    yield WhatIf("memory", f"{ROOM:.0%} more memory", replace(case, cluster=cluster.changed(hardware=larger)))
     twice = training.model_copy(update={"global_batch_size": 2 * training.global_batch_size})
     yield WhatIf("batch", "twice the batch", replace(case, training=twice))
     inner = cluster.tiers[0].num_gpus
@@ -131,10 +130,5 @@ def other_limits(case: Case) -> Iterator[WhatIf]:
         if outer is None or 2 * inner < outer:
             tiers = (cluster.tiers[0].model_copy(update={"num_gpus": 2 * inner}), *cluster.tiers[1:])
             wider = hardware.model_copy(update={"tiers": tiers, "gpus_per_node": cluster.node_size})
-            changed = _cluster(cluster, hardware=wider, gpus_per_node=None, network_gb_per_s=None)
+            changed = cluster.changed(hardware=wider, gpus_per_node=None, network_gb_per_s=None, network_tiers=())
             yield WhatIf("domain", f"an NVLink domain of {2 * inner}", replace(case, cluster=changed))
-
-
-def _cluster(cluster: ClusterSpec, **changes: Any) -> ClusterSpec:
-    """A new cluster with some fields changed; a copy would keep the links that were worked out for the old one."""
-    return ClusterSpec(**{name: getattr(cluster, name) for name in ClusterSpec.model_fields} | changes)

@@ -61,7 +61,7 @@ def _has_own_scale(model: ModelSpec) -> bool:
 
 def _is_stretched_otherwise(model: ModelSpec) -> bool:
     known = {"gemma2": (None,), "gemma3": (None, "linear")}.get(family_of(model))
-    return known is not None and rotary_method(model) not in known
+    return known is not None and not _is_of_no_recipe(model) and rotary_method(model) not in known
 
 
 BRIDGE_MODEL_RULES: tuple[Rule, ...] = (

@@ -78,6 +78,8 @@ _UNWRITTEN: tuple[tuple[str, Callable[[ModelSpec], bool], str], ...] = (
     ("sliding_heads", lambda m: m.sliding_heads is not None, "heads of their own on sliding layers"),
     ("value_head_dim", lambda m: m.value_head_dim not in (None, m.head_dim), "values of another width than keys"),
     ("values_are_keys", lambda m: m.values_are_keys, "keys that are values too"),
+    ("attn_head_gate", lambda m: m.attn_head_gate, "gates of whole heads"),
+    ("query_rank", lambda m: m.query_rank is not None, "low-rank queries beside full keys"),
     ("norm_weight", lambda m: not m.norm_weight, "norms without weights"),
     ("head_bias", lambda m: m.head_bias, "biases in the head"),
     ("activation", lambda m: m.activation == "xielu", "xIELU"),

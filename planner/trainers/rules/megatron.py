@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.shape import Shape
+from planner.shape import RANK_ORDERS, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
 from planner.trainers.rules.common import (
@@ -132,6 +132,23 @@ MEGATRON_RULES: tuple[Rule, ...] = (
         lambda model, training, shape: no_multiple(
             "tp·cp·dp / ep·etp", f"{shape.expert_dp:g}", "dp·cp / shard_size", _instances(shape)
         ),
+    ),
+    Rule(
+        "rank_order_with_experts",
+        # "the data parallel size of the attention and moe layers must be the same" (core/parallel_state.py)
+        lambda model, training, shape: _dense_or(
+            model,
+            (np.asarray(shape.dp_outermost) == 0) | (shape.pp == 1) | (shape.ep * shape.etp == shape.tp * shape.cp),
+        ),
+        lambda model, training, shape: (
+            f"{RANK_ORDERS[1]} needs as many replicas of experts as of the rest: ep·etp {shape.ep * shape.etp} is not "
+            f"tp·cp {shape.tp * shape.cp}"
+        ),
+    ),
+    Rule(
+        "rank_order_with_fsdp",
+        lambda model, training, shape: (np.asarray(shape.dp_outermost) == 0) | (np.asarray(shape.zero_stage) < 2),
+        lambda model, training, shape: f"Megatron-FSDP (zero_stage {shape.zero_stage}) knows no {RANK_ORDERS[1]}",
     ),
 )
 """Constraints whatever the runtime's switches are."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from planner.errors import SpecError
+from planner.shape import RANK_ORDERS
 from planner.specs.problems import check_names
 from planner.trainers.load import RUNTIMES, load_runtime
+from planner.trainers.rules.bridge_model import bridge_model_rules
 from planner.trainers.rules.common import Rule
 from planner.trainers.rules.layer_kinds import LAYER_KIND_RULES, UNWRITTEN_RULES
 from planner.trainers.rules.megatron_model import megatron_model_rules
@@ -35,7 +37,8 @@ def export_rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
         return ()
     names = runtime.export_rules or _trainer_of(runtime).export_rules
     check_names(f"runtime {runtime.name}", "export_rules", names, EXPORT_RULES)
-    sets = EXPORT_RULES | {"megatron": megatron_model_rules(runtime.version)}
+    version = runtime.version
+    sets = EXPORT_RULES | {"megatron": megatron_model_rules(version), "bridge": bridge_model_rules(version)}
     return (*UNWRITTEN_RULES, *(rule for name in names for rule in sets[name]))
 
 
@@ -58,6 +61,11 @@ def _switch_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:
             "cp_not_expressible",
             lambda m, t, s: (s.cp == 1) | runtime.has_context_parallel,
             lambda m, t, s: f"cp {s.cp}: {runtime.name} knows no context parallelism",
+        ),
+        Rule(
+            "rank_order_not_expressible",
+            lambda m, t, s: (np.asarray(s.dp_outermost) == 0) | (RANK_ORDERS[1] in runtime.rank_orders),
+            lambda m, t, s: f"rank_order {s.rank_order}: {runtime.name} has {', '.join(runtime.rank_orders)}",
         ),
         Rule(
             "zero_stage_not_expressible",

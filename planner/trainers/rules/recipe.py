@@ -237,11 +237,18 @@ _EFFECTS: dict[str, Callable[[Setting, Shape], Any]] = {
     "tp_comm_overlap": lambda s, shape: shape.tp > 1 and shape.sequence_parallel > 0 and s.model.mla is None,
     "async_tp": lambda s, shape: shape.tp > 1,
     "cp_comm_type": lambda s, shape: shape.cp > 1,
-    "overlap_grad_reduce": lambda s, shape: shape.dp * shape.cp > 1,
-    "overlap_param_gather": lambda s, shape: shape.zero_stage >= 1 and shape.shard_size > 1,
+    "overlap_grad_reduce": lambda s, shape: shape.dp * shape.cp > 1 or _has_more_experts(s, shape),
+    "overlap_param_gather": lambda s, shape: (
+        shape.zero_stage >= 1 and (shape.shard_size > 1 or _has_more_experts(s, shape))
+    ),
     "p2p_overlap": lambda s, shape: shape.pp > 1 and shape.vpp > 1,
 }
 """The layouts on which a switch has an effect, for switches that have none on some."""
+
+
+def _has_more_experts(setting: Setting, shape: Shape) -> bool:
+    """True where tensor-parallel ranks hold copies of experts, since these are split less than attention is."""
+    return setting.model.moe is not None and bool(shape.tp > shape.etp * shape.ep)
 
 
 def has_effect(switch: str, setting: Setting) -> bool:

@@ -1,11 +1,11 @@
-"""Conditions of bash scripts: whether `[ … ]`, `[[ … ]]` and `(( … ))` hold, as far as the script's own variables say."""
+"""Conditions of bash scripts: whether `[ … ]`, `[[ … ]]` and `(( … ))` hold, as far as variables say."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
 
-from planner.export.common.shell_words import Words
+from planner.export.scripts.words import Words
 
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 _UNKNOWN = ("-f", "-d", "-e", "-x", "-r", "-w", "-s", "-L", "-t", "-nt", "-ot")

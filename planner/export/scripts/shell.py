@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from planner.export.common.shell_syntax import Block, Case, For, Function, If, Simple, Statement, While, parse_shell
-from planner.export.common.shell_test import holds
-from planner.export.common.shell_words import Environment, Words
+from planner.export.scripts.conditions import holds
+from planner.export.scripts.syntax import Block, Case, For, Function, If, Simple, Statement, While, parse_shell
+from planner.export.scripts.words import Environment, Words
 
 Files = Callable[[str], str | None]
 """The text of a file that a script names; None where there is none beside it."""
@@ -21,9 +21,10 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.DOTALL)
 _DECLARING = frozenset({"export", "declare", "readonly", "local", "typeset"})
 _PREFIXES = frozenset({"env", "time", "nohup", "exec", "command", "sudo", "then", "do", "!"})
 _SAYS_ONLY = frozenset({
-    "echo", "printf", "mkdir", "cd", "rm", "cp", "mv", "ln", "ls", "module", "pip", "sed", "grep", "awk", "cat", "tee", "wget",
-    "curl", "tar", "sleep", "exit", "return", "shift", "set", "unset", "ulimit", "git", "chmod", "conda", "source", ".", "clear",
-    "rsync", "scancel", "touch", "find", "head", "tail", "shopt", "trap", "wait", "kill", "read", "break", "continue",
+    "echo", "printf", "mkdir", "cd", "rm", "cp", "mv", "ln", "ls", "module", "pip", "sed", "grep", "awk", "cat", "tee",
+    "wget", "curl", "tar", "sleep", "exit", "return", "shift", "set", "unset", "ulimit", "git", "chmod", "conda",
+    "source", ".", "clear", "rsync", "scancel", "touch", "find", "head", "tail", "shopt", "trap", "wait", "kill",
+    "read", "break", "continue",
 })  # fmt: skip
 """Commands that launch nothing, whatever their words are."""
 _MAX_ITERATIONS, _MAX_DEPTH, _MAX_COMMANDS = 16, 12, 2_000
@@ -161,7 +162,7 @@ class _Reader:
     def _command(self, words: list[str], command: Simple) -> bool | None:
         while words and words[0] in _PREFIXES:
             words = words[1:]
-            while words and (match := _ASSIGNMENT.match(words[0])):
+            while words and _ASSIGNMENT.match(words[0]):
                 words = words[1:]
         name = words[0] if words else ""
         if name in self.functions:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from planner.export.common.shell import Files, Script, read_shell
+from planner.export.scripts.shell import Files, Script, read_shell
 
 
 def read_script(text: str, files: Files = lambda name: None) -> Script:

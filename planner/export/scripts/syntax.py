@@ -7,30 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.errors import SpecError
+from planner.export.scripts.tokens import Token, tokens_of
 
 Connector = Literal["", "&&", "||", "|"]
-_OPERATORS = (
-    "&&",
-    "||",
-    ";;",
-    "&>",
-    ">>",
-    "<<<",
-    "<<-",
-    "<<",
-    ">&",
-    "<&",
-    ">|",
-    "|&",
-    ";",
-    "|",
-    "&",
-    "(",
-    ")",
-    "<",
-    ">",
-    "\n",
-)
 _SEPARATORS = (";", "\n", "&", ";;")
 _REDIRECTIONS = ("&>", ">>", "<<<", ">&", "<&", ">|", "<", ">")
 _MAX_DEPTH = 40
@@ -90,22 +69,15 @@ class Function:
 Statement = Simple | Block | If | For | While | Case | Function
 
 
-@dataclass(slots=True)
-class _Token:
-    text: str
-    is_operator: bool = False
-    here: str | None = None
-
-
 def parse_shell(text: str) -> Block:
     """The statements of a script; what never ends, ends with the text. SpecError for blocks nested too deeply."""
-    return _Parser(_tokens(text)).block(())
+    return _Parser(tokens_of(text)).block(())
 
 
 class _Parser:
     """A recursive descent over tokens."""
 
-    def __init__(self, tokens: list[_Token]) -> None:
+    def __init__(self, tokens: list[Token]) -> None:
         self.tokens, self.at, self.depth = tokens, 0, 0
 
     def block(self, ends: tuple[str, ...]) -> Block:
@@ -136,7 +108,7 @@ class _Parser:
         self.at += 1
         return block, end
 
-    def _statement(self, token: _Token) -> Statement:
+    def _statement(self, token: Token) -> Statement:
         if token.is_operator:
             if token.text == "(":
                 if self._next("("):
@@ -226,7 +198,7 @@ class _Parser:
             branches.append((patterns, self.block((";;", "esac"))))
         return Case(word, branches)
 
-    def _simple(self, words: list[str], first: _Token | None) -> Simple:
+    def _simple(self, words: list[str], first: Token | None) -> Simple:
         """A command's words up to a separator, with its redirections."""
         command = Simple(words)
         if first is not None:
@@ -268,110 +240,3 @@ class _Parser:
     def _skip(self, *texts: str) -> None:
         while self.at < len(self.tokens) and self.tokens[self.at].text in texts:
             self.at += 1
-
-
-def _tokens(text: str) -> list[_Token]:
-    """Words as they are written and operators; the documents that commands read go with their operators."""
-    tokens: list[_Token] = []
-    waiting: list[_Token] = []
-    at = 0
-    while at < len(text):
-        char = text[at]
-        if char in " \t\r":
-            at += 1
-        elif text.startswith("\\\n", at) or text.startswith("\\\r\n", at):
-            at = text.index("\n", at) + 1
-        elif char == "#":
-            at = _find(text, "\n", at)
-        elif (operator := _operator(text, at)) is not None:
-            tokens.append(_Token(operator, is_operator=True))
-            at += len(operator)
-            if operator in ("<<", "<<-"):
-                waiting.append(tokens[-1])
-            elif operator == "\n" and waiting:
-                at = _documents(text, at, tokens, waiting)
-                waiting = []
-        else:
-            end = _word_end(text, at)
-            tokens.append(_Token(text[at:end]))
-            at = end
-    return tokens
-
-
-def _operator(text: str, at: int) -> str | None:
-    return next((operator for operator in _OPERATORS if text.startswith(operator, at)), None)
-
-
-def _documents(text: str, at: int, tokens: list[_Token], waiting: list[_Token]) -> int:
-    """Give each waiting `<<` the lines up to its delimiter; the index behind them."""
-    for token in waiting:
-        index = next((i for i, other in enumerate(tokens) if other is token), 0)
-        delimiter = re.sub(r"['\"\\]", "", tokens[index + 1].text) if index + 1 < len(tokens) else ""
-        match = re.compile(rf"^[\t ]*{re.escape(delimiter)}[ \t\r]*$", re.MULTILINE).search(text, at)
-        end = match.start() if match else len(text)
-        token.here = text[at:end]
-        at = match.end() if match else len(text)
-    return at
-
-
-def _find(text: str, mark: str, start: int) -> int:
-    index = text.find(mark, start)
-    return len(text) if index < 0 else index
-
-
-def _word_end(text: str, at: int) -> int:
-    """The index behind the word that begins at `at`; quotes, expansions and an array's parentheses belong to it."""
-    while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 2
-        elif char == "'":
-            at = _find(text, "'", at + 1) + 1
-        elif char == '"':
-            at = double_end(text, at)
-        elif char == "`":
-            at = _find(text, "`", at + 1) + 1
-        elif char == "$" and text[at + 1 : at + 2] in ("(", "{"):
-            at = closing(text, at + 1) + 1
-        elif char == "(" and re.search(r"(^|[\s;&|(])[A-Za-z_]\w*\+?=$", text[max(0, at - 80) : at]):
-            at = closing(text, at) + 1
-        elif char in " \t\r\n;&|()<>":
-            break
-        else:
-            at += 1
-    return min(at, len(text))
-
-
-def double_end(text: str, at: int) -> int:
-    """The index behind the double-quoted text that begins at `at`."""
-    at += 1
-    while at < len(text) and text[at] != '"':
-        if text[at] == "\\":
-            at += 2
-        elif text[at] == "$" and text[at + 1 : at + 2] in ("(", "{"):
-            at = closing(text, at + 1) + 1
-        else:
-            at += 1
-    return at + 1
-
-
-def closing(text: str, start: int) -> int:
-    """The index at which the bracket at `start` closes, or the end of the text; quoted brackets do not count."""
-    opening, ending = text[start], {"(": ")", "{": "}"}[text[start]]
-    depth, at = 0, start
-    while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 1
-        elif char == "'" and opening == "(":
-            at = _find(text, "'", at + 1)
-        elif char == '"':
-            at = double_end(text, at) - 1
-        elif char == "#" and opening == "(" and text[at - 1] in " \t\n" and not text.startswith("((", start):
-            at = _find(text, "\n", at) - 1
-        else:
-            depth += (char == opening) - (char == ending)
-            if not depth:
-                return at
-        at += 1
-    return len(text)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from planner.errors import SpecError
-from planner.export.common.python_config import Evaluator, Record
+from planner.export.recipes.evaluator import Evaluator
+from planner.export.recipes.values import Record
 from planner.specs.problems import nearest
 
 

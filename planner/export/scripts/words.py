@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from planner.errors import SpecError
-from planner.export.common.shell_syntax import closing, double_end
+from planner.export.scripts.tokens import closing, double_end
 
 Environment = dict[str, list[str]]
 """Variables; an array has several words."""
