@@ -167,6 +167,11 @@ def test_a_refusal_says_why(kind: str) -> None:
     assert kind not in WRAPPERS
 
 
+def test_sections_of_mixers_that_no_layer_has_are_left_out() -> None:
+    plain = model_of("granite-4.0-h-micro", layer_types=["attention"] * 40, position_embedding_type="rope")
+    assert (plain.mamba, plain.layer_types, plain.position_embedding) == (None, ("full",), "rope")
+
+
 def test_the_page_on_models_lists_what_is_refused() -> None:
     page = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text()
     assert all(f"`{kind}`" in page and reason in page for kind, reason in REFUSED.items())
