@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from planner.trainers.rules.common import Rule, model_rule
-from planner.trainers.rules.plain_layers import PLAIN_LAYERS
+from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 
 TORCH_MODEL_RULES: tuple[Rule, ...] = (
-    *PLAIN_LAYERS,
+    *UNWRITTEN_RULES,
     model_rule("pre_norms", lambda m: not m.pre_norms, lambda m: "attention and MLP always have a norm before them"),
     model_rule(
         "parallel_residual",
