@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration says of a run: sharding, batch, precision, tensor parallelism and offload."""
+"""The parts of a run that a DeepSpeed configuration holds: sharding, batch, precision, tensor parallelism and offload."""
 
 from __future__ import annotations
 

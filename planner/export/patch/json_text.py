@@ -39,7 +39,7 @@ def changed(text: str, changes: Sequence[Change]) -> str:
 
 
 def _key(line: str) -> str:
-    """What a line is about, however its value is written."""
+    """The key of a line, however its value is written."""
     return line.partition(":")[0].strip() if ":" in line else line.strip()
 
 

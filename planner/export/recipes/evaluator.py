@@ -54,7 +54,7 @@ class Evaluator(Expressions):
         return [name for name, value in names.items() if isinstance(value, Function) and value.module is self.module]
 
     def call(self, name: str) -> Any:
-        """What a function returns if it is called without arguments."""
+        """The value that a function returns if it is called without arguments."""
         function = self.resolved(self.module.names[name])
         return self._call(function, [], {}) if isinstance(function, Function) else None
 
@@ -232,7 +232,7 @@ class Evaluator(Expressions):
         return Record(name, arguments, keywords)
 
     def class_names(self, cls: Class) -> dict[str, Any]:
-        """What the body of a class defines."""
+        """The names that the body of a class defines."""
         scope = Scope(cls.module, {}, Scope(cls.module, cls.module.names))
         body = [node for node in cls.node.body if not isinstance(node, (ast.Expr, ast.FunctionDef))]
         self._run(body, scope)

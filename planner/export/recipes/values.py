@@ -35,7 +35,7 @@ class Unknown:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What a call of code outside the file returns: its name, its arguments, and the fields that are set on it."""
+    """The result of a call of code outside the file: its name, its arguments, and the fields that are set on it."""
 
     kind: str
     arguments: list[Any] = field(default_factory=list)
