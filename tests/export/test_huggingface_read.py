@@ -15,7 +15,8 @@ from planner.export.read import read, read_configuration
 def test_accelerate_with_fsdp() -> None:
     imported = read_configuration(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 16\n"
-        "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n  fsdp_activation_checkpointing: true\n  fsdp_offload_params: true\n"
+        "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n  fsdp_activation_checkpointing: true\n"
+        "  fsdp_offload_params: true\n"
     )
     assert (imported.source, imported.run["runtime"], imported.run["num_gpus"]) == ("accelerate", "torch-fsdp", 16)
     layout = layout_of(imported)
@@ -96,7 +97,8 @@ def test_a_command_line_with_fsdp_and_adapters() -> None:
 
 def test_arguments_in_python_and_in_yaml() -> None:
     python = read_configuration(
-        "from transformers import TrainingArguments\nBATCH = 2\nmodel = AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-8B')\n"
+        "from transformers import TrainingArguments\nBATCH = 2\n"
+        "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-8B')\n"
         "args = TrainingArguments(per_device_train_batch_size=BATCH, gradient_accumulation_steps=4, bf16=True, "
         "fsdp='full_shard', max_length=4096)\n"
     )

@@ -86,7 +86,7 @@ def llama3_405b() -> Trainer.Config:
 
 
 def test_a_registry_of_torchtitan() -> None:
-    with pytest.raises(SpecError, match="add --recipe NAME|holds 2 recipes"):
+    with pytest.raises(SpecError, match="holds 2 recipes"):
         read_configuration(TITAN)
     imported = read_configuration(TITAN, recipe="llama3_405b")
     run, layout = imported.run, layout_of(imported)
@@ -112,9 +112,11 @@ import nemo_run as run
 from nemo import lightning as nl
 
 def trainer(tensor_parallelism: int = 2, num_nodes: int = 1, num_gpus_per_node: int = 8):
-    strategy = run.Config(nl.MegatronStrategy, tensor_model_parallel_size=tensor_parallelism, context_parallel_size=2,
+    strategy = run.Config(nl.MegatronStrategy,
+                          tensor_model_parallel_size=tensor_parallelism, context_parallel_size=2,
                           sequence_parallel=True, ddp=run.Config(DDP, overlap_grad_reduce=True))
-    return run.Config(nl.Trainer, devices=num_gpus_per_node, num_nodes=num_nodes, plugins=bf16_mixed(), strategy=strategy,
+    return run.Config(nl.Trainer, devices=num_gpus_per_node, num_nodes=num_nodes, plugins=bf16_mixed(),
+                      strategy=strategy,
                       callbacks=[run.Config(MegatronCommOverlapCallback, tp_comm_overlap=True)])
 
 def pretrain_recipe(num_nodes: int = 4):

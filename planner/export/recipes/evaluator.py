@@ -196,7 +196,7 @@ class Evaluator(Expressions):
         name = ast.unparse(node.func)
         if isinstance(node.func, ast.Name) and isinstance(scope.get(name), Unknown):
             if name == "range" and all(isinstance(bound, int) for bound in arguments):
-                return list(range(*arguments))[:MAX_ITEMS]
+                return list(range(*arguments)[:MAX_ITEMS])
             if name in BUILTINS:
                 return BUILTINS[name](*arguments, **keywords)
             if name in ("hasattr", "isinstance"):
@@ -225,7 +225,7 @@ class Evaluator(Expressions):
             return changed
         if name in ("run.Config", "run.Partial") and arguments:
             target = arguments[0]
-            kind = target.kind if isinstance(target, Record) else getattr(getattr(target, "node", None), "name", "")
+            kind = target.kind if isinstance(target, Record) else getattr(getattr(target, "node", None), "name", str(target))
             return Record(kind, arguments[1:], keywords, self._defaults(target) if isinstance(target, Class) else {})
         if name == "cast" and len(arguments) == 2:
             return arguments[1]
