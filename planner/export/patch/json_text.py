@@ -33,8 +33,12 @@ def changed(text: str, changes: Sequence[Change]) -> str:
     if [_key(line) for line in old] != [_key(line) for line in own]:
         return json.dumps(after, indent=indent) + end
     lines: list[str] = []
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        lines += own[a:b] if kind == "equal" else new[c:d]
+    bare = [[line.rstrip(",") for line in side] for side in (old, new)]
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, *bare, autojunk=False).get_opcodes():
+        if kind == "equal":
+            lines += [own[a + i].rstrip().rstrip(",") + "," * new[c + i].endswith(",") for i in range(b - a)]
+        else:
+            lines += new[c:d]
     return "\n".join(lines) + end
 
 

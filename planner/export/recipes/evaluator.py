@@ -225,7 +225,11 @@ class Evaluator(Expressions):
             return changed
         if name in ("run.Config", "run.Partial") and arguments:
             target = arguments[0]
-            kind = target.kind if isinstance(target, Record) else getattr(getattr(target, "node", None), "name", str(target))
+            kind = (
+                target.kind
+                if isinstance(target, Record)
+                else getattr(getattr(target, "node", None), "name", str(target))
+            )
             return Record(kind, arguments[1:], keywords, self._defaults(target) if isinstance(target, Class) else {})
         if name == "cast" and len(arguments) == 2:
             return arguments[1]
