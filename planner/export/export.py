@@ -10,7 +10,6 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.bundle import Bundle, write_bundle
 from planner.export.common.header import plan_sha256, slug
-from planner.export.common.refusal import refuse_unwritten
 from planner.export.common.target_price import check_fits, priced_for
 from planner.export.common.trainer_files import IMAGE, IMAGE_OF_AMD, ExportFile, LaunchCommand
 from planner.export.launch.preflight import preflight
@@ -57,7 +56,6 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, for
     if len(trainers) > 1:
         raise SpecError(f"--to: {' and '.join(trainers)} are two trainers", "export each into its own folder")
     trainer = TRAINERS[trainers[0]] if trainers else _trainer_of(plan)
-    refuse_unwritten(trainer.name, plan)
     if trainer.runtime is not None:
         plan = priced_for(plan, trainer.runtime, trainer.recomputes)
     written = trainer.write(plan)

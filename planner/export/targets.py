@@ -39,8 +39,11 @@ class Trainer:
 
     def write(self, plan: Plan) -> TrainerFiles:
         assert self.writer is not None
+        from planner.export.common.unstretched import unstretched, with_note
+
+        plan, note = unstretched(plan, self.runtime)
         files: TrainerFiles = _load(self.writer)(plan)
-        return files
+        return with_note(files, note)
 
     def read(self, config: ConfigFile) -> ImportedRun:
         assert self.reader is not None

@@ -28,8 +28,9 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
     yield from _core(model, kind, shape, runtime)
     # the core's output has the layout of its queries, so that [seq, batch, heads·dim] is a view of it
     width = model.num_attention_heads * _value_dim(model) / shape.tp
-    if model.attn_output_gate:
-        yield _output_gate(width, shape)
+    if model.attn_output_gate or model.attn_head_gate:
+        gates = width if model.attn_output_gate else model.num_attention_heads / shape.tp
+        yield _output_gate(width, gates, shape)
     else:
         # attention keeps its output too, for the gradient
         yield cast_copy("attention output", BF16 * shape.tokens * width)
@@ -49,13 +50,16 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
     yield from local_copies("attention copies", hidden_bytes, shape, runtime)
 
 
-def _output_gate(width: Number, shape: Shape) -> Operator:
-    """The product of attention's output and a sigmoid of its gate, which keeps the sigmoid and gives the output."""
+def _output_gate(width: Number, gates: Number, shape: Shape) -> Operator:
+    """The product of attention's output and a sigmoid of its gates, which keeps the sigmoid and gives the output."""
     num_bytes = BF16 * shape.tokens * width
     return Operator(
         name="attention gate", kind="elementwise", family="activation", modules=("op",), forward_bytes=5 * num_bytes,
         backward_bytes=8 * num_bytes, forward_kernels=2, backward_kernels=3,
-        saved=(Saved("sigmoid", num_bytes, ("op",)), Saved("gated output", num_bytes, ("op",), gemm_input=True)),
+        saved=(
+            Saved("sigmoid", BF16 * shape.tokens * gates, ("op",)),
+            Saved("gated output", num_bytes, ("op",), gemm_input=True),
+        ),
     )  # fmt: skip
 
 
@@ -71,9 +75,14 @@ def kv_heads_per_rank(model: ModelSpec, shape: Shape) -> Number:
 
 def _columns(model: ModelSpec, heads: Number, kv_heads: Number) -> Number:
     """Columns of the projection to so many heads of queries, their gates, keys and values."""
-    gated = 2 if model.attn_output_gate else 1
     values = 0 if model.values_are_keys else _value_dim(model)
-    return gated * heads * model.head_dim + kv_heads * (model.head_dim + values)
+    return _query_columns(model, heads) + kv_heads * (model.head_dim + values)
+
+
+def _query_columns(model: ModelSpec, heads: Number) -> Number:
+    """Columns of the projection to queries and their gates; those of a low rank are the same on all ranks."""
+    gates = heads * model.head_dim * model.attn_output_gate + heads * model.attn_head_gate
+    return (model.query_rank or heads * model.head_dim) + gates
 
 
 def _qkv_width(model: ModelSpec, shape: Shape) -> Number:
@@ -105,6 +114,8 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
         )
         products.append(product)
     yield from enter_tp("qkv", products, BF16 * shape.tokens * model.hidden_size, shape, runtime)
+    if model.query_rank is not None:
+        yield from _queries_up(model, model.query_rank, heads, shape, runtime)
     if model.qk_norm:
         rows, row = shape.tokens * (heads + kv_heads), model.head_dim
         # eager: its input is a view of the buffer, and rotation, which reads its output, keeps nothing
@@ -121,10 +132,19 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
         yield _with_saved(operator, Saved("rotated q, k", BF16 * shape.tokens * rotated)) if keeps_buffer else operator
 
 
+def _queries_up(model: ModelSpec, rank: int, heads: Number, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """The norm and the second product of low-rank queries (Step-3's multi-matrix factorization attention)."""
+    yield norm("q latent norm", rank, shape.tokens, model, runtime, saves_input=False)
+    width = heads * model.head_dim
+    yield Operator(
+        name="q up", kind="gemm", m=shape.tokens, n=width, k=rank, parameters=width * rank,
+        saved=(Saved("q up", BF16 * shape.tokens * width),),
+    )  # fmt: skip
+
+
 def _three(model: ModelSpec, heads: Number, kv_heads: Number) -> list[tuple[str, Number, bool]]:
     """The three projections: name, columns, and whether recomputing every other product (`op`) recomputes it."""
-    gated = 2 if model.attn_output_gate else 1
-    parts = [("q", gated * heads * model.head_dim, False), ("k", kv_heads * model.head_dim, True)]
+    parts = [("q", _query_columns(model, heads), False), ("k", kv_heads * model.head_dim, True)]
     return parts if model.values_are_keys else [*parts, ("v", kv_heads * _value_dim(model), False)]
 
 

@@ -37,6 +37,7 @@ from planner.probe.verdict.replay_stages import replayed_step_s
 from planner.probe.worker.failure import out_of_memory_result
 from planner.probe.worker.stage_worker import stage_process
 from planner.specs.training import tokens_split
+from planner.trainers.rules.layer_kinds import runner_objection
 
 __all__ = ["ProbeOptions", "probe"]
 
@@ -51,6 +52,7 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
         raise ProbeError(f"the probe shards no single expert: etp {layout.etp} must be 1", "plan again with --etp 1")
     if model.moe is not None and layout.tp > 1 and not layout.sequence_parallel:
         raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
+    require_layers(plan)
     require_split(plan, options)
     require_gpu(options.device)
     if options.stages is not None:
@@ -60,6 +62,16 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     if options.device == "cuda":
         return probe_ranks(plan, options, torch.cuda.device_count())
     return probe_laptop(plan, options)
+
+
+def require_layers(plan: Plan) -> None:
+    """Raise ProbeError where the probe has no modules for the model's layers."""
+    objection = runner_objection(plan.model.spec, plan.training)
+    if objection is not None:
+        raise ProbeError(
+            f"{plan.model.name} cannot be probed: {objection}",
+            "probe a plan of a plain model of its size, such as llama-3.1-8b",
+        )
 
 
 def require_split(plan: Plan, options: ProbeOptions) -> None:

@@ -11,6 +11,7 @@ from planner.errors import SpecError
 from planner.specs.architectures import ARCHITECTURES, INNER, REFUSED, SAME_AS, WRAPPERS, Architecture
 from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches
 from planner.specs.architectures.general import norm_eps, rotary, router, soft_caps, warn_of_towers
+from planner.specs.architectures.layer_lists import without_unused_sections
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MLASpec, MoESpec
 from planner.specs.problems import nearest, spec_error
@@ -45,6 +46,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
         fields |= row.fixed
         for function in row.derive:
             fields |= function(given)
+        fields = without_unused_sections(fields)
         if "moe" in fields or not {"num_experts"} & (keys.keys() | fields.keys()):
             # no experts, whatever the keys of a router say
             fields = {name: value for name, value in fields.items() if name not in MoESpec.model_fields}

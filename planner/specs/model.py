@@ -110,6 +110,10 @@ class ModelSpec(Spec):
     """A LayerNorm right after the embedding (BLOOM)."""
     attention_sinks: bool = False
     """One learned sink logit per query head (gpt-oss)."""
+    attn_head_gate: bool = False
+    """The attention's output is multiplied by one sigmoid for each head (Step-3.5)."""
+    query_rank: PositiveInt | None = None
+    """Rank of the projection to queries where attention is not latent (Step-3); null for a full one."""
     value_head_dim: PositiveInt | None = None
     """Width of a value head (MiMo-V2); given none, head_dim. Latent attention has its own."""
     values_are_keys: bool = False

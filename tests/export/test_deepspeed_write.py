@@ -12,6 +12,7 @@ import pytest
 
 from planner.answer import Plan
 from planner.export.common.refusal import Inexpressible
+from planner.export.deepspeed.training_source import TRAINING_FILE
 from planner.export.deepspeed.write import CONFIG_FILE, PIPELINE_FILE, export_deepspeed
 
 Planned = Callable[..., Plan]
@@ -35,6 +36,16 @@ def test_batch_sizes_multiply(planned: Planned, options: dict[str, Any]) -> None
     assert config["train_batch_size"] == per_step * plan.parallelism.dp == plan.training.global_batch_size
     assert config["zero_optimization"]["stage"] == plan.parallelism.zero_stage
     assert config[plan.training.dtype] == {"enabled": True}
+
+
+@pytest.mark.parametrize(("model", "scheduler"), [("llama-2-7b", "WarmupCosineLR"), ("opt-175b", "WarmupDecayLR")])
+def test_the_rate_follows_the_published_schedule(planned: Planned, model: str, scheduler: str) -> None:
+    plan = planned(model, 512, tp=8, pp=8, tokens=3e11, runtime="deepspeed", sequence_parallel=False)
+    found = json.loads(files_of(plan)[CONFIG_FILE])["scheduler"]
+    assert found["type"] == scheduler
+    assert found["params"]["warmup_type"] == "linear"
+    assert found["params"]["warmup_num_steps"] == 2000
+    assert found["params"].get("cos_min_ratio", 0.1) == 0.1
 
 
 class PipelineModule:
@@ -116,9 +127,15 @@ def test_recompute_leaves_the_embedding_alone(planned: Planned, pipeline_of: Cal
     assert pipeline_of(dense(planned, pp=4))["pipeline"](layers).options == {"activation_checkpoint_interval": 0}
 
 
-def test_without_a_pipeline_there_is_only_a_configuration(planned: Planned) -> None:
+def test_without_a_pipeline_a_program_trains(planned: Planned) -> None:
     files = files_of(dense(planned, tp=2))
-    assert list(files) == [CONFIG_FILE]
+    assert list(files) == [CONFIG_FILE, TRAINING_FILE]
+    compile(files[TRAINING_FILE], TRAINING_FILE, "exec")
+    assert "deepspeed.tp_model_init(network, 2, torch.bfloat16)" in files[TRAINING_FILE]
+    recomputed = files_of(dense(planned, recompute="full", dtype="fp16"))[TRAINING_FILE]
+    assert "gradient_checkpointing_enable()" in recomputed
+    assert "dtype=torch.float16" in recomputed
+    assert "tp_model_init" not in recomputed
     assert json.loads(files[CONFIG_FILE])["tensor_parallel"] == {"autotp_size": 2}
 
 

@@ -16,6 +16,7 @@ from planner.export.common.refusal import Inexpressible
 from planner.export.megatron.arguments import megatron_arguments
 from planner.export.megatron.runtime import precision
 from planner.export.megatron.write import export_megatron
+from planner.export.targets import TRAINERS
 from planner.layout.split import parse_layout
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
@@ -248,10 +249,7 @@ def refused(plan: Plan) -> list[str]:
             ["post_norms", "activation", "attention_multiplier", "embedding_multiplier", "rope_local_base_freq"],
         ),
         ("gpt-neox-20b", ["parallel_residual"]),
-        ("kimi-k2", ["rope_scaling"]),
-        ("llama-3.2-1b", ["rope_scaling"]),
         ("opt-175b", ["activation"]),
-        ("deepseek-v2-lite", ["q_lora_rank"]),
     ],
 )
 def test_models_it_cannot_say(planned: Planned, model: str, reasons: list[str]) -> None:
@@ -263,8 +261,7 @@ def test_models_it_cannot_say(planned: Planned, model: str, reasons: list[str]) 
     [
         ("bloom-176b", {}, "leave out of the model's spec what is named here"),
         ("gemma-3-27b", {}, "export to bridge, which can say it"),
-        ("kimi-k2", {}, "export to bridge or torchtitan, which can say it"),
-        ("deepseek-v2-lite", {}, "export to torchtitan, which can say it"),
+        ("kimi-k2", {"seq_length": 8192}, "export to bridge or torchtitan, which can say it"),
         (
             "llama-3.1-8b",
             {"pp": 4, "schedule": "zb-h1", "runtime": "torch-eager"},
@@ -277,6 +274,30 @@ def test_the_hint_is_what_would_help(planned: Planned, model: str, options: dict
     with pytest.raises(Inexpressible) as caught:
         megatron_arguments(planned(model, 64, **options))
     assert caught.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize(("model", "seq_length"), [("kimi-k2", 4096), ("llama-3.2-1b", 8192)])
+def test_stretched_positions_that_it_cannot_say_are_left_out_below_their_first_length(
+    planned: Planned, model: str, seq_length: int
+) -> None:
+    """The model is trained as it was before its positions were stretched, and a note says so; beyond it is refused."""
+    within, beyond = (planned(model, 64, seq_length=length) for length in (seq_length, 2 * seq_length))
+    written = TRAINERS["megatron"].write(within)
+    assert written.command is not None
+    options = written.command.arguments
+    assert "--use-rope-scaling" not in options
+    assert options.get("--rotary-scaling-factor", 1.0) == 1.0
+    (note,) = [note for note in written.notes if note.startswith("positions are not stretched")]
+    assert f"within the {seq_length:,} positions" in note
+    assert note.split(":")[0] in written.command.comments
+    assert refused(beyond) == ["rope_scaling"]
+
+
+def test_a_norm_of_queries_that_core_adds_is_a_note(planned: Planned) -> None:
+    plan = planned("deepseek-v2-lite", 64)
+    assert any("normed once more" in note for note in TRAINERS["megatron"].write(plan).notes)
+    older = plan.model_copy(update={"runtime_spec": plan.runtime_spec.model_copy(update={"version": "0.18"})})
+    assert not any("normed once more" in note for note in TRAINERS["megatron"].write(older).notes)
 
 
 def test_norms_of_queries_are_like_those_of_layers(planned: Planned) -> None:

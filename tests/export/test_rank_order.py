@@ -64,7 +64,7 @@ def test_layouts_that_do_not_go_with_the_order_are_refused(planned: Planned, job
 
 
 def test_another_trainer_is_priced_in_its_own_order(planned: Planned) -> None:
-    plan = planned("llama-3.2-1b", 16, pp=2, rank_order=DP_OUTERMOST)
-    own = planned("llama-3.2-1b", 16, pp=2, runtime="torch-eager")
+    plan = planned("llama-2-7b", 16, pp=2, rank_order=DP_OUTERMOST)
+    own = planned("llama-2-7b", 16, pp=2, runtime="torch-eager")
     (note,) = (note for note in bundle_of(plan, "torch", force=True).notes if "priced for" in note)
     assert f"priced for torch-eager: {own.step.step_s:.4g} s" in note

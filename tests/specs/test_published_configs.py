@@ -89,6 +89,7 @@ def test_every_architecture_is_held_against_a_config() -> None:
         ("exaone-4.0-32b", ["dense-sliding"] * 3 + ["dense"]),
         ("mamba-codestral-7b", ["mamba2"] * 2),
         ("gpt-neo-2.7b", ["dense", "dense-sliding"] * 2),
+        ("step-3.5-flash", ["dense", "dense-sliding", "dense-sliding", "moe-sliding", "moe"]),
     ],
 )
 def test_layers_are_those_of_the_model(name: str, kinds: list[str]) -> None:
@@ -130,6 +131,9 @@ def test_layers_are_those_of_the_model(name: str, kinds: list[str]) -> None:
         ("olmoe-1b-7b", "moe.norm_topk_prob", False),
         ("hunyuan-a13b", "moe.norm_topk_prob", True),
         ("trinity-mini", "attn_output_gate", True),
+        ("step-3.5-flash", "moe.routed_scaling_factor", 3.0),
+        ("step-3.5-flash", "sliding_heads.num_attention_heads", 96),
+        ("step-3", "query_rank", 2048),
         ("longcat-flash", "moe.num_zero_experts", 256),
     ],
 )
@@ -163,6 +167,16 @@ def test_a_refusal_says_why(kind: str) -> None:
     assert kind not in WRAPPERS
 
 
+def test_sections_of_mixers_that_no_layer_has_are_left_out() -> None:
+    plain = model_of("granite-4.0-h-micro", layer_types=["attention"] * 40, position_embedding_type="rope")
+    assert (plain.mamba, plain.layer_types, plain.position_embedding) == (None, ("full",), "rope")
+
+
+def test_the_page_on_models_lists_what_is_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text()
+    assert all(f"`{kind}`" in page and reason in page for kind, reason in REFUSED.items())
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -189,7 +203,7 @@ def test_a_wrong_or_unknown_value_is_named(name: str, changes: dict[str, Any], m
 @pytest.mark.parametrize(
     "name", ["qwen3-next-80b-a3b", "nemotron-h-8b", "gemma-4-26b-a4b", "mimo-v2-flash", "falcon-h1-34b", "jamba-v0.1",
              "kimi-linear-48b-a3b", "hunyuan-a13b", "lfm2-1.2b", "minimax-text-01", "mamba-2.8b", "longcat-flash",
-             "falcon-40b", "mpt-7b", "granite-4.0-h-small", "dbrx", "gpt-j-6b", "grok-1"],
+             "falcon-40b", "mpt-7b", "step-3.5-flash", "granite-4.0-h-small", "dbrx", "gpt-j-6b", "grok-1"],
 )  # fmt: skip
 def test_no_value_under_any_key_is_a_crash(name: str, value: object) -> None:
     config = ENTRIES[name]["config"]

@@ -99,6 +99,8 @@ MEGATRON_CASES = [
     ("interleaving_microbatches_no_multiple_of_pp", LLAMA, {"vpp": 2, "num_microbatches": 136}, "num_microbatches 136"),
     ("shard_size_not_dividing_dp_cp", LLAMA, {"shard_size": 6}, "shard_size 6"),
     ("expert_ranks_not_divisible_by_instances", DEEPSEEK, {"shard_size": 16}, "dp·cp / shard_size 4"),  # 2 replicas
+    ("rank_order_with_experts", DEEPSEEK, {"dp_outermost": 1}, "is not tp·cp"),
+    ("rank_order_with_fsdp", LLAMA, {"dp_outermost": 1, "zero_stage": 3}, "zero_stage 3"),
 ]
 
 

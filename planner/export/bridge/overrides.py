@@ -31,9 +31,14 @@ _LATENT_RECIPE: Overrides = {
 """Fields of the optimizer that the recipe with latent attention sets, back at Megatron's defaults."""
 
 
+def arguments_for_bridge(plan: Plan) -> Arguments:
+    """Megatron-LM's arguments under the rules of Bridge. Raises Inexpressible where Bridge cannot run the plan."""
+    return megatron_arguments(plan, "bridge", bridge_model_rules(plan.runtime_spec.version))
+
+
 def bridge_overrides(plan: Plan) -> Overrides:
     """All overrides of a plan. Raises Inexpressible where Megatron-LM or Bridge cannot run it."""
-    arguments = megatron_arguments(plan, "bridge", bridge_model_rules(plan.runtime_spec.version))
+    arguments = arguments_for_bridge(plan)
     objections = Objections("bridge", [], "export to megatron")
     model = plan.model.spec
     objections.when(

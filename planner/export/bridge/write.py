@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from planner.answer import Plan
 from planner.export.bridge.model import DOWNLOADS, RECIPES
-from planner.export.bridge.overrides import bridge_overrides
+from planner.export.bridge.overrides import arguments_for_bridge, bridge_overrides
 from planner.export.bridge.run_words import first_run, hydra, training_run
 from planner.export.common.arguments import ShellText
 from planner.export.common.header import header
@@ -22,7 +22,7 @@ from planner.export.common.trainer_files import (
     TrainerFiles,
     TrainerVersion,
 )
-from planner.export.megatron.arguments import NEWEST, megatron_arguments
+from planner.export.megatron.arguments import NEWEST
 from planner.export.megatron.environment import environment
 from planner.export.megatron.requirements import requirements
 from planner.export.megatron.run_options import PLACEHOLDERS
@@ -69,7 +69,7 @@ def export_bridge(plan: Plan) -> TrainerFiles:
         training_run=training,
         placeholders=(_CHECKOUT, *PLACEHOLDERS),
         requirements=(
-            *requirements(megatron_arguments(plan)),
+            *requirements(arguments_for_bridge(plan)),
             Requirement("megatron.bridge", "the trainer", hint="pip install megatron-bridge"),
         ),
         trainer=TrainerVersion(

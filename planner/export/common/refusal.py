@@ -73,13 +73,9 @@ def _hint_for_model(plan: Plan, runtime: str) -> str:
     for version in reversed(versions_of(load_runtime("megatron"))):
         if not broken_rules(megatron_model_rules(version), plan):
             return f"plan again with --runtime megatron@{version}, which can say it"
+    if broken_rules(UNWRITTEN_RULES, plan):
+        return "no target describes such a model: write your own files by what `plan report` shows"
     return "leave out of the model's spec what is named here, if the model may be trained without"
-
-
-def refuse_unwritten(target: str, plan: Plan) -> None:
-    """Raise Inexpressible for a model with layers or fields that no target knows."""
-    hint = "plan it as it is, and write the trainer's own configuration with the layout that the plan names"
-    Objections(target, broken_rules(UNWRITTEN_RULES, plan), hint).raise_any()
 
 
 def broken_rules(rules: Iterable[Rule], plan: Plan) -> list[Reason]:

@@ -21,7 +21,7 @@ class Placeholder:
     """A few words for the comment beside it."""
     default: str = ""
     """The value as shell text, where there is a sensible one."""
-    kind: Literal["folder", "new folder", "prefix", "text"] = "text"
+    kind: Literal["folder", "new folder", "file", "prefix", "text"] = "text"
     """The thing that the value names, which is looked for before the start; a new folder may be missing yet."""
     in_first_run: bool = False
     """True if the run on mock data needs it, too."""

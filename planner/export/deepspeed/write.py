@@ -6,13 +6,22 @@ import json
 from typing import Any
 
 from planner.answer import Plan
+from planner.export.common.environment import node_environment
 from planner.export.common.header import header
+from planner.export.common.promise import promise
 from planner.export.common.recompute import all_full, check_recompute
 from planner.export.common.refusal import Objections, broken_rules, hint_for
 from planner.export.common.run_settings import RunSettings, run_settings
 from planner.export.common.stages import VirtualStage, virtual_stages
 from planner.export.common.target_price import notes_on_price
-from planner.export.common.trainer_files import ExportFile, TrainerFiles
+from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+from planner.export.deepspeed.training_source import (
+    LOG,
+    PLACEHOLDERS,
+    REQUIREMENTS,
+    TRAINING_FILE,
+    training_source,
+)
 from planner.trainers.rules.deepspeed import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
 
 WRITTEN_FOR = "DeepSpeed 0.19"
@@ -20,26 +29,45 @@ CONFIG_FILE, PIPELINE_FILE = "ds_config.json", "planned_pipeline.py"
 
 
 def export_deepspeed(plan: Plan) -> TrainerFiles:
-    """`ds_config.json` for `deepspeed.initialize`, and at pp > 1 a module that cuts a list of layers as the plan does.
+    """`ds_config.json` for `deepspeed.initialize`, and a program that calls it on a model of Hugging Face's.
 
-    DeepSpeed is a library: the user's own script calls it. Raises Inexpressible for what it cannot run.
+    At pp > 1 a module cuts the list of layers that the user's own script makes, and no program is written.
+    Raises Inexpressible for what DeepSpeed cannot run.
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     _check_expressible(plan, stages)
     files = [ExportFile(CONFIG_FILE, json.dumps(deepspeed_config(plan), indent=2) + "\n")]
     run = run_settings(plan)
-    notes = [
-        *run.notes,
-        f"your script passes {CONFIG_FILE} to deepspeed.initialize(config=…), with its own model, data and tokenizer",
-        f"your script calls engine.load_checkpoint(FOLDER) first, and engine.save_checkpoint(FOLDER) every "
-        f"{run.save_interval_steps} steps",
-        f"export DEEPSPEED_TIMEOUT={run.init_timeout_minutes}: minutes that ranks wait for each other",
-    ]
-    notes += notes_on_price(plan)
+    notes = [*run.notes, *notes_on_price(plan)]
     if plan.parallelism.pp > 1:
-        notes.append(f"{PIPELINE_FILE}: pipeline([embedding, *layers, final_norm, head]) is the model to pass with it")
+        notes += [
+            f"{PIPELINE_FILE}: pipeline([embedding, *layers, final_norm, head]) is the model to pass with it",
+            f"your script passes {CONFIG_FILE} to deepspeed.initialize, with its own layers, data and tokenizer",
+            "your script calls engine.load_checkpoint(FOLDER) first, and engine.save_checkpoint(FOLDER) every "
+            f"{run.save_interval_steps} steps",
+            f"export DEEPSPEED_TIMEOUT={run.init_timeout_minutes}: minutes that ranks wait for each other",
+        ]
         files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + _pipeline_source(plan, stages)))
-    return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
+        return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
+    notes.append(f"{TRAINING_FILE} evaluates nothing; DeepSpeed saves while training waits")
+    comments = header(plan, WRITTEN_FOR, notes)
+    files.append(ExportFile(TRAINING_FILE, comments + training_source(plan, run, CONFIG_FILE)))
+    command = LaunchCommand(
+        program=f'"$PLAN_DIR"/{TRAINING_FILE}',
+        arguments={},
+        placeholders=PLACEHOLDERS,
+        requirements=REQUIREMENTS,
+        promise=promise(plan, LOG),
+        environment={
+            "DEEPSPEED_TIMEOUT": str(run.init_timeout_minutes),
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            **node_environment(plan),
+        },
+        setup=('export MOCK="${MOCK:-0}"',),
+        comments=comments,
+        files=tuple(files),
+    )
+    return TrainerFiles(WRITTEN_FOR, tuple(files), command, tuple(notes))
 
 
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:

@@ -63,6 +63,8 @@ def wrong_value(place: dict[str, Any]) -> str:
         return "" if place["is_optional"] else f"{name} is empty: {place['meaning']}"
     if kind == "folder" and not Path(value).is_dir():
         return f"{name}: {value} is no folder"
+    if kind == "file" and not Path(value).is_file():
+        return f"{name}: {value} is no file"
     if kind == "new folder":
         folder = Path(value).absolute()
         while not folder.exists():

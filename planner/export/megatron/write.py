@@ -25,6 +25,7 @@ from planner.export.megatron.arguments import NEWEST, megatron_arguments, writte
 from planner.export.megatron.environment import environment
 from planner.export.megatron.requirements import requirements
 from planner.export.megatron.run_options import PLACEHOLDERS, first_run_arguments, training_arguments
+from planner.trainers.rules.megatron_core import NEW_QUERY_NORM_SINCE, norms_queries_twice
 
 _OPTIONS_FILE = "megatron.yaml"
 _CHECKOUT = Placeholder("MEGATRON_PATH", "checkout of Megatron-LM", default="$PWD", kind="folder", in_first_run=True)
@@ -92,6 +93,11 @@ def _scalar(value: Any) -> Any:
 def notes_on_options(plan: Plan) -> tuple[str, ...]:
     """Notes on the options of Megatron-LM, whoever passes them."""
     runtime, notes = plan.runtime_spec, notes_on_model(plan.model.spec)
+    if norms_queries_twice(plan.model.spec, runtime.version):
+        notes.append(
+            f"since Megatron core {NEW_QUERY_NORM_SINCE} the layer's input is normed once more before queries that are "
+            "not latent: a norm that the published model does not have"
+        )
     if (
         plan.parallelism.zero_stage >= 1
         and runtime.parameter_overlap_fraction

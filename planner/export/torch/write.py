@@ -18,8 +18,11 @@ from planner.export.common.trainer_files import ExportFile, LaunchCommand, Requi
 from planner.export.torch.order import ORDER_FILE, check_order, order_of
 from planner.schedule.actions import Schedule
 from planner.schedule.torch_csv import to_torch_csv
+from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY
+from planner.trainers.rules.facts import has_groups, rotary_method
 from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
+from planner.trainers.rules.torch_model import TORCH_MODEL_RULES
 
 WRITTEN_FOR = "torch 2.13"
 PLAN_FILE, PIPELINING_FILE = "plan.torch.yaml", "pipelining.json"
@@ -59,7 +62,8 @@ def export_torch(plan: Plan) -> TrainerFiles:
 
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where torch's runtime or the runner cannot run the plan."""
-    objections = Objections("torch", broken_rules((*TORCH_EAGER_RULES, BF16_ONLY), plan), hint_for(plan, "torch-eager"))
+    rules = (*TORCH_MODEL_RULES, *TORCH_EAGER_RULES, BF16_ONLY)
+    objections = Objections("torch", broken_rules(rules, plan), hint_for(plan, "torch-eager", TORCH_MODEL_RULES))
     check_order(plan, stages, objections)
     objections.when(
         any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
@@ -75,10 +79,25 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         notes.append(f"the runner does not recompute {', '.join(kept)} by themselves: they are kept")
     if plan.model.spec.partial_rotary_factor < 1:
         notes.append(f"the runner rotates whole heads, not {plan.model.spec.partial_rotary_factor:g} of each")
+    notes += _left_out(plan.model.spec)
     exchange = plan.as_planned.runtime_spec.cp_comm_type
     if plan.parallelism.cp > 1 and exchange != "all_gather":
         notes.append(f"the runner gathers keys and values over cp, which was planned as {exchange}")
     return (*notes, *notes_on_price(plan))
+
+
+def _left_out(model: ModelSpec) -> list[str]:
+    """A note on numbers of the model that the runner does not compute with, and that change no time."""
+    parts = {
+        "rope_scaling": rotary_method(model) is not None,
+        "no_rope_layer_interval": model.no_rope_layer_interval is not None,
+        "multipliers": {model.embedding_multiplier, model.residual_multiplier, model.logits_scaling} != {1.0},
+        "soft caps": bool(model.attn_logit_softcapping or model.final_logit_softcapping),
+        "swiglu_limit": model.swiglu_limit is not None,
+        "n_group": model.moe is not None and has_groups(model.moe),
+    }
+    names = [name for name, is_there in parts.items() if is_there]
+    return [f"the runner computes without the model's {', '.join(names)}, which take no time"] if names else []
 
 
 def _plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> str:

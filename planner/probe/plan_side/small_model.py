@@ -33,6 +33,9 @@ def scaled_model(model: ModelSpec, hidden_size: int, num_layers: int, seq_length
         changes["attention_chunk_size"] = max(2, seq_length // 2)
     if model.sliding_window_pattern is not None:
         changes["sliding_window_pattern"] = min(2, model.sliding_window_pattern)
+    for name in ("layer_types", "mlp_layer_types"):
+        listed = getattr(model, name)
+        changes[name] = None if listed is None else listed[:num_layers]
     if model.mla is not None:
         changes["mla"] = model.mla.model_copy(
             update={
@@ -54,6 +57,9 @@ def scaled_model(model: ModelSpec, hidden_size: int, num_layers: int, seq_length
                 "shared_expert_intermediate_size": unit if moe.shared_expert_intermediate_size else 0,
                 "first_k_dense_replace": min(1, moe.first_k_dense_replace),
                 "moe_layer_freq": min(2, moe.moe_layer_freq),
+                # four experts are too few for groups of them
+                "n_group": None,
+                "topk_group": None,
             }
         )
     return ModelSpec.model_validate({**model.model_dump(), **{k: _plain(v) for k, v in changes.items()}})

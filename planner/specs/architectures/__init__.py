@@ -24,7 +24,8 @@ SAME_AS = {
     "refinedwebmodel": "falcon", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen2_5_omni_text": "qwen2", "mimo": "qwen2",
-    "mimo_v2": "mimo_v2_flash", "longcat": "longcat_flash", "jamba_1_5": "jamba",
+    "mimo_v2": "mimo_v2_flash", "step3p7": "step3p5", "longcat": "longcat_flash", "stablelm_epoch": "stablelm",
+    "phi3_v": "phi3", "phi4mm": "phi3", "phi4_multimodal": "phi3",
 }  # fmt: skip
 """Models that call a known architecture by a name of their own, in lower case with underscores."""
 
@@ -35,11 +36,14 @@ WRAPPERS = {
     "mistral3": "mistral", "llama4": "llama4_text", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "kimi_k25": "deepseek_v3", "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2", "aria": "aria_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
-    "llava": "llama", "llava_next": "llama", "glm4v": "glm4", "glm4v_moe": "glm4_moe",
+    "llava": "llama", "llava_next": "llama", "step3_vl": "step3_text", "step3p7": "step3p5",
+    "glm4v": "glm4", "glm4v_moe": "glm4_moe",
 }  # fmt: skip
 """Language models of multimodal configs whose inner config names none."""
 
 REFUSED = {
+    "bailing_hybrid": "latent attention with gates of heads beside Kimi delta attention",
+    "bailing_moe_linear": "linear attention of Ring-linear",
     "bitnet": "weights of three values, with norms inside attention and MLP",
     "blt": "bytes that are gathered into patches before the layers",
     "deepseek_v4": "keys and values that are compressed over time, and residual streams that are mixed by learned maps",

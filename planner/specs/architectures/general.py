@@ -18,7 +18,8 @@ _EPSILONS = (
 )  # fmt: skip
 _ROUTER = {
     "routed_scaling_factor":
-        ("routed_scaling_factor", "moe_routed_scaling_factor", "router_scaling_factor", "route_scale"),
+        ("routed_scaling_factor", "moe_routed_scaling_factor", "router_scaling_factor", "route_scale",
+         "moe_router_scaling_factor"),
     "norm_topk_prob": ("norm_topk_prob", "moe_renormalize", "route_norm"),
     "n_group": ("n_group", "num_expert_group"),
     "topk_group": ("topk_group",),
@@ -100,7 +101,9 @@ def router(config: Config) -> Derived:
     groups = fields["n_group"]
     if groups in (None, 0, 1):
         fields["n_group"] = fields["topk_group"] = None
-    scores = _first(config, ("scoring_func", "score_function", "score_func", "moe_router_activation_func"))
+    scores = _first(
+        config, ("scoring_func", "score_function", "score_func", "moe_router_activation_func", "moe_router_activation")
+    )
     fields["scoring_func"] = _SCORES.get(scores, scores) if isinstance(scores, str) else scores
     return {name: value for name, value in fields.items() if value is not None}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planner.specs.architectures.derivations import MAX_LAYERS, Config, Derived, InexpressibleError, num_layers, whole
+from planner.specs.model_parts import NEEDS
 from planner.specs.reading import kind_of
 
 IsOne = Callable[[Config, int], bool]
@@ -82,6 +83,13 @@ def mixers(kind: str, is_full: IsOne, **other: str) -> Callable[[Config], Derive
         return {"layer_types": shortest(types)} if types else {}
 
     return derive
+
+
+def without_unused_sections(fields: Derived) -> Derived:
+    """`fields` less the sections of mixers that no layer has, as Granite 4's models without Mamba give them."""
+    used = {NEEDS.get(kind) for kind in fields.get("layer_types") or ()}
+    unused = {name for name in ("mamba", "linear_attention", "indexer", "short_conv_kernel") if name not in used}
+    return {name: value for name, value in fields.items() if name not in unused}
 
 
 def never(config: Config, layer: int) -> bool:

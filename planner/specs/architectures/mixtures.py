@@ -75,6 +75,18 @@ _DSA = _DEEPSEEK_V3.like(
     sections.indexer, lists.index_layers,
     defaults={"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
 )  # fmt: skip
+_STEP3 = Architecture(
+    keys=keys(*BLOCK, "intermediate_size", "moe_intermediate_size", num_key_value_heads="num_attention_groups",
+              num_experts=("moe_num_experts", "n_routed_experts"), query_rank="share_q_dim",
+              num_experts_per_tok=("moe_top_k", "num_experts_per_tok"),
+              shared_expert_intermediate_size=("share_expert_dim", "share_expert_dims")),
+    defaults=sizes(61, 7168, 64, None, 128815, intermediate_size=18432, num_attention_groups=1, head_dim=256,
+                   share_q_dim=2048, moe_intermediate_size=5120, moe_num_experts=48, moe_top_k=3,
+                   share_expert_dim=5120, first_k_dense_replace=4, rope_theta=5e5, rms_norm_eps=1e-5,
+                   norm_topk_prob=False),
+    derive=(d.activation, sections.step_layers),
+    fixed=ROTARY,
+)  # fmt: skip
 
 MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
     "llama4_text": Architecture(
@@ -290,6 +302,16 @@ MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
         derive=(d.activation, d.no_output_bias, lists.window(lists.mimo_full), sections.mimo_heads, d.mimo_rotary,
                 lists.moe_layers(lists.mimo_moe)),
         fixed={"router_bias": True, **ROTARY},
+    ),
+    "step3_text": _STEP3,
+    "step3p5": _STEP3.like(
+        sections.step_layers,
+        keys=keys("head_dim", num_key_value_heads=("num_attention_groups", "num_key_value_heads")),
+        defaults={"num_hidden_layers": 45, "hidden_size": 4096, "intermediate_size": 11264, "num_attention_groups": 8,
+                  "head_dim": 128, "moe_num_experts": 288, "moe_top_k": 8, "moe_intermediate_size": 1280,
+                  "share_expert_dim": 1280, "first_k_dense_replace": 3, "share_q_dim": None, "rope_theta": 1e4,
+                  **NORMED},
+        router_bias=True, qk_norm=True, attn_head_gate=True, zero_centered_norm=True,
     ),
     "gemma4_text": DENSE_ARCHITECTURES["gemma3_text"].like(
         lists.window(lists.gemma4_full), sections.gemma4_heads,

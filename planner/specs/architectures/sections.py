@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from planner.specs.architectures import layer_lists as lists
 from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, whole
 
 
@@ -178,6 +179,27 @@ def mimo_heads(config: Config) -> Derived:
         "sliding_heads": sliding,
         "attention_sinks": bool(config.get("add_full_attention_sink_bias", False)),
     }
+
+
+def step_layers(config: Config) -> Derived:
+    """Step-3.5: sliding layers with more heads, lists of layers that go on for prediction blocks, listed experts."""
+    layers = whole(config, "num_hidden_layers")
+    given = config.get("attention_other_setting")
+    heads = given.get("num_attention_heads") if isinstance(given, dict) else config.get("num_sliding_attention_heads")
+    fields: Derived = {"sliding_heads": {"num_attention_heads": heads} if heads is not None else None}
+    for key in ("rope_theta", "partial_rotary_factors"):
+        stated = config.get(key)
+        if isinstance(stated, list) and stated:
+            fields["rope_theta" if key == "rope_theta" else "partial_rotary_factor"] = stated[0]
+    types = config.get("layer_types")
+    if isinstance(types, list) and config.get("sliding_window"):
+        short = {**config, "layer_types": types[:layers]}
+        fields |= lists.window(lists.never)(short)
+    listed = config.get("moe_layers_enum")
+    if isinstance(listed, str):
+        listed = [int(item) for item in listed.split(",") if item.strip().isdigit()]
+    has_experts = listed if isinstance(listed, list) else range(whole(config, "first_k_dense_replace", 3), layers)
+    return fields | lists.moe_layers(lambda _, layer: layer in has_experts)({"num_hidden_layers": layers})
 
 
 def granite_mlp(config: Config) -> Derived:

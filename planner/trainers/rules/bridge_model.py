@@ -6,10 +6,10 @@ import math
 from typing import Literal
 
 from planner.specs.model import ModelSpec
-from planner.trainers.rules.common import Rule, model_rule
+from planner.trainers.rules.common import Rule, model_rule, stretch_rule
 from planner.trainers.rules.facts import every_nth, has_local_base, rotary_method
-from planner.trainers.rules.megatron_core import CORE_MODEL_RULES, NEW_QUERY_NORM
-from planner.trainers.rules.megatron_model import came_later, without_later_faults
+from planner.trainers.rules.megatron_core import CORE_MODEL_RULES
+from planner.trainers.rules.megatron_model import came_later
 
 Family = Literal["gpt", "mla", "gemma2", "gemma3"]
 """The recipe that a model starts from; those of Gemma build layers of their own."""
@@ -59,14 +59,15 @@ def _has_own_scale(model: ModelSpec) -> bool:
     return family_of(model) in ("gemma2", "gemma3")
 
 
-def _is_stretched_otherwise(model: ModelSpec) -> bool:
-    known = {"gemma2": (None,), "gemma3": (None, "linear")}.get(family_of(model))
-    return known is not None and not _is_of_no_recipe(model) and rotary_method(model) not in known
+def _stretched_otherwise(model: ModelSpec) -> str | None:
+    known, method = {"gemma2": (None,), "gemma3": (None, "linear")}.get(family_of(model)), rotary_method(model)
+    if known is None or _is_of_no_recipe(model) or method in known:
+        return None
+    return f"recipes of Gemma 3 stretch linearly and of Gemma 2 not at all, not by {method}"
 
 
 BRIDGE_MODEL_RULES: tuple[Rule, ...] = (
     *CORE_MODEL_RULES,
-    NEW_QUERY_NORM,
     model_rule("pre_norms", lambda m: not m.pre_norms, lambda m: "attention and MLP always have a norm before them"),
     model_rule(
         "post_norms",
@@ -101,11 +102,7 @@ BRIDGE_MODEL_RULES: tuple[Rule, ...] = (
     model_rule(
         "logits_scaling", lambda m: m.logits_scaling != 1, lambda m: "it does not scale the vocabulary's logits"
     ),
-    model_rule(
-        "rope_scaling",
-        _is_stretched_otherwise,
-        lambda m: f"recipes of Gemma 3 stretch linearly and of Gemma 2 not at all, not by {rotary_method(m)}",
-    ),
+    stretch_rule(_stretched_otherwise),
     model_rule(
         "rope_local_base_freq",
         lambda m: has_local_base(m) and family_of(m) != "gemma3",
@@ -117,4 +114,4 @@ BRIDGE_MODEL_RULES: tuple[Rule, ...] = (
 
 def bridge_model_rules(version: str) -> tuple[Rule, ...]:
     """The rules on models of the release that holds a version of Megatron core: its fields need no options."""
-    return without_later_faults(BRIDGE_MODEL_RULES, version) + came_later(version, ("rope_scaling",))
+    return BRIDGE_MODEL_RULES + came_later(version)

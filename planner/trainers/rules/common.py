@@ -12,6 +12,7 @@ from typing import Any
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
+from planner.trainers.rules.facts import original_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,27 @@ class Rule:
     """True where the shape is legal: a bool, or an array of them; written with `&` and `|`, which arrays know."""
     message: Callable[[ModelSpec, TrainingSpec, Shape], str]
     """A sentence that says why one shape is illegal, with its numbers."""
+    stretches: Callable[[ModelSpec], str | None] | None = None
+    """For rules about stretched rotary frequencies: why the model's are refused, however long sequences are."""
 
 
 def model_rule(reason: str, wrong: Callable[[ModelSpec], bool], message: Callable[[ModelSpec], str]) -> Rule:
     """A rule about the model alone, whatever training and layout are."""
     return Rule(reason, lambda model, training, shape: not wrong(model), lambda model, training, shape: message(model))
+
+
+def stretch_rule(broken: Callable[[ModelSpec], str | None]) -> Rule:
+    """A rule about stretched rotary frequencies; `broken` gives the reason why a model's are refused, or None.
+
+    It binds where sequences are longer than those that the model was trained on before its positions were stretched.
+    Shorter ones are trained with the frequencies of that time.
+    """
+    return Rule(
+        "rope_scaling",
+        lambda model, training, shape: training.seq_length <= original_length(model) or broken(model) is None,
+        lambda model, training, shape: broken(model) or "",
+        stretches=broken,
+    )
 
 
 def release(version: str) -> tuple[int, ...]:

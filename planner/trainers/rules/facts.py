@@ -39,6 +39,12 @@ def rotary_method(model: ModelSpec) -> str | None:
     return scaling.rope_type
 
 
+def original_length(model: ModelSpec) -> int:
+    """Tokens of the sequences that the model was trained on before its positions were stretched; 0 if nothing says."""
+    scaling = model.rope_scaling
+    return (scaling.original_max_position_embeddings or 0) if scaling is not None else 0
+
+
 def yarn_scale(scaling: RopeScalingSpec) -> float:
     """The scale that yarn gives rotated queries and keys: (0.1·mscale·ln(factor) + 1) over the same of whole heads.
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
-from planner.trainers.rules.common import Rule, model_rule
+from planner.trainers.rules.common import Rule, model_rule, release, stretch_rule
 from planner.trainers.rules.facts import rotary_method, yarn_scale
-from planner.trainers.rules.plain_layers import PLAIN_LAYERS
+from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Numbers of Llama 3's scaling that are fixed there (RotaryEmbedding._apply_scaling), and Llama 3's own."""
@@ -53,7 +53,7 @@ def _other_llama3(scaling: RopeScalingSpec) -> Iterator[str]:
 
 
 CORE_MODEL_RULES: tuple[Rule, ...] = (
-    *PLAIN_LAYERS,
+    *UNWRITTEN_RULES,
     model_rule("position_embedding", lambda m: m.position_embedding == "alibi", lambda m: "it has no ALiBi"),
     model_rule("embedding_norm", lambda m: m.embedding_norm, lambda m: "it has no norm after the embedding"),
     model_rule(
@@ -124,7 +124,7 @@ CORE_MODEL_RULES: tuple[Rule, ...] = (
         lambda m: m.swiglu_limit is not None and not (m.activation == "quick_gelu" or m.moe is not None),
         lambda m: "it clamps dense SwiGLU nowhere",
     ),
-    model_rule("rope_scaling", lambda m: _broken_scaling(m) is not None, lambda m: _broken_scaling(m) or ""),
+    stretch_rule(_broken_scaling),
     model_rule(
         "num_nextn_predict_layers",
         lambda m: m.num_nextn_predict_layers > 0 and m.position_embedding not in ("rope", "none"),
@@ -141,10 +141,11 @@ CORE_MODEL_RULES: tuple[Rule, ...] = (
 )
 """Rules of Megatron core 0.20.0."""
 
-NEW_QUERY_NORM = model_rule(
-    "q_lora_rank",
-    lambda m: m.mla is not None and m.mla.q_lora_rank is None,
-    lambda m: "since core 0.19 it norms the layer's input once more before queries that are not latent",
-)
-"""`QKNormConfigResolver` gives the projection of such queries a norm of its own, which versions before do not have."""
 NEW_QUERY_NORM_SINCE = "0.19"
+"""`QKNormConfigResolver` gives the projection of queries that are not latent a norm of its own, beside the layer's."""
+
+
+def norms_queries_twice(model: ModelSpec, version: str) -> bool:
+    """True where a version of Megatron core norms the input of queries once more than the model does."""
+    is_older = bool(version) and release(version) < release(NEW_QUERY_NORM_SINCE)
+    return model.mla is not None and model.mla.q_lora_rank is None and not is_older

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planner.specs.model import ModelSpec
-from planner.trainers.rules.common import Rule, model_rule, release
+from planner.trainers.rules.common import Rule, model_rule, release, stretch_rule
 from planner.trainers.rules.facts import has_local_base, has_usual_scale, rotary_method
-from planner.trainers.rules.megatron_core import CORE_MODEL_RULES, NEW_QUERY_NORM, NEW_QUERY_NORM_SINCE
+from planner.trainers.rules.megatron_core import CORE_MODEL_RULES
 
 _YARN_OF_LATENTS = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096, "truncate": True}
 """Numbers of yarn that have no option for latent attention: the defaults of MLATransformerConfig, DeepSeek's."""
@@ -44,7 +44,6 @@ def _other_factor(model: ModelSpec) -> str | None:
 
 MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
     *CORE_MODEL_RULES,
-    NEW_QUERY_NORM,
     model_rule("pre_norms", lambda m: not m.pre_norms, lambda m: "attention and MLP always have a norm before them"),
     model_rule("post_norms", lambda m: m.post_norms, lambda m: "it has no second norm after attention and MLP"),
     model_rule(
@@ -89,14 +88,10 @@ MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
     model_rule(
         "rope_local_base_freq", has_local_base, lambda m: "sliding layers have the rotary base of the others there"
     ),
-    model_rule("rope_scaling", lambda m: _other_yarn(m) is not None, lambda m: _other_yarn(m) or ""),
-    model_rule("rope_scaling", lambda m: _other_factor(m) is not None, lambda m: _other_factor(m) or ""),
+    stretch_rule(_other_yarn),
+    stretch_rule(_other_factor),
 )
 """Rules of the newest Megatron-LM, core 0.20.0."""
-
-
-def _scales_by(method: str) -> Callable[[ModelSpec], bool]:
-    return lambda model: rotary_method(model) == method and model.mla is None
 
 
 _CAME_WITH: tuple[tuple[str, str, Callable[[ModelSpec], bool], str], ...] = (
@@ -106,8 +101,6 @@ _CAME_WITH: tuple[tuple[str, str, Callable[[ModelSpec], bool], str], ...] = (
     ("0.16", "shared_expert_gate", lambda m: m.moe is not None and m.moe.shared_expert_gate, "gates of shared experts"),
     ("0.16", "attn_output_gate", lambda m: m.attn_output_gate, "gates of attention's output"),
     ("0.18", "scoring_func", lambda m: m.scoring_func == "sqrtsoftplus", "sqrtsoftplus scores"),
-    ("0.19", "rope_scaling", _scales_by("yarn"), "options for yarn"),
-    ("0.20", "rope_scaling", _scales_by("linear"), "linear scaling"),
     ("0.20", "swiglu_limit", lambda m: m.swiglu_limit is not None and m.activation == "silu", "clamped SwiGLU"),
 )
 """Versions of Megatron core, a name, the models that it is about, and the thing that came with the version."""
@@ -115,21 +108,29 @@ _CAME_WITH: tuple[tuple[str, str, Callable[[ModelSpec], bool], str], ...] = (
 
 def megatron_model_rules(version: str) -> tuple[Rule, ...]:
     """The rules on models of one version; of the newest where it is empty."""
-    return without_later_faults(MEGATRON_MODEL_RULES, version) + came_later(version)
+    return MEGATRON_MODEL_RULES + came_later(version) + stretches_later(version)
 
 
-def without_later_faults(rules: tuple[Rule, ...], version: str) -> tuple[Rule, ...]:
-    """Rules of the newest Megatron core that a version sets, too."""
-    is_older = bool(version) and release(version) < release(NEW_QUERY_NORM_SINCE)
-    return tuple(rule for rule in rules if not (is_older and rule is NEW_QUERY_NORM))
+def stretches_later(version: str) -> tuple[Rule, ...]:
+    """The rules on stretched frequencies that a version of Megatron core sets and later ones do not."""
+    came_with = (("0.19", "yarn", "options for yarn"), ("0.20", "linear", "linear scaling"))
+    return tuple(
+        stretch_rule(_unless(method, f"Megatron core {version} has no {thing}, which came with {since}"))
+        for since, method, thing in came_with
+        if version and release(version) < release(since)
+    )
 
 
-def came_later(version: str, left_out: tuple[str, ...] = ()) -> tuple[Rule, ...]:
+def _unless(method: str, says: str) -> Callable[[ModelSpec], str | None]:
+    return lambda model: says if rotary_method(model) == method and model.mla is None else None
+
+
+def came_later(version: str) -> tuple[Rule, ...]:
     """The rules that a version of Megatron core sets and later ones do not; none for the newest."""
     return tuple(
         model_rule(name, wrong, _says(f"Megatron core {version} has no {thing}, which came with {since}"))
         for since, name, wrong, thing in _CAME_WITH
-        if version and release(version) < release(since) and name not in left_out
+        if version and release(version) < release(since)
     )
 
 

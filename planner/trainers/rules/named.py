@@ -10,6 +10,7 @@ from planner.trainers.rules.deepspeed import DEEPSPEED_MODEL_RULES, DEEPSPEED_RU
 from planner.trainers.rules.megatron import megatron_rules
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 from planner.trainers.rules.torch import TORCH_EAGER_RULES
+from planner.trainers.rules.torch_model import TORCH_MODEL_RULES
 from planner.trainers.rules.torchtitan import TORCHTITAN_RULES
 from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
 from planner.trainers.spec import RuntimeSpec
@@ -26,6 +27,7 @@ EXPORT_RULES: dict[str, tuple[Rule, ...]] = {
     "megatron": MEGATRON_MODEL_RULES,
     "bridge": BRIDGE_MODEL_RULES,
     "torchtitan": TORCHTITAN_MODEL_RULES,
+    "torch-eager": TORCH_MODEL_RULES,
     "deepspeed": DEEPSPEED_MODEL_RULES,
     "bf16": (BF16_ONLY,),
 }

@@ -8,8 +8,9 @@ from planner.errors import SpecError
 from planner.shape import RANK_ORDERS
 from planner.specs.problems import check_names
 from planner.trainers.load import RUNTIMES, load_runtime
+from planner.trainers.rules.bridge_model import bridge_model_rules
 from planner.trainers.rules.common import Rule
-from planner.trainers.rules.layer_kinds import LAYER_KIND_RULES, UNWRITTEN_RULES
+from planner.trainers.rules.layer_kinds import LAYER_KIND_RULES
 from planner.trainers.rules.megatron_model import megatron_model_rules
 from planner.trainers.rules.named import EXPORT_RULES, RULES
 from planner.trainers.spec import RuntimeSpec
@@ -36,8 +37,9 @@ def export_rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
         return ()
     names = runtime.export_rules or _trainer_of(runtime).export_rules
     check_names(f"runtime {runtime.name}", "export_rules", names, EXPORT_RULES)
-    sets = EXPORT_RULES | {"megatron": megatron_model_rules(runtime.version)}
-    return (*UNWRITTEN_RULES, *(rule for name in names for rule in sets[name]))
+    version = runtime.version
+    sets = EXPORT_RULES | {"megatron": megatron_model_rules(version), "bridge": bridge_model_rules(version)}
+    return tuple(rule for name in names for rule in sets[name])
 
 
 def _trainer_of(runtime: RuntimeSpec) -> RuntimeSpec:

@@ -7,9 +7,9 @@ from typing import Any
 
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
-from planner.trainers.rules.common import Rule, model_rule
+from planner.trainers.rules.common import Rule, model_rule, stretch_rule
 from planner.trainers.rules.facts import has_groups, has_local_base, has_usual_scale, rotary_method, yarn_scale
-from planner.trainers.rules.plain_layers import PLAIN_LAYERS
+from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 
 _GPT_OSS = {24: 32, 36: 128}
 """Number of experts by number of layers of gpt-oss 20b and 120b, the two sizes that torchtitan's gpt_oss builds."""
@@ -78,7 +78,7 @@ _PLAIN: tuple[Rule, ...] = (
 """Rules on fields that its builders have nothing for."""
 
 TORCHTITAN_MODEL_RULES: tuple[Rule, ...] = (
-    *PLAIN_LAYERS,
+    *UNWRITTEN_RULES,
     *_PLAIN,
     model_rule("position_embedding", lambda m: m.position_embedding != "rope", lambda m: "its models rotate positions"),
     model_rule(
@@ -86,7 +86,7 @@ TORCHTITAN_MODEL_RULES: tuple[Rule, ...] = (
         lambda m: m.partial_rotary_factor < 1,
         lambda m: f"its models rotate whole heads, not {m.partial_rotary_factor:g} of each",
     ),
-    model_rule("rope_scaling", lambda m: _broken_scaling(m) is not None, lambda m: _broken_scaling(m) or ""),
+    stretch_rule(_broken_scaling),
     model_rule("rope_local_base_freq", has_local_base, lambda m: "all layers have one rotary base there"),
     model_rule(
         "attention_multiplier",
