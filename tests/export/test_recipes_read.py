@@ -100,7 +100,8 @@ def test_an_older_toml() -> None:
     imported = read_configuration(
         '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nbatch_size = 2\nseq_len = 8192\n'
         "tensor_parallel_degree = 2\ndata_parallel_degree = 4\n[experimental]\npipeline_parallel_degree = 2\n"
-        '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "2"\n[float8]\nenable_float8_linear = true\n'
+        '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "2"\n'
+        "[float8]\nenable_float8_linear = true\n"
     )
     layout = layout_of(imported)
     assert (layout["tp"], layout["pp"], layout["dp"], imported.run["num_gpus"]) == (2, 2, 4, 16)

@@ -1,4 +1,4 @@
-"""The parts of a run that a DeepSpeed configuration holds: sharding, batch, precision, tensor parallelism and offload."""
+"""Sharding, batch, precision, tensor parallelism and offload, as a DeepSpeed configuration says them."""
 
 from __future__ import annotations
 
