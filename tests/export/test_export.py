@@ -20,7 +20,7 @@ from planner.errors import SpecError
 from planner.export.bundle import MANIFEST
 from planner.export.common.refusal import Inexpressible
 from planner.export.export import bundle_of, export
-from planner.export.targets import LAUNCHERS, SOURCES, TARGETS, TRAINERS, Launcher, Trainer
+from planner.export.targets import LAUNCHERS, READERS, SOURCES, TARGETS, TRAINERS, Launcher, Trainer
 
 Planned = Callable[..., Plan]
 
@@ -104,17 +104,20 @@ def test_targets_are_listed_once() -> None:
     assert len(set(TARGETS)) == len(TARGETS)
     assert {"megatron", "bridge", "torchtitan", "torch", "deepspeed"} == set(TRAINERS)
     assert {"torchrun", "slurm", "kubernetes", "kubernetes-pytorchjob"} == set(LAUNCHERS)
-    assert {"megatron", "bridge", "torchtitan", "deepspeed"} == set(SOURCES)
+    assert {*TRAINERS, "nemo", "accelerate", "huggingface"} == set(SOURCES)
 
 
-@pytest.mark.parametrize("target", [*TRAINERS.values(), *LAUNCHERS.values()], ids=lambda target: target.name)
+@pytest.mark.parametrize(
+    "target", [*TRAINERS.values(), *READERS.values(), *LAUNCHERS.values()], ids=lambda target: target.name
+)
 def test_every_row_names_functions_that_exist(target: Trainer | Launcher) -> None:
     """The table's text is all that connects a target with its package: mypy does not see it."""
-    functions = [target.writer, *([target.reader] if isinstance(target, Trainer) and target.reader else [])]
+    named = [target.writer, target.reader if isinstance(target, Trainer) else None]
+    functions = [name for name in named if name is not None]
     for module, _, name in (function.partition(":") for function in functions):
         function = getattr(import_module(f"planner.export.{module}"), name)
         parameters = inspect.signature(function).parameters
-        assert list(parameters) in (["plan"], ["text"], ["plan", "command"])
+        assert list(parameters) in (["plan"], ["config"], ["plan", "command"])
 
 
 def test_help_and_completion_list_the_targets_without_loading_them() -> None:

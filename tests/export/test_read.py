@@ -53,9 +53,9 @@ def test_the_trainer_may_be_named() -> None:
     assert read_configuration(script, "torchtitan").source == "torchtitan"
     with pytest.raises(SpecError, match="passes no Megatron-LM arguments"):
         read_configuration(script, "megatron")
-    with pytest.raises(SpecError, match="'torch' is unknown") as caught:
-        read_configuration(script, "torch")
-    assert caught.value.hint == "one of megatron, bridge, torchtitan, deepspeed"
+    with pytest.raises(SpecError, match="'pax' is unknown") as caught:
+        read_configuration(script, "pax")
+    assert caught.value.hint == "one of megatron, bridge, nemo, torchtitan, torch, accelerate, huggingface, deepspeed"
 
 
 def test_added_fields_replace_those_that_were_read() -> None:

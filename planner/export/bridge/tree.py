@@ -80,7 +80,7 @@ _RECIPES = (
     (r"subchannel|blockwise|fp8_sc", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "blockwise"}),
     (r"fp8", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "delayed"}),
 )
-"""What the names of precisions say beside bf16 and fp16."""
+"""Dtypes that the names of precisions say beside bf16 and fp16."""
 
 
 def fields_of(record: Record) -> dict[str, Any]:

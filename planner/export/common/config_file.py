@@ -16,7 +16,7 @@ class ConfigFile:
 
     text: str
     path: Path | None = None
-    """Where it lies; None for text that was piped in."""
+    """Its path; None for text that was piped in."""
     recipe: str | None = None
     """The function or entry that the user chose, where a file has several."""
 

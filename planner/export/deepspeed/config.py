@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration says of a run: sharding, batch, precision, tensor parallelism and offload."""
+"""Sharding, batch, precision, tensor parallelism and offload, as a DeepSpeed configuration says them."""
 
 from __future__ import annotations
 

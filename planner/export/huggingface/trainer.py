@@ -135,7 +135,7 @@ def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: Conf
 
 
 def _read_optimizer(imported: ImportedRun, settings: dict[str, Any]) -> None:
-    """What is trained, by which optimizer and with which kernels, where that is not all of the model by Adam."""
+    """List adapters, optimizers other than Adam, and kernels that the planner has no price for."""
     for name in _NARROWER:
         if settings.get(name) not in _FULL:
             imported.unknown[name] = str(settings[name])

@@ -172,7 +172,8 @@ def _first_version(text: str) -> ImportedRun:
     what = _OTHERS.search(f"{data.get('name')} {model.get('name')} {' '.join(map(str, data))}")
     if what is not None:
         raise SpecError(
-            f"name: {data.get('name')}: this is {what[0]}", "only decoder-only transformers in training are planned"
+            f"name: {data.get('name')}: this is {what[0].strip('_')}",
+            "only decoder-only transformers in training are planned",
         )
     tree = resolved(data)
     fields, world = as_fields(tree)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -32,14 +31,33 @@ def changed(text: str, changes: Sequence[Change]) -> str:
     end = "\n" if text.endswith("\n") else ""
     if [_key(line) for line in old] != [_key(line) for line in own]:
         return json.dumps(after, indent=indent) + end
-    lines: list[str] = []
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        lines += own[a:b] if kind == "equal" else new[c:d]
+    written = dict(zip(_places(old), own, strict=True))
+    lines = [
+        written[place].rstrip().rstrip(",") + "," * line.endswith(",") if place in written else line
+        for place, line in zip(_places(new), new, strict=True)
+    ]
     return "\n".join(lines) + end
 
 
+def _places(lines: list[str]) -> list[tuple[str, ...]]:
+    """Each line's text below the keys that it lies in: a line that says the same has the same place in another dump."""
+    open_keys: list[str] = []
+    places = []
+    for number, line in enumerate(lines):
+        bare = line.strip().rstrip(",")
+        if bare[:1] in ("}", "]") and open_keys:
+            places.append((*open_keys, bare))
+            open_keys.pop()
+            continue
+        # items of a list may be alike
+        places.append((*open_keys, bare if ":" in bare else f"{number} {bare}"))
+        if bare.endswith(("{", "[")):
+            open_keys.append(_key(line))
+    return places
+
+
 def _key(line: str) -> str:
-    """What a line is about, however its value is written."""
+    """The key of a line, however its value is written."""
     return line.partition(":")[0].strip() if ":" in line else line.strip()
 
 

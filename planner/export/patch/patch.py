@@ -105,7 +105,7 @@ def _same(one: ImportedRun | None, other: ImportedRun | None) -> bool:
 
 
 def _said(imported: ImportedRun) -> dict[str, Any]:
-    """What a configuration says of the layout, the batch and the switches; what is so unasked is left out."""
+    """The layout, the batch and the switches of a configuration, without what is so unasked."""
     run = imported.run
     layout = {
         name: value

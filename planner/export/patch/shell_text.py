@@ -44,7 +44,7 @@ def directive_changed(text: str, name: str, value: str) -> str:
 
 
 def _find(text: str, name: str) -> tuple[int, int, int] | None:
-    """Where the last option of that name stands: its start, its end, and the end of its words."""
+    """The start of the last option of that name, its end, and the end of its words."""
     code = _without_comments(text)
     found = list(re.finditer(rf"(?<![\w-]){re.escape(name)}(?![\w.-])", code))
     if not found:
@@ -153,12 +153,12 @@ def _inserted(text: str, change: Change, quotes: bool) -> str:
 
 
 def _before(text: str, place: int) -> str:
-    """What stands before a place on its line."""
+    """The text before a place on its line."""
     return text[text.rfind("\n", 0, place) + 1 : place]
 
 
 def _beginnings(text: str, name: str) -> list[int]:
-    """Where options that begin so stand, the last first."""
+    """The places of options that begin so, the last first."""
     found = re.finditer(rf"(?<![\w-]){re.escape(name)}(?:[\w.-]*)(?=[\s=])", _without_comments(text))
     return [match.start() for match in found][::-1]
 

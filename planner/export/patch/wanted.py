@@ -31,6 +31,11 @@ _REFUSED_ALONE = (
     "--account-",
 )
 """Options that Megatron-LM refuses, or warns of, without those that a plan may have taken away."""
+_OF_DEEPSPEED = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16", "data_types",
+    "zero_optimization", "tensor_parallel", "activation_checkpointing",
+)  # fmt: skip
+"""Parts of a DeepSpeed configuration that a plan decides."""
 _LAUNCH = ("--nnodes", "--nproc-per-node", "--nproc_per_node")
 
 
@@ -145,7 +150,7 @@ def deepspeed_changes(plan: Plan, present: dict[str, Any]) -> list[list[Change]]
     """Changes that give a DeepSpeed configuration the plan's batch, sharding and precision."""
     changes: list[Change] = []
     for name, value in deepspeed_config(plan).items():
-        if name in ("optimizer", "gradient_clipping"):
+        if name not in _OF_DEEPSPEED:
             continue
         if isinstance(value, dict):
             section = present.get(name) or {}

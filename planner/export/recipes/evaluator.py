@@ -54,7 +54,7 @@ class Evaluator(Expressions):
         return [name for name, value in names.items() if isinstance(value, Function) and value.module is self.module]
 
     def call(self, name: str) -> Any:
-        """What a function returns if it is called without arguments."""
+        """The value that a function returns if it is called without arguments."""
         function = self.resolved(self.module.names[name])
         return self._call(function, [], {}) if isinstance(function, Function) else None
 
@@ -196,7 +196,7 @@ class Evaluator(Expressions):
         name = ast.unparse(node.func)
         if isinstance(node.func, ast.Name) and isinstance(scope.get(name), Unknown):
             if name == "range" and all(isinstance(bound, int) for bound in arguments):
-                return list(range(*arguments))[:MAX_ITEMS]
+                return list(range(*arguments)[:MAX_ITEMS])
             if name in BUILTINS:
                 return BUILTINS[name](*arguments, **keywords)
             if name in ("hasattr", "isinstance"):
@@ -225,14 +225,18 @@ class Evaluator(Expressions):
             return changed
         if name in ("run.Config", "run.Partial") and arguments:
             target = arguments[0]
-            kind = target.kind if isinstance(target, Record) else getattr(getattr(target, "node", None), "name", "")
+            kind = (
+                target.kind
+                if isinstance(target, Record)
+                else getattr(getattr(target, "node", None), "name", str(target))
+            )
             return Record(kind, arguments[1:], keywords, self._defaults(target) if isinstance(target, Class) else {})
         if name == "cast" and len(arguments) == 2:
             return arguments[1]
         return Record(name, arguments, keywords)
 
     def class_names(self, cls: Class) -> dict[str, Any]:
-        """What the body of a class defines."""
+        """The names that the body of a class defines."""
         scope = Scope(cls.module, {}, Scope(cls.module, cls.module.names))
         body = [node for node in cls.node.body if not isinstance(node, (ast.Expr, ast.FunctionDef))]
         self._run(body, scope)

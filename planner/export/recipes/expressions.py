@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.export.common.config_file import ConfigFile
-from planner.export.recipes.values import BINARY, COMPARE, Record, Unknown, truth
+from planner.export.recipes.values import BINARY, COMPARE, MAX_CHARACTERS, Record, Unknown, truth
 
 MAX_STEPS, MAX_DEPTH, MAX_ITEMS = 200_000, 60, 4_096
+MAX_NUMBER, MAX_EXPONENT = 10**12, 64
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +126,8 @@ class Expressions:
                     for part in node.values
                 ]
                 known = all(isinstance(part, (str, int, float)) for part in parts)
-                return "".join(map(str, parts)) if known else Unknown(ast.unparse(node))
+                text = "".join(map(str, parts)) if known else ""
+                return text if known and len(text) <= MAX_CHARACTERS else Unknown(ast.unparse(node))
             case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
                 return self._comprehension(node, scope)
             case ast.Subscript():
@@ -170,11 +172,15 @@ class Expressions:
         if is_repeat:
             items, times = (left, right) if isinstance(right, int) else (right, left)
             return items * times if len(items) * times <= MAX_ITEMS else Unknown(ast.unparse(node))
-        if isinstance(node.op, ast.Pow) and not (isinstance(right, (int, float)) and abs(right) <= 64):
-            return Unknown(ast.unparse(node))
         if isinstance(left, (Record, Unknown)) or isinstance(right, (Record, Unknown)):
             return Unknown(ast.unparse(node))
-        return BINARY[type(node.op)](left, right)
+        if isinstance(node.op, ast.Pow) and not (abs(left) <= MAX_NUMBER and abs(right) <= MAX_EXPONENT):
+            return Unknown(ast.unparse(node))
+        if isinstance(node.op, ast.Mod) and isinstance(left, str):
+            return Unknown(ast.unparse(node))
+        value = BINARY[type(node.op)](left, right)
+        is_long = isinstance(value, (str, list)) and len(value) > MAX_CHARACTERS
+        return Unknown(ast.unparse(node)) if is_long or (isinstance(value, int) and value.bit_length() > 256) else value
 
     def _bool(self, node: ast.BoolOp, scope: Scope) -> Any:
         value: Any = None

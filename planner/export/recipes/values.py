@@ -23,6 +23,10 @@ BUILTINS: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+MAX_CHARACTERS = 100_000
+"""Characters of a text, and items of a list, that a configuration may make."""
+
+
 class Unknown:
     """A value that only a run knows."""
 
@@ -35,7 +39,7 @@ class Unknown:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What a call of code outside the file returns: its name, its arguments, and the fields that are set on it."""
+    """The result of a call of code outside the file: its name, its arguments, and the fields that are set on it."""
 
     kind: str
     arguments: list[Any] = field(default_factory=list)
@@ -130,7 +134,8 @@ def method_value(owner: Any, name: str, arguments: list[Any], keywords: dict[str
             owner.append(arguments[0])
             return True, None
         if name == "extend":
-            owner.extend(arguments[0] if isinstance(arguments[0], list) else [])
+            more = arguments[0] if isinstance(arguments[0], list) else []
+            owner.extend(more if len(owner) + len(more) <= MAX_CHARACTERS else [])
             return True, None
     if isinstance(owner, str) and name in (
         "lower",
@@ -140,9 +145,9 @@ def method_value(owner: Any, name: str, arguments: list[Any], keywords: dict[str
         "split",
         "startswith",
         "endswith",
-        "format",
     ):
-        return True, getattr(owner, name)(*arguments)
+        is_long = name == "replace" and len(owner) * len(str(arguments[-1:])) > MAX_CHARACTERS
+        return True, Unknown(name) if is_long else getattr(owner, name)(*arguments)
     if isinstance(owner, Record) and owner.arguments:
         # a method of what a call returned is about the same thing, such as AutoBridge's provider of a model
         return True, Record(f"{owner.kind}.{name}", [*owner.arguments, *arguments], dict(keywords))

@@ -51,13 +51,13 @@ _IGNORED = re.compile(
 )
 
 
-def read_torchtitan(config_file: ConfigFile) -> ImportedRun:
+def read_torchtitan(config: ConfigFile) -> ImportedRun:
     """The run that a recipe, a TOML file or a launch script with overrides describes.
 
     Raises SpecError for a text without settings of torchtitan, and for values that torchtitan would not take.
     """
-    script = read_script(config_file.text, config_file.beside)
-    settings, unreadable = read_settings(config_file, script)
+    script = read_script(config.text, config.beside)
+    settings, unreadable = read_settings(config, script)
     model = settings.get("model.published") or model_of_flavor(
         str(settings.get("model.name", "")), str(settings.get("model.flavor", ""))
     )
@@ -75,7 +75,7 @@ def read_torchtitan(config_file: ConfigFile) -> ImportedRun:
             "precision_recipe": f"fp8-{settings['float8.recipe_name']}" if settings.get("dtype") == "fp8" else None,
             "parallelism": layout,
             # recipes in Python are of 2026, and so is FlexAttention for all language models
-            "features": _features(settings) | ({"flex_attention": True} if is_recipe(config_file.text) else {}),
+            "features": _features(settings) | ({"flex_attention": True} if is_recipe(config.text) else {}),
         },
     )
     imported.unknown |= unreadable

@@ -49,7 +49,7 @@ def read_recipe(config: ConfigFile) -> tuple[Settings, dict[str, str]]:
 
 
 def _at_top(evaluator: Evaluator) -> Record:
-    """What a file without functions sets: `config.parallelism = …`, or sections of their own."""
+    """The settings that a file without functions makes: `config.parallelism = …`, or sections of their own."""
     names = evaluator.module.names
     records = [value for value in names.values() if isinstance(value, Record)]
     whole = [record for record in records if any(section in record.fields for section in _SECTIONS)]

@@ -86,7 +86,7 @@ def write_trials(trials: Sequence[Trial], folder: Path, force: bool) -> list[Pat
 
 
 def _row(trial: Trial) -> dict[str, Any]:
-    """What the ranking script needs to know of a trial."""
+    """The facts about a trial that the ranking script needs."""
     plan = trial.plan
     return {
         "folder": trial.folder,

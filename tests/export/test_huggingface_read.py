@@ -1,0 +1,112 @@
+"""Accelerate's configurations and arguments of Hugging Face's Trainer become the part of a run that they hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from samples import layout_of
+
+from planner.errors import SpecError
+from planner.export.read import read, read_configuration
+
+
+def test_accelerate_with_fsdp() -> None:
+    imported = read_configuration(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 16\n"
+        "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n  fsdp_activation_checkpointing: true\n"
+        "  fsdp_offload_params: true\n"
+    )
+    assert (imported.source, imported.run["runtime"], imported.run["num_gpus"]) == ("accelerate", "torch-fsdp", 16)
+    layout = layout_of(imported)
+    assert (layout["zero_stage"], layout["fsdp"], layout["recompute"]) == (3, 8, "full")
+    assert imported.unknown == {"fsdp_config.fsdp_offload_params": "true"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage"), [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0), ("1", 3), ("2", 2)]
+)
+def test_strategies_of_fsdp(strategy: str, stage: int) -> None:
+    imported = read_configuration(f"distributed_type: FSDP\nfsdp_config: {{fsdp_sharding_strategy: {strategy}}}\n")
+    assert layout_of(imported)["zero_stage"] == stage
+
+
+def test_accelerate_with_deepspeed(tmp_path: Path) -> None:
+    inline = read_configuration(
+        "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: fp16\n"
+        "deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4, offload_optimizer_device: cpu}\n"
+    )
+    assert (inline.run["runtime"], inline.run["dtype"], layout_of(inline)["zero_stage"]) == ("deepspeed", "fp16", 2)
+    assert inline.run["features"]["optimizer_offload"] == 1.0
+    assert inline.complete(hardware="h100", model="llama-2-7b", seq_length=4096)["global_batch_size"] == 32
+    (tmp_path / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+    (tmp_path / "a.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero3.json}\n"
+    )
+    assert layout_of(read(tmp_path / "a.yaml"))["zero_stage"] == 3
+    with pytest.raises(SpecError, match="is not beside the file"):
+        read_configuration("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero3.json}\n")
+
+
+def test_accelerate_with_megatron() -> None:
+    imported = read_configuration(
+        "distributed_type: MEGATRON_LM\nnum_processes: 8\nmegatron_lm_config: {megatron_lm_tp_degree: 2, "
+        "megatron_lm_pp_degree: 2, megatron_lm_num_micro_batches: 4, megatron_lm_sequence_parallelism: true}\n"
+    )
+    layout = layout_of(imported)
+    assert (imported.run["runtime"], layout["tp"], layout["pp"], layout["sequence_parallel"]) == (
+        "megatron",
+        2,
+        2,
+        True,
+    )
+
+
+ARGUMENTS = (
+    "--model_name_or_path meta-llama/Llama-2-7b-hf --do_train --per_device_train_batch_size 4 "
+    "--gradient_accumulation_steps 8 --block_size 2048 --bf16 --gradient_checkpointing --output_dir /tmp/x"
+)
+
+
+def test_a_command_line_with_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        json.dumps(
+            {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
+        )
+    )
+    (tmp_path / "run.sh").write_text(
+        f"deepspeed --num_gpus 8 run_clm.py --deepspeed ds.json {ARGUMENTS} --optim adafactor\n"
+    )
+    imported = read(tmp_path / "run.sh")
+    run, layout = imported.run, layout_of(imported)
+    assert (run["model"], run["runtime"], run["num_gpus"]) == ("llama-2-7b", "deepspeed", 8)
+    assert (layout["zero_stage"], layout["micro_batch_size"], layout["recompute"]) == (3, 4, "full")
+    assert imported.complete(hardware="a100")["global_batch_size"] == 256
+    assert imported.unknown == {"optim": "adafactor"}
+
+
+def test_a_command_line_with_fsdp_and_adapters() -> None:
+    imported = read_configuration(
+        f"torchrun --nproc_per_node 8 run_clm.py {ARGUMENTS} --fsdp 'shard_grad_op auto_wrap' --use_peft --lora_r 16\n"
+    )
+    assert (imported.run["runtime"], layout_of(imported)["zero_stage"]) == ("torch-fsdp", 2)
+    assert set(imported.unknown) == {"use_peft", "lora_r"}
+    assert "adapters or narrow weights are not modelled" in " ".join(imported.notes)
+
+
+def test_arguments_in_python_and_in_yaml() -> None:
+    python = read_configuration(
+        "from transformers import TrainingArguments\nBATCH = 2\n"
+        "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-8B')\n"
+        "args = TrainingArguments(per_device_train_batch_size=BATCH, gradient_accumulation_steps=4, bf16=True, "
+        "fsdp='full_shard', max_length=4096)\n"
+    )
+    assert (python.run["model"], layout_of(python)["zero_stage"], python.run["seq_length"]) == ("qwen3-8b", 3, 4096)
+    assert python.complete(hardware="h100", num_gpus=16)["global_batch_size"] == 128
+    axolotl = read_configuration(
+        "base_model: meta-llama/Llama-3.1-8B\nsequence_len: 8192\nmicro_batch_size: 1\ngradient_accumulation_steps: 2\n"
+        "bf16: auto\nadapter: lora\ndeepspeed: deepspeed_configs/zero3_bf16.json\n"
+    )
+    assert (axolotl.run["model"], layout_of(axolotl)["zero_stage"]) == ("llama-3.1-8b", 3)
+    assert axolotl.unknown == {"adapter": "lora"}
