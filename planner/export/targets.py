@@ -94,7 +94,8 @@ _TRAINERS = (
     ),
     Trainer(
         "torchtitan", "torchtitan.write:export_torchtitan", "torchtitan.read:read_torchtitan",
-        mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[(parallelism|activation_checkpoint)\]", runtime="torchtitan",
+        mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[(parallelism|activation_checkpoint)\]",
+        runtime="torchtitan",
     ),
     Trainer(
         "torch", "torch.write:export_torch", "torch.read:read_torch",

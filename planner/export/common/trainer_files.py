@@ -102,9 +102,9 @@ class LaunchCommand:
     words: tuple[str, ...] = ()
     """Arguments behind the named ones."""
     first_run: Part = Part()
-    """What is added on mock data, where MOCK is 1."""
+    """The part that is added on mock data, where MOCK is 1."""
     training_run: Part = Part()
-    """What is added otherwise."""
+    """The part that is added otherwise."""
     placeholders: tuple[Placeholder, ...] = ()
     requirements: tuple[Requirement, ...] = ()
     trainer: TrainerVersion = TrainerVersion()
