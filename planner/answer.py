@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from planner.files import write_text
+from planner.shape import RANK_ORDERS
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -54,6 +55,11 @@ class Layout(Spec):
     num_gpus_used: int
     num_gpus_spare: int = 0
     """GPUs that no rank uses."""
+
+    @property
+    def dp_outermost(self) -> bool:
+        """True where data-parallel ranks lie outside the pipelines."""
+        return self.rank_order != RANK_ORDERS[0]
 
     @property
     def axes(self) -> tuple[str, ...]:

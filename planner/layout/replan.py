@@ -14,7 +14,7 @@ from planner.physics.pricing import Pricing
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule
 from planner.schedule.torch_csv import made_order
-from planner.shape import RANK_ORDERS, Shape
+from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
 from planner.trainers.spec import RuntimeSpec
@@ -38,7 +38,7 @@ def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = 
         sequence_parallel=int(chosen.sequence_parallel),
         zero_stage=chosen.zero_stage,
         shard_size=chosen.shard_size,
-        dp_outermost=RANK_ORDERS.index(chosen.rank_order),
+        dp_outermost=int(chosen.dp_outermost),
     )
     order = order_of(layout)
     return Candidate(

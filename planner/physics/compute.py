@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.physics.operators import BF16, FP32, Operator
-from planner.physics.scans import scan_flops_s
+from planner.physics.scans import SCAN_STREAM_FRACTION, scan_flops_s
 from planner.shape import Number
 from planner.specs.efficiency import AttentionEfficiency, GemmEfficiency
 from planner.specs.hardware import HardwareSpec
@@ -86,8 +86,8 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
         stream_s(hardware, op.backward_bytes, op.backward_kernels, op.family),
     )
     if op.kind == "scan":
-        scan_s = scan_flops_s(op, hardware)
-        passes_s = (np.maximum(passes_s[0], scan_s), np.maximum(passes_s[1], op.backward_factor * scan_s))
+        scan_s, slow = scan_flops_s(op, hardware), 1 / SCAN_STREAM_FRACTION
+        passes_s = (np.maximum(slow * passes_s[0], scan_s), np.maximum(slow * passes_s[1], op.backward_factor * scan_s))
     return PassSeconds(*passes_s, 0.0)
 
 

@@ -1,8 +1,8 @@
 """Kernels of chunked recurrences: what one computes, moves and keeps, and its seconds on a GPU.
 
 A chunked recurrence computes products of chunks on tensor cores and hands a state from chunk to chunk (Dao and Gu 2024,
-§6; Yang et al. 2024, gated delta networks, §3.3). No published run tells its rate, so the seconds are those of the data
-sheet: the longer of the products at a share of the peak and of the bytes at the bandwidth.
+§6; Yang et al. 2024, gated delta networks, §3.3). Its seconds are the longer of the products at a share of the peak and
+of the bytes at a share of the bandwidth.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ SCAN_FRACTION = 0.2
 """Share of the peak in 16 bits that the products of a chunked recurrence reach. Their sides are 64 to 256 and each
 waits for the one before. Assumed: half of what attention reaches at these sides; Mamba-2's scan at states of 64 to 256
 is as fast as FlashAttention-2 at sequences of 2,048 (Dao and Gu 2024, figure 10)."""
+SCAN_STREAM_FRACTION = 0.25
+"""Share of a plain copy's bandwidth at which the bytes of a scan move. Five runs of Nemotron 3 Nano on GB300, GB200,
+B300, B200 and H100 (Megatron-Bridge's performance summaries) take 0.94 to 1.12 times the predicted step with it, and
+1.07 to 1.32 times without; what else such models lose is part of it."""
 CORES_SCAN_FRACTION = 0.03
 """The same for a scan without tensor cores: fp32 cores have 1/15 of the peak on Hopper, and half of it is exponents."""
 TRIANGLE_KERNELS = 2

@@ -170,10 +170,11 @@ class StageActivity(Spec):
 
 
 def stride_of(exchange: TimedExchange, run: ProbeRun) -> int | None:
-    """The distance in global ranks between neighbours of an exchange; None for experts' gradients, whose ranks are not
-    evenly spaced."""
+    """The distance in global ranks between neighbours of an exchange; None for ranks that are not evenly spaced: those
+    of experts' gradients, and replicas with pipelines between them."""
     axis = exchange.name.split()[0]
-    if axis not in ("tp", "cp") and exchange.size != run.dp * run.cp:
+    has_gaps = run.dp_outermost and run.pp > 1
+    if axis not in ("tp", "cp") and (exchange.size != run.dp * run.cp or has_gaps):
         return None
     return 1 if axis == "tp" else run.tp
 

@@ -37,7 +37,7 @@ class SleepSeconds(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Coordinates of a rank: tp innermost, then cp, dp and pp, as Megatron and torchtitan number them."""
+    """Coordinates of a rank: tp innermost, then cp, dp and pp (or pp and dp), as trainers number them."""
 
     pp: int
     dp: int
@@ -59,6 +59,8 @@ class ProbeRun(Spec):
     ep: PositiveInt = 1
     cp: PositiveInt = 1
     """Ranks among which each sequence is split."""
+    dp_outermost: bool = False
+    """Ranks are numbered with data parallelism outermost (tp-cp-ep-pp-dp); without: with pipelines outermost."""
     sequence_parallel: bool = False
     zero: bool = True
     """Optimizer state is sharded over data-parallel ranks (ZeRO-1)."""
@@ -136,11 +138,15 @@ class ProbeRun(Spec):
         """Coordinates of a global rank."""
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
+        if self.dp_outermost:
+            dp, pp = divmod(rank, self.pp)
+            return Place(pp, dp, cp, tp)
         return Place(*divmod(rank, self.dp), cp, tp)
 
     def rank(self, place: Place) -> int:
         """Global rank at some coordinates."""
-        return ((place.pp * self.dp + place.dp) * self.cp + place.cp) * self.tp + place.tp
+        outer = place.dp * self.pp + place.pp if self.dp_outermost else place.pp * self.dp + place.dp
+        return (outer * self.cp + place.cp) * self.tp + place.tp
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Virtual stages that a pipeline rank holds, both copies of a bidirectional schedule included."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from planner.answer import Layout
-from planner.shape import RANK_ORDERS
 
 BREAKDOWN = {
     "compute_s": "compute",
@@ -55,7 +54,7 @@ def manner(layout: Layout) -> tuple[str, ...]:
         parts.append("sequence parallel" if layout.sequence_parallel else "no sequence parallel")
     if layout.ep > 1:
         parts.append(f"expert TP {layout.etp}")
-    if layout.rank_order != RANK_ORDERS[0]:
+    if layout.dp_outermost:
         parts.append(f"ranks {layout.rank_order}")
     if layout.num_gpus_spare:
         parts.append(f"{layout.num_gpus_spare:,} GPUs spare")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.schedule.orders import SCHEDULES
-from planner.search.rank_orders import OWN, with_rank_orders
-from planner.shape import Shape, divisors
+from planner.shape import RANK_ORDERS, Shape, divisors
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import SearchLimits, TrainingSpec
@@ -25,6 +24,7 @@ IntArray = npt.NDArray[np.int64]
 MAX_MICRO_BATCH_TOKENS = 1 << 16
 """Most tokens of a micro-batch that is tried; with more, GEMMs gain nothing and activations grow."""
 MAX_CP = 512
+OWN, DP_OUTERMOST = RANK_ORDERS
 
 
 @dataclass(slots=True)
@@ -80,7 +80,30 @@ def enumerate_shapes(
             [np.broadcast_to(rule.holds(model, training, other), np.shape(other.tp)) for rule in rules], axis=0
         )
 
-    return with_rank_orders(shape.take(legal), cluster, orders, is_legal), rejections
+    return _with_rank_orders(shape.take(legal), cluster, orders, is_legal), rejections
+
+
+def _with_rank_orders(
+    shape: Shape, cluster: ClusterSpec, orders: tuple[str, ...], is_legal: Callable[[Shape], Any]
+) -> Shape:
+    """The shapes (arrays) in each of the `orders` that may be the faster one.
+
+    Data parallelism outermost brings stages closer together and replicas further apart. It is left out where no tier
+    tells the stages' places apart: where none is wider than one stage of a replica and narrower than all ranks.
+    """
+    if DP_OUTERMOST not in orders or OWN not in orders or not np.size(shape.tp):
+        return shape
+    sizes = [tier.num_gpus for tier in cluster.tiers[:-1] if tier.num_gpus is not None]
+    within, whole = np.asarray(shape.tp * shape.cp), np.asarray(shape.num_ranks)
+    differs = (np.asarray(shape.pp) > 1) & (np.asarray(shape.dp) > 1)
+    differs &= np.sum([(within < size) & (size < whole) for size in sizes], axis=0) > 0
+    other = replace(shape, dp_outermost=np.ones_like(shape.tp)).take(differs)
+    other = other.take(np.broadcast_to(is_legal(other), np.shape(other.tp)))
+    columns = {
+        name: np.concatenate([np.broadcast_to(getattr(part, name), np.shape(part.tp)) for part in (shape, other)])
+        for name in Shape.__slots__
+    }
+    return Shape(**columns)
 
 
 def scalar(shape: Shape, index: int) -> Shape:

@@ -52,7 +52,7 @@ class PricedShapes:
     beaten: npt.NDArray[np.bool_] | None = None
     """True for a shape that another recipe beats in every price, and whose prices are not kept; None if none is."""
     exchanged_s: dict[PartName, tuple[FloatArray, FloatArray]] = field(default_factory=dict, compare=False, repr=False)
-    """What `exchanges_s` found; no set of modules, mode, schedule or vpp changes it."""
+    """Results of `exchanges_s`, which no set of modules, mode, schedule or vpp changes."""
 
     def with_modules(self, modules: Modules) -> PricedShapes:
         """The same shapes, priced so that selective recompute means `modules`."""

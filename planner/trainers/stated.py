@@ -45,7 +45,7 @@ def stated_switches(
             raise SpecError(f"{option}: {name} has no value", _choice(runtime, name))
         if name in switches:
             raise SpecError(f"{option}: {name}: given twice", "keep one of them")
-        switches[name] = _value(runtime, name, value, option)
+        switches[name] = _value(runtime, name, value, option, describes)
     return switches
 
 
@@ -66,14 +66,15 @@ def check_has(runtime: RuntimeSpec, name: str, option: str = "--switch", describ
     raise SpecError(f"{option}: unknown switch {shown!r}", close)
 
 
-def _value(runtime: RuntimeSpec, name: str, text: str, option: str) -> Value:
+def _value(runtime: RuntimeSpec, name: str, text: str, option: str, describes: bool) -> Value:
+    """The value that a text means; a run that exists may have one that the search does not choose for its trainer."""
     row, has = SWITCHES[name], switches_of(runtime).get(name, ())
     value = parsed(name, text) if row.values else _literal(text)
     if value is None or row.fields_of(value) is None:
         close = nearest(text, [written(known) for known in has or row.values])
         raise SpecError(f"{option}: {name}: {text[:60]!r} is no value of it", f"{_choice(runtime, name)}{close}")
-    if has and value in row.values and value not in has:
-        later = since_of(runtime, name, value)
+    later = since_of(runtime, name, value)
+    if has and value in row.values and value not in has and (later or not describes):
         since = f", which came with {later}" if later else ""
         raise SpecError(f"{option}: {_trainer(runtime)} has no {name}={text[:60]}{since}", _choice(runtime, name))
     return value

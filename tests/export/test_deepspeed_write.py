@@ -132,10 +132,12 @@ def test_without_a_pipeline_a_program_trains(planned: Planned) -> None:
     assert list(files) == [CONFIG_FILE, TRAINING_FILE]
     compile(files[TRAINING_FILE], TRAINING_FILE, "exec")
     assert "deepspeed.tp_model_init(network, 2, torch.bfloat16)" in files[TRAINING_FILE]
+    assert 'del CONFIG["train_batch_size"]' in files[TRAINING_FILE]
     recomputed = files_of(dense(planned, recompute="full", dtype="fp16"))[TRAINING_FILE]
     assert "gradient_checkpointing_enable()" in recomputed
     assert "dtype=torch.float16" in recomputed
     assert "tp_model_init" not in recomputed
+    assert "del CONFIG" not in recomputed
     assert json.loads(files[CONFIG_FILE])["tensor_parallel"] == {"autotp_size": 2}
 
 

@@ -67,6 +67,7 @@ RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
         ("1f1b", 2, 1, 2),
         {"dp": 2, "ep": 2, "model": {"moe": {**MOE, "shared_expert_intermediate_size": 16}}},
     ),
+    "dp2-outermost-ep2": (("1f1b", 2, 1, 2), {"dp": 2, "ep": 2, "dp_outermost": True, "model": {"moe": MOE}}),
     "dp2-tp2-ep4": (("none", 1, 1, 2), {**TP2, "dp": 2, "ep": 4, "model": {"moe": MOE}}),
     "gpt-recomputed": (("1f1b", 2, 1, 3), {**TP2, "num_recomputed": 1, "model": GPT}),
     "gemma-selective": (("1f1b", 2, 1, 3), {**TP2, "recompute_modules": ("core_attn", "mlp"), "model": GEMMA}),

@@ -78,6 +78,14 @@ def test_sequences_are_split_over_as_many_ranks_as_planned_or_in_small_over_two(
     run, grid, _ = ranks_run(plan, ProbeOptions(), num_gpus=16)
     assert (run.world_size, run.seq_length, run.whole_seq_length) == (grid.num_ranks, 2048, 8192)
     assert [run.rank(run.place(rank)) for rank in range(16)] == list(range(16))
+    assert run.place(8).pp == 1
+
+
+def test_ranks_are_numbered_as_planned() -> None:
+    plan = plan_of(load_model("8b"), 8, 8192, 64, tp=2, pp=2, dp=2, rank_order="tp-cp-ep-pp-dp")
+    run, _, _ = ranks_run(plan, ProbeOptions(), num_gpus=8)
+    assert [run.rank(run.place(rank)) for rank in range(8)] == list(range(8))
+    assert [(run.place(rank).pp, run.place(rank).dp) for rank in range(0, 8, 2)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 def test_stages_that_differ_only_in_place_are_run_once() -> None:

@@ -15,6 +15,7 @@ from planner.export.bridge.tree import Fields, fields_of, options_of_fields, sor
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.exported_model import Model, model_called, num_layers_of
 from planner.export.common.imported_run import ImportedRun
+from planner.export.megatron.options import options_of
 from planner.export.megatron.read import run_of
 from planner.export.recipes.chosen import chosen_recipe
 from planner.export.recipes.evaluator import Evaluator
@@ -22,6 +23,8 @@ from planner.export.recipes.values import Record
 from planner.export.scripts.script import read_script
 from planner.export.scripts.shell import Script
 
+_RANKS = ("--nnodes", "--nproc-per-node")
+"""The options of torchrun that say how many ranks there are."""
 _MARKS = ("model", "train", "ddp", "mixed_precision")
 _HARDWARE = ("h100", "h200", "b200", "b300", "gb200", "gb300", "a100")
 
@@ -31,7 +34,9 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
 
     Raises SpecError for a text without overrides or recipes, and for values that are no numbers.
     """
-    if re.search(r"^\s*def |^from |^import ", config.text, re.MULTILINE) and not config.text.startswith("#!"):
+    is_python = re.search(r"^\s*def |^from |^import ", config.text, re.MULTILINE)
+    # a manifest of Kubernetes has programs in its ConfigMap
+    if is_python and not config.text.startswith("#!") and not re.search(r"^apiVersion:", config.text, re.MULTILINE):
         return _read_recipe(config)
     words, script, recipe = _words(config)
     fields = dict(_field(word) for word in words)
@@ -66,7 +71,8 @@ def _hub_name(record: Record) -> str:
 
 
 def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> ImportedRun:
-    options = options_of_fields(fields)
+    launched = {name: words for name, words in options_of(script.words).items() if name in _RANKS}
+    options = {**launched, **options_of_fields(fields)}
     named = None if "--hidden-size" in options else model_called(hub_name) or _model_of_recipe(recipe)
     imported = run_of(options, script, "bridge", num_layers=num_layers_of(named))
     imported.run["runtime"] = "bridge"

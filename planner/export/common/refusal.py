@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from planner.answer import Layout, Plan
 from planner.errors import SpecError
-from planner.shape import RANK_ORDERS, Shape
+from planner.shape import Shape
 from planner.trainers.load import load_runtime, versions_of
 from planner.trainers.rules.common import Rule
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
@@ -105,5 +105,5 @@ def shape_of(layout: Layout, seq_length: int) -> Shape:
         sequence_parallel=int(layout.sequence_parallel),
         zero_stage=layout.zero_stage,
         shard_size=layout.shard_size,
-        dp_outermost=RANK_ORDERS.index(layout.rank_order),
+        dp_outermost=int(layout.dp_outermost),
     )

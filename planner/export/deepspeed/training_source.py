@@ -28,6 +28,9 @@ def training_source(plan: Plan, run: RunSettings, config_file: str) -> str:
     dtype = "bfloat16" if training.dtype == "bf16" else "float16"
     shards = f"network = deepspeed.tp_model_init(network, {layout.tp}, torch.{dtype})" if layout.tp > 1 else ""
     recompute = "network.gradient_checkpointing_enable()" if layout.recompute == "full" else ""
+    batch_size = ""
+    if layout.tp > 1:
+        batch_size = 'del CONFIG["train_batch_size"]  # DeepSpeed would count the ranks of TP as replicas\n'
     inside = "".join(f"    {line}\n" for line in (recompute, shards) if line)
     return f'''
 import json
@@ -47,7 +50,7 @@ SAVE_EVERY = {run.save_interval_steps}
 SEQ_LENGTH = {training.seq_length}
 TP = {layout.tp}
 CONFIG = json.loads(Path(__file__).with_name("{config_file}").read_text())
-SEQUENCES, PASSES = CONFIG["train_micro_batch_size_per_gpu"], CONFIG["gradient_accumulation_steps"]
+{batch_size}SEQUENCES, PASSES = CONFIG["train_micro_batch_size_per_gpu"], CONFIG["gradient_accumulation_steps"]
 
 
 def batch(ids, vocab_size, number, device):

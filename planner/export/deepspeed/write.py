@@ -50,6 +50,10 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
         files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + _pipeline_source(plan, stages)))
         return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
     notes.append(f"{TRAINING_FILE} evaluates nothing; DeepSpeed saves while training waits")
+    if plan.parallelism.tp > 1:
+        notes.append(
+            f"a script of your own passes {CONFIG_FILE} without train_batch_size, which counts ranks of TP, too"
+        )
     comments = header(plan, WRITTEN_FOR, notes)
     files.append(ExportFile(TRAINING_FILE, comments + training_source(plan, run, CONFIG_FILE)))
     command = LaunchCommand(

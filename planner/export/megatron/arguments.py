@@ -19,7 +19,6 @@ from planner.export.megatron.recipe import switch_arguments
 from planner.export.megatron.run_options import run_arguments
 from planner.export.megatron.runtime import data_parallel, is_fsdp, kernels, precision
 from planner.export.megatron.switches import SWITCH_OPTIONS
-from planner.shape import RANK_ORDERS
 from planner.trainers.load import has_dtype
 from planner.trainers.rules.common import Rule
 from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
@@ -112,9 +111,9 @@ def _grid(plan: Plan) -> Arguments:
     }
     if layout.tp > 1 and layout.sequence_parallel:
         arguments["--sequence-parallel"] = True
-    if layout.rank_order != RANK_ORDERS[0]:
+    if layout.dp_outermost:
         arguments["--use-tp-pp-dp-mapping"] = True
-    if plan.model.spec.moe is None and layout.rank_order != RANK_ORDERS[0] and layout.cp > 1:
+    if plan.model.spec.moe is None and layout.dp_outermost and layout.cp > 1:
         # it asks for as many replicas of experts as of the rest, also where there are none
         arguments["--expert-tensor-parallel-size"] = layout.tp * layout.cp
     if plan.model.spec.moe is not None:

@@ -117,7 +117,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
 
 
 def _notes_on_balance(model: ModelSpec) -> Iterator[str]:
-    """A note on what balances experts instead of a loss, which torchtitan has none of."""
+    """The means that balance experts instead of a loss, which torchtitan does not have."""
     moe = stated(model).moe
     if moe is not None and moe.router_aux_loss_coef:
         rate = balancing_rate(model)

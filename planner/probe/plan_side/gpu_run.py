@@ -52,6 +52,7 @@ def real_run(
         dp=grid.dp,
         ep=grid.ep,
         cp=grid.cp,
+        dp_outermost=layout.dp_outermost,
         zero=layout.zero_stage > 0,
         dp_stands_for=sharing_dp(plan.best) // grid.dp if layout.zero_stage == 1 else 1,
         fully_sharded=fully_shards(plan.best, order),

@@ -37,6 +37,7 @@ def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
         dp=grid.dp,
         cp=grid.cp,
         ep=grid.ep,
+        dp_outermost=layout.parallelism.dp_outermost,
         zero=layout.parallelism.zero_stage > 0,
         fully_sharded=fully_shards(layout, order),
         sequence_parallel=grid.tp > 1 and layout.parallelism.sequence_parallel,

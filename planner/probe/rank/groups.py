@@ -108,21 +108,22 @@ def data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
 
 def expert_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
     """Ranks that share a set of experts: neighbours within a stage, tp innermost."""
-    first, unit = _within_stage(run, place)
-    first += unit // run.ep * run.ep
-    return tuple(range(first, first + run.ep))
+    stage, unit = _within_stage(run, place)
+    first = unit // run.ep * run.ep
+    return stage[first : first + run.ep]
 
 
 def expert_data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
     """Ranks of the stage that hold the same experts."""
-    first, unit = _within_stage(run, place)
-    return tuple(first + other for other in range(run.world_size // run.pp) if other % run.ep == unit % run.ep)
+    stage, unit = _within_stage(run, place)
+    return stage[unit % run.ep :: run.ep]
 
 
-def _within_stage(run: ProbeRun, place: Place) -> tuple[int, int]:
-    """The first rank of the stage, and this rank's number within the stage."""
-    first = run.rank(Place(place.pp, 0, 0, 0))
-    return first, run.rank(place) - first
+def _within_stage(run: ProbeRun, place: Place) -> tuple[tuple[int, ...], int]:
+    """The ranks of the stage, and this rank's number among them."""
+    coordinates = product(range(run.dp), range(run.cp), range(run.tp))
+    stage = tuple(run.rank(Place(place.pp, *within)) for within in coordinates)
+    return stage, (place.dp * run.cp + place.cp) * run.tp + place.tp
 
 
 def pipeline_ranks(run: ProbeRun, place: Place, pp_ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import Rule, model_rule, release, stretch_rule
 from planner.trainers.rules.facts import has_local_base, has_usual_scale, rotary_method
-from planner.trainers.rules.megatron_core import CORE_MODEL_RULES
+from planner.trainers.rules.megatron_core import CORE_MODEL_RULES, NEW_QUERY_NORM_SINCE, norms_queries_twice
 
 _YARN_OF_LATENTS = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096, "truncate": True}
 """Numbers of yarn that have no option for latent attention: the defaults of MLATransformerConfig, DeepSeek's."""
@@ -42,7 +42,16 @@ def _other_factor(model: ModelSpec) -> str | None:
     return None
 
 
+_QUERY_NORM = model_rule(
+    "q_lora_rank",
+    lambda m: norms_queries_twice(m, ""),
+    lambda m: (
+        f"since core {NEW_QUERY_NORM_SINCE} it norms the layer's input once more before queries that are not latent"
+    ),
+)
+
 MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
+    _QUERY_NORM,
     *CORE_MODEL_RULES,
     model_rule("pre_norms", lambda m: not m.pre_norms, lambda m: "attention and MLP always have a norm before them"),
     model_rule("post_norms", lambda m: m.post_norms, lambda m: "it has no second norm after attention and MLP"),
@@ -108,7 +117,9 @@ _CAME_WITH: tuple[tuple[str, str, Callable[[ModelSpec], bool], str], ...] = (
 
 def megatron_model_rules(version: str) -> tuple[Rule, ...]:
     """The rules on models of one version; of the newest where it is empty."""
-    return MEGATRON_MODEL_RULES + came_later(version) + stretches_later(version)
+    left = tuple(rule for rule in MEGATRON_MODEL_RULES if rule is not _QUERY_NORM)
+    normed_twice = () if version and release(version) < release(NEW_QUERY_NORM_SINCE) else (_QUERY_NORM,)
+    return (*left, *normed_twice, *came_later(version), *stretches_later(version))
 
 
 def stretches_later(version: str) -> tuple[Rule, ...]:
