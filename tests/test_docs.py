@@ -88,7 +88,9 @@ def test_the_first_screen_is_a_sentence_and_the_line_that_plans() -> None:
 
 def test_documents_name_files_that_exist() -> None:
     for document in ("README.md", "AGENTS.md", "CONTRIBUTING.md"):
-        named = re.findall(r"`?((?:planner|scripts|tests)/[a-z_0-9/]+(?:\.py)?)`?", (ROOT / document).read_text())
+        named = re.findall(
+            r"`?((?:planner|scripts|tests)/[a-z_0-9/]+(?:\.py|\.json)?)`?", (ROOT / document).read_text()
+        )
         assert [name for name in named if not (ROOT / name).exists()] == []
 
 

@@ -191,7 +191,7 @@ def test_the_environment_follows_from_the_recipe(
 @pytest.mark.parametrize(("model", "first"), [("gpt-oss-20b", "0.19"), ("llama-3.1-8b", "0.14")])
 def test_models_that_came_with_a_version(planned: Planned, model: str, first: str) -> None:
     for version in ("0.14", "0.15", "0.20"):
-        plan = planned(model, 16, runtime=f"megatron@{version}")
+        plan = planned(model, 16, runtime=f"megatron@{version}", seq_length=8192)
         warned = any("Megatron core" in warning for warning in plan.best.warnings)
         assert warned == (version < first)
         if warned:

@@ -323,6 +323,7 @@ def test_every_layout_of_a_plan_evaluates_to_itself(design: dict[str, Any]) -> N
         wanted = Parallelism(
             **{axis: getattr(p, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch_size")},
             schedule=p.schedule,
+            rank_order=p.rank_order,
             zero_stage=p.zero_stage,
             fsdp=p.shard_size if p.zero_stage == 3 else None,
             layers_per_stage=tuple(last - first for first, last in virtual),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ def test_operators_of_a_model_are_read(name: str, field: str, value: object) -> 
 
 
 def test_the_inner_config_of_a_wrapper_decides(caplog: pytest.LogCaptureFixture) -> None:
-    large = model_of("mistral-large-3")
+    with caplog.at_level(logging.INFO):
+        large = model_of("mistral-large-3")
     assert large.mla is not None
     assert "mistral-large-3/config.json: vision left out: only the language model is planned" in caplog.text
     dense = {"model_type": "mistral3", "text_config": {"num_hidden_layers": 2}, "vision_config": {}}

@@ -167,10 +167,10 @@ def test_a_search_that_had_too_little_time_says_nothing_about_fewer_gpus() -> No
 @pytest.mark.parametrize(
     ("pin", "freed", "memory_gib"),
     [
-        ({"recompute": ("none",)}, "recompute", 0.97),
+        ({"recompute": ("none",)}, "recompute", 1.06),
         ({"micro_batch_size": (8,), "zero_stage": (1,)}, "micro_batch_size", 1.3),
-        ({"pp": (1,)}, "pp", 1.0),
-        ({"tp": (1,)}, "tp", 1.0),
+        ({"pp": (1,)}, "pp", 1.05),
+        ({"tp": (1,)}, "tp", 1.1),
         ({"zero_stage": (0,), "dp": (4,)}, "dp", 1.2),
     ],
     ids=str,
