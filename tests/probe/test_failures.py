@@ -180,7 +180,7 @@ def test_no_space_for_the_folder(make_run: Any, monkeypatch: pytest.MonkeyPatch)
         launch(small(make_run))
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(sent: signal.Signals, make_run: Any, own_tmp: Path) -> None:
     run_file = own_tmp / "run.json"
     run_file.write_text(small(make_run).model_dump_json())
