@@ -111,6 +111,8 @@ class Shape:
         return replace(self, **{k: v[index] for k, v in values.items() if isinstance(v, np.ndarray) and v.ndim})
 
 
+NEAR_FRACTION = 0.03
+"""Share by which another batch may be larger or smaller than the one asked for."""
 _LIMITS = {"sequence_parallel": (0, 1), "zero_stage": (0, 3), "dp_outermost": (0, 1)}
 
 
@@ -118,3 +120,16 @@ def divisors(number: int, most: int) -> list[int]:
     """Divisors of `number` up to `most`, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({d for pair in ((d, number // d) for d in small) for d in pair if d <= most})
+
+
+def liked_batch(num_sequences: float, num_gpus: int) -> int | None:
+    """The nearest multiple of the largest divisor of `num_gpus` that has one within NEAR_FRACTION; None if none has.
+
+    The more of the number of GPUs divides the batch, the more sizes data parallelism can have with no GPU idle. The
+    batch itself is the answer where no larger divisor has a multiple nearby.
+    """
+    for divisor in reversed(divisors(num_gpus, num_gpus)):
+        near = max(round(num_sequences / divisor), 1) * divisor
+        if abs(near - num_sequences) <= NEAR_FRACTION * num_sequences:
+            return near
+    return None

@@ -12,7 +12,7 @@ from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
 from planner.cli.probe_file import read_calibration
 from planner.errors import SpecError
-from planner.search.batch import liked_batch
+from planner.shape import liked_batch
 from planner.specs.base import Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec

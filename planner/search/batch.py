@@ -1,4 +1,4 @@
-"""Batches that a number of GPUs divides well: the nearest to one that was asked for, and what it would gain."""
+"""The batch nearby that a number of GPUs divides well, and what it would gain."""
 
 from __future__ import annotations
 
@@ -7,25 +7,10 @@ from planner.errors import Infeasible, SolverError
 from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.search.layouts import find_layouts
-from planner.shape import divisors
+from planner.shape import liked_batch
 
-NEAR_FRACTION = 0.03
-"""Share by which another batch may be larger or smaller than the one asked for."""
 LEAST_GAIN_FRACTION = 0.02
 """Least share of the tokens a second for which another batch is offered."""
-
-
-def liked_batch(num_sequences: float, num_gpus: int) -> int | None:
-    """The nearest multiple of the largest divisor of `num_gpus` that has one within NEAR_FRACTION; None if none has.
-
-    The more of the number of GPUs divides the batch, the more sizes data parallelism can have with no GPU idle. The
-    batch itself is the answer where no larger divisor has a multiple nearby.
-    """
-    for divisor in reversed(divisors(num_gpus, num_gpus)):
-        near = max(round(num_sequences / divisor), 1) * divisor
-        if abs(near - num_sequences) <= NEAR_FRACTION * num_sequences:
-            return near
-    return None
 
 
 def batch_offer(found: Plan, case: Case, deadline: Deadline) -> BatchOffer | None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import ClusterSpec, TrainingSpec, plan
-from planner.search.batch import NEAR_FRACTION, liked_batch
+from planner.shape import NEAR_FRACTION, liked_batch
 from planner.specs.training import SearchLimits
 
 LIMITS = SearchLimits(switches="default", tp=(1, 2, 4), cp=(1,), schedule=("1f1b",), top=1)
