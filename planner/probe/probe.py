@@ -37,7 +37,7 @@ from planner.probe.verdict.replay_stages import replayed_step_s
 from planner.probe.worker.failure import out_of_memory_result
 from planner.probe.worker.stage_worker import stage_process
 from planner.specs.training import tokens_split
-from planner.trainers.rules.layer_kinds import runner_objection
+from planner.trainers.rules.torch_model import runner_objection
 
 __all__ = ["ProbeOptions", "probe"]
 

@@ -17,8 +17,9 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.common import first_broken
-from planner.trainers.rules.layer_kinds import LAYER_KIND_RULES, RUNNER_RULES, UNWRITTEN_RULES
+from planner.trainers.rules.layer_kinds import LAYER_KIND_RULES, UNWRITTEN_RULES
 from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.rules.torch_model import TORCH_MODEL_RULES
 
 TRAINING = TrainingSpec(seq_length=4096, global_batch_size=64)
 BASE: dict[str, Any] = {
@@ -96,8 +97,8 @@ def test_no_export_leaves_a_field_out_silently(fields: dict[str, Any], reason: s
      {"qk_norm": True, "qk_norm_over": "hidden"}, {"head_bias": True}],
 )  # fmt: skip
 def test_the_runner_builds_no_other_layers_than_the_models(fields: dict[str, Any]) -> None:
-    assert first_broken(RUNNER_RULES, ModelSpec(**BASE, **fields), TRAINING, Shape()) is not None
-    assert first_broken(RUNNER_RULES, load_model("deepseek-v3"), TRAINING, Shape()) is None
+    assert first_broken(TORCH_MODEL_RULES, ModelSpec(**BASE, **fields), TRAINING, Shape()) is not None
+    assert first_broken(TORCH_MODEL_RULES, load_model("deepseek-v3"), TRAINING, Shape()) is None
 
 
 def test_a_hybrid_is_priced_warned_of_and_not_exported() -> None:

@@ -10,6 +10,7 @@ from planner.trainers.rules.common import Rule, model_rule, stretch_rule
 from planner.trainers.rules.facts import every_nth, has_local_base, rotary_method
 from planner.trainers.rules.megatron_core import CORE_MODEL_RULES
 from planner.trainers.rules.megatron_model import came_later
+from planner.trainers.rules.plain_fields import HEAD_NORMS, PLAIN
 
 Family = Literal["gpt", "mla", "gemma2", "gemma3"]
 """The recipe that a model starts from; those of Gemma build layers of their own."""
@@ -68,17 +69,13 @@ def _stretched_otherwise(model: ModelSpec) -> str | None:
 
 BRIDGE_MODEL_RULES: tuple[Rule, ...] = (
     *CORE_MODEL_RULES,
-    model_rule("pre_norms", lambda m: not m.pre_norms, lambda m: "attention and MLP always have a norm before them"),
+    PLAIN["pre_norms"],
     model_rule(
         "post_norms",
         _is_of_no_recipe,
         lambda m: "it has second norms after attention and MLP in recipes of Gemma 2 and 3 only, whose layers differ",
     ),
-    model_rule(
-        "qk_norm_over",
-        lambda m: m.qk_norm and m.qk_norm_over != "head_dim",
-        lambda m: "norms of queries and keys are over a head there, with one weight for all heads",
-    ),
+    HEAD_NORMS,
     model_rule(
         "glu_linear_offset",
         lambda m: m.glu_linear_offset != 0 and not m.gated_mlp,
@@ -99,9 +96,7 @@ BRIDGE_MODEL_RULES: tuple[Rule, ...] = (
         lambda m: m.embedding_multiplier != 1 and not _has_own_scale(m),
         lambda m: "it scales the embedding in recipes of Gemma 2 and 3 only",
     ),
-    model_rule(
-        "logits_scaling", lambda m: m.logits_scaling != 1, lambda m: "it does not scale the vocabulary's logits"
-    ),
+    PLAIN["logits_scaling"],
     stretch_rule(_stretched_otherwise),
     model_rule(
         "rope_local_base_freq",

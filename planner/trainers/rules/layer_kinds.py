@@ -10,8 +10,7 @@ from typing import Any
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import SPARSE
-from planner.specs.training import TrainingSpec
-from planner.trainers.rules.common import Rule, first_broken, model_rule, no_multiple
+from planner.trainers.rules.common import Rule, model_rule, no_multiple
 
 
 def _state_widths(model: ModelSpec) -> dict[str, int]:
@@ -102,26 +101,3 @@ UNWRITTEN_RULES: tuple[Rule, ...] = (
     ),
 )
 """Rules of every export: what breaks one is priced all the same, with a warning."""
-
-_UNRUN: tuple[tuple[str, Callable[[ModelSpec], bool], str], ...] = (
-    ("pre_norms", lambda m: not m.pre_norms, "layers without a norm before attention and MLP"),
-    ("parallel_residual", lambda m: m.parallel_residual is not None, "attention and MLP side by side"),
-    ("attn_output_gate", lambda m: m.attn_output_gate, "gates on attention's output"),
-    ("qk_norm_over", lambda m: m.qk_norm and m.qk_norm_over != "head_dim", "norms over more than one head"),
-)
-"""Fields of models that our own runner has no module for."""
-
-RUNNER_RULES: tuple[Rule, ...] = (
-    *UNWRITTEN_RULES,
-    *(
-        model_rule(name, wrong, lambda model, thing=thing: f"the runner has no {thing}")  # type: ignore[misc]
-        for name, wrong, thing in _UNRUN
-    ),
-)
-"""Rules on models that the probe sets: it would build other layers, and compare their run with the plan's."""
-
-
-def runner_objection(model: ModelSpec, training: TrainingSpec) -> str | None:
-    """The reason why our own runner cannot build the model's layers; None where it can."""
-    rule = first_broken(RUNNER_RULES, model, training, Shape())
-    return None if rule is None else f"{rule.reason}: {rule.message(model, training, Shape())}"

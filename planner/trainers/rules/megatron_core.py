@@ -10,6 +10,7 @@ from planner.specs.model_parts import RopeScalingSpec
 from planner.trainers.rules.common import Rule, model_rule, release, stretch_rule
 from planner.trainers.rules.facts import rotary_method, yarn_scale
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
+from planner.trainers.rules.plain_fields import PLAIN
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Numbers of Llama 3's scaling that are fixed there (RotaryEmbedding._apply_scaling), and Llama 3's own."""
@@ -55,15 +56,9 @@ def _other_llama3(scaling: RopeScalingSpec) -> Iterator[str]:
 CORE_MODEL_RULES: tuple[Rule, ...] = (
     *UNWRITTEN_RULES,
     model_rule("position_embedding", lambda m: m.position_embedding == "alibi", lambda m: "it has no ALiBi"),
-    model_rule("embedding_norm", lambda m: m.embedding_norm, lambda m: "it has no norm after the embedding"),
-    model_rule(
-        "parallel_residual",
-        lambda m: m.parallel_residual is not None,
-        lambda m: "its MLP reads what attention adds to, never the layer's input",
-    ),
-    model_rule(
-        "residual_multiplier", lambda m: m.residual_multiplier != 1, lambda m: "it adds to the residual stream unscaled"
-    ),
+    PLAIN["embedding_norm"],
+    PLAIN["parallel_residual"],
+    PLAIN["residual_multiplier"],
     model_rule(
         "norm_bias",
         lambda m: m.norm == "layernorm" and not m.has_norm_bias,

@@ -8,6 +8,7 @@ from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import Rule, model_rule, release, stretch_rule
 from planner.trainers.rules.facts import has_local_base, has_usual_scale, rotary_method
 from planner.trainers.rules.megatron_core import CORE_MODEL_RULES, NEW_QUERY_NORM_SINCE, norms_queries_twice
+from planner.trainers.rules.plain_fields import HEAD_NORMS, PLAIN
 
 _YARN_OF_LATENTS = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096, "truncate": True}
 """Numbers of yarn that have no option for latent attention: the defaults of MLATransformerConfig, DeepSeek's."""
@@ -53,13 +54,9 @@ _QUERY_NORM = model_rule(
 MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
     _QUERY_NORM,
     *CORE_MODEL_RULES,
-    model_rule("pre_norms", lambda m: not m.pre_norms, lambda m: "attention and MLP always have a norm before them"),
-    model_rule("post_norms", lambda m: m.post_norms, lambda m: "it has no second norm after attention and MLP"),
-    model_rule(
-        "qk_norm_over",
-        lambda m: m.qk_norm and m.qk_norm_over != "head_dim",
-        lambda m: "norms of queries and keys are over a head there, with one weight for all heads",
-    ),
+    PLAIN["pre_norms"],
+    PLAIN["post_norms"],
+    HEAD_NORMS,
     model_rule(
         "activation",
         lambda m: m.activation not in _activations(m),
@@ -78,22 +75,10 @@ MEGATRON_MODEL_RULES: tuple[Rule, ...] = (
         lambda m: not has_usual_scale(m),
         lambda m: f"no option scales attention logits, the model does by {m.attention_multiplier:.4g}",
     ),
-    model_rule(
-        "attn_logit_softcapping",
-        lambda m: m.attn_logit_softcapping is not None,
-        lambda m: "it does not cap attention logits",
-    ),
-    model_rule(
-        "final_logit_softcapping",
-        lambda m: m.final_logit_softcapping is not None,
-        lambda m: "it does not cap the vocabulary's logits",
-    ),
-    model_rule(
-        "embedding_multiplier", lambda m: m.embedding_multiplier != 1, lambda m: "it does not scale the embedding"
-    ),
-    model_rule(
-        "logits_scaling", lambda m: m.logits_scaling != 1, lambda m: "it does not scale the vocabulary's logits"
-    ),
+    PLAIN["attn_logit_softcapping"],
+    PLAIN["final_logit_softcapping"],
+    PLAIN["embedding_multiplier"],
+    PLAIN["logits_scaling"],
     model_rule(
         "rope_local_base_freq", has_local_base, lambda m: "sliding layers have the rotary base of the others there"
     ),

@@ -1,22 +1,24 @@
-"""Rules on models that our own runner does not build, whatever the layout."""
+"""Rules on models that our own runner does not build, whatever the layout: the export writes it, the probe runs it."""
 
 from __future__ import annotations
 
-from planner.trainers.rules.common import Rule, model_rule
+from planner.shape import Shape
+from planner.specs.model import ModelSpec
+from planner.specs.training import TrainingSpec
+from planner.trainers.rules.common import Rule, first_broken
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
+from planner.trainers.rules.plain_fields import HEAD_NORMS, PLAIN
 
 TORCH_MODEL_RULES: tuple[Rule, ...] = (
     *UNWRITTEN_RULES,
-    model_rule("pre_norms", lambda m: not m.pre_norms, lambda m: "attention and MLP always have a norm before them"),
-    model_rule(
-        "parallel_residual",
-        lambda m: m.parallel_residual is not None,
-        lambda m: "its MLP reads what attention adds to, never the layer's input",
-    ),
-    model_rule(
-        "qk_norm_over",
-        lambda m: m.qk_norm and m.qk_norm_over != "head_dim",
-        lambda m: "norms of queries and keys are over a head there, with one weight for all heads",
-    ),
-    model_rule("attn_output_gate", lambda m: m.attn_output_gate, lambda m: "it has no gate on attention's output"),
+    PLAIN["pre_norms"],
+    PLAIN["parallel_residual"],
+    HEAD_NORMS,
+    PLAIN["attn_output_gate"],
 )
+
+
+def runner_objection(model: ModelSpec, training: TrainingSpec) -> str | None:
+    """The reason why our own runner cannot build the model's layers; None where it can."""
+    rule = first_broken(TORCH_MODEL_RULES, model, training, Shape())
+    return None if rule is None else f"{rule.reason}: {rule.message(model, training, Shape())}"

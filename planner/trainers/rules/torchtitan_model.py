@@ -10,6 +10,7 @@ from planner.specs.model_parts import RopeScalingSpec
 from planner.trainers.rules.common import Rule, model_rule, stretch_rule
 from planner.trainers.rules.facts import has_groups, has_local_base, has_usual_scale, rotary_method, yarn_scale
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
+from planner.trainers.rules.plain_fields import PLAIN
 
 _GPT_OSS = {24: 32, 36: 128}
 """Number of experts by number of layers of gpt-oss 20b and 120b, the two sizes that torchtitan's gpt_oss builds."""
@@ -56,30 +57,9 @@ def _broken_scaling(model: ModelSpec) -> str | None:
     return None
 
 
-def _unlike(field: str, plain: Any, message: str) -> Rule:
-    """A rule on a field that must have its plain value."""
-    return model_rule(field, lambda m: getattr(m, field) != plain, lambda m: message)
-
-
-_PLAIN: tuple[Rule, ...] = (
-    _unlike("zero_centered_norm", False, "its norms multiply by the weight, not by 1 + weight"),
-    _unlike("pre_norms", True, "attention and MLP always have a norm before them"),
-    _unlike("post_norms", False, "it has no second norm after attention and MLP"),
-    _unlike("embedding_norm", False, "it has no norm after the embedding"),
-    _unlike("parallel_residual", None, "its MLP reads what attention adds to, never the layer's input"),
-    _unlike("attn_output_gate", False, "it has no gate on attention's output"),
-    _unlike("attn_logit_softcapping", None, "it does not cap attention logits"),
-    _unlike("final_logit_softcapping", None, "it does not cap the vocabulary's logits"),
-    _unlike("embedding_multiplier", 1, "it does not scale the embedding"),
-    _unlike("residual_multiplier", 1, "it adds to the residual stream unscaled"),
-    _unlike("logits_scaling", 1, "it does not scale the vocabulary's logits"),
-    _unlike("no_rope_layer_interval", None, "it rotates positions on every layer"),
-)
-"""Rules on fields that its builders have nothing for."""
-
 TORCHTITAN_MODEL_RULES: tuple[Rule, ...] = (
     *UNWRITTEN_RULES,
-    *_PLAIN,
+    *PLAIN.values(),
     model_rule("position_embedding", lambda m: m.position_embedding != "rope", lambda m: "its models rotate positions"),
     model_rule(
         "partial_rotary_factor",
