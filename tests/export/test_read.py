@@ -27,12 +27,23 @@ from planner.layout.runs import parse_run
         ("from torchtitan.config import ParallelismConfig\nParallelismConfig(", "not Python: line"),
         ("[parallelism]\ntensor = = 8", "not TOML"),
         ('{"zero_optimization": ', "not JSON"),
+        ('{"overrides": ["a"], ' + '{"a":' * 50_000, "not JSON"),
+        ("model:\n  a: " + "[" * 5_000 + "\ntrain:\n  global_batch_size: 8\n", "not YAML"),
+        ("trainer:\n  devices: " + "[" * 5_000 + "\nmodel:\n  a: 1\n", "not YAML"),
         ('{"zero_optimization": {}, "train_batch_size": "many"}', "'many' is no positive number"),
     ],
 )
 def test_what_cannot_be_read(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message.replace("(", r"\(").replace("[", r"\[").replace("+", r"\+")):
         read_configuration(text)
+
+
+def test_a_broken_file_beside_the_configuration_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.json").write_text('{"min_num_params": ')
+    launch = tmp_path / "run.sh"
+    launch.write_text("torchrun run_clm.py --per_device_train_batch_size 1 --fsdp full_shard --fsdp_config fsdp.json")
+    with pytest.raises(SpecError, match="not JSON"):
+        read(launch)
 
 
 def test_the_example_of_the_docstring(

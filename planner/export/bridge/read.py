@@ -7,14 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from planner.errors import SpecError
 from planner.export.bridge.read_model import model_fields
 from planner.export.bridge.tree import Fields, fields_of, options_of_fields, sort_fields
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.exported_model import Model, model_called, num_layers_of
 from planner.export.common.imported_run import ImportedRun
+from planner.export.common.markup import json_of, yaml_of
 from planner.export.megatron.options import options_of
 from planner.export.megatron.read import run_of
 from planner.export.recipes.chosen import chosen_recipe
@@ -116,26 +115,16 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
     """The overrides as words, the variables around them, and the name of the recipe."""
     text = config.text
     if text.lstrip().startswith("{"):
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise SpecError(f"not JSON: {error}", "give the bridge.json that plan export wrote") from None
+        data = json_of(text, "give the bridge.json that plan export wrote")
         world = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
         return [str(word) for word in data.get("overrides", [])], Script(variables=world), str(data.get("recipe", ""))
     if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
-        data = _yaml(text)
-        return [f"{path}={json.dumps(value)}" for path, value in _flat(data)], Script(), ""
+        data = yaml_of(text, "give the file of overrides")
+        rows = _flat(data) if isinstance(data, dict) else []
+        return [f"{path}={json.dumps(value)}" for path, value in rows], Script(), ""
     script = read_script(text, config.beside)
     recipes = [script.words[i + 1] for i, word in enumerate(script.words[:-1]) if word == "--recipe"]
     return [word for word in script.words if re.match(r"[+a-z_]+(\.\w+)+=", word)], script, next(iter(recipes), "")
-
-
-def _yaml(text: str) -> Mapping[str, Any]:
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SpecError(f"not YAML: {error}".splitlines()[0], "give the file of overrides") from None
-    return data if isinstance(data, dict) else {}
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

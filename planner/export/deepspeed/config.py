@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.errors import SpecError
+from planner.export.common.markup import json_of
 
 DEEPSPEED_RUNTIME = "deepspeed"
 """The trainer that is DeepSpeed around a model of torch."""
@@ -20,7 +21,7 @@ _IGNORED = {
     "gradient_predivide_factor", "dump_state", "checkpoint", "tensorboard", "wandb", "csv_monitor", "comms_logger",
     "flops_profiler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "fp32_allreduce",
     "communication_data_type", "seed", "memory_breakdown", "load_universal_checkpoint", "monitor_config", "_comment",
-    "gradient_accumulation_dtype", "disable_allgather", "zero_allow_untested_optimizer_", "loss_scale", "amp_",
+    "gradient_accumulation_dtype", "disable_allgather", "loss_scale", "amp_",
 }  # fmt: skip
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "auto", "")
 _ZERO_IGNORED = re.compile(
@@ -47,10 +48,7 @@ class DeepSpeedConfig:
 def parse_json(text: str) -> dict[str, Any]:
     """The object of a `ds_config.json`; words that a script replaces (`CONFIG_BATCH_SIZE`) are null."""
     quoted = re.sub(r"(:\s*|\[\s*|,\s*)([A-Z][A-Z0-9_]{2,})(?=\s*[,}\]])", r"\1null", text)
-    try:
-        config = json.loads(quoted)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"not JSON: {error}", "give the file that is passed as --deepspeed_config") from None
+    config = json_of(quoted, "give the file that is passed as --deepspeed_config")
     if not isinstance(config, dict):
         raise SpecError("the file holds no JSON object", "give the file that is passed as --deepspeed_config")
     return config

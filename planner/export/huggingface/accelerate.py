@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
+from planner.export.common.markup import yaml_of
 from planner.export.deepspeed.config import DEEPSPEED_RUNTIME
 from planner.export.huggingface.settings import (
     FSDP_RUNTIME,
@@ -31,7 +30,7 @@ _IGNORED = {
     "compute_environment", "debug", "downcast_bf16", "machine_rank", "main_process_ip", "main_process_port",
     "main_training_function", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "use_cpu",
     "gpu_ids", "enable_cpu_affinity", "command_file", "commands", "tpu_name", "tpu_zone", "deepspeed_hostfile",
-    "dynamo_backend", "machine_rank_", "ipex_config", "mpirun_config", "rdzv_conf", "monitor_interval", "max_restarts",
+    "dynamo_backend", "ipex_config", "mpirun_config", "rdzv_conf", "monitor_interval", "max_restarts",
 }  # fmt: skip
 _MEGATRON = {"tp_degree": "tp", "pp_degree": "pp"}
 
@@ -49,10 +48,7 @@ def read_accelerate(config: ConfigFile) -> ImportedRun:
 
 
 def read_yaml(text: str) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise SpecError(f"not YAML: {str(error).splitlines()[0]}", "give the configuration's file") from None
+    data = yaml_of(text, "give the configuration's file")
     if not isinstance(data, dict):
         raise SpecError("the file holds no settings", "give the configuration's file")
     return data

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from typing import Any
 
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
+from planner.export.common.markup import json_of
 from planner.export.deepspeed.config import DEEPSPEED_RUNTIME
 from planner.export.huggingface.accelerate import apply_accelerate, read_yaml
 from planner.export.huggingface.settings import (
@@ -28,7 +28,7 @@ from planner.export.scripts.script import read_script
 
 _SEQUENCE = (
     "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "sequence_len", "model_max_length", "max_length",
-    "max_source_length", "seq_length", "block_size_", "context_length",
+    "max_source_length", "seq_length", "context_length",
 )  # fmt: skip
 _BATCH = (
     "per_device_train_batch_size",
@@ -126,7 +126,7 @@ def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: Conf
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
         options = settings.get("fsdp_config")
         if isinstance(options, str):
-            options = json.loads(config.beside(options) or "{}") if options.endswith(".json") else {}
+            options = json_of(config.beside(options) or "{}", f"mend {options}") if options.endswith(".json") else {}
         words = settings.get("fsdp")
         words = " ".join(map(str, words)) if isinstance(words, list) else words
         layout |= fsdp_layout({"fsdp": words}, options if isinstance(options, dict) else {})
@@ -156,10 +156,7 @@ def _settings(config: ConfigFile) -> tuple[dict[str, Any], int | None]:
     """Settings by name, and the number of GPUs of the launch."""
     text = config.text
     if text.lstrip().startswith("{"):
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise SpecError(f"not JSON: {error}", "give the file of arguments") from None
+        data = json_of(text, "give the file of arguments")
         return (data if isinstance(data, dict) else {}), None
     if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not text.startswith("#!/bin"):
         return _of_python(text), None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
+from planner.export.common.markup import json_of
 from planner.export.common.spelling import unexplained
 from planner.export.megatron.deepspeed_options import READ as DEEPSPEED_OPTIONS
 from planner.export.megatron.deepspeed_options import as_megatron, is_megatron_deepspeed, read_zero
@@ -67,8 +67,8 @@ def _deepspeed_config(options: Options, script: Script, config: ConfigFile) -> d
     if source is None and len(script.files) == 1:
         source = next(iter(script.files.values()))
     try:
-        data = json.loads(source or "{}")
-    except ValueError:
+        data = json_of(source or "{}", "")
+    except SpecError:
         return {}
     return data if isinstance(data, dict) else {}
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
+from planner.errors import SpecError
+from planner.export.common.markup import yaml_of
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _MAX_ROUNDS, _MAX_CHARACTERS = 20, 2_000
@@ -28,8 +29,8 @@ def _value(value: Any, tree: Mapping[str, Any], path: list[str]) -> Any:
             break
         text = text[: match.start()] + str(_reference(match[1], tree, path)) + text[match.end() :]
     try:
-        return None if text == "None" else yaml.safe_load(text)
-    except yaml.YAMLError:
+        return None if text == "None" else yaml_of(text, "")
+    except SpecError:
         return text
 
 

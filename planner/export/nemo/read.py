@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from planner.errors import SpecError
 from planner.export.bridge.tree import fields_of, options_of_fields, precision_named, sort_fields
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.exported_model import model_called, num_layers_of
 from planner.export.common.imported_run import ImportedRun
+from planner.export.common.markup import yaml_of
 from planner.export.megatron.read import run_of
 from planner.export.nemo.first_version import NO_EFFECT, as_fields
 from planner.export.nemo.interpolation import resolved
@@ -155,17 +154,14 @@ def _record_of_overrides(config: ConfigFile) -> Record:
 
 def _scalar(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return yaml_of(text, "")
+    except SpecError:
         return text
 
 
 def _first_version(text: str) -> ImportedRun:
     """`trainer:` and `model:` of a YAML file, as megatron_gpt_config.yaml has them."""
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SpecError(f"not YAML: {str(error).splitlines()[0]}", "give the configuration's file") from None
+    data = yaml_of(text, "give the configuration's file")
     model = data.get("model") if isinstance(data, Mapping) else None
     if not isinstance(model, Mapping):
         raise SpecError("the file has no model:", "give a configuration of NeMo, such as megatron_gpt_config.yaml")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
-import yaml
-
+from planner.errors import SpecError
+from planner.export.common.markup import json_of, yaml_of
 from planner.export.scripts.shell import Files, Script, read_shell
 
 
@@ -21,8 +20,8 @@ def _options_file(text: str) -> Script | None:
     if not re.search(r"^\s*(MODEL_ARGS:|\{|\[)", text, re.MULTILINE) or text.startswith("#!"):
         return None
     try:
-        data = json.loads(text) if text.lstrip()[:1] in "{[" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
+        data = json_of(text, "") if text.lstrip()[:1] in "{[" else yaml_of(text, "")
+    except SpecError:
         return None
     if isinstance(data, list):
         return Script(words=[str(word) for word in data])

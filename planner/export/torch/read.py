@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.exported_model import exported_model
 from planner.export.common.imported_run import ImportedRun
+from planner.export.common.markup import yaml_of
 
 _HINT = "give a plan.torch.yaml that plan export wrote"
 _AXES = ("tp", "cp", "dp", "ep", "micro_batch_size")
@@ -23,10 +22,7 @@ _IGNORED = {"schedule_csv", "balanced_routing"}
 
 def read_torch(config: ConfigFile) -> ImportedRun:
     """The run that the runner's file describes. Raises SpecError for what is none."""
-    try:
-        data = yaml.safe_load(config.text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise SpecError(f"not YAML: {str(error).splitlines()[0]}", _HINT) from None
+    data = yaml_of(config.text, _HINT)
     if not isinstance(data, Mapping) or not isinstance(data.get("chunks"), list):
         raise SpecError("the file has no chunks", _HINT)
     layout = _layout(data)
