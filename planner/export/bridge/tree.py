@@ -60,16 +60,47 @@ READ = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_la
                   "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion",
                   *MODEL_FIELDS})  # fmt: skip
 """Paths that are read."""
+_WHOLE = """
+    logger checkpoint dataset tokenizer scheduler rng validation profiling env_vars straggler nvrx
+    rerun_state_machine dist inprocess_restart ft peft tensor_inspect inference log resume exp_manager
+"""
+"""Sections of the tree."""
+_HARMLESS = {
+    "train": """
+        train_ eval_ manual_gc exit empty skip rampup check_
+    """,
+    "optimizer": """
+        lr min_lr weight adam clip optimizer$ bf16 fp16 params_dtype sgd decoupled
+    """,
+    "ddp": """
+        average align_ grad_reduce check_for data_parallel_sharding use_megatron nccl pad fp8
+    """,
+    "model": """
+        init_method layernorm_eps rotary rope pipeline_dtype params_dtype autocast calculate
+        attention_softmax deterministic should_pad use_te_rng bf16$ fp16$ perform_init batch_p2p
+        bias_dropout apply_rope cuda_graph_warmup generation hf_ yarn mtp_loss cross_entropy_fusion_impl
+        original_max beta_ mscale no_rope seq_len_interp softmax_scale query_pre persist masked_softmax
+        gradient_acc async_tensor apply_query num_moe_experts tp_comm_bootstrap disable_parameter
+        scatter_emb moe_(aux|z_loss|permute|grouped)
+        moe_router_(bias|load|score|pre|num|group|dtype|fusion|force)
+    """,
+    "mixed_precision": """
+        params_dtype pipeline_dtype autocast fp8_param fp4_param reuse fp8_recipe fp4_recipe num_layers_at
+        first_last fp8_wgrad loss_scale hyst
+    """,
+    "comm_overlap": """
+        tp_comm_overlap_cfg overlap_p2p batch_p2p bucket defer wgrad data_parallel align
+        overlap_param_gather_with
+    """,
+}
+"""Beginnings of fields, by section."""
 IGNORED = re.compile(
-    r"(logger|checkpoint|dataset|tokenizer|scheduler|rng|validation|profiling|env_vars|straggler|nvrx|rerun_state_machine"
-    r"|dist|inprocess_restart|ft|peft|tensor_inspect|inference|log|resume|exp_manager)\b"
-    r"|train\.(train_|eval_|manual_gc|exit|empty|skip|rampup|check_)|optimizer\.(lr|min_lr|weight|adam|clip|optimizer$|bf16|fp16|params_dtype|sgd|decoupled)"
-    r"|ddp\.(average|align_|grad_reduce|check_for|data_parallel_sharding|use_megatron|nccl|pad|fp8)|model\.(init_method|layernorm_eps|rotary|rope|pipeline_dtype"
-    r"|params_dtype|autocast|calculate|attention_softmax|deterministic|moe_(aux|z_loss|router_(bias|load|score|pre|num|group|dtype|fusion|force)|permute|grouped)"
-    r"|should_pad|use_te_rng|bf16$|fp16$|perform_init|batch_p2p|bias_dropout|apply_rope|cuda_graph_warmup|generation|hf_|yarn|mtp_loss"
-    r"|cross_entropy_fusion_impl|original_max|beta_|mscale|no_rope|seq_len_interp|softmax_scale|query_pre|persist|masked_softmax|gradient_acc|async_tensor|apply_query|num_moe_experts|tp_comm_bootstrap|disable_parameter|scatter_emb)"
-    r"|mixed_precision\.(params_dtype|pipeline_dtype|autocast|fp8_param|fp4_param|reuse|fp8_recipe|fp4_recipe|num_layers_at|first_last|fp8_wgrad|loss_scale|hyst)"
-    r"|comm_overlap\.(tp_comm_overlap_cfg|overlap_p2p|batch_p2p|bucket|defer|wgrad|data_parallel|align|overlap_param_gather_with)"
+    "|".join(
+        (
+            rf"({'|'.join(_WHOLE.split())})\b",
+            *(rf"{section}\.({'|'.join(words.split())})" for section, words in _HARMLESS.items()),
+        )
+    )
 )
 """Paths of fields that change neither seconds nor bytes of a step."""
 _MOMENTS = {"bfloat16": "bf16", "float32": "fp32"}

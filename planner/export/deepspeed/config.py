@@ -24,10 +24,12 @@ _IGNORED = {
     "gradient_accumulation_dtype", "disable_allgather", "loss_scale", "amp_",
 }  # fmt: skip
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "auto", "")
-_ZERO_IGNORED = re.compile(
-    r"allgather_|reduce_|contiguous|overlap_comm|round_robin|sub_group|stage3_|load_from|elastic|ignore_unused|cpu_offload"
-    r"|grad_hooks|memory_efficient|use_multi_rank|legacy|override|max_|param_persist|zero_hpz|stage$|offload_|mics_|gather_16bit"
-)
+_ZERO_HARMLESS = """
+    allgather_ reduce_ contiguous overlap_comm round_robin sub_group stage3_ load_from elastic ignore_unused
+    cpu_offload grad_hooks memory_efficient use_multi_rank legacy override max_ param_persist zero_hpz stage$
+    offload_ mics_ gather_16bit
+"""
+_ZERO_IGNORED = re.compile("|".join(_ZERO_HARMLESS.split()))
 _AUTO = (None, "auto")
 
 

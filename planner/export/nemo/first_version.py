@@ -21,13 +21,15 @@ _RENAMED = {
     "vocab_size": "model.vocab_size",
 }
 """Fields of `model:` with another name."""
-NO_EFFECT = re.compile(
-    r"model\.(use_scaled_init|ffn_dropout|pre_process|post_process|transformer_block_type|normalize_attention|attention_type|native_amp"
-    r"|hysteresis|grad_allreduce_chunk|grad_div_ar|get_attention_mask|seed|apex_|gradient_as_bucket|megatron_amp_O2|max_position|gc_interval"
-    r"|embedding_init|resume|restore|dist_ckpt|transformer_engine|fp8|name|version|data|nsys|openai_gelu|qkv_bias|override_vocab|use_flash"
-    r"|sync_batch|use_emha|ub_tp_comm|hf_|target|precision|optim|tokenizer|num_layers|answer_only|peft|bias_gelu|rotary|reduce_amax|validation"
-    r"|mcore|do_layer|fsdp_(?!)|nccl_|tp_comm_atomic|log_|skip_train|cpu_offloading_(?!))"
-)
+_HARMLESS = """
+    use_scaled_init ffn_dropout pre_process post_process transformer_block_type normalize_attention
+    attention_type native_amp hysteresis grad_allreduce_chunk grad_div_ar get_attention_mask seed apex_
+    gradient_as_bucket megatron_amp_O2 max_position gc_interval embedding_init resume restore dist_ckpt
+    transformer_engine fp8 name version data nsys openai_gelu qkv_bias override_vocab use_flash sync_batch
+    use_emha ub_tp_comm hf_ target precision optim tokenizer num_layers answer_only peft bias_gelu rotary
+    reduce_amax validation mcore do_layer nccl_ tp_comm_atomic log_ skip_train
+"""
+NO_EFFECT = re.compile(rf"model\.({'|'.join(_HARMLESS.split())})")
 """Fields of `model:` that change neither seconds nor bytes of a step."""
 _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
 
