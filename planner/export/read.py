@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     source = source or next((name for name in SOURCES if READERS[name].recognises(config.text)), UNMARKED)
     if source not in SOURCES:
         raise SpecError(f"--from: {source!r} is unknown", f"one of {', '.join(SOURCES)}")
+    if config.recipe is not None and not re.search(r"^\s*(def|from|import) ", config.text, re.MULTILINE):
+        raise SpecError(f"--recipe: {config.recipe[:80]!r}: the file has no functions to choose from", "leave it out")
     try:
         return READERS[source].read(config)
     except RecursionError:

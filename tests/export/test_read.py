@@ -46,6 +46,11 @@ def test_a_broken_file_beside_the_configuration_is_an_error(tmp_path: Path) -> N
         read(launch)
 
 
+def test_a_recipe_of_a_file_without_functions_is_an_error() -> None:
+    with pytest.raises(SpecError, match="--recipe: 'llama3_405b': the file has no functions"):
+        read_configuration(SCRIPT, recipe="llama3_405b")
+
+
 def test_the_example_of_the_docstring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
