@@ -61,8 +61,8 @@ EXTERNAL = {
 """Libraries that only these files or folders may import."""
 
 CYCLES = {
-    ("answer", "plan_file"): "Plan.load reads as the commands do, inside the method",
-    ("answer", "report.page"): "a notebook shows a plan as its report, drawn inside the method",
+    ("answer.plan", "plan_file"): "Plan.load reads as the commands do, inside the method",
+    ("answer.plan", "report.page"): "a notebook shows a plan as its report, drawn inside the method",
 }
 """Imports that may close a cycle, and why."""
 

@@ -1,31 +1,21 @@
-"""The types of the answer: a plan, and the layouts in it with their stages, their time and their memory.
+"""One layout as it is answered: its shape, its stages with their memory, its step, its recipe.
 
-The JSON of these types is the interface contract: fields are added, never renamed. Times are in seconds, memory is in
-bytes, and an interval is meant to hold the true value in 80% of all cases.
+Times are in seconds and memory is in bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from html import escape
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from planner.files import write_text
+from planner.answer.run import Interval, Sustained
 from planner.shape import RANK_ORDERS
 from planner.specs.base import Spec
-from planner.specs.cluster import ClusterSpec
-from planner.specs.model import ModelSpec
-from planner.specs.training import RankOrder, TrainingSpec
+from planner.specs.training import RankOrder
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
 
-SCHEMA_VERSION: Final = 1
-
-Interval = tuple[float, float]
 Evidence = Literal["spec_sheet", "calibrated", "probed"]
 """The source of the seconds: data sheets, measurements of this kind of GPU, or those corrected by a probe."""
 
@@ -218,6 +208,16 @@ class RecipeRefusal(Spec):
     """The rule that the value breaks, in words."""
 
 
+class RobustStep(Spec):
+    """The step of a layout under an assumption that is changed by itself."""
+
+    layout: str
+    """The layout, in the words of its grid."""
+    assumption: str
+    """The change, in words; `as planned` where nothing is changed."""
+    step_s: float
+
+
 class PricedLayout(Spec):
     """One layout priced: whether it fits, how its stages are cut, how long a step takes."""
 
@@ -246,6 +246,12 @@ class PricedLayout(Spec):
     """The order in which ranks are numbered, the innermost group first, as in `parallelism`."""
     placement: tuple[Placement, ...] = ()
     """The tier that each group of ranks spans; empty in files that do not say."""
+    oom_probability: float | None = None
+    """Probability that the fullest stage needs more memory than its GPU has; null where no interval is known."""
+    sustained: Sustained | None = None
+    """The step that months of training see, beside the benchmark's; null where nothing is known of it."""
+    robust: tuple[RobustStep, ...] = ()
+    """The best few layouts under each assumption that moves them; empty where they were not compared."""
     trade: str = ""
     """A sentence on an alternative: what it gives up against the best plan, and what it gains."""
 
@@ -258,182 +264,3 @@ class PricedLayout(Spec):
     def slowest_stage(self) -> StagePlan:
         """The stage whose micro-batch takes longest, exchanges included."""
         return max(self.stages, key=lambda s: s.forward_s + s.backward_s + s.forward_comm_s + s.backward_comm_s)
-
-
-class ModelSummary(Spec):
-    """The model's totals; `spec` holds the whole model."""
-
-    name: str
-    num_parameters: int
-    num_active_parameters: int
-    model_flops_per_token: float
-    spec: ModelSpec
-
-
-class Searched(Spec):
-    """The choices that the search tried; its lower bound holds for the layouts made of them."""
-
-    schedules: tuple[str, ...]
-    """Schedules of the pipelines."""
-    recompute_modules: tuple[tuple[str, ...], ...]
-    """Sets of modules that selective recompute was tried with; an empty set is no selective recompute."""
-    switches: dict[str, tuple[str, ...]]
-    """Values that each performance switch was tried with, as the command line spells them."""
-    chunks: Literal["equal", "any"]
-    """`equal` if all inner chunks of an interleaved pipeline hold equally many layers."""
-
-
-class SearchReport(Spec):
-    """How the choice was made, and how sure the solver is."""
-
-    num_shapes: int
-    """Legal shapes."""
-    num_fitting: int
-    """Legal shapes that can fit in memory."""
-    num_ilps: int
-    seconds: float | None = None
-    """Wall seconds of the search; null in saved files, which are the same for the same inputs."""
-    outcome: Literal["proven", "bounded", "feasible"]
-    """`proven`: the search ended within the gap that was asked for. `bounded`: it ended with a wider one. `feasible`:
-    time ran out before it ended."""
-    lower_bound_s: float
-    """No legal shape that fits has a shorter step than this, in the stated model, among the layouts searched."""
-    gap: float
-    """step_s / lower_bound_s − 1."""
-    asked_gap_fraction: float | None = None
-    """How far above the bound the step was allowed to be, as a fraction of the step; null in files that do not say."""
-    schedules: tuple[str, ...] = ()
-    """Schedules that were tried for pipelines; empty in files that do not say. `searched` says more."""
-    searched: Searched | None = None
-    """The choices that the search tried; null in files that do not say."""
-    unsearched: tuple[str, ...] = ()
-    """The choices that the search left out, in the words with which the sentence about the proof ends."""
-
-
-class RunCost(Spec):
-    """Time, energy and money that the whole training run takes for the tokens asked for."""
-
-    tokens: float
-    days: float
-    gpu_hours: float
-    usd: float | None = None
-    mwh: float | None = None
-
-
-class BatchOffer(Spec):
-    """Another batch nearby under which the same GPUs train more tokens a second."""
-
-    global_batch_size: int
-    """Sequences of a step."""
-    step_s: float
-    """Seconds of its step in the layout that is fastest for it."""
-    tokens_per_s: float
-
-
-class Plan(Spec):
-    """The answer of `plan()` and `evaluate()`: the inputs, the best layout, alternatives, why others were rejected.
-
-    `fits`, `parallelism`, `stages`, `step`, `evidence` and `warnings` are those of `best`.
-    """
-
-    schema_version: Literal[1] = SCHEMA_VERSION
-    planner_version: str
-    model: ModelSummary
-    cluster: ClusterSpec
-    training: TrainingSpec
-    runtime: str
-    runtime_spec: RuntimeSpec
-    best: PricedLayout
-    alternatives: tuple[PricedLayout, ...] = ()
-    rejections: dict[str, int] = Field(default_factory=dict)
-    rejection_examples: dict[str, str] = Field(default_factory=dict)
-    """One rejected shape per reason, in words with its numbers."""
-    search: SearchReport | None = None
-    run_cost: RunCost | None = None
-    planned_as: Plan | None = Field(default=None, exclude=True, repr=False)
-    """The plan that was made, if this one is its price under another trainer; no file has it."""
-    assumptions: tuple[str, ...] = ()
-    """Defaults that move the step of the best layout, with nothing planned again, and how to set them."""
-    batch_offer: BatchOffer | None = None
-    """A batch within 3% of the one planned that gives over 2% more tokens a second; null if there is none."""
-
-    @property
-    def as_planned(self) -> Plan:
-        """The plan as it was made, for the trainer that it was made for."""
-        return self.planned_as or self
-
-    @property
-    def fits(self) -> bool:
-        return self.best.fits
-
-    @property
-    def parallelism(self) -> Layout:
-        return self.best.parallelism
-
-    @property
-    def stages(self) -> tuple[StagePlan, ...]:
-        return self.best.stages
-
-    @property
-    def step(self) -> StepTime:
-        return self.best.step
-
-    @property
-    def evidence(self) -> Evidence:
-        return self.best.evidence
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return self.best.warnings
-
-    @property
-    def undecided(self) -> tuple[PricedLayout, ...]:
-        """Alternatives whose interval overlaps the best's: a prediction alone cannot tell them apart."""
-        ours = self.best.step.step_s_interval
-        intervals = [(other, other.step.step_s_interval) for other in self.alternatives]
-        return tuple(other for other, theirs in intervals if ours and theirs and theirs[0] <= ours[1])
-
-    @property
-    def inputs_sha256(self) -> str:
-        """Hash of everything the plan was made from: model, cluster, training and runtime."""
-        inputs = {
-            "model": self.model.spec.model_dump(mode="json"),
-            "cluster": self.cluster.model_dump(mode="json"),
-            "training": self.training.model_dump(mode="json"),
-            "runtime": self.runtime_spec.model_dump(mode="json"),
-        }
-        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain data in the contract's form; without `search` if nothing was searched."""
-        left_out = {"search"} if self.search is None else None
-        return {**self.model_dump(mode="json", exclude=left_out), "inputs_sha256": self.inputs_sha256}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Read what `to_json` wrote. Raises pydantic's ValidationError if the data do not fit."""
-        return cls.model_validate({key: value for key, value in data.items() if key != "inputs_sha256"})
-
-    def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Write the plan as JSON to a file that `load` and every command read; `-` is stdout.
-
-        The seconds that the search took are left out, so that the same inputs make the same bytes. Raises SpecError if
-        the file exists and `force` is not given.
-        """
-        search = None if self.search is None else self.search.model_copy(update={"seconds": None})
-        data = self.model_copy(update={"search": search}).to_json()
-        write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n", force)
-
-    # load and _repr_html_ are the imports that climb: users ask the plan itself
-    @staticmethod
-    def load(path: str | Path) -> Plan:
-        """The plan in a file that `save` wrote; `-` is stdin. Raises SpecError if it holds no plan of this version."""
-        from planner.plan_file import read_plan
-
-        return read_plan(str(path))
-
-    def _repr_html_(self) -> str:
-        """The report as a notebook shows it, in a frame of its own so that its styles change nothing else."""
-        from planner.report.page import report_page
-
-        return f'<iframe srcdoc="{escape(report_page(self))}" style="width: 100%; height: 40em; border: 0"></iframe>'

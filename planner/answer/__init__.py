@@ -1,0 +1,47 @@
+"""The types of the answer: a plan, and the layouts in it with their stages, their time and their memory.
+
+The JSON of these types is the interface contract: fields are added, never renamed. Times are in seconds, memory is in
+bytes, and an interval is meant to hold the true value in 80% of all cases.
+"""
+
+from planner.answer.layout import (
+    Evidence,
+    Layout,
+    Offer,
+    Placement,
+    PricedLayout,
+    RecipeGain,
+    RecipeRefusal,
+    RobustStep,
+    StageMemory,
+    StagePlan,
+    StepBreakdown,
+    StepTime,
+)
+from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, Searched, SearchReport
+from planner.answer.run import Goodput, Interval, RunCost, Sustained
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "BatchOffer",
+    "Evidence",
+    "Goodput",
+    "Interval",
+    "Layout",
+    "ModelSummary",
+    "Offer",
+    "Placement",
+    "Plan",
+    "PricedLayout",
+    "RecipeGain",
+    "RecipeRefusal",
+    "RobustStep",
+    "RunCost",
+    "SearchReport",
+    "Searched",
+    "StageMemory",
+    "StagePlan",
+    "StepBreakdown",
+    "StepTime",
+    "Sustained",
+]
