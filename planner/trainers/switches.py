@@ -317,7 +317,9 @@ _ROWS = (
     # what published rows describe and changes nothing
     *(
         _described(name, lambda value: {})
-        for name in ("match", "uneven_pp", "natural_routing", "flex_attention", "fp8_dot_product_attention")
+        for name in (
+            "match", "uneven_pp", "natural_routing", "flex_attention", "fp8_dot_product_attention", "deterministic",
+        )
     ),
 )  # fmt: skip
 
