@@ -18,7 +18,7 @@ from planner.answer.layout import (
     StepBreakdown,
     StepTime,
 )
-from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, Searched, SearchReport
+from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, RiskOffer, Searched, SearchReport
 from planner.answer.run import Goodput, Interval, RunCost, Sustained
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "PricedLayout",
     "RecipeGain",
     "RecipeRefusal",
+    "RiskOffer",
     "RobustStep",
     "RunCost",
     "SearchReport",

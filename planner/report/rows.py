@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planner.answer import PricedLayout, StagePlan
-from planner.report.format import gibibytes, percent, seconds
+from planner.report.format import fits_with, gibibytes, percent, seconds
 from planner.report.labels import manner, sizes
 from planner.report.recipe import differences
 
@@ -83,6 +83,8 @@ class Entry:
     peak_bytes: int
     """Bytes on its fullest rank."""
     fits: bool
+    fit: str
+    """The probability that it fits; empty where it is not known."""
     mfu: float
     manner: str
     """The ways in which it is run and the layout it stands beside is not."""
@@ -102,8 +104,14 @@ class Entry:
         return gibibytes(self.peak_bytes) + ("" if self.fits else "!")
 
     @property
-    def remark(self) -> str:
+    def how(self) -> str:
+        """The ways in which it is run, and what it trades."""
         return "; ".join(part for part in (self.manner, self.trade) if part)
+
+    @property
+    def remark(self) -> str:
+        """The same, and the probability that it fits."""
+        return "; ".join(part for part in (self.how, self.fit and f"fits with {self.fit}") if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +139,7 @@ def entry_of(name: str, layout: PricedLayout, beside: PricedLayout | None = None
         more_fraction=layout.step.step_s / beside.step.step_s - 1 if beside else None,
         peak_bytes=layout.worst_stage.memory.total_bytes,
         fits=layout.fits,
+        fit=fits_with(layout.oom_probability),
         mfu=layout.step.mfu,
         manner=", ".join(ways),
         trade=layout.trade,

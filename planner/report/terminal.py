@@ -67,6 +67,8 @@ def _panel(view: View) -> Panel:
         lines.append(Text(view.batch_offer, style="yellow"))
     if view.misfit:
         lines.append(Text(view.misfit, style="bold red"))
+    if view.fit:
+        lines.append(Text(view.fit))
     lines += ["", _figures(view.figures)]
     if view.tokens is not None:
         lines += ["", Text(f"{large(view.tokens)} tokens: {' · '.join(figure.text for figure in view.cost)}")]
