@@ -17,6 +17,7 @@ from planner.answer.layout import (
     StagePlan,
     StepBreakdown,
     StepTime,
+    UnsaidSwitch,
 )
 from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, RiskOffer, Searched, SearchReport
 from planner.answer.run import Goodput, Interval, RunCost, Sustained
@@ -45,4 +46,5 @@ __all__ = [
     "StepBreakdown",
     "StepTime",
     "Sustained",
+    "UnsaidSwitch",
 ]
