@@ -210,9 +210,11 @@ class RuntimeSpec(Spec):
     bucket_parameters: PositiveInt | None = None
     """Parameters whose gradients or weights are exchanged at a time, or more among many ranks; given none, a layer's
     (FSDP)."""
+    gathers_tensors: bool = False
+    """Weights are gathered one tensor at a time, or broadcast so by the ranks that updated them."""
     all_reduces_gradients: bool = False
     """Gradients of a sharded optimizer are all-reduced (hooks of DistributedDataParallel), not reduce-scattered."""
-    contention_fraction: Fraction = 0.1896
+    contention_fraction: Fraction = 0.1708
     """Share of an exchange of gradients or weights by which a step is longer although compute hides it: its kernels
     take SMs and memory bandwidth from those that they run beside. Fitted (trainers/data/shared/nccl.yaml)."""
     fsdp_overlap_fraction: Fraction = 0.9
