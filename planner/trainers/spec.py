@@ -295,6 +295,8 @@ class RuntimeSpec(Spec):
     sends_tokens_once: bool = False
     """The dispatcher sends a token to a node once and there to a rank once, however many of its experts they hold
     (DeepEP, HybridEP)."""
+    visits_experts_in_rows: bool = False
+    """A benchmark's gate sends each token to experts that stand in a row, so that it visits one or two ranks."""
     microbatch_overhead_s: NonNegativeFloat = 0.0
     """Host time per micro-batch and stage that no kernel hides."""
     step_overhead_s: NonNegativeFloat = 0.0
