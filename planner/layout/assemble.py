@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from planner import __version__
-from planner.answer import ModelSummary, Plan, PricedLayout, RunCost, SearchReport
+from planner.answer import Goodput, ModelSummary, Plan, PricedLayout, RunCost, SearchReport
+from planner.months.whole_run import whole_run
 from planner.physics.layers import ModelTotals
 from planner.physics.pricing import Pricing
 from planner.specs.units import gib
@@ -41,25 +42,22 @@ def assemble(
         rejections=dict(sorted(rejections.items(), key=lambda item: (-item[1], item[0]))),
         rejection_examples=dict(sorted(rejection_examples.items())),
         search=report,
-        run_cost=run_cost(pricing, best),
         assumptions=told,
+        **whole_run_of(pricing, best, totals.num_parameters),
     )
 
 
-def run_cost(pricing: Pricing, best: PricedLayout) -> RunCost | None:
-    """Days, GPU-hours, dollars and megawatt-hours for all tokens, over every GPU given."""
-    tokens, hardware = pricing.training.tokens, pricing.cluster.hardware
-    if tokens is None:
-        return None
-    hours = tokens / best.step.tokens_per_s / 3600
-    gpu_hours = hours * pricing.cluster.num_gpus
-    return RunCost(
-        tokens=tokens,
-        days=hours / 24,
-        gpu_hours=gpu_hours,
-        usd=gpu_hours * hardware.usd_per_gpu_hour if hardware.usd_per_gpu_hour else None,
-        mwh=gpu_hours * hardware.watts_per_gpu / 1e6 if hardware.watts_per_gpu else None,
+def whole_run_of(pricing: Pricing, best: PricedLayout, num_parameters: int) -> dict[str, RunCost | Goodput | None]:
+    """The plan's fields about the whole training run."""
+    runtime = pricing.runtime
+    cost, goodput = whole_run(
+        best,
+        pricing.cluster,
+        pricing.training,
+        checkpoint_bytes=(runtime.weight_bytes + runtime.optimizer_bytes) * num_parameters,
+        asynchronous=runtime.asynchronous_checkpoints,
     )
+    return {"run_cost": cost, "goodput": goodput}
 
 
 def trade(best: PricedLayout, other: PricedLayout) -> str:
