@@ -215,7 +215,7 @@ def _training(asked: JobOptions, model: ModelSpec) -> TrainingSpec:
         if published is None:
             raise SpecError(f"--seq-length: is missing, and {model.name} states no training", "add --seq-length 8192")
         seq_length = published.seq_length
-    values = {
+    values: dict[str, Any] = {
         "seq_length": seq_length,
         "global_batch_size": 1,
         "tokens": None if asked.tokens is None else _count("tokens", asked.tokens),

@@ -24,6 +24,7 @@ def assemble(
 ) -> Plan:
     """The plan of `layouts`, the best of which comes first; `told` are the assumptions that change its step."""
     best, model = layouts[0], pricing.model
+    cost, goodput = whole_run_of(pricing, best, totals.num_parameters)
     return Plan(
         planner_version=__version__,
         model=ModelSummary(
@@ -42,22 +43,24 @@ def assemble(
         rejections=dict(sorted(rejections.items(), key=lambda item: (-item[1], item[0]))),
         rejection_examples=dict(sorted(rejection_examples.items())),
         search=report,
+        run_cost=cost,
+        goodput=goodput,
         assumptions=told,
-        **whole_run_of(pricing, best, totals.num_parameters),
     )
 
 
-def whole_run_of(pricing: Pricing, best: PricedLayout, num_parameters: int) -> dict[str, RunCost | Goodput | None]:
-    """The plan's fields about the whole training run."""
+def whole_run_of(
+    pricing: Pricing, best: PricedLayout, num_parameters: int
+) -> tuple[RunCost, Goodput] | tuple[None, None]:
+    """Cost and goodput of the whole training run; None where the training has no number of tokens."""
     runtime = pricing.runtime
-    cost, goodput = whole_run(
+    return whole_run(
         best,
         pricing.cluster,
         pricing.training,
         checkpoint_bytes=(runtime.weight_bytes + runtime.optimizer_bytes) * num_parameters,
         asynchronous=runtime.asynchronous_checkpoints,
     )
-    return {"run_cost": cost, "goodput": goodput}
 
 
 def trade(best: PricedLayout, other: PricedLayout) -> str:

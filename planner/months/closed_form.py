@@ -2,8 +2,8 @@
 
     effective = (1 − e) · τ / (M · exp(R / M) · (exp((τ + w) / M) − 1))          (Daly, 2006)
 
-with M seconds between failures, R from a failure to the first new step (what was trained since the last checkpoint
-was safe is not in it), τ of training between two checkpoints, w of standing still for one, and e the share of evaluations.
+with M seconds between failures, R from a failure to the first new step, τ of training between two checkpoints, w of
+standing still for one, and e the share of evaluations. Work lost since the last checkpoint follows from τ, not from R.
 Failures are independent of time (Poisson) and strike while the job restarts, too. For small losses it is Meta's
 expected training time ratio (arXiv:2410.21680): (1 − (R + τ / 2) / M) / (1 + w / τ).
 """

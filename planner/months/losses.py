@@ -1,4 +1,4 @@
-"""What a long run loses its time to: failures, restarts, checkpoints, evaluation, each a figure with its source."""
+"""The figures that decide what a long run loses: failures, restarts, checkpoints, evaluation, each with its source."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Losses:
         while all_in_repair(in_repair, count) > _ENOUGH:
             count += 1
         return count
-
 
     @property
     def sources(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """A thousand runs from the first step to the last, with figures and failures drawn at random.
 
 A draw of the figures is one run's: its rate of failures, its storage, the pace of its steps. Time between two failures
-is exponential. In each such gap the run trains as many whole intervals as end, and are safe, before the failure; then it
-restarts, again if a failure strikes the restart. The same seed gives the same runs.
+is exponential. In each such gap the run trains as many whole intervals as end, and are safe, before the failure; then
+it restarts, again if a failure strikes the restart. The same seed gives the same runs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def _wall_s(rhythm: Rhythm, interval_s: float, trained_s: FloatArray, random: np
     safe_s = np.maximum(gaps_s - np.asarray(rhythm.write_s)[column], 0.0)
     gained_s = interval_s * np.floor(safe_s / (interval_s + np.asarray(rhythm.stall_s)[column]))
     done_s, spent_s = np.cumsum(gained_s, axis=1), np.cumsum(gaps_s + restart_s, axis=1)
-    return _at_the_end(rhythm, interval_s, trained_s, done_s, spent_s) / (1 - rhythm.evaluation_fraction)
+    wall_s = _at_the_end(rhythm, interval_s, trained_s, done_s, spent_s)
+    stretched_s: FloatArray = wall_s / np.maximum(1 - np.asarray(rhythm.evaluation_fraction), 0.5)
+    return stretched_s
 
 
 def _at_the_end(
@@ -79,4 +81,5 @@ def _at_the_end(
     # the last gap is long enough: nothing but its own checkpoints is lost in it
     last_s = past_s + left_s * (1 + rhythm.stall_s / interval_s)
     pace = done_s[:, -1] / spent_s[:, -1]
-    return np.where(ended, last_s, spent_s[:, -1] + left_s / np.maximum(pace, 1e-9))
+    wall_s: FloatArray = np.where(ended, last_s, spent_s[:, -1] + left_s / np.maximum(pace, 1e-9))
+    return wall_s

@@ -36,9 +36,7 @@ def whole_run(
     if training.tokens is None or layout.sustained is None:
         return None, None
     check_spares(cluster, training)
-    losses = losses_of(
-        cluster, training.operations, layout.parallelism.num_gpus_used, checkpoint_bytes, asynchronous
-    )
+    losses = losses_of(cluster, training.operations, layout.parallelism.num_gpus_used, checkpoint_bytes, asynchronous)
     rhythm = rhythm_of(losses, lambda fact: fact.value)
     interval_s = best_interval_s(rhythm)
     training_s = training.tokens / training.tokens_per_step * layout.sustained.step_s

@@ -60,8 +60,8 @@ def rebalance(plan: Plan, rank_factors: Sequence[float], time_limit_s: float = 1
     before, after = layout_again(plan, slow), layout_again(plan, balanced)
     if after.step.step_s >= before.step.step_s:
         after = before
-    changes = {"best": after, "alternatives": (), "search": None}
-    changes |= whole_run_of(slow.pricing, after, plan.model.num_parameters)
+    cost, goodput = whole_run_of(slow.pricing, after, plan.model.num_parameters)
+    changes = {"best": after, "alternatives": (), "search": None, "run_cost": cost, "goodput": goodput}
     return Rebalanced(before, after, plan.model_copy(update=changes))
 
 

@@ -12,7 +12,7 @@ Rate = Annotated[PositiveFloat, Field(le=1e9)]
 
 
 class OperationsSpec(Spec):
-    """What is known of the place where a run takes months; null where `planner/months/data/facts.yaml` decides."""
+    """The place where a run takes months; null where `planner/months/data/facts.yaml` has the default."""
 
     storage_gb_per_s: Rate | None = None
     """Rate at which all ranks together write a checkpoint, or read it, 10^9 bytes a second."""

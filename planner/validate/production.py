@@ -41,7 +41,7 @@ class Month:
 
 @dataclass(frozen=True, slots=True)
 class Production:
-    """What production runs say of sustained steps."""
+    """The agreement of production runs with their sustained steps."""
 
     num_runs: int
     num_inside: int
@@ -49,6 +49,7 @@ class Production:
     """Runs inside an interval around the median of the runs of all other models."""
     least_ratio: float
     median_ratio: float
+    """Measured over benchmark, over models: each counts once."""
     most_ratio: float
 
 
@@ -68,23 +69,29 @@ def production(months: Sequence[Month]) -> Production | None:
     if len({month.model for month in months}) < 2:
         return None
     ratios = [month.ratio for month in months]
-    left_out = (
-        month.inside_around(median(other.ratio for other in months if other.model != month.model)) for month in months
-    )
+    left_out = (month.inside_around(median_ratio(m for m in months if m.model != month.model)) for month in months)
     return Production(
         num_runs=len(months),
         num_inside=sum(month.inside for month in months),
         num_inside_left_out=sum(left_out),
         least_ratio=min(ratios),
-        median_ratio=median(ratios),
+        median_ratio=median_ratio(months),
         most_ratio=max(ratios),
     )
+
+
+def median_ratio(months: Iterable[Month]) -> float:
+    """The median over models; a model that several runs trained counts once, with the median of its runs."""
+    models: dict[str, list[float]] = {}
+    for month in months:
+        models.setdefault(month.model, []).append(month.ratio)
+    return median(median(ratios) for ratios in models.values())
 
 
 def says_production(found: Production) -> str:
     """A line for the reader of `plan validate`."""
     return (
-        f"{PRODUCTION}: {found.num_inside} of {found.num_runs} runs of weeks and months lie in their sustained interval "
-        f"({found.num_inside_left_out} if the other models decide the factor); measured over benchmark "
+        f"{PRODUCTION}: {found.num_inside} of {found.num_runs} runs of weeks and months lie in their sustained "
+        f"interval ({found.num_inside_left_out} if the other models decide the factor); measured over benchmark "
         f"{found.least_ratio:.2f} to {found.most_ratio:.2f}, median {found.median_ratio:.2f}"
     )
