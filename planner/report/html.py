@@ -92,6 +92,10 @@ def _figures(view: View) -> Iterator[tuple[str, str]]:
     """The key figures, memory and the cost of the whole run among them."""
     for figure in (*view.figures, view.peak):
         yield figure.name, figure.text
+    if view.sustained is not None:
+        yield view.sustained.name, view.sustained.text
+    for figure in view.goodput:
+        yield figure.name, figure.text
     for figure in view.cost:
         yield f"{figure.name} of {large(view.tokens or 0)} tokens", figure.text
 

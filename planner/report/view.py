@@ -7,26 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from planner.answer import Plan, PricedLayout
-from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, span
+from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
 from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, manner
+from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
-from planner.report.rows import Entry, Rejection, Share, StageRow, entry_of
-
-Unit = Literal["s", "tokens/s", "TFLOP/s", "fraction", "bytes", "days", "GPU-hours", "USD", "MWh"]
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A number that people quote: one value in its unit, or the two ends of an interval, and how it is written."""
-
-    name: str
-    values: tuple[float, ...]
-    unit: Unit
-    text: str
+from planner.report.rows import Entry, Figure, Rejection, Share, StageRow, entry_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +36,15 @@ class View:
     fit: str
     """The probability that it fits, in words; empty where it is not known."""
     figures: tuple[Figure, ...]
+    sustained: Figure | None
+    """The step over months, where something is known of it."""
     peak: Figure
     """Memory of the fullest stage."""
     tokens: float | None
     """Tokens of the whole run, where a run was asked for."""
     cost: tuple[Figure, ...]
+    goodput: tuple[Figure, ...]
+    """The share of the whole run's time that trains, and what takes the rest."""
     given_and_own: tuple[Entry, ...]
     """The layout that was given and the planner's own choice for the same job, where there is one."""
     capacity_bytes: int
@@ -112,9 +104,11 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
         fit=_fit(best),
         figures=_figures(plan),
+        sustained=sustained_figure(best),
         peak=_peak(best),
         tokens=None if plan.run_cost is None else plan.run_cost.tokens,
-        cost=_cost(plan),
+        cost=cost_figures(plan),
+        goodput=goodput_figures(plan),
         given_and_own=() if own is None else (entry_of("given", best), entry_of("own", own, best)),
         capacity_bytes=hardware.memory_bytes,
         stages=tuple(StageRow((stage,), hardware.memory_bytes) for stage in plan.stages),
@@ -183,22 +177,6 @@ def _breakdown(plan: Plan) -> tuple[Share, ...]:
     return tuple(share for share in sorted(shares, key=lambda share: -share.value_s) if share.fraction >= LEAST_SHARE)
 
 
-def _cost(plan: Plan) -> tuple[Figure, ...]:
-    """Days, GPU-hours, dollars and energy of the whole run, as far as they are known."""
-    cost = plan.run_cost
-    if cost is None:
-        return ()
-    figures = [
-        Figure("time", (cost.days,), "days", f"{digits(cost.days)} days"),
-        Figure("GPU time", (cost.gpu_hours,), "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
-    ]
-    if cost.usd is not None:
-        figures.append(Figure("price", (cost.usd,), "USD", f"${large(cost.usd)}"))
-    if cost.mwh is not None:
-        figures.append(Figure("energy", (cost.mwh,), "MWh", f"{digits(cost.mwh)} MWh"))
-    return tuple(figures)
-
-
 def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
     """Evidence, what the search proved, and what could turn out otherwise."""
     lines = [("evidence", EVIDENCE[plan.evidence])]
@@ -208,6 +186,7 @@ def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
         counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
         lines.append(("search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"))
         lines.append(("solver", f"{says_outcome(search)}: {says_bound(search)}"))
+    lines += says_sources(plan)
     if plan.best.oom_probability is not None:
         lines.append(("memory", _memory(plan)))
     if plan.undecided:

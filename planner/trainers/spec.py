@@ -137,6 +137,8 @@ class RuntimeSpec(Spec):
     """Bytes per parameter of 16-bit gradients beside the fp32 sums, zeroed after every micro-batch and never freed."""
     optimizer_bytes: PositiveInt = 12
     """Bytes per parameter of fp32 master weights (unless they are the weights) and two Adam moments."""
+    asynchronous_checkpoints: bool = False
+    """Checkpoints are written beside the training, which waits only until they are copied to host memory."""
     narrow_gradient_bytes: PositiveInt | None = None
     """`gradient_bytes` under an 8- or 4-bit recipe, where that differs: Megatron-Bridge's performance recipes sum and
     reduce gradients in bf16."""
