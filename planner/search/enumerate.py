@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
+from planner.search.shard_groups import Grid, IntArray, shard_groups
 from planner.shape import RANK_ORDERS, Shape, divisors
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -18,8 +20,6 @@ from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.rules.common import ETP, HEADS, Rule
 from planner.trainers.rules.of_trainer import rules_for
 from planner.trainers.spec import RuntimeSpec
-
-IntArray = npt.NDArray[np.int64]
 
 MAX_MICRO_BATCH_TOKENS = 1 << 16
 """Most tokens of a micro-batch that is tried; with more, GEMMs gain nothing and activations grow."""
@@ -60,7 +60,8 @@ def enumerate_shapes(
     legal = dp > 0
     _reject(grid, ~legal, rejections, cluster, training)
     dp = np.maximum(dp, 1)
-    rows, shard_size = _shard_groups(grid, dp, cluster, limits, doubles=runtime.shards_pipelines)
+    pricing = Pricing(model=model, cluster=cluster, training=training, runtime=runtime)
+    rows, shard_size = shard_groups(grid, dp, pricing, limits)
     legal, dp = legal[rows], dp[rows]
     shape = _shape({name: column[rows] for name, column in grid.items()}, dp, shard_size, training, runtime)
     orders: tuple[str, ...] = limits.rank_order or runtime.rank_orders
@@ -111,9 +112,6 @@ def scalar(shape: Shape, index: int) -> Shape:
     row = shape.take(index)
     numbers = {name: getattr(row, name) for name in Shape.__slots__}
     return Shape(**{k: v.item() if isinstance(v, np.generic) else v for k, v in numbers.items()})
-
-
-Grid = dict[str, IntArray]
 
 
 def _grid(
@@ -215,32 +213,6 @@ def _largest(
             index[bad] -= 1
         dp[rows] = sizes[index]
     return dp
-
-
-def _shard_groups(
-    grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: SearchLimits, doubles: bool
-) -> tuple[IntArray, IntArray]:
-    """Rows of the grid, one for each group size to shard over, and the number of ranks in the group.
-
-    A group has all dp·cp ranks. If weights or gradients are sharded, groups of one NVLink domain (and, with `doubles`,
-    its doublings) are tried as well; then only reductions leave the group (HSDP). Pinned sizes are kept, to be refused
-    with a reason.
-    """
-    every_row, all_ranks, zero_stage = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
-    if limits.shard_size is not None:
-        pinned = zero_stage >= 1
-        groups = [(every_row[~pinned], all_ranks[~pinned])]
-        groups += [(every_row[pinned], np.full(int(pinned.sum()), size)) for size in sorted(set(limits.shard_size))]
-    else:
-        groups = [(every_row, all_ranks)]
-        size = 2 ** np.floor(np.log2(np.maximum(cluster.nvlink_domain_size // grid["tp"], 1))).astype(np.int64)
-        while (smaller := (zero_stage >= 2) & (size < all_ranks)).any():
-            usable = smaller & (all_ranks % size == 0) & (size % grid["cp"] == 0)
-            groups.append((every_row[usable], size[usable]))
-            if not doubles:
-                break
-            size = 2 * size
-    return np.concatenate([rows for rows, _ in groups]), np.concatenate([sizes for _, sizes in groups])
 
 
 def _reject(

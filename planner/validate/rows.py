@@ -14,7 +14,16 @@ from typing import Any, Literal
 from planner.layout.runs import Run, parse_run
 from planner.specs.base import PositiveFloat, Spec
 
-HELD_OUT = ("mlperf", "nemo-2022", "llm-foundry", "torchtitan-docs", "fms-fsdp", "nemo-gb200", "internevo", "ultrascale-efa")
+HELD_OUT = (
+    "mlperf",
+    "nemo-2022",
+    "llm-foundry",
+    "torchtitan-docs",
+    "fms-fsdp",
+    "nemo-gb200",
+    "internevo",
+    "ultrascale-efa",
+)
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 MemoryKind = Literal["allocated", "allocated on rank 0", "reserved", "nvidia-smi", "unverified"]
 """The kind of peak memory that a source reports: of torch's allocator (on the worst rank, unless the source names one),
