@@ -14,14 +14,13 @@ from planner.schedule.orders import placement
 from planner.search.bounds.orders import Kinds, Orders, orders_of
 from planner.search.bounds.outside_pipeline import with_ends_s
 from planner.search.bounds.pipeline import pipeline_bound_s
-from planner.search.enumerate import scalar
+from planner.search.enumerate import IntArray, scalar
 from planner.search.ilp.layers import recurring
 from planner.search.ilp.node import Whole
 from planner.search.ilp.translate import RecomputeChoice
 from planner.search.module_sets import Modules
 from planner.search.priced_shapes import PricedShapes
 from planner.search.schedules import schedules_of
-from planner.search.shard_groups import IntArray
 from planner.shape import FloatArray, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits

@@ -21,10 +21,9 @@ from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.search.bounds.memory import layer_bytes
 from planner.search.case import Case
-from planner.search.enumerate import Rejections, scalar
+from planner.search.enumerate import IntArray, Rejections, scalar
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
 from planner.search.schedules import schedule_options, schedules_tried
-from planner.search.shard_groups import IntArray
 from planner.search.why.refused import listed, shapes_of
 from planner.shape import FloatArray, Shape
 from planner.specs.training import Parallelism, Recompute
