@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import model_totals
@@ -71,7 +72,7 @@ def sharded_each_time(zero_stage: int, pp: int) -> int:
     return zero_stage if pp == 1 and zero_stage >= 2 else 0
 
 
-def gathers_show(pricing: Pricing, shape: Shape) -> Number:
+def gathers_show(pricing: Pricing, shape: Shape) -> npt.NDArray[np.bool_]:
     """True where ranks gather updated weights for longer than the forward of a micro-batch hides.
 
     Weights and FLOPs are those of a mean stage, and the forward runs at the GPU's peak.
@@ -87,4 +88,4 @@ def gathers_show(pricing: Pricing, shape: Shape) -> Number:
     peak = hardware.peak_flops(training.dtype) or hardware.peak_flops("bf16")
     assert peak is not None
     forward_s = totals.model_flops_per_token / 3 * shape.tokens / (shape.tp * shape.pp) / peak
-    return gather_s > runtime.parameter_overlap_fraction * forward_s
+    return np.asarray(gather_s > runtime.parameter_overlap_fraction * forward_s)
