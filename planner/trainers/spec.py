@@ -237,6 +237,8 @@ class RuntimeSpec(Spec):
     """Schedules of a pipeline that it runs."""
     zero_stages: tuple[int, ...] = (0, 1)
     """ZeRO stages that it has."""
+    grouped_zero_stages: tuple[int, ...] = (2, 3)
+    """Those of its ZeRO stages that can shard over a group of the ranks and repeat the shards in other groups."""
     rank_orders: tuple[RankOrder, ...] = ("tp-cp-ep-dp-pp",)
     """Orders in which it can number its ranks, its own first."""
     shards_pipelines: bool = True

@@ -17,6 +17,9 @@ NOISY = {"ultrascale-efa": 0.65}
 REMAINDERS = {f"dgxc-24-11-nemotron-4-340b-h100x128-{dtype}-gbs32" for dtype in ("bf16", "fp8")}
 """Apex's optimizer keeps of fp32 masters what the 16-bit weights lack: two bytes fewer a parameter."""
 
+SLOW_NETWORK = {"ultrascale-efa"}
+"""AWS's EFA of 2024: its users time all-reduces at 65 GB/s over 32 nodes, a fifth of its rate."""
+
 
 def test_published_runs_lie_in_their_intervals_and_fit() -> None:
     """One test, since pricing all runs takes half a minute of CPU.
@@ -32,6 +35,9 @@ def test_published_runs_lie_in_their_intervals_and_fit() -> None:
     families = {one.row.family for one in published}
     scores = {family: score(family, [one for one in published if one.row.family == family]) for family in families}
     inside = {name: found.coverage for name, found in scores.items() if found is not None and found.num_rows >= 10}
+    assert {name: inside.pop(name) for name in SLOW_NETWORK} == {
+        name: pytest.approx(0.7, abs=0.1) for name in SLOW_NETWORK
+    }
     assert len(inside) > 12
     assert {name: share for name, share in inside.items() if share < NOISY.get(name, 0.73)} == {}
 
