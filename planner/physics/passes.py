@@ -231,7 +231,7 @@ class Passes:
         seconds: dict[str, Number] = {"forward": 0.0, "backward": 0.0}
         for exchange in collectives_of(items) if each_s else ():
             if exchange.group in ("tp", "cp"):
-                is_sent = 1.0 * (group_of(exchange.group, shape)[0] > 1)
+                is_sent = 1.0 * (group_of(exchange.group, shape)[0] > 1) * (exchange.num_bytes > 0)
                 seconds[_way(exchange)] = seconds[_way(exchange)] + each_s * is_sent
         return seconds
 
