@@ -301,6 +301,11 @@ class RuntimeSpec(Spec):
     (DeepEP, HybridEP)."""
     visits_experts_in_rows: bool = False
     """A benchmark's gate sends each token to experts that stand in a row, so that it visits one or two ranks."""
+    exchange_kernels: NonNegativeFloat = 0.0
+    """Host time to start an exchange of tensor- or context-parallel ranks, counted in kernels of an eager layer."""
+    tensor_kernels: NonNegativeFloat = 0.0
+    """Host time of an optimizer step for each parameter tensor of the rank, counted likewise: hooks, copies to main
+    gradients and back, zeroes. None where a CUDA graph replays the whole step."""
     microbatch_overhead_s: NonNegativeFloat = 0.0
     """Host time per micro-batch and stage that no kernel hides."""
     step_overhead_s: NonNegativeFloat = 0.0
