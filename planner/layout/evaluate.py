@@ -71,7 +71,8 @@ def _priced_as_given(
     modules = parallelism.recompute_modules or runtime.selective_default
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     given = given_layout(pricing, parallelism)
-    candidate = Candidate(pricing, pricing.table(given.shape), given.split, given.schedule)
+    table = pricing.table(given.shape, given.split.priced_modes)
+    candidate = Candidate(pricing, table, given.split, given.schedule)
     priced = price_layout(candidate)
     priced = priced if says_switches else with_unsaid(candidate, priced)
     warnings = given.warnings + export_warnings(pricing)
