@@ -19,7 +19,7 @@ from planner.answer.layout import (
     StepTime,
     UnsaidSwitch,
 )
-from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, Searched, SearchReport
+from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, RiskOffer, Searched, SearchReport
 from planner.answer.run import Goodput, Interval, RunCost, Sustained
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "PricedLayout",
     "RecipeGain",
     "RecipeRefusal",
+    "RiskOffer",
     "RobustStep",
     "RunCost",
     "SearchReport",

@@ -163,7 +163,7 @@ class StepTime(Spec):
     tokens_per_s_per_gpu: float
     """Tokens per second, divided by all GPUs given, spare ones included."""
     model_tflops_per_gpu: float
-    """Model FLOPs (no recompute) per second and GPU used."""
+    """Model FLOPs (no recompute) per second, divided by all GPUs given, spare ones included."""
     mfu: float
     """model_tflops_per_gpu over the dense bf16 peak."""
     bubble_fraction: float

@@ -56,7 +56,9 @@ def unsaid_features(runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSp
     return features | graphs
 
 
-def likely_otherwise(runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec) -> list[tuple[Likely, RuntimeSpec]]:
+def likely_otherwise(
+    runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec
+) -> list[tuple[Likely, RuntimeSpec]]:
     """The values that a run of this trainer may have where it says none, each with the runtime that has it."""
     without = _WITHOUT_EXPERTS if model.moe is None else {}
     others = [
