@@ -38,7 +38,7 @@ def evaluate(
 ) -> Plan:
     """Price one given layout, whether it fits or not.
 
-    Without `says_switches` the runtime's switches are a guess, and the step's interval covers their other likely values.
+    Without `says_switches` the runtime's switches are a guess: the step's interval covers their other likely values.
     Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
     """
     model = model_of(model)
