@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from planner.answer import Interval, PricedLayout, UnsaidSwitch
 from planner.layout.assumptions import TOLD_FRACTION
@@ -45,14 +46,15 @@ def with_unsaid(candidate: Candidate, layout: PricedLayout) -> PricedLayout:
 def unsaid_switches(candidate: Candidate) -> tuple[UnsaidSwitch, ...]:
     """The likely values that move this layout's step by over 2%, the one that moves it most first."""
     pricing, now = candidate.pricing, setting_of(candidate)
+    broken = list(broken_recipe_rules(now))
     unsaid = []
     for entry, runtime in likely_otherwise(pricing.runtime, pricing.cluster.hardware, pricing.model):
         name = entry.switch
         if not has_effect(name, now):
             continue
-        other = under(candidate, runtime)
-        if any(rule.is_about_layout for rule in broken_recipe_rules(setting_of(other))):
+        if any(rule not in broken for rule in broken_recipe_rules(replace(now, runtime=runtime))):
             continue
+        other = under(candidate, runtime)
         if abs(other.step_s / candidate.step_s - 1) > TOLD_FRACTION:
             unsaid.append(
                 UnsaidSwitch(

@@ -17,6 +17,7 @@ from planner.answer import Plan, PricedLayout
 from planner.report.format import large
 from planner.report.pieces import Bar, bullets, columns, section
 from planner.report.rows import RECOMPUTE_COLUMN, STAGE_HEADS, Entry, Figure, Rejection, Share, entry_of, runs_of_stages
+from planner.report.unsaid import says_unsaid
 from planner.report.view import View, view_of
 
 _MAX_ROWS = 16
@@ -30,10 +31,11 @@ def render(plan: Plan, own: PricedLayout | None = None) -> Group:
 
 
 def summary(layout: PricedLayout) -> str:
-    """One line: sizes, seconds, memory of the fullest stage."""
+    """One line: sizes, seconds, memory of the fullest stage, and the switch left unsaid that matters most."""
     entry = entry_of("", layout)
     fits = "" if layout.fits else ", does not fit"
-    return f"{layout.parallelism}: {entry.step}, {entry.peak.rstrip('!')} GiB{fits}"
+    unsaid = f" · not said: {says_unsaid(layout)}" if layout.unsaid else ""
+    return f"{layout.parallelism}: {entry.step}, {entry.peak.rstrip('!')} GiB{fits}{unsaid}"
 
 
 def _sections(view: View) -> Iterator[RenderableType]:

@@ -15,6 +15,7 @@ from planner.report.months import cost_figures, goodput_figures, says_sources, s
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.rows import Entry, Figure, Rejection, Share, StageRow, entry_of
+from planner.report.unsaid import says_unsaid
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,8 @@ def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
         lines.append(("search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"))
         lines.append(("solver", f"{says_outcome(search)}: {says_bound(search)}"))
     lines += says_sources(plan)
+    if plan.best.unsaid:
+        lines.append(("not said", says_unsaid(plan.best)))
     if plan.best.oom_probability is not None:
         lines.append(("memory", _memory(plan)))
     if plan.undecided:
