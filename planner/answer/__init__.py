@@ -17,8 +17,9 @@ from planner.answer.layout import (
     StagePlan,
     StepBreakdown,
     StepTime,
+    UnsaidSwitch,
 )
-from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, Searched, SearchReport
+from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, RiskOffer, Searched, SearchReport
 from planner.answer.run import Goodput, Interval, RunCost, Sustained
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "PricedLayout",
     "RecipeGain",
     "RecipeRefusal",
+    "RiskOffer",
     "RobustStep",
     "RunCost",
     "SearchReport",
@@ -44,4 +46,5 @@ __all__ = [
     "StepBreakdown",
     "StepTime",
     "Sustained",
+    "UnsaidSwitch",
 ]

@@ -69,6 +69,7 @@ class SearchOptions(JobOptions):
     top: o.Top = None
     time_limit: o.TimeLimit = None
     tp_across_nodes: o.TpAcrossNodes = False
+    oom_risk: o.OomRisk = None
     memory_headroom: o.Headroom = None
 
 

@@ -188,7 +188,13 @@ Allow = Annotated[
 Top = Annotated[int | None, number(SEARCH, "--top", "Alternatives to show. [5]")]
 TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float)]
 TpAcrossNodes = Annotated[bool, text(SEARCH, "--tp-across-nodes", None, "Tensor parallelism may leave a node.")]
-Headroom = Annotated[float | None, number(SEARCH, "--memory-headroom", "To leave free on every GPU. [0]", "GIB", float)]
+OomRisk = Annotated[
+    float | None, number(SEARCH, "--oom-risk", "Highest risk of running out of memory to accept. [0.1]", "X", float)
+]
+Headroom = Annotated[
+    float | None,
+    number(SEARCH, "--memory-headroom", "To leave free on every GPU, in place of that rule.", "GIB", float),
+]
 
 Imbalance = Annotated[
     float | None,

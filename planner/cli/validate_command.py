@@ -27,6 +27,9 @@ Family = Annotated[
 Plans = Annotated[
     bool, o.text(EVIDENCE, "--plans", None, "The planner's own choices for these jobs, beside the published layouts.")
 ]
+Regrets = Annotated[
+    bool, o.text(EVIDENCE, "--regret", None, "Seconds lost by the layouts ranked first, beside the fastest measured.")
+]
 Plot = Annotated[
     str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw predicted against measured as HTML; - is stdout.")
 ]
@@ -34,7 +37,12 @@ Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let --plot replace a 
 
 
 def validate_command(
-    family: Family = None, plans: Plans = False, json: o.Json = False, plot: Plot = None, force: Force = False
+    family: Family = None,
+    plans: Plans = False,
+    regret: Regrets = False,
+    json: o.Json = False,
+    plot: Plot = None,
+    force: Force = False,
 ) -> None:
     """Hold the planner against published training runs.
 
@@ -45,8 +53,10 @@ def validate_command(
       plan validate --family ablations
       plan validate --plot predicted.html
       plan validate --family bloom --plans
+      plan validate --regret
     """
     from planner.cli import validate_ablations as ablated
+    from planner.cli import validate_regret as lost
     from planner.cli.output import dumps, show
     from planner.errors import SpecError
     from planner.files import STDOUT, refuse_to_overwrite
@@ -61,9 +71,14 @@ def validate_command(
     if family is not None and family not in (*families, ablated.NAME, "all"):
         raise SpecError(f"--family: {family!r} is unknown", f"one of {', '.join(families)}, {ablated.NAME}, all")
     if family == ablated.NAME:
-        ablated.show_pairs(json, alone=plot is None and not plans)
+        ablated.show_pairs(json, alone=plot is None and not plans and not regret)
         return
+    if regret and (plans or plot is not None):
+        raise SpecError("--regret: has neither --plot nor --plans", "leave them out, or ask for them by themselves")
     scored = evaluate_rows([row for row in rows if family in (None, "all", row.family)])
+    if regret:
+        lost.show_regret(scored, json, each=family is not None)
+        return
     if plot is not None:
         _draw(plot, [run for run in scored if family is not None or run.row.counts], force)
         if plot == STDOUT:
@@ -89,6 +104,7 @@ def validate_command(
         if family is None:
             for line in (
                 ablated.summary(ablated.priced_pairs()),
+                *lost.summary(scored),
                 *_noisy(scores[:-1]),
                 *_unsupported(scored),
                 f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}",

@@ -132,7 +132,8 @@ def _step(candidate: Candidate, pipeline: Pipeline, totals: ModelTotals) -> Step
     exposed_s, optimizer_s, tail_s = candidate.outside
     total_s = pipeline.makespan_s + exposed_s + optimizer_s + tail_s
     tokens = pricing.training.tokens_per_step
-    flops_per_s = totals.model_flops_per_token * tokens / total_s / float(candidate.shape.num_ranks)
+    # GPUs that are paid for and idle bring the rate down
+    flops_per_s = totals.model_flops_per_token * tokens / total_s / pricing.cluster.num_gpus
     peak = pricing.cluster.hardware.peak_flops("bf16")
     return StepTime(
         step_s=total_s,

@@ -83,6 +83,7 @@ def _header(view: View) -> Html:
         tag("p", view.batch_offer) if view.batch_offer else Html(""),
         tag("p", " · ".join(view.placement), class_="soft") if view.placement else Html(""),
         tag("p", view.misfit, class_="alarm") if view.misfit else Html(""),
+        tag("p", view.fit) if view.fit else Html(""),
         figures(_figures(view)),
     )
 
@@ -151,12 +152,12 @@ def _breakdown(view: View) -> Iterator[Html]:
 
 
 def _alternatives(view: View) -> Html:
-    heads = ("", "layout", "step", "", "GiB", "MFU", "how, and what it trades")
-    return table(heads, [_alternative(entry) for entry in (view.best, *view.alternatives)], "lnrrrrl")
+    heads = ("", "layout", "step", "", "GiB", "fits with", "MFU", "how, and what it trades")
+    return table(heads, [_alternative(entry) for entry in (view.best, *view.alternatives)], "lnrrrrrl")
 
 
 def _alternative(entry: Entry) -> tuple[str, ...]:
-    return entry.name, entry.sizes, entry.step, entry.more, entry.peak, percent(entry.mfu), entry.remark
+    return entry.name, entry.sizes, entry.step, entry.more, entry.peak, entry.fit, percent(entry.mfu), entry.how
 
 
 def _rejections(rejections: Iterable[Rejection]) -> Html:

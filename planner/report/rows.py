@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.answer import PricedLayout, StagePlan
-from planner.report.format import gibibytes, percent, seconds
+from planner.report.format import fits_with, gibibytes, percent, seconds
 from planner.report.labels import manner, sizes
 from planner.report.recipe import differences
 
@@ -96,6 +96,8 @@ class Entry:
     peak_bytes: int
     """Bytes on its fullest rank."""
     fits: bool
+    fit: str
+    """The probability that it fits; empty where it is not known."""
     mfu: float
     manner: str
     """The ways in which it is run and the layout it stands beside is not."""
@@ -115,8 +117,14 @@ class Entry:
         return gibibytes(self.peak_bytes) + ("" if self.fits else "!")
 
     @property
-    def remark(self) -> str:
+    def how(self) -> str:
+        """The ways in which it is run, and what it trades."""
         return "; ".join(part for part in (self.manner, self.trade) if part)
+
+    @property
+    def remark(self) -> str:
+        """The same, and the probability that it fits."""
+        return "; ".join(part for part in (self.how, self.fit and f"fits with {self.fit}") if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +152,7 @@ def entry_of(name: str, layout: PricedLayout, beside: PricedLayout | None = None
         more_fraction=layout.step.step_s / beside.step.step_s - 1 if beside else None,
         peak_bytes=layout.worst_stage.memory.total_bytes,
         fits=layout.fits,
+        fit=fits_with(layout.oom_probability),
         mfu=layout.step.mfu,
         manner=", ".join(ways),
         trade=layout.trade,

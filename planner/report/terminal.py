@@ -67,6 +67,8 @@ def _panel(view: View) -> Panel:
         lines.append(Text(view.batch_offer, style="yellow"))
     if view.misfit:
         lines.append(Text(view.misfit, style="bold red"))
+    if view.fit:
+        lines.append(Text(view.fit))
     lines += ["", _figures(view.figures)]
     if view.sustained is not None:
         lines.append(Text(f"{view.sustained.name} {view.sustained.text}"))

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
-from planner.answer import Plan, PricedLayout, StagePlan
-from planner.report.format import digits, gibibytes, percent, seconds, span
+from planner.answer import Plan, PricedLayout
+from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
 from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, manner
 from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.rows import Entry, Figure, Rejection, Share, StageRow, entry_of
-from planner.specs.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,8 @@ class View:
     """Another batch that gives more tokens a second; empty where there is none."""
     misfit: str
     """By how much a layout does not fit; empty where it does."""
+    fit: str
+    """The probability that it fits, in words; empty where it is not known."""
     figures: tuple[Figure, ...]
     sustained: Figure | None
     """The step over months, where something is known of it."""
@@ -102,6 +102,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         batch=f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}",
         batch_offer=_batch_offer(plan),
         misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
+        fit=_fit(best),
         figures=_figures(plan),
         sustained=sustained_figure(best),
         peak=_peak(best),
@@ -133,6 +134,10 @@ def _misfit(layout: PricedLayout, capacity_bytes: int) -> str:
         f"Does not fit: stage {worst.stage} needs {gibibytes(worst.memory.total_bytes)} GiB, "
         f"{gibibytes(worst.memory.total_bytes - capacity_bytes)} more than the GPU's {gibibytes(capacity_bytes)}"
     )
+
+
+def _fit(layout: PricedLayout) -> str:
+    return "" if layout.oom_probability is None else f"fits with {fits_with(layout.oom_probability)}"
 
 
 def _batch_offer(plan: Plan) -> str:
@@ -182,11 +187,8 @@ def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
         lines.append(("search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"))
         lines.append(("solver", f"{says_outcome(search)}: {says_bound(search)}"))
     lines += says_sources(plan)
-    high_bytes, capacity_bytes = _highest_bytes(plan.stages), plan.cluster.hardware.memory_bytes
-    if plan.fits and high_bytes > capacity_bytes:
-        over = f"80% interval of the fullest rank ends at {gibibytes(high_bytes)} GiB"
-        headroom_gib = ceil((high_bytes - capacity_bytes) / GIB)
-        lines.append(("memory", f"{over}: --memory-headroom {headroom_gib} plans below it"))
+    if plan.best.oom_probability is not None:
+        lines.append(("memory", _memory(plan)))
     if plan.undecided:
         count, total = len(plan.undecided), len(plan.alternatives)
         overlap = f"intervals of {count} of {total} overlap the best's: plan probe can tell them apart"
@@ -194,6 +196,13 @@ def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
     return lines
 
 
-def _highest_bytes(stages: Iterable[StagePlan]) -> float:
-    """The upper end of the fullest rank's memory interval; 0 where no stage has one."""
-    return max((high for s in stages for high in (s.memory.total_bytes_interval or ())[1:]), default=0.0)
+def _memory(plan: Plan) -> str:
+    """The probability that the plan fits, the interval that it is from, and what more risk would buy."""
+    memory, offer = plan.best.worst_stage.memory, plan.risk_offer
+    capacity = gibibytes(plan.cluster.hardware.memory_bytes)
+    interval = "–".join(map(gibibytes, memory.total_bytes_interval or (memory.total_bytes,)))
+    says = f"{_fit(plan.best)}: the fullest rank needs {interval} GiB (80% interval) of {capacity}"
+    if offer is None:
+        return says
+    faster = percent(1 - offer.step_s / plan.step.step_s)
+    return f"{says}; --oom-risk {offer.oom_risk:g}: {faster} faster, fits with {fits_with(offer.oom_probability)}"

@@ -192,8 +192,10 @@ class SearchLimits(Spec):
     """Seconds after which the search answers with the best that it has."""
     gap_fraction: NonNegativeFloat = Field(default=0.005, le=1.0)
     """A shape is cut when its bound is within this fraction of the incumbent."""
-    memory_headroom_gib: NonNegativeFloat = 0.0
-    """GPU memory to leave free on every rank."""
+    oom_risk: PositiveFloat = Field(default=0.1, lt=1.0)
+    """Largest probability of running out of memory that a layout may have."""
+    memory_headroom_gib: NonNegativeFloat | None = None
+    """GPU memory to leave free on every rank, in place of the rule of `oom_risk`; null: the rule holds."""
 
 
 def tokens_split(cp: Any, shards: Any) -> Any:

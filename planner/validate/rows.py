@@ -14,7 +14,17 @@ from typing import Any, Literal
 from planner.layout.runs import Run, parse_run
 from planner.specs.base import PositiveFloat, Spec
 
-HELD_OUT = ("mlperf", "nemo-2022", "llm-foundry", "torchtitan-docs", "fms-fsdp", "nemo-gb200")
+HELD_OUT = (
+    "mlperf",
+    "nemo-2022",
+    "llm-foundry",
+    "torchtitan-docs",
+    "fms-fsdp",
+    "nemo-gb200",
+    "internevo",
+    "ultrascale-efa",
+    "automodel",
+)
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"
 """The family of runs that took weeks or months: their step is held against the sustained one, not the benchmark's."""
