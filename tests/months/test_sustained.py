@@ -27,6 +27,8 @@ def test_it_is_longer_by_the_published_factor_and_names_its_source(layout: Price
     found = sustained(layout, known=True)
     assert found.step_s == pytest.approx(1.12 * layout.step.step_s)
     assert "production runs" in found.source
+    # one line of a report
+    assert len(found.source) <= 62
     low_s, high_s = found.step_s_interval
     assert low_s < found.step_s < high_s
     assert (high_s - low_s) / 2 <= 0.12 * found.step_s
