@@ -12,26 +12,34 @@ from __future__ import annotations
 
 import math
 
-from planner.answer import PricedLayout, Sustained
+from planner.answer import Interval, PricedLayout, Sustained
 from planner.months.facts import load_facts
 
+WIDEST_OF_RUNS = 0.16
+"""Half-width of the widest benchmark interval among the runs that the factor was read from, but for GPUs that are known
+from a data sheet only (DeepSeek-V3's); errors as large are in the factor's interval."""
 
-def sustained(layout: PricedLayout, *, known: bool, straggler_fraction: float = 0.0) -> Sustained:
+
+def sustained(layout: PricedLayout, straggler_fraction: float = 0.0) -> Sustained:
     """The sustained step of a layout.
 
-    `known` says that production runs of its kind were published: on GPUs whose kernels were measured, with layers of
-    attention. Without, the benchmark's own interval is added. A slow rank that the step already waits for is part of
-    the factor, and is taken out of it, down to the jitter that clean runs show.
+    Where the benchmark is less sure than those of the runs that the factor was read from, the excess is added to the
+    factor's interval, as variances. A slow rank that the step already waits for is part of the factor, and is taken
+    out of it, down to the jitter that clean runs show.
     """
     facts = load_facts()
     factor = max(facts.sustained_factor.value / (1 + straggler_fraction), facts.jitter_factor.value)
     step_s, benchmark_s = factor * layout.step.step_s, layout.step.step_s_interval
-    widths = [math.log(facts.sustained_factor.high / facts.sustained_factor.low) / 2]
-    if not known and benchmark_s is not None:
-        widths.append(math.log(benchmark_s[1] / benchmark_s[0]) / 2)
-    width = math.hypot(*widths)
+    own = 0.0 if benchmark_s is None else half_width(benchmark_s)
+    excess = math.sqrt(max(0.0, own**2 - WIDEST_OF_RUNS**2))
+    width = math.hypot(half_width((facts.sustained_factor.low, facts.sustained_factor.high)), excess)
     return Sustained(
         step_s=step_s,
         step_s_interval=(step_s * math.exp(-width), step_s * math.exp(width)),
         source=f"{factor:.3g} × the benchmark: {facts.sustained_factor.source}",
     )
+
+
+def half_width(interval: Interval) -> float:
+    """Half the width of an interval, in natural logarithms."""
+    return math.log(interval[1] / interval[0]) / 2

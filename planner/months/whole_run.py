@@ -19,6 +19,7 @@ from planner.months.closed_form import Rhythm, best_interval_s, rhythm_of
 from planner.months.facts import QUANTILE_OF_NORMAL
 from planner.months.losses import SECONDS_PER_DAY, Losses, losses_of
 from planner.months.simulate import NUM_RUNS, SEED, Simulated, simulated_runs
+from planner.months.sustained import half_width
 from planner.shape import FloatArray
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import TrainingSpec
@@ -40,8 +41,7 @@ def whole_run(
     rhythm = rhythm_of(losses, lambda fact: fact.value)
     interval_s = best_interval_s(rhythm)
     training_s = training.tokens / training.tokens_per_step * layout.sustained.step_s
-    low_s, high_s = layout.sustained.step_s_interval
-    factors = _pace(math.log(high_s / low_s) / (2 * QUANTILE_OF_NORMAL))
+    factors = _pace(half_width(layout.sustained.step_s_interval) / QUANTILE_OF_NORMAL)
     runs = simulated_runs(losses, interval_s, factors, training_s)
     goodput = _goodput(losses, rhythm, interval_s, runs)
     days = training_s / goodput.effective_fraction / SECONDS_PER_DAY

@@ -9,7 +9,7 @@ import pytest
 
 from planner.answer import Plan, PricedLayout
 from planner.layout.evaluate import evaluate
-from planner.months.sustained import sustained
+from planner.months.sustained import WIDEST_OF_RUNS, half_width, sustained
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import Parallelism, TrainingSpec
 
@@ -19,12 +19,8 @@ def _layout(make_plan: Callable[..., Plan]) -> PricedLayout:
     return make_plan().best
 
 
-def half_width(interval: tuple[float, float]) -> float:
-    return math.log(interval[1] / interval[0]) / 2
-
-
 def test_it_is_longer_by_the_published_factor_and_names_its_source(layout: PricedLayout) -> None:
-    found = sustained(layout, known=True)
+    found = sustained(layout)
     assert found.step_s == pytest.approx(1.12 * layout.step.step_s)
     assert "production runs" in found.source
     # one line of a report
@@ -34,19 +30,21 @@ def test_it_is_longer_by_the_published_factor_and_names_its_source(layout: Price
     assert (high_s - low_s) / 2 <= 0.12 * found.step_s
 
 
-def test_it_is_less_sure_where_no_production_run_was_published(layout: PricedLayout) -> None:
-    assert layout.step.step_s_interval is not None
-    plain, unsure = sustained(layout, known=True), sustained(layout, known=False)
-    own = half_width(layout.step.step_s_interval)
-    assert half_width(unsure.step_s_interval) == pytest.approx(math.hypot(half_width(plain.step_s_interval), own))
+def test_it_is_less_sure_where_the_benchmark_is_less_sure_than_those_of_the_runs(layout: PricedLayout) -> None:
+    def with_width(width: float) -> float:
+        step_s = layout.step.step_s
+        step = layout.step.model_copy(update={"step_s_interval": (step_s * math.exp(-width), step_s * math.exp(width))})
+        return half_width(sustained(layout.model_copy(update={"step": step})).step_s_interval)
+
+    known = with_width(WIDEST_OF_RUNS)
+    assert with_width(0.05) == with_width(0.1) == known
+    assert with_width(0.3) == pytest.approx(math.sqrt(known**2 + 0.3**2 - WIDEST_OF_RUNS**2))
 
 
 def test_a_straggler_that_was_stated_is_not_counted_twice(layout: PricedLayout) -> None:
-    assert sustained(layout, known=True, straggler_fraction=0.05).step_s == pytest.approx(
-        1.12 / 1.05 * layout.step.step_s
-    )
+    assert sustained(layout, 0.05).step_s == pytest.approx(1.12 / 1.05 * layout.step.step_s)
     # never below the jitter of clean runs
-    assert sustained(layout, known=True, straggler_fraction=0.5).step_s == pytest.approx(1.004 * layout.step.step_s)
+    assert sustained(layout, 0.5).step_s == pytest.approx(1.004 * layout.step.step_s)
 
 
 def test_every_layout_has_one() -> None:
