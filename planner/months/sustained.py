@@ -20,24 +20,29 @@ WIDEST_OF_RUNS = 0.16
 from a data sheet only (DeepSeek-V3's); errors as large are in the factor's interval."""
 
 
-def sustained(layout: PricedLayout, straggler_fraction: float = 0.0) -> Sustained:
-    """The sustained step of a layout.
+def with_sustained(layout: PricedLayout, straggler_fraction: float = 0.0) -> PricedLayout:
+    """The layout with its sustained step.
 
     Where the benchmark is less sure than those of the runs that the factor was read from, the excess is added to the
-    factor's interval, as variances. A slow rank that the step already waits for is part of the factor, and is taken
-    out of it, down to the jitter that clean runs show.
+    factor's interval, as variances, at each end. A slow rank that the step already waits for is part of the factor,
+    and is taken out of it, down to the jitter that clean runs show.
     """
-    facts = load_facts()
+    facts, step = load_facts(), layout.step
     factor = max(facts.sustained_factor.value / (1 + straggler_fraction), facts.jitter_factor.value)
-    step_s, benchmark_s = factor * layout.step.step_s, layout.step.step_s_interval
-    own = 0.0 if benchmark_s is None else half_width(benchmark_s)
-    excess = math.sqrt(max(0.0, own**2 - WIDEST_OF_RUNS**2))
-    width = math.hypot(half_width((facts.sustained_factor.low, facts.sustained_factor.high)), excess)
-    return Sustained(
+    step_s, benchmark_s = factor * step.step_s, step.step_s_interval or (step.step_s, step.step_s)
+    known = half_width((facts.sustained_factor.low, facts.sustained_factor.high))
+    low, high = (math.hypot(known, _excess(abs(math.log(end_s / step.step_s)))) for end_s in benchmark_s)
+    found = Sustained(
         step_s=step_s,
-        step_s_interval=(step_s * math.exp(-width), step_s * math.exp(width)),
+        step_s_interval=(step_s * math.exp(-low), step_s * math.exp(high)),
         source=f"{factor:.3g} × the benchmark: {facts.sustained_factor.source}",
     )
+    return layout.model_copy(update={"sustained": found})
+
+
+def _excess(width: float) -> float:
+    """Half-width that a benchmark of such a half-width adds."""
+    return math.sqrt(max(0.0, width**2 - WIDEST_OF_RUNS**2))
 
 
 def half_width(interval: Interval) -> float:

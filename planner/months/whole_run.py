@@ -19,7 +19,6 @@ from planner.months.closed_form import Rhythm, best_interval_s, rhythm_of
 from planner.months.facts import QUANTILE_OF_NORMAL
 from planner.months.losses import SECONDS_PER_DAY, Losses, losses_of
 from planner.months.simulate import NUM_RUNS, SEED, Simulated, simulated_runs
-from planner.months.sustained import half_width
 from planner.shape import FloatArray
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import TrainingSpec
@@ -41,7 +40,8 @@ def whole_run(
     rhythm = rhythm_of(losses, lambda fact: fact.value)
     interval_s = best_interval_s(rhythm)
     training_s = training.tokens / training.tokens_per_step * layout.sustained.step_s
-    factors = _pace(half_width(layout.sustained.step_s_interval) / QUANTILE_OF_NORMAL)
+    low_s, high_s = layout.sustained.step_s_interval
+    factors = _pace(math.log(layout.sustained.step_s / low_s), math.log(high_s / layout.sustained.step_s))
     runs = simulated_runs(losses, interval_s, factors, training_s)
     goodput = _goodput(losses, rhythm, interval_s, runs)
     days = training_s / goodput.effective_fraction / SECONDS_PER_DAY
@@ -56,9 +56,10 @@ def check_spares(cluster: ClusterSpec, training: TrainingSpec) -> None:
 
 
 @lru_cache(maxsize=8)
-def _pace(sigma: float) -> FloatArray:
-    """How many times as long as expected each simulated run's steps take."""
-    drawn: FloatArray = np.exp(sigma * np.random.default_rng(SEED + 1).standard_normal(NUM_RUNS))
+def _pace(low_width: float, high_width: float) -> FloatArray:
+    """How many times as long as expected each simulated run's steps take: 80% of them between e⁻ˡᵒʷ and eʰⁱᵍʰ."""
+    normal = np.random.default_rng(SEED + 1).standard_normal(NUM_RUNS) / QUANTILE_OF_NORMAL
+    drawn: FloatArray = np.exp(np.where(normal < 0, low_width, high_width) * normal)
     return drawn
 
 

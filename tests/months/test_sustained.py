@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from planner.answer import Plan, PricedLayout
+from planner.answer import Plan, PricedLayout, Sustained
 from planner.layout.evaluate import evaluate
-from planner.months.sustained import WIDEST_OF_RUNS, half_width, sustained
+from planner.months.sustained import WIDEST_OF_RUNS, half_width, with_sustained
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import Parallelism, TrainingSpec
 
@@ -17,6 +17,12 @@ from planner.specs.training import Parallelism, TrainingSpec
 @pytest.fixture(name="layout")
 def _layout(make_plan: Callable[..., Plan]) -> PricedLayout:
     return make_plan().best
+
+
+def sustained(layout: PricedLayout, straggler_fraction: float = 0.0) -> Sustained:
+    found = with_sustained(layout, straggler_fraction).sustained
+    assert found is not None
+    return found
 
 
 def test_it_is_longer_by_the_published_factor_and_names_its_source(layout: PricedLayout) -> None:
@@ -54,3 +60,24 @@ def test_every_layout_has_one() -> None:
         assert best.sustained is not None
         assert best.sustained.step_s > best.step.step_s
         assert (half_width(best.sustained.step_s_interval) < 0.12) == known
+
+
+def test_each_end_widens_by_itself(layout: PricedLayout) -> None:
+    step_s, known = layout.step.step_s, half_width(sustained(layout).step_s_interval)
+    step = layout.step.model_copy(update={"step_s_interval": (0.95 * step_s, 1.5 * step_s)})
+    found = sustained(layout.model_copy(update={"step": step}))
+    low_s, high_s = found.step_s_interval
+    assert math.log(found.step_s / low_s) == pytest.approx(known)
+    assert math.log(high_s / found.step_s) > 0.35
+
+
+def test_switches_that_a_run_does_not_say_widen_it_too() -> None:
+    training = TrainingSpec(seq_length=4096, global_batch_size=512)
+    cluster, layout = ClusterSpec(hardware="h100", num_gpus=128), Parallelism(tp=1, pp=4, ep=8)
+    unsaid, said = (
+        evaluate("qwen3-30b-a3b", cluster, training, layout, says_switches=says).best for says in (False, True)
+    )
+    assert unsaid.sustained is not None
+    assert said.sustained is not None
+    assert unsaid.unsaid
+    assert half_width(unsaid.sustained.step_s_interval) > half_width(said.sustained.step_s_interval)
