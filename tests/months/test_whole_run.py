@@ -115,6 +115,17 @@ def test_more_spare_nodes_than_nodes_are_refused() -> None:
         months(num_spare_nodes=2049)
 
 
+def test_a_run_that_never_ends_is_said_to() -> None:
+    with pytest.raises(SpecError, match=r"never ends: an interruption every 0\.527 s"):
+        months(failures_per_1000_gpu_days=1e4)
+
+
+def test_a_run_that_hardly_trains_still_has_numbers() -> None:
+    goodput = months(failures_per_1000_gpu_days=8.0).goodput
+    assert goodput is not None
+    assert 0 <= goodput.interval[0] <= goodput.effective_fraction < 0.4
+
+
 def test_without_tokens_there_is_no_whole_run() -> None:
     plan = months(tokens=None)
     assert plan.run_cost is None
