@@ -64,6 +64,16 @@ def test_llama_3_trained_for_over_nine_tenths_of_54_days(llama: Plan) -> None:
     assert llama.goodput.interval[1] > 0.95
 
 
+def test_llama_3_took_31_million_gpu_hours() -> None:
+    # its model card: 30.84M for 15.6T tokens
+    cost = months(tokens=15.6e12).run_cost
+    assert cost is not None
+    assert cost.days_interval is not None
+    low, high = (24 * 16_384 * days for days in cost.days_interval)
+    assert low < 30.84e6 < high
+    assert cost.gpu_hours == pytest.approx(30.84e6, rel=0.15)
+
+
 def test_byterobust_trained_for_97_percent_of_three_months() -> None:
     # arXiv:2509.16293, a dense model on 9,600 GPUs
     goodput = months(9600, 75).goodput
