@@ -17,6 +17,7 @@ from planner.answer import Interval, PricedLayout, UnsaidSwitch
 from planner.layout.assumptions import TOLD_FRACTION
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import setting_of, under
+from planner.months.sustained import with_sustained
 from planner.trainers.generations import likely_otherwise
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.switches import SWITCHES
@@ -40,7 +41,8 @@ def with_unsaid(candidate: Candidate, layout: PricedLayout) -> PricedLayout:
     low, high = mixture_interval(math.log(interval_s[1] / step_s), choices)
     widened = (step_s * math.exp(low), step_s * math.exp(high))
     step = layout.step.model_copy(update={"step_s_interval": widened})
-    return layout.model_copy(update={"step": step, "unsaid": unsaid})
+    layout = layout.model_copy(update={"step": step, "unsaid": unsaid})
+    return with_sustained(layout, candidate.pricing.training.straggler_fraction)
 
 
 def unsaid_switches(candidate: Candidate) -> tuple[UnsaidSwitch, ...]:
