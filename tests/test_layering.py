@@ -30,7 +30,9 @@ ALLOWED = {
     # a plan loads itself, and shows its report in a notebook
     "answer": {"errors", "files", "shape", "specs", "trainers", "plan_file", "report.page"},
     "plan_file": {"errors", "specs", "schedule", "answer"},
-    "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer"},
+    # a run of months knows a layout's seconds, and nothing of how they came about
+    "months": {"errors", "shape", "specs", "answer"},
+    "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "months"},
     # what `explain` answers is sentences, with the numbers written as the reports write them
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "report.causes"},
     # a target's constraints are written once, and the search holds candidates against them too

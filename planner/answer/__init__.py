@@ -18,8 +18,9 @@ from planner.answer.layout import (
     StagePlan,
     StepBreakdown,
     StepTime,
+    UnsaidSwitch,
 )
-from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, Searched, SearchReport
+from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, RiskOffer, Searched, SearchReport
 from planner.answer.run import Goodput, Interval, RunCost, Sustained
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "PricedLayout",
     "RecipeGain",
     "RecipeRefusal",
+    "RiskOffer",
     "RobustStep",
     "RunCost",
     "SearchReport",
@@ -46,4 +48,5 @@ __all__ = [
     "StepBreakdown",
     "StepTime",
     "Sustained",
+    "UnsaidSwitch",
 ]

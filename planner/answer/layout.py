@@ -163,7 +163,7 @@ class StepTime(Spec):
     tokens_per_s_per_gpu: float
     """Tokens per second, divided by all GPUs given, spare ones included."""
     model_tflops_per_gpu: float
-    """Model FLOPs (no recompute) per second and GPU used."""
+    """Model FLOPs (no recompute) per second, divided by all GPUs given, spare ones included."""
     mfu: float
     """model_tflops_per_gpu over the dense bf16 peak."""
     bubble_fraction: float
@@ -208,6 +208,20 @@ class RecipeRefusal(Spec):
     """The rule that the value breaks, in words."""
 
 
+class UnsaidSwitch(Spec):
+    """A switch that a run does not say, and the step under another value that such runs often have."""
+
+    switch: str
+    value: Value
+    """The value that was priced."""
+    other: Value
+    """The other value."""
+    other_fraction: float
+    """The share of such runs that have the other value."""
+    other_step_s: float
+    """Seconds of the step with the other value."""
+
+
 AS_PLANNED = "as planned"
 """The assumption of a step under which nothing is changed."""
 
@@ -246,6 +260,9 @@ class PricedLayout(Spec):
     """The values that consent would buy, the fastest first."""
     recipe_refused: tuple[RecipeRefusal, ...] = ()
     """The values that rules refuse for this layout and recipe."""
+    unsaid: tuple[UnsaidSwitch, ...] = ()
+    """The switches that a run does not say and that may move its step by over 2%, the one that moves it most first; the
+    step's interval covers them. Empty where all are said, as in a plan that was searched for."""
     rank_order: RankOrder = "tp-cp-ep-dp-pp"
     """The order in which ranks are numbered, the innermost group first, as in `parallelism`."""
     placement: tuple[Placement, ...] = ()

@@ -82,6 +82,17 @@ class BatchOffer(Spec):
     tokens_per_s: float
 
 
+class RiskOffer(Spec):
+    """A faster layout that is likelier to run out of memory, and the risk that has to be accepted for it."""
+
+    oom_risk: float
+    """The largest risk with which it is chosen."""
+    oom_probability: float
+    """Its own risk."""
+    step_s: float
+    """Seconds of its step."""
+
+
 class Plan(Spec):
     """The answer of `plan()` and `evaluate()`: the inputs, the best layout, alternatives, why others were rejected.
 
@@ -110,6 +121,8 @@ class Plan(Spec):
     """Defaults that move the step of the best layout, with nothing planned again, and how to set them."""
     batch_offer: BatchOffer | None = None
     """A batch within 3% of the one planned that gives over 2% more tokens a second; null if there is none."""
+    risk_offer: RiskOffer | None = None
+    """The thing that a larger risk of running out of memory would buy; null if it would buy nothing."""
 
     @property
     def as_planned(self) -> Plan:

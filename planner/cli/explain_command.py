@@ -94,5 +94,5 @@ def _print_program(asked: SearchOptions, json: bool) -> None:
     limits = read_limits(asked, job)
     with waiting("searching"):
         answer = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
-    text = program_text(answer)
+    text = program_text(answer, limits=limits)
     sys.stdout.write(dumps({"parallelism": answer.parallelism.model_dump(), "program": text}) if json else f"{text}\n")

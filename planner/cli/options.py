@@ -18,6 +18,7 @@ from planner.trainers.load import RUNTIMES
 
 DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"
 JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Search", "Assumptions", "Output"
+RUN = "The whole run, with --tokens"
 
 
 def starting_with(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -104,6 +105,20 @@ Tokens = Annotated[
     str | None, text(JOB, "--tokens", "COUNT", "Of the whole training run, such as 15T: adds days and cost.")
 ]
 
+Storage = Annotated[
+    float | None, number(RUN, "--storage-gb-per-s", "All ranks together write checkpoints. [0.12 a GPU]", "X", float)
+]
+Failures = Annotated[
+    float | None,
+    number(RUN, "--failures-per-1000-gpu-days", "Unplanned interruptions. [the GPU generation's]", "X", float),
+]
+Spares = Annotated[
+    int | None, number(RUN, "--spares", "Nodes kept to replace those that fail. [the cluster's pool has one]")
+]
+Price = Annotated[
+    float | None, number(RUN, "--usd-per-gpu-hour", "Price of a GPU for an hour. [the profile's]", "X", float)
+]
+
 Tps = Annotated[str | None, text(LAYOUT, "--tp", "N,N…", "Tensor parallel.")]
 Pps = Annotated[str | None, text(LAYOUT, "--pp", "N,N…", "Pipeline stages.")]
 Dps = Annotated[str | None, text(LAYOUT, "--dp", "N,N…", "Data parallel.")]
@@ -173,7 +188,13 @@ Allow = Annotated[
 Top = Annotated[int | None, number(SEARCH, "--top", "Alternatives to show. [5]")]
 TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float)]
 TpAcrossNodes = Annotated[bool, text(SEARCH, "--tp-across-nodes", None, "Tensor parallelism may leave a node.")]
-Headroom = Annotated[float | None, number(SEARCH, "--memory-headroom", "To leave free on every GPU. [0]", "GIB", float)]
+OomRisk = Annotated[
+    float | None, number(SEARCH, "--oom-risk", "Highest risk of running out of memory to accept. [0.1]", "X", float)
+]
+Headroom = Annotated[
+    float | None,
+    number(SEARCH, "--memory-headroom", "To leave free on every GPU, in place of that rule.", "GIB", float),
+]
 
 Imbalance = Annotated[
     float | None,

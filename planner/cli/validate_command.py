@@ -60,6 +60,7 @@ def validate_command(
     from planner.cli.output import dumps, show
     from planner.errors import SpecError
     from planner.files import STDOUT, refuse_to_overwrite
+    from planner.validate.production import months_of, production, says_production
     from planner.validate.rows import HELD_OUT, load_rows
     from planner.validate.score import by_family, evaluate_rows
 
@@ -83,11 +84,13 @@ def validate_command(
         if plot == STDOUT:
             return
     beside = _beside(scored) if plans else []
+    months = production(months_of(scored))
     if json:
         answer: dict[str, object] = {
             "families": [asdict(score) for score in by_family(scored)],
             "rows": [_described(run) for run in scored],
         }
+        answer |= {} if months is None else {"production": asdict(months)}
         answer |= {} if family else ablated.described(ablated.priced_pairs())
         sys.stdout.write(dumps({**answer, **_plans_described(beside)} if plans else answer))
     elif plans:
@@ -96,6 +99,8 @@ def validate_command(
     else:
         scores = by_family(scored)
         show(_family_table(scores) if family is None else _row_table(scored))
+        if months is not None:
+            show(says_production(months))
         if family is None:
             for line in (
                 ablated.summary(ablated.priced_pairs()),

@@ -1,4 +1,4 @@
-"""80% intervals of step times and memory, from the errors that calibration left.
+"""80% intervals of step times, from the errors that calibration left; `risk` has those of memory.
 
 An interval is [t·e⁻ʷ, t·eʷ], because errors of a model of speed multiply. The half-width w is the root of a sum of
 squares, with one term per thing that was not measured. In four of five published runs of that kind the error is no
@@ -10,25 +10,19 @@ from __future__ import annotations
 
 import math
 
-from planner.answer import Interval, PricedLayout, StagePlan
+from planner.answer import Interval, PricedLayout
+from planner.layout.risk import with_risk
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
 
 STEP_WIDTH = {"probed": 0.05, "measured": 0.09, "family": 0.095, "spec_sheet": 0.28}
 """Half-width for a dense model's step, by the knowledge of the GPU. Four published runs on MI300X, when only its data
 sheet was known, were predicted 27 to 36% too fast. They set its speed since then, and the width for GPUs like it."""
-MEMORY_WIDTH = {"probed": 0.02, "measured": 0.04, "family": 0.06, "spec_sheet": 0.10}
-"""Half-width for a rank's memory: the allocator's slack and the libraries' buffers differ, the counted bytes hardly."""
-
 MOE_STEP_WIDTH = 0.09
 """Half-width that mixtures of experts add to a step: routing, grouped products of small experts, the host's time."""
-MOE_MEMORY_WIDTH = 0.06
-"""Half-width that mixtures of experts add to memory: the busiest expert rank's tokens are not known before the run."""
 SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.25, 0.35
 """Half-widths that layers which scan, and layers that attend to chosen keys, add to a step: their kernels are priced
 from the data sheet and the algorithm, and five published runs of one model have been held against it."""
-SCAN_MEMORY_WIDTH = 0.08
-"""Half-width that layers which scan add to memory: kernels differ in the states and gates that they keep."""
 HOST_WIDTH = 0.20
 """Half-width per share of a layer's time that its host needs: hosts differ, and one host differs among layouts that
 keep it equally busy (vTrain's small models)."""
@@ -39,12 +33,10 @@ SCALE_WIDTH, SCALE_KNOWN_RANKS = 0.03, 4096
 
 
 def with_intervals(pricing: Pricing, layout: PricedLayout, shape: Shape) -> PricedLayout:
-    """`layout`, of `shape`, with an 80% interval on its step time and on each stage's memory."""
+    """`layout`, of `shape`, with an 80% interval on its step time, and all that is said of its memory's risk."""
     width = step_width(pricing, layout, pricing.host_fraction(shape))
     step = layout.step.model_copy(update={"step_s_interval": _around(layout.step.step_s, width)})
-    width = memory_width(pricing)
-    stages = tuple(_stage_with_interval(stage, width) for stage in layout.stages)
-    return layout.model_copy(update={"step": step, "stages": stages})
+    return with_risk(pricing, layout.model_copy(update={"step": step}))
 
 
 def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> float:
@@ -62,21 +54,6 @@ def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> 
         SCALE_WIDTH * doublings,
     ]
     return math.hypot(*terms)
-
-
-def memory_width(pricing: Pricing) -> float:
-    """Half the width of a rank's memory interval, in natural logarithms."""
-    known = MEMORY_WIDTH[pricing.cluster.hardware.efficiency.evidence]
-    return math.hypot(
-        known,
-        MOE_MEMORY_WIDTH if pricing.model.moe is not None else 0.0,
-        SCAN_MEMORY_WIDTH if pricing.model.state_kinds or pricing.model.indexer is not None else 0.0,
-    )
-
-
-def _stage_with_interval(stage: StagePlan, width: float) -> StagePlan:
-    memory = stage.memory.model_copy(update={"total_bytes_interval": _around(stage.memory.total_bytes, width)})
-    return stage.model_copy(update={"memory": memory})
 
 
 def _around(value: float, width: float) -> Interval:

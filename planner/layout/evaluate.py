@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.answer import Plan, PricedLayout
 from planner.errors import SpecError
 from planner.layout.assemble import assemble
@@ -11,6 +13,8 @@ from planner.layout.expressible import export_warnings
 from planner.layout.given import given_layout
 from planner.layout.price import price_layout
 from planner.layout.recipe import settled
+from planner.layout.risk import headroom_bytes
+from planner.layout.unsaid import with_unsaid
 from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
@@ -19,7 +23,6 @@ from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.registry import model_of
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
-from planner.specs.units import GIB
 from planner.trainers.load import has_dtype, load_runtime, since_of
 from planner.trainers.spec import RuntimeSpec
 
@@ -31,26 +34,38 @@ def evaluate(
     parallelism: Parallelism,
     *,
     runtime: RuntimeSpec | str = "megatron",
+    says_switches: bool = True,
 ) -> Plan:
     """Price one given layout, whether it fits or not.
 
+    Without `says_switches` the runtime's switches are a guess, and the step's interval covers their other likely values.
     Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
     """
     model = model_of(model)
-    candidate, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime))
+    candidate, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime), says_switches)
     totals = model_totals(model, candidate.pricing.runtime, training.seq_length)
     return assemble(candidate.pricing, totals, [priced], told_assumptions(candidate, with_switches=True))
 
 
 def price_given(
-    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    parallelism: Parallelism,
+    runtime: RuntimeSpec,
+    says_switches: bool = True,
 ) -> PricedLayout:
     """The priced layout of `evaluate` without the report around it, for use on many runs."""
-    return _priced_as_given(model, cluster, training, parallelism, runtime)[1]
+    return _priced_as_given(model, cluster, training, parallelism, runtime, says_switches)[1]
 
 
 def _priced_as_given(
-    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    parallelism: Parallelism,
+    runtime: RuntimeSpec,
+    says_switches: bool,
 ) -> tuple[Candidate, PricedLayout]:
     split = SCHEDULES.get(parallelism.schedule or "")
     runtime = runtime.for_schedules(split is not None and split.splits_backward)
@@ -60,6 +75,7 @@ def _priced_as_given(
     given = given_layout(pricing, parallelism)
     candidate = Candidate(pricing, pricing.table(given.shape), given.split, given.schedule)
     priced = price_layout(candidate)
+    priced = priced if says_switches else with_unsaid(candidate, priced)
     warnings = given.warnings + export_warnings(pricing)
     return candidate, priced.model_copy(update={"warnings": warnings})
 
@@ -76,7 +92,10 @@ def pricing_of(
     limits: SearchLimits | None = None,
     modules: tuple[str, ...] = (),
 ) -> Pricing:
-    """The pricing of all shapes for this job; raises SpecError where the GPU has no such dtype."""
+    """The pricing of all shapes for this job; raises SpecError where the GPU has no such dtype.
+
+    Without limits a layout fits where the GPU has the bytes; limits leave a headroom free for the search.
+    """
     hardware = cluster.hardware
     if hardware.peak_flops(training.dtype) is None:
         raise SpecError(
@@ -89,18 +108,17 @@ def pricing_of(
             f"dtype {training.dtype!r}: {runtime.name} {runtime.version} has no such recipe, which came with {since}",
             f"--runtime {runtime.name}@{since} has it",
         )
-    headroom = limits.memory_headroom_gib * GIB if limits else 0.0
     for name in modules:
         if name not in MODULES:
             raise SpecError(f"recompute_modules: unknown {name!r}", f"of {', '.join(MODULES)}{nearest(name, MODULES)}")
-    return Pricing(
+    pricing = Pricing(
         model=model,
         training=training,
         cluster=cluster,
         runtime=runtime,
         selective_modules=modules or selective_modules(model, runtime),
-        headroom_bytes=headroom,
     )
+    return pricing if limits is None else replace(pricing, headroom_bytes=headroom_bytes(pricing, limits))
 
 
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "op", "shared_experts")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.answer import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
+from planner.answer import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime, Sustained
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import with_intervals
 from planner.layout.placement import placements
 from planner.layout.recipe import recipe_of
 from planner.layout.seconds import Pipeline
 from planner.layout.split import Split, held_parts
+from planner.months.sustained import sustained
 from planner.physics.layers import ModelTotals, model_totals
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes
@@ -35,7 +36,15 @@ def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact:
         rank_order=candidate.shape.rank_order,
         placement=placements(candidate.shape, pricing.cluster),
     )
-    return with_intervals(pricing, layout, candidate.shape)
+    layout = with_intervals(pricing, layout, candidate.shape)
+    return layout.model_copy(update={"sustained": _sustained(pricing, layout)})
+
+
+def _sustained(pricing: Pricing, layout: PricedLayout) -> Sustained:
+    model = pricing.model
+    plain = not model.state_kinds and model.indexer is None
+    known = plain and pricing.cluster.hardware.efficiency.evidence != "spec_sheet"
+    return sustained(layout, known=known, straggler_fraction=pricing.training.straggler_fraction)
 
 
 def evidence_of(pricing: Pricing) -> Evidence:
@@ -123,7 +132,8 @@ def _step(candidate: Candidate, pipeline: Pipeline, totals: ModelTotals) -> Step
     exposed_s, optimizer_s, tail_s = candidate.outside
     total_s = pipeline.makespan_s + exposed_s + optimizer_s + tail_s
     tokens = pricing.training.tokens_per_step
-    flops_per_s = totals.model_flops_per_token * tokens / total_s / float(candidate.shape.num_ranks)
+    # GPUs that are paid for and idle bring the rate down
+    flops_per_s = totals.model_flops_per_token * tokens / total_s / pricing.cluster.num_gpus
     peak = pricing.cluster.hardware.peak_flops("bf16")
     return StepTime(
         step_s=total_s,

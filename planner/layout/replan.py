@@ -20,9 +20,11 @@ from planner.specs.training import Recompute
 from planner.trainers.spec import RuntimeSpec
 
 
-def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = None) -> Candidate:
+def reprice(
+    plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = None, headroom_bytes: float = 0.0
+) -> Candidate:
     """Price `layout` again from the plan's own specs; the same numbers come out, but where other `modules` than its own
-    are recomputed selectively."""
+    are recomputed selectively. With a headroom it fits only if it leaves so much free."""
     chosen = layout.parallelism
     pricing = Pricing(
         model=plan.model.spec,
@@ -30,6 +32,7 @@ def reprice(plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = 
         cluster=plan.cluster,
         runtime=layout.runtime_spec or plan.runtime_spec,
         selective_modules=chosen.recompute_modules or ("core_attn",) if modules is None else modules,
+        headroom_bytes=headroom_bytes,
     )
     shape = Shape.of(
         **{axis: getattr(chosen, axis) for axis in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size")},

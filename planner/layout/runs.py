@@ -46,7 +46,8 @@ class RunSpec(Spec):
     dtype: Dtype = "bf16"
     parallelism: Parallelism = Parallelism()
     features: dict[str, Any] = Field(default_factory=dict)
-    """Features that the run switched on; names that the runtime does not know are ignored with a warning."""
+    """Features that the run switched on; names that the runtime does not know are ignored with a warning. A run that
+    names any says all: those that it leaves out are as the trainer has them. A run that names none says nothing."""
     intra_node: str | None = None
     """Description only."""
     inter_node: str | None = None
@@ -68,10 +69,14 @@ class Run:
     """The runtime, with the features that the run switched on or off."""
     parallelism: Parallelism
     unknown_features: tuple[str, ...]
+    says_switches: bool = True
+    """False for a run without features: the interval of its step covers the likely values of its switches."""
 
     def evaluate(self) -> PricedLayout:
         """Price the run's layout, fit or not; SpecError where the layout is illegal."""
-        layout = price_given(self.model, self.cluster, self.training, self.parallelism, self.runtime)
+        layout = price_given(
+            self.model, self.cluster, self.training, self.parallelism, self.runtime, self.says_switches
+        )
         return layout.model_copy(update={"id": self.id})
 
 
@@ -153,6 +158,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         runtime=runtime,
         parallelism=spec.parallelism,
         unknown_features=unknown,
+        says_switches=bool(spec.features),
     )
 
 

@@ -178,6 +178,9 @@ class Collective:
     choices: int = 0
     """Experts that each token visits, in an all-to-all that sends a token once to a unit of ranks however many of the
     token's experts are there; 0 where every visit is sent."""
+    row_fraction: float = 0.0
+    """Distance between the first and the last expert of a token that visits experts in a row, as a share of all
+    experts; 0 where a token's experts are anywhere."""
     inner_factor: float = 1.0
     """Factor on the seconds over the innermost links: short rows go slower than long ones."""
 

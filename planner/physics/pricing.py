@@ -292,6 +292,7 @@ class Pricing:
         self, dense: Number, expert: Number, shape: Shape, num_bytes: int, reduces: Literal[True, False]
     ) -> Number:
         seconds: Number = 0.0
+        tensors = self.runtime.gathers_tensors and not reduces
         # one parameter at a time, ZeRO-3's exchanges are small
         rate = np.where(shape.zero_stage == 3, self.runtime.fsdp_rate_fraction, 1.0)
         dense_places, expert_places = data_parallel_places(shape)
@@ -299,7 +300,7 @@ class Pricing:
         for parameters, size, places in groups:
             shard = np.minimum(shape.shard_size, size)
             payload = num_bytes * parameters / rate
-            bucket = self.runtime.bucket_among(shard)
+            bucket = self._tensor_parameters(shape) if tensors else self.runtime.bucket_among(shard)
             exchanges = 1.0 if bucket is None else parameters / bucket
             seconds_of = partial(collective_s, cluster=self.cluster, exchanges=exchanges)
             scatter = seconds_of("reduce_scatter", payload, shard, places)
@@ -312,6 +313,10 @@ class Pricing:
             scatters = (shape.zero_stage >= 1) & (not self.runtime.all_reduces_gradients)
             seconds = seconds + np.where(scatters, scatter + replicas, among_all)
         return seconds
+
+    def _tensor_parameters(self, shape: Shape) -> Number:
+        """Parameters of a weight on this rank, as of a square one: those of an MLP are larger, norms are smaller."""
+        return self.model.hidden_size**2 / shape.tp
 
     def p2p_s(self, shape: Shape) -> Number:
         """Least seconds to hand one micro-batch's activation to the next stage: those of the first; 0 without a

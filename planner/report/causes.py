@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.answer import Layout, Plan, PricedLayout
-from planner.report.format import digits, gibibytes, large, percent, seconds
+from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds
 from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY
 from planner.report.proof import is_proven, says_bound
 from planner.specs.base import Spec
@@ -125,7 +125,9 @@ def now(constraint: str, best: Plan) -> str:
     layout, stage = best.parallelism, best.best.worst_stage
     if constraint == "memory":
         filled = stage.memory.total_bytes / best.cluster.hardware.memory_bytes
-        return f"stage {stage.stage} fills {percent(filled, 0)} of {gibibytes(best.cluster.hardware.memory_bytes)} GiB"
+        fit = fits_with(best.best.oom_probability)
+        says = f"stage {stage.stage} fills {percent(filled, 0)} of {gibibytes(best.cluster.hardware.memory_bytes)} GiB"
+        return f"{says}, fits with {fit}" if fit else says
     if constraint == "batch":
         return f"{layout.num_microbatches} micro-batches of {layout.micro_batch_size} over {layout.pp} stages"
     return f"tp {layout.tp} of an NVLink domain of {best.cluster.nvlink_domain_size}"

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from planner.answer import Layout, PricedLayout
 from planner.report.causes import Difference, matters, memory_differences, step_differences
-from planner.report.format import gibibytes, percent, seconds
+from planner.report.format import fits_with, gibibytes, percent, seconds
 from planner.report.labels import MEMORY, manner, sizes
 from planner.report.pieces import bullets, columns, section
 from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
@@ -129,6 +129,7 @@ def _memory(answer: Explanation, pinned: PricedLayout) -> Table:
             table.add_row(difference.label, *row, style=style)
     capacity = gibibytes(answer.capacity_bytes)
     table.add_row("of the GPU", capacity, capacity, "")
+    table.add_row("fits with", fits_with(answer.best.oom_probability), fits_with(pinned.oom_probability), "")
     return table
 
 

@@ -8,6 +8,15 @@ _LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"))
 _UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))
 
 
+def fits_with(oom_probability: float | None) -> str:
+    """The probability of having enough memory, in whole percent; empty where none is known."""
+    if oom_probability is None:
+        return ""
+    if oom_probability < 0.005:
+        return "over 99%"
+    return "under 1%" if oom_probability > 0.995 else f"{1 - oom_probability:.0%}"
+
+
 def unit_for(like_s: float) -> tuple[float, str]:
     """The unit that suits `like_s`: how many of it make a second, and its name."""
     return next((factor, unit) for least, factor, unit in _UNITS if like_s >= least)

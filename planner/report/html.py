@@ -87,6 +87,7 @@ def _header(view: View) -> Html:
         tag("p", view.batch_offer) if view.batch_offer else Html(""),
         tag("p", " · ".join(view.placement), class_="soft") if view.placement else Html(""),
         tag("p", view.misfit, class_="alarm") if view.misfit else Html(""),
+        tag("p", view.fit) if view.fit else Html(""),
         figures(_figures(view)),
     )
 
@@ -94,6 +95,10 @@ def _header(view: View) -> Html:
 def _figures(view: View) -> Iterator[tuple[str, str]]:
     """The key figures, memory and the cost of the whole run among them."""
     for figure in (*view.figures, view.peak):
+        yield figure.name, figure.text
+    if view.sustained is not None:
+        yield view.sustained.name, view.sustained.text
+    for figure in view.goodput:
         yield figure.name, figure.text
     for figure in view.cost:
         yield f"{figure.name} of {large(view.tokens or 0)} tokens", figure.text
@@ -151,12 +156,12 @@ def _breakdown(view: View) -> Iterator[Html]:
 
 
 def _alternatives(view: View) -> Html:
-    heads = ("", "layout", "step", "", "GiB", "MFU", "how, and what it trades")
-    return table(heads, [_alternative(entry) for entry in (view.best, *view.alternatives)], "lnrrrrl")
+    heads = ("", "layout", "step", "", "GiB", "fits with", "MFU", "how, and what it trades")
+    return table(heads, [_alternative(entry) for entry in (view.best, *view.alternatives)], "lnrrrrrl")
 
 
 def _alternative(entry: Entry) -> tuple[str, ...]:
-    return entry.name, entry.sizes, entry.step, entry.more, entry.peak, percent(entry.mfu), entry.remark
+    return entry.name, entry.sizes, entry.step, entry.more, entry.peak, entry.fit, percent(entry.mfu), entry.how
 
 
 def _rejections(rejections: Iterable[Rejection]) -> Html:

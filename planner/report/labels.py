@@ -57,5 +57,5 @@ def manner(layout: Layout) -> tuple[str, ...]:
     if layout.dp_outermost:
         parts.append(f"ranks {layout.rank_order}")
     if layout.num_gpus_spare:
-        parts.append(f"{layout.num_gpus_spare:,} GPUs spare")
+        parts.append(f"{layout.num_gpus_spare:,} of {layout.num_gpus_used + layout.num_gpus_spare:,} GPUs idle")
     return tuple(parts)

@@ -1,4 +1,4 @@
-"""The rows of a report's tables: stages, shares of the step, layouts beside each other, rejected shapes.
+"""The figures of a report, and the rows of its tables: stages, shares of the step, layouts, rejected shapes.
 
 A row holds numbers with their units, and gives the texts of its columns, which every report shows alike.
 """
@@ -7,11 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from planner.answer import PricedLayout, StagePlan
-from planner.report.format import gibibytes, percent, seconds
+from planner.report.format import fits_with, gibibytes, percent, seconds
 from planner.report.labels import manner, sizes
 from planner.report.recipe import differences
+
+Unit = Literal["s", "tokens/s", "TFLOP/s", "fraction", "bytes", "days", "GPU-hours", "USD", "MWh", "1/day"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number that people quote: one value in its unit, or the two ends of an interval, and how it is written."""
+
+    name: str
+    values: tuple[float, ...]
+    unit: Unit
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +96,8 @@ class Entry:
     peak_bytes: int
     """Bytes on its fullest rank."""
     fits: bool
+    fit: str
+    """The probability that it fits; empty where it is not known."""
     mfu: float
     manner: str
     """The ways in which it is run and the layout it stands beside is not."""
@@ -102,8 +117,14 @@ class Entry:
         return gibibytes(self.peak_bytes) + ("" if self.fits else "!")
 
     @property
-    def remark(self) -> str:
+    def how(self) -> str:
+        """The ways in which it is run, and what it trades."""
         return "; ".join(part for part in (self.manner, self.trade) if part)
+
+    @property
+    def remark(self) -> str:
+        """The same, and the probability that it fits."""
+        return "; ".join(part for part in (self.how, self.fit and f"fits with {self.fit}") if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +152,7 @@ def entry_of(name: str, layout: PricedLayout, beside: PricedLayout | None = None
         more_fraction=layout.step.step_s / beside.step.step_s - 1 if beside else None,
         peak_bytes=layout.worst_stage.memory.total_bytes,
         fits=layout.fits,
+        fit=fits_with(layout.oom_probability),
         mfu=layout.step.mfu,
         manner=", ".join(ways),
         trade=layout.trade,

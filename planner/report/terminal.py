@@ -17,8 +17,8 @@ from planner.answer import Plan, PricedLayout
 from planner.report.format import large
 from planner.report.pieces import Bar, bullets, columns, section
 from planner.report.robust import Robust
-from planner.report.rows import RECOMPUTE_COLUMN, STAGE_HEADS, Entry, Rejection, Share, entry_of, runs_of_stages
-from planner.report.view import Figure, View, view_of
+from planner.report.rows import RECOMPUTE_COLUMN, STAGE_HEADS, Entry, Figure, Rejection, Share, entry_of, runs_of_stages
+from planner.report.view import View, view_of
 
 _MAX_ROWS = 16
 """Deeper pipelines show runs of alike stages as one row."""
@@ -70,9 +70,17 @@ def _panel(view: View) -> Panel:
         lines.append(Text(view.batch_offer, style="yellow"))
     if view.misfit:
         lines.append(Text(view.misfit, style="bold red"))
+    if view.fit:
+        lines.append(Text(view.fit))
     lines += ["", _figures(view.figures)]
+    if view.sustained is not None:
+        lines.append(Text(f"{view.sustained.name} {view.sustained.text}"))
     if view.tokens is not None:
-        lines += ["", Text(f"{large(view.tokens)} tokens: {' · '.join(figure.text for figure in view.cost)}")]
+        parts = [f"{large(view.tokens)} tokens: {view.cost[0].text}", *(figure.text for figure in view.cost[1:])]
+        lines += ["", *map(Text, _packed(parts))]
+    if view.goodput:
+        effective, *rest = view.goodput
+        lines += map(Text, _packed([f"{effective.name} {effective.text}", *(figure.text for figure in rest)]))
     return Panel(Group(*lines), title=Text(view.job, style="bold"), title_align="left")
 
 

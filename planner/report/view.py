@@ -5,31 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
-from typing import Literal
 
-from planner.answer import Plan, PricedLayout, StagePlan
-from planner.report.format import digits, gibibytes, large, percent, seconds, span
+from planner.answer import Plan, PricedLayout
+from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
 from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, manner
+from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.robust import Robust, robust_of
-from planner.report.rows import Entry, Rejection, Share, StageRow, entry_of
-from planner.specs.units import GIB
-
-Unit = Literal["s", "tokens/s", "TFLOP/s", "fraction", "bytes", "days", "GPU-hours", "USD", "MWh"]
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A number that people quote: one value in its unit, or the two ends of an interval, and how it is written."""
-
-    name: str
-    values: tuple[float, ...]
-    unit: Unit
-    text: str
+from planner.report.rows import Entry, Figure, Rejection, Share, StageRow, entry_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +34,18 @@ class View:
     """Another batch that gives more tokens a second; empty where there is none."""
     misfit: str
     """By how much a layout does not fit; empty where it does."""
+    fit: str
+    """The probability that it fits, in words; empty where it is not known."""
     figures: tuple[Figure, ...]
+    sustained: Figure | None
+    """The step over months, where something is known of it."""
     peak: Figure
     """Memory of the fullest stage."""
     tokens: float | None
     """Tokens of the whole run, where a run was asked for."""
     cost: tuple[Figure, ...]
+    goodput: tuple[Figure, ...]
+    """The share of the whole run's time that trains, and what takes the rest."""
     given_and_own: tuple[Entry, ...]
     """The layout that was given and the planner's own choice for the same job, where there is one."""
     capacity_bytes: int
@@ -114,10 +106,13 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         batch=f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}",
         batch_offer=_batch_offer(plan),
         misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
+        fit=_fit(best),
         figures=_figures(plan),
+        sustained=sustained_figure(best),
         peak=_peak(best),
         tokens=None if plan.run_cost is None else plan.run_cost.tokens,
-        cost=_cost(plan),
+        cost=cost_figures(plan),
+        goodput=goodput_figures(plan),
         given_and_own=() if own is None else (entry_of("given", best), entry_of("own", own, best)),
         capacity_bytes=hardware.memory_bytes,
         stages=tuple(StageRow((stage,), hardware.memory_bytes) for stage in plan.stages),
@@ -144,6 +139,10 @@ def _misfit(layout: PricedLayout, capacity_bytes: int) -> str:
         f"Does not fit: stage {worst.stage} needs {gibibytes(worst.memory.total_bytes)} GiB, "
         f"{gibibytes(worst.memory.total_bytes - capacity_bytes)} more than the GPU's {gibibytes(capacity_bytes)}"
     )
+
+
+def _fit(layout: PricedLayout) -> str:
+    return "" if layout.oom_probability is None else f"fits with {fits_with(layout.oom_probability)}"
 
 
 def _batch_offer(plan: Plan) -> str:
@@ -183,22 +182,6 @@ def _breakdown(plan: Plan) -> tuple[Share, ...]:
     return tuple(share for share in sorted(shares, key=lambda share: -share.value_s) if share.fraction >= LEAST_SHARE)
 
 
-def _cost(plan: Plan) -> tuple[Figure, ...]:
-    """Days, GPU-hours, dollars and energy of the whole run, as far as they are known."""
-    cost = plan.run_cost
-    if cost is None:
-        return ()
-    figures = [
-        Figure("time", (cost.days,), "days", f"{digits(cost.days)} days"),
-        Figure("GPU time", (cost.gpu_hours,), "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
-    ]
-    if cost.usd is not None:
-        figures.append(Figure("price", (cost.usd,), "USD", f"${large(cost.usd)}"))
-    if cost.mwh is not None:
-        figures.append(Figure("energy", (cost.mwh,), "MWh", f"{digits(cost.mwh)} MWh"))
-    return tuple(figures)
-
-
 def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
     """Evidence, what the search proved, and what could turn out otherwise."""
     lines = [("evidence", EVIDENCE[plan.evidence])]
@@ -208,11 +191,9 @@ def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
         counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
         lines.append(("search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"))
         lines.append(("solver", f"{says_outcome(search)}: {says_bound(search)}"))
-    high_bytes, capacity_bytes = _highest_bytes(plan.stages), plan.cluster.hardware.memory_bytes
-    if plan.fits and high_bytes > capacity_bytes:
-        over = f"80% interval of the fullest rank ends at {gibibytes(high_bytes)} GiB"
-        headroom_gib = ceil((high_bytes - capacity_bytes) / GIB)
-        lines.append(("memory", f"{over}: --memory-headroom {headroom_gib} plans below it"))
+    lines += says_sources(plan)
+    if plan.best.oom_probability is not None:
+        lines.append(("memory", _memory(plan)))
     if plan.undecided:
         count, total = len(plan.undecided), len(plan.alternatives)
         overlap = f"intervals of {count} of {total} overlap the best's: plan probe can tell them apart"
@@ -220,6 +201,13 @@ def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
     return lines
 
 
-def _highest_bytes(stages: Iterable[StagePlan]) -> float:
-    """The upper end of the fullest rank's memory interval; 0 where no stage has one."""
-    return max((high for s in stages for high in (s.memory.total_bytes_interval or ())[1:]), default=0.0)
+def _memory(plan: Plan) -> str:
+    """The probability that the plan fits, the interval that it is from, and what more risk would buy."""
+    memory, offer = plan.best.worst_stage.memory, plan.risk_offer
+    capacity = gibibytes(plan.cluster.hardware.memory_bytes)
+    interval = "–".join(map(gibibytes, memory.total_bytes_interval or (memory.total_bytes,)))
+    says = f"{_fit(plan.best)}: the fullest rank needs {interval} GiB (80% interval) of {capacity}"
+    if offer is None:
+        return says
+    faster = percent(1 - offer.step_s / plan.step.step_s)
+    return f"{says}; --oom-risk {offer.oom_risk:g}: {faster} faster, fits with {fits_with(offer.oom_probability)}"

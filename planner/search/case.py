@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.layout.evaluate import pricing_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import PINS, SearchLimits, TrainingSpec
@@ -30,6 +31,16 @@ class Case:
     def limited(self, **limits: Any) -> Case:
         """The same case with other limits."""
         return replace(self, limits=self.limits.model_copy(update=limits))
+
+    @property
+    def headroom_bytes(self) -> float:
+        """Bytes that layouts leave free on every GPU, asked for or so that few run out of memory."""
+        return pricing_of(self.model, self.cluster, self.training, self.runtime, self.limits).headroom_bytes
+
+    @property
+    def filling(self) -> Case:
+        """The case whose layouts may fill the GPU, at any risk; one that asks for a headroom stays as it is."""
+        return self if self.limits.memory_headroom_gib is not None else self.limited(memory_headroom_gib=0.0)
 
     def free(self) -> Case:
         """The same case without any pin."""

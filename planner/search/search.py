@@ -24,7 +24,9 @@ from planner.search.deadline import Deadline
 from planner.search.layouts import Found, find_layouts
 from planner.search.recipe_answer import with_recipe
 from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned
+from planner.search.safest import exceeds_risk, risk_offer, safer_first, with_warning
 from planner.search.schedules import check_expressible
+from planner.search.why.misses import NothingFits
 from planner.search.why.remedy import with_remedy
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -54,17 +56,36 @@ def plan(
     try:
         found = search(case)
     except Infeasible as error:
-        raise with_remedy(error, case, search, deadline) from None
+        raise with_remedy(error, case, search_within_risk, deadline) from None
     for narrow in narrower(case):
         with suppress(Infeasible):
-            found = min(found, search(narrow), key=lambda other: other.best.step.step_s)
-    return found.model_copy(update={"batch_offer": batch_offer(found, case, deadline)})
+            found = min(found, search(narrow), key=lambda other: (exceeds_risk(other, case), other.best.step.step_s))
+    offers = {"batch_offer": batch_offer(found, case, deadline), "risk_offer": risk_offer(found, case, deadline)}
+    return found.model_copy(update=offers)
 
 
 def search(case: Case) -> Plan:
-    """The plan of one case. Raises NothingLegal or NothingFits if there is none."""
-    started = time.monotonic()
+    """The plan of one case: the fastest layout within its risk or, with a warning, the safest that fits.
+
+    Raises NothingLegal or NothingFits if there is none.
+    """
     deadline = Deadline(case.limits.time_limit_s)
+    try:
+        return search_within_risk(case, deadline)
+    except NothingFits as error:
+        nothing = error
+    for safer in safer_first(case):
+        try:
+            return with_warning(search_within_risk(safer, deadline), case)
+        except NothingFits as error:
+            nothing = error
+    raise nothing
+
+
+def search_within_risk(case: Case, deadline: Deadline | None = None) -> Plan:
+    """The plan of one case whose layouts are all within its risk. Raises NothingLegal or NothingFits."""
+    started = time.monotonic()
+    deadline = deadline or Deadline(case.limits.time_limit_s)
     check_expressible(case.limits, case.runtime)
     recipes = Recipes.of(case)
     rounds = [find_layouts(case, recipes.starts(), deadline)]

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from planner.specs.base import NonNegativeFloat, PositiveFloat, PositiveInt, Spec
+from planner.specs.operations import OperationsSpec
 
 Dtype = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 """The dtype of products; everything else stays in 16 bits."""
@@ -36,6 +37,8 @@ class TrainingSpec(Spec):
     """Tokens on the most loaded expert rank over the mean: 1 is forced balance."""
     straggler_fraction: NonNegativeFloat = Field(default=0.0, le=10.0)
     """Share by which the slowest rank computes slower than the profile says."""
+    operations: OperationsSpec = OperationsSpec()
+    """How a long run is operated: storage, failures, spare nodes, price."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -189,8 +192,10 @@ class SearchLimits(Spec):
     """Seconds after which the search answers with the best that it has."""
     gap_fraction: NonNegativeFloat = Field(default=0.005, le=1.0)
     """A shape is cut when its bound is within this fraction of the incumbent."""
-    memory_headroom_gib: NonNegativeFloat = 0.0
-    """GPU memory to leave free on every rank."""
+    oom_risk: PositiveFloat = Field(default=0.1, lt=1.0)
+    """Largest probability of running out of memory that a layout may have."""
+    memory_headroom_gib: NonNegativeFloat | None = None
+    """GPU memory to leave free on every rank, in place of the rule of `oom_risk`; null: the rule holds."""
 
 
 def tokens_split(cp: Any, shards: Any) -> Any:

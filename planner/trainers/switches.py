@@ -299,6 +299,7 @@ _ROWS = (
     _described("moe_capacity_factor", lambda value: _CAPACITY if value else {}),
     _described("moe_token_drop", lambda value: _CAPACITY if value else {}),
     _described("fp32_grad_accum", lambda value: dict.fromkeys(_GRADIENT_BYTES, 4 if value else 2)),
+    _flag("experts_in_rows", "a gate of benchmarks", "visits_experts_in_rows", described=True),
     _flag("flash_attention", "fused attention", "flash_attention", described=True),
     _flag("activation_fusion", "fused activations", "fused_activation", described=True),
     _flag("dropout", "dropout after attention and MLP", "dropout", described=True),

@@ -11,7 +11,7 @@ from planner.report.causes import largest_cause, now, says_best, says_misfit, sa
 from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.search.recipes import pinned
-from planner.search.search import plan, search
+from planner.search.search import plan, search, search_within_risk
 from planner.search.why.explanation import Beaten, Change, ChangedAssumption, Constraint, Explanation
 from planner.search.why.misses import nearest_miss
 from planner.search.why.refused import Refusal, hint_for, refusal
@@ -85,11 +85,11 @@ def _why_refused(case: Case, best: Plan, refused: Refusal) -> Explanation:
 
 
 def _why_no_room(case: Case, best: Plan, error: Infeasible) -> Explanation:
-    miss, trials = nearest_miss(case), _trials(case)
+    miss, trials = nearest_miss(case.filling), _trials(case)
     nearest, says = None, error.message
     if miss is not None:
         nearest = price_given(case.model, case.cluster, case.training, miss.layout, case.runtime)
-        says = says_misfit(nearest, case.cluster, case.limits.memory_headroom_gib)
+        says = says_misfit(nearest, case.cluster, case.limits.memory_headroom_gib or 0.0)
     lifts = _lifts(case, best, DOES_NOT_FIT, trials)
     remedy = None if lifts else first_remedy(case, DOES_NOT_FIT, trials)
     return _explanation(
@@ -107,7 +107,7 @@ def _why_no_room(case: Case, best: Plan, error: Infeasible) -> Explanation:
 
 def _trials(case: Case) -> Trials:
     """Short searches that together take no longer than one search may."""
-    return Trials(search, Deadline(case.limits.time_limit_s))
+    return Trials(search_within_risk, Deadline(case.limits.time_limit_s))
 
 
 def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Change, ...]:

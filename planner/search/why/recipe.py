@@ -181,7 +181,7 @@ def _asked(case: Case, now_s: float, deadline: Deadline, asked: OtherValue) -> O
 
 def _of_this_layout(case: Case, best: Plan) -> Callable[[OtherValue], OtherValue]:
     """A function that adds the step of the best layout with a value, where rules allow it there and it fits."""
-    recipes, candidate = Recipes.of(case), reprice(best, best.best)
+    recipes, candidate = Recipes.of(case), reprice(best, best.best, headroom_bytes=case.headroom_bytes)
 
     def priced(asked: OtherValue) -> OtherValue:
         other = None if asked.rule else recipes.moved(candidate, {asked.switch: asked.value, **asked.beside})

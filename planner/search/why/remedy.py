@@ -102,7 +102,7 @@ def with_remedy(error: Infeasible, case: Case, search: Callable[[Case], Plan], d
         return Infeasible(error.message, f"{error.hint}{works}", error.rejections, remedy=data)
     if not isinstance(error, NothingFits):
         return error
-    miss, remedy = nearest_miss(case), first_remedy(case, DOES_NOT_FIT, trials)
+    miss, remedy = nearest_miss(case.filling), first_remedy(case, DOES_NOT_FIT, trials)
     hint = _UNTRIED if trials.cut_short else _NONE
     return Infeasible(
         f"{error.where}{'' if miss is None else f': the nearest miss, {miss}'} ({listed(error.rejections)})",

@@ -19,7 +19,7 @@ from planner.physics.pricing import Pricing
 from planner.schedule.replay import makespan_s
 from planner.search.case import Case
 from planner.search.search import search
-from planner.specs.units import GIB
+from planner.specs.units import gib
 
 TIME_LIMIT_S = 10.0
 """Most seconds that a search may take if it is not one of the two main searches."""
@@ -65,7 +65,7 @@ class Outcome:
 def outcome(what_if: WhatIf, now: Plan) -> Outcome:
     """Search again under the change, and price the choice of `now` under it."""
     kept_s, kept_bytes = _repriced(now, what_if)
-    room = what_if.case.cluster.hardware.memory_bytes - what_if.case.limits.memory_headroom_gib * GIB
+    room = what_if.case.cluster.hardware.memory_bytes - what_if.case.headroom_bytes
     try:
         chosen = aside(what_if.case).best
     except (Infeasible, SolverError):
@@ -112,8 +112,8 @@ def other_assumptions(case: Case) -> Iterator[WhatIf]:
         changed = replace(case, training=then.training, cluster=then.cluster, runtime=then.runtime)
         fields = {name: value for name, value in then.runtime if value != getattr(case.runtime, name)}
         yield WhatIf(other.name, other.says, changed, fields)
-    short = case.limits.memory_headroom_gib + MEMORY * case.cluster.hardware.memory_gib
-    says = f"{MEMORY:.0%} of the memory must stay free"
+    short = gib(case.headroom_bytes) + MEMORY * case.cluster.hardware.memory_gib
+    says = f"{MEMORY:.0%} {'more ' if case.headroom_bytes else ''}of the memory must stay free"
     yield WhatIf("memory_headroom", says, case.limited(memory_headroom_gib=short))
 
 
