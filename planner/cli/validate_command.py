@@ -47,6 +47,7 @@ def validate_command(
       plan validate --family bloom --plans
     """
     from planner.cli import validate_ablations as ablated
+    from planner.cli import validate_memory as memory
     from planner.cli.output import dumps, show
     from planner.errors import SpecError
     from planner.files import STDOUT, refuse_to_overwrite
@@ -73,7 +74,7 @@ def validate_command(
             "families": [asdict(score) for score in by_family(scored)],
             "rows": [_described(run) for run in scored],
         }
-        answer |= {} if family else ablated.described(ablated.priced_pairs())
+        answer |= {} if family else ablated.described(ablated.priced_pairs()) | memory.described(scored)
         sys.stdout.write(dumps({**answer, **_plans_described(beside)} if plans else answer))
     elif plans:
         show(_gain_table(beside) if family is None else _beside_table(beside))
@@ -84,6 +85,7 @@ def validate_command(
         if family is None:
             for line in (
                 ablated.summary(ablated.priced_pairs()),
+                *memory.memory_lines(scored),
                 *_noisy(scores[:-1]),
                 *_unsupported(scored),
                 f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}",
