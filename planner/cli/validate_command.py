@@ -61,6 +61,7 @@ def validate_command(
       plan validate --unsaid
     """
     from planner.cli import validate_ablations as ablated
+    from planner.cli import validate_memory as memory
     from planner.cli import validate_regret as lost
     from planner.cli import validate_unsaid as bare
     from planner.cli.output import dumps, show
@@ -101,7 +102,7 @@ def validate_command(
             "rows": [_described(run) for run in scored],
         }
         answer |= {} if months is None else {"production": asdict(months)}
-        answer |= {} if family else ablated.described(ablated.priced_pairs())
+        answer |= {} if family else ablated.described(ablated.priced_pairs()) | memory.described(scored)
         sys.stdout.write(dumps({**answer, **_plans_described(beside)} if plans else answer))
     elif plans:
         show(_gain_table(beside) if family is None else _beside_table(beside))
@@ -115,6 +116,7 @@ def validate_command(
             for line in (
                 ablated.summary(ablated.priced_pairs()),
                 *lost.summary(scored),
+                *memory.memory_lines(scored),
                 *_noisy(scores[:-1]),
                 *_unsupported(scored),
                 f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}",
