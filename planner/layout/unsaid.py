@@ -54,7 +54,9 @@ def unsaid_switches(candidate: Candidate) -> tuple[UnsaidSwitch, ...]:
         name = entry.switch
         if not has_effect(name, now):
             continue
-        if any(rule not in broken for rule in broken_recipe_rules(replace(now, runtime=runtime))):
+        # a dispatcher left unsaid is one that goes with the rest
+        free = runtime if "dispatcher" in entry.switches else runtime.model_copy(update={"dispatcher": ""})
+        if any(rule not in broken for rule in broken_recipe_rules(replace(now, runtime=free))):
             continue
         other = under(candidate, runtime)
         if abs(other.step_s / candidate.step_s - 1) > TOLD_FRACTION:
