@@ -315,13 +315,17 @@ _ROWS = (
         "cpu_offloading_num_layers",
         lambda value: {"offloaded_layers": value} if type(value) is int and value >= 0 else None,
     ),
+    Switch(
+        "natural_routing", "experts get the tokens that the data sends them", {False: {}, True: {}},
+        also=lambda value: {}, is_described=True,
+    ),
     _described("precision_recipe", lambda value: _RECIPES.get(str(value), {})),
     _described("reentrant_checkpoint", lambda value: {"stops_recompute_early": not value}),
     # what published rows describe and changes nothing
     *(
         _described(name, lambda value: {})
         for name in (
-            "match", "uneven_pp", "natural_routing", "flex_attention", "fp8_dot_product_attention", "deterministic",
+            "match", "uneven_pp", "flex_attention", "fp8_dot_product_attention", "deterministic",
         )
     ),
 )  # fmt: skip
