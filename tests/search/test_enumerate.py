@@ -96,6 +96,23 @@ def test_weights_may_be_sharded_over_part_of_the_ranks(tp: int, cp: int, expecte
     assert rejections.counts["shard_size_not_dividing_dp_cp"] == 1
 
 
+@pytest.mark.parametrize(("network_gb_per_s", "expected"), [(50.0, {64}), (1.0, {8, 64})])
+def test_optimizers_are_grouped_where_weights_that_all_ranks_gather_would_show(
+    network_gb_per_s: float, expected: set[int]
+) -> None:
+    limits = SearchLimits(tp=(1,), cp=(1,), pp=(1,), micro_batch_size=(4,), zero_stage=(1,))
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=64, network_gb_per_s=network_gb_per_s)
+    arguments = load_model("llama-3.2-1b"), cluster, TrainingSpec(seq_length=4096, global_batch_size=256)
+    shapes, _ = enumerate_shapes(*arguments, limits, load_runtime("megatron"))
+    assert axis(shapes, "shard_size") == expected
+    # nanotron shards over all ranks, and says so of groups that are pinned
+    shapes, _ = enumerate_shapes(*arguments, limits, load_runtime("nanotron"))
+    assert axis(shapes, "shard_size") == {64}
+    pinned = limits.model_copy(update={"shard_size": (8,)})
+    shapes, rejections = enumerate_shapes(*arguments, pinned, load_runtime("nanotron"))
+    assert (len(shapes.tp), rejections.counts) == (0, {"shard_size_not_expressible": 1})
+
+
 def test_stages_are_any_number_and_no_shape_comes_twice() -> None:
     problem = toy_problem(toy_model(7), toy_cluster(16), toy_training(16))
     shapes, _ = enumerated(problem)
