@@ -201,6 +201,12 @@ def num_parameters(items: Iterable[Item], expert: bool | None = None) -> Number:
     return sum(op.parameters for op in operators_of(items) if expert is None or op.expert == expert)
 
 
+def num_tensors(items: Iterable[Item]) -> Number:
+    """Parameters of a rank as trainers hold them: one tensor for each product, each expert's, and each norm."""
+    tensors = (op.count * (op.parameters > 0) for op in operators_of(items))
+    return sum(tensors)
+
+
 def wide_parameters(items: Iterable[Item]) -> Number:
     """Parameters the rank holds in 16 bits under any recipe: embedding, head, norms, routers."""
     return sum(op.parameters for op in operators_of(items) if not op.is_cast)

@@ -56,7 +56,10 @@ class Passes:
         operators = operators_of(items)
         hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
         gpu = compute.gpu_seconds(operators, hardware, dtype, runtime)
-        passes = compute.with_host(gpu, compute.issue_seconds(operators, hardware, runtime), runtime)
+        issued = compute.issue_seconds(operators, hardware, runtime)
+        sent_s = self._sending_s(items, shape)
+        issued = compute.PassSeconds(issued[0] + sent_s["forward"], issued[1] + sent_s["backward"], issued[2])
+        passes = compute.with_host(gpu, issued, runtime)
         # while the GPU waits for the host, exchanges go on
         idle = 0.0 if runtime.blocking_launches else 1.0
         idle_s = {"forward": idle * (passes[0] - gpu[0]), "backward": idle * (sum(passes[1:]) - sum(gpu[1:]))}
@@ -219,18 +222,33 @@ class Passes:
         """
         if not self._is_mixture(items):
             return seconds
-        host_s = self._mixture_host_s(shape)
+        sent_s = self._sending_s(items, shape)
+        layer_s = self._mixture_host_s(shape)
+        host_s = layer_s + sent_s["forward"], layer_s + sent_s["backward"]
         part = PartCost(**seconds)
         forward_s, backward_s = part.forward_total_s, part.backward_total_s
         if self.runtime.awaits_token_counts:
-            late_s = np.maximum(host_s - forward_s, 0.0), np.maximum(host_s - backward_s, 0.0)
+            late_s = np.maximum(host_s[0] - forward_s, 0.0), np.maximum(host_s[1] - backward_s, 0.0)
         else:
-            paced = compute.at_host_pace((forward_s, backward_s), (host_s, host_s))
+            paced = compute.at_host_pace((forward_s, backward_s), host_s)
             late_s = paced[0] - forward_s, paced[1] - backward_s
         return seconds | {
             "forward_s": seconds["forward_s"] + late_s[0],
             "input_grad_s": seconds["input_grad_s"] + late_s[1],
         }
+
+    def _sending_s(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """Host seconds, by pass, to start the exchanges of a part's tensor- and context-parallel ranks.
+
+        Those of experts count among a mixture's kernels.
+        """
+        each_s = self.runtime.exchange_kernels * compute.issue_s(self.cluster.hardware, self.runtime)
+        seconds: dict[str, Number] = {"forward": 0.0, "backward": 0.0}
+        for exchange in collectives_of(items) if each_s else ():
+            if exchange.group in ("tp", "cp"):
+                is_sent = 1.0 * (group_of(exchange.group, shape)[0] > 1) * (exchange.num_bytes > 0)
+                seconds[_way(exchange)] = seconds[_way(exchange)] + each_s * is_sent
+        return seconds
 
     def _is_mixture(self, items: Sequence[Item]) -> bool:
         return self.model.moe is not None and any(op.expert for op in operators_of(items))

@@ -37,6 +37,7 @@ from planner.physics.operators import (
     FP32,
     Item,
     num_parameters,
+    num_tensors,
     operators_of,
     saved_bytes,
     up_to_last_saved,
@@ -84,14 +85,14 @@ class Pricing:
         for kind in model.kinds:
             items = decoder_layer(model, kind, shape, runtime, imbalance)
             layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
-        shared = model.tie_word_embeddings
+        own_head = self._head(shape, shares_embedding=False)
         mtp = self._mtp(shape, layers, modes) if model.num_nextn_predict_layers else {}
         return CostTable(
             shape=shape,
             layers=layers,
             embedding=self._embedding(shape, layers),
-            head=self._head(shape, shares_embedding=False),
-            head_beside_embedding=self._head(shape, shares_embedding=shared),
+            head=own_head,
+            head_beside_embedding=self._head(shape, True) if model.tie_word_embeddings else own_head,
             mtp=mtp.get("none"),
             mtp_recomputed={mode: part for mode, part in mtp.items() if mode != "none"},
             p2p_s=self.p2p_s(shape),
@@ -215,7 +216,7 @@ class Pricing:
             wide_parameters=wide,
             reduce_s=self.reduce_s(dense, expert, shape),
             gather_s=self.gather_s(dense, expert, shape),
-            optimizer_s=self.update_s(dense, expert, shape),
+            optimizer_s=self.update_s(dense, expert, shape) + self._tensors_s(items),
         )
 
     def _embedding(self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost]) -> PartCost:
@@ -270,6 +271,11 @@ class Pricing:
         clip_s = compute.clip_s(hardware, shard, dense + expert, runtime)
         gpu_s = compute.optimizer_s(hardware, shard - offloaded, runtime)
         return gpu_s + compute.host_update_s(hardware, offloaded) + clip_s
+
+    def _tensors_s(self, items: Sequence[Item]) -> Number:
+        """Host seconds of an optimizer step on a part: Python copies, sums and hooks go tensor by tensor."""
+        kernels = self.runtime.tensor_kernels * num_tensors(items)
+        return kernels * compute.issue_s(self.cluster.hardware, self.runtime)
 
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Seconds to reduce-scatter gradients over the shard group and all-reduce them over its replicas.

@@ -159,6 +159,9 @@ class RuntimeSpec(Spec):
 
     Megatron-DeepSpeed: flat buckets to reduce and to gather (5·10⁸ elements each), the gradients laid out anew for the
     step, communicators for pairs of stages, blocks kept by an allocator that could not yet grow them."""
+    memory_width: NonNegativeFloat = 0.0
+    """Half-width that this trainer adds to the 80% interval of a rank's memory, in natural logarithms; 0 where what its
+    allocator takes beside counted tensors has been found to be as in Megatron."""
     head_backward_factor: PositiveFloat = 1.0
     """Seconds of the head's two gradient products over those of others of their size. Below 1 where weights are
     untrained and data made up: presumably the loss's gradient is then so nearly one value that its products take less
@@ -301,6 +304,11 @@ class RuntimeSpec(Spec):
     (DeepEP, HybridEP)."""
     visits_experts_in_rows: bool = False
     """A benchmark's gate sends each token to experts that stand in a row, so that it visits one or two ranks."""
+    exchange_kernels: NonNegativeFloat = 0.0
+    """Host time to start an exchange of tensor- or context-parallel ranks, counted in kernels of an eager layer."""
+    tensor_kernels: NonNegativeFloat = 0.0
+    """Host time of an optimizer step for each parameter tensor of the rank, counted likewise: hooks, copies to main
+    gradients and back, zeroes. None where a CUDA graph replays the whole step."""
     microbatch_overhead_s: NonNegativeFloat = 0.0
     """Host time per micro-batch and stage that no kernel hides."""
     step_overhead_s: NonNegativeFloat = 0.0

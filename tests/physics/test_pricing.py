@@ -445,6 +445,27 @@ def test_a_mixture_takes_as_long_as_the_host_or_as_the_gpu() -> None:
     assert replayed == mixture(**NO_HOST, cuda_graphs=True)
 
 
+def test_an_optimizer_step_takes_the_host_a_while_for_each_tensor() -> None:
+    free, counted = (mixture(tensor_kernels=kernels) for kernels in (0.0, 2.0))
+    # of 16 experts two products each, and of the rest two norms, those of queries and keys, router, qkv, output
+    tensors = 2 * 128 / 8 + 6
+    assert counted.optimizer_s - free.optimizer_s == pytest.approx(2 * tensors * KERNEL_S)
+    assert mixture(tensor_kernels=2.0, cuda_graphs=True) == mixture(tensor_kernels=0.0, cuda_graphs=True)
+
+
+def test_the_host_starts_exchanges_too() -> None:
+    def layer(tp: int, kernels: float) -> PartCost:
+        pricing = pricing_of("llama-3.1-8b")
+        pricing = replace(pricing, runtime=pricing.runtime.model_copy(update={"exchange_kernels": kernels}))
+        table = pricing.table(Shape(tp=tp, sequence_parallel=1, seq_length=128), ("none",))
+        return next(iter(table.layers.values()))
+
+    # at so few tokens the host decides: gathers before two products, scatters after two
+    assert layer(8, 10.0).forward_s - layer(8, 0.0).forward_s == pytest.approx(40 * KERNEL_S)
+    # one rank alone exchanges nothing
+    assert layer(1, 10.0) == layer(1, 0.0)
+
+
 def test_a_host_that_awaits_no_counts_is_late_by_what_both_passes_need() -> None:
     free = mixture(**NO_HOST)
     forward_s, backward_s = float(free.forward_total_s), float(free.backward_total_s)
