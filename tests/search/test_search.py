@@ -351,7 +351,7 @@ def test_weights_are_sharded_over_as_many_ranks_as_pays() -> None:
 
 
 @pytest.mark.parametrize(("trainer", "group"), [("internevo", 8), ("megatron", 1024)])
-def test_an_optimizer_is_sharded_over_a_node_where_weights_that_all_gather_would_show(trainer: str, group: int) -> None:
+def test_an_optimizer_is_sharded_over_a_node_where_that_pays(trainer: str, group: int) -> None:
     """7B on 1,024 A100 with 50 GB/s a node: InternEvo hides no weights, and measured groups of 8 to be 60% faster."""
     cluster = ClusterSpec(hardware=load_hardware("a100"), num_gpus=1024, network_gb_per_s=6.25)
     arguments = load_model("llama-2-7b"), cluster, TrainingSpec(seq_length=2048, global_batch_size=8192)
