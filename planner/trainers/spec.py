@@ -328,6 +328,11 @@ class RuntimeSpec(Spec):
         return chunks + (self.bucket_parameters - chunks) * (chunks < self.bucket_parameters)
 
     @property
+    def checkpoint_bytes_per_parameter(self) -> int:
+        """Bytes that a checkpoint holds of each parameter: its weight, and what the optimizer keeps."""
+        return self.weight_bytes + self.optimizer_bytes
+
+    @property
     def keeps_softmax(self) -> bool:
         """True where the loss keeps its softmax in fp32 from the forward to the backward."""
         return self.loss_keeps_softmax or not self.fused_cross_entropy
