@@ -55,6 +55,8 @@ class RuntimeSpec(Spec):
     """Without: scores and probabilities (s² per head) are written to memory and kept."""
     attention_kernel: Literal["fastest", "flash", "flash1"] = "fastest"
     """The fused attention kernel: the GPU's fastest (cuDNN's, FlashAttention-3), FlashAttention-2, or the first."""
+    deterministic: bool = False
+    """Kernels add up in a fixed order, so that two runs give the same bits."""
     fused_norm: bool = True
     """Without: a norm is several kernels in fp32, each of which passes over its input again."""
     fused_rotary: bool = True
