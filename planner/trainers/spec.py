@@ -50,6 +50,8 @@ class RuntimeSpec(Spec):
     runs_fuse_loss: bool = False
     """A run has Transformer Engine's cross-entropy unless it says otherwise, as NeMo and Megatron-Bridge set it up; the
     command line of Megatron-LM refuses it since core 0.18 (megatron/training/arguments.py)."""
+    runs_validate_later: bool = False
+    """A run whose schedule splits the backward validates its optimizer's step later, unless it says otherwise."""
     # kernels
     flash_attention: bool = True
     """Without: scores and probabilities (s² per head) are written to memory and kept."""
@@ -234,6 +236,10 @@ class RuntimeSpec(Spec):
     """Under 1F1B, sends and receives run beside compute."""
     interleaved_p2p_overlap: bool = True
     """Under interleaved schedules, sends and receives run beside compute."""
+    validates_later: bool = False
+    """Under schedules that split the backward, each rank steps its optimizer when its own gradients are there, and
+    looks at their norm over all ranks later (Qi et al. 2023, §4): steps overlap as far as ranks begin and end in
+    turn."""
     # what can be expressed
     schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "none")
     """Schedules of a pipeline that it runs."""

@@ -309,6 +309,7 @@ _ROWS = (
     _flag("experts_in_rows", "a gate of benchmarks", "visits_experts_in_rows", described=True),
     _flag("flash_attention", "fused attention", "flash_attention", described=True),
     _flag("activation_fusion", "fused activations", "fused_activation", described=True),
+    _flag("optimizer_post_validation", "steps overlap", "validates_later", described=True),
     _flag("dropout", "dropout after attention and MLP", "dropout", described=True),
     _flag("fp8_output_proj", "the head is of the recipe's dtype too", "narrow_head", described=True),
     _flag("gradient_accumulation_fusion", "products add to gradients", "fused_grad_accumulation", described=True),
