@@ -371,8 +371,8 @@ def changes(features: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
     """
     changed: dict[str, Any] = {}
     unknown = []
-    # what graphs imply for other switches counts where a run does not state these itself
-    for name, value in sorted(features.items(), key=lambda pair: pair[0] != "cuda_graph"):
+    # what graphs and capacities imply for other switches counts where a run does not state these itself
+    for name, value in sorted(features.items(), key=lambda pair: (pair[0] != "cuda_graph", pair[0] == "dispatcher")):
         row = SWITCHES.get(name)
         if name in NOT_MODELLED:
             if value:
