@@ -43,7 +43,7 @@ ALLOWED = {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
         "layout.replan", "export.megatron.environment",
     },
-    "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search"},
+    "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search", "months"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
     # ranks ran beside what the plan's layout costs in the program that they are
     "probe": {"errors", "files", "specs", "trainers", "schedule", "answer", "physics.communication", "layout.candidate",

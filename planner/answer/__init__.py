@@ -5,6 +5,7 @@ bytes, and an interval is meant to hold the true value in 80% of all cases.
 """
 
 from planner.answer.layout import (
+    AS_PLANNED,
     Evidence,
     Layout,
     Offer,
@@ -23,6 +24,7 @@ from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, 
 from planner.answer.run import Goodput, Interval, RunCost, Sustained
 
 __all__ = [
+    "AS_PLANNED",
     "SCHEMA_VERSION",
     "BatchOffer",
     "Evidence",

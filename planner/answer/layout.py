@@ -11,7 +11,7 @@ from pydantic import Field
 
 from planner.answer.run import Interval, Sustained
 from planner.shape import RANK_ORDERS
-from planner.specs.base import Spec
+from planner.specs.base import Name, PositiveFloat, Spec
 from planner.specs.training import RankOrder
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
@@ -222,14 +222,18 @@ class UnsaidSwitch(Spec):
     """Seconds of the step with the other value."""
 
 
+AS_PLANNED = "as planned"
+"""The assumption of a step under which nothing is changed."""
+
+
 class RobustStep(Spec):
     """The step of a layout under an assumption that is changed by itself."""
 
-    layout: str
+    layout: Name
     """The layout, in the words of its grid."""
-    assumption: str
-    """The change, in words; `as planned` where nothing is changed."""
-    step_s: float
+    assumption: Name
+    """The change: a short name, a colon and a sentence; `as planned` where nothing is changed."""
+    step_s: PositiveFloat
 
 
 class PricedLayout(Spec):
@@ -268,7 +272,8 @@ class PricedLayout(Spec):
     sustained: Sustained | None = None
     """The step that months of training see, beside the benchmark's; null where nothing is known of it."""
     robust: tuple[RobustStep, ...] = ()
-    """The best few layouts under each assumption that moves them; empty where they were not compared."""
+    """The steps of the best few layouts under each assumption that moves them, layout by layout, this one first; empty
+    where none was compared."""
     trade: str = ""
     """A sentence on an alternative: what it gives up against the best plan, and what it gains."""
 

@@ -61,6 +61,8 @@ class Job:
     runtime_spec: RuntimeSpec
     assumed: Recipe
     """The switches that --assume gives a value to."""
+    says_switches: bool = False
+    """True where an option says what the trainer overlaps or switches on."""
 
 
 def read_job(asked: JobOptions) -> Job:
@@ -90,7 +92,7 @@ def read_job(asked: JobOptions) -> Job:
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
     training = _training(asked, model)
     check_spares(cluster, training)
-    return Job(model, cluster, training, name, runtime, switches)
+    return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed or switches))
 
 
 def _network(text: str, hardware: HardwareSpec, values: Mapping[str, Any]) -> tuple[LinkTier, ...]:
@@ -138,10 +140,10 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
     """
     switches = _switches(asked.switch, job, describes=True)
     if switches == DEFAULT:
-        return job
+        return replace(job, says_switches=True)
     runtime, _ = described(job.runtime_spec, job.cluster.hardware, job.model, switches or {})
     check_together(Setting(job.model, job.cluster, job.training, runtime), switches or {})
-    return replace(job, runtime_spec=runtime)
+    return replace(job, runtime_spec=runtime, says_switches=job.says_switches or switches is not None)
 
 
 def _switches(text: str | None, job: Job, describes: bool = False) -> Any:

@@ -30,6 +30,9 @@ Plans = Annotated[
 Regrets = Annotated[
     bool, o.text(EVIDENCE, "--regret", None, "Seconds lost by the layouts ranked first, beside the fastest measured.")
 ]
+Bare = Annotated[
+    bool, o.text(EVIDENCE, "--unsaid", None, "Runs inside their intervals, with and without the switches they say.")
+]
 Plot = Annotated[
     str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw predicted against measured as HTML; - is stdout.")
 ]
@@ -40,6 +43,7 @@ def validate_command(
     family: Family = None,
     plans: Plans = False,
     regret: Regrets = False,
+    unsaid: Bare = False,
     json: o.Json = False,
     plot: Plot = None,
     force: Force = False,
@@ -54,9 +58,12 @@ def validate_command(
       plan validate --plot predicted.html
       plan validate --family bloom --plans
       plan validate --regret
+      plan validate --unsaid
     """
     from planner.cli import validate_ablations as ablated
+    from planner.cli import validate_memory as memory
     from planner.cli import validate_regret as lost
+    from planner.cli import validate_unsaid as bare
     from planner.cli.output import dumps, show
     from planner.errors import SpecError
     from planner.files import STDOUT, refuse_to_overwrite
@@ -71,13 +78,17 @@ def validate_command(
     if family is not None and family not in (*families, ablated.NAME, "all"):
         raise SpecError(f"--family: {family!r} is unknown", f"one of {', '.join(families)}, {ablated.NAME}, all")
     if family == ablated.NAME:
-        ablated.show_pairs(json, alone=plot is None and not plans and not regret)
+        ablated.show_pairs(json, alone=plot is None and not (plans or regret or unsaid))
         return
-    if regret and (plans or plot is not None):
-        raise SpecError("--regret: has neither --plot nor --plans", "leave them out, or ask for them by themselves")
+    for name, asked, other in (("regret", regret, unsaid), ("unsaid", unsaid, False)):
+        if asked and (plans or other or plot is not None):
+            raise SpecError(f"--{name}: stands beside other questions", "ask for it by itself")
     scored = evaluate_rows([row for row in rows if family in (None, "all", row.family)])
     if regret:
         lost.show_regret(scored, json, each=family is not None)
+        return
+    if unsaid:
+        bare.show_unsaid(scored, json)
         return
     if plot is not None:
         _draw(plot, [run for run in scored if family is not None or run.row.counts], force)
@@ -91,7 +102,7 @@ def validate_command(
             "rows": [_described(run) for run in scored],
         }
         answer |= {} if months is None else {"production": asdict(months)}
-        answer |= {} if family else ablated.described(ablated.priced_pairs())
+        answer |= {} if family else ablated.described(ablated.priced_pairs()) | memory.described(scored)
         sys.stdout.write(dumps({**answer, **_plans_described(beside)} if plans else answer))
     elif plans:
         show(_gain_table(beside) if family is None else _beside_table(beside))
@@ -105,6 +116,7 @@ def validate_command(
             for line in (
                 ablated.summary(ablated.priced_pairs()),
                 *lost.summary(scored),
+                *memory.memory_lines(scored),
                 *_noisy(scores[:-1]),
                 *_unsupported(scored),
                 f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}",

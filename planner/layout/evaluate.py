@@ -38,7 +38,7 @@ def evaluate(
 ) -> Plan:
     """Price one given layout, whether it fits or not.
 
-    Without `says_switches` the runtime's switches are a guess, and the step's interval covers their other likely values.
+    Without `says_switches` the runtime's switches are a guess: the step's interval covers their other likely values.
     Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
     """
     model = model_of(model)
@@ -73,7 +73,8 @@ def _priced_as_given(
     modules = parallelism.recompute_modules or runtime.selective_default
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     given = given_layout(pricing, parallelism)
-    candidate = Candidate(pricing, pricing.table(given.shape), given.split, given.schedule)
+    table = pricing.table(given.shape, given.split.priced_modes)
+    candidate = Candidate(pricing, table, given.split, given.schedule)
     priced = price_layout(candidate)
     priced = priced if says_switches else with_unsaid(candidate, priced)
     warnings = given.warnings + export_warnings(pricing)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.answer import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime, Sustained
+from planner.answer import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import with_intervals
 from planner.layout.placement import placements
 from planner.layout.recipe import recipe_of
 from planner.layout.seconds import Pipeline
 from planner.layout.split import Split, held_parts
-from planner.months.sustained import sustained
+from planner.months.sustained import with_sustained
 from planner.physics.layers import ModelTotals, model_totals
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes
@@ -37,14 +37,7 @@ def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact:
         placement=placements(candidate.shape, pricing.cluster),
     )
     layout = with_intervals(pricing, layout, candidate.shape)
-    return layout.model_copy(update={"sustained": _sustained(pricing, layout)})
-
-
-def _sustained(pricing: Pricing, layout: PricedLayout) -> Sustained:
-    model = pricing.model
-    plain = not model.state_kinds and model.indexer is None
-    known = plain and pricing.cluster.hardware.efficiency.evidence != "spec_sheet"
-    return sustained(layout, known=known, straggler_fraction=pricing.training.straggler_fraction)
+    return with_sustained(layout, pricing.training.straggler_fraction)
 
 
 def evidence_of(pricing: Pricing) -> Evidence:

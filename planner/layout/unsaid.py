@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from planner.answer import Interval, PricedLayout, UnsaidSwitch
 from planner.layout.assumptions import TOLD_FRACTION
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import setting_of, under
+from planner.months.sustained import with_sustained
 from planner.trainers.generations import likely_otherwise
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.switches import SWITCHES
@@ -39,20 +41,22 @@ def with_unsaid(candidate: Candidate, layout: PricedLayout) -> PricedLayout:
     low, high = mixture_interval(math.log(interval_s[1] / step_s), choices)
     widened = (step_s * math.exp(low), step_s * math.exp(high))
     step = layout.step.model_copy(update={"step_s_interval": widened})
-    return layout.model_copy(update={"step": step, "unsaid": unsaid})
+    layout = layout.model_copy(update={"step": step, "unsaid": unsaid})
+    return with_sustained(layout, candidate.pricing.training.straggler_fraction)
 
 
 def unsaid_switches(candidate: Candidate) -> tuple[UnsaidSwitch, ...]:
     """The likely values that move this layout's step by over 2%, the one that moves it most first."""
     pricing, now = candidate.pricing, setting_of(candidate)
+    broken = list(broken_recipe_rules(now))
     unsaid = []
     for entry, runtime in likely_otherwise(pricing.runtime, pricing.cluster.hardware, pricing.model):
         name = entry.switch
         if not has_effect(name, now):
             continue
-        other = under(candidate, runtime)
-        if any(rule.is_about_layout for rule in broken_recipe_rules(setting_of(other))):
+        if any(rule not in broken for rule in broken_recipe_rules(replace(now, runtime=runtime))):
             continue
+        other = under(candidate, runtime)
         if abs(other.step_s / candidate.step_s - 1) > TOLD_FRACTION:
             unsaid.append(
                 UnsaidSwitch(

@@ -27,6 +27,8 @@ LONGEST_BETWEEN_SAVES_S = 3600.0
 """Nobody trains longer than an hour without a save, however rare failures are."""
 _LEAST_RATE = 1e-15
 """Failures a second that stand for none at all."""
+_MOST = 300.0
+"""Exponent beyond which nothing is ever trained; it keeps numbers finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,8 @@ class Rhythm:
     def effective_fraction(self, interval_s: float) -> Number:
         """The share of the time that trains, with `interval_s` of training between two checkpoints."""
         rate = np.maximum(self.failures_per_s, _LEAST_RATE)
-        lost = np.exp(rate * (self.restart_s + self.write_s)) * np.expm1(rate * (interval_s + self.stall_s))
+        restarts, intervals = rate * (self.restart_s + self.write_s), rate * (interval_s + self.stall_s)
+        lost = np.exp(np.minimum(restarts, _MOST)) * np.expm1(np.minimum(intervals, _MOST))
         fraction: Number = (1 - self.evaluation_fraction) * rate * interval_s / lost
         return fraction
 

@@ -67,7 +67,7 @@ class Losses:
             figures |= {"node_loss_fraction": self.node_loss_fraction, "repair_s": self.repair_s}
             figures["standby_restart_s"] = self.standby_restart_s
         return {name: figure.source for name, figure in figures.items()} | {
-            "checkpoint_interval_s": "Young and Daly, for these failures and this stall; an hour at most",
+            "checkpoint_interval_s": "Young and Daly; an hour at most",
         }
 
 

@@ -12,26 +12,39 @@ from __future__ import annotations
 
 import math
 
-from planner.answer import PricedLayout, Sustained
+from planner.answer import Interval, PricedLayout, Sustained
 from planner.months.facts import load_facts
 
+WIDEST_OF_RUNS = 0.16
+"""Half-width of the widest benchmark interval among the runs that the factor was read from, but for GPUs that are known
+from a data sheet only (DeepSeek-V3's); errors as large are in the factor's interval."""
 
-def sustained(layout: PricedLayout, *, known: bool, straggler_fraction: float = 0.0) -> Sustained:
-    """The sustained step of a layout.
 
-    `known` says that production runs of its kind were published: on GPUs whose kernels were measured, with layers of
-    attention. Without, the benchmark's own interval is added. A slow rank that the step already waits for is part of
-    the factor, and is taken out of it, down to the jitter that clean runs show.
+def with_sustained(layout: PricedLayout, straggler_fraction: float = 0.0) -> PricedLayout:
+    """The layout with its sustained step.
+
+    Where the benchmark is less sure than those of the runs that the factor was read from, the excess is added to the
+    factor's interval, as variances, at each end. A slow rank that the step already waits for is part of the factor,
+    and is taken out of it, down to the jitter that clean runs show.
     """
-    facts = load_facts()
+    facts, step = load_facts(), layout.step
     factor = max(facts.sustained_factor.value / (1 + straggler_fraction), facts.jitter_factor.value)
-    step_s, benchmark_s = factor * layout.step.step_s, layout.step.step_s_interval
-    widths = [math.log(facts.sustained_factor.high / facts.sustained_factor.low) / 2]
-    if not known and benchmark_s is not None:
-        widths.append(math.log(benchmark_s[1] / benchmark_s[0]) / 2)
-    width = math.hypot(*widths)
-    return Sustained(
+    step_s, benchmark_s = factor * step.step_s, step.step_s_interval or (step.step_s, step.step_s)
+    known = half_width((facts.sustained_factor.low, facts.sustained_factor.high))
+    low, high = (math.hypot(known, _excess(abs(math.log(end_s / step.step_s)))) for end_s in benchmark_s)
+    found = Sustained(
         step_s=step_s,
-        step_s_interval=(step_s * math.exp(-width), step_s * math.exp(width)),
+        step_s_interval=(step_s * math.exp(-low), step_s * math.exp(high)),
         source=f"{factor:.3g} × the benchmark: {facts.sustained_factor.source}",
     )
+    return layout.model_copy(update={"sustained": found})
+
+
+def _excess(width: float) -> float:
+    """Half-width that a benchmark of such a half-width adds."""
+    return math.sqrt(max(0.0, width**2 - WIDEST_OF_RUNS**2))
+
+
+def half_width(interval: Interval) -> float:
+    """Half the width of an interval, in natural logarithms."""
+    return math.log(interval[1] / interval[0]) / 2

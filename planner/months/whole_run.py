@@ -24,6 +24,8 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.training import TrainingSpec
 
 _QUANTILES = (0.1, 0.9)
+_LEAST_FRACTION = 1e-3
+"""Effective fraction below which a run is said never to end."""
 
 
 def whole_run(
@@ -39,9 +41,15 @@ def whole_run(
     losses = losses_of(cluster, training.operations, layout.parallelism.num_gpus_used, checkpoint_bytes, asynchronous)
     rhythm = rhythm_of(losses, lambda fact: fact.value)
     interval_s = best_interval_s(rhythm)
+    if rhythm.effective_fraction(interval_s) < _LEAST_FRACTION:
+        between_s, restart_s = 1 / rhythm.failures_per_s, float(rhythm.restart_s)
+        raise SpecError(
+            f"--tokens: the run never ends: an interruption every {between_s:.3g} s, and {restart_s:.3g} s to restart",
+            "leave --tokens out, or give fewer --failures-per-1000-gpu-days",
+        )
     training_s = training.tokens / training.tokens_per_step * layout.sustained.step_s
     low_s, high_s = layout.sustained.step_s_interval
-    factors = _pace(math.log(high_s / low_s) / (2 * QUANTILE_OF_NORMAL))
+    factors = _pace(math.log(layout.sustained.step_s / low_s), math.log(high_s / layout.sustained.step_s))
     runs = simulated_runs(losses, interval_s, factors, training_s)
     goodput = _goodput(losses, rhythm, interval_s, runs)
     days = training_s / goodput.effective_fraction / SECONDS_PER_DAY
@@ -56,9 +64,10 @@ def check_spares(cluster: ClusterSpec, training: TrainingSpec) -> None:
 
 
 @lru_cache(maxsize=8)
-def _pace(sigma: float) -> FloatArray:
-    """How many times as long as expected each simulated run's steps take."""
-    drawn: FloatArray = np.exp(sigma * np.random.default_rng(SEED + 1).standard_normal(NUM_RUNS))
+def _pace(low_width: float, high_width: float) -> FloatArray:
+    """How many times as long as expected each simulated run's steps take: 80% of them between e⁻ˡᵒʷ and eʰⁱᵍʰ."""
+    normal = np.random.default_rng(SEED + 1).standard_normal(NUM_RUNS) / QUANTILE_OF_NORMAL
+    drawn: FloatArray = np.exp(np.where(normal < 0, low_width, high_width) * normal)
     return drawn
 
 

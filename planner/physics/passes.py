@@ -53,7 +53,7 @@ class Passes:
 
         Parts that are `replayed` have no other micro-batch beside them: their expert exchanges show.
         """
-        slow = 1 + self.training.straggler_fraction + late_nodes_fraction(self.cluster)
+        slow = (1 + self.training.straggler_fraction) * (1 + late_nodes_fraction(self.cluster))
         operators = operators_of(items)
         hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
         gpu = compute.gpu_seconds(operators, hardware, dtype, runtime)

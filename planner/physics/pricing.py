@@ -85,14 +85,14 @@ class Pricing:
         for kind in model.kinds:
             items = decoder_layer(model, kind, shape, runtime, imbalance)
             layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
-        shared = model.tie_word_embeddings
+        own_head = self._head(shape, shares_embedding=False)
         mtp = self._mtp(shape, layers, modes) if model.num_nextn_predict_layers else {}
         return CostTable(
             shape=shape,
             layers=layers,
             embedding=self._embedding(shape, layers),
-            head=self._head(shape, shares_embedding=False),
-            head_beside_embedding=self._head(shape, shares_embedding=shared),
+            head=own_head,
+            head_beside_embedding=self._head(shape, True) if model.tie_word_embeddings else own_head,
             mtp=mtp.get("none"),
             mtp_recomputed={mode: part for mode, part in mtp.items() if mode != "none"},
             p2p_s=self.p2p_s(shape),

@@ -8,14 +8,8 @@ from planner.answer import Goodput, Interval, Plan, PricedLayout
 from planner.report.format import digits, large, percent, seconds, span
 from planner.report.rows import Figure
 
-_WHOLE_RUN = {
-    "failures_per_day": "failures",
-    "restart_s": "restart",
-    "checkpoint_s": "checkpoint",
-    "storage_gb_per_s": "storage",
-    "evaluation_fraction": "evaluation",
-}
-"""Fields of Goodput whose sources are shown, and their subjects."""
+_MATTERS = 0.01
+"""Share of the time that checkpoints take from which their source is shown."""
 
 
 def sustained_figure(layout: PricedLayout) -> Figure | None:
@@ -97,9 +91,12 @@ def _duration(value_s: float) -> str:
 
 
 def says_sources(plan: Plan) -> list[tuple[str, str]]:
-    """A subject and a sentence each: the sources of the sustained step and, with a whole run, of its losses."""
+    """A subject and a source each, of the sustained step and, with a whole run, of what takes most of its time."""
     sustained, goodput = plan.best.sustained, plan.goodput
     lines = [] if sustained is None else [("sustained", sustained.source)]
-    if goodput is not None:
-        lines += [(name, goodput.sources[field]) for field, name in _WHOLE_RUN.items() if field in goodput.sources]
-    return lines
+    if goodput is None:
+        return lines
+    shown = {"failures": "failures_per_day", "restart": "restart_s"}
+    if goodput.checkpoint_s > _MATTERS * goodput.checkpoint_interval_s:
+        shown["checkpoint"] = "checkpoint_s"
+    return lines + [(name, goodput.sources[field]) for name, field in shown.items() if field in goodput.sources]

@@ -14,7 +14,9 @@ from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, manner
 from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
+from planner.report.robust import Robust, robust_of
 from planner.report.rows import Entry, Figure, Rejection, Share, StageRow, entry_of
+from planner.report.unsaid import says_unsaid
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class View:
     """The items of the step, the largest first, those below LEAST_SHARE left out."""
     best: Entry
     alternatives: tuple[Entry, ...]
+    robust: Robust | None
+    """The best few layouts under changed assumptions; None where these move nothing."""
     rejections: tuple[Rejection, ...]
     """The most frequent reason first."""
     how_sure: tuple[tuple[str, str], ...]
@@ -83,6 +87,7 @@ class View:
             "stages": f"Stages, on GPUs of {self.capacity}",
             "breakdown": f"Where the {seconds(self.step_s)} of a step go",
             "alternatives": "Alternatives, and what each trades",
+            "robust": "If an assumption turns out otherwise: the step",
             "rejections": "Rejected shapes, by reason",
             "how_sure": "How sure",
             "assumptions": "Assumptions that move the step of this layout",
@@ -118,6 +123,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         breakdown=_breakdown(plan),
         best=entry_of("best", best),
         alternatives=tuple(entry_of(f"{rank}.", other, best) for rank, other in enumerate(plan.alternatives, start=1)),
+        robust=robust_of(best),
         rejections=tuple(
             Rejection(count, reason.replace("_", " "), plan.rejection_examples.get(reason, ""))
             for reason, count in sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0]))
@@ -187,6 +193,8 @@ def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
         lines.append(("search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"))
         lines.append(("solver", f"{says_outcome(search)}: {says_bound(search)}"))
     lines += says_sources(plan)
+    if plan.best.unsaid:
+        lines.append(("not said", says_unsaid(plan.best)))
     if plan.best.oom_probability is not None:
         lines.append(("memory", _memory(plan)))
     if plan.undecided:

@@ -39,13 +39,31 @@ class Found:
     priced: Priced
     rejections: Rejections
     num_fitting: int
-    best: Candidate
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest candidate."""
+        best = self.branch.best
+        assert best is not None, "a search without a candidate raises"
+        return best
 
 
 def find_layouts(
     case: Case, runtimes: Sequence[RuntimeSpec], deadline: Deadline, known: Candidate | None = None
 ) -> Found:
-    """Search the layouts of a case under each of the runtimes; `known` is a candidate that others must beat.
+    """Search the layouts of a case under each of the runtimes, and uneven inner chunks around the best of them.
+
+    Raises NothingLegal or NothingFits if there is no layout.
+    """
+    found = find_equal_chunks(case, runtimes, deadline, known)
+    found.branch.try_uneven_chunks(found.frontier)
+    return found
+
+
+def find_equal_chunks(
+    case: Case, runtimes: Sequence[RuntimeSpec], deadline: Deadline, known: Candidate | None = None
+) -> Found:
+    """Search the layouts with equal inner chunks; `known` is a candidate that others must beat.
 
     Raises NothingLegal or NothingFits if there is no layout.
     """
@@ -72,14 +90,12 @@ def find_layouts(
     if known is not None:
         branch.keep(known)
     frontier = branch.run([(shapes.take(fitting), tried) for shapes, tried in priced])
-    branch.try_uneven_chunks(frontier)
-    best = branch.best
-    if best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
+    if branch.best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
         raise NothingLegal(rejections)
-    if best is None:
+    if branch.best is None:
         rejections.counts.setdefault("does_not_fit", len(priced[0][0].kernel))
         raise NothingFits(case, rejections.counts)
-    return Found(branch, frontier, priced, rejections, len(fitting), best)
+    return Found(branch, frontier, priced, rejections, len(fitting))
 
 
 def _priced(case: Case, runtimes: Sequence[RuntimeSpec], shapes: Shape, deadline: Deadline) -> Priced:

@@ -11,18 +11,18 @@ from planner.layout.price import price_layout
 from planner.layout.replan import reprice
 from planner.search.case import Case
 from planner.search.deadline import Deadline
-from planner.search.layouts import find_layouts
+from planner.search.layouts import find_equal_chunks
 from planner.search.why.misses import nearest_miss
 from planner.specs.units import gib
 
-LEAST_GAIN_FRACTION = 0.005
-"""Least share of the step that a larger risk has to save before it is offered: a search is exact to that much."""
+LEAST_GAIN_FRACTION = 0.01
+"""Least share of the step that a larger risk has to save before it is offered; less is not worth the search."""
 RISKS = (0.3, 0.5)
 """Risks that are offered, the first one above the risk asked for."""
 
 
 def safer_first(case: Case) -> Iterator[Case]:
-    """Cases to search where no layout has a risk as small as was asked for: the safest layouts first, then all that fit.
+    """Cases to search where no layout has a risk as small as was asked: the safest layouts first, then all that fit.
 
     The layout that needs least memory, among the shapes that promise it, says how much can be left free.
     """
@@ -64,8 +64,11 @@ def risk_offer(found: Plan, case: Case, deadline: Deadline) -> RiskOffer | None:
         return None
     known = reprice(found, found.best)
     try:
-        again = replace(case.limited(oom_risk=riskier), training=found.training)
-        best = find_layouts(again, [found.runtime_spec], deadline, known).best
+        again = replace(
+            case.limited(oom_risk=riskier, gap_fraction=max(case.limits.gap_fraction, LEAST_GAIN_FRACTION)),
+            training=found.training,
+        )
+        best = find_equal_chunks(again, [found.runtime_spec], deadline, known).best
     except (Infeasible, SolverError):
         return None
     risk = price_layout(best, exact=False).oom_probability

@@ -163,6 +163,9 @@ class RuntimeSpec(Spec):
 
     Megatron-DeepSpeed: flat buckets to reduce and to gather (5·10⁸ elements each), the gradients laid out anew for the
     step, communicators for pairs of stages, blocks kept by an allocator that could not yet grow them."""
+    memory_width: NonNegativeFloat = 0.0
+    """Half-width that this trainer adds to the 80% interval of a rank's memory, in natural logarithms; 0 where what its
+    allocator takes beside counted tensors has been found to be as in Megatron."""
     head_backward_factor: PositiveFloat = 1.0
     """Seconds of the head's two gradient products over those of others of their size. Below 1 where weights are
     untrained and data made up: presumably the loss's gradient is then so nearly one value that its products take less
@@ -245,6 +248,8 @@ class RuntimeSpec(Spec):
     """Schedules of a pipeline that it runs."""
     zero_stages: tuple[int, ...] = (0, 1)
     """ZeRO stages that it has."""
+    grouped_zero_stages: tuple[int, ...] = (2, 3)
+    """Those of its ZeRO stages that can shard over a group of the ranks and repeat the shards in other groups."""
     rank_orders: tuple[RankOrder, ...] = ("tp-cp-ep-dp-pp",)
     """Orders in which it can number its ranks, its own first."""
     shards_pipelines: bool = True

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from planner.answer import Sustained
+from planner.months.sustained import half_width
 from planner.validate.rows import PRODUCTION
 from planner.validate.score import Scored
 
@@ -35,8 +36,7 @@ class Month:
 
     def inside_around(self, factor: float) -> bool:
         """True if it would lie in an interval as wide, around another factor on the benchmark."""
-        low_s, high_s = self.sustained.step_s_interval
-        return abs(math.log(self.ratio / factor)) <= math.log(high_s / low_s) / 2
+        return abs(math.log(self.ratio / factor)) <= half_width(self.sustained.step_s_interval)
 
 
 @dataclass(frozen=True, slots=True)

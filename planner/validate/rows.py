@@ -24,6 +24,14 @@ HELD_OUT = (
     "internevo",
     "ultrascale-efa",
     "automodel",
+    "mlperf-6-0",
+    "moe-recipes",
+    "moe-modelzoo",
+    "megatron-bridge-hybrids",
+    "megatron-bridge-cards-2",
+    "pai-megatron",
+    "torchtitan-issues",
+    "mcore-tests",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"

@@ -140,6 +140,10 @@ def test_comma_lists_pin_axes() -> None:
         ({"top": 0}, "--top: 0 must be greater than 0"),
         ({"time_limit": 0.0}, "--time-limit: 0.0 must be greater than 0"),
         ({"memory_headroom": -1.0}, "--memory-headroom: -1.0 must be at least 0"),
+        ({"oom_risk": 0.0}, "--oom-risk: 0.0 must be greater than 0"),
+        ({"oom_risk": 1.0}, "--oom-risk: 1.0 must be less than 1"),
+        ({"oom_risk": -1.0}, "--oom-risk: -1.0 must be greater than 0"),
+        ({"oom_risk": float("nan")}, "--oom-risk: nan is not a finite number"),
     ],
 )
 def test_wrong_limits(options: dict[str, Any], message: str) -> None:

@@ -115,3 +115,18 @@ def test_bridge_runs_what_megatron_s_command_line_refuses() -> None:
     )
     assert bridge.step.step_s < megatron.step.step_s
     assert bridge.best.worst_stage.memory.total_bytes < megatron.best.worst_stage.memory.total_bytes
+
+
+def test_a_note_says_where_the_risk_grows_beyond_a_tenth(planned: Planned) -> None:
+    """Eager torch keeps more than Megatron: on a GPU that holds it just so, the target runs out every third time."""
+    made = planned("llama-3.1-8b", 16, pp=2)
+    need_gib = priced_for(made, "torch-eager").best.worst_stage.memory.total_bytes / GIB
+    risks = {}
+    for spare in (1.02, 1.5):
+        hardware = made.cluster.hardware.model_copy(update={"memory_gib": spare * need_gib})
+        tighter = made.model_copy(update={"cluster": made.cluster.changed(hardware=hardware)})
+        notes = [note for note in bundle_of(tighter, "torch").notes if "runs out of memory there" in note]
+        risks[spare] = priced_for(tighter, "torch-eager").best.oom_probability or 0.0
+        assert bool(notes) == (risks[spare] > 0.1)
+        assert all(f"with a probability of {risks[spare]:.0%}, planned with" in note for note in notes)
+    assert risks[1.02] > 0.1 > risks[1.5]

@@ -91,3 +91,9 @@ def test_spare_nodes_in_repair_follow_poissons_distribution() -> None:
     for count in range(6):
         tail = 1 - sum(math.exp(-mean) * mean**k / math.factorial(k) for k in range(count))
         assert all_in_repair(mean, count) == pytest.approx(tail)
+
+
+def test_sources_are_one_line_of_a_report() -> None:
+    facts = load_facts()
+    figures = [*facts.failures_per_1000_gpu_days.values(), *(getattr(facts, name) for name in type(facts).model_fields)]
+    assert all(0 < len(figure.source) <= 62 for figure in figures if isinstance(figure, Fact))

@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 from test_html import DRAWN, Page
 
-from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal
+from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal, RiskOffer
+from planner.report.format import fits_with, gibibytes
 from planner.report.html import render_html
 from planner.report.rows import RECOMPUTE_COLUMN
 from planner.report.terminal import render
 from planner.report.view import View, view_of
-from planner.specs.units import GIB
 
 MakePlan = Callable[..., Plan]
 
@@ -30,8 +30,8 @@ def terminal(plan: Plan) -> str:
 def lines(view: View) -> Iterator[str]:
     """Every text of the view, a cell of a table at a time."""
     headings = view.headings
-    yield from (view.job, view.layout, view.batch, view.misfit, *view.manner)
-    for figure in (*view.figures, *view.cost):
+    yield from (view.job, view.layout, view.batch, view.misfit, view.fit, *view.manner)
+    for figure in (*view.figures, *view.cost, *view.goodput, *filter(None, [view.sustained])):
         yield from (figure.text, figure.name if figure in view.figures else "")
     yield from (headings["stages"], headings["breakdown"], headings["how_sure"])
     yield from (view.recipe_heading if view.recipe else "", *(text for pair in view.recipe for text in pair))
@@ -40,7 +40,7 @@ def lines(view: View) -> Iterator[str]:
     for share in view.breakdown:
         yield from share.cells
     for entry in view.alternatives:
-        yield from (entry.name, entry.sizes, entry.step, entry.peak, entry.remark)
+        yield from (entry.name, entry.sizes, entry.step, entry.peak, entry.how, entry.fit)
     for rejection in view.rejections:
         yield from rejection.cells
     for name, text in view.how_sure:
@@ -49,13 +49,16 @@ def lines(view: View) -> Iterator[str]:
 
 
 def risky(plan: Plan) -> Plan:
-    """The plan with a memory interval that ends beyond the GPU, a warning, and a proof that says what it left out."""
+    """The plan with a risk of memory and what more would buy, a warning, and a proof that says what it left out."""
     memory = plan.stages[0].memory
-    wide = memory.model_copy(update={"total_bytes_interval": (0.9 * memory.total_bytes, 95 * GIB)})
+    wide = memory.model_copy(update={"total_bytes_interval": (0.9 * memory.total_bytes, 1.1 * memory.total_bytes)})
     stages = (plan.stages[0].model_copy(update={"memory": wide}), *plan.stages[1:])
     search = plan.search and plan.search.model_copy(update={"unsearched": ("offloading",), "outcome": "bounded"})
-    best = plan.best.model_copy(update={"stages": stages, "warnings": ("the exporter rounds something",)})
-    return plan.model_copy(update={"best": best, "search": search})
+    said = {"stages": stages, "warnings": ("the exporter rounds something",), "oom_probability": 0.072}
+    offer = RiskOffer(oom_risk=0.3, oom_probability=0.264, step_s=0.95 * plan.step.step_s)
+    others = tuple(other.model_copy(update={"oom_probability": 0.002}) for other in plan.alternatives)
+    best = plan.best.model_copy(update=said)
+    return plan.model_copy(update={"best": best, "alternatives": others, "search": search, "risk_offer": offer})
 
 
 def with_recipe(plan: Plan) -> Plan:
@@ -98,10 +101,24 @@ def test_both_reports_show_every_line(
     assert not missing
 
 
-def test_the_page_warns_of_memory_as_the_terminal_does(make_plan: MakePlan) -> None:
-    says = "80% interval of the fullest rank ends at 95.0 GiB: --memory-headroom 16 plans below it"
-    for report in (terminal, lambda plan: Page(render_html(plan, DRAWN)).text):
-        assert says in report(risky(make_plan()))
+def test_both_reports_say_with_what_probability_it_fits_and_what_more_risk_would_buy(make_plan: MakePlan) -> None:
+    plan = risky(make_plan())
+    interval = [gibibytes(end) for end in plan.best.worst_stage.memory.total_bytes_interval or ()]
+    says = (
+        f"fits with 93%: the fullest rank needs {'–'.join(interval)} GiB (80% interval) of 79.1; --oom-risk 0.3: 5.0%"
+    )
+    for report in (terminal(plan), Page(render_html(plan, DRAWN)).text):
+        assert f"{says} faster, fits with 74%" in report
+        assert "over 99%" in report, "of an alternative"
+    assert "fits with" not in terminal(make_plan()), "where nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("risk", "says"),
+    [(None, ""), (0.0, "over 99%"), (0.004, "over 99%"), (0.0999, "90%"), (0.6, "40%"), (1.0, "under 1%")],
+)
+def test_a_probability_of_one_is_never_said(risk: float | None, says: str) -> None:
+    assert fits_with(risk) == says
 
 
 def test_idle_stages_and_the_bubble_of_the_step_have_names_of_their_own(make_plan: MakePlan) -> None:

@@ -19,7 +19,8 @@ def _months() -> list[Month]:
 
 def test_four_of_five_lie_inside(months: list[Month]) -> None:
     found = production(months)
-    assert found is not None and found.num_runs == len(months) >= 14
+    assert found is not None
+    assert found.num_runs == len(months) >= 14
     assert found.num_inside >= 0.8 * found.num_runs
     # and nearly as many where a model's own runs do not decide its factor
     assert found.num_inside_left_out >= 0.75 * found.num_runs

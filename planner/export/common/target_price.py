@@ -13,6 +13,8 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import on_trainer
 from planner.trainers.switches import SWITCHES, written
 
+LARGEST_RISK = 0.1
+"""Largest probability of running out of memory that passes without a word: the one that a search accepts by itself."""
 _NAMES = {"name": "", "trainer": ""}
 
 
@@ -47,10 +49,15 @@ def notes_on_price(plan: Plan) -> list[str]:
         for name, value in made.best.recipe.items()
         if plan.best.recipe.get(name) != value and value != next(iter(SWITCHES[name].values))
     )
-    return [
+    notes = [
         f"priced for {plan.runtime}: {plan.step.step_s:.4g} s a step, {_memory(plan)}; planned for {made.runtime}: "
         f"{made.step.step_s:.4g} s, {_memory(made)}" + (f", with {lost}" if lost else "")
     ]
+    risk, planned = plan.best.oom_probability or 0.0, made.best.oom_probability or 0.0
+    if risk > max(LARGEST_RISK, planned):
+        again = f"plan again with --runtime {plan.runtime} for a safer layout"
+        notes.append(f"it runs out of memory there with a probability of {risk:.0%}, planned with {planned:.0%}: {again}")
+    return notes
 
 
 def check_fits(plan: Plan, target: str) -> None:

@@ -76,7 +76,10 @@ class Miss:
         }
 
     def __str__(self) -> str:
-        return f"{' '.join(options_of(self.layout))}, lacks {gib(self.shortfall_bytes):,.1f} GiB on stage {self.stage}"
+        free_bytes = self.candidate.pricing.headroom_bytes
+        free = f" with {gib(free_bytes):,.1f} left free" if free_bytes else ""
+        lacks = f"lacks {gib(self.shortfall_bytes):,.1f} GiB on stage {self.stage}{free}"
+        return f"{' '.join(options_of(self.layout))}, {lacks}"
 
 
 def options_of(layout: Parallelism) -> list[str]:

@@ -43,7 +43,7 @@ def real_case(
 
 def evaluated_shortfall_bytes(case: Case, layout: Parallelism) -> float:
     stage = price_given(case.model, case.cluster, case.training, layout, case.runtime).worst_stage
-    return stage.memory.total_bytes - case.cluster.hardware.memory_bytes + case.limits.memory_headroom_gib * GIB
+    return stage.memory.total_bytes - (case.cluster.hardware.memory_bytes - case.headroom_bytes)
 
 
 def random_case(seed: int) -> Case:
@@ -93,7 +93,7 @@ def test_where_a_candidate_fits_the_search_finds_a_layout(seed: int) -> None:
 def test_the_message_and_evaluate_name_one_number(
     model: str, num_gpus: int, memory_gib: float | None, shortfall_gib: float
 ) -> None:
-    case = real_case(model, num_gpus, memory_gib)
+    case = real_case(model, num_gpus, memory_gib).filling
     miss = nearest_miss(case)
     assert miss is not None
     assert miss.shortfall_bytes == evaluated_shortfall_bytes(case, miss.layout)
@@ -112,7 +112,7 @@ def test_the_options_can_be_typed(pins: str, capsys: pytest.CaptureFixture[str])
     numbers = {k: (int(v),) for k, v in re.findall(r"--([a-z-]+) (\d+)", pins)}
     limits = SearchLimits(**{name.replace("-", "_"): value for name, value in numbers.items()})
     training = TrainingSpec(seq_length=8192, global_batch_size=64)
-    miss = nearest_miss(Case(case.model, case.cluster, training, case.runtime, limits))
+    miss = nearest_miss(Case(case.model, case.cluster, training, case.runtime, limits).filling)
     assert miss is not None
     assert main(["evaluate", *job, *trainer, *options_of(miss.layout), "--json"]) == 0
     stages = json.loads(capsys.readouterr().out)["best"]["stages"]

@@ -28,9 +28,14 @@ def solved(problem: Problem) -> Plan:
     return plan(problem.model, problem.cluster, problem.training, limits=problem.limits, runtime=problem.runtime)
 
 
+def filling(*args: Any, **changes: Any) -> Problem:
+    """A problem whose layouts may fill the GPU."""
+    return toy_problem(*args, **{"memory_headroom_gib": 0.0} | changes)
+
+
 def refusal(**changes: Any) -> Infeasible:
     with pytest.raises(Infeasible) as caught:
-        solved(toy_problem(**{"time_limit_s": PATIENT_S} | changes))
+        solved(filling(**{"time_limit_s": PATIENT_S} | changes))
     return caught.value
 
 
@@ -61,7 +66,7 @@ def test_the_nearest_miss_is_named_in_gib(memory_gib: float) -> None:
     assert error.rejections["does_not_fit"] > 0
     # with so much more, it does
     enough = memory_gib + 1.25 * missing_gib(error) + 0.1
-    assert solved(toy_problem(toy_model(12), toy_cluster(4, memory_gib=enough), top=1)).fits
+    assert solved(filling(toy_model(12), toy_cluster(4, memory_gib=enough), top=1)).fits
 
 
 def test_less_memory_misses_by_more() -> None:
@@ -75,7 +80,7 @@ def test_the_number_of_gpus_that_would_do_is_the_least_to_a_node(model: Any) -> 
     found = re.search(r"it fits on (\d+) GPUs", error.hint or "")
     assert found is not None
     num_gpus = int(found[1])
-    assert solved(toy_problem(model, toy_cluster(num_gpus, memory_gib=0.9), top=1)).fits
+    assert solved(filling(model, toy_cluster(num_gpus, memory_gib=0.9), top=1)).fits
     assert num_gpus - 4 < 4 or refusal(model=model, cluster=toy_cluster(num_gpus - 4, memory_gib=0.9))
 
 
@@ -103,7 +108,7 @@ def test_within_a_node_any_number_of_gpus_is_named_and_beyond_it_whole_nodes(num
     enough = int(words)
     assert option == "--gpus"
     assert enough % 4 == 0 or enough < 4
-    assert solved(toy_problem(toy_model(12), toy_cluster(enough, memory_gib=memory_gib), top=1)).fits
+    assert solved(filling(toy_model(12), toy_cluster(enough, memory_gib=memory_gib), top=1)).fits
     fewer = enough - (4 if enough > 4 else 1)
     assert fewer <= num_gpus or refusal(model=toy_model(12), cluster=toy_cluster(fewer, memory_gib=memory_gib))
 
@@ -179,13 +184,13 @@ def test_a_pin_in_the_way_is_named_and_freeing_it_helps(pin: dict[str, Any], fre
     problem = {"model": toy_model(6), "cluster": toy_cluster(8, memory_gib=memory_gib), "training": toy_training(32)}
     error = refusal(**problem, **pin)
     assert f"do not pin {freed.replace('_', '-')}" in (error.hint or "")
-    assert solved(toy_problem(**problem, **(pin | {freed: None}), top=1)).fits
+    assert solved(filling(**problem, **(pin | {freed: None}), top=1)).fits
     assert error.remedy is not None
     option, value = error.remedy["options"]
     assert option == f"--{freed.replace('_', '-')}"
     assert error.hint == error.remedy["says"]
     typed = value if freed == "recompute" else int(value)
-    assert solved(toy_problem(**problem, **(pin | {freed: (typed,)}), top=1)).fits
+    assert solved(filling(**problem, **(pin | {freed: (typed,)}), top=1)).fits
 
 
 def test_a_headroom_in_the_way_is_named_and_giving_it_up_helps() -> None:
@@ -194,7 +199,7 @@ def test_a_headroom_in_the_way_is_named_and_giving_it_up_helps() -> None:
     assert "lower --memory-headroom from 1.8 GiB to 0" in (error.hint or "")
     assert error.remedy is not None
     assert error.remedy["options"] == ["--memory-headroom", "0"]
-    assert solved(toy_problem(**problem, top=1)).fits
+    assert solved(filling(**problem, top=1)).fits
 
 
 @pytest.mark.parametrize(
