@@ -11,7 +11,6 @@ import numpy as np
 from planner.physics import compute
 from planner.physics.communication import exchange_tiers_s, group_of
 from planner.physics.cost import PartCost
-from planner.physics.offload import is_decoder_layer
 from planner.physics.operators import Collective, Item, Operator, collectives_of, operators_of
 from planner.shape import Number, Shape
 from planner.specs.cluster import ClusterSpec
@@ -241,15 +240,10 @@ class Passes:
     def _sending_s(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """Host seconds, by pass, to start the exchanges of a part's tensor- and context-parallel ranks.
 
-        Those of experts count among a mixture's kernels. A layer also has its share of what the pipeline's schedule
-        takes for a pass through a chunk of layers.
+        Those of experts count among a mixture's kernels.
         """
-        kernel_s = compute.issue_s(self.cluster.hardware, self.runtime)
-        each_s, share_s = self.runtime.exchange_kernels * kernel_s, 0.0
-        if is_decoder_layer(items):
-            chunks = shape.pp * shape.vpp * (shape.pp > 1) / self.model.num_hidden_layers
-            share_s = self.runtime.chunk_kernels * kernel_s * chunks
-        seconds: dict[str, Number] = {"forward": share_s, "backward": share_s}
+        each_s = self.runtime.exchange_kernels * compute.issue_s(self.cluster.hardware, self.runtime)
+        seconds: dict[str, Number] = {"forward": 0.0, "backward": 0.0}
         for exchange in collectives_of(items) if each_s else ():
             if exchange.group in ("tp", "cp"):
                 is_sent = 1.0 * (group_of(exchange.group, shape)[0] > 1) * (exchange.num_bytes > 0)

@@ -314,9 +314,6 @@ class RuntimeSpec(Spec):
     """A benchmark's gate sends each token to experts that stand in a row, so that it visits one or two ranks."""
     exchange_kernels: NonNegativeFloat = 0.0
     """Host time to start an exchange of tensor- or context-parallel ranks, counted in kernels of an eager layer."""
-    chunk_kernels: NonNegativeFloat = 0.0
-    """Host time of a micro-batch's pass through a chunk of a pipeline beside its layers, counted likewise: the
-    schedule's Python, sends and receives. It shows where the layers wait for their host."""
     tensor_kernels: NonNegativeFloat = 0.0
     """Host time of an optimizer step for each parameter tensor of the rank, counted likewise: hooks, copies to main
     gradients and back, zeroes. None where a CUDA graph replays the whole step."""

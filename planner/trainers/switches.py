@@ -329,7 +329,7 @@ _ROWS = (
     *(
         _described(name, lambda value: {})
         for name in (
-            "match", "uneven_pp", "natural_routing", "flex_attention", "fp8_dot_product_attention", "deterministic",
+            "match", "uneven_pp", "natural_routing", "flex_attention", "fp8_dot_product_attention",
         )
     ),
 )  # fmt: skip
