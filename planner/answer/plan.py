@@ -13,7 +13,7 @@ from pydantic import Field
 from planner.answer.layout import Evidence, Layout, PricedLayout, StagePlan, StepTime
 from planner.answer.run import Goodput, RunCost
 from planner.files import write_text
-from planner.specs.base import Spec
+from planner.specs.base import Fraction, Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
@@ -85,9 +85,9 @@ class BatchOffer(Spec):
 class RiskOffer(Spec):
     """A faster layout that is likelier to run out of memory, and the risk that has to be accepted for it."""
 
-    oom_risk: float
+    oom_risk: Fraction
     """The largest risk with which it is chosen."""
-    oom_probability: float
+    oom_probability: Fraction
     """Its own risk."""
     step_s: float
     """Seconds of its step."""

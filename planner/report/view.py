@@ -46,7 +46,7 @@ class View:
     misfit: str
     """By how much a layout does not fit; empty where it does."""
     fit: str
-    """The probability that it fits, in words; empty where it is not known."""
+    """The probability that it fits, in words; empty where it is not known, and where it does not."""
     figures: tuple[Figure, ...]
     peak: Figure
     """Memory of the fullest stage."""
@@ -110,7 +110,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         batch=f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}",
         batch_offer=_batch_offer(plan),
         misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
-        fit=_fit(best),
+        fit=_fit(best) if best.fits else "",
         figures=_figures(plan),
         peak=_peak(best),
         tokens=None if plan.run_cost is None else plan.run_cost.tokens,
