@@ -128,7 +128,7 @@ def _impossible(plan: Plan) -> str | None:
     batch = sizes.dp * sizes.micro_batch_size * sizes.num_microbatches
     if batch != plan.training.global_batch_size:
         return f"best: dp · micro-batch · micro-batches = {batch}, global_batch_size {plan.training.global_batch_size}"
-    for name, spec in (("search", plan.search), ("run_cost", plan.run_cost)):
+    for name, spec in (("search", plan.search), ("run_cost", plan.run_cost), ("goodput", plan.goodput)):
         for field, value in _numbers({} if spec is None else spec.model_dump()):
             if not _ROUNDING <= value < inf:
                 return f"{name}: {field} is {value:g}"

@@ -30,7 +30,9 @@ ALLOWED = {
     # a plan loads itself, and shows its report in a notebook
     "answer": {"errors", "files", "shape", "specs", "trainers", "plan_file", "report.page"},
     "plan_file": {"errors", "specs", "schedule", "answer"},
-    "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer"},
+    # a run of months knows a layout's seconds, and nothing of how they came about
+    "months": {"errors", "shape", "specs", "answer"},
+    "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "months"},
     # what `explain` answers is sentences, with the numbers written as the reports write them
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "report.causes"},
     # a target's constraints are written once, and the search holds candidates against them too
@@ -41,7 +43,7 @@ ALLOWED = {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
         "layout.replan", "export.megatron.environment",
     },
-    "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search"},
+    "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search", "months"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
     # ranks ran beside what the plan's layout costs in the program that they are
     "probe": {"errors", "files", "specs", "trainers", "schedule", "answer", "physics.communication", "layout.candidate",

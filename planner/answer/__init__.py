@@ -5,6 +5,7 @@ bytes, and an interval is meant to hold the true value in 80% of all cases.
 """
 
 from planner.answer.layout import (
+    AS_PLANNED,
     Evidence,
     Layout,
     Offer,
@@ -17,11 +18,13 @@ from planner.answer.layout import (
     StagePlan,
     StepBreakdown,
     StepTime,
+    UnsaidSwitch,
 )
 from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, RiskOffer, Searched, SearchReport
 from planner.answer.run import Goodput, Interval, RunCost, Sustained
 
 __all__ = [
+    "AS_PLANNED",
     "SCHEMA_VERSION",
     "BatchOffer",
     "Evidence",
@@ -45,4 +48,5 @@ __all__ = [
     "StepBreakdown",
     "StepTime",
     "Sustained",
+    "UnsaidSwitch",
 ]

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from planner.answer.run import Interval, Sustained
 from planner.shape import RANK_ORDERS
-from planner.specs.base import Fraction, Spec
+from planner.specs.base import Fraction, Name, PositiveFloat, Spec
 from planner.specs.training import RankOrder
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
@@ -208,14 +208,32 @@ class RecipeRefusal(Spec):
     """The rule that the value breaks, in words."""
 
 
+class UnsaidSwitch(Spec):
+    """A switch that a run does not say, and the step under another value that such runs often have."""
+
+    switch: str
+    value: Value
+    """The value that was priced."""
+    other: Value
+    """The other value."""
+    other_fraction: float
+    """The share of such runs that have the other value."""
+    other_step_s: float
+    """Seconds of the step with the other value."""
+
+
+AS_PLANNED = "as planned"
+"""The assumption of a step under which nothing is changed."""
+
+
 class RobustStep(Spec):
     """The step of a layout under an assumption that is changed by itself."""
 
-    layout: str
+    layout: Name
     """The layout, in the words of its grid."""
-    assumption: str
-    """The change, in words; `as planned` where nothing is changed."""
-    step_s: float
+    assumption: Name
+    """The change: a short name, a colon and a sentence; `as planned` where nothing is changed."""
+    step_s: PositiveFloat
 
 
 class PricedLayout(Spec):
@@ -242,6 +260,9 @@ class PricedLayout(Spec):
     """The values that consent would buy, the fastest first."""
     recipe_refused: tuple[RecipeRefusal, ...] = ()
     """The values that rules refuse for this layout and recipe."""
+    unsaid: tuple[UnsaidSwitch, ...] = ()
+    """The switches that a run does not say and that may move its step by over 2%, the one that moves it most first; the
+    step's interval covers them. Empty where all are said, as in a plan that was searched for."""
     rank_order: RankOrder = "tp-cp-ep-dp-pp"
     """The order in which ranks are numbered, the innermost group first, as in `parallelism`."""
     placement: tuple[Placement, ...] = ()
@@ -251,7 +272,8 @@ class PricedLayout(Spec):
     sustained: Sustained | None = None
     """The step that months of training see, beside the benchmark's; null where nothing is known of it."""
     robust: tuple[RobustStep, ...] = ()
-    """The best few layouts under each assumption that moves them; empty where they were not compared."""
+    """The steps of the best few layouts under each assumption that moves them, layout by layout, this one first; empty
+    where none was compared."""
     trade: str = ""
     """A sentence on an alternative: what it gives up against the best plan, and what it gains."""
 

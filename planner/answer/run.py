@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from planner.specs.base import Spec
 
 Interval = tuple[float, float]
@@ -42,3 +44,18 @@ class Goodput(Spec):
     failures_per_day: float
     restart_s: float
     """Seconds from a failure until the job trains again, its detection included."""
+    failures_per_day_interval: Interval | None = None
+    checkpoint_bytes: float | None = None
+    """Weights and optimizer states of the whole model, as the trainer writes them."""
+    asynchronous: bool = False
+    """True if checkpoints are written beside the training, which then waits for a copy in host memory only."""
+    storage_gb_per_s: float | None = None
+    """Rate at which all ranks together write a checkpoint, 10^9 bytes a second."""
+    simulated_fraction: float | None = None
+    """Median of effective_fraction over the simulated runs that the intervals are read from."""
+    num_spare_nodes: int | None = None
+    """Nodes kept for this job, beside its own; null: its cluster's pool has one for every new job."""
+    num_spare_nodes_advised: int | None = None
+    """The fewest spare nodes of which one is free in 99% of the failures that take a node."""
+    sources: dict[str, str] = Field(default_factory=dict)
+    """The origin of each figure, by the field that it decides."""

@@ -56,7 +56,8 @@ def evaluate_command(
     run, parallelism = read_described(asked, job), read_parallelism(asked)
     if output is not None:
         refuse_to_overwrite(output, force)
-    plan = evaluate(run.model, run.cluster, run.training, parallelism, runtime=run.runtime_spec)
+    says = run.says_switches
+    plan = evaluate(run.model, run.cluster, run.training, parallelism, runtime=run.runtime_spec, says_switches=says)
     if save(plan, output, force):
         return
     if json:

@@ -12,12 +12,14 @@ from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
 from planner.cli.probe_file import read_calibration
 from planner.errors import SpecError
+from planner.months.whole_run import check_spares
 from planner.shape import liked_batch
 from planner.specs.base import Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.model import ModelSpec
+from planner.specs.operations import OperationsSpec
 from planner.specs.problems import nearest
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.tiers import parse_tiers
@@ -36,6 +38,7 @@ _OPTION_OF = {
     "memory_headroom_gib": "memory_headroom",
     "network_gb_per_s": "assume",
     "switches": "switch",
+    "num_spare_nodes": "spares",
 }
 """Fields that an option spells differently."""
 _NETWORK = ("network_gb_per_s",)
@@ -58,6 +61,8 @@ class Job:
     runtime_spec: RuntimeSpec
     assumed: Recipe
     """The switches that --assume gives a value to."""
+    says_switches: bool = False
+    """True where an option says what the trainer overlaps or switches on."""
 
 
 def read_job(asked: JobOptions) -> Job:
@@ -85,7 +90,9 @@ def read_job(asked: JobOptions) -> Job:
     if asked.calibration is not None:
         calibration = read_calibration(asked.calibration, cluster)
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
-    return Job(model, cluster, _training(asked, model), name, runtime, switches)
+    training = _training(asked, model)
+    check_spares(cluster, training)
+    return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed or switches))
 
 
 def _network(text: str, hardware: HardwareSpec, values: Mapping[str, Any]) -> tuple[LinkTier, ...]:
@@ -133,10 +140,10 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
     """
     switches = _switches(asked.switch, job, describes=True)
     if switches == DEFAULT:
-        return job
+        return replace(job, says_switches=True)
     runtime, _ = described(job.runtime_spec, job.cluster.hardware, job.model, switches or {})
     check_together(Setting(job.model, job.cluster, job.training, runtime), switches or {})
-    return replace(job, runtime_spec=runtime)
+    return replace(job, runtime_spec=runtime, says_switches=job.says_switches or switches is not None)
 
 
 def _switches(text: str | None, job: Job, describes: bool = False) -> Any:
@@ -210,15 +217,23 @@ def _training(asked: JobOptions, model: ModelSpec) -> TrainingSpec:
         if published is None:
             raise SpecError(f"--seq-length: is missing, and {model.name} states no training", "add --seq-length 8192")
         seq_length = published.seq_length
-    values = {
+    values: dict[str, Any] = {
         "seq_length": seq_length,
         "global_batch_size": 1,
         "tokens": None if asked.tokens is None else _count("tokens", asked.tokens),
     }
+    values["operations"] = _operations(asked)
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
     values |= {name: value for name, value in others.items() if value is not None}
     _checked(TrainingSpec, values)  # the batch is counted in sequences of a sane length
     return _checked(TrainingSpec, {**values, "global_batch_size": _global_batch_size(asked, model, seq_length)})
+
+
+def _operations(asked: JobOptions) -> OperationsSpec:
+    given = _given(asked, OperationsSpec)
+    if given and asked.tokens is None:
+        _log.warning("%s: has no effect without --tokens", ", ".join(map(option, given)))
+    return _checked(OperationsSpec, given)
 
 
 def _global_batch_size(asked: JobOptions, model: ModelSpec, seq_length: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 from planner.cli import options as o
 
-_PANELS = (o.JOB, o.LAYOUT, o.SEARCH, o.ASSUMED, o.OUTPUT)
+_PANELS = (o.JOB, o.RUN, o.LAYOUT, o.SEARCH, o.ASSUMED, o.OUTPUT)
 """The order of a command's headings in its help."""
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
@@ -37,6 +37,10 @@ class JobOptions:
     dtype: o.Dtype = None
     runtime: o.Runtime = None
     tokens: o.Tokens = None
+    storage_gb_per_s: o.Storage = None
+    failures_per_1000_gpu_days: o.Failures = None
+    spares: o.Spares = None
+    usd_per_gpu_hour: o.Price = None
     moe_imbalance: o.Imbalance = None
     straggler_fraction: o.Straggler = None
     assume: o.Assume = None

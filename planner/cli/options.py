@@ -18,6 +18,7 @@ from planner.trainers.load import RUNTIMES
 
 DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"
 JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Search", "Assumptions", "Output"
+RUN = "The whole run, with --tokens"
 
 
 def starting_with(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -102,6 +103,20 @@ Runtime = Annotated[
 ]  # fmt: skip
 Tokens = Annotated[
     str | None, text(JOB, "--tokens", "COUNT", "Of the whole training run, such as 15T: adds days and cost.")
+]
+
+Storage = Annotated[
+    float | None, number(RUN, "--storage-gb-per-s", "All ranks together write checkpoints. [0.12 a GPU]", "X", float)
+]
+Failures = Annotated[
+    float | None,
+    number(RUN, "--failures-per-1000-gpu-days", "Unplanned interruptions. [the GPU generation's]", "X", float),
+]
+Spares = Annotated[
+    int | None, number(RUN, "--spares", "Nodes kept to replace those that fail. [the cluster's pool has one]")
+]
+Price = Annotated[
+    float | None, number(RUN, "--usd-per-gpu-hour", "Price of a GPU for an hour. [the profile's]", "X", float)
 ]
 
 Tps = Annotated[str | None, text(LAYOUT, "--tp", "N,N…", "Tensor parallel.")]

@@ -29,7 +29,9 @@ def show_pairs(json: bool, alone: bool) -> None:
     from planner.errors import SpecError
 
     if not alone:
-        raise SpecError(f"--family {NAME}: has neither --plot nor --plans", "leave them out, or name another family")
+        raise SpecError(
+            f"--family {NAME}: has none of --plot, --plans and --regret", "leave them out, or name another family"
+        )
     answers = priced_pairs()
     if json:
         sys.stdout.write(dumps(described(answers)))

@@ -27,6 +27,12 @@ Family = Annotated[
 Plans = Annotated[
     bool, o.text(EVIDENCE, "--plans", None, "The planner's own choices for these jobs, beside the published layouts.")
 ]
+Regrets = Annotated[
+    bool, o.text(EVIDENCE, "--regret", None, "Seconds lost by the layouts ranked first, beside the fastest measured.")
+]
+Bare = Annotated[
+    bool, o.text(EVIDENCE, "--unsaid", None, "Runs inside their intervals, with and without the switches they say.")
+]
 Plot = Annotated[
     str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw predicted against measured as HTML; - is stdout.")
 ]
@@ -34,7 +40,13 @@ Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let --plot replace a 
 
 
 def validate_command(
-    family: Family = None, plans: Plans = False, json: o.Json = False, plot: Plot = None, force: Force = False
+    family: Family = None,
+    plans: Plans = False,
+    regret: Regrets = False,
+    unsaid: Bare = False,
+    json: o.Json = False,
+    plot: Plot = None,
+    force: Force = False,
 ) -> None:
     """Hold the planner against published training runs.
 
@@ -45,12 +57,17 @@ def validate_command(
       plan validate --family ablations
       plan validate --plot predicted.html
       plan validate --family bloom --plans
+      plan validate --regret
+      plan validate --unsaid
     """
     from planner.cli import validate_ablations as ablated
     from planner.cli import validate_memory as memory
+    from planner.cli import validate_regret as lost
+    from planner.cli import validate_unsaid as bare
     from planner.cli.output import dumps, show
     from planner.errors import SpecError
     from planner.files import STDOUT, refuse_to_overwrite
+    from planner.validate.production import months_of, production, says_production
     from planner.validate.rows import HELD_OUT, load_rows
     from planner.validate.score import by_family, evaluate_rows
 
@@ -61,19 +78,30 @@ def validate_command(
     if family is not None and family not in (*families, ablated.NAME, "all"):
         raise SpecError(f"--family: {family!r} is unknown", f"one of {', '.join(families)}, {ablated.NAME}, all")
     if family == ablated.NAME:
-        ablated.show_pairs(json, alone=plot is None and not plans)
+        ablated.show_pairs(json, alone=plot is None and not (plans or regret or unsaid))
         return
+    for name, asked, other in (("regret", regret, unsaid), ("unsaid", unsaid, False)):
+        if asked and (plans or other or plot is not None):
+            raise SpecError(f"--{name}: stands beside other questions", "ask for it by itself")
     scored = evaluate_rows([row for row in rows if family in (None, "all", row.family)])
+    if regret:
+        lost.show_regret(scored, json, each=family is not None)
+        return
+    if unsaid:
+        bare.show_unsaid(scored, json)
+        return
     if plot is not None:
         _draw(plot, [run for run in scored if family is not None or run.row.counts], force)
         if plot == STDOUT:
             return
     beside = _beside(scored) if plans else []
+    months = production(months_of(scored))
     if json:
         answer: dict[str, object] = {
             "families": [asdict(score) for score in by_family(scored)],
             "rows": [_described(run) for run in scored],
         }
+        answer |= {} if months is None else {"production": asdict(months)}
         answer |= {} if family else ablated.described(ablated.priced_pairs()) | memory.described(scored)
         sys.stdout.write(dumps({**answer, **_plans_described(beside)} if plans else answer))
     elif plans:
@@ -82,9 +110,12 @@ def validate_command(
     else:
         scores = by_family(scored)
         show(_family_table(scores) if family is None else _row_table(scored))
+        if months is not None:
+            show(says_production(months))
         if family is None:
             for line in (
                 ablated.summary(ablated.priced_pairs()),
+                *lost.summary(scored),
                 *memory.memory_lines(scored),
                 *_noisy(scores[:-1]),
                 *_unsupported(scored),

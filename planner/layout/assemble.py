@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from planner import __version__
-from planner.answer import ModelSummary, Plan, PricedLayout, RunCost, SearchReport
+from planner.answer import Goodput, ModelSummary, Plan, PricedLayout, RunCost, SearchReport
+from planner.months.whole_run import whole_run
 from planner.physics.layers import ModelTotals
 from planner.physics.pricing import Pricing
 from planner.specs.units import gib
@@ -23,6 +24,7 @@ def assemble(
 ) -> Plan:
     """The plan of `layouts`, the best of which comes first; `told` are the assumptions that change its step."""
     best, model = layouts[0], pricing.model
+    cost, goodput = whole_run_of(pricing, best, totals.num_parameters)
     return Plan(
         planner_version=__version__,
         model=ModelSummary(
@@ -41,24 +43,23 @@ def assemble(
         rejections=dict(sorted(rejections.items(), key=lambda item: (-item[1], item[0]))),
         rejection_examples=dict(sorted(rejection_examples.items())),
         search=report,
-        run_cost=run_cost(pricing, best),
+        run_cost=cost,
+        goodput=goodput,
         assumptions=told,
     )
 
 
-def run_cost(pricing: Pricing, best: PricedLayout) -> RunCost | None:
-    """Days, GPU-hours, dollars and megawatt-hours for all tokens, over every GPU given."""
-    tokens, hardware = pricing.training.tokens, pricing.cluster.hardware
-    if tokens is None:
-        return None
-    hours = tokens / best.step.tokens_per_s / 3600
-    gpu_hours = hours * pricing.cluster.num_gpus
-    return RunCost(
-        tokens=tokens,
-        days=hours / 24,
-        gpu_hours=gpu_hours,
-        usd=gpu_hours * hardware.usd_per_gpu_hour if hardware.usd_per_gpu_hour else None,
-        mwh=gpu_hours * hardware.watts_per_gpu / 1e6 if hardware.watts_per_gpu else None,
+def whole_run_of(
+    pricing: Pricing, best: PricedLayout, num_parameters: int
+) -> tuple[RunCost, Goodput] | tuple[None, None]:
+    """Cost and goodput of the whole training run; None where the training has no number of tokens."""
+    runtime = pricing.runtime
+    return whole_run(
+        best,
+        pricing.cluster,
+        pricing.training,
+        checkpoint_bytes=(runtime.weight_bytes + runtime.optimizer_bytes) * num_parameters,
+        asynchronous=runtime.asynchronous_checkpoints,
     )
 
 

@@ -21,7 +21,9 @@ from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, placement
 from planner.schedule.replay import Durations
 from planner.shape import Shape
-from planner.specs.training import Recompute
+
+OUTSIDE_FIELDS = ("gradient_overlap_fraction", "parameter_overlap_fraction")
+"""Fields of a runtime that no price of a stage depends on, only the seconds outside the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,10 @@ class Candidate:
 
     def priced_as(self, pricing: Pricing) -> Candidate:
         """The same layout under another pricing; where no stage takes another time, its pipeline is not replayed."""
-        modes: tuple[Recompute, ...] = ("none", *({self.split.base} - {"none"}))
-        table = pricing.table(self.shape, (*modes, "full") if self.split.recomputed else modes)
+        own, other = self.pricing.runtime, pricing.runtime
+        kept = own.model_copy(update={name: getattr(other, name) for name in OUTSIDE_FIELDS})
+        is_outside = other == kept and pricing == replace(self.pricing, runtime=other)
+        table = self.table if is_outside else pricing.table(self.shape, self.split.priced_modes)
         again = replace(self, pricing=pricing, table=table)
         if self.made_order is None and again.durations == self.durations:
             vars(again)["pipeline_s"] = self.pipeline_s

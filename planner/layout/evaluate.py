@@ -14,6 +14,7 @@ from planner.layout.given import given_layout
 from planner.layout.price import price_layout
 from planner.layout.recipe import settled
 from planner.layout.risk import headroom_bytes
+from planner.layout.unsaid import with_unsaid
 from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
@@ -33,26 +34,38 @@ def evaluate(
     parallelism: Parallelism,
     *,
     runtime: RuntimeSpec | str = "megatron",
+    says_switches: bool = True,
 ) -> Plan:
     """Price one given layout, whether it fits or not.
 
+    Without `says_switches` the runtime's switches are a guess: the step's interval covers their other likely values.
     Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
     """
     model = model_of(model)
-    candidate, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime))
+    candidate, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime), says_switches)
     totals = model_totals(model, candidate.pricing.runtime, training.seq_length)
     return assemble(candidate.pricing, totals, [priced], told_assumptions(candidate, with_switches=True))
 
 
 def price_given(
-    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    parallelism: Parallelism,
+    runtime: RuntimeSpec,
+    says_switches: bool = True,
 ) -> PricedLayout:
     """The priced layout of `evaluate` without the report around it, for use on many runs."""
-    return _priced_as_given(model, cluster, training, parallelism, runtime)[1]
+    return _priced_as_given(model, cluster, training, parallelism, runtime, says_switches)[1]
 
 
 def _priced_as_given(
-    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, parallelism: Parallelism, runtime: RuntimeSpec
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    parallelism: Parallelism,
+    runtime: RuntimeSpec,
+    says_switches: bool,
 ) -> tuple[Candidate, PricedLayout]:
     split = SCHEDULES.get(parallelism.schedule or "")
     runtime = runtime.for_schedules(split is not None and split.splits_backward)
@@ -60,8 +73,10 @@ def _priced_as_given(
     modules = parallelism.recompute_modules or runtime.selective_default
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     given = given_layout(pricing, parallelism)
-    candidate = Candidate(pricing, pricing.table(given.shape), given.split, given.schedule)
+    table = pricing.table(given.shape, given.split.priced_modes)
+    candidate = Candidate(pricing, table, given.split, given.schedule)
     priced = price_layout(candidate)
+    priced = priced if says_switches else with_unsaid(candidate, priced)
     warnings = given.warnings + export_warnings(pricing)
     return candidate, priced.model_copy(update={"warnings": warnings})
 

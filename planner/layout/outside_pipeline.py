@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.physics.cost import CostTable, PartCost
+from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import lead_passes, passes_behind
 from planner.shape import Number, Shape
@@ -68,3 +70,22 @@ def reduce_overlap_fraction(runtime: RuntimeSpec, shape: Shape) -> Number:
 def sharded_each_time(zero_stage: int, pp: int) -> int:
     """ZeRO stage, 2 or 3, whose exchanges run in every micro-batch; 0 where they run once, in the last micro-batch."""
     return zero_stage if pp == 1 and zero_stage >= 2 else 0
+
+
+def gathers_show(pricing: Pricing, shape: Shape) -> npt.NDArray[np.bool_]:
+    """True where ranks gather updated weights for longer than the forward of a micro-batch hides.
+
+    Weights and FLOPs are those of a mean stage, and the forward runs at the GPU's peak.
+    """
+    model, training, runtime = pricing.model, pricing.training, pricing.runtime
+    totals, expert = model_totals(model, runtime, training.seq_length), 0.0
+    if model.moe is not None:
+        idle_fraction = 1 - model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
+        expert = (totals.num_parameters - totals.num_active_parameters) / max(idle_fraction, 1e-9)
+    dense = (totals.num_parameters - expert) / (shape.tp * shape.pp)
+    gather_s = pricing.gather_s(dense, expert / (shape.ep * shape.etp * shape.pp), shape)
+    hardware = pricing.cluster.hardware
+    peak = hardware.peak_flops(training.dtype) or hardware.peak_flops("bf16")
+    assert peak is not None
+    forward_s = totals.model_flops_per_token / 3 * shape.tokens / (shape.tp * shape.pp) / peak
+    return np.asarray(gather_s > runtime.parameter_overlap_fraction * forward_s)

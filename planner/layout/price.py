@@ -11,6 +11,7 @@ from planner.layout.placement import placements
 from planner.layout.recipe import recipe_of
 from planner.layout.seconds import Pipeline
 from planner.layout.split import Split, held_parts
+from planner.months.sustained import with_sustained
 from planner.physics.layers import ModelTotals, model_totals
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes
@@ -35,7 +36,8 @@ def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact:
         rank_order=candidate.shape.rank_order,
         placement=placements(candidate.shape, pricing.cluster),
     )
-    return with_intervals(pricing, layout, candidate.shape)
+    layout = with_intervals(pricing, layout, candidate.shape)
+    return with_sustained(layout, pricing.training.straggler_fraction)
 
 
 def evidence_of(pricing: Pricing) -> Evidence:

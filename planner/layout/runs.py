@@ -30,6 +30,11 @@ _log = logging.getLogger(__name__)
 
 _RATE = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*Gb/s\b[^(;]*?\bper (node|GPU)\b", re.IGNORECASE)
 _BITS_PER_BYTE = 8
+NATURAL_IMBALANCE = 1.6
+"""Tokens of the fullest expert rank over the mean where a run routes its data as it comes (`natural_routing`) and an
+auxiliary loss alone balances the experts. Qwen3 235B on 256 H100, forced and natural at four lengths of sequence
+(Megatron-MoE-ModelZoo), asks for 1.60 to 1.65. Models that steer the load by biases take what forced routing takes:
+DeepSeek-V3 on 256 to 8,192 GB300 (MLPerf v6.0) within 8%, Moonlight and Nemotron 3.5 within 7%."""
 
 
 class RunSpec(Spec):
@@ -46,7 +51,8 @@ class RunSpec(Spec):
     dtype: Dtype = "bf16"
     parallelism: Parallelism = Parallelism()
     features: dict[str, Any] = Field(default_factory=dict)
-    """Features that the run switched on; names that the runtime does not know are ignored with a warning."""
+    """Features that the run switched on; names that the runtime does not know are ignored with a warning. A run that
+    names any says all: those that it leaves out are as the trainer has them. A run that names none says nothing."""
     intra_node: str | None = None
     """Description only."""
     inter_node: str | None = None
@@ -68,10 +74,14 @@ class Run:
     """The runtime, with the features that the run switched on or off."""
     parallelism: Parallelism
     unknown_features: tuple[str, ...]
+    says_switches: bool = True
+    """False for a run without features: the interval of its step covers the likely values of its switches."""
 
     def evaluate(self) -> PricedLayout:
         """Price the run's layout, fit or not; SpecError where the layout is illegal."""
-        layout = price_given(self.model, self.cluster, self.training, self.parallelism, self.runtime)
+        layout = price_given(
+            self.model, self.cluster, self.training, self.parallelism, self.runtime, self.says_switches
+        )
         return layout.model_copy(update={"id": self.id})
 
 
@@ -142,6 +152,8 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     if spec.dtype == "bf16" and spec.precision_recipe == "fp16":
         training["dtype"] = "fp16"
     model = _model(spec.model, f"{where}: run: model")
+    if spec.features.get("natural_routing") and not model.balances_by_bias:
+        training["moe_imbalance"] = NATURAL_IMBALANCE
     used = {"precision_recipe": spec.precision_recipe, **spec.features}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
     runtime, unknown = described(dated, hardware, model, used)
@@ -153,6 +165,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         runtime=runtime,
         parallelism=spec.parallelism,
         unknown_features=unknown,
+        says_switches=bool(spec.features),
     )
 
 

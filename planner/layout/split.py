@@ -48,6 +48,12 @@ class Split:
         return tuple(pairwise(bounds))
 
     @property
+    def priced_modes(self) -> tuple[Recompute, ...]:
+        """The recompute modes whose prices it needs."""
+        modes: tuple[Recompute, ...] = ("none", *({self.base} - {"none"}))
+        return (*modes, FULL) if self.recomputed else modes
+
+    @property
     def mtp_mode(self) -> Recompute:
         """Recompute mode of the multi-token-prediction layers: full only if all decoder layers are."""
         all_layers = bool(self.recomputed) and tuple(map(sum, self.recomputed)) == self.counts

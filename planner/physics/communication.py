@@ -137,22 +137,36 @@ def num_hops(kind: Kind, size: Number, inner: Number, members: Number, innermost
 
 
 def dispatch_s(
-    num_bytes: Number, choices: int, size: Number, stride: Number, cluster: ClusterSpec, inner_factor: float = 1.0
+    num_bytes: Number,
+    choices: int,
+    size: Number,
+    stride: Number,
+    cluster: ClusterSpec,
+    inner_factor: float = 1.0,
+    row_fraction: float = 0.0,
 ) -> Number:
     """Seconds to send tokens to their experts, where a token is sent once to each unit of ranks that it visits."""
-    seconds: Number = sum(dispatch_tiers_s(num_bytes, choices, size, stride, cluster, inner_factor))
+    tiers_s = dispatch_tiers_s(num_bytes, choices, size, stride, cluster, inner_factor, row_fraction)
+    seconds: Number = sum(tiers_s)
     return seconds
 
 
 def dispatch_tiers_s(
-    num_bytes: Number, choices: int, size: Number, stride: Number, cluster: ClusterSpec, inner_factor: float = 1.0
+    num_bytes: Number,
+    choices: int,
+    size: Number,
+    stride: Number,
+    cluster: ClusterSpec,
+    inner_factor: float = 1.0,
+    row_fraction: float = 0.0,
 ) -> list[Number]:
     """The seconds of `dispatch_s` on each tier, innermost first.
 
     `num_bytes` are the bytes of all visits. A token visits a unit of u ranks out of n with probability
-    p(u) = 1 − (1 − u/n)^choices. Over each outer tier it goes once to each unit below the tier that it visits:
-    (members / inner − 1) · p(inner) copies. Over the innermost tier it is handed on to its ranks: n · p(1) copies, but
-    for the one that is there already (DeepEP, HybridEP).
+    p(u) = 1 − (1 − u/n)^choices. Where its experts stand in a row, whose first and last are `row_fraction` of all
+    experts apart, it is p(u) = min(1, u/n + row_fraction): the row may begin anywhere. Over each outer tier it goes
+    once to each unit below the tier that it visits: (members / inner − 1) · p(inner) copies. Over the innermost tier it
+    is handed on to its ranks: n · p(1) copies, but for the one that is there already (DeepEP, HybridEP).
     """
     token_bytes = num_bytes / choices
     is_any = (token_bytes > 0) * (size > 1)
@@ -161,7 +175,7 @@ def dispatch_tiers_s(
     for level, (tier, members) in enumerate(
         zip(cluster.tiers, members_by_tier(size, stride, cluster.tiers), strict=True)
     ):
-        visited = 1 - (1 - inner / size) ** choices
+        visited = np.minimum(inner / size + row_fraction, 1.0) if row_fraction else 1 - (1 - inner / size) ** choices
         copies = size * visited * (1 - 1 / members) if level == 0 else (members / inner - 1) * visited
         slow = inner_factor if level == 0 else 1.0
         handed_s = slow * token_bytes * copies / bytes_per_s_among(tier, members)
@@ -219,5 +233,5 @@ def exchange_tiers_s(collective: Collective, shape: Shape, cluster: ClusterSpec,
     narrow = NARROW_BYTES[dtype] / BF16 if collective.cast and dtype in NARROW_BYTES else 1.0
     num_bytes, choices, slow = collective.num_bytes, collective.choices, collective.inner_factor
     if choices:
-        return dispatch_tiers_s(num_bytes, choices, size, stride, cluster, slow)
+        return dispatch_tiers_s(num_bytes, choices, size, stride, cluster, slow, collective.row_fraction)
     return collective_tiers_s(collective.kind, narrow * num_bytes, size, stride, cluster, slow)

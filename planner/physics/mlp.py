@@ -166,9 +166,10 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     sent_bytes = pair_bytes * imbalance
     choices = moe.num_experts_per_tok if runtime.sends_tokens_once else 0
     inner_factor = max(1.0, runtime.ep_row_bytes / (BF16 * sent))
-    yield from _all_to_all("dispatch", sent_bytes, choices, inner_factor)
+    row_fraction = (moe.num_experts_per_tok - 1) / scored if runtime.visits_experts_in_rows else 0.0
+    yield from _all_to_all("dispatch", sent_bytes, choices, inner_factor, row_fraction)
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * imbalance)
-    yield from _all_to_all("combine", sent_bytes, choices, inner_factor)
+    yield from _all_to_all("combine", sent_bytes, choices, inner_factor, row_fraction)
     unpermute = _move("unpermute", BF16 * tokens * sent + pair_bytes)
     outputs = (Saved("expert outputs", pair_bytes, ("moe",)),) if runtime.weights_expert_outputs else ()
     yield replace(unpermute, saved=outputs)
@@ -324,7 +325,9 @@ _ETP_EXCHANGES: tuple[tuple[str, Literal["all_gather", "reduce_scatter"], bool],
 )
 
 
-def _all_to_all(name: str, num_bytes: Number, choices: int, inner_factor: float) -> Iterator[Collective]:
+def _all_to_all(
+    name: str, num_bytes: Number, choices: int, inner_factor: float, row_fraction: float
+) -> Iterator[Collective]:
     """Exchange in which a rank sends `num_bytes` to the ep ranks, and another that brings their gradient back.
 
     The rank's own share of the bytes stays in place.
@@ -340,6 +343,7 @@ def _all_to_all(name: str, num_bytes: Number, choices: int, inner_factor: float)
             backward=backward,
             modules=() if backward else modules,
             choices=choices,
+            row_fraction=row_fraction,
             inner_factor=inner_factor,
         )
 

@@ -178,6 +178,9 @@ class Collective:
     choices: int = 0
     """Experts that each token visits, in an all-to-all that sends a token once to a unit of ranks however many of the
     token's experts are there; 0 where every visit is sent."""
+    row_fraction: float = 0.0
+    """Distance between the first and the last expert of a token that visits experts in a row, as a share of all
+    experts; 0 where a token's experts are anywhere."""
     inner_factor: float = 1.0
     """Factor on the seconds over the innermost links: short rows go slower than long ones."""
 
@@ -196,6 +199,12 @@ def collectives_of(items: Iterable[Item]) -> list[Collective]:
 def num_parameters(items: Iterable[Item], expert: bool | None = None) -> Number:
     """Parameters that the rank holds: those of routed experts (True), all others (False), or both (None)."""
     return sum(op.parameters for op in operators_of(items) if expert is None or op.expert == expert)
+
+
+def num_tensors(items: Iterable[Item]) -> Number:
+    """Parameters of a rank as trainers hold them: one tensor for each product, each expert's, and each norm."""
+    tensors = (op.count * (op.parameters > 0) for op in operators_of(items))
+    return sum(tensors)
 
 
 def wide_parameters(items: Iterable[Item]) -> Number:

@@ -37,6 +37,7 @@ from planner.physics.operators import (
     FP32,
     Item,
     num_parameters,
+    num_tensors,
     operators_of,
     saved_bytes,
     up_to_last_saved,
@@ -84,14 +85,14 @@ class Pricing:
         for kind in model.kinds:
             items = decoder_layer(model, kind, shape, runtime, imbalance)
             layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
-        shared = model.tie_word_embeddings
+        own_head = self._head(shape, shares_embedding=False)
         mtp = self._mtp(shape, layers, modes) if model.num_nextn_predict_layers else {}
         return CostTable(
             shape=shape,
             layers=layers,
             embedding=self._embedding(shape, layers),
-            head=self._head(shape, shares_embedding=False),
-            head_beside_embedding=self._head(shape, shares_embedding=shared),
+            head=own_head,
+            head_beside_embedding=self._head(shape, True) if model.tie_word_embeddings else own_head,
             mtp=mtp.get("none"),
             mtp_recomputed={mode: part for mode, part in mtp.items() if mode != "none"},
             p2p_s=self.p2p_s(shape),
@@ -215,7 +216,7 @@ class Pricing:
             wide_parameters=wide,
             reduce_s=self.reduce_s(dense, expert, shape),
             gather_s=self.gather_s(dense, expert, shape),
-            optimizer_s=self.update_s(dense, expert, shape),
+            optimizer_s=self.update_s(dense, expert, shape) + self._tensors_s(items),
         )
 
     def _embedding(self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost]) -> PartCost:
@@ -271,6 +272,11 @@ class Pricing:
         gpu_s = compute.optimizer_s(hardware, shard - offloaded, runtime)
         return gpu_s + compute.host_update_s(hardware, offloaded) + clip_s
 
+    def _tensors_s(self, items: Sequence[Item]) -> Number:
+        """Host seconds of an optimizer step on a part: Python copies, sums and hooks go tensor by tensor."""
+        kernels = self.runtime.tensor_kernels * num_tensors(items)
+        return kernels * compute.issue_s(self.cluster.hardware, self.runtime)
+
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Seconds to reduce-scatter gradients over the shard group and all-reduce them over its replicas.
 
@@ -292,6 +298,7 @@ class Pricing:
         self, dense: Number, expert: Number, shape: Shape, num_bytes: int, reduces: Literal[True, False]
     ) -> Number:
         seconds: Number = 0.0
+        tensors = self.runtime.gathers_tensors and not reduces
         # one parameter at a time, ZeRO-3's exchanges are small
         rate = np.where(shape.zero_stage == 3, self.runtime.fsdp_rate_fraction, 1.0)
         dense_places, expert_places = data_parallel_places(shape)
@@ -299,7 +306,7 @@ class Pricing:
         for parameters, size, places in groups:
             shard = np.minimum(shape.shard_size, size)
             payload = num_bytes * parameters / rate
-            bucket = self.runtime.bucket_among(shard)
+            bucket = self._tensor_parameters(shape) if tensors else self.runtime.bucket_among(shard)
             exchanges = 1.0 if bucket is None else parameters / bucket
             seconds_of = partial(collective_s, cluster=self.cluster, exchanges=exchanges)
             scatter = seconds_of("reduce_scatter", payload, shard, places)
@@ -312,6 +319,10 @@ class Pricing:
             scatters = (shape.zero_stage >= 1) & (not self.runtime.all_reduces_gradients)
             seconds = seconds + np.where(scatters, scatter + replicas, among_all)
         return seconds
+
+    def _tensor_parameters(self, shape: Shape) -> Number:
+        """Parameters of a weight on this rank, as of a square one: those of an MLP are larger, norms are smaller."""
+        return self.model.hidden_size**2 / shape.tp
 
     def p2p_s(self, shape: Shape) -> Number:
         """Least seconds to hand one micro-batch's activation to the next stage: those of the first; 0 without a

@@ -94,7 +94,7 @@ class Priced:
             else:
                 hardware = replaced(hardware, coefficient.path, value)
         cluster = type(run.cluster)(**{**dict(run.cluster), "hardware": hardware})
-        step = replace(run, cluster=cluster, runtime=runtime).evaluate().step
+        step = replace(run, cluster=cluster, runtime=runtime, says_switches=True).evaluate().step
         assert step.step_s_interval is not None
         self.width = float(np.log(step.step_s_interval[1] / step.step_s))
         return step.step_s

@@ -64,6 +64,10 @@ def _sections(plan: Plan, view: View, schedule: Drawing) -> Iterator[Html]:
     yield section("The schedule", drawn)
     if view.alternatives:
         yield section(headings["alternatives"], _alternatives(view))
+    if view.robust:
+        notes = [tag("p", remark, class_="soft") for remark in view.robust.remarks]
+        robust = table(view.robust.heads, view.robust.rows, "l" + "r" * (len(view.robust.heads) - 1))
+        yield section(headings["robust"], robust, *notes)
     if view.rejections:
         yield section(headings["rejections"], _rejections(view.rejections))
     yield section(headings["how_sure"], table(("", ""), view.how_sure, "ll"))
@@ -91,6 +95,10 @@ def _header(view: View) -> Html:
 def _figures(view: View) -> Iterator[tuple[str, str]]:
     """The key figures, memory and the cost of the whole run among them."""
     for figure in (*view.figures, view.peak):
+        yield figure.name, figure.text
+    if view.sustained is not None:
+        yield view.sustained.name, view.sustained.text
+    for figure in view.goodput:
         yield figure.name, figure.text
     for figure in view.cost:
         yield f"{figure.name} of {large(view.tokens or 0)} tokens", figure.text

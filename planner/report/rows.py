@@ -1,4 +1,4 @@
-"""The rows of a report's tables: stages, shares of the step, layouts beside each other, rejected shapes.
+"""The figures of a report, and the rows of its tables: stages, shares of the step, layouts, rejected shapes.
 
 A row holds numbers with their units, and gives the texts of its columns, which every report shows alike.
 """
@@ -7,11 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from planner.answer import PricedLayout, StagePlan
 from planner.report.format import fits_with, gibibytes, percent, seconds
 from planner.report.labels import manner, sizes
 from planner.report.recipe import differences
+
+Unit = Literal["s", "tokens/s", "TFLOP/s", "fraction", "bytes", "days", "GPU-hours", "USD", "MWh", "1/day"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number that people quote: one value in its unit, or the two ends of an interval, and how it is written."""
+
+    name: str
+    values: tuple[float, ...]
+    unit: Unit
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,10 @@ from rich.text import Text
 from planner.answer import Plan, PricedLayout
 from planner.report.format import large
 from planner.report.pieces import Bar, bullets, columns, section
-from planner.report.rows import RECOMPUTE_COLUMN, STAGE_HEADS, Entry, Rejection, Share, entry_of, runs_of_stages
-from planner.report.view import Figure, View, view_of
+from planner.report.robust import Robust
+from planner.report.rows import RECOMPUTE_COLUMN, STAGE_HEADS, Entry, Figure, Rejection, Share, entry_of, runs_of_stages
+from planner.report.unsaid import says_unsaid
+from planner.report.view import View, view_of
 
 _MAX_ROWS = 16
 """Deeper pipelines show runs of alike stages as one row."""
@@ -30,10 +32,11 @@ def render(plan: Plan, own: PricedLayout | None = None) -> Group:
 
 
 def summary(layout: PricedLayout) -> str:
-    """One line: sizes, seconds, memory of the fullest stage."""
+    """One line: sizes, seconds, memory of the fullest stage, and the switch left unsaid that matters most."""
     entry = entry_of("", layout)
     fits = "" if layout.fits else ", does not fit"
-    return f"{layout.parallelism}: {entry.step}, {entry.peak.rstrip('!')} GiB{fits}"
+    unsaid = f" · not said: {says_unsaid(layout)}" if layout.unsaid else ""
+    return f"{layout.parallelism}: {entry.step}, {entry.peak.rstrip('!')} GiB{fits}{unsaid}"
 
 
 def _sections(view: View) -> Iterator[RenderableType]:
@@ -47,6 +50,8 @@ def _sections(view: View) -> Iterator[RenderableType]:
     yield section(headings["breakdown"], _breakdown(view.breakdown))
     if view.alternatives:
         yield section(headings["alternatives"], _entries(view.alternatives))
+    if view.robust:
+        yield section(headings["robust"], _robust(view.robust))
     if view.rejections:
         yield section(headings["rejections"], _rejections(view.rejections))
     yield section(headings["how_sure"], _sentences(view.how_sure))
@@ -70,8 +75,14 @@ def _panel(view: View) -> Panel:
     if view.fit:
         lines.append(Text(view.fit))
     lines += ["", _figures(view.figures)]
+    if view.sustained is not None:
+        lines.append(Text(f"{view.sustained.name} {view.sustained.text}"))
     if view.tokens is not None:
-        lines += ["", Text(f"{large(view.tokens)} tokens: {' · '.join(figure.text for figure in view.cost)}")]
+        parts = [f"{large(view.tokens)} tokens: {view.cost[0].text}", *(figure.text for figure in view.cost[1:])]
+        lines += ["", *map(Text, _packed(parts))]
+    if view.goodput:
+        effective, *rest = view.goodput
+        lines += map(Text, _packed([f"{effective.name} {effective.text}", *(figure.text for figure in rest)]))
     return Panel(Group(*lines), title=Text(view.job, style="bold"), title_align="left")
 
 
@@ -140,6 +151,16 @@ def _entry(entry: Entry, width: int) -> Iterator[RenderableType]:
     yield table
     if entry.remark:
         yield Padding(Text(entry.remark, style="dim"), (0, 0, 0, width + 1))
+
+
+def _robust(robust: Robust) -> Group:
+    """A row per layout, a column per assumption; heads are folded to be as narrow as the seconds below them."""
+    table = columns("l", *"r" * (len(robust.heads) - 1), gap=1 if len(robust.heads) > 7 else 2)
+    table.add_row(*(Text("\n".join(head.rsplit(" ", 1)), style="dim") for head in robust.heads))
+    for row in robust.rows:
+        table.add_row(*row)
+    choice, meanings = robust.remarks
+    return Group(table, Text(choice), Text(meanings, style="dim"))
 
 
 def _rejections(rejections: Iterable[Rejection]) -> Table:

@@ -7,26 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from planner.answer import Plan, PricedLayout
-from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, span
+from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
 from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, manner
+from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
-from planner.report.rows import Entry, Rejection, Share, StageRow, entry_of
-
-Unit = Literal["s", "tokens/s", "TFLOP/s", "fraction", "bytes", "days", "GPU-hours", "USD", "MWh"]
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A number that people quote: one value in its unit, or the two ends of an interval, and how it is written."""
-
-    name: str
-    values: tuple[float, ...]
-    unit: Unit
-    text: str
+from planner.report.robust import Robust, robust_of
+from planner.report.rows import Entry, Figure, Rejection, Share, StageRow, entry_of
+from planner.report.unsaid import says_unsaid
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +38,15 @@ class View:
     fit: str
     """The probability that it fits, in words; empty where it is not known, and where it does not."""
     figures: tuple[Figure, ...]
+    sustained: Figure | None
+    """The step over months, where something is known of it."""
     peak: Figure
     """Memory of the fullest stage."""
     tokens: float | None
     """Tokens of the whole run, where a run was asked for."""
     cost: tuple[Figure, ...]
+    goodput: tuple[Figure, ...]
+    """The share of the whole run's time that trains, and what takes the rest."""
     given_and_own: tuple[Entry, ...]
     """The layout that was given and the planner's own choice for the same job, where there is one."""
     capacity_bytes: int
@@ -65,6 +59,8 @@ class View:
     """The items of the step, the largest first, those below LEAST_SHARE left out."""
     best: Entry
     alternatives: tuple[Entry, ...]
+    robust: Robust | None
+    """The best few layouts under changed assumptions; None where these move nothing."""
     rejections: tuple[Rejection, ...]
     """The most frequent reason first."""
     how_sure: tuple[tuple[str, str], ...]
@@ -91,6 +87,7 @@ class View:
             "stages": f"Stages, on GPUs of {self.capacity}",
             "breakdown": f"Where the {seconds(self.step_s)} of a step go",
             "alternatives": "Alternatives, and what each trades",
+            "robust": "If an assumption turns out otherwise: the step",
             "rejections": "Rejected shapes, by reason",
             "how_sure": "How sure",
             "assumptions": "Assumptions that move the step of this layout",
@@ -112,9 +109,11 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
         fit=_fit(best) if best.fits else "",
         figures=_figures(plan),
+        sustained=sustained_figure(best),
         peak=_peak(best),
         tokens=None if plan.run_cost is None else plan.run_cost.tokens,
-        cost=_cost(plan),
+        cost=cost_figures(plan),
+        goodput=goodput_figures(plan),
         given_and_own=() if own is None else (entry_of("given", best), entry_of("own", own, best)),
         capacity_bytes=hardware.memory_bytes,
         stages=tuple(StageRow((stage,), hardware.memory_bytes) for stage in plan.stages),
@@ -124,6 +123,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         breakdown=_breakdown(plan),
         best=entry_of("best", best),
         alternatives=tuple(entry_of(f"{rank}.", other, best) for rank, other in enumerate(plan.alternatives, start=1)),
+        robust=robust_of(best),
         rejections=tuple(
             Rejection(count, reason.replace("_", " "), plan.rejection_examples.get(reason, ""))
             for reason, count in sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0]))
@@ -183,22 +183,6 @@ def _breakdown(plan: Plan) -> tuple[Share, ...]:
     return tuple(share for share in sorted(shares, key=lambda share: -share.value_s) if share.fraction >= LEAST_SHARE)
 
 
-def _cost(plan: Plan) -> tuple[Figure, ...]:
-    """Days, GPU-hours, dollars and energy of the whole run, as far as they are known."""
-    cost = plan.run_cost
-    if cost is None:
-        return ()
-    figures = [
-        Figure("time", (cost.days,), "days", f"{digits(cost.days)} days"),
-        Figure("GPU time", (cost.gpu_hours,), "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
-    ]
-    if cost.usd is not None:
-        figures.append(Figure("price", (cost.usd,), "USD", f"${large(cost.usd)}"))
-    if cost.mwh is not None:
-        figures.append(Figure("energy", (cost.mwh,), "MWh", f"{digits(cost.mwh)} MWh"))
-    return tuple(figures)
-
-
 def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
     """Evidence, what the search proved, and what could turn out otherwise."""
     lines = [("evidence", EVIDENCE[plan.evidence])]
@@ -208,6 +192,9 @@ def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
         counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
         lines.append(("search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"))
         lines.append(("solver", f"{says_outcome(search)}: {says_bound(search)}"))
+    lines += says_sources(plan)
+    if plan.best.unsaid:
+        lines.append(("not said", says_unsaid(plan.best)))
     if plan.best.oom_probability is not None:
         lines.append(("memory", _memory(plan)))
     if plan.undecided:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from planner.layout.outside_pipeline import gathers_show
+from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.shape import RANK_ORDERS, Shape, divisors
 from planner.specs.cluster import ClusterSpec
@@ -20,6 +22,7 @@ from planner.trainers.rules.of_trainer import rules_for
 from planner.trainers.spec import RuntimeSpec
 
 IntArray = npt.NDArray[np.int64]
+Grid = dict[str, IntArray]
 
 MAX_MICRO_BATCH_TOKENS = 1 << 16
 """Most tokens of a micro-batch that is tried; with more, GEMMs gain nothing and activations grow."""
@@ -60,7 +63,8 @@ def enumerate_shapes(
     legal = dp > 0
     _reject(grid, ~legal, rejections, cluster, training)
     dp = np.maximum(dp, 1)
-    rows, shard_size = _shard_groups(grid, dp, cluster, limits, doubles=runtime.shards_pipelines)
+    pricing = Pricing(model=model, cluster=cluster, training=training, runtime=runtime)
+    rows, shard_size = _shard_groups(grid, dp, pricing, limits)
     legal, dp = legal[rows], dp[rows]
     shape = _shape({name: column[rows] for name, column in grid.items()}, dp, shard_size, training, runtime)
     orders: tuple[str, ...] = limits.rank_order or runtime.rank_orders
@@ -111,9 +115,6 @@ def scalar(shape: Shape, index: int) -> Shape:
     row = shape.take(index)
     numbers = {name: getattr(row, name) for name in Shape.__slots__}
     return Shape(**{k: v.item() if isinstance(v, np.generic) else v for k, v in numbers.items()})
-
-
-Grid = dict[str, IntArray]
 
 
 def _grid(
@@ -217,29 +218,32 @@ def _largest(
     return dp
 
 
-def _shard_groups(
-    grid: Grid, dp: IntArray, cluster: ClusterSpec, limits: SearchLimits, doubles: bool
-) -> tuple[IntArray, IntArray]:
+def _shard_groups(grid: Grid, dp: IntArray, pricing: Pricing, limits: SearchLimits) -> tuple[IntArray, IntArray]:
     """Rows of the grid, one for each group size to shard over, and the number of ranks in the group.
 
-    A group has all dp·cp ranks. If weights or gradients are sharded, groups of one NVLink domain (and, with `doubles`,
-    its doublings) are tried as well; then only reductions leave the group (HSDP). Pinned sizes are kept, to be refused
-    with a reason.
+    A group has all dp·cp ranks. If weights or gradients are sharded, groups of one NVLink domain (and its doublings,
+    where stages of a pipeline are sharded too) are tried as well; then only reductions leave the group (HSDP). If the
+    optimizer alone is sharded, groups of one domain are tried where weights gathered by all ranks would show; else they
+    save nothing, hold more and reduce more bytes between nodes. Pinned sizes are kept, to be refused with a reason.
     """
     every_row, all_ranks, zero_stage = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
+    groups = [(every_row, all_ranks)]
     if limits.shard_size is not None:
         pinned = zero_stage >= 1
         groups = [(every_row[~pinned], all_ranks[~pinned])]
         groups += [(every_row[pinned], np.full(int(pinned.sum()), size)) for size in sorted(set(limits.shard_size))]
-    else:
-        groups = [(every_row, all_ranks)]
-        size = 2 ** np.floor(np.log2(np.maximum(cluster.nvlink_domain_size // grid["tp"], 1))).astype(np.int64)
-        while (smaller := (zero_stage >= 2) & (size < all_ranks)).any():
-            usable = smaller & (all_ranks % size == 0) & (size % grid["cp"] == 0)
-            groups.append((every_row[usable], size[usable]))
-            if not doubles:
-                break
-            size = 2 * size
+        return np.concatenate([rows for rows, _ in groups]), np.concatenate([sizes for _, sizes in groups])
+    grouped = np.isin(zero_stage, pricing.runtime.grouped_zero_stages)
+    size = 2 ** np.floor(np.log2(np.maximum(pricing.cluster.nvlink_domain_size // grid["tp"], 1))).astype(np.int64)
+    alone = np.flatnonzero(grouped & (zero_stage == 1) & (size < all_ranks))
+    columns = {name: column[alone] for name, column in grid.items()}
+    of_all = Shape(**columns, dp=dp[alone], shard_size=all_ranks[alone], seq_length=pricing.training.seq_length)
+    grouped[zero_stage == 1] = False
+    grouped[alone] = gathers_show(pricing, of_all)
+    while (smaller := grouped & (size < all_ranks)).any():
+        usable = np.flatnonzero(smaller & (all_ranks % size == 0) & (size % grid["cp"] == 0))
+        groups.append((usable, size[usable]))
+        size, grouped = 2 * size, grouped & (zero_stage >= 2) & pricing.runtime.shards_pipelines
     return np.concatenate([rows for rows, _ in groups]), np.concatenate([sizes for _, sizes in groups])
 
 

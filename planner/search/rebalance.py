@@ -14,7 +14,7 @@ from math import inf
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import SolverError, SpecError
-from planner.layout.assemble import run_cost
+from planner.layout.assemble import whole_run_of
 from planner.layout.candidate import Candidate
 from planner.layout.replan import layout_again, reprice
 from planner.layout.split import Split
@@ -60,7 +60,8 @@ def rebalance(plan: Plan, rank_factors: Sequence[float], time_limit_s: float = 1
     before, after = layout_again(plan, slow), layout_again(plan, balanced)
     if after.step.step_s >= before.step.step_s:
         after = before
-    changes = {"best": after, "alternatives": (), "search": None, "run_cost": run_cost(slow.pricing, after)}
+    cost, goodput = whole_run_of(slow.pricing, after, plan.model.num_parameters)
+    changes = {"best": after, "alternatives": (), "search": None, "run_cost": cost, "goodput": goodput}
     return Rebalanced(before, after, plan.model_copy(update=changes))
 
 

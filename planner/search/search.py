@@ -13,6 +13,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.evaluate import runtime_of
 from planner.layout.expressible import export_warnings
 from planner.layout.price import price_layout
+from planner.layout.robust import robust_steps
 from planner.physics.layers import ModelTotals, model_totals
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import key_of
@@ -107,6 +108,8 @@ def search_within_risk(case: Case, deadline: Deadline | None = None) -> Plan:
     layouts[0] = with_recipe(layouts[0], best, recipes)
     report = certificate(rounds, recipes, layouts[0].step.step_s, time.monotonic() - started)
     rejections = rounds[0].rejections
+    if case.limits.top > 1 and not deadline.passed:
+        layouts[0] = layouts[0].model_copy(update={"robust": robust_steps([best, *others], layouts, recipes.base)})
     told = told_assumptions(best)
     return assemble(best.pricing, totals, layouts, told, report, rejections.counts, rejections.examples)
 

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from planner.specs.base import NonNegativeFloat, PositiveFloat, PositiveInt, Spec
+from planner.specs.operations import OperationsSpec
 
 Dtype = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 """The dtype of products; everything else stays in 16 bits."""
@@ -36,6 +37,8 @@ class TrainingSpec(Spec):
     """Tokens on the most loaded expert rank over the mean: 1 is forced balance."""
     straggler_fraction: NonNegativeFloat = Field(default=0.0, le=10.0)
     """Share by which the slowest rank computes slower than the profile says."""
+    operations: OperationsSpec = OperationsSpec()
+    """How a long run is operated: storage, failures, spare nodes, price."""
 
     @property
     def tokens_per_step(self) -> int:

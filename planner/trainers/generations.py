@@ -9,10 +9,13 @@ from typing import Any
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Parallelism
-from planner.trainers.load import RUNTIMES, load_runtime
+from planner.trainers.likely import Likely
+from planner.trainers.load import RUNTIMES, likely_of, load_runtime
 from planner.trainers.spec import RuntimeSpec
 
 _ONE_RECIPE = (None, "bf16", "fp16", "fp8")
+_WITHOUT_EXPERTS = {"ep_overlap": False, "fused_experts": False}
+"""Features that a model without experts lacks, although graphs of whole iterations stand for them too."""
 
 
 def runtime_of_its_day(
@@ -47,11 +50,22 @@ def unsaid_features(runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSp
     """The features that a run on such hardware has switched on unless it says otherwise."""
     features: dict[str, Any] = {"cross_entropy_fusion": True} if runtime.runs_fuse_loss else {}
     if model.moe is None:
-        # graphs of whole iterations stand for overlapped exchanges and fused experts too, of which there are none
-        return features | {"ep_overlap": False, "fused_experts": False}
+        return features | _WITHOUT_EXPERTS
     is_rack = hardware.nvlink_domain_size > hardware.gpus_per_node
     graphs = {"cuda_graph": "transformer_engine"} if is_rack and runtime.graphs_routing_on_racks else {}
     return features | graphs
+
+
+def likely_otherwise(
+    runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec
+) -> list[tuple[Likely, RuntimeSpec]]:
+    """The values that a run of this trainer may have where it says none, each with the runtime that has it."""
+    without = _WITHOUT_EXPERTS if model.moe is None else {}
+    others = [
+        (entry, runtime.with_features({**without, **entry.switches})[0])
+        for entry in likely_of(runtime, hardware.architecture)
+    ]
+    return [(entry, other) for entry, other in others if other != runtime]
 
 
 @cache

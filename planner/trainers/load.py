@@ -5,7 +5,7 @@ are what the trainer switches on, spelled as in a run. A number without a source
 
 `switches` are those that it has, with their values. `versions` are its releases, the newest last, and `since` says with
 which of them a switch, or one value of it (`switch=value`, `dtype=nvfp4`), came. `megatron@0.16` is the trainer of that
-release.
+release. `likely` are the values that runs usually have where they do not say them (likely.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from planner.specs.checking import checked
 from planner.specs.problems import check_names, nearest
 from planner.specs.reading import label, load_yaml, printable
 from planner.specs.training import Dtype
+from planner.trainers.likely import Likely, read_likely
 from planner.trainers.rules.named import EXPORT_RULES, RULES
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, changes, written
@@ -31,7 +32,7 @@ _SUFFIXES = (".yaml", ".yml")
 RUNTIMES = tuple(sorted(path.stem for path in _DATA.glob("*.yaml")))
 """Names of the trainers that ship with the planner."""
 _BASES = (*RUNTIMES, *sorted(f"shared/{path.stem}" for path in (_DATA / "shared").glob("*.yaml")))
-_FILE_KEYS = ("source", "base", "features", "switches", "versions", "since")
+_FILE_KEYS = ("source", "base", "features", "switches", "versions", "since", "likely")
 """Keys of a trainer's file beside the fields of RuntimeSpec."""
 _VERSION = re.compile(r"(.+)@([\w.]+)")
 Switches = dict[str, tuple[Value, ...]]
@@ -47,6 +48,7 @@ class TrainerFile(NamedTuple):
     """The releases of the trainer, the newest last."""
     since: Mapping[str, str] = {}
     """The release with which a switch came, or one value of it (`switch=value`); others are in all of them."""
+    likely: tuple[Likely, ...] = ()
 
 
 def load_runtime(name_or_path: str | Path) -> RuntimeSpec:
@@ -69,6 +71,19 @@ def switches_of(runtime: RuntimeSpec) -> Switches:
     """The switches that a trainer has, with the values that a search may choose; none for a trainer of one's own."""
     names = [name for name in (runtime.name, runtime.family) if name in RUNTIMES]
     return next((has for name in names if (has := _shipped_switches(name, runtime.version))), {})
+
+
+def likely_of(runtime: RuntimeSpec, architecture: str) -> tuple[Likely, ...]:
+    """Values that switches of a shipped trainer's runs on such silicon may have; those of its version."""
+    if runtime.name not in RUNTIMES:
+        return ()
+    file, has = _shipped_file(runtime.name), switches_of(runtime)
+    return tuple(
+        entry
+        for entry in file.likely
+        if (not entry.architectures or architecture in entry.architectures)
+        and all(name not in file.switches or value in has.get(name, ()) for name, value in entry.switches.items())
+    )
 
 
 def versions_of(runtime: RuntimeSpec) -> tuple[str, ...]:
@@ -176,7 +191,8 @@ def _read(path: Path) -> TrainerFile:
         sources |= {key: source} if source else {}
     switches = base.switches | _switches(where, data.get("switches", {}))
     versions, since = _versions(where, data, base, switches)
-    return TrainerFile(values, sources, switches, versions, since)
+    likely = read_likely(where, data["likely"]) if "likely" in data else base.likely
+    return TrainerFile(values, sources, switches, versions, since, likely)
 
 
 def _base(where: str, name: Any) -> TrainerFile:

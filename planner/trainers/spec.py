@@ -137,6 +137,8 @@ class RuntimeSpec(Spec):
     """Bytes per parameter of 16-bit gradients beside the fp32 sums, zeroed after every micro-batch and never freed."""
     optimizer_bytes: PositiveInt = 12
     """Bytes per parameter of fp32 master weights (unless they are the weights) and two Adam moments."""
+    asynchronous_checkpoints: bool = False
+    """Checkpoints are written beside the training, which waits only until they are copied to host memory."""
     narrow_gradient_bytes: PositiveInt | None = None
     """`gradient_bytes` under an 8- or 4-bit recipe, where that differs: Megatron-Bridge's performance recipes sum and
     reduce gradients in bf16."""
@@ -213,9 +215,11 @@ class RuntimeSpec(Spec):
     bucket_parameters: PositiveInt | None = None
     """Parameters whose gradients or weights are exchanged at a time, or more among many ranks; given none, a layer's
     (FSDP)."""
+    gathers_tensors: bool = False
+    """Weights are gathered one tensor at a time, or broadcast so by the ranks that updated them."""
     all_reduces_gradients: bool = False
     """Gradients of a sharded optimizer are all-reduced (hooks of DistributedDataParallel), not reduce-scattered."""
-    contention_fraction: Fraction = 0.1896
+    contention_fraction: Fraction = 0.1708
     """Share of an exchange of gradients or weights by which a step is longer although compute hides it: its kernels
     take SMs and memory bandwidth from those that they run beside. Fitted (trainers/data/shared/nccl.yaml)."""
     fsdp_overlap_fraction: Fraction = 0.9
@@ -236,6 +240,8 @@ class RuntimeSpec(Spec):
     """Schedules of a pipeline that it runs."""
     zero_stages: tuple[int, ...] = (0, 1)
     """ZeRO stages that it has."""
+    grouped_zero_stages: tuple[int, ...] = (2, 3)
+    """Those of its ZeRO stages that can shard over a group of the ranks and repeat the shards in other groups."""
     rank_orders: tuple[RankOrder, ...] = ("tp-cp-ep-dp-pp",)
     """Orders in which it can number its ranks, its own first."""
     shards_pipelines: bool = True
@@ -296,6 +302,13 @@ class RuntimeSpec(Spec):
     sends_tokens_once: bool = False
     """The dispatcher sends a token to a node once and there to a rank once, however many of its experts they hold
     (DeepEP, HybridEP)."""
+    visits_experts_in_rows: bool = False
+    """A benchmark's gate sends each token to experts that stand in a row, so that it visits one or two ranks."""
+    exchange_kernels: NonNegativeFloat = 0.0
+    """Host time to start an exchange of tensor- or context-parallel ranks, counted in kernels of an eager layer."""
+    tensor_kernels: NonNegativeFloat = 0.0
+    """Host time of an optimizer step for each parameter tensor of the rank, counted likewise: hooks, copies to main
+    gradients and back, zeroes. None where a CUDA graph replays the whole step."""
     microbatch_overhead_s: NonNegativeFloat = 0.0
     """Host time per micro-batch and stage that no kernel hides."""
     step_overhead_s: NonNegativeFloat = 0.0

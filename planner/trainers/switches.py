@@ -299,14 +299,17 @@ _ROWS = (
     _described("moe_capacity_factor", lambda value: _CAPACITY if value else {}),
     _described("moe_token_drop", lambda value: _CAPACITY if value else {}),
     _described("fp32_grad_accum", lambda value: dict.fromkeys(_GRADIENT_BYTES, 4 if value else 2)),
+    _flag("experts_in_rows", "a gate of benchmarks", "visits_experts_in_rows", described=True),
     _flag("flash_attention", "fused attention", "flash_attention", described=True),
     _flag("activation_fusion", "fused activations", "fused_activation", described=True),
     _flag("dropout", "dropout after attention and MLP", "dropout", described=True),
     _flag("fp8_output_proj", "the head is of the recipe's dtype too", "narrow_head", described=True),
     _flag("gradient_accumulation_fusion", "products add to gradients", "fused_grad_accumulation", described=True),
     _one_of("attention_kernel", "the kernel of attention", "attention_kernel", ("fastest", "flash", "flash1"), True),
-    _described(
-        "loss_metrics", lambda value: {"loss_metrics": value} if type(value) is int and value >= 0 else None
+    Switch(
+        "loss_metrics", "more computations of the loss, for metrics", {n: {"loss_metrics": n} for n in range(3)},
+        also=lambda value: {"loss_metrics": value} if type(value) is int and value >= 0 else None,
+        is_described=True,
     ),
     _described(
         "cpu_offloading_num_layers",
@@ -317,7 +320,9 @@ _ROWS = (
     # what published rows describe and changes nothing
     *(
         _described(name, lambda value: {})
-        for name in ("match", "uneven_pp", "natural_routing", "flex_attention", "fp8_dot_product_attention")
+        for name in (
+            "match", "uneven_pp", "natural_routing", "flex_attention", "fp8_dot_product_attention", "deterministic",
+        )
     ),
 )  # fmt: skip
 
@@ -334,9 +339,10 @@ def parsed(name: str, text: str) -> Value | None:
     """The value of the switch `name` that a text means; None if it has no such value."""
     row = SWITCHES[name]
     known = next((value for value in row.values if written(value) == text.lower()), None)
-    if known is None and isinstance(next(iter(row.values)), float):
+    kind = type(next(iter(row.values)))
+    if known is None and kind in (int, float):
         try:
-            known = float(text) if row.also(float(text)) is not None else None
+            known = kind(text) if row.also(kind(text)) is not None else None
         except ValueError:
             return None
     return known

@@ -14,8 +14,28 @@ from typing import Any, Literal
 from planner.layout.runs import Run, parse_run
 from planner.specs.base import PositiveFloat, Spec
 
-HELD_OUT = ("mlperf", "nemo-2022", "llm-foundry", "torchtitan-docs", "fms-fsdp", "nemo-gb200")
+HELD_OUT = (
+    "mlperf",
+    "nemo-2022",
+    "llm-foundry",
+    "torchtitan-docs",
+    "fms-fsdp",
+    "nemo-gb200",
+    "internevo",
+    "ultrascale-efa",
+    "automodel",
+    "mlperf-6-0",
+    "moe-recipes",
+    "moe-modelzoo",
+    "megatron-bridge-hybrids",
+    "megatron-bridge-cards-2",
+    "pai-megatron",
+    "torchtitan-issues",
+    "mcore-tests",
+)
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
+PRODUCTION = "production"
+"""The family of runs that took weeks or months: their step is held against the sustained one, not the benchmark's."""
 MemoryKind = Literal["allocated", "allocated on rank 0", "reserved", "nvidia-smi", "unverified"]
 """The kind of peak memory that a source reports: of torch's allocator (on the worst rank, unless the source names one),
 or of nvidia-smi."""
@@ -50,8 +70,8 @@ class Row(Spec):
 
     @property
     def counts(self) -> bool:
-        """True if errors on this row are scored: it is trusted, and nothing about it is assumed."""
-        return self.trust in ("A", "B") and not self.assumed
+        """True if errors on this row are scored: it is trusted, nothing about it is assumed, and it is a benchmark."""
+        return self.trust in ("A", "B") and not self.assumed and self.family != PRODUCTION
 
     @property
     def held_out(self) -> bool:

@@ -22,6 +22,41 @@ def test_an_unknown_family_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'blom'" in capsys.readouterr().err
 
 
+def test_regret_names_what_was_ranked_first_and_what_was_fastest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = [row for row in load_rows() if row.family == "bloom-prequel" and row.run["global_batch_size"] == 1568]
+    monkeypatch.setattr("planner.validate.rows.load_rows", lambda: tuple(few))
+    assert main(["validate", "--family", "bloom-prequel", "--regret"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert main(["validate", "--regret"]) == 0
+    assert "all" in capsys.readouterr().out
+    assert main(["validate", "--regret", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    worst = max(answer["sweeps"], key=lambda sweep: sweep["regret"])
+    told = "".join(out.split())
+    assert told.index(worst["chosen_id"]) < told.index(worst["best_id"])
+    measured_s = {layout["id"]: layout["measured_s"] for layout in worst["layouts"]}
+    assert worst["chosen_id"] == min(worst["layouts"], key=lambda layout: layout["predicted_s"])["id"]
+    assert worst["regret"] == pytest.approx(measured_s[worst["chosen_id"]] / min(measured_s.values()) - 1)
+    (family, _) = answer["regret"]
+    assert family["worst"] == worst["regret"]
+
+
+def test_a_family_of_one_layout_a_job_has_no_regret(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--family", "bloom", "--regret"]) == 0
+    assert "no job" in capsys.readouterr().out
+    assert main(["validate", "--family", "bloom", "--regret", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"regret": [], "sweeps": []}
+
+
+@pytest.mark.parametrize("option", [["--plans"], ["--plot", "-"]])
+def test_regret_is_asked_for_by_itself(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--family", "bloom", "--regret", *option]) == 2
+    assert "--regret" in capsys.readouterr().err
+
+
 def test_the_plot_is_a_page_beside_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "runs.html"
     assert main(["validate", "--family", "torchtitan", "--plot", str(target)]) == 0

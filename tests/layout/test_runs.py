@@ -8,7 +8,7 @@ import pytest
 
 from planner.errors import SpecError
 from planner.layout.given import fill_dp
-from planner.layout.runs import evaluate_lines, network_gb_per_s, parse_run
+from planner.layout.runs import NATURAL_IMBALANCE, evaluate_lines, network_gb_per_s, parse_run
 from planner.specs.training import Parallelism
 from planner.trainers.switches import EP_OVERLAP
 
@@ -208,3 +208,13 @@ def test_a_line_takes_no_model_from_where_lines_come_from() -> None:
     (answer,) = evaluate_lines([line])
     assert answer.error is not None
     assert "model: '-' is standard input" in answer.error.message
+
+
+def test_natural_routing_fills_one_rank_more_unless_biases_balance_experts() -> None:
+    """Qwen3 has an auxiliary loss alone, DeepSeek-V3 a bias for each expert."""
+    asked = {"hardware": "h100", "num_gpus": 256, "seq_length": 4096, "global_batch_size": 256}
+    natural = {"features": {"natural_routing": True}}
+    qwen, deepseek = asked | {"model": "qwen3-235b-a22b"}, asked | {"model": "deepseek-v3"}
+    assert parse_run({"run": qwen}).training.moe_imbalance == 1.0
+    assert parse_run({"run": qwen | natural}).training.moe_imbalance == NATURAL_IMBALANCE > 1.0
+    assert parse_run({"run": deepseek | natural}).training.moe_imbalance == 1.0

@@ -75,6 +75,15 @@ def test_nothing_to_send_takes_no_time() -> None:
     assert float(dispatch_s(NUM_BYTES, 8, 1, 1, H100)) == 0.0
 
 
+def test_experts_in_a_row_lie_on_two_ranks() -> None:
+    # 9 experts of 256 apart by 8: a token visits 1 rank of 4 experts and crosses 8/4 borders to the next
+    in_row, anywhere = (float(dispatch_s(NUM_BYTES, 9, 64, 1, H100, row_fraction=f)) for f in (8 / 256, 0.0))
+    assert in_row < anywhere / 2
+    # a row as long as all experts visits every rank
+    everywhere = float(dispatch_s(NUM_BYTES, 1, 64, 1, H100, row_fraction=1.0))
+    assert everywhere > float(dispatch_s(NUM_BYTES, 1, 64, 1, H100))
+
+
 def test_arrays_cost_what_their_elements_cost() -> None:
     sizes = np.array([1, 4, 8, 16, 64])
     together = dispatch_s(NUM_BYTES, 4, sizes, 1, H100)

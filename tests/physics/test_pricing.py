@@ -15,6 +15,7 @@ from planner.physics.compute import attention_s, operator_seconds, part_seconds
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Operator, collectives_of, operators_of, up_to_last_saved
+from planner.physics.passes import LATE_NODE_FRACTION, late_nodes_fraction
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
@@ -27,6 +28,7 @@ from planner.trainers.spec import CHUNK_PARAMETERS
 MODELS = ["llama-3.1-70b", "gpt3-175b", "deepseek-v3", "gpt-oss-120b", "gemma-3-27b", "llama-3.2-1b"]
 QUANTITIES = [field.name for field in fields(PartCost)]
 TOTALS = ["forward_total_s", "input_grad_total_s", "backward_total_s", "total_s", "static_bytes"]
+GPUS = ClusterSpec(hardware=load_hardware("h100"), num_gpus=1024)
 BYTES = ["weights_bytes", "gradients_bytes", "optimizer_bytes"]
 
 
@@ -34,7 +36,7 @@ def pricing_of(name: str, runtime: str = "megatron", dtype: Dtype = "bf16", **ch
     return Pricing(
         model=load_model(name),
         training=TrainingSpec(seq_length=4096, global_batch_size=512, dtype=dtype),
-        cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=1024),
+        cluster=GPUS,
         runtime=load_runtime(runtime),
         **changes,
     )
@@ -135,14 +137,15 @@ def test_torch_repeats_a_layer_up_to_the_last_tensor_its_backward_needs() -> Non
     """No down projection and no exchange behind it, where the trainer leaves recomputing to torch."""
     shape = Shape(tp=8, pp=4, dp=4, seq_length=4096, micro_batch_size=2, sequence_parallel=1, zero_stage=3)
     early = pricing_of("llama-3.1-70b", "torchtitan")
-    late = replace(early, runtime=early.runtime.model_copy(update={"stops_recompute_early": False}))
+    never = replace(early, runtime=early.runtime.model_copy(update={"stops_recompute_early": False}))
     (kind,) = early.model.kinds
-    stopped, whole = (pricing.table(shape).layers[kind, "full"] for pricing in (early, late))
+    stopped, whole = (pricing.table(shape).layers[kind, "full"] for pricing in (early, never))
     items = decoder_layer(early.model, kind, shape, early.runtime)
     behind = items[len(up_to_last_saved(items)) :]
     assert [op.name for op in operators_of(behind)] == ["mlp down", "mlp residual"]
     gpu_s = [operator_seconds(op, early.cluster.hardware, "bf16", early.runtime)[0] for op in operators_of(behind)]
-    assert whole.input_grad_s - stopped.input_grad_s == pytest.approx(sum(gpu_s))
+    late = 1 + late_nodes_fraction(GPUS)
+    assert whole.input_grad_s - stopped.input_grad_s == pytest.approx(late * sum(gpu_s))
     (scatter,) = (c for c in collectives_of(behind) if c.name == "mlp down scatter")
     wait_s = early.runtime.collective_sync_us * 1e-6 * 3
     scattered_s = float(exchange_s(scatter, shape, early.cluster)) + wait_s
@@ -242,6 +245,26 @@ def test_fp8_is_faster_and_keeps_less() -> None:
     assert fp8.gradients_bytes == bf16.gradients_bytes / 2
     # gathers carry 8 bits, reduce-scatters 16
     assert 0.5 * bf16.tp_forward_s < fp8.tp_forward_s < 0.9 * bf16.tp_forward_s
+
+
+def test_nodes_wait_for_the_latest_of_them() -> None:
+    """Nothing on one node, more on more of them, and bounded: 3% where a thousand nodes compute, of no exchange."""
+    clusters = [GPUS.changed(num_gpus=num_gpus) for num_gpus in (1, 8, 9, 16, 256, 8192, 65536)]
+    late = [late_nodes_fraction(cluster) for cluster in clusters]
+    assert late[:2] == [0.0, 0.0]
+    assert late[2] == late[3] == pytest.approx(LATE_NODE_FRACTION * np.log(2))
+    assert late[3:] == sorted(late[3:])
+    assert late[-1] < 0.07
+    # a node of a GB200 rack has four GPUs
+    rack = ClusterSpec(hardware=load_hardware("gb200"), num_gpus=72)
+    assert late_nodes_fraction(rack) == pytest.approx(LATE_NODE_FRACTION * np.log(18))
+    shape = Shape(tp=8, seq_length=4096, sequence_parallel=1)
+    pricing = pricing_of("llama-3.1-70b")
+    one, many = (
+        next(iter(replace(pricing, cluster=cluster).table(shape).layers.values())) for cluster in (clusters[1], GPUS)
+    )
+    assert many.forward_s == pytest.approx((1 + late_nodes_fraction(GPUS)) * one.forward_s)
+    assert many.tp_forward_s == one.tp_forward_s
 
 
 def test_a_straggler_slows_compute_and_no_exchange() -> None:
@@ -379,6 +402,27 @@ def test_a_mixture_takes_as_long_as_the_host_or_as_the_gpu() -> None:
     assert replayed == mixture(**NO_HOST, cuda_graphs=True)
 
 
+def test_an_optimizer_step_takes_the_host_a_while_for_each_tensor() -> None:
+    free, counted = (mixture(tensor_kernels=kernels) for kernels in (0.0, 2.0))
+    # of 16 experts two products each, and of the rest two norms, those of queries and keys, router, qkv, output
+    tensors = 2 * 128 / 8 + 6
+    assert counted.optimizer_s - free.optimizer_s == pytest.approx(2 * tensors * KERNEL_S)
+    assert mixture(tensor_kernels=2.0, cuda_graphs=True) == mixture(tensor_kernels=0.0, cuda_graphs=True)
+
+
+def test_the_host_starts_exchanges_too() -> None:
+    def layer(tp: int, kernels: float) -> PartCost:
+        pricing = pricing_of("llama-3.1-8b")
+        pricing = replace(pricing, runtime=pricing.runtime.model_copy(update={"exchange_kernels": kernels}))
+        table = pricing.table(Shape(tp=tp, sequence_parallel=1, seq_length=128), ("none",))
+        return next(iter(table.layers.values()))
+
+    # at so few tokens the host decides: gathers before two products, scatters after two
+    assert layer(8, 10.0).forward_s - layer(8, 0.0).forward_s == pytest.approx(40 * KERNEL_S)
+    # one rank alone exchanges nothing
+    assert layer(1, 10.0) == layer(1, 0.0)
+
+
 def test_a_host_that_awaits_no_counts_is_late_by_what_both_passes_need() -> None:
     free = mixture(**NO_HOST)
     forward_s, backward_s = float(free.forward_total_s), float(free.backward_total_s)
@@ -424,7 +468,8 @@ def test_exchanges_hide_no_longer_than_the_passes_beside_them(network_gb_per_s: 
         for fraction in (0.0, 1.0)
     )
     exchanged_s, shown_s = (float(part.ep_forward_s + part.ep_backward_s) for part in (alone, beside))
-    passes_s = float(alone.forward_s + alone.input_grad_s + alone.weight_grad_s)
+    # a late node hides no more than others
+    passes_s = float(alone.forward_s + alone.input_grad_s + alone.weight_grad_s) / (1 + late_nodes_fraction(GPUS))
     assert (exchanged_s < passes_s) == hides
     assert shown_s == pytest.approx(max(exchanged_s - passes_s, 0.0), abs=1e-12)
 

@@ -31,7 +31,7 @@ def lines(view: View) -> Iterator[str]:
     """Every text of the view, a cell of a table at a time."""
     headings = view.headings
     yield from (view.job, view.layout, view.batch, view.misfit, view.fit, *view.manner)
-    for figure in (*view.figures, *view.cost):
+    for figure in (*view.figures, *view.cost, *view.goodput, *filter(None, [view.sustained])):
         yield from (figure.text, figure.name if figure in view.figures else "")
     yield from (headings["stages"], headings["breakdown"], headings["how_sure"])
     yield from (view.recipe_heading if view.recipe else "", *(text for pair in view.recipe for text in pair))

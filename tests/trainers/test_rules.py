@@ -11,6 +11,7 @@ import pytest
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
+from planner.trainers.rules.automodel import AUTOMODEL_RULES
 from planner.trainers.rules.common import Rule, first_broken
 from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
 from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
@@ -224,6 +225,27 @@ def test_the_runner_for_torch(reason: str | None, model: ModelSpec, fields: dict
 
 
 @pytest.mark.parametrize(
+    ("reason", "model", "fields"),
+    [
+        ("kv_heads_not_divisible_by_tp", LLAMA, {"tp": 16}),
+        ("tied_embeddings_with_pp", changed(LLAMA, tie_word_embeddings=True), {}),
+        ("experts_with_tp", DEEPSEEK, {}),
+        (None, DEEPSEEK, {"tp": 1}),
+        (None, DEEPSEEK, {"tp": 1, "zero_stage": 1}),  # replicas of whole weights are FSDP's ranks too
+        ("experts_do_not_divide_ranks", DEEPSEEK, {"tp": 1, "dp": 24, "shard_size": 24}),
+        ("seq_length_not_divisible_by_2cp", LLAMA, {"cp": 3, "shard_size": 48}),
+        ("shard_size_not_dividing_dp_cp", LLAMA, {"shard_size": 6}),
+        ("too_few_microbatches", LLAMA, {"num_microbatches": 8}),
+        ("microbatches_no_multiple_of_rounds", LLAMA, {"vpp": 2, "num_microbatches": 37}),
+        (None, LLAMA, {}),
+    ],
+)
+def test_automodel(reason: str | None, model: ModelSpec, fields: dict[str, int]) -> None:
+    shape = replace(DENSE if model.moe is None else SPARSE, **{"zero_stage": 3, **fields})
+    assert broken(AUTOMODEL_RULES, model, shape) == reason
+
+
+@pytest.mark.parametrize(
     ("schedule", "reason", "pp", "vpp", "num_microbatches"),
     [
         ("1f1b", "too_few_microbatches", 4, 1, 3),
@@ -253,7 +275,14 @@ def test_torch_knows_the_schedules_we_name() -> None:
 
 @pytest.mark.parametrize(
     "rules",
-    [MEGATRON_RULES, TORCHTITAN_RULES, TORCH_EAGER_RULES, *MEGATRON_CP_RULES.values(), *TORCH_SCHEDULE_RULES.values()],
+    [
+        MEGATRON_RULES,
+        TORCHTITAN_RULES,
+        TORCH_EAGER_RULES,
+        AUTOMODEL_RULES,
+        *MEGATRON_CP_RULES.values(),
+        *TORCH_SCHEDULE_RULES.values(),
+    ],
 )
 @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
 def test_arrays_give_what_scalars_give(rules: tuple[Rule, ...], model: ModelSpec) -> None:

@@ -78,7 +78,7 @@ def slower(beside: Beside, factor: float, outcome: str = "proven") -> object:
         (1.005, "proven", {}, ""),
         (1.02, "proven", {}, "slower"),
         (1.02, "feasible", {}, "out of time"),
-        (1.02, "proven", {"fsdp": "group 4"}, "not searched"),
+        (1.02, "proven", {"dp": 4}, "not searched"),
         (1.02, "proven", {"pp": 1, "dp": 64}, "does not fit"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planner.trainers.rules.automodel import AUTOMODEL_RULES
 from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES
 from planner.trainers.rules.common import BF16_ONLY, Rule
 from planner.trainers.rules.deepspeed import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
@@ -19,6 +20,7 @@ RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {
     "megatron": megatron_rules,
     "torchtitan": lambda runtime: TORCHTITAN_RULES,
     "torch-eager": lambda runtime: TORCH_EAGER_RULES,
+    "automodel": lambda runtime: AUTOMODEL_RULES,
     "deepspeed": lambda runtime: DEEPSPEED_RULES,
 }
 """Rules that layouts obey, by the name of their set; some depend on the runtime's switches."""

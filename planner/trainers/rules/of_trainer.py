@@ -73,6 +73,18 @@ def _switch_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:
             lambda m, t, s: f"zero_stage {s.zero_stage}: {runtime.name} has {', '.join(map(str, runtime.zero_stages))}",
         ),
         Rule(
+            "shard_size_not_expressible",
+            lambda m, t, s: (
+                (np.asarray(s.zero_stage) == 0)
+                | (np.asarray(s.shard_size) == s.dp * s.cp)
+                | np.isin(s.zero_stage, runtime.grouped_zero_stages)
+            ),
+            lambda m, t, s: (
+                f"shard_size {s.shard_size}: ZeRO-{s.zero_stage} of {runtime.name} shards over all of dp·cp "
+                f"({s.dp * s.cp})"
+            ),
+        ),
+        Rule(
             "zero_stage_with_pp",
             lambda m, t, s: (np.asarray(s.zero_stage) < 2) | (np.asarray(s.pp) == 1) | runtime.shards_pipelines,
             lambda m, t, s: f"zero_stage {s.zero_stage} at pp {s.pp}: {runtime.name} shards models without a pipeline",

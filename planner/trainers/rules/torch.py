@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,13 @@ UNTIED = Rule(
     ),
 )
 
+EXPERT_RANKS = Rule(
+    "experts_do_not_divide_ranks",
+    lambda model, training, shape: (model.moe is None) | ((shape.tp * shape.cp * shape.dp) % shape.ep == 0),
+    lambda model, training, shape: no_multiple("tp·cp·dp", shape.tp * shape.cp * shape.dp, "ep", shape.ep),
+)
+"""Experts are spread over all ranks of a stage."""
+
 TORCH_RULES: tuple[Rule, ...] = (HEADS, KV_HEADS, DENSE_WIDTH, SHARED_EXPERT_WIDTH)
 """Constraints whatever the schedule is."""
 
@@ -48,11 +56,7 @@ def _unless_split(reason: str, feature: str, has: Callable[[ModelSpec], bool]) -
 TORCH_EAGER_RULES: tuple[Rule, ...] = (
     *TORCH_RULES,
     EXPERTS,
-    Rule(
-        "experts_do_not_divide_ranks",
-        lambda model, training, shape: (model.moe is None) | ((shape.tp * shape.cp * shape.dp) % shape.ep == 0),
-        lambda model, training, shape: no_multiple("tp·cp·dp", shape.tp * shape.cp * shape.dp, "ep", shape.ep),
-    ),
+    EXPERT_RANKS,
     Rule(
         "etp_not_expressible",
         lambda model, training, shape: (model.moe is None) | (shape.etp == 1),
@@ -144,6 +148,22 @@ TORCH_SCHEDULE_RULES: dict[str, tuple[Rule, ...]] = {
     "dualpipe-v": (_TWO_CHUNKS, _at_least(2)),
 }
 """Constraints of torch's own schedule classes, by our schedule name; an order given as CSV has none of them."""
+
+FULL_PIPELINE = Rule(
+    "too_few_microbatches",
+    lambda model, training, shape: (shape.vpp > 1) | (shape.num_microbatches >= shape.pp),
+    lambda model, training, shape: f"num_microbatches {shape.num_microbatches} is below pp ({shape.pp})",
+)
+"""1F1B fills its pipeline; interleaved 1F1B need not."""
+
+
+def _when_interleaved(rule: Rule) -> Rule:
+    """`rule`, held against shapes whose ranks hold several stages only."""
+    return replace(rule, holds=lambda model, training, shape: (shape.vpp == 1) | rule.holds(model, training, shape))
+
+
+INTERLEAVED_RULES: tuple[Rule, ...] = tuple(map(_when_interleaved, TORCH_SCHEDULE_RULES["interleaved-1f1b"]))
+"""The rules of interleaved 1F1B, for a trainer that runs 1F1B too."""
 
 TORCH_CLASSES: dict[str, str] = {
     "gpipe": "GPipe",

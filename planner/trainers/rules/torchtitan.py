@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import EXPERT_WIDTH, EXPERTS, Rule, no_multiple
-from planner.trainers.rules.torch import TORCH_RULES, TORCH_SCHEDULE_RULES, UNTIED
+from planner.trainers.rules.torch import FULL_PIPELINE, INTERLEAVED_RULES, TORCH_RULES, UNTIED
 
 
 def _sequence_quantum(shape: Shape) -> Any:
@@ -50,11 +49,6 @@ def _shards_experts(model: ModelSpec, shape: Shape) -> Any:
 
 def _expert_sizes(model: ModelSpec) -> str:
     return "" if model.moe is None else f"{model.moe.moe_intermediate_size} × {model.hidden_size}"
-
-
-def _when_interleaved(rule: Rule) -> Rule:
-    """`rule`, held against shapes whose ranks hold several stages only."""
-    return replace(rule, holds=lambda model, training, shape: (shape.vpp == 1) | rule.holds(model, training, shape))
 
 
 TORCHTITAN_LAYOUT_RULES: tuple[Rule, ...] = (
@@ -109,11 +103,7 @@ TORCHTITAN_LAYOUT_RULES: tuple[Rule, ...] = (
 
 TORCHTITAN_RULES: tuple[Rule, ...] = (
     *TORCHTITAN_LAYOUT_RULES,
-    Rule(
-        "too_few_microbatches",
-        lambda model, training, shape: (shape.vpp > 1) | (shape.num_microbatches >= shape.pp),
-        lambda model, training, shape: f"num_microbatches {shape.num_microbatches} is below pp ({shape.pp})",
-    ),
-    *map(_when_interleaved, TORCH_SCHEDULE_RULES["interleaved-1f1b"]),
+    FULL_PIPELINE,
+    *INTERLEAVED_RULES,
 )
 """Constraints for 1F1B at vpp 1 and interleaved 1F1B above."""

@@ -1,0 +1,117 @@
+"""The whole run: days, GPU-hours, dollars and energy for all tokens, and the share of the time that trains.
+
+    days = tokens / (tokens a step) · sustained step / effective fraction / 86,400
+
+The effective fraction of the answer is the closed form's; the intervals are those of a thousand simulated runs, whose
+figures, failures and pace are drawn at random.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from planner.answer import Goodput, Interval, PricedLayout, RunCost
+from planner.errors import SpecError
+from planner.months.closed_form import Rhythm, best_interval_s, rhythm_of
+from planner.months.facts import QUANTILE_OF_NORMAL
+from planner.months.losses import SECONDS_PER_DAY, Losses, losses_of
+from planner.months.simulate import NUM_RUNS, SEED, Simulated, simulated_runs
+from planner.shape import FloatArray
+from planner.specs.cluster import ClusterSpec
+from planner.specs.training import TrainingSpec
+
+_QUANTILES = (0.1, 0.9)
+_LEAST_FRACTION = 1e-3
+"""Effective fraction below which a run is said never to end."""
+
+
+def whole_run(
+    layout: PricedLayout, cluster: ClusterSpec, training: TrainingSpec, *, checkpoint_bytes: float, asynchronous: bool
+) -> tuple[RunCost, Goodput] | tuple[None, None]:
+    """Cost and goodput of the run over every GPU given, kept spare nodes included; None where no tokens are asked for.
+
+    Raises SpecError if more nodes are to be spare than the job has.
+    """
+    if training.tokens is None or layout.sustained is None:
+        return None, None
+    check_spares(cluster, training)
+    losses = losses_of(cluster, training.operations, layout.parallelism.num_gpus_used, checkpoint_bytes, asynchronous)
+    rhythm = rhythm_of(losses, lambda fact: fact.value)
+    interval_s = best_interval_s(rhythm)
+    if rhythm.effective_fraction(interval_s) < _LEAST_FRACTION:
+        between_s, restart_s = 1 / rhythm.failures_per_s, float(rhythm.restart_s)
+        raise SpecError(
+            f"--tokens: the run never ends: an interruption every {between_s:.3g} s, and {restart_s:.3g} s to restart",
+            "leave --tokens out, or give fewer --failures-per-1000-gpu-days",
+        )
+    training_s = training.tokens / training.tokens_per_step * layout.sustained.step_s
+    low_s, high_s = layout.sustained.step_s_interval
+    factors = _pace(math.log(layout.sustained.step_s / low_s), math.log(high_s / layout.sustained.step_s))
+    runs = simulated_runs(losses, interval_s, factors, training_s)
+    goodput = _goodput(losses, rhythm, interval_s, runs)
+    days = training_s / goodput.effective_fraction / SECONDS_PER_DAY
+    return _cost(cluster, training, days, _around(days, runs.wall_s / SECONDS_PER_DAY)), goodput
+
+
+def check_spares(cluster: ClusterSpec, training: TrainingSpec) -> None:
+    """Refuse more spare nodes than the job has nodes."""
+    spares, nodes = training.operations.num_spare_nodes, math.ceil(cluster.num_gpus / cluster.node_size)
+    if spares is not None and spares > nodes:
+        raise SpecError(f"--spares: {spares:,} spare nodes for a job of {nodes:,}", f"--spares {nodes} is the most")
+
+
+@lru_cache(maxsize=8)
+def _pace(low_width: float, high_width: float) -> FloatArray:
+    """How many times as long as expected each simulated run's steps take: 80% of them between e⁻ˡᵒʷ and eʰⁱᵍʰ."""
+    normal = np.random.default_rng(SEED + 1).standard_normal(NUM_RUNS) / QUANTILE_OF_NORMAL
+    drawn: FloatArray = np.exp(np.where(normal < 0, low_width, high_width) * normal)
+    return drawn
+
+
+def _around(value: float, drawn: FloatArray) -> Interval:
+    """The middle 80% of what was drawn, widened to hold the answer."""
+    low, high = np.quantile(drawn, _QUANTILES)
+    return min(float(low), value), max(float(high), value)
+
+
+def _goodput(losses: Losses, rhythm: Rhythm, interval_s: float, runs: Simulated) -> Goodput:
+    effective = float(rhythm.effective_fraction(interval_s))
+    rate = losses.failures_per_day
+    return Goodput(
+        effective_fraction=effective,
+        interval=_around(effective, runs.effective_fractions),
+        simulated_fraction=float(np.median(runs.effective_fractions)),
+        checkpoint_s=float(rhythm.stall_s),
+        checkpoint_interval_s=interval_s,
+        checkpoint_bytes=losses.checkpoint_bytes,
+        asynchronous=losses.asynchronous_stall_s is not None,
+        storage_gb_per_s=losses.storage_gb_per_s.value,
+        evaluation_fraction=float(rhythm.evaluation_fraction),
+        failures_per_day=rate.value,
+        failures_per_day_interval=(rate.low, rate.high),
+        restart_s=float(rhythm.restart_s),
+        num_spare_nodes=losses.num_spare_nodes,
+        num_spare_nodes_advised=losses.num_spare_nodes_advised,
+        sources=losses.sources,
+    )
+
+
+def _cost(cluster: ClusterSpec, training: TrainingSpec, days: float, days_interval: Interval) -> RunCost:
+    hardware, operations = cluster.hardware, training.operations
+    num_gpus = cluster.num_gpus + (operations.num_spare_nodes or 0) * cluster.node_size
+    gpu_hours = 24 * days * num_gpus
+    price = hardware.usd_per_gpu_hour if operations.usd_per_gpu_hour is None else operations.usd_per_gpu_hour
+    assert training.tokens is not None
+    usd = None if price is None else gpu_hours * price
+    return RunCost(
+        tokens=training.tokens,
+        days=days,
+        days_interval=days_interval,
+        gpu_hours=gpu_hours,
+        usd=usd,
+        usd_interval=None if usd is None else (usd * days_interval[0] / days, usd * days_interval[1] / days),
+        mwh=gpu_hours * hardware.watts_per_gpu / 1e6 if hardware.watts_per_gpu else None,
+    )

@@ -1,0 +1,102 @@
+"""Lines about months of training: the sustained step, what the whole run costs, and the share of it that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from planner.answer import Goodput, Interval, Plan, PricedLayout
+from planner.report.format import digits, large, percent, seconds, span
+from planner.report.rows import Figure
+
+_MATTERS = 0.01
+"""Share of the time that checkpoints take from which their source is shown."""
+
+
+def sustained_figure(layout: PricedLayout) -> Figure | None:
+    """The sustained step with its interval."""
+    found = layout.sustained
+    if found is None:
+        return None
+    ends = span(*found.step_s_interval, like_s=found.step_s)
+    text = f"{seconds(found.step_s)} ({ends})"
+    return Figure("sustained over months", (found.step_s, *found.step_s_interval), "s", text)
+
+
+def cost_figures(plan: Plan) -> tuple[Figure, ...]:
+    """Days, GPU-hours, dollars and energy of the whole run, as far as they are known."""
+    cost = plan.run_cost
+    if cost is None:
+        return ()
+    days = f"{digits(cost.days)} days{_ends(cost.days_interval, digits)}"
+    figures = [
+        Figure("time", (cost.days,), "days", days),
+        Figure("GPU time", (cost.gpu_hours,), "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
+    ]
+    if cost.usd is not None:
+        usd = f"${large(cost.usd)}{_ends(cost.usd_interval, large)}"
+        figures.append(Figure("price", (cost.usd,), "USD", usd))
+    if cost.mwh is not None:
+        figures.append(Figure("energy", (cost.mwh,), "MWh", f"{digits(cost.mwh)} MWh"))
+    return tuple(figures)
+
+
+def _ends(interval: Interval | None, write: Callable[[float], str]) -> str:
+    return "" if interval is None else f" ({write(interval[0])}–{write(interval[1])})"
+
+
+def goodput_figures(plan: Plan) -> tuple[Figure, ...]:
+    """The share of the run's time that trains, and what takes the rest."""
+    found = plan.goodput
+    if found is None:
+        return ()
+    low, high = (f"{100 * end:.1f}" for end in found.interval)
+    saved = f"checkpoint {_duration(found.checkpoint_s)} every {_duration(found.checkpoint_interval_s)}"
+    return (
+        Figure(
+            "effective", (found.effective_fraction,), "fraction", f"{percent(found.effective_fraction)} ({low}–{high})"
+        ),
+        Figure("interruptions", (found.failures_per_day,), "1/day", _interruptions(found)),
+        Figure("restart", (found.restart_s,), "s", f"restart {_duration(found.restart_s)}{_spares(found)}"),
+        Figure("checkpoints", (found.checkpoint_s, found.checkpoint_interval_s), "s", saved),
+        Figure(
+            "evaluation", (found.evaluation_fraction,), "fraction", f"evaluation {percent(found.evaluation_fraction)}"
+        ),
+    )
+
+
+def _interruptions(found: Goodput) -> str:
+    rate = found.failures_per_day
+    if rate >= 1:
+        return f"{_short(rate)} interruptions a day"
+    return f"an interruption every {_short(1 / rate)} days" if rate else "no interruptions"
+
+
+def _spares(found: Goodput) -> str:
+    count = found.num_spare_nodes
+    if count is None:
+        return ""
+    return f" with {count} spare node{'' if count == 1 else 's'}" if count else " on average, without spare nodes"
+
+
+def _short(value: float) -> str:
+    """`5.1`, `42`: two digits, or three."""
+    return f"{value:,.1f}" if value < 9.95 else f"{value:,.0f}"
+
+
+def _duration(value_s: float) -> str:
+    """`4.2 s`, `9.3 min`, `1.2 h`: a time of people rather than of kernels."""
+    units = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
+    size_s, unit = next((pair for pair in units if value_s >= pair[0]), units[-1])
+    return f"{_short(value_s / size_s)} {unit}"
+
+
+def says_sources(plan: Plan) -> list[tuple[str, str]]:
+    """A subject and a source each, of the sustained step and, with a whole run, of what takes most of its time."""
+    sustained, goodput = plan.best.sustained, plan.goodput
+    lines = [] if sustained is None else [("sustained", sustained.source)]
+    if goodput is None:
+        return lines
+    shown = {"failures": "failures_per_day", "restart": "restart_s"}
+    if goodput.checkpoint_s > _MATTERS * goodput.checkpoint_interval_s:
+        shown["checkpoint"] = "checkpoint_s"
+    return lines + [(name, goodput.sources[field]) for name, field in shown.items() if field in goodput.sources]

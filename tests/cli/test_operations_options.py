@@ -1,0 +1,72 @@
+"""Options of the whole run reach the specs; whatever is wrong names the option."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from planner.cli import main
+from planner.cli.inputs import Job, read_job
+from planner.cli.job_options import JobOptions
+from planner.errors import SpecError
+
+PRICED = ["evaluate", "--model", "8b", "--gpus", "16", "--tp", "8"]
+
+
+def job(**options: Any) -> Job:
+    return read_job(JobOptions(model="8b", gpus=16, tokens="1T", **options))
+
+
+def test_they_reach_the_training() -> None:
+    operations = job(storage_gb_per_s=5.0, failures_per_1000_gpu_days=0.3, spares=1, usd_per_gpu_hour=2.5)
+    assert operations.training.operations.model_dump() == {
+        "storage_gb_per_s": 5.0, "failures_per_1000_gpu_days": 0.3, "num_spare_nodes": 1, "usd_per_gpu_hour": 2.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"storage_gb_per_s": 0.0}, "--storage-gb-per-s: 0.0 must be greater than"),
+        ({"storage_gb_per_s": float("nan")}, "--storage-gb-per-s: nan"),
+        ({"failures_per_1000_gpu_days": -1.0}, "--failures-per-1000-gpu-days: -1.0"),
+        ({"failures_per_1000_gpu_days": float("inf")}, "--failures-per-1000-gpu-days: inf"),
+        ({"usd_per_gpu_hour": -3.0}, "--usd-per-gpu-hour: -3.0"),
+        ({"spares": -1}, "--spares: -1"),
+        ({"spares": 3}, "--spares: 3 spare nodes for a job of 2"),
+    ],
+)
+def test_what_is_wrong_names_the_option(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        job(**options)
+    assert caught.value.message.startswith(said)
+    assert caught.value.hint
+
+
+def test_without_tokens_they_are_told_to_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_job(JobOptions(model="8b", gpus=16, spares=1))
+    assert "--spares: has no effect without --tokens" in caplog.text
+
+
+def test_the_json_has_every_field_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PRICED, "--tokens", "1T", "--usd-per-gpu-hour", "2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["best"]["sustained"].keys() == {"step_s", "step_s_interval", "source"}
+    assert {"days", "days_interval", "usd", "usd_interval", "gpu_hours", "mwh"} <= answer["run_cost"].keys()
+    assert {
+        "effective_fraction", "interval", "checkpoint_s", "checkpoint_interval_s", "evaluation_fraction",
+        "failures_per_day", "restart_s", "sources",
+    } <= answer["goodput"].keys()  # fmt: skip
+    assert answer["run_cost"]["usd"] == pytest.approx(2 * answer["run_cost"]["gpu_hours"])
+
+
+def test_the_panel_shows_the_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PRICED, "--tokens", "1T"]) == 0
+    out = capsys.readouterr().out
+    assert "sustained over months" in out
+    assert "effective" in out
+    assert max(map(len, out.splitlines())) <= 80

@@ -1,0 +1,147 @@
+"""The whole run: days and dollars from the sustained step and the effective time, against runs of months."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.answer import Plan
+from planner.errors import SpecError
+from planner.layout.evaluate import evaluate
+from planner.specs.cluster import ClusterSpec
+from planner.specs.operations import OperationsSpec
+from planner.specs.training import Parallelism, TrainingSpec
+
+LLAMA = Parallelism(tp=8, pp=16, vpp=8, dp=128, schedule="interleaved-1f1b")
+
+
+def months(num_gpus: int = 16_384, dp: int = 128, tokens: float | None = 15e12, **operations: Any) -> Plan:
+    """Llama 3.1 405B on H100, as Meta laid it out."""
+    training = TrainingSpec(
+        seq_length=8192, global_batch_size=16 * dp, tokens=tokens, operations=OperationsSpec(**operations)
+    )
+    layout = LLAMA.model_copy(update={"dp": dp})
+    return evaluate("405b", ClusterSpec(hardware="h100", num_gpus=num_gpus), training, layout)
+
+
+@pytest.fixture(scope="module", name="llama")
+def _llama() -> Plan:
+    return months()
+
+
+def test_days_are_those_of_the_sustained_step_in_the_time_that_trains(llama: Plan) -> None:
+    cost, goodput, sustained = llama.run_cost, llama.goodput, llama.best.sustained
+    assert cost
+    assert goodput
+    assert sustained
+    steps = 15e12 / (2048 * 8192)
+    assert cost.days == pytest.approx(steps * sustained.step_s / goodput.effective_fraction / 86_400)
+    assert cost.gpu_hours == pytest.approx(24 * 16_384 * cost.days)
+    assert cost.usd == pytest.approx(3.2 * cost.gpu_hours)
+    assert cost.mwh == pytest.approx(1.7e-3 * cost.gpu_hours)
+
+
+def test_intervals_hold_the_answer_and_what_it_was_made_of(llama: Plan) -> None:
+    cost, goodput = llama.run_cost, llama.goodput
+    assert cost
+    assert goodput
+    assert cost.days_interval
+    assert cost.usd_interval
+    assert cost.usd
+    assert cost.days_interval[0] < cost.days < cost.days_interval[1]
+    assert cost.usd_interval[0] / cost.usd == pytest.approx(cost.days_interval[0] / cost.days)
+    assert goodput.interval[0] < goodput.effective_fraction < goodput.interval[1] < 1
+    assert goodput.simulated_fraction is not None
+    assert goodput.interval[0] < goodput.simulated_fraction < goodput.interval[1]
+
+
+def test_llama_3_trained_for_over_nine_tenths_of_54_days(llama: Plan) -> None:
+    # arXiv:2407.21783, section 3.3.4; its hours (30.84M for 15.6T tokens) hold what came after it, too
+    assert llama.goodput
+    assert llama.run_cost
+    assert llama.goodput.interval[0] < 0.9 < llama.goodput.effective_fraction
+    assert llama.goodput.interval[1] > 0.95
+
+
+def test_llama_3_took_31_million_gpu_hours() -> None:
+    # its model card: 30.84M for 15.6T tokens
+    cost = months(tokens=15.6e12).run_cost
+    assert cost is not None
+    assert cost.days_interval is not None
+    low, high = (24 * 16_384 * days for days in cost.days_interval)
+    assert low < 30.84e6 < high
+    assert cost.gpu_hours == pytest.approx(30.84e6, rel=0.15)
+
+
+def test_byterobust_trained_for_97_percent_of_three_months() -> None:
+    # arXiv:2509.16293, a dense model on 9,600 GPUs
+    goodput = months(9600, 75).goodput
+    assert goodput
+    assert goodput.interval[0] < 0.97 < goodput.interval[1]
+
+
+def test_checkpoints_are_what_the_trainer_writes(llama: Plan) -> None:
+    assert llama.goodput
+    # two bytes of weights, twelve of masters and moments
+    assert llama.goodput.checkpoint_bytes == 14 * llama.model.num_parameters
+    assert llama.goodput.asynchronous
+
+
+def test_a_trainer_that_waits_for_its_checkpoints() -> None:
+    training = TrainingSpec(seq_length=2048, global_batch_size=64, tokens=1e12)
+    cluster = ClusterSpec(hardware="a100", num_gpus=8)
+    goodput = evaluate("8b", cluster, training, Parallelism(), runtime="torch-fsdp").goodput
+    assert goodput
+    assert not goodput.asynchronous
+    assert goodput.checkpoint_bytes
+    assert goodput.storage_gb_per_s
+    assert goodput.checkpoint_s == pytest.approx(goodput.checkpoint_bytes / goodput.storage_gb_per_s / 1e9)
+
+
+def test_what_is_given_replaces_the_defaults(llama: Plan) -> None:
+    given = months(failures_per_1000_gpu_days=0.25, storage_gb_per_s=4000.0, usd_per_gpu_hour=2.0)
+    assert given.goodput
+    assert llama.goodput
+    assert given.run_cost
+    assert given.goodput.failures_per_day == pytest.approx(llama.goodput.failures_per_day / 2)
+    assert given.goodput.effective_fraction > llama.goodput.effective_fraction
+    assert given.run_cost.usd == pytest.approx(2 * given.run_cost.gpu_hours)
+    assert given.inputs_sha256 != llama.inputs_sha256
+
+
+def test_spare_nodes_are_paid(llama: Plan) -> None:
+    kept = months(num_spare_nodes=6)
+    assert kept.run_cost
+    assert kept.goodput
+    assert llama.goodput
+    assert kept.run_cost.gpu_hours == pytest.approx(24 * kept.run_cost.days * (16_384 + 48))
+    assert kept.goodput.num_spare_nodes == 6
+    assert kept.goodput.restart_s < llama.goodput.restart_s
+
+
+def test_more_spare_nodes_than_nodes_are_refused() -> None:
+    with pytest.raises(SpecError, match="2,049 spare nodes for a job of 2,048"):
+        months(num_spare_nodes=2049)
+
+
+def test_a_run_that_never_ends_is_said_to() -> None:
+    with pytest.raises(SpecError, match=r"never ends: an interruption every 0\.527 s"):
+        months(failures_per_1000_gpu_days=1e4)
+
+
+def test_a_run_that_hardly_trains_still_has_numbers() -> None:
+    goodput = months(failures_per_1000_gpu_days=8.0).goodput
+    assert goodput is not None
+    assert 0 <= goodput.interval[0] <= goodput.effective_fraction < 0.4
+
+
+def test_without_tokens_there_is_no_whole_run() -> None:
+    plan = months(tokens=None)
+    assert plan.run_cost is None
+    assert plan.goodput is None
+    assert plan.best.sustained is not None
+
+
+def test_a_saved_plan_is_the_same_when_it_is_read(llama: Plan) -> None:
+    assert Plan.from_json(llama.to_json()) == llama

@@ -1,0 +1,104 @@
+"""The lines about months of training: what they say, and that both reports say it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+from test_html import DRAWN
+
+from planner.answer import Goodput, Plan, RunCost, Sustained
+from planner.report.html import render_html
+from planner.report.terminal import render
+from planner.report.view import view_of
+
+MakePlan = Callable[..., Plan]
+GOODPUT = Goodput(
+    effective_fraction=0.942,
+    interval=(0.91, 0.963),
+    checkpoint_s=4.0,
+    checkpoint_interval_s=720.0,
+    evaluation_fraction=0.006,
+    failures_per_day=5.12,
+    restart_s=372.0,
+    sources={"failures_per_day": "419 interruptions of Llama 3", "restart_s": "a table of ByteRobust"},
+)
+COST = RunCost(
+    tokens=15e12, days=265.0, days_interval=(232.0, 312.0), gpu_hours=13e6, usd=41.7e6, usd_interval=(36.5e6, 49e6)
+)
+
+
+@pytest.fixture(name="plan")
+def _plan(make_plan: MakePlan) -> Plan:
+    plan = make_plan()
+    sustained = Sustained(step_s=24.73, step_s_interval=(22.08, 27.7), source="1.12 × the benchmark: fourteen runs")
+    best = plan.best.model_copy(update={"sustained": sustained})
+    return plan.model_copy(update={"best": best, "run_cost": COST, "goodput": GOODPUT})
+
+
+def panel(plan: Plan, width: int = 80) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(render(plan))
+    return out.getvalue()
+
+
+def test_both_steps_stand_in_the_panel(plan: Plan) -> None:
+    text = panel(plan)
+    assert "22.08 s" in text
+    assert "sustained over months 24.73 s (22.08–27.70 s)" in text
+
+
+def test_days_and_dollars_have_their_intervals(plan: Plan) -> None:
+    text = panel(plan)
+    assert "15T tokens: 265 days (232–312)" in text
+    assert "$41.7M (36.5M–49M)" in text
+
+
+def test_goodput_is_said_in_two_lines_or_three(plan: Plan) -> None:
+    text = " ".join(panel(plan).replace("│", " ").split())
+    assert "effective 94.2% (91.0–96.3) · 5.1 interruptions a day · restart 6.2 min" in text
+    assert "checkpoint 4.0 s every 12 min · evaluation 0.6%" in text
+
+
+def test_no_line_is_wider_than_a_terminal(plan: Plan) -> None:
+    assert max(map(len, panel(plan).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("failures_per_day", "said"),
+    [(0.0, "no interruptions"), (0.05, "an interruption every 20 days"), (93.4, "93 interruptions a day")],
+)
+def test_how_often_it_is_interrupted(plan: Plan, failures_per_day: float, said: str) -> None:
+    rare = plan.model_copy(update={"goodput": GOODPUT.model_copy(update={"failures_per_day": failures_per_day})})
+    assert said in panel(rare, 400)
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(None, "min"), (0, "without spare nodes"), (1, "1 spare node"), (4, "nodes")]
+)
+def test_spare_nodes_are_named(plan: Plan, count: int | None, said: str) -> None:
+    kept = plan.model_copy(update={"goodput": GOODPUT.model_copy(update={"num_spare_nodes": count})})
+    (restart,) = (figure for figure in view_of(kept).goodput if figure.name == "restart")
+    assert restart.text.endswith(said)
+
+
+def test_sources_stand_under_how_sure(plan: Plan) -> None:
+    sure = dict(view_of(plan).how_sure)
+    assert sure["sustained"] == "1.12 × the benchmark: fourteen runs"
+    assert sure["failures"] == "419 interruptions of Llama 3"
+
+
+def test_the_page_says_the_same(plan: Plan) -> None:
+    page = render_html(plan, DRAWN)
+    for figure in (view_of(plan).sustained, *view_of(plan).cost, *view_of(plan).goodput):
+        assert figure is not None
+        assert figure.text in page
+
+
+def test_a_plan_from_before_has_none_of_these_lines(make_plan: MakePlan) -> None:
+    text = panel(make_plan())
+    assert "sustained" not in text
+    assert "effective" not in text
+    assert "228.7" in text or "229 days" in text
