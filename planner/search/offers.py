@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.answer import BatchOffer, Plan, RiskOffer
+from planner.answer import LEAST_RISK_GAIN, BatchOffer, Plan, RiskOffer
 from planner.errors import Infeasible, SolverError
 from planner.layout.price import price_layout
 from planner.layout.replan import reprice
 from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.search.layouts import find_equal_chunks, find_layouts
+from planner.search.safest import exceeds_risk
 from planner.shape import liked_batch
 
 LEAST_BATCH_GAIN = 0.02
 """Least share of the tokens a second for which another batch is offered."""
-LEAST_RISK_GAIN = 0.01
-"""Least share of the step that a larger risk has to save before it is offered; less is not worth the search."""
 RISKS = (0.3, 0.5)
 """Risks that are offered, the first one above the risk asked for."""
 
@@ -42,13 +41,13 @@ def batch_offer(found: Plan, case: Case, deadline: Deadline) -> BatchOffer | Non
 
 
 def risk_offer(found: Plan, case: Case, deadline: Deadline) -> RiskOffer | None:
-    """The faster layout that a larger risk would buy; None if it would buy nothing, or if time is up.
+    """The layout that a larger risk would buy; None if time is up, or where a rule or a larger risk is not asked about.
 
-    Only nodes that may beat the best layout are solved, under its recipe.
+    Only nodes that may beat the best layout by LEAST_RISK_GAIN are solved, under its recipe.
     """
     riskier = next((risk for risk in RISKS if risk > case.limits.oom_risk), None)
-    is_made = bool(found.best.actions)
-    if case.limits.memory_headroom_gib is not None or riskier is None or is_made or deadline.passed:
+    is_ruled = case.limits.memory_headroom_gib is None and not exceeds_risk(found, case)
+    if not is_ruled or riskier is None or found.best.actions or deadline.passed:
         return None
     known = reprice(found, found.best)
     try:
@@ -60,6 +59,4 @@ def risk_offer(found: Plan, case: Case, deadline: Deadline) -> RiskOffer | None:
     except (Infeasible, SolverError):
         return None
     risk = price_layout(best, exact=False).oom_probability
-    if risk is None or best.step_s > found.step.step_s * (1 - LEAST_RISK_GAIN):
-        return None
-    return RiskOffer(oom_risk=riskier, oom_probability=risk, step_s=best.step_s)
+    return None if risk is None else RiskOffer(oom_risk=riskier, oom_probability=risk, step_s=best.step_s)
