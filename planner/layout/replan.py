@@ -71,7 +71,7 @@ def under_trainer(plan: Plan, runtime: RuntimeSpec, modules: tuple[str, ...]) ->
         best = best.model_copy(update={"parallelism": sizes})
     candidate = reprice(plan, best)
     pricing = replace(candidate.pricing, selective_modules=modules)
-    again = under(replace(candidate, pricing=pricing), runtime)
+    again = under(candidate.priced_as(pricing), runtime)
     update = {
         "best": layout_again(plan, again),
         "runtime": runtime.name,

@@ -73,7 +73,7 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
         narrow = pricing.training.model_copy(update={"dtype": dtype})
         is_wide = pricing.training.dtype in ("bf16", "fp16") and dtype not in limits.allow
         if is_wide and is_narrow(pricing.cluster.hardware, dtype) and has_dtype(pricing.runtime, dtype):
-            other = replace(best, pricing=replace(pricing, training=narrow))
+            other = best.priced_as(replace(pricing, training=narrow))
             yield from _offer(other, recipes, "dtype", dtype, {}, best.step_s, (dtype,))
 
 

@@ -291,7 +291,7 @@ class ModelSpec(Spec):
 
     @property
     def scales_rotation(self) -> bool:
-        """Yarn scales the queries and keys it rotates, which fused kernels of rotation do not (latent attention aside)."""
+        """Yarn scales the queries and keys it rotates, which fused kernels do not (latent attention has its own)."""
         scaling = None if self.mla else self.rope_scaling
         return scaling is not None and scaling.rope_type == "yarn" and scaling.yarn_scale != 1.0
 

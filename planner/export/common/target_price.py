@@ -56,7 +56,9 @@ def notes_on_price(plan: Plan) -> list[str]:
     risk, planned = plan.best.oom_probability or 0.0, made.best.oom_probability or 0.0
     if risk > max(LARGEST_RISK, planned):
         again = f"plan again with --runtime {plan.runtime} for a safer layout"
-        notes.append(f"it runs out of memory there with a probability of {risk:.0%}, planned with {planned:.0%}: {again}")
+        notes.append(
+            f"it runs out of memory there with a probability of {risk:.0%}, planned with {planned:.0%}: {again}"
+        )
     return notes
 
 
