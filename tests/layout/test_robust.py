@@ -16,7 +16,7 @@ from planner.layout.assumptions import other_assumptions
 from planner.layout.evaluate import evaluate
 from planner.layout.replan import reprice
 from planner.layout.robust import robust_steps
-from planner.report.robust import robust_of
+from planner.report.rows import robust_of
 from planner.search.search import plan
 from planner.specs.training import Parallelism, SearchLimits
 
