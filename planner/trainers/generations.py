@@ -55,6 +55,7 @@ def described(
 def unsaid_features(runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec) -> dict[str, Any]:
     """The features that a run on such hardware has switched on unless it says otherwise."""
     features: dict[str, Any] = {"cross_entropy_fusion": True} if runtime.runs_fuse_loss else {}
+    features |= {"optimizer_post_validation": True} if runtime.runs_validate_later else {}
     if model.moe is None:
         return features | _WITHOUT_EXPERTS
     is_rack = hardware.nvlink_domain_size > hardware.gpus_per_node
