@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from planner.answer import LEAST_RISK_GAIN, Plan, PricedLayout
 from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
-from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, RANKED_FIRST, manner
+from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, RANKED_FIRST, manner, says_unsaid
 from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.proof import says_bound, says_outcome
-from planner.report.recipe import environment_of, recipe_heading, recipe_lines, says_unsaid
+from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.rows import Entry, Figure, Rejection, Robust, Share, StageRow, entry_of, robust_of
 
 
