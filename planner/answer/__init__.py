@@ -20,11 +20,21 @@ from planner.answer.layout import (
     StepTime,
     UnsaidSwitch,
 )
-from planner.answer.plan import SCHEMA_VERSION, BatchOffer, ModelSummary, Plan, RiskOffer, Searched, SearchReport
+from planner.answer.plan import (
+    LEAST_RISK_GAIN,
+    SCHEMA_VERSION,
+    BatchOffer,
+    ModelSummary,
+    Plan,
+    RiskOffer,
+    Searched,
+    SearchReport,
+)
 from planner.answer.run import Goodput, Interval, RunCost, Sustained
 
 __all__ = [
     "AS_PLANNED",
+    "LEAST_RISK_GAIN",
     "SCHEMA_VERSION",
     "BatchOffer",
     "Evidence",

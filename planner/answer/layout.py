@@ -11,7 +11,7 @@ from pydantic import Field
 
 from planner.answer.run import Interval, Sustained
 from planner.shape import RANK_ORDERS
-from planner.specs.base import Name, PositiveFloat, Spec
+from planner.specs.base import Fraction, Name, PositiveFloat, Spec
 from planner.specs.training import RankOrder
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
@@ -267,7 +267,7 @@ class PricedLayout(Spec):
     """The order in which ranks are numbered, the innermost group first, as in `parallelism`."""
     placement: tuple[Placement, ...] = ()
     """The tier that each group of ranks spans; empty in files that do not say."""
-    oom_probability: float | None = None
+    oom_probability: Fraction | None = None
     """Probability that the fullest stage needs more memory than its GPU has; null where no interval is known."""
     sustained: Sustained | None = None
     """The step that months of training see, beside the benchmark's; null where nothing is known of it."""

@@ -13,7 +13,7 @@ from pydantic import Field
 from planner.answer.layout import Evidence, Layout, PricedLayout, StagePlan, StepTime
 from planner.answer.run import Goodput, RunCost
 from planner.files import write_text
-from planner.specs.base import Spec
+from planner.specs.base import Fraction, Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
@@ -82,15 +82,19 @@ class BatchOffer(Spec):
     tokens_per_s: float
 
 
-class RiskOffer(Spec):
-    """A faster layout that is likelier to run out of memory, and the risk that has to be accepted for it."""
+LEAST_RISK_GAIN: Final = 0.01
+"""Least share of the step that more risk has to save to be worth a search, and a word."""
 
-    oom_risk: float
+
+class RiskOffer(Spec):
+    """The layout that is found if a larger risk of running out of memory is accepted."""
+
+    oom_risk: Fraction
     """The largest risk with which it is chosen."""
-    oom_probability: float
+    oom_probability: Fraction
     """Its own risk."""
     step_s: float
-    """Seconds of its step."""
+    """Seconds of its step; not below the plan's by more than LEAST_RISK_GAIN if nothing so much faster was found."""
 
 
 class Plan(Spec):
@@ -122,7 +126,7 @@ class Plan(Spec):
     batch_offer: BatchOffer | None = None
     """A batch within 3% of the one planned that gives over 2% more tokens a second; null if there is none."""
     risk_offer: RiskOffer | None = None
-    """The thing that a larger risk of running out of memory would buy; null if it would buy nothing."""
+    """The step that a larger risk of running out of memory would buy; null if that was not searched."""
 
     @property
     def as_planned(self) -> Plan:

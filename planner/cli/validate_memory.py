@@ -1,4 +1,4 @@
-"""What `plan validate` says of memory: peaks inside their intervals, and the risk of runs that ran out of it."""
+"""The part of `plan validate` on memory: peaks inside their intervals, and the risk of runs that ran out of it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def memory_lines(scored: Sequence[Scored]) -> Iterator[str]:
     from planner.report.format import percent
     from planner.validate.memory import load_memory_rows, memory_coverage, memory_outcomes
 
-    told, *kinds = memory_coverage(scored)
-    each = ", ".join(f"{kind.kind} {percent(kind.coverage, 0)} of {kind.num_rows}" for kind in kinds)
-    yield f"memory: {percent(told.coverage, 0)} of {told.num_rows} published peaks in their 80% interval ({each})"
+    for told, *kinds in filter(None, [memory_coverage(scored)]):
+        each = ", ".join(f"{kind.kind} {percent(kind.coverage, 0)} of {kind.num_rows}" for kind in kinds)
+        yield f"memory: {percent(told.coverage, 0)} of {told.num_rows} published peaks in their 80% interval ({each})"
     outcomes = memory_outcomes(load_memory_rows(), scored)
     yield f"ran out of memory: {_risks([outcome for outcome in outcomes if outcome.ran_out])}"
     yield f"ran: {_risks([outcome for outcome in outcomes if not outcome.ran_out])}"

@@ -66,7 +66,8 @@ def headroom_bytes(pricing: Pricing, limits: SearchLimits) -> float:
     """Bytes that a search leaves free on every GPU: those asked for, or as many as keep the risk below `oom_risk`."""
     if limits.memory_headroom_gib is not None:
         return limits.memory_headroom_gib * GIB
-    margin = NormalDist().inv_cdf(1 - limits.oom_risk) / HALF_WIDTH_SIGMAS * memory_width(pricing)
+    # the quantile of 1 − risk, which would be that of 1 where the risk is tiny
+    margin = -NormalDist().inv_cdf(limits.oom_risk) / HALF_WIDTH_SIGMAS * memory_width(pricing)
     # above a risk of one half the median may exceed the capacity; what is chosen has to fit all the same
     return max(0.0, -math.expm1(-margin)) * pricing.cluster.hardware.memory_bytes
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from planner.specs.units import gib
 
+SURE = "over 99%"
+"""A probability that calls for no remark."""
 _LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"))
 _UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))
 
@@ -12,8 +14,8 @@ def fits_with(oom_probability: float | None) -> str:
     """The probability of having enough memory, in whole percent; empty where none is known."""
     if oom_probability is None:
         return ""
-    if oom_probability < 0.005:
-        return "over 99%"
+    if oom_probability < 0.01:
+        return SURE
     return "under 1%" if oom_probability > 0.995 else f"{1 - oom_probability:.0%}"
 
 

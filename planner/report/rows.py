@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.answer import PricedLayout, StagePlan
-from planner.report.format import fits_with, gibibytes, percent, seconds
+from planner.report.format import SURE, fits_with, gibibytes, percent, seconds
 from planner.report.labels import manner, sizes
 from planner.report.recipe import differences
 
@@ -123,8 +123,9 @@ class Entry:
 
     @property
     def remark(self) -> str:
-        """The same, and the probability that it fits."""
-        return "; ".join(part for part in (self.how, self.fit and f"fits with {self.fit}") if part)
+        """The same, and the probability that it fits where that is below 99%."""
+        is_sure = self.fit in ("", SURE)
+        return "; ".join(part for part in (self.how, "" if is_sure else f"fits with {self.fit}") if part)
 
 
 @dataclass(frozen=True, slots=True)

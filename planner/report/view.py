@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.answer import Plan, PricedLayout
+from planner.answer import LEAST_RISK_GAIN, Plan, PricedLayout
 from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
-from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, manner
+from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, RANKED_FIRST, manner
 from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
@@ -36,7 +36,7 @@ class View:
     misfit: str
     """By how much a layout does not fit; empty where it does."""
     fit: str
-    """The probability that it fits, in words; empty where it is not known."""
+    """The probability that it fits, in words; empty where it is not known, and where it does not."""
     figures: tuple[Figure, ...]
     sustained: Figure | None
     """The step over months, where something is known of it."""
@@ -107,7 +107,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         batch=f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}",
         batch_offer=_batch_offer(plan),
         misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
-        fit=_fit(best),
+        fit=_fit(best) if best.fits else "",
         figures=_figures(plan),
         sustained=sustained_figure(best),
         peak=_peak(best),
@@ -200,7 +200,7 @@ def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
     if plan.undecided:
         count, total = len(plan.undecided), len(plan.alternatives)
         overlap = f"intervals of {count} of {total} overlap the best's: plan probe can tell them apart"
-        lines.append(("alternatives", overlap))
+        lines.append(("alternatives", f"{overlap}; {RANKED_FIRST}"))
     return lines
 
 
@@ -212,5 +212,7 @@ def _memory(plan: Plan) -> str:
     says = f"{_fit(plan.best)}: the fullest rank needs {interval} GiB (80% interval) of {capacity}"
     if offer is None:
         return says
-    faster = percent(1 - offer.step_s / plan.step.step_s)
-    return f"{says}; --oom-risk {offer.oom_risk:g}: {faster} faster, fits with {fits_with(offer.oom_probability)}"
+    gain, option = 1 - offer.step_s / plan.step.step_s, f"--oom-risk {offer.oom_risk:g}"
+    if gain < LEAST_RISK_GAIN:
+        return f"{says}; {option} would be less than {percent(LEAST_RISK_GAIN, 0)} faster"
+    return f"{says}; {option}: {percent(gain)} faster, fits with {fits_with(offer.oom_probability)}"

@@ -26,9 +26,9 @@ from planner.search.enumerate import Rejections, scalar
 from planner.search.exhaustive import few_splits, fitting, least_step_s
 from planner.search.frontier import Frontier, Open, Prices, nodes_of
 from planner.search.ilp.program import solve
+from planner.search.ilp.retry import shorter
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import PricedShapes
-from planner.search.retry import shorter
 from planner.search.schedules import schedules_tried
 from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape

@@ -21,8 +21,8 @@ from planner.layout.split import Split
 from planner.search.deadline import Deadline
 from planner.search.ilp.node import Whole
 from planner.search.ilp.program import solve
+from planner.search.ilp.retry import shorter
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of
-from planner.search.retry import shorter
 from planner.specs.model import ModelSpec
 
 MAX_TRIES = 4

@@ -57,7 +57,7 @@ def test_a_rank_fits_beside_the_headroom_exactly_if_its_risk_is_accepted(risk: f
     assert accepted == (filled <= 1) or (risk > 0.5 and accepted) or filled == pytest.approx(1)
 
 
-@given(st.floats(0.001, 0.998), st.floats(0.001, 0.5))
+@given(st.floats(1e-300, 0.998), st.floats(0.001, 0.5))
 def test_more_risk_leaves_less_free(risk: float, more: float) -> None:
     pricing = toy_problem().pricing
     free = [headroom_bytes(pricing, SearchLimits(oom_risk=r)) for r in (risk, min(0.999, risk + more))]

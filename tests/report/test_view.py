@@ -11,7 +11,7 @@ from rich.console import Console
 from test_html import DRAWN, Page
 
 from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal, RiskOffer
-from planner.report.format import fits_with, gibibytes
+from planner.report.format import SURE, fits_with, gibibytes
 from planner.report.html import render_html
 from planner.report.rows import RECOMPUTE_COLUMN
 from planner.report.terminal import render
@@ -40,7 +40,7 @@ def lines(view: View) -> Iterator[str]:
     for share in view.breakdown:
         yield from share.cells
     for entry in view.alternatives:
-        yield from (entry.name, entry.sizes, entry.step, entry.peak, entry.how, entry.fit)
+        yield from (entry.name, entry.sizes, entry.step, entry.peak, entry.how, entry.fit.replace(SURE, ""))
     for rejection in view.rejections:
         yield from rejection.cells
     for name, text in view.how_sure:
@@ -109,7 +109,11 @@ def test_both_reports_say_with_what_probability_it_fits_and_what_more_risk_would
     )
     for report in (terminal(plan), Page(render_html(plan, DRAWN)).text):
         assert f"{says} faster, fits with 74%" in report
-        assert "over 99%" in report, "of an alternative"
+    others = tuple(other.model_copy(update={"oom_probability": 0.052}) for other in plan.alternatives)
+    assert "fits with 95%" in terminal(plan.model_copy(update={"alternatives": others}))
+    assert "fits with over 99%" not in terminal(plan), "what is sure calls for no remark"
+    offer = RiskOffer(oom_risk=0.3, oom_probability=0.2, step_s=0.999 * plan.step.step_s)
+    assert "--oom-risk 0.3 would be less than 1% faster" in terminal(plan.model_copy(update={"risk_offer": offer}))
     assert "fits with" not in terminal(make_plan()), "where nothing is known"
 
 

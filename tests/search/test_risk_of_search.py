@@ -17,7 +17,7 @@ from planner.layout.evaluate import price_given
 from planner.layout.risk import memory_width, oom_probability
 from planner.search.case import Case
 from planner.search.deadline import Deadline
-from planner.search.safest import risk_offer
+from planner.search.offers import risk_offer
 from planner.search.search import plan, search
 from planner.search.why.misses import candidates_of
 from planner.search.why.program import program_text

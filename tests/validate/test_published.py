@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.report.labels import NINE_OF_TEN_LOSE
 from planner.validate.regret import regrets, spreads, sweeps
 from planner.validate.rows import load_rows
 from planner.validate.score import evaluate_rows, score
@@ -38,9 +39,10 @@ def test_published_runs_lie_in_their_intervals_and_fit() -> None:
 
     # the layout ranked first is nearly the fastest measured, in each family whose noise does not decide
     lost = {found.name: found for found in regrets(sweeps(published), spreads(one.row for one in published))}
-    quiet = [found for found in lost.values() if found.name in families and not found.is_noisy]
+    quiet = [lost[name] for name in families & set(lost) if not lost[name].is_noisy]
     assert len(quiet) >= 8
-    assert max(found.mean for found in quiet) < 0.02
+    assert max(found.mean for found in quiet) < 0.05
     assert max(found.worst for found in quiet) < 0.15
     assert lost["all"].num_sweeps > 100
+    assert lost["all"].p90 < NINE_OF_TEN_LOSE, "as every report says"
     assert lost["all"].mean < 0.015 < 10 * lost["all"].mean < lost["all"].random_mean

@@ -1,0 +1,52 @@
+"""Published memory: peaks lie in their interval as often as it says, and runs that ran out of memory had the risk."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.validate.memory import Outcomes, load_memory_rows, memory_coverage, memory_outcomes
+from planner.validate.rows import load_rows
+from planner.validate.score import Scored, evaluate_rows
+
+
+@pytest.fixture(scope="module")
+def scored() -> list[Scored]:
+    return evaluate_rows([row for row in load_rows() if row.measured.peak_memory_gib is not None])
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[tuple[str, bool], Outcomes]:
+    return {(each.name, each.ran_out): each for each in memory_outcomes(load_memory_rows(), [])}
+
+
+def test_peaks_lie_in_their_interval_as_often_as_it_says(scored: list[Scored]) -> None:
+    found = {each.kind: each for each in memory_coverage(scored)}
+    assert found["all but unverified"].num_rows == 147
+    assert 0.8 <= found["all but unverified"].coverage <= 0.97
+    assert found["nvidia-smi"].coverage >= 0.8
+    assert found["reserved"].coverage >= 0.7
+    assert found["unverified"].coverage >= 0.8
+
+
+def test_runs_that_ran_out_of_memory_had_a_risk_and_runs_that_ran_had_none(
+    outcomes: dict[tuple[str, bool], Outcomes],
+) -> None:
+    failed, ran = outcomes["aleph-alpha", True], outcomes["aleph-alpha", False]
+    assert failed.num_rows > 100
+    assert failed.num_likely / failed.num_rows > 0.6
+    assert failed.mean_risk > 0.6
+    assert ran.num_likely / ran.num_rows < 0.02
+    assert ran.mean_risk < 0.02
+    assert all(
+        each.num_likely >= 5 / 6 * each.num_rows for (name, out), each in outcomes.items() if out and "bloom" in name
+    )
+
+
+def test_every_row_is_priced_and_says_where_it_stands() -> None:
+    rows = load_memory_rows()
+    assert len({row.id for row in rows}) == len(rows) > 300
+    for row in rows[::25]:
+        assert row.source
+        layout = row.priced()
+        assert layout.parallelism.num_gpus_used == row.run["num_gpus"]
+        assert layout.oom_probability is not None
