@@ -37,7 +37,7 @@ ALLOWED = {
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "report.causes"},
     # a target's constraints are written once, and the search holds candidates against them too
     # and prices a plan under the trainer that it is written for
-    "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer", "layout.replan"},
+    "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer", "layout.replan", "months"},
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",

@@ -58,7 +58,7 @@ def whole_run_of(
         best,
         pricing.cluster,
         pricing.training,
-        checkpoint_bytes=(runtime.weight_bytes + runtime.optimizer_bytes) * num_parameters,
+        checkpoint_bytes=runtime.checkpoint_bytes_per_parameter * num_parameters,
         asynchronous=runtime.asynchronous_checkpoints,
     )
 

@@ -18,7 +18,7 @@ from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes, fixed_bytes, stage_memory
 from planner.schedule.actions import Schedule
-from planner.schedule.orders import build_schedule, placement
+from planner.schedule.orders import SCHEDULES, build_schedule, placement
 from planner.schedule.replay import Durations
 from planner.shape import Shape
 
@@ -99,12 +99,21 @@ class Candidate:
     @cached_property
     def pipeline_s(self) -> float:
         """Seconds of the named schedule's pipeline."""
+        if self._steps_overlap:
+            return self.run().makespan_s
         return pipeline_s(self.shape, self.durations, self.schedule)
 
     def run(self, exact: bool = True) -> Pipeline:
         """The replay of one step; unless `exact`, only a few rounds are replayed, and all others take as long."""
-        known_s = None if exact or self.made_order is not None else self.pipeline_s
-        return run_pipeline(self.shape, self.durations, self.schedule, exact, self.made_order, known_s)
+        overlaps = self._steps_overlap
+        known_s = None if exact or overlaps or self.made_order is not None else self.pipeline_s
+        pipeline = run_pipeline(self.shape, self.durations, self.schedule, exact, self.made_order, known_s)
+        return replace(pipeline, makespan_s=pipeline.makespan_s - pipeline.slant_s) if overlaps else pipeline
+
+    @property
+    def _steps_overlap(self) -> bool:
+        """True where a step begins on the first rank while the last one ends the step before."""
+        return self.pricing.runtime.validates_later and SCHEDULES[self.schedule].splits_backward
 
     def priced_as(self, pricing: Pricing) -> Candidate:
         """The same layout under another pricing; where no stage takes another time, its pipeline is not replayed."""

@@ -72,20 +72,32 @@ def sharded_each_time(zero_stage: int, pp: int) -> int:
     return zero_stage if pp == 1 and zero_stage >= 2 else 0
 
 
-def gathers_show(pricing: Pricing, shape: Shape) -> npt.NDArray[np.bool_]:
-    """True where ranks gather updated weights for longer than the forward of a micro-batch hides.
+PACE = 0.5
+"""Share of the GPU's peak at which a stage's mean micro-batch is taken to run, where its layers are not priced yet."""
 
-    Weights and FLOPs are those of a mean stage, and the forward runs at the GPU's peak.
+
+def groups_pay(pricing: Pricing, of_all: Shape, grouped: Shape) -> npt.NDArray[np.bool_]:
+    """True where less of a sharded optimizer's exchanges shows in groups of ranks than among all of them.
+
+    Weights and FLOPs are those of a mean stage, which computes at `PACE`.
     """
     model, training, runtime = pricing.model, pricing.training, pricing.runtime
     totals, expert = model_totals(model, runtime, training.seq_length), 0.0
     if model.moe is not None:
         idle_fraction = 1 - model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
         expert = (totals.num_parameters - totals.num_active_parameters) / max(idle_fraction, 1e-9)
-    dense = (totals.num_parameters - expert) / (shape.tp * shape.pp)
-    gather_s = pricing.gather_s(dense, expert / (shape.ep * shape.etp * shape.pp), shape)
     hardware = pricing.cluster.hardware
     peak = hardware.peak_flops(training.dtype) or hardware.peak_flops("bf16")
     assert peak is not None
-    forward_s = totals.model_flops_per_token / 3 * shape.tokens / (shape.tp * shape.pp) / peak
-    return np.asarray(gather_s > runtime.parameter_overlap_fraction * forward_s)
+    forward_s = totals.model_flops_per_token / 3 * of_all.tokens / (of_all.tp * of_all.pp) / (PACE * peak)
+    windows = reduce_overlap_fraction(runtime, of_all) * 2 * forward_s, runtime.parameter_overlap_fraction * forward_s
+
+    def shown_s(shape: Shape) -> Number:
+        held = (totals.num_parameters - expert) / (shape.tp * shape.pp), expert / (shape.ep * shape.etp * shape.pp)
+        exchanges_s = pricing.reduce_s(*held, shape), pricing.gather_s(*held, shape)
+        return sum(
+            np.maximum(runtime.contention_fraction * exchange_s, exchange_s - hidden_s)
+            for exchange_s, hidden_s in zip(exchanges_s, windows, strict=True)
+        )
+
+    return np.asarray(shown_s(grouped) < shown_s(of_all))

@@ -23,18 +23,13 @@ from planner.specs.problems import spec_error
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Dtype, Parallelism, TrainingSpec
-from planner.trainers.generations import described, runtime_of_its_day
+from planner.trainers.generations import described, imbalance_of, runtime_of_its_day
 from planner.trainers.spec import RuntimeSpec
 
 _log = logging.getLogger(__name__)
 
 _RATE = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*Gb/s\b[^(;]*?\bper (node|GPU)\b", re.IGNORECASE)
 _BITS_PER_BYTE = 8
-NATURAL_IMBALANCE = 1.6
-"""Tokens of the fullest expert rank over the mean where a run routes its data as it comes (`natural_routing`) and an
-auxiliary loss alone balances the experts. Qwen3 235B on 256 H100, forced and natural at four lengths of sequence
-(Megatron-MoE-ModelZoo), asks for 1.60 to 1.65. Models that steer the load by biases take what forced routing takes:
-DeepSeek-V3 on 256 to 8,192 GB300 (MLPerf v6.0) within 8%, Moonlight and Nemotron 3.5 within 7%."""
 
 
 class RunSpec(Spec):
@@ -152,8 +147,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     if spec.dtype == "bf16" and spec.precision_recipe == "fp16":
         training["dtype"] = "fp16"
     model = _model(spec.model, f"{where}: run: model")
-    if spec.features.get("natural_routing") and not model.balances_by_bias:
-        training["moe_imbalance"] = NATURAL_IMBALANCE
+    training["moe_imbalance"] = imbalance_of(model, spec.features)
     used = {"precision_recipe": spec.precision_recipe, **spec.features}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
     runtime, unknown = described(dated, hardware, model, used)

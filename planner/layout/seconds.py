@@ -60,6 +60,8 @@ class Pipeline:
     transfer_s: FloatArray
     """Seconds that a rank waits for transfers under way."""
     in_flight_microbatches: FloatArray
+    slant_s: float = 0.0
+    """Seconds by which the makespan is longer than the most that any rank needs from its first action to its last."""
 
     @property
     def bubble_fraction(self) -> float:
@@ -172,4 +174,6 @@ def _pipeline(timeline: Timeline) -> Pipeline:
         busy_s=timeline.busy_s,
         transfer_s=timeline.idle_s["transfer"],
         in_flight_microbatches=timeline.peak_in_flight_microbatches,
+        slant_s=timeline.makespan_s
+        - max(float(e[-1] - s[0]) for s, e in zip(timeline.start_s, timeline.end_s, strict=True)),
     )

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from planner.answer import Interval, PricedLayout, UnsaidSwitch
 from planner.layout.assumptions import TOLD_FRACTION
 from planner.layout.candidate import Candidate
-from planner.layout.recipe import setting_of, under
+from planner.layout.recipe import setting_of
 from planner.months.sustained import with_sustained
-from planner.trainers.generations import likely_otherwise
+from planner.physics.pricing import Pricing
+from planner.schedule.orders import SCHEDULES
+from planner.trainers.generations import imbalance_of, with_likely
+from planner.trainers.likely import Likely
+from planner.trainers.load import likely_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.switches import SWITCHES
 
@@ -47,27 +51,41 @@ def with_unsaid(candidate: Candidate, layout: PricedLayout) -> PricedLayout:
 
 def unsaid_switches(candidate: Candidate) -> tuple[UnsaidSwitch, ...]:
     """The likely values that move this layout's step by over 2%, the one that moves it most first."""
-    pricing, now = candidate.pricing, setting_of(candidate)
-    broken = list(broken_recipe_rules(now))
     unsaid = []
-    for entry, runtime in likely_otherwise(pricing.runtime, pricing.cluster.hardware, pricing.model):
-        name = entry.switch
-        if not has_effect(name, now):
-            continue
-        if any(rule not in broken for rule in broken_recipe_rules(replace(now, runtime=runtime))):
-            continue
-        other = under(candidate, runtime)
+    for entry, pricing in _likely(candidate):
+        other = candidate.priced_as(pricing)
         if abs(other.step_s / candidate.step_s - 1) > TOLD_FRACTION:
             unsaid.append(
                 UnsaidSwitch(
-                    switch=name,
-                    value=SWITCHES[name].value_of(pricing.runtime),
-                    other=entry.switches[name],
+                    switch=entry.switch,
+                    value=SWITCHES[entry.switch].value_of(candidate.pricing.runtime),
+                    other=entry.switches[entry.switch],
                     other_fraction=entry.value,
                     other_step_s=other.step_s,
                 )
             )
     return tuple(sorted(unsaid, key=lambda one: -abs(math.log(one.other_step_s / candidate.step_s))))
+
+
+def _likely(candidate: Candidate) -> Iterator[tuple[Likely, Pricing]]:
+    """The entries of the trainer that act on a layout and break no rule of recipes, each with its pricing."""
+    pricing, now = candidate.pricing, setting_of(candidate)
+    model, training, broken = pricing.model, pricing.training, list(broken_recipe_rules(now))
+    for entry in likely_of(pricing.runtime, pricing.cluster.hardware.architecture):
+        if not has_effect(entry.switch, now):
+            continue
+        runtime = with_likely(pricing.runtime, model, entry)
+        # a dispatcher left unsaid is one that goes with the rest
+        free = runtime if "dispatcher" in entry.switches else runtime.model_copy(update={"dispatcher": ""})
+        if any(rule not in broken for rule in broken_recipe_rules(replace(now, runtime=free))):
+            continue
+        imbalance = max(training.moe_imbalance, imbalance_of(model, entry.switches))
+        fuller = training.model_copy(update={"moe_imbalance": imbalance})
+        other = replace(
+            pricing, training=fuller, runtime=runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
+        )
+        if other != pricing:
+            yield entry, other
 
 
 def mixture_interval(width: float, choices: Mapping[str, Sequence[tuple[float, float]]]) -> Interval:

@@ -56,6 +56,14 @@ def whole_run(
     return _cost(cluster, training, days, _around(days, runs.wall_s / SECONDS_PER_DAY)), goodput
 
 
+def save_interval_s(
+    cluster: ClusterSpec, training: TrainingSpec, num_gpus: int, *, checkpoint_bytes: float, asynchronous: bool
+) -> float:
+    """Seconds of training between two checkpoints with which a job of `num_gpus` loses the least."""
+    losses = losses_of(cluster, training.operations, num_gpus, checkpoint_bytes, asynchronous)
+    return best_interval_s(rhythm_of(losses, lambda fact: fact.value))
+
+
 def check_spares(cluster: ClusterSpec, training: TrainingSpec) -> None:
     """Refuse more spare nodes than the job has nodes."""
     spares, nodes = training.operations.num_spare_nodes, math.ceil(cluster.num_gpus / cluster.node_size)

@@ -41,6 +41,13 @@ ADAM_BYTES = 34
 """Bytes moved per parameter of the shard: master weight and two moments read and written (24), gradient read (4), bf16
 copy (6)."""
 
+DETERMINISTIC_BACKWARD, DETERMINISTIC_BLACKWELL = 1.6, 5.0
+"""Seconds of attention's backward that adds the gradients of queries in a fixed order, over seconds of one that adds
+them as they come. FlashAttention-3 loses up to 38% of its rate so (arXiv:2601.21824, H800). Blackwell's is what a GPT
+of 7 billion parameters takes longer on GB200 in two layouts (Megatron-LM, gpt3_7b_*_memory_speed of its tests)."""
+DETERMINISTIC_PERMUTE = 3.0
+"""Seconds of permutations whose sums go in a fixed order: half of them are index_add after a sort instead of scatters
+(Megatron-LM, docs/developer/determinism). Its share of a mixture's step, 15 to 17%, is where this guess is from."""
 HOST_ADAM_BYTES = 80
 """Bytes that the host moves through its memory per parameter: torch's Adam on the CPU runs one pass after another, for
 the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
@@ -80,6 +87,9 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
     if op.kind == "attention":
         forward_s, backward_s = attention_s(op, hardware, runtime.attention_kernel)
         forward, backward = forward * efficiency.attention_factor, backward * efficiency.attention_factor
+        if runtime.deterministic:
+            is_blackwell = hardware.architecture == "blackwell"
+            backward *= DETERMINISTIC_BLACKWELL if is_blackwell else DETERMINISTIC_BACKWARD
         return PassSeconds(forward * forward_s, backward * backward_s, 0.0)
     passes_s = (
         stream_s(hardware, op.forward_bytes, op.forward_kernels, op.family),
@@ -88,7 +98,8 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
     if op.kind == "scan":
         scan_s, slow = scan_flops_s(op, hardware), 1 / SCAN_STREAM_FRACTION
         passes_s = (np.maximum(slow * passes_s[0], scan_s), np.maximum(slow * passes_s[1], op.backward_factor * scan_s))
-    return PassSeconds(*passes_s, 0.0)
+    slow = DETERMINISTIC_PERMUTE if runtime.deterministic and op.family == "permute" else 1.0
+    return PassSeconds(slow * passes_s[0], slow * passes_s[1], 0.0)
 
 
 def part_seconds(

@@ -54,7 +54,7 @@ class Robust:
             return f"Under all of these alternative {self.least} loses at most {most}, the fastest {best}."
         if self.losses[0] > 0:
             return f"Under all of these the fastest loses least, at most {most}."
-        return "The fastest is so under each of these."
+        return "The fastest stays so under each of these."
 
 
 def robust_of(layout: PricedLayout) -> Robust | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from planner.answer import Plan, PricedLayout
 from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
-from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, manner
+from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, RANKED_FIRST, manner
 from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
@@ -200,7 +200,7 @@ def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
     if plan.undecided:
         count, total = len(plan.undecided), len(plan.alternatives)
         overlap = f"intervals of {count} of {total} overlap the best's: plan probe can tell them apart"
-        lines.append(("alternatives", overlap))
+        lines.append(("alternatives", f"{overlap}; {RANKED_FIRST}"))
     return lines
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from planner.layout.outside_pipeline import gathers_show
+from planner.layout.outside_pipeline import groups_pay
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.shape import RANK_ORDERS, Shape, divisors
@@ -223,8 +223,8 @@ def _shard_groups(grid: Grid, dp: IntArray, pricing: Pricing, limits: SearchLimi
 
     A group has all dp·cp ranks. If weights or gradients are sharded, groups of one NVLink domain (and its doublings,
     where stages of a pipeline are sharded too) are tried as well; then only reductions leave the group (HSDP). If the
-    optimizer alone is sharded, groups of one domain are tried where weights gathered by all ranks would show; else they
-    save nothing, hold more and reduce more bytes between nodes. Pinned sizes are kept, to be refused with a reason.
+    optimizer alone is sharded, groups of one domain are tried where they pay: weights stay inside, but more bytes of
+    gradients are reduced between them. Pinned sizes are kept, to be refused with a reason.
     """
     every_row, all_ranks, zero_stage = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
     groups = [(every_row, all_ranks)]
@@ -239,7 +239,7 @@ def _shard_groups(grid: Grid, dp: IntArray, pricing: Pricing, limits: SearchLimi
     columns = {name: column[alone] for name, column in grid.items()}
     of_all = Shape(**columns, dp=dp[alone], shard_size=all_ranks[alone], seq_length=pricing.training.seq_length)
     grouped[zero_stage == 1] = False
-    grouped[alone] = gathers_show(pricing, of_all)
+    grouped[alone] = groups_pay(pricing, of_all, replace(of_all, shard_size=size[alone]))
     while (smaller := grouped & (size < all_ranks)).any():
         usable = np.flatnonzero(smaller & (all_ranks % size == 0) & (size % grid["cp"] == 0))
         groups.append((usable, size[usable]))

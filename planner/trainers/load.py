@@ -74,16 +74,9 @@ def switches_of(runtime: RuntimeSpec) -> Switches:
 
 
 def likely_of(runtime: RuntimeSpec, architecture: str) -> tuple[Likely, ...]:
-    """Values that switches of a shipped trainer's runs on such silicon may have; those of its version."""
-    if runtime.name not in RUNTIMES:
-        return ()
-    file, has = _shipped_file(runtime.name), switches_of(runtime)
-    return tuple(
-        entry
-        for entry in file.likely
-        if (not entry.architectures or architecture in entry.architectures)
-        and all(name not in file.switches or value in has.get(name, ()) for name, value in entry.switches.items())
-    )
+    """Values that switches of a shipped trainer's runs on such silicon may have."""
+    likely = _shipped_file(runtime.name).likely if runtime.name in RUNTIMES else ()
+    return tuple(entry for entry in likely if not entry.architectures or architecture in entry.architectures)
 
 
 def versions_of(runtime: RuntimeSpec) -> tuple[str, ...]:

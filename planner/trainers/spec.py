@@ -50,11 +50,15 @@ class RuntimeSpec(Spec):
     runs_fuse_loss: bool = False
     """A run has Transformer Engine's cross-entropy unless it says otherwise, as NeMo and Megatron-Bridge set it up; the
     command line of Megatron-LM refuses it since core 0.18 (megatron/training/arguments.py)."""
+    runs_validate_later: bool = False
+    """A run whose schedule splits the backward validates its optimizer's step later, unless it says otherwise."""
     # kernels
     flash_attention: bool = True
     """Without: scores and probabilities (s² per head) are written to memory and kept."""
     attention_kernel: Literal["fastest", "flash", "flash1"] = "fastest"
     """The fused attention kernel: the GPU's fastest (cuDNN's, FlashAttention-3), FlashAttention-2, or the first."""
+    deterministic: bool = False
+    """Kernels add up in a fixed order, so that two runs give the same bits."""
     fused_norm: bool = True
     """Without: a norm is several kernels in fp32, each of which passes over its input again."""
     fused_rotary: bool = True
@@ -235,6 +239,10 @@ class RuntimeSpec(Spec):
     """Under 1F1B, sends and receives run beside compute."""
     interleaved_p2p_overlap: bool = True
     """Under interleaved schedules, sends and receives run beside compute."""
+    validates_later: bool = False
+    """Under schedules that split the backward, each rank steps its optimizer when its own gradients are there, and
+    looks at their norm over all ranks later (Qi et al. 2023, §4): steps overlap as far as ranks begin and end in
+    turn."""
     # what can be expressed
     schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "none")
     """Schedules of a pipeline that it runs."""
@@ -326,6 +334,11 @@ class RuntimeSpec(Spec):
             return None
         chunks = CHUNK_PARAMETERS * ranks
         return chunks + (self.bucket_parameters - chunks) * (chunks < self.bucket_parameters)
+
+    @property
+    def checkpoint_bytes_per_parameter(self) -> int:
+        """Bytes that a checkpoint holds of each parameter: its weight, and what the optimizer keeps."""
+        return self.weight_bytes + self.optimizer_bytes
 
     @property
     def keeps_softmax(self) -> bool:

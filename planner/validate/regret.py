@@ -20,12 +20,12 @@ from planner.shape import FloatArray
 from planner.validate.rows import Row
 from planner.validate.score import NUM_DRAWS, Scored, repeat_spread, weighted_quantile
 
-OTHER_SPREADS = {"vtrain-single": 0.16, "vtrain-multi": 0.05}
+OTHER_SPREADS = {"vtrain-single": 0.16, "vtrain-multi": 0.05, "ultrascale": 0.017}
 """Standard deviation of log seconds of families that measured nothing twice, read from what should not differ.
 
 vtrain-single: 14 pairs of TP and micro-batch at which a layer's time is its host's, and the host does the same. At two
 of them twice the tokens take a fifth less time. vtrain-multi: 20 layouts beside the mean of those with half and twice
-as many stages."""
+as many stages. ultrascale: 50 pairs of ZeRO-0 and ZeRO-1, beside the difference predicted."""
 NOISY = 0.02
 """A family is called noisy where its spread is more than this, which is more than its best layouts differ by."""
 TIE = 1e-9

@@ -22,7 +22,6 @@ HELD_OUT = (
     "fms-fsdp",
     "nemo-gb200",
     "internevo",
-    "ultrascale-efa",
     "automodel",
     "mlperf-6-0",
     "moe-recipes",

@@ -151,6 +151,21 @@ def test_deepspeed_offloads_a_part_at_zero_3_only(planned: Planned) -> None:
     assert read_configuration(text).run["features"]["optimizer_offload"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("trainer", "target", "name", "says"),
+    [
+        ("megatron", "megatron", "launch.sh", "--deterministic-mode"),
+        ("torchtitan", "torchtitan", "planned_recipe.py", "config.debug = DebugConfig(deterministic=True)"),
+    ],
+)
+def test_determinism_comes_back(planned: Planned, trainer: str, target: str, name: str, says: str) -> None:
+    features = {"deterministic": True} | ({} if trainer == "torchtitan" else {"cross_entropy_fusion": False})
+    features |= {} if trainer == "torchtitan" else {"tp_comm_overlap": False}
+    text = text_of(planned("llama-3.1-8b", 16, runtime=trainer, features=features), target, name)
+    assert says in text
+    assert read_configuration(text).run["features"]["deterministic"] is True
+
+
 CONNECTIONS, SEGMENTS = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
 OVERLAP = {"ep_overlap": True, "dispatcher": "alltoall"}
 
@@ -169,6 +184,10 @@ OVERLAP = {"ep_overlap": True, "dispatcher": "alltoall"}
         ({}, {"NVTE_FWD_LAYERNORM_SM_MARGIN": "20", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}),
         ({"features": {"cuda_graph": "full_iteration", "nan_checks": False}}, {"NCCL_GRAPH_REGISTER": "0"}),
         ({"features": {"activation_offload": "core_attn+attn_proj"}}, {"NVTE_CPU_OFFLOAD_V1": "1"}),
+        (
+            {"features": {"deterministic": True, "cross_entropy_fusion": False, "tp_comm_overlap": False}},
+            {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        ),
         ({"hardware": "mi300x", "tp": 2}, {CONNECTIONS: "1", SEGMENTS: None}),
         (
             {"model": "mixtral-8x7b", "ep": 8, "hardware": "gb200", "features": {"cuda_graph": "none"}},

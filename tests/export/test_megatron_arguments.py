@@ -183,8 +183,9 @@ def test_buckets_are_those_that_were_priced(planned: Planned) -> None:
 
 
 def test_a_smaller_shard_group_is_several_optimizer_instances(planned: Planned) -> None:
-    arguments = megatron_arguments(planned("llama-3.1-8b", 64, zero_stage=3, fsdp=16))
-    assert arguments["--num-distributed-optimizer-instances"] == 4
+    for zero_stage in (1, 3):
+        arguments = megatron_arguments(planned("llama-3.1-8b", 64, zero_stage=zero_stage, fsdp=16))
+        assert arguments["--num-distributed-optimizer-instances"] == 4
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from planner.answer import Plan
-from planner.export.common.run_settings import run_settings, save_interval_s
+from planner.export.common.run_settings import run_settings
 from planner.specs.registry import load_model, model_names
 
 Planned = Callable[..., Plan]
@@ -46,11 +46,20 @@ def test_timeouts_grow_with_the_ranks(planned: Planned, gpus: int, minutes: int)
     assert (run.init_timeout_minutes, run.timeout_minutes) == (minutes, 10)
 
 
+def test_saves_are_as_often_as_the_plan_says(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 1024, tokens=1e12)
+    assert plan.goodput is not None
+    run = run_settings(plan)
+    assert run.save_interval_steps == round(plan.goodput.checkpoint_interval_s / plan.step.step_s)
+    assert run.kept_save_interval_steps % run.save_interval_steps == 0
+    assert run.evaluation_interval_steps * plan.goodput.evaluation_fraction >= 10 / 3
+
+
 def test_more_gpus_save_more_often(planned: Planned) -> None:
-    assert save_interval_s(8) == 3600
-    assert save_interval_s(16384) == pytest.approx((2 * 60 * 54 * 86400 / 419) ** 0.5)
-    plan = planned("llama-3.1-8b", 8)
-    assert run_settings(plan).save_interval_steps == round(3600 / plan.best.step.step_s)
+    few, many = (planned("llama-3.1-8b", num_gpus) for num_gpus in (8, 1024))
+    seconds = [run_settings(plan).save_interval_steps * plan.step.step_s for plan in (few, many)]
+    assert seconds[0] > 2 * seconds[1]
+    assert seconds[0] < 3600 + few.step.step_s
 
 
 @pytest.mark.parametrize("name", model_names())

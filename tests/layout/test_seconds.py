@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from planner.layout.split import Split, stage_costs
 from planner.physics.cost import CostTable
 from planner.physics.stage_memory import stage_memory
 from planner.schedule.orders import build_schedule
-from planner.schedule.replay import Durations, makespan_s
+from planner.schedule.replay import Durations, makespan_s, replay
 from planner.shape import Shape
 
 
@@ -45,6 +46,22 @@ def test_long_steps_are_what_their_full_replay_says(schedule: str, pp: int) -> N
             assert quick.busy_s == pytest.approx(full.busy_s)
             assert quick.num_microbatches == full.num_microbatches == pp * rounds
             assert candidate.step_s == pytest.approx(exact_s + sum(candidate.outside), rel=3e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
+def test_steps_overlap_where_the_optimizer_is_validated_later(schedule: str) -> None:
+    """Under ZB-H2 with equal passes, ranks idle only because they begin and end in turn: steps leave nothing idle."""
+    problem = toy_problem(toy_model(16))
+    table = priced(problem, pp=4, num_microbatches=16)
+    later = replace(problem.pricing, runtime=problem.pricing.runtime.model_copy(update={"validates_later": True}))
+    apart, beside = (Candidate(pricing, table, Split((4, 4, 4, 4)), schedule) for pricing in (problem.pricing, later))
+    assert beside.step_s - sum(beside.outside) == pytest.approx(beside.run().makespan_s)
+    timeline = replay(apart.order, apart.durations)
+    spans_s = [end_s[-1] - start_s[0] for start_s, end_s in zip(timeline.start_s, timeline.end_s, strict=True)]
+    expected = max(spans_s) if schedule.startswith("zb") else timeline.makespan_s
+    assert beside.run().makespan_s == pytest.approx(float(expected))
+    assert (beside.step_s < apart.step_s) == (schedule == "zb-h2")
+    assert beside.run().makespan_s >= max(beside.run().busy_s) * (1 - 1e-12)
 
 
 def test_a_rank_that_sets_the_pace_late_is_waited_for() -> None:

@@ -389,3 +389,11 @@ def test_clipping_passes_over_the_shard_and_zeroing_over_all() -> None:
     shard, whole = 1e9, 8e9
     assert float(clip_s(H200, shard, whole, MEGATRON)) == pytest.approx(4 * (3 * shard + whole) / bandwidth, rel=1e-2)
     assert clip_s(H200, shard, whole, load_runtime("torch-eager")) == 0.0
+
+
+def test_sums_in_a_fixed_order_slow_down_the_backward_of_attention_and_permutations_alone() -> None:
+    same_bits = MEGATRON.model_copy(update={"deterministic": True})
+    permute = Operator(name="permute", kind="elementwise", family="permute", forward_bytes=1e9, backward_bytes=1e9)
+    for op, slow in ((attention(), (1.0, 1.6)), (permute, (3.0, 3.0)), (gemm(4096, 4096, 4096), (1.0, 1.0))):
+        free, fixed = (operator_seconds(op, H200, "bf16", runtime) for runtime in (MEGATRON, same_bits))
+        assert (fixed[0] / free[0], fixed[1] / free[1]) == pytest.approx(slow)

@@ -233,6 +233,49 @@ def test_data_parallel_exchanges_wait_for_each_rank_of_their_ring_a_bucket_at_a_
     assert gather_s(512, parameters / 4) == pytest.approx(gather_s(512) / 4)
 
 
+def test_groups_gather_inside_and_reduce_across() -> None:
+    """ZeRO-1 in nodes of 8: weights stay inside, a shard of the gradients is all-reduced between the nodes."""
+    pricing = pricing_of("llama-3.1-8b", "megatron")
+    all_ranks, nodes = (Shape(tp=1, dp=1024, seq_length=4096, shard_size=size) for size in (1024, 8))
+    nvlink, network = pricing.cluster.tiers
+    parameters = 2.0**33
+    inside_s = parameters * 7 / 8 / nvlink.bytes_per_s + 64 * 7 * nvlink.latency_s / 2
+    assert float(pricing.gather_s(parameters, 0.0, nodes)) == pytest.approx(2 * inside_s)
+    across_s = 2 * 4 * parameters / 8 * 127 / 128 / network.bytes_per_s + 64 * 2 * 7 * network.latency_s
+    reduced_s = float(pricing.reduce_s(parameters, 0.0, nodes))
+    assert reduced_s == pytest.approx(
+        4 * parameters * 7 / 8 / nvlink.bytes_per_s + 64 * 7 * nvlink.latency_s + across_s
+    )
+    # what a slower network adds is as much for gathers that stay in a node, and more for all others
+    slow = replace(pricing, cluster=GPUS.changed(network_gb_per_s=5.0))
+    assert slow.gather_s(parameters, 0.0, nodes) == pricing.gather_s(parameters, 0.0, nodes)
+    assert slow.gather_s(parameters, 0.0, all_ranks) > 3 * pricing.gather_s(parameters, 0.0, all_ranks)
+    # inside one node there is one group, and nothing to save
+    alone = replace(pricing, cluster=GPUS.changed(num_gpus=8))
+    halves, whole = (Shape(tp=1, dp=8, seq_length=4096, shard_size=size) for size in (4, 8))
+    exchanged_s = [float(alone.gather_s(1e9, 0.0, s) + alone.reduce_s(1e9, 0.0, s)) for s in (halves, whole)]
+    assert exchanged_s[0] > exchanged_s[1]
+
+
+def test_tensors_that_are_gathered_one_by_one_go_around_the_ring_once_each() -> None:
+    """As InternEvo's broadcasts, which 1,024 ranks take 1.5 s longer for than 512 do."""
+    pricing = pricing_of("llama-2-7b", "internevo")
+    at_once = replace(pricing, runtime=pricing.runtime.model_copy(update={"gathers_tensors": False}))
+    parameters, hidden = 6.7e9, 4096
+
+    def more_s(dp: int) -> float:
+        shape = Shape(tp=1, dp=dp, seq_length=2048, shard_size=dp)
+        return float(pricing.gather_s(parameters, 0.0, shape) - at_once.gather_s(parameters, 0.0, shape))
+
+    nvlink, network = pricing.cluster.tiers
+    ring_s = 512 * 7 / 8 * nvlink.latency_s + 63 * network.latency_s
+    assert more_s(512) == pytest.approx((parameters / hidden**2 - 1) * ring_s)
+    assert more_s(8) < more_s(64) < more_s(512) < more_s(1024) == pytest.approx(2 * more_s(512), rel=0.01)
+    assert pricing.reduce_s(parameters, 0.0, Shape(tp=1, dp=64, seq_length=2048, shard_size=8)) == at_once.reduce_s(
+        parameters, 0.0, Shape(tp=1, dp=64, seq_length=2048, shard_size=64)
+    )
+
+
 def test_fp8_is_faster_and_keeps_less() -> None:
     shape = Shape(tp=8, pp=4, dp=4, seq_length=8192, micro_batch_size=2, sequence_parallel=1)
     tables = {dtype: pricing_of("405b", dtype=dtype).table(shape) for dtype in ("bf16", "fp8")}

@@ -63,7 +63,7 @@ def test_the_fastest_is_kept_where_another_loses_as_little() -> None:
     [
         (((1.0, 2.0), (1.1, 1.6)), "alternative 1 loses at most 10.0%, the fastest 25.0%"),
         (((1.0, 2.0), (1.5, 1.9)), "the fastest loses least, at most 5.3%"),
-        (((1.0, 2.0), (1.5, 2.1)), "The fastest is so under each of these."),
+        (((1.0, 2.0), (1.5, 2.1)), "The fastest stays so under each of these."),
     ],
 )
 def test_the_remark_names_the_layout_that_loses_least(

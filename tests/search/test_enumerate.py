@@ -96,6 +96,21 @@ def test_weights_may_be_sharded_over_part_of_the_ranks(tp: int, cp: int, expecte
     assert rejections.counts["shard_size_not_dividing_dp_cp"] == 1
 
 
+@pytest.mark.parametrize(("trainer", "expected"), [("internevo", {8, 64}), ("megatron", {64}), ("nanotron", {64})])
+def test_a_sharded_optimizer_is_grouped_where_that_pays(trainer: str, expected: set[int]) -> None:
+    """InternEvo waits for gathered weights; Megatron hides them, and its groups reduce more bytes between nodes."""
+    limits = SearchLimits(tp=(1,), cp=(1,), pp=(1,), micro_batch_size=(4,), zero_stage=(1,))
+    arguments = load_model("llama-3.2-1b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
+    training, runtime = TrainingSpec(seq_length=4096, global_batch_size=256), load_runtime(trainer)
+    shapes, _ = enumerate_shapes(*arguments, training, limits, runtime)
+    assert axis(shapes, "shard_size") == expected
+    # pinned, they are tried, or refused with a reason
+    pinned = limits.model_copy(update={"shard_size": (8,)})
+    shapes, rejections = enumerate_shapes(*arguments, training, pinned, runtime)
+    refused = {"shard_size_not_expressible": 1} if trainer == "nanotron" else {}
+    assert (len(shapes.tp), rejections.counts) == (1 - len(refused), refused)
+
+
 def test_stages_are_any_number_and_no_shape_comes_twice() -> None:
     problem = toy_problem(toy_model(7), toy_cluster(16), toy_training(16))
     shapes, _ = enumerated(problem)

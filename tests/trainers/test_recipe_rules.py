@@ -59,6 +59,7 @@ class Case:
 OVERLAP: dict[str, Any] = {"ep_overlap": True}
 ROUTER: dict[str, Any] = {"cuda_graph": "moe_router"}
 WHOLE: dict[str, Any] = {"cuda_graph": "full_iteration", "nan_checks": False}
+SAME_BITS: dict[str, Any] = {"deterministic": True}
 SHARED: dict[str, Any] = {"shared_expert_overlap": True}
 PLAIN: dict[str, Any] = {"ep_overlap": False}
 CASES = [
@@ -101,6 +102,12 @@ CASES = [
     Case("shared_expert_overlap", "needs ep above 1", SHARED, {"layout": {"ep": 2}}, layout={"ep": 1}),
     Case("shared_expert_overlap", "needs dispatcher=alltoall before", SHARED | {"dispatcher": "deepep"},
          {"dispatcher": "alltoall"}, trainer="megatron@0.17"),
+    Case("cross_entropy_fusion", "must be false beside deterministic", SAME_BITS | {"cross_entropy_fusion": "native"},
+         {"cross_entropy_fusion": False}, model="70b"),
+    Case("tp_comm_overlap", "must be false beside deterministic", SAME_BITS | {"tp_comm_overlap": True},
+         {"tp_comm_overlap": False}, model="70b"),
+    Case("deterministic", "takes no attention sinks", SAME_BITS | {"cross_entropy_fusion": False},
+         {"deterministic": False}, model="gpt-oss-120b"),
     Case("p2p_overlap", "must be true where pp is 2", {"p2p_overlap": False}, {"p2p_overlap": True}, layout={"pp": 2}),
     Case("async_tp", "needs compile=true", {"async_tp": True, "compile": False}, {"compile": True}, model="70b",
          trainer="torchtitan", layout={"ep": 1}),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
+from planner.report.labels import NINE_OF_TEN_LOSE
 from planner.validate.regret import regrets, spreads, sweeps
 from planner.validate.rows import load_rows
 from planner.validate.score import evaluate_rows, score
@@ -12,13 +11,8 @@ OFFLOADED = {"llama3-70b-gb300x64-fp8-cs", "llama3-1-405b-gb200x128-fp8-cs", "li
 """Recipes that keep activations in host memory, those of many layers or the inputs of experts: rows do not say it."""
 GATHERED = {"sc21-t2-zero3-530b-640gpu"}
 """DeepSpeed gathers weights one by one there, not whole layers."""
-NOISY = {"ultrascale-efa": 0.65}
-"""Families whose own noise is as wide as their intervals (docs/CALIBRATION.md), with the least share inside."""
 REMAINDERS = {f"dgxc-24-11-nemotron-4-340b-h100x128-{dtype}-gbs32" for dtype in ("bf16", "fp8")}
 """Apex's optimizer keeps of fp32 masters what the 16-bit weights lack: two bytes fewer a parameter."""
-
-SLOW_NETWORK = {"ultrascale-efa"}
-"""AWS's EFA of 2024: its users time all-reduces at 65 GB/s over 32 nodes, a fifth of its rate."""
 
 
 def test_published_runs_lie_in_their_intervals_and_fit() -> None:
@@ -35,11 +29,8 @@ def test_published_runs_lie_in_their_intervals_and_fit() -> None:
     families = {one.row.family for one in published}
     scores = {family: score(family, [one for one in published if one.row.family == family]) for family in families}
     inside = {name: found.coverage for name, found in scores.items() if found is not None and found.num_rows >= 10}
-    assert {name: inside.pop(name) for name in SLOW_NETWORK} == {
-        name: pytest.approx(0.7, abs=0.1) for name in SLOW_NETWORK
-    }
     assert len(inside) > 12
-    assert {name: share for name, share in inside.items() if share < NOISY.get(name, 0.73)} == {}
+    assert {name: share for name, share in inside.items() if share < 0.73} == {}
 
     lacking = {one.row.id for one in published if one.layout is not None and not one.layout.fits}
     unexplained = {name for name in lacking if not any(recipe in name for recipe in OFFLOADED)} - GATHERED - REMAINDERS
@@ -48,9 +39,10 @@ def test_published_runs_lie_in_their_intervals_and_fit() -> None:
 
     # the layout ranked first is nearly the fastest measured, in each family whose noise does not decide
     lost = {found.name: found for found in regrets(sweeps(published), spreads(one.row for one in published))}
-    quiet = [found for found in lost.values() if found.name in families and not found.is_noisy]
+    quiet = [lost[name] for name in families & set(lost) if not lost[name].is_noisy]
     assert len(quiet) >= 8
-    assert max(found.mean for found in quiet) < 0.02
+    assert max(found.mean for found in quiet) < 0.05
     assert max(found.worst for found in quiet) < 0.15
     assert lost["all"].num_sweeps > 100
+    assert lost["all"].p90 < NINE_OF_TEN_LOSE, "as every report says"
     assert lost["all"].mean < 0.015 < 10 * lost["all"].mean < lost["all"].random_mean

@@ -71,6 +71,7 @@ SAME = {
     "--transformer-impl": "model.transformer_impl",
     "--attention-backend": "model.attention_backend",
     "--cross-entropy-fusion-impl": "model.cross_entropy_fusion_impl",
+    "--deterministic-mode": "model.deterministic_mode",
     "--tp-comm-overlap": "model.tp_comm_overlap",
     "--overlap-moe-expert-parallel-comm": "model.overlap_moe_expert_parallel_comm",
     "--delay-wgrad-compute": "model.delay_wgrad_compute",

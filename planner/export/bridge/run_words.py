@@ -12,8 +12,10 @@ from planner.export.common.trainer_files import Part
 from planner.export.megatron.run_options import DATA_PATH, first_run_arguments, training_arguments
 from planner.trainers.rules.common import release
 
-_LEFT_OUT = ("--padded-vocab-size", "--mock-data")
-"""The model's own vocabulary is a field already; mock data is an option of run_recipe.py."""
+_LEFT_OUT = ("--padded-vocab-size", "--mock-data", "--save-retain-interval")
+"""The model's own vocabulary is a field already, mock data is an option of run_recipe.py, and Bridge deletes old
+checkpoints by their number."""
+_KEPT_CHECKPOINTS = 10
 _FIRST_SECTIONS = "0.17"
 """The first Megatron core whose Bridge has a section `validation` and reads paths of data as one text."""
 
@@ -26,7 +28,8 @@ def first_run(plan: Plan) -> Part:
 
 def training_run(plan: Plan) -> Part:
     """Training, on the user's data."""
-    return Part(words=tuple(_words(plan, training_arguments(plan))))
+    kept = f"checkpoint.most_recent_k={_KEPT_CHECKPOINTS}"
+    return Part(words=(*_words(plan, training_arguments(plan)), kept))
 
 
 def hydra(value: Any) -> str:

@@ -77,7 +77,7 @@ _HARMLESS = {
     """,
     "model": """
         init_method layernorm_eps rotary rope pipeline_dtype params_dtype autocast calculate
-        attention_softmax deterministic should_pad use_te_rng bf16$ fp16$ perform_init batch_p2p
+        attention_softmax should_pad use_te_rng bf16$ fp16$ perform_init batch_p2p
         bias_dropout apply_rope cuda_graph_warmup generation hf_ yarn mtp_loss cross_entropy_fusion_impl
         original_max beta_ mscale no_rope seq_len_interp softmax_scale query_pre persist masked_softmax
         gradient_acc async_tensor apply_query num_moe_experts tp_comm_bootstrap disable_parameter

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 from planner.answer import Plan
+from planner.months.facts import load_facts
+from planner.months.whole_run import save_interval_s
 from planner.specs.optimizer import OptimizerDefaults
 
 TOKENS_PER_PARAMETER = 20
@@ -15,14 +17,13 @@ _RATES = ((10e9, 3e-4, 3e-5), (100e9, 1.5e-4, 1.5e-5), (math.inf, 8e-5, 8e-6))
 _WARMUP_STEPS = 2000
 _WARMUP_FRACTION = 0.1
 """Share of the steps that the warm-up takes at most."""
-_SAVE_S = 60.0
-"""Seconds of training that a save costs, as assumed for the interval between saves."""
-_GPU_SECONDS_PER_FAILURE = 54 * 86_400 * 16_384 / 419
-"""419 interruptions in 54 days on 16,384 GPUs (arXiv:2407.21783, Table 5)."""
-_LONGEST_BETWEEN_SAVES_S = 3600.0
+_BETWEEN_KEPT_SAVES_S = 6 * 3600.0
+"""Seconds between the checkpoints that are kept, beside the latest: each of a large model takes terabytes."""
 FIRST_RUN_STEPS = 20
 """Steps of the run that is compared with the plan: the first ones compile, tune and fill caches."""
 EVALUATION_STEPS = 10
+_FORWARD_SHARE = 1 / 3
+"""Share of a step's time that its forward takes, which is all that an evaluation runs."""
 _TIMEOUT_MINUTES = 10
 """Minutes that torch waits for a collective unless told."""
 _INIT_S_PER_RANK = 1047 / 2048
@@ -37,6 +38,9 @@ class RunSettings:
     optimizer: OptimizerDefaults
     warmup_steps: int
     save_interval_steps: int
+    """The interval that loses the least time to saves and failures (docs/MONTHS.md)."""
+    kept_save_interval_steps: int
+    """Steps between the checkpoints that stay on disk, a multiple of the steps between saves."""
     evaluation_interval_steps: int
     init_timeout_minutes: int
     """Minutes for the start, when every rank meets every other."""
@@ -59,13 +63,16 @@ def run_settings(plan: Plan) -> RunSettings:
     published = model.spec.training.optimizer if model.spec.training else None
     optimizer = published or _defaults(model.num_active_parameters)
     ranks = plan.parallelism.num_gpus_used
-    save_interval_steps = max(1, round(save_interval_s(ranks) / plan.best.step.step_s))
+    save_interval_steps = max(1, round(_save_interval_s(plan) / plan.best.step.step_s))
+    kept_saves = max(1, round(_BETWEEN_KEPT_SAVES_S / (save_interval_steps * plan.best.step.step_s)))
+    evaluated = load_facts().evaluation_fraction.value
     return RunSettings(
         num_steps=num_steps,
         optimizer=optimizer,
         warmup_steps=min(optimizer.warmup_steps, max(1, int(_WARMUP_FRACTION * num_steps))),
         save_interval_steps=save_interval_steps,
-        evaluation_interval_steps=save_interval_steps,
+        kept_save_interval_steps=kept_saves * save_interval_steps,
+        evaluation_interval_steps=math.ceil(_FORWARD_SHARE * EVALUATION_STEPS / evaluated),
         init_timeout_minutes=max(_TIMEOUT_MINUTES, 5 * math.ceil(_INIT_S_PER_RANK * ranks / 300)),
         timeout_minutes=_TIMEOUT_MINUTES,
         notes=(
@@ -76,9 +83,15 @@ def run_settings(plan: Plan) -> RunSettings:
     )  # fmt: skip
 
 
-def save_interval_s(num_gpus: int) -> float:
-    """Seconds between saves that lose the least: √(2 · cost of a save · time between failures) (Young, 1974)."""
-    return min(_LONGEST_BETWEEN_SAVES_S, math.sqrt(2 * _SAVE_S * _GPU_SECONDS_PER_FAILURE / num_gpus))
+def _save_interval_s(plan: Plan) -> float:
+    runtime = plan.runtime_spec
+    return save_interval_s(
+        plan.cluster,
+        plan.training,
+        plan.parallelism.num_gpus_used,
+        checkpoint_bytes=runtime.checkpoint_bytes_per_parameter * plan.model.num_parameters,
+        asynchronous=runtime.asynchronous_checkpoints,
+    )
 
 
 def _defaults(num_active_parameters: float) -> OptimizerDefaults:

@@ -46,9 +46,15 @@ _ON_NVIDIA = (
     Row("NVTE_FWD_LAYERNORM_SM_MARGIN", str(NORM_MARGIN_SMS), _has_exchanges_beside_norms),
     Row("NVTE_BWD_LAYERNORM_SM_MARGIN", str(NORM_MARGIN_SMS), _has_exchanges_beside_norms),
     Row("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1", lambda plan: plan.runtime_spec.fuses_experts),
+    *(
+        Row(name, value, lambda plan: plan.runtime_spec.deterministic)
+        for name, value in (
+            ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"), ("NCCL_ALGO", "Ring"), ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+        )
+    ),
     # Transformer Engine 2.10 and above would offload weights too
     Row("NVTE_CPU_OFFLOAD_V1", "1", lambda plan: bool(plan.runtime_spec.offload_modules)),
-)
+)  # fmt: skip
 _ON_AMD = (
     Row("NVTE_CK_USES_BWD_V3", "1"),
     Row("NVTE_USE_CAST_TRANSPOSE_TRITON", "1", lambda plan: plan.training.dtype in ("fp8", "mxfp8")),

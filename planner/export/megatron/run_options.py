@@ -77,6 +77,7 @@ _TRAINING_RUN = (
     _Row("--save", lambda run: CHECKPOINTS.value),
     _Row("--load", lambda run: CHECKPOINTS.value),
     _Row("--save-interval", lambda run: run.save_interval_steps),
+    _Row("--save-retain-interval", lambda run: run.kept_save_interval_steps),
     _Row("--exit-signal-handler", lambda run: True),
 )
 _ASYNCHRONOUS = (

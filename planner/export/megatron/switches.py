@@ -94,6 +94,8 @@ SWITCH_OPTIONS: tuple[Spelling, ...] = (
         "activation_offload", None, {"--fine-grained-activation-offloading": True, "--offload-modules": MODULES},
         since="0.16",
     ),
+    Spelling("deterministic", False),
+    Spelling("deterministic", True, {"--deterministic-mode": True}),
     Spelling("token_drop", False),
     Spelling(
         "token_drop", True,

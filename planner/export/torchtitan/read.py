@@ -35,7 +35,7 @@ _READ = {
     "parallelism.enable_sequence_parallel", "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode",
     "activation_checkpoint", "compile.enable", "compile.enable_async_tensor_parallel", "training.compile",
     "compile.components", "dtype", "float8.recipe_name", "float8.enable", "model.converters", "job.converters",
-    "model.published",
+    "model.published", "debug.deterministic",
     "base", "activation_checkpoint.selective_ac_option", "parallelism.pipeline_parallel_microbatches",
     "parallelism.pipeline_parallel_layers_per_stage", "parallelism.pipeline_parallel_first_stage_less_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers", "parallelism.expert_tensor_parallel_degree",
@@ -122,6 +122,7 @@ def _features(settings: Settings) -> dict[str, Any]:
     features: dict[str, Any] = {"async_tp": dist_gemm or bool(_first(settings, "compile.enable_async_tensor_parallel"))}
     if settings.get("model.moe_comm_backend") in ("deepep", "hybridep"):
         features["dispatcher"] = settings.pop("model.moe_comm_backend")
+    features["deterministic"] = _first(settings, "debug.deterministic", "training.deterministic") is True
     compiled = _first(settings, "compile.enable", "training.compile")
     components = _first(settings, "compile.components") or ["model", "loss"]
     if isinstance(compiled, bool):

@@ -43,6 +43,8 @@ def read_recipe(config: ConfigFile) -> tuple[Settings, dict[str, str]]:
             else:
                 settings[path] = setting
     settings |= _policy(record, evaluator) | _model(record, config)
+    if isinstance(debug := record.get("debug"), Record) and debug.get("deterministic") is True:
+        settings["debug.deterministic"] = True
     if record.kind and "." not in record.kind and record.kind[0].islower():
         settings["base"] = record.kind
     return settings, unreadable

@@ -23,11 +23,12 @@ def recipe_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
     layout = plan.parallelism
     attention = "varlen" if splits_backward(plan) else "flex"
     model_imports, model = model_source(plan.model.spec, plan.training.seq_length, attention)
+    debug = "DebugConfig, " if plan.runtime_spec.deterministic else ""
     imports = [
         "import os",
         *(["from pathlib import Path"] if has_order_of_its_own(plan) else []),
         "from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw",
-        "from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig",
+        f"from torchtitan.config import CompileConfig, {debug}ParallelismConfig, TrainingConfig",
         "from torchtitan.models.llama3.config_registry import llama3_debugmodel",
         "from torchtitan.trainer import Trainer",
         *([] if layout.recompute == "none" else [f"from {_CHECKPOINT_MODULE} import {_CHECKPOINT[layout.recompute]}"]),
@@ -128,6 +129,7 @@ def _function_source(plan: Plan) -> str:
     if plan.model.spec.num_nextn_predict_layers:
         scale = stated(plan.model.spec).mtp_loss_scaling_factor
         loss_config = f"MTPLoss.Config(mtp_scale={scale}, global_vocab_size=spec.model.vocab_size)"
+    debug = "config.debug = DebugConfig(deterministic=True)\n    " if plan.runtime_spec.deterministic else ""
     policy = "PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute)
     checkpoint = f"{policy}.Config()" if policy else "None"
     return f'''
@@ -167,7 +169,7 @@ def plan() -> Trainer.Config:
     config.training = TrainingConfig(**training)
     config.activation_checkpoint = {checkpoint}
     config.compile = CompileConfig({_compiled(plan)})
-    run(config)
+    {debug}run(config)
     return config
 '''.lstrip("\n")
 

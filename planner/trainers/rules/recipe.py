@@ -189,6 +189,18 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         "overlap_param_gather", "needs overlap_grad_reduce=true",
         lambda s: s.runtime.gradient_overlap_fraction > 0 or s.runtime.parameter_overlap_fraction == 0,
     ),
+    _job(
+        "cross_entropy_fusion", "must be false beside deterministic=true",
+        lambda s: not (_is_deterministic_megatron(s) and s.runtime.fused_cross_entropy),
+    ),
+    _job(
+        "tp_comm_overlap", "must be false beside deterministic=true",
+        lambda s: not (_is_deterministic_megatron(s) and s.runtime.tp_overlap_fraction > 0),
+    ),
+    _job(
+        "deterministic", "takes no attention sinks",
+        lambda s: not (s.runtime.deterministic and s.model.attention_sinks),
+    ),
     _shape(
         "p2p_overlap", "must be true where pp is 2 and stages interleave",
         lambda s, shape: (np.asarray(shape.pp) != 2) | (np.asarray(shape.vpp) == 1) | s.runtime.interleaved_p2p_overlap,
@@ -267,6 +279,11 @@ def _predicts_without_pipeline(setting: Setting) -> bool:
     """True where a model without a pipeline may overlap its exchanges, as far as its multi-token prediction goes."""
     has_mtp = setting.model.num_nextn_predict_layers > 0
     return not (has_mtp and setting.overlaps_experts and setting.runtime.version in ("0.16", "0.17"))
+
+
+def _is_deterministic_megatron(setting: Setting) -> bool:
+    """True where --deterministic-mode refuses what is fused or overlapped (megatron/training/determinism.py)."""
+    return setting.runtime.deterministic and setting.runtime.family in ("megatron", "bridge")
 
 
 def _is_whole_graph(setting: Setting) -> bool:

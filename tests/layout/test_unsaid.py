@@ -1,0 +1,122 @@
+"""Switches that a run does not say: the interval of its step covers their likely values, and the worst one is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from planner.answer import PricedLayout
+from planner.layout.evaluate import evaluate
+from planner.layout.runs import evaluate_lines, parse_run
+from planner.layout.unsaid import DEVIATIONS, TAIL, mixture_interval
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware
+from planner.specs.training import Parallelism, TrainingSpec
+from planner.trainers.load import load_runtime
+
+MIXTURE = {
+    "model": "qwen3-30b-a3b", "hardware": "b200", "num_gpus": 8, "seq_length": 4096, "global_batch_size": 64,
+    "dtype": "mxfp8", "parallelism": {"dp": 8, "ep": 8, "micro_batch_size": 4},
+}  # fmt: skip
+SHARDED = {
+    "model": "8b", "hardware": "h100", "num_gpus": 8, "seq_length": 8192, "global_batch_size": 64,
+    "runtime": "torch-fsdp", "parallelism": {"dp": 8, "fsdp": "full_shard", "micro_batch_size": 1},
+}  # fmt: skip
+
+
+def _priced(run: dict[str, Any], **more: Any) -> PricedLayout:
+    return parse_run({"run": {**run, **more}}).evaluate()
+
+
+def _ends(layout: PricedLayout) -> tuple[float, float]:
+    low_s, high_s = layout.step.step_s_interval or (0.0, 0.0)
+    return math.log(low_s / layout.step.step_s), math.log(high_s / layout.step.step_s)
+
+
+@pytest.mark.parametrize("run", [MIXTURE, SHARDED])
+def test_a_run_that_says_nothing_is_wider_and_no_slower(run: dict[str, Any]) -> None:
+    bare, said = _priced(run), _priced(run, features={"p2p_overlap": True})
+    assert bare.step.step_s == said.step.step_s
+    assert said.unsaid == ()
+    low, high = _ends(said)
+    assert low == pytest.approx(-high)
+    assert _ends(bare)[0] <= low * (1 - 1e-9)
+    assert _ends(bare)[1] - _ends(bare)[0] > 1.1 * (high - low)
+    # an empty list of features is none
+    assert _priced(run, features={}).step.step_s_interval == bare.step.step_s_interval
+
+
+@pytest.mark.parametrize("run", [MIXTURE, SHARDED])
+def test_the_switch_named_first_moves_the_step_most(run: dict[str, Any]) -> None:
+    bare = _priced(run)
+    effects = [abs(math.log(one.other_step_s / bare.step.step_s)) for one in bare.unsaid]
+    assert effects == sorted(effects, reverse=True)
+    assert min(effects) > 0.0198
+    for one in bare.unsaid:
+        # the step of a run that says it, which may say no more than that
+        stated = _priced(run, features={one.switch: one.other})
+        if one.switch != "overlap_grad_reduce":
+            assert stated.step.step_s == pytest.approx(one.other_step_s, rel=1e-6)
+        assert one.value != one.other
+
+
+def test_only_what_goes_with_the_run_is_likely() -> None:
+    def named(**more: Any) -> set[str]:
+        return {one.switch for one in _priced(MIXTURE, **more).unsaid}
+
+    assert {"cuda_graph", "dispatcher"} <= named()
+    # graphs of the whole step fuse experts in 8 bits with scaled blocks, and run on Blackwell
+    assert "cuda_graph" not in named(dtype="bf16")
+    assert "cuda_graph" not in named(hardware="h100", dtype="fp8")
+    # overlapped exchanges recompute no whole layer
+    assert "ep_overlap" not in named(parallelism={**MIXTURE["parallelism"], "recompute": "full"})  # type: ignore[dict-item]
+    # FlashAttention 1 has no kernels for Blackwell
+    assert "attention_kernel" in {one.switch for one in _priced(SHARDED).unsaid}
+    assert "attention_kernel" not in {one.switch for one in _priced(SHARDED, hardware="b200").unsaid}
+    # a trainer of the past, of whose runs nothing else is known
+    gpt = {**SHARDED, "model": "gpt3-175b", "hardware": "a100", "runtime": "megatron", "num_gpus": 64}
+    assert _priced(gpt, parallelism={"tp": 8, "pp": 8, "dp": 1}).unsaid == ()
+
+
+def test_a_saved_or_explicit_trainer_says_all() -> None:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+    training = TrainingSpec(seq_length=4096, global_batch_size=32)
+    said = evaluate("8b", cluster, training, Parallelism(fsdp="full_shard"), runtime=load_runtime("torch-fsdp"))
+    bare = evaluate(
+        "8b", cluster, training, Parallelism(fsdp="full_shard"), runtime="torch-fsdp", says_switches=False
+    )
+    assert said.best.unsaid == ()
+    assert bare.best.unsaid[0].switch == "attention_kernel"
+    assert bare.to_json()["best"]["unsaid"][0]["other"] == "flash1"
+
+
+def test_lines_of_runs_name_it() -> None:
+    (answer,) = evaluate_lines([json.dumps({"id": "bare", "run": SHARDED})])
+    unsaid = answer.to_json()["unsaid"]
+    assert unsaid[0].keys() == {"switch", "value", "other", "other_fraction", "other_step_s"}
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"a": [(0.4, 0.5)]},
+        {"a": [(-0.5, 0.4)], "b": [(0.2, 0.6)], "c": [(0.05, 0.3), (-0.1, 0.2)]},
+        {"a": [(0.3, 0.05)]},
+    ],
+)
+def test_the_ends_are_quantiles_of_the_mixture(choices: dict[str, list[tuple[float, float]]]) -> None:
+    """As a million draws have them: a value for each switch, and an error of the rest."""
+    width, rng, num = 0.12, np.random.default_rng(0), 1_000_000
+    draws = rng.normal(0.0, width / DEVIATIONS, num)
+    for others in choices.values():
+        effects = np.array([0.0, *(effect for effect, _ in others)])
+        shares = np.array([1 - sum(p for _, p in others), *(p for _, p in others)])
+        draws += rng.choice(effects, num, p=shares)
+    low, high = np.quantile(draws, [TAIL, 1 - TAIL])
+    # never narrower than where all is said
+    assert mixture_interval(width, choices) == pytest.approx((min(low, -width), max(high, width)), abs=2e-3)
