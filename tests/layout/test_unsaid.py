@@ -86,9 +86,7 @@ def test_a_saved_or_explicit_trainer_says_all() -> None:
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
     training = TrainingSpec(seq_length=4096, global_batch_size=32)
     said = evaluate("8b", cluster, training, Parallelism(fsdp="full_shard"), runtime=load_runtime("torch-fsdp"))
-    bare = evaluate(
-        "8b", cluster, training, Parallelism(fsdp="full_shard"), runtime="torch-fsdp", says_switches=False
-    )
+    bare = evaluate("8b", cluster, training, Parallelism(fsdp="full_shard"), runtime="torch-fsdp", says_switches=False)
     assert said.best.unsaid == ()
     assert bare.best.unsaid[0].switch == "attention_kernel"
     assert bare.to_json()["best"]["unsaid"][0]["other"] == "flash1"
