@@ -22,6 +22,9 @@ def show_unsaid(scored: Sequence[Scored], json: bool) -> None:
     if json:
         sys.stdout.write(dumps({"unsaid": [asdict(kind) for kind in found]}))
         return
+    if not found:
+        show("none of these runs counts")
+        return
     table = columns("l", *"rrrrr", gap=1)
     table.add_row("runs", "n", "in 80%", "unsaid", "± said", "± unsaid", style="dim")
     for kind in found:

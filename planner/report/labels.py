@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from planner.answer import Layout
+from planner.answer import Layout, PricedLayout
+from planner.report.format import percent
+from planner.trainers.switches import written
 
 BREAKDOWN = {
     "compute_s": "compute",
@@ -65,3 +67,15 @@ def manner(layout: Layout) -> tuple[str, ...]:
     if layout.num_gpus_spare:
         parts.append(f"{layout.num_gpus_spare:,} of {layout.num_gpus_used + layout.num_gpus_spare:,} GPUs idle")
     return tuple(parts)
+
+
+def says_unsaid(layout: PricedLayout) -> str:
+    """`ep_overlap; true would be 12% faster (dispatcher and cuda_graph too)`; empty where every switch is said."""
+    if not layout.unsaid:
+        return ""
+    most, step_s = layout.unsaid[0], layout.step.step_s
+    faster = most.other_step_s < step_s
+    effect = percent(abs(most.other_step_s / step_s - 1), 0)
+    says = f"{most.switch}; {written(most.other)} would be {effect} {'faster' if faster else 'slower'}"
+    others = [name for name in dict.fromkeys(one.switch for one in layout.unsaid) if name != most.switch]
+    return f"{says}; nor {', '.join(others)}" if others else says

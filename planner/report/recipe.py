@@ -111,15 +111,3 @@ def _some(texts: Sequence[str], between: str, num_lines: int, others: str = "in 
 
 def _num_lines(text: str) -> int:
     return len(wrap(text, LINE, break_long_words=False, break_on_hyphens=False))
-
-
-def says_unsaid(layout: PricedLayout) -> str:
-    """`ep_overlap; true would be 12% faster (dispatcher and cuda_graph too)`; empty where every switch is said."""
-    if not layout.unsaid:
-        return ""
-    most, step_s = layout.unsaid[0], layout.step.step_s
-    faster = most.other_step_s < step_s
-    effect = percent(abs(most.other_step_s / step_s - 1), 0)
-    says = f"{most.switch}; {written(most.other)} would be {effect} {'faster' if faster else 'slower'}"
-    others = [name for name in dict.fromkeys(one.switch for one in layout.unsaid) if name != most.switch]
-    return f"{says}; nor {', '.join(others)}" if others else says

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from planner.answer import Plan, PricedLayout
 from planner.report.format import large
+from planner.report.labels import says_unsaid
 from planner.report.pieces import Bar, bullets, columns, section
-from planner.report.recipe import says_unsaid
 from planner.report.rows import (
     RECOMPUTE_COLUMN,
     STAGE_HEADS,

@@ -51,6 +51,21 @@ def test_a_family_of_one_layout_a_job_has_no_regret(capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out) == {"regret": [], "sweeps": []}
 
 
+def test_unsaid_holds_runs_without_their_switches_against_their_intervals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["validate", "--family", "fms-fsdp", "--unsaid"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "FSDP" in out
+    assert main(["validate", "--family", "fms-fsdp", "--unsaid", "--json"]) == 0
+    kinds = {kind["name"]: kind for kind in json.loads(capsys.readouterr().out)["unsaid"]}
+    assert kinds["FSDP"]["num_runs"] == kinds["all"]["num_runs"] == 10
+    assert kinds["FSDP"]["width"] > kinds["FSDP"]["said_width"]
+    assert main(["validate", "--family", "bloom", "--unsaid", "--regret"]) == 2
+    assert "--regret" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", [["--plans"], ["--plot", "-"]])
 def test_regret_is_asked_for_by_itself(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--family", "bloom", "--regret", *option]) == 2
