@@ -8,8 +8,9 @@ import pytest
 
 from planner.errors import SpecError
 from planner.layout.given import fill_dp
-from planner.layout.runs import NATURAL_IMBALANCE, evaluate_lines, network_gb_per_s, parse_run
+from planner.layout.runs import evaluate_lines, network_gb_per_s, parse_run
 from planner.specs.training import Parallelism
+from planner.trainers.generations import NATURAL_IMBALANCE
 from planner.trainers.switches import EP_OVERLAP
 
 RUN: dict[str, Any] = {
