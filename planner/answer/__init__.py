@@ -21,7 +21,6 @@ from planner.answer.layout import (
     UnsaidSwitch,
 )
 from planner.answer.plan import (
-    LEAST_RISK_GAIN,
     SCHEMA_VERSION,
     BatchOffer,
     ModelSummary,
@@ -34,7 +33,6 @@ from planner.answer.run import Goodput, Interval, RunCost, Sustained
 
 __all__ = [
     "AS_PLANNED",
-    "LEAST_RISK_GAIN",
     "SCHEMA_VERSION",
     "BatchOffer",
     "Evidence",

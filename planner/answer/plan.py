@@ -82,19 +82,15 @@ class BatchOffer(Spec):
     tokens_per_s: float
 
 
-LEAST_RISK_GAIN: Final = 0.01
-"""Least share of the step that more risk has to save to be worth a search, and a word."""
-
-
 class RiskOffer(Spec):
-    """The layout that is found if a larger risk of running out of memory is accepted."""
+    """A faster layout that is likelier to run out of memory, and the risk that has to be accepted for it."""
 
     oom_risk: Fraction
     """The largest risk with which it is chosen."""
     oom_probability: Fraction
     """Its own risk."""
     step_s: float
-    """Seconds of its step; not below the plan's by more than LEAST_RISK_GAIN if nothing so much faster was found."""
+    """Seconds of its step; with that risk, the search finds no slower one."""
 
 
 class Plan(Spec):
@@ -126,7 +122,7 @@ class Plan(Spec):
     batch_offer: BatchOffer | None = None
     """A batch within 3% of the one planned that gives over 2% more tokens a second; null if there is none."""
     risk_offer: RiskOffer | None = None
-    """The step that a larger risk of running out of memory would buy; null if that was not searched."""
+    """The thing that a larger risk of running out of memory would buy; null if nothing was found."""
 
     @property
     def as_planned(self) -> Plan:

@@ -126,7 +126,7 @@ def told_assumptions(candidate: Candidate, with_switches: bool = False) -> tuple
     With `with_switches`, the switches of a run that someone described are among them, each changed by itself. An order
     that was made to measure is judged as the named schedule that it started from.
     """
-    plain = replace(candidate, made_order=None)
+    plain = candidate if candidate.made_order is None else replace(candidate, made_order=None)
     effects: list[tuple[float, str, str]] = []
     assumptions = [*other_assumptions(candidate.pricing, beside_switches=True)]
     if with_switches and candidate.pricing.model.moe is None and not candidate.pricing.runtime.cuda_graphs:

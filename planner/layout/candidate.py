@@ -116,7 +116,13 @@ class Candidate:
         return self.pricing.runtime.validates_later and SCHEDULES[self.schedule].splits_backward
 
     def priced_as(self, pricing: Pricing) -> Candidate:
-        """The same layout under another pricing; where no stage takes another time, its pipeline is not replayed."""
+        """The same layout under another pricing, worked out once.
+
+        Where no stage takes another time, its pipeline is not replayed.
+        """
+        for known in self._priced_as:
+            if known.pricing == pricing:
+                return known
         own, other = self.pricing.runtime, pricing.runtime
         kept = own.model_copy(update={name: getattr(other, name) for name in OUTSIDE_FIELDS})
         is_outside = other == kept and pricing == replace(self.pricing, runtime=other)
@@ -124,7 +130,13 @@ class Candidate:
         again = replace(self, pricing=pricing, table=table)
         if self.made_order is None and again.durations == self.durations:
             vars(again)["pipeline_s"] = self.pipeline_s
+        self._priced_as.append(again)
         return again
+
+    @cached_property
+    def _priced_as(self) -> list[Candidate]:
+        """The results of `priced_as` so far."""
+        return []
 
     @cached_property
     def activation_peaks_bytes(self) -> tuple[float, ...]:

@@ -96,7 +96,8 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     cut = _columns(model, heads, model.num_key_value_heads / shape.tp)
     rotates = model.position_embedding == "rope"
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
-    keeps_buffer = rotates and not runtime.fused_rotary
+    eager = not runtime.fused_rotary or (model.scales_rotation and not runtime.compiled)
+    keeps_buffer = rotates and eager
     parts = [("qkv", width, False)] if runtime.fused_projections else _three(model, heads, kv_heads)
     products = []
     for name, kept, again in parts:
@@ -128,7 +129,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
         yield _with_parameters(normed, weights * model.head_dim * model.norm_weight)
     if rotates:
         rotated = (heads + kv_heads) * model.head_dim
-        operator = rotary(rotated, shape.tokens, runtime, ("op",))
+        operator = rotary(rotated, shape.tokens, runtime, ("op",), model.scales_rotation)
         yield _with_saved(operator, Saved("rotated q, k", BF16 * shape.tokens * rotated)) if keeps_buffer else operator
 
 

@@ -205,14 +205,17 @@ def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec, ter
     )
 
 
-def rotary(width: Number, tokens: Number, runtime: RuntimeSpec, modules: tuple[str, ...]) -> Operator:
+def rotary(
+    width: Number, tokens: Number, runtime: RuntimeSpec, modules: tuple[str, ...], scales: bool = False
+) -> Operator:
     """Rotary embedding of `width` query and key features a token.
 
     Where it is fused, one kernel reads and writes. Eager torch runs neg, cat, two mul and an add (ten passes in all),
-    for q and for k, on views of the QKV buffer.
+    for q and for k, on views of the QKV buffer. Transformer Engine's kernel does not scale what it rotates: where yarn
+    `scales` queries and keys, Megatron-Core rotates in eager torch.
     """
     num_bytes = BF16 * tokens * width
-    fused = runtime.fused_rotary or runtime.compiled
+    fused = runtime.compiled or (runtime.fused_rotary and not scales)
     passes, kernels = (2, 1) if fused else (10, 10)
     return Operator(
         name="rotary",

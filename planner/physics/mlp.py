@@ -130,6 +130,8 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     ms tokens enter a rank, and each visits topk experts. Expert parallelism moves tokens between ranks and removes
     none, so a rank computes ms·topk·etp rows for every ep (the most loaded rank: times the imbalance).
     """
+    # a rank that holds all experts has all rows, wherever they go
+    fullest: Number = imbalance ** (1.0 * (shape.ep > 1))
     tokens, hidden, sent = shape.shard_tokens, model.hidden_size, moe.latent_size or model.hidden_size
     scored = moe.num_experts + moe.num_zero_experts
     # a choice that falls on a zero expert stays where it is
@@ -163,12 +165,12 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     if moe.latent_size is not None:
         yield _latent("latent down", hidden, sent, shape)
     yield _move("permute", BF16 * tokens * sent + pair_bytes)
-    sent_bytes = pair_bytes * imbalance
+    sent_bytes = pair_bytes * fullest
     choices = moe.num_experts_per_tok if runtime.sends_tokens_once else 0
     inner_factor = max(1.0, runtime.ep_row_bytes / (BF16 * sent))
     row_fraction = (moe.num_experts_per_tok - 1) / scored if runtime.visits_experts_in_rows else 0.0
     yield from _all_to_all("dispatch", sent_bytes, choices, inner_factor, row_fraction)
-    yield from _experts(model, moe, shape, runtime, pairs * shape.etp * imbalance)
+    yield from _experts(model, moe, shape, runtime, pairs * shape.etp * fullest)
     yield from _all_to_all("combine", sent_bytes, choices, inner_factor, row_fraction)
     unpermute = _move("unpermute", BF16 * tokens * sent + pair_bytes)
     outputs = (Saved("expert outputs", pair_bytes, ("moe",)),) if runtime.weights_expert_outputs else ()
@@ -249,7 +251,8 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         takes_cast_input=runtime.fuses_experts,
     )
     if model.has_mlp_bias:
-        yield _row_biases(rows * hidden)
+        biases = _row_biases(rows * hidden)
+        yield _in_epilogue(biases, rows * hidden) if runtime.fuses_experts else biases
     yield _move("unsort rows", 2 * gathered * several)
 
 
@@ -281,6 +284,13 @@ def _row_biases(elements: Number) -> Operator:
         forward_kernels=4,
         backward_kernels=6,
     )
+
+
+def _in_epilogue(biases: Operator, elements: Number) -> Operator:
+    """Biases of rows that the product before them adds; one kernel of the backward reads the gradient to sum it."""
+    return replace(
+        biases, forward_bytes=0, forward_kernels=0, backward_bytes=2 * BF16 * elements, backward_kernels=2
+    )  # fmt: skip
 
 
 def _routing_bytes(tokens: Number, pairs: Number, runtime: RuntimeSpec) -> Number:

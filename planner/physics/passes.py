@@ -33,7 +33,8 @@ ask for 0.006 to 0.010, of LLM Foundry (2 to 64 nodes) for 0.010, of torchtitan 
 def late_nodes_fraction(cluster: ClusterSpec) -> float:
     """Share of their compute that all nodes of a job wait for the latest of them; 0 for one node.
 
-    The largest of n exponential delays is ln n times their mean beyond that of one of them.
+    The largest of n exponential delays is ln n times their mean beyond that of one of them. Nodes that a layout leaves
+    idle count too, so that the layers of all layouts of a job are priced once.
     """
     return LATE_NODE_FRACTION * math.log(math.ceil(cluster.num_gpus / cluster.node_size))
 

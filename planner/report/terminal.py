@@ -17,8 +17,17 @@ from planner.answer import Plan, PricedLayout
 from planner.report.format import large
 from planner.report.labels import says_unsaid
 from planner.report.pieces import Bar, bullets, columns, section
-from planner.report.robust import Robust
-from planner.report.rows import RECOMPUTE_COLUMN, STAGE_HEADS, Entry, Figure, Rejection, Share, entry_of, runs_of_stages
+from planner.report.rows import (
+    RECOMPUTE_COLUMN,
+    STAGE_HEADS,
+    Entry,
+    Figure,
+    Rejection,
+    Robust,
+    Share,
+    entry_of,
+    runs_of_stages,
+)
 from planner.report.view import View, view_of
 
 _MAX_ROWS = 16

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.answer import LEAST_RISK_GAIN, Plan, PricedLayout
+from planner.answer import Plan, PricedLayout
 from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
 from planner.report.labels import BREAKDOWN, EVIDENCE, LEAST_SHARE, RANKED_FIRST, manner, says_unsaid
 from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
-from planner.report.robust import Robust, robust_of
-from planner.report.rows import Entry, Figure, Rejection, Share, StageRow, entry_of
+from planner.report.rows import Entry, Figure, Rejection, Robust, Share, StageRow, entry_of, robust_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +210,5 @@ def _memory(plan: Plan) -> str:
     says = f"{_fit(plan.best)}: the fullest rank needs {interval} GiB (80% interval) of {capacity}"
     if offer is None:
         return says
-    gain, option = 1 - offer.step_s / plan.step.step_s, f"--oom-risk {offer.oom_risk:g}"
-    if gain < LEAST_RISK_GAIN:
-        return f"{says}; {option} would be less than {percent(LEAST_RISK_GAIN, 0)} faster"
-    return f"{says}; {option}: {percent(gain)} faster, fits with {fits_with(offer.oom_probability)}"
+    faster = percent(1 - offer.step_s / plan.step.step_s)
+    return f"{says}; --oom-risk {offer.oom_risk:g}: {faster} faster, fits with {fits_with(offer.oom_probability)}"

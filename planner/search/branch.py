@@ -204,7 +204,7 @@ class Branch:
             # how many layers to recompute is worth an integer program for the best layout, not for the runners-up
             several = node.choice.whole in ("one_count", "any_modules")
             choice = RecomputeChoice(node.choice.base, "none") if several else node.choice
-            self._solve_choice(node, choice)
+            self.solve_choice(node, choice)
         self.lower_bound_s, self.complete = proof
 
     def _price(self, nodes: Sequence[Open]) -> None:
@@ -229,13 +229,13 @@ class Branch:
         """
         without = np.inf
         if node.choice.whole == "one_count":
-            without = self._solve_choice(node, RecomputeChoice(node.choice.base, "none"))
+            without = self.solve_choice(node, RecomputeChoice(node.choice.base, "none"))
             if node.bound_s >= self.cutoff_s(self.limits.gap_fraction):
                 self._leave(node.bound_s)
                 return
-        self._leave(max(node.bound_s, min(without, self._solve_choice(node, node.choice))))
+        self._leave(max(node.bound_s, min(without, self.solve_choice(node, node.choice))))
 
-    def _solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
+    def solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
         """Find the node's best split and return a lower bound of all its splits, in seconds (∞: no split fits).
 
         If the program's bound leaves a gap to its replay, and the node has few splits, each of them is tried.

@@ -73,6 +73,11 @@ class Nodes:
     schedules: Sequence[str]
     orders: Orders
 
+    def take(self, rows: IntArray) -> Nodes:
+        """The nodes at `rows`."""
+        schedules = [self.schedules[row] for row in rows.tolist()]
+        return Nodes(self.shapes.take(rows), schedules, self.orders.take(rows))
+
     def bound_s(self, choice: RecomputeChoice) -> FloatArray:
         """A lower bound of each row's step in seconds, recomputing as `choice` says; infinite if it cannot fit.
 

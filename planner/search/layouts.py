@@ -51,19 +51,7 @@ class Found:
 def find_layouts(
     case: Case, runtimes: Sequence[RuntimeSpec], deadline: Deadline, known: Candidate | None = None
 ) -> Found:
-    """Search the layouts of a case under each of the runtimes, and uneven inner chunks around the best of them.
-
-    Raises NothingLegal or NothingFits if there is no layout.
-    """
-    found = find_equal_chunks(case, runtimes, deadline, known)
-    found.branch.try_uneven_chunks(found.frontier)
-    return found
-
-
-def find_equal_chunks(
-    case: Case, runtimes: Sequence[RuntimeSpec], deadline: Deadline, known: Candidate | None = None
-) -> Found:
-    """Search the layouts with equal inner chunks; `known` is a candidate that others must beat.
+    """Search the layouts of a case under each of the runtimes; `known` is a candidate that others must beat.
 
     Raises NothingLegal or NothingFits if there is no layout.
     """
@@ -90,6 +78,7 @@ def find_equal_chunks(
     if known is not None:
         branch.keep(known)
     frontier = branch.run([(shapes.take(fitting), tried) for shapes, tried in priced])
+    branch.try_uneven_chunks(frontier)
     if branch.best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
         raise NothingLegal(rejections)
     if branch.best is None:

@@ -60,8 +60,7 @@ def plan(
     for narrow in narrower(case):
         with suppress(Infeasible):
             found = min(found, search(narrow), key=lambda other: (exceeds_risk(other, case), other.best.step.step_s))
-    offers = {"batch_offer": batch_offer(found, case, deadline), "risk_offer": risk_offer(found, case, deadline)}
-    return found.model_copy(update=offers)
+    return found.model_copy(update={"batch_offer": batch_offer(found, case, deadline)})
 
 
 def search(case: Case) -> Plan:
@@ -111,7 +110,8 @@ def search_within_risk(case: Case, deadline: Deadline | None = None) -> Plan:
     if case.limits.top > 1 and not deadline.passed:
         layouts[0] = layouts[0].model_copy(update={"robust": robust_steps([best, *others], layouts, recipes.base)})
     told = told_assumptions(best)
-    return assemble(best.pricing, totals, layouts, told, report, rejections.counts, rejections.examples)
+    answer = assemble(best.pricing, totals, layouts, told, report, rejections.counts, rejections.examples)
+    return answer.model_copy(update={"risk_offer": risk_offer(rounds[-1], best, recipes, deadline)})
 
 
 def _ranked(rounds: list[Found], best: Candidate, recipes: Recipes, deadline: Deadline) -> list[Candidate]:

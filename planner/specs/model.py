@@ -290,6 +290,12 @@ class ModelSpec(Spec):
         return self.norm == "layernorm" and (self.bias if self.norm_bias is None else self.norm_bias)
 
     @property
+    def scales_rotation(self) -> bool:
+        """Yarn scales the queries and keys it rotates, which fused kernels do not (latent attention has its own)."""
+        scaling = None if self.mla else self.rope_scaling
+        return scaling is not None and scaling.rope_type == "yarn" and scaling.yarn_scale != 1.0
+
+    @property
     def balances_by_bias(self) -> bool:
         """The router adds a number per expert that steers the load without a gradient (DeepSeek-V3).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -112,7 +113,7 @@ class MLASpec(Spec):
 class RopeScalingSpec(Spec):
     """How rotary frequencies are stretched to longer sequences, as `rope_scaling` of a config says it.
 
-    No size and no price depends on it, a trainer's configuration does.
+    A trainer's configuration depends on it, and the kernels that rotate where it scales too.
     """
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -141,6 +142,19 @@ class RopeScalingSpec(Spec):
     """longrope: a divisor per frequency up to the original positions."""
     long_factor: tuple[PositiveFloat, ...] | None = Field(default=None, repr=False)
     """longrope: a divisor per frequency beyond them."""
+
+    @property
+    def yarn_scale(self) -> float:
+        """The scale that yarn gives rotated queries and keys: (0.1·mscale·ln(factor) + 1) over that of whole heads.
+
+        As transformers computes it, which takes 1 and 0 for the two weights unless both are given.
+        """
+        if self.attention_factor is not None:
+            return self.attention_factor
+        growth = 0.1 * math.log(max(self.factor or 1.0, 1.0))
+        if self.mscale and self.mscale_all_dim:
+            return (growth * self.mscale + 1) / (growth * self.mscale_all_dim + 1)
+        return growth + 1
 
 
 class TrainingDefaults(Spec):

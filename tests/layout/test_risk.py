@@ -105,13 +105,13 @@ def test_a_trainer_whose_allocator_is_known_less_well_leaves_more_free(surer: st
 
 
 def test_gpus_that_idle_bring_utilisation_down() -> None:
-    """Half the GPUs at the same step do half the model FLOPs a GPU."""
+    """Half the GPUs at the same step, but for a node more to be late, do half the model FLOPs a GPU."""
     model, hardware = load_model("8b"), load_hardware("h100")
     training = TrainingSpec(seq_length=4096, global_batch_size=32)
     steps = [
         evaluate(model, ClusterSpec(hardware=hardware, num_gpus=n), training, Parallelism(tp=8, dp=1)).step
         for n in (8, 16)
     ]
-    assert steps[1].step_s == steps[0].step_s
-    assert steps[1].mfu == pytest.approx(steps[0].mfu / 2)
-    assert steps[1].model_tflops_per_gpu == pytest.approx(steps[0].model_tflops_per_gpu / 2)
+    assert steps[1].step_s == pytest.approx(steps[0].step_s, rel=0.005)
+    assert steps[1].mfu == pytest.approx(steps[0].mfu / 2, rel=0.005)
+    assert steps[1].model_tflops_per_gpu == pytest.approx(steps[0].model_tflops_per_gpu / 2, rel=0.005)

@@ -12,10 +12,11 @@ from planner.answer import AS_PLANNED, Plan, RobustStep
 from planner.cli.inputs import read_described, read_job
 from planner.cli.job_options import JobOptions, LayoutOptions
 from planner.layout import robust
+from planner.layout.assumptions import other_assumptions
 from planner.layout.evaluate import evaluate
 from planner.layout.replan import reprice
 from planner.layout.robust import robust_steps
-from planner.report.robust import robust_of
+from planner.report.rows import robust_of
 from planner.search.search import plan
 from planner.specs.training import Parallelism, SearchLimits
 
@@ -141,6 +142,12 @@ def test_the_answer_compares_the_best_with_its_alternatives(slow: Plan) -> None:
 
 def test_an_answer_of_one_layout_compares_nothing() -> None:
     job = read_job(JobOptions(model="8b", gpus=8, hardware="h100", global_batch_size=64))
-    one = plan(job.model, job.cluster, job.training, limits=SearchLimits(top=1), runtime=job.runtime_spec)
+    one = plan(job.model, job.cluster, job.training, limits=SearchLimits(top=1, tp=(8,)), runtime=job.runtime_spec)
     assert one.best.robust == ()
     assert evaluated(GRIDS[0]).best.robust == ()
+
+
+def test_the_same_change_is_priced_once() -> None:
+    candidate = reprice(one := evaluated(GRIDS[0]), one.best)
+    for other in other_assumptions(candidate.pricing):
+        assert candidate.priced_as(replace(other.pricing)) is candidate.priced_as(other.pricing)

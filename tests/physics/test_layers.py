@@ -208,3 +208,41 @@ def test_gradients_of_biases_read_what_products_gave_once_more() -> None:
     llama = load_model("8b")
     plain = operators_of(decoder_layer(llama, llama.layers[0], ONE, TORCH))
     assert not [op for op in plain if op.family == "bias"]
+
+
+def test_a_rank_that_holds_all_experts_has_no_fuller_neighbour() -> None:
+    model = load_model("gpt-oss-20b")
+    shapes = ONE, replace(ONE, ep=4)
+    one, many = (
+        [operators_of(decoder_layer(model, model.layers[0], shape, MEGATRON, fullest)) for fullest in (1.0, 1.6)]
+        for shape in shapes
+    )
+    assert one[0] == one[1]
+    assert many[0] != many[1]
+
+
+def test_fused_experts_add_biases_inside_their_products() -> None:
+    model = load_model("gpt-oss-20b")
+    eager, fused = (
+        named(model, ONE, MEGATRON.model_copy(update={"fuses_experts": fuses}), "row biases") for fuses in (False, True)
+    )
+    assert eager.forward_bytes > 0
+    assert fused.forward_bytes == fused.forward_kernels == 0
+    assert 0 < fused.backward_bytes < eager.backward_bytes / 4
+
+
+def test_yarn_that_scales_is_rotated_in_eager_torch_unless_compiled() -> None:
+    yarn = load_model("gpt-oss-20b")
+    plain = ModelSpec.model_validate({**yarn.model_dump(), "rope_scaling": None})
+    assert yarn.scales_rotation
+    assert not plain.scales_rotation
+    runtimes = {
+        compiled: MEGATRON.model_copy(update={"fused_rotary": True, "compiled": compiled}) for compiled in (False, True)
+    }
+    bytes_of = {
+        (model.scales_rotation, compiled): named(model, ONE, runtime, "rotary").forward_bytes
+        for model in (yarn, plain)
+        for compiled, runtime in runtimes.items()
+    }
+    assert bytes_of[True, False] == 5 * bytes_of[False, False]
+    assert bytes_of[True, True] == bytes_of[False, True] == bytes_of[False, False]

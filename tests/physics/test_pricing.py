@@ -461,7 +461,8 @@ def test_the_host_starts_exchanges_too() -> None:
         return next(iter(table.layers.values()))
 
     # at so few tokens the host decides: gathers before two products, scatters after two
-    assert layer(8, 10.0).forward_s - layer(8, 0.0).forward_s == pytest.approx(40 * KERNEL_S)
+    late = 1 + late_nodes_fraction(GPUS)
+    assert layer(8, 10.0).forward_s - layer(8, 0.0).forward_s == pytest.approx(late * 40 * KERNEL_S)
     # one rank alone exchanges nothing
     assert layer(1, 10.0) == layer(1, 0.0)
 

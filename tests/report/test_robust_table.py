@@ -12,7 +12,7 @@ from test_html import DRAWN, Page
 
 from planner.answer import AS_PLANNED, Plan, RobustStep
 from planner.report.html import render_html
-from planner.report.robust import Robust, robust_of
+from planner.report.rows import Robust, robust_of
 from planner.report.terminal import render
 
 MakePlan = Callable[..., Plan]

@@ -112,8 +112,6 @@ def test_both_reports_say_with_what_probability_it_fits_and_what_more_risk_would
     others = tuple(other.model_copy(update={"oom_probability": 0.052}) for other in plan.alternatives)
     assert "fits with 95%" in terminal(plan.model_copy(update={"alternatives": others}))
     assert "fits with over 99%" not in terminal(plan), "what is sure calls for no remark"
-    offer = RiskOffer(oom_risk=0.3, oom_probability=0.2, step_s=0.999 * plan.step.step_s)
-    assert "--oom-risk 0.3 would be less than 1% faster" in terminal(plan.model_copy(update={"risk_offer": offer}))
     assert "fits with" not in terminal(make_plan()), "where nothing is known"
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from planner.specs.model import ModelSpec
-from planner.specs.model_parts import MoESpec, RopeScalingSpec
+from planner.specs.model_parts import MoESpec
 
 
 def has_groups(moe: MoESpec) -> bool:
@@ -43,19 +43,6 @@ def original_length(model: ModelSpec) -> int:
     """Tokens of the sequences that the model was trained on before its positions were stretched; 0 if nothing says."""
     scaling = model.rope_scaling
     return (scaling.original_max_position_embeddings or 0) if scaling is not None else 0
-
-
-def yarn_scale(scaling: RopeScalingSpec) -> float:
-    """The scale that yarn gives rotated queries and keys: (0.1·mscale·ln(factor) + 1) over the same of whole heads.
-
-    As transformers computes it, which takes 1 and 0 for the two weights unless both are given.
-    """
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-    growth = 0.1 * math.log(max(scaling.factor or 1.0, 1.0))
-    if scaling.mscale and scaling.mscale_all_dim:
-        return (growth * scaling.mscale + 1) / (growth * scaling.mscale_all_dim + 1)
-    return growth + 1
 
 
 def every_nth(flags: Sequence[bool]) -> int | None:

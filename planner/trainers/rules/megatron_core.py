@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
 from planner.trainers.rules.common import Rule, model_rule, release, stretch_rule
-from planner.trainers.rules.facts import rotary_method, yarn_scale
+from planner.trainers.rules.facts import rotary_method
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 from planner.trainers.rules.plain_fields import PLAIN
 
@@ -30,10 +30,8 @@ def _broken_scaling(model: ModelSpec) -> str | None:
         return None
     if method in ("dynamic", "longrope"):
         return f"it has no {method} scaling"
-    if method == "yarn" and not math.isclose(_core_yarn_scale(scaling), yarn_scale(scaling), rel_tol=1e-6):
-        return (
-            f"yarn scales queries and keys by {_core_yarn_scale(scaling):.4g} there, not by {yarn_scale(scaling):.4g}"
-        )
+    if method == "yarn" and not math.isclose(_core_yarn_scale(scaling), scaling.yarn_scale, rel_tol=1e-6):
+        return f"yarn scales queries and keys by {_core_yarn_scale(scaling):.4g} there, not by {scaling.yarn_scale:.4g}"
     if model.mla is not None and method != "yarn":
         return f"latent attention has yarn there, not {method}"
     return next(_other_llama3(scaling), None) if method == "llama3" else None

@@ -8,7 +8,7 @@ from typing import Any
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
 from planner.trainers.rules.common import Rule, model_rule, stretch_rule
-from planner.trainers.rules.facts import has_groups, has_local_base, has_usual_scale, rotary_method, yarn_scale
+from planner.trainers.rules.facts import has_groups, has_local_base, has_usual_scale, rotary_method
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 from planner.trainers.rules.plain_fields import PLAIN
 
@@ -50,8 +50,8 @@ def _broken_scaling(model: ModelSpec) -> str | None:
         return None
     if method not in ("llama3", "yarn"):
         return f"it stretches rotary frequencies as llama3 or yarn, not {method}"
-    if method == "yarn" and not math.isclose(yarn_scale(scaling), 1.0, rel_tol=1e-6):
-        return f"yarn only rotates queries and keys there, the model scales them by {yarn_scale(scaling):.4g}"
+    if method == "yarn" and not math.isclose(scaling.yarn_scale, 1.0, rel_tol=1e-6):
+        return f"yarn only rotates queries and keys there, the model scales them by {scaling.yarn_scale:.4g}"
     if method == "llama3" and model.mla is not None:
         return "latent attention has yarn there, not llama3"
     return None
