@@ -96,8 +96,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     cut = _columns(model, heads, model.num_key_value_heads / shape.tp)
     rotates = model.position_embedding == "rope"
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
-    eager = not runtime.fused_rotary or (model.scales_rotation and not runtime.compiled)
-    keeps_buffer = rotates and eager
+    keeps_buffer = rotates and not runtime.fused_rotary
     parts = [("qkv", width, False)] if runtime.fused_projections else _three(model, heads, kv_heads)
     products = []
     for name, kept, again in parts:

@@ -21,7 +21,7 @@ def outcomes() -> dict[tuple[str, bool], Outcomes]:
 
 def test_peaks_lie_in_their_interval_as_often_as_it_says(scored: list[Scored]) -> None:
     found = {each.kind: each for each in memory_coverage(scored)}
-    assert found["all but unverified"].num_rows == 147
+    assert found["all but unverified"].num_rows >= 147
     assert 0.8 <= found["all but unverified"].coverage <= 0.97
     assert found["nvidia-smi"].coverage >= 0.8
     assert found["reserved"].coverage >= 0.7
