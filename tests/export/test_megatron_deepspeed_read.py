@@ -154,7 +154,7 @@ def test_vocabularies_of_published_tokenizers(options: str, size: int | None) ->
             "--cpu-offloading --cpu-offloading-num-layers 4",
             {"--cpu-offloading": "", "--cpu-offloading-num-layers": "4"},
         ),
-        ("--deterministic-mode", {"--deterministic-mode": ""}),
+        ("--deterministic-mode", {}),
     ],
 )
 def test_options_that_are_not_priced_are_listed(options: str, unknown: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from planner.search.why.recipe import OtherValue, RecipeTable, other_values, rec
 from planner.trainers.load import switches_of
 from planner.trainers.switches import Value
 
-LIMITS = SearchLimits(time_limit_s=3600, tp=(1,), cp=(1,), ep=(8,), pp=(1,), micro_batch_size=(1, 2), top=1)
+LIMITS = SearchLimits(time_limit_s=3600, tp=(1,), cp=(1,), ep=(8,), pp=(1,), micro_batch_size=(1,), top=1)
 
 
 def case(model: str = "deepseek-v2-lite", runtime: str = "megatron", **limits: object) -> Case:
@@ -45,7 +45,7 @@ def test_a_step_is_that_of_a_plan_with_the_switch_pinned(table: RecipeTable) -> 
     other = row(table, "cross_entropy_fusion", False)
     asked = case(switches={"cross_entropy_fusion": False})
     found = plan(asked.model, asked.cluster, asked.training, limits=asked.limits, runtime=asked.runtime)
-    assert other.step_s == found.step.step_s
+    assert other.step_s == pytest.approx(found.step.step_s, rel=1e-12)
     assert other.parallelism == found.parallelism
     assert other.more_fraction == pytest.approx(found.step.step_s / table.step_s - 1)
 
