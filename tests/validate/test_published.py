@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from planner.cli import main
 from planner.report.labels import NINE_OF_TEN_LOSE
+from planner.validate import score as score_module
 from planner.validate.regret import regrets, spreads, sweeps
 from planner.validate.rows import load_rows
 from planner.validate.score import evaluate_rows, score
 
+README = Path(__file__).parents[2] / "README.md"
 OFFLOADED = {"llama3-70b-gb300x64-fp8-cs", "llama3-1-405b-gb200x128-fp8-cs", "lightning-h100x16"}
 """Recipes that keep activations in host memory, those of many layers or the inputs of experts: rows do not say it."""
 GATHERED = {"sc21-t2-zero3-530b-640gpu"}
@@ -17,12 +24,16 @@ REMAINDERS = {f"dgxc-24-11-nemotron-4-340b-h100x128-{dtype}-gbs32" for dtype in 
 """Apex's optimizer keeps of fp32 masters what the 16-bit weights lack: two bytes fewer a parameter."""
 
 
-def test_published_runs_lie_in_their_intervals_and_fit() -> None:
+def test_published_runs_lie_in_their_intervals_and_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One test, since pricing all runs takes half a minute of CPU.
 
     Trusted rows alone: some others name layouts that cannot be what ran (70B unsharded on one GPU).
     """
-    published = evaluate_rows([row for row in load_rows() if row.counts])
+    rows = load_rows()
+    priced = evaluate_rows(rows)
+    published = [one for one in priced if one.row.counts]
     everything = score("all", published)
     assert everything is not None
     assert everything.coverage is not None
@@ -48,3 +59,14 @@ def test_published_runs_lie_in_their_intervals_and_fit() -> None:
     assert lost["all"].num_sweeps > 100
     assert lost["all"].p90 < NINE_OF_TEN_LOSE, "as every report says"
     assert lost["all"].mean < 0.015 < 10 * lost["all"].mean < lost["all"].random_mean
+
+    # the README shows what the command prints
+    monkeypatch.setattr(
+        score_module, "evaluate_rows", lambda asked: priced if len(asked) == len(rows) else evaluate_rows(asked)
+    )
+    for name, value in (("COLUMNS", "80"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    assert main(["validate"]) == 0
+    assert f"<!-- $ plan validate -->\n```text\n{capsys.readouterr().out}```\n" in README.read_text(), (
+        "run scripts/readme"
+    )
