@@ -49,7 +49,7 @@ def test_a_refused_pin_names_its_rule_and_changes_that_work(
     assert (told["verdict"], told["reason"]) == ("refused", reason)
     assert numbers in told["says"]
     assert told["lifts"]
-    for lift in told["lifts"]:
+    for lift in told["lifts"][:2]:  # each is a plan
         change = lift["change"].split(" instead of ")[0]
         assert main([*JOB, *pins.split(), *change.split(), "--top", "1", "--json"]) == 0
         again = json.loads(capsys.readouterr().out)["best"]["step"]["step_s"]

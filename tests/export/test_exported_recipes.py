@@ -73,7 +73,7 @@ def read_back(plan: Plan, target: str) -> Plan:
     return evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("target", ["megatron", "bridge"])
 def test_legal_recipes_come_back(planned: Planned, target: str, job: str, seed: int) -> None:

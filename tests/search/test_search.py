@@ -124,14 +124,14 @@ def test_every_shipped_model_gets_a_plan_with_all_its_layers(name: str) -> None:
     # recipes are chosen in test_recipes.py; with them, large mixtures take several times as long
     limits = SearchLimits(
         top=1, time_limit_s=NO_LIMIT_S, gap_fraction=0.05, tp=(1, 8), cp=(1,), micro_batch_size=(1,),
-        switches="default" if billions > 30 else None,
+        switches="default" if billions > 5 else None,
     )  # fmt: skip
     training = TrainingSpec(seq_length=2048, global_batch_size=512)
     cluster = ClusterSpec(hardware=load_hardware("b200"), num_gpus=num_gpus)
     check_plan(plan(model, cluster, training, limits=limits), limits)
 
 
-@pytest.mark.parametrize("num_layers", [43, 61, 78, 94, 126])
+@pytest.mark.parametrize("num_layers", [61, 94, 126])
 @pytest.mark.parametrize("pp", [1, 2, 5, 8, 16, 24])
 def test_any_number_of_layers_is_split_over_any_number_of_stages(num_layers: int, pp: int) -> None:
     limits = SearchLimits(pp=(pp,), top=1, time_limit_s=NO_LIMIT_S, tp=(1,), cp=(1,), micro_batch_size=(1,))
