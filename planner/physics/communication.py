@@ -136,21 +136,6 @@ def num_hops(kind: Kind, size: Number, inner: Number, members: Number, innermost
     return size / inner - size / members
 
 
-def dispatch_s(
-    num_bytes: Number,
-    choices: int,
-    size: Number,
-    stride: Number,
-    cluster: ClusterSpec,
-    inner_factor: float = 1.0,
-    row_fraction: float = 0.0,
-) -> Number:
-    """Seconds to send tokens to their experts, where a token is sent once to each unit of ranks that it visits."""
-    tiers_s = dispatch_tiers_s(num_bytes, choices, size, stride, cluster, inner_factor, row_fraction)
-    seconds: Number = sum(tiers_s)
-    return seconds
-
-
 def dispatch_tiers_s(
     num_bytes: Number,
     choices: int,
@@ -160,7 +145,7 @@ def dispatch_tiers_s(
     inner_factor: float = 1.0,
     row_fraction: float = 0.0,
 ) -> list[Number]:
-    """The seconds of `dispatch_s` on each tier, innermost first.
+    """Seconds on each tier, innermost first, to send tokens to experts, once to each unit of ranks that they visit.
 
     `num_bytes` are the bytes of all visits. A token visits a unit of u ranks out of n with probability
     p(u) = 1 − (1 − u/n)^choices. Where its experts stand in a row, whose first and last are `row_fraction` of all

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from planner.physics.communication import Kind, collective_s, dispatch_s, exchange_s, joined_fraction, p2p_s
+from planner.physics.communication import Kind, collective_s, dispatch_tiers_s, exchange_s, joined_fraction, p2p_s
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Collective, collectives_of
 from planner.shape import Shape
@@ -19,6 +20,10 @@ H100 = ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
 NVL72 = ClusterSpec(hardware=load_hardware("gb200"), num_gpus=64)
 MI300X = ClusterSpec(hardware=load_hardware("mi300x"), num_gpus=16)
 NUM_BYTES = 8.0 * 2**30
+
+
+def dispatch_s(*arguments: Any, **options: Any) -> Any:
+    return sum(dispatch_tiers_s(*arguments, **options))
 
 
 def latencies_s(cluster: ClusterSpec, num_tiers: int) -> float:
