@@ -14,7 +14,6 @@ from planner.cli import options as o
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from planner.validate.plans import Beside, Gain
     from planner.validate.score import Score, Scored
 
 RANKED_RIGHT = 0.95
@@ -61,15 +60,14 @@ def validate_command(
       plan validate --unsaid
     """
     from planner.cli import validate_ablations as ablated
-    from planner.cli import validate_memory as memory
+    from planner.cli import validate_plans as chosen
     from planner.cli import validate_regret as lost
     from planner.cli import validate_unsaid as bare
     from planner.cli.output import dumps, show
     from planner.errors import SpecError
     from planner.files import STDOUT, refuse_to_overwrite
-    from planner.validate.production import months_of, production, says_production
-    from planner.validate.rows import HELD_OUT, load_rows
-    from planner.validate.score import by_family, evaluate_rows
+    from planner.validate.rows import load_rows
+    from planner.validate.score import evaluate_rows
 
     if plot is not None:
         refuse_to_overwrite(plot, force)
@@ -94,34 +92,57 @@ def validate_command(
         _draw(plot, [run for run in scored if family is not None or run.row.counts], force)
         if plot == STDOUT:
             return
-    beside = _beside(scored) if plans else []
-    months = production(months_of(scored))
+    beside = chosen.searched_beside(scored) if plans else []
     if json:
-        answer: dict[str, object] = {
-            "families": [asdict(score) for score in by_family(scored)],
-            "rows": [_described(run) for run in scored],
-        }
-        answer |= {} if months is None else {"production": asdict(months)}
-        answer |= {} if family else ablated.described(ablated.priced_pairs()) | memory.described(scored)
-        sys.stdout.write(dumps({**answer, **_plans_described(beside)} if plans else answer))
+        answer = _agreement_described(scored, family)
+        sys.stdout.write(dumps({**answer, **chosen.described(beside)} if plans else answer))
     elif plans:
-        show(_gain_table(beside) if family is None else _beside_table(beside))
-        _point_out(beside)
+        show(chosen.gain_table(beside) if family is None else chosen.beside_table(beside))
+        chosen.point_out(beside)
     else:
-        scores = by_family(scored)
-        show(_family_table(scores) if family is None else _row_table(scored))
-        if months is not None:
-            show(says_production(months))
-        if family is None:
-            for line in (
-                ablated.summary(ablated.priced_pairs()),
-                *lost.summary(scored),
-                *memory.memory_lines(scored),
-                *_noisy(scores[:-1]),
-                *_unsupported(scored),
-                f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}",
-            ):
-                show(line)
+        _show_agreement(scored, family)
+
+
+def _agreement_described(scored: Sequence[Scored], family: str | None) -> dict[str, object]:
+    """The agreement with published runs as plain data; of all families, with that of ablations and of memory."""
+    from planner.cli import validate_ablations as ablated
+    from planner.cli import validate_memory as memory
+    from planner.validate.production import months_of, production
+    from planner.validate.score import by_family
+
+    months = production(months_of(scored))
+    answer: dict[str, object] = {
+        "families": [asdict(score) for score in by_family(scored)],
+        "rows": [_described(run) for run in scored],
+    }
+    answer |= {} if months is None else {"production": asdict(months)}
+    return answer | ({} if family else ablated.described(ablated.priced_pairs()) | memory.described(scored))
+
+
+def _show_agreement(scored: Sequence[Scored], family: str | None) -> None:
+    """Print a table of the families and what else was held against runs, or one of the runs of a family."""
+    from planner.cli import validate_ablations as ablated
+    from planner.cli import validate_memory as memory
+    from planner.cli import validate_regret as lost
+    from planner.cli.output import show
+    from planner.validate.production import months_of, production, says_production
+    from planner.validate.rows import HELD_OUT
+    from planner.validate.score import by_family
+
+    months, scores = production(months_of(scored)), by_family(scored)
+    show(_family_table(scores) if family is None else _row_table(scored))
+    if months is not None:
+        show(says_production(months))
+    if family is None:
+        for line in (
+            ablated.summary(ablated.priced_pairs()),
+            *lost.summary(scored),
+            *memory.memory_lines(scored),
+            *_noisy(scores[:-1]),
+            *_unsupported(scored),
+            f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}",
+        ):
+            show(line)
 
 
 def _draw(target: str, scored: Sequence[Scored], force: bool) -> None:
@@ -142,47 +163,6 @@ def _draw(target: str, scored: Sequence[Scored], force: bool) -> None:
     write_text(target, scatter_page(points), force)
     if target != STDOUT:
         _log.info("wrote %s", target)
-
-
-def _beside(scored: Sequence[Scored]) -> list[Beside]:
-    from planner.cli.output import progress
-    from planner.validate.plans import counted, plans_beside
-
-    with progress("searching", len(counted(scored))) as done:
-        return plans_beside(scored, done)
-
-
-def _point_out(beside: Sequence[Beside]) -> None:
-    """Warn of every published layout that the search could have chosen and that is faster than its choice."""
-    for pair in beside:
-        if pair.note == "slower" and pair.chosen is not None and pair.speedup is not None:
-            _log.warning(
-                "%s: the published layout is %.1f%% faster than the plan, %s",
-                pair.row.id,
-                100 * (1 / pair.speedup - 1),
-                pair.chosen.parallelism,
-            )
-
-
-def _plans_described(beside: Sequence[Beside]) -> dict[str, object]:
-    from planner.validate.plans import gains
-
-    return {
-        "plan_families": [asdict(gain) for gain in gains(beside)],
-        "plans": [
-            {
-                "id": pair.row.id,
-                "published": pair.published.parallelism.model_dump(mode="json"),
-                "published_step_s": pair.published.step.step_s,
-                "chosen": None if pair.chosen is None else pair.chosen.parallelism.model_dump(mode="json"),
-                "chosen_step_s": None if pair.chosen is None else pair.chosen.step.step_s,
-                "outcome": None if pair.chosen is None or pair.chosen.search is None else pair.chosen.search.outcome,
-                "speedup": pair.speedup,
-                "note": pair.note,
-            }
-            for pair in beside
-        ],
-    }
 
 
 def _described(run: Scored) -> dict[str, object]:
@@ -237,7 +217,7 @@ def _unsupported(scored: Sequence[Scored]) -> list[str]:
     return [f"{count} unsupported of {reason}" for reason, count in reasons.most_common()]
 
 
-def _row_table(scored: list[Scored]) -> Table:
+def _row_table(scored: Sequence[Scored]) -> Table:
     from planner.report.format import seconds
     from planner.report.pieces import columns
 
@@ -251,45 +231,4 @@ def _row_table(scored: list[Scored]) -> Table:
         memory = "" if run.memory_error is None else f"{100 * run.memory_error:+.1f}%"
         predicted = seconds(run.layout.step.step_s)
         table.add_row(run.row.id, seconds(measured), predicted, f"{100 * run.step_error:+.1f}%", memory)
-    return table
-
-
-def _gain_table(beside: Sequence[Beside]) -> Table:
-    from planner.report.pieces import columns
-    from planner.validate.plans import gains
-
-    table = columns("l", *"rrrrrrrr", gap=1)
-    heads = ("family", "n", "median", "least", "no fit", "refused", "unsearched", "late", "slower")
-    table.add_row(*heads, style="dim")
-    for gain in gains(beside):
-        table.add_row(
-            gain.name, str(gain.num_rows), _times(gain.median), _times(gain.least), *_counts(gain),
-            style="bold" if gain.name == "all" else None,
-        )  # fmt: skip
-    return table
-
-
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}×"
-
-
-def _counts(gain: Gain) -> list[str]:
-    numbers = (gain.num_misfits, gain.num_refused, gain.num_not_searched, gain.num_unfinished, gain.num_slower)
-    return [str(number) if number else "" for number in numbers]
-
-
-def _beside_table(beside: Sequence[Beside]) -> Table:
-    from planner.report.format import seconds
-    from planner.report.pieces import columns
-
-    table = columns(None, "r", "r", "r", None, None)
-    table.add_row("run", "published", "chosen", "speed-up", "choice", "", style="dim")
-    for pair in beside:
-        published = pair.published.step.step_s
-        style = "bold red" if pair.note == "slower" else None
-        if pair.chosen is None:
-            table.add_row(pair.row.id, seconds(published), "", "", "", pair.note)
-            continue
-        layout, chosen = str(pair.chosen.parallelism), seconds(pair.chosen.step.step_s)
-        table.add_row(pair.row.id, seconds(published), chosen, _times(pair.speedup), layout, pair.note, style=style)
     return table
