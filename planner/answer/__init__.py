@@ -29,11 +29,12 @@ from planner.answer.plan import (
     Searched,
     SearchReport,
 )
-from planner.answer.run import Goodput, Interval, RunCost, Sustained
+from planner.answer.run import SIGMAS_TO_END, Goodput, Interval, RunCost, Sustained, half_width
 
 __all__ = [
     "AS_PLANNED",
     "SCHEMA_VERSION",
+    "SIGMAS_TO_END",
     "BatchOffer",
     "Evidence",
     "Goodput",
@@ -57,4 +58,5 @@ __all__ = [
     "StepTime",
     "Sustained",
     "UnsaidSwitch",
+    "half_width",
 ]

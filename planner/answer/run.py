@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import Field
 
 from planner.specs.base import Spec
 
 Interval = tuple[float, float]
 """The ends of a range that is meant to hold the true value in 80% of all cases."""
+SIGMAS_TO_END = 1.2815515655446004
+"""Standard deviations from the middle of a normal distribution to either end of the interval that holds 80% of it."""
+
+
+def half_width(interval: Interval) -> float:
+    """Half the width of an interval, in natural logarithms."""
+    return math.log(interval[1] / interval[0]) / 2
 
 
 class Sustained(Spec):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
-from planner.answer import Interval, PricedLayout, StagePlan
+from planner.answer import SIGMAS_TO_END, Interval, PricedLayout, StagePlan
 from planner.physics.pricing import Pricing
 from planner.specs.training import SearchLimits
 from planner.specs.units import GIB
@@ -31,8 +31,6 @@ MOE_MEMORY_WIDTH = 0.06
 Published peaks of mixtures need no more than 0.04, but nearly all of them force balanced routing."""
 SCAN_MEMORY_WIDTH = 0.08
 """Half-width that layers which scan add to memory: kernels differ in the states and gates that they keep."""
-HALF_WIDTH_SIGMAS = 1.2815515655446004
-"""Half the width of an interval that holds 80% of a normal distribution, in standard deviations: its 90% quantile."""
 
 
 def memory_width(pricing: Pricing) -> float:
@@ -58,7 +56,7 @@ def with_risk(pricing: Pricing, layout: PricedLayout) -> PricedLayout:
 
 def oom_probability(total_bytes: float, capacity_bytes: float, width: float) -> float:
     """Probability that a rank which needs `total_bytes` in the median needs more than the capacity."""
-    sigmas = math.log(capacity_bytes / total_bytes) / width * HALF_WIDTH_SIGMAS
+    sigmas = math.log(capacity_bytes / total_bytes) / width * SIGMAS_TO_END
     return 0.5 * math.erfc(sigmas / math.sqrt(2))
 
 
@@ -67,7 +65,7 @@ def headroom_bytes(pricing: Pricing, limits: SearchLimits) -> float:
     if limits.memory_headroom_gib is not None:
         return limits.memory_headroom_gib * GIB
     # the quantile of 1 − risk, which would be that of 1 where the risk is tiny
-    margin = -NormalDist().inv_cdf(limits.oom_risk) / HALF_WIDTH_SIGMAS * memory_width(pricing)
+    margin = -NormalDist().inv_cdf(limits.oom_risk) / SIGMAS_TO_END * memory_width(pricing)
     # above a risk of one half the median may exceed the capacity; what is chosen has to fit all the same
     return max(0.0, -math.expm1(-margin)) * pricing.cluster.hardware.memory_bytes
 

@@ -25,7 +25,7 @@ Number = Any
 """A float, or an array of one for each simulated run."""
 LONGEST_BETWEEN_SAVES_S = 3600.0
 """Nobody trains longer than an hour without a save, however rare failures are."""
-_LEAST_RATE = 1e-15
+LEAST_RATE = 1e-15
 """Failures a second that stand for none at all."""
 _MOST = 300.0
 """Exponent beyond which nothing is ever trained; it keeps numbers finite."""
@@ -46,7 +46,7 @@ class Rhythm:
 
     def effective_fraction(self, interval_s: float) -> Number:
         """The share of the time that trains, with `interval_s` of training between two checkpoints."""
-        rate = np.maximum(self.failures_per_s, _LEAST_RATE)
+        rate = np.maximum(self.failures_per_s, LEAST_RATE)
         restarts, intervals = rate * (self.restart_s + self.write_s), rate * (interval_s + self.stall_s)
         lost = np.exp(np.minimum(restarts, _MOST)) * np.expm1(np.minimum(intervals, _MOST))
         fraction: Number = (1 - self.evaluation_fraction) * rate * interval_s / lost
@@ -90,7 +90,7 @@ def best_interval_s(rhythm: Rhythm) -> float:
     √(2·w·M)·(1 + √(w / 2M) / 3 + w / 18M) − w, and M where a checkpoint takes more than 2M; never less than it takes
     to write one beside the training, and an hour at most.
     """
-    between_s = 1 / max(float(rhythm.failures_per_s), _LEAST_RATE)
+    between_s = 1 / max(float(rhythm.failures_per_s), LEAST_RATE)
     share = float(rhythm.stall_s) / (2 * between_s)
     daly_s = 2 * between_s * math.sqrt(share) * (1 + math.sqrt(share) / 3 + share / 9) - float(rhythm.stall_s)
     interval_s = daly_s if share < 1 else between_s

@@ -10,11 +10,9 @@ import numpy as np
 import yaml
 from pydantic import model_validator
 
+from planner.answer import SIGMAS_TO_END, half_width
 from planner.shape import FloatArray
 from planner.specs.base import NonNegativeFloat, Spec
-
-QUANTILE_OF_NORMAL = 1.2815515655446004
-"""Standard deviations from the mean to the ends of an interval that holds 80% of a normal distribution."""
 
 
 class Fact(Spec):
@@ -36,7 +34,7 @@ class Fact(Spec):
     @property
     def sigma(self) -> float:
         """Standard deviation of the logarithm: that of the lognormal through both ends; 0 for what is known."""
-        return math.log(self.high / self.low) / (2 * QUANTILE_OF_NORMAL) if self.low < self.high else 0.0
+        return half_width((self.low, self.high)) / SIGMAS_TO_END if self.low < self.high else 0.0
 
     def draws(self, normal: FloatArray) -> FloatArray:
         """Draws of the lognormal, from as many of a normal distribution."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.months.closed_form import Rhythm, rhythm_of
+from planner.months.closed_form import LEAST_RATE, Rhythm, rhythm_of
 from planner.months.facts import Fact
 from planner.months.losses import Losses
 from planner.shape import FloatArray
@@ -53,7 +53,7 @@ def simulated_runs(losses: Losses, interval_s: float, step_factors: FloatArray, 
 
 def _wall_s(rhythm: Rhythm, interval_s: float, trained_s: FloatArray, random: np.random.Generator) -> FloatArray:
     """Wall seconds of runs that train `trained_s` each."""
-    rate = np.maximum(rhythm.failures_per_s, 1e-15)
+    rate = np.maximum(rhythm.failures_per_s, LEAST_RATE)
     expected = float(np.max(rate * trained_s / np.clip(rhythm.effective_fraction(interval_s), 0.01, 1)))
     num_gaps = int(min(_MOST_GAPS, _FEWEST_GAPS + expected + 4 * expected**0.5))
     column = (slice(None), None)

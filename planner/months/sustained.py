@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from planner.answer import Interval, PricedLayout, Sustained
+from planner.answer import PricedLayout, Sustained, half_width
 from planner.months.facts import load_facts
 
 WIDEST_OF_RUNS = 0.16
@@ -43,8 +43,3 @@ def with_sustained(layout: PricedLayout, straggler_fraction: float = 0.0) -> Pri
 def _excess(width: float) -> float:
     """Half-width that a benchmark of such a half-width adds."""
     return math.sqrt(max(0.0, width**2 - WIDEST_OF_RUNS**2))
-
-
-def half_width(interval: Interval) -> float:
-    """Half the width of an interval, in natural logarithms."""
-    return math.log(interval[1] / interval[0]) / 2

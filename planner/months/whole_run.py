@@ -13,10 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from planner.answer import Goodput, Interval, PricedLayout, RunCost
+from planner.answer import SIGMAS_TO_END, Goodput, Interval, PricedLayout, RunCost
 from planner.errors import SpecError
 from planner.months.closed_form import Rhythm, best_interval_s, rhythm_of
-from planner.months.facts import QUANTILE_OF_NORMAL
 from planner.months.losses import SECONDS_PER_DAY, Losses, losses_of
 from planner.months.simulate import NUM_RUNS, SEED, Simulated, simulated_runs
 from planner.shape import FloatArray
@@ -74,7 +73,7 @@ def check_spares(cluster: ClusterSpec, training: TrainingSpec) -> None:
 @lru_cache(maxsize=8)
 def _pace(low_width: float, high_width: float) -> FloatArray:
     """How many times as long as expected each simulated run's steps take: 80% of them between e⁻ˡᵒʷ and eʰⁱᵍʰ."""
-    normal = np.random.default_rng(SEED + 1).standard_normal(NUM_RUNS) / QUANTILE_OF_NORMAL
+    normal = np.random.default_rng(SEED + 1).standard_normal(NUM_RUNS) / SIGMAS_TO_END
     drawn: FloatArray = np.exp(np.where(normal < 0, low_width, high_width) * normal)
     return drawn
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.answer import PricedLayout
+from planner.answer import PricedLayout, half_width
 from planner.errors import PlannerError
 from planner.layout.runs import parse_run
 from planner.specs.base import Spec
@@ -111,8 +111,8 @@ def memory_coverage(scored: Sequence[Scored]) -> list[Coverage]:
         if error is None:
             total = run.layout.worst_stage.memory.total_bytes
             error = total / (run.row.measured.peak_memory_gib * GIB) - 1
-        low, high = run.layout.worst_stage.memory.total_bytes_interval or (1.0, 1.0)
-        inside.setdefault(kind, []).append(float(abs(math.log1p(error)) <= math.log(high / low) / 2))
+        width = half_width(run.layout.worst_stage.memory.total_bytes_interval or (1.0, 1.0))
+        inside.setdefault(kind, []).append(float(abs(math.log1p(error)) <= width))
     told = [share for kind, shares in inside.items() if kind != "unverified" for share in shares]
     kinds = {"all but unverified": told, **inside} if told else inside
     return [

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from planner.answer import Sustained
-from planner.months.sustained import half_width
+from planner.answer import Sustained, half_width
 from planner.validate.rows import PRODUCTION
 from planner.validate.score import Scored
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from planner.answer import half_width
 from planner.validate.rows import Row
 from planner.validate.score import Scored, evaluate_rows
 
@@ -80,5 +80,4 @@ def _step_s(run: Scored) -> float:
 
 def _width(run: Scored) -> float:
     assert run.layout is not None
-    low, high = run.layout.step.step_s_interval or (1.0, 1.0)
-    return math.log(high / low) / 2
+    return half_width(run.layout.step.step_s_interval or (1.0, 1.0))

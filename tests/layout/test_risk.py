@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import toy_problem
 
-from planner.answer import Plan
+from planner.answer import SIGMAS_TO_END, Plan
 from planner.layout.evaluate import evaluate, pricing_of
-from planner.layout.risk import HALF_WIDTH_SIGMAS, headroom_bytes, memory_width, oom_probability
+from planner.layout.risk import headroom_bytes, memory_width, oom_probability
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
@@ -44,7 +44,7 @@ def test_the_ends_of_the_interval_have_a_tenth_on_either_side(total: float, widt
     assert oom_probability(total, total * math.exp(width), width) == pytest.approx(0.1)
     assert oom_probability(total, total, width) == pytest.approx(0.5)
     assert oom_probability(total, total * math.exp(-width), width) == pytest.approx(0.9)
-    assert pytest.approx(NormalDist().inv_cdf(0.9)) == HALF_WIDTH_SIGMAS
+    assert pytest.approx(NormalDist().inv_cdf(0.9)) == SIGMAS_TO_END
 
 
 @given(st.floats(0.001, 0.999), st.floats(0.5, 1.5))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from planner.answer import Plan, PricedLayout, Sustained
+from planner.answer import Plan, PricedLayout, Sustained, half_width
 from planner.layout.evaluate import evaluate
-from planner.months.sustained import WIDEST_OF_RUNS, half_width, with_sustained
+from planner.months.sustained import WIDEST_OF_RUNS, with_sustained
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import Parallelism, TrainingSpec
 
