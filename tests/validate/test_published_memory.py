@@ -23,7 +23,7 @@ def test_peaks_lie_in_their_interval_as_often_as_it_says(scored: list[Scored]) -
     found = {each.kind: each for each in memory_coverage(scored)}
     assert found["all but unverified"].num_rows >= 147
     assert 0.8 <= found["all but unverified"].coverage <= 0.97
-    assert found["nvidia-smi"].coverage >= 0.8
+    assert found["device"].coverage >= 0.8
     assert found["reserved"].coverage >= 0.7
     assert found["unverified"].coverage >= 0.8
 
