@@ -13,7 +13,7 @@ from planner.validate.score import Scored, evaluate_rows
 def scored() -> list[Scored]:
     """All but AMD's, whose mixtures need a fifth more than is predicted."""
     rows = [row for row in load_rows() if row.measured.peak_memory_gib is not None]
-    return evaluate_rows([row for row in rows if not row.run["hardware"].startswith("mi")])
+    return evaluate_rows([row for row in rows if not row.on_amd])
 
 
 @pytest.fixture(scope="module")
