@@ -184,7 +184,7 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
     ),
     _job(
         "token_drop", "needs dispatcher=alltoall",
-        lambda s: s.runtime.awaits_token_counts or not s.runtime.sends_tokens_once,
+        lambda s: s.runtime.awaits_token_counts or not s.runtime.sends_tokens_once or _has_sync_free(s),
     ),
     _model(
         "shared_expert_overlap", "needs shared experts",
