@@ -5,7 +5,8 @@ are what the trainer switches on, spelled as in a run. A number without a source
 
 `switches` are those that it has, with their values; one without values is not that of its base. `versions` are its
 releases, the newest last, and `since` says with which of them a switch, or one value of it (`switch=value`,
-`dtype=nvfp4`), came. `megatron@0.16` is the trainer of that release. `likely` are the values that runs usually have where they do not say them (likely.py).
+`dtype=nvfp4`), came. `megatron@0.16` is the trainer of that release. `likely` are the values
+that runs usually have where they do not say them (likely.py).
 """
 
 from __future__ import annotations
