@@ -36,7 +36,6 @@ HELD_OUT = (
     "primus-results-mi325x",
     "primus-results-mi355x",
     "mlperf-amd-partners",
-    "primus-mi300x",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"
