@@ -54,7 +54,7 @@ ROCM_LACKS = {
     "backends.cuda.enable_cudnn_sdp": "no cuDNN (same)",
     "backends.cuda.cudnn_sdp_enabled": "no cuDNN (same)",
     "backends.cudnn": "stands for MIOpen there, with versions of its own (torch/backends/cudnn)",
-    "cuda.get_device_capability": "9.4 of gfx942 is no compute capability (docs/source/notes/hip.rst, checking for HIP)",
+    "cuda.get_device_capability": "9.4 of gfx942 is no compute capability (docs/source/notes/hip.rst)",
     "cuda.utilization": "needs pynvml, or AMD's amdsmi (torch/cuda/__init__.py)",
     "cuda.temperature": "needs pynvml, or AMD's amdsmi (same)",
     "cuda.power_draw": "needs pynvml, or AMD's amdsmi (same)",
@@ -64,7 +64,7 @@ ROCM_LACKS = {
     "cuda.green_contexts": "CUDA's own (torch/cuda/green_contexts.py)",
     "cuda.gds": "cuFile, CUDA's own (torch/cuda/gds.py)",
     "version.cuda": "None there (docs/source/notes/hip.rst)",
-    "float8_e4m3fn": "gfx942 multiplies float8_e4m3fnuz (aten/native/cuda/GroupedBlas.cpp)",
+    "float8_e4m3fn": "gfx942 has float8_e4m3fnuz (aten/native/cuda/GroupedBlas.cpp)",
     "float8_e5m2": "gfx942 multiplies float8_e5m2fnuz (same)",
 }
 """Names below torch that ROCm builds lack or give another meaning, why, and where it is written (pytorch/pytorch)."""

@@ -1,4 +1,4 @@
-"""The probe and the profile on a ROCm build of torch, rehearsed under a fake GPU: no kernel runs, every call is made."""
+"""The probe and the profile on a ROCm build of torch, rehearsed on a fake GPU: no kernel runs, every call is made."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from planner.profile.stopwatch import Stopwatch  # noqa: E402
 from planner.profile.this_machine import machine_of  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning")  # torch 2.13's new names
+# torch 2.13 has new names for exchanges
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning")
 PACKAGE = Path(torch_build.__file__).parents[1]
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MLA = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}

@@ -30,8 +30,8 @@ def core_attention(
 
     Returns [seq, batch, heads·v dim]. `mask` is added to the scores and replaces causality where given; windows and
     learned sinks go to the flash kernel on a GPU, elsewhere sinks are one more key with a logit of their own. Unequal
-    head dimensions are padded on the CPU and in ROCm builds, whose kernels want them equal. Where sequences are split, the keys and values
-    of all context-parallel ranks are gathered.
+    head dimensions are padded on the CPU and in ROCm builds, whose kernels want them equal. Where sequences are split,
+    the keys and values of all context-parallel ranks are gathered.
     """
     if cp.size > 1:
         return apply(ContextAttention, q, k, v, mask, window, sinks, cp).flatten(2)
