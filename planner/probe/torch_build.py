@@ -89,7 +89,7 @@ def _rocm(hip: str) -> TorchBuild:
     """The facts of ROCm builds.
 
     Flash attention is AOTriton's: its mask is aligned to the first key and values are as wide as keys (torch's
-    mha_all_aot.hip, sdp_utils.cpp). It ignores windows before AOTriton 0.10, and its log-sum-exp is to base 2 before 0.11
+    mha_all_aot.hip, sdp_utils.cpp). It ignores windows before AOTriton 0.10, its log-sum-exp is to base 2 before 0.11
     (ROCm/aotriton#108), which torch has since 2.9. There is no cuDNN. Grouped products run expert by expert, or by
     Composable Kernel, since torch 2.10 (pytorch/pytorch#162419).
     """
