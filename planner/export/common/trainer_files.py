@@ -98,6 +98,8 @@ class LaunchCommand:
 
     program: str
     """Shell text behind torchrun's own options: a script's path, or `-m module`. May use PLAN_DIR."""
+    starts_ranks: bool = False
+    """The program starts a node's ranks itself, by NNODES, NODE_RANK, GPUS_PER_NODE, MASTER_ADDR and MASTER_PORT."""
     arguments: Arguments
     words: tuple[str, ...] = ()
     """Arguments behind the named ones."""
