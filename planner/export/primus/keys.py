@@ -49,6 +49,8 @@ MEGATRON_DEFAULTS: Keys = {
     "swiglu": False,
     "untie_embeddings_and_output_weights": False,
     "use_distributed_optimizer": False,
+    # the preset's true ends every deterministic run
+    "use_flash_attn": False,
 }
 """Arguments that Primus' presets `pre_trainer.yaml` and `language_model.yaml` set otherwise than Megatron-LM's parser,
 and that decide what is trained; they stand at the parser's values wherever a plan says nothing else."""
