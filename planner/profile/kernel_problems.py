@@ -210,7 +210,7 @@ def attention_problem(tables: TableSource, backend: str) -> FitProblem:
             f"{backend}.backward_ramp_keys": (450.0, 10.0, 4000.0),
             f"{backend}.tail_fraction": (0.4, 0.01, 2.0),
             **({f"{backend}.half_head_dim": (50.0, 1.0, 300.0)} if len(np.unique(qk)) > 1 else {}),
-            **({f"{backend}.wide_factor": (0.9, 0.3, 1.2)} if backend == "cudnn" else {}),
+            **({f"{backend}.wide_factor": (0.9, 0.3, 1.2)} if backend == "cudnn" or (qk > 128).any() else {}),
             "bench.issue_us": (10.0, 0.1, 200.0),
             "bench.autograd_us": (50.0, 0.1, 200.0),
         },
