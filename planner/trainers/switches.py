@@ -153,7 +153,7 @@ figure 5)."""
 TURBO_EXPERT_KERNELS = 3.8
 """The same where one launch holds all experts of a rank: half, a first guess, fitted to nothing. AMD ships either kind
 for mixtures of MI355X, so neither can be far ahead."""
-UNFUSED_PERMUTE = 5.0
+UNFUSED_PERMUTE = 4.0
 """Seconds of permutations by torch's gathers and atomic additions over those of one fused kernel, on AMD's GPUs:
 DeepSeek-V2-Lite on eight MI355X, whose steps of 11.19 s with DeepEP take 10.01 with them fused (Primus, examples/
 moe_package, figure 6)."""
