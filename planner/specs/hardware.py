@@ -160,6 +160,11 @@ class HardwareSpec(Spec):
         return self.architecture.lower().startswith("cdna")
 
     @property
+    def fabric(self) -> str:
+        """The vendor's name of the links inside a node, for messages."""
+        return "xGMI" if self.is_amd else "NVLink"
+
+    @property
     def memory_bytes(self) -> int:
         return round(self.memory_gib * GIB)
 
