@@ -70,6 +70,7 @@ def fitted_tier(tier: LinkTier, table: Table, innermost: bool, rated: bool) -> t
         "gb_per_s": tier.gb_per_s if share < 1 else gb_per_s,
         "efficiency_fraction": share,
         "latency_us": 1e6 * float(latency_s),
+        "start_us": 0.0,
         "source": f"Measured: {evidence}",
     }
     return tier.model_copy(update=changes), np.asarray(np.log((moved * slowness + hops * latency_s) / seconds))
