@@ -9,7 +9,8 @@ from typing import Literal
 from planner.export.common.arguments import Arguments, ShellText
 
 IMAGE = "nvcr.io/nvidia/pytorch:25.09-py3"
-IMAGE_OF_AMD = "rocm/megatron-lm:latest"
+IMAGE_OF_AMD = "rocm/primus:v26.5"
+"""With Megatron-LM, torchtitan and Transformer Engine for ROCm (AMD-AGI/Primus, docs, August 2026)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ _PATTERNS = ("--no-rope-freq", "--window-attn-skip-freq", "--window-size")
 
 MEGATRON_DEFAULTS: Keys = {
     "add_bias_linear": True,
+    "add_position_embedding": True,
     "dataloader_type": None,
     "exit_on_missing_checkpoint": False,
     "finetune": False,
@@ -48,6 +49,8 @@ MEGATRON_DEFAULTS: Keys = {
     "swiglu": False,
     "untie_embeddings_and_output_weights": False,
     "use_distributed_optimizer": False,
+    # the preset's true ends every deterministic run
+    "use_flash_attn": False,
 }
 """Arguments that Primus' presets `pre_trainer.yaml` and `language_model.yaml` set otherwise than Megatron-LM's parser,
 and that decide what is trained; they stand at the parser's values wherever a plan says nothing else."""
@@ -85,6 +88,6 @@ def _items(tree: ast.expr) -> list[int]:
     if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
         return _items(tree.left) + _items(tree.right)
     if isinstance(tree, ast.BinOp):
-        return _items(tree.left) * ast.literal_eval(tree.right)
+        return _items(tree.left) * int(ast.literal_eval(tree.right))
     items: tuple[int, ...] | list[int] = ast.literal_eval(tree)
     return list(items)
