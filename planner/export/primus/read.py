@@ -16,7 +16,7 @@ from planner.export.primus.read_model import check_is_transformer
 from planner.export.primus.read_turbo import torchtitan_features
 from planner.export.torchtitan.read import run_of_settings
 from planner.export.torchtitan.settings import flat, of_today
-from planner.specs.reading import kind_of
+from planner.specs.reading import kind_of, printable
 
 _GPUS_OF_A_NODE = 8
 _OTHERS = {
@@ -39,11 +39,11 @@ def read_primus(config: ConfigFile) -> ImportedRun:
     """The run that an experiment describes. Raises SpecError for what is none, and for trainers of no GPT."""
     experiment = tree_of(config.text, str(config.path or "the experiment"))
     module = _module(experiment)
-    framework = module.get("framework")
+    framework = str(module.get("framework"))
     if framework not in _READERS:
-        what = _OTHERS.get(str(framework))
+        what = _OTHERS.get(framework)
         raise SpecError(
-            f"framework: {str(framework)[:60]}: " + (f"this experiment is {what}" if what else "is unknown"),
+            f"framework: {printable(framework, 60)}: " + (f"this experiment is {what}" if what else "is unknown"),
             f"experiments of {', '.join(_READERS)} are read",
         )
     overrides = module.get("overrides") or {}
