@@ -22,7 +22,7 @@ Tree = dict[str, Any]
 _ROOT = "primus/configs"
 _MAX_VALUES, _MAX_DEPTH = 20_000, 60
 _VARIABLE = re.compile(r"\$\{([^:{}]+):([^}]*)\}")
-_MERGE = re.compile(r"(?:^|[\s{,?])<<(?=\s|:|$)|!!?merge|2002:merge", re.MULTILINE)
+_MERGE = re.compile(r"<<\s*:|\?\s+(&\w+\s+)?<<|!!merge|2002:merge")
 """YAML's merges of mappings: copies of copies grow without end before anyone can count them."""
 _NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
@@ -102,7 +102,7 @@ def _extended(config: ConfigFile, path: str, on_the_way: tuple[str, ...]) -> Tre
     own = _own(config, path)
     bases = own.pop("extends", [])
     result: Tree = {}
-    for base in [bases] if isinstance(bases, str) else bases or []:
+    for base in bases if isinstance(bases, list) else [bases]:
         beside = posixpath.join(posixpath.dirname(path), str(base))
         result = merged(result, _extended(config, beside, (*on_the_way, path)))
     return merged(result, own)
