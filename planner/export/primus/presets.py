@@ -22,6 +22,8 @@ Tree = dict[str, Any]
 _ROOT = "primus/configs"
 _MAX_VALUES, _MAX_DEPTH = 20_000, 60
 _VARIABLE = re.compile(r"\$\{([^:{}]+):([^}]*)\}")
+_MERGE = re.compile(r"<<\s*:|\?\s+(&\w+\s+)?<<|!!merge|2002:merge")
+"""YAML's merges of mappings: copies of copies grow without end before anyone can count them."""
 _NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -30,7 +32,7 @@ def tree_of(text: str, where: str) -> Tree:
 
     A variable without a default stays as it stands: no value, for whoever needs one.
     """
-    if re.search(r"^\s*<<\s*:", text, re.MULTILINE):
+    if _MERGE.search(text):
         raise SpecError(f"{where}: <<: merges of mappings are not read", "write the keys out")
     tree = parse_mapping(text, where)
     _measure(tree, where)
@@ -64,7 +66,7 @@ def _resolved(value: Any) -> Any:
 
 
 def _scalar(text: str) -> Any:
-    """What a default stands for: true, false, nothing, a number, else the text."""
+    """The value of a default: true, false, nothing, a number, else the text."""
     words = {"true": True, "false": False, "null": None, "": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -100,14 +102,14 @@ def _extended(config: ConfigFile, path: str, on_the_way: tuple[str, ...]) -> Tre
     own = _own(config, path)
     bases = own.pop("extends", [])
     result: Tree = {}
-    for base in [bases] if isinstance(bases, str) else bases or []:
+    for base in bases if isinstance(bases, list) else [bases]:
         beside = posixpath.join(posixpath.dirname(path), str(base))
         result = merged(result, _extended(config, beside, (*on_the_way, path)))
     return merged(result, own)
 
 
 def _own(config: ConfigFile, path: str) -> Tree:
-    """What a preset's own file says."""
+    """A preset's own values, without those of others."""
     is_inside = not path.startswith(("..", "/"))
     text = config.above(f"{_ROOT}/{path}") if is_inside else None
     if text is not None:

@@ -16,9 +16,10 @@ from planner.export.primus.read_model import check_is_transformer
 from planner.export.primus.read_turbo import torchtitan_features
 from planner.export.torchtitan.read import run_of_settings
 from planner.export.torchtitan.settings import flat, of_today
-from planner.specs.reading import kind_of
+from planner.specs.reading import kind_of, printable
 
 _GPUS_OF_A_NODE = 8
+_MAX_DEPTH = 10
 _OTHERS = {
     "maxtext": "MaxText's, in JAX",
     "diffusion": "a diffusion model's",
@@ -27,7 +28,7 @@ _OTHERS = {
     "nemo_automodel": "NeMo AutoModel's",
 }
 """Frameworks of Primus without a reader, and what they are."""
-_HARDWARE = re.compile(r"\bMI(300X|325X|350X|355X|300A)", re.IGNORECASE)
+_HARDWARE = re.compile(r"(?<![a-z0-9])MI(300|325|350|355)X?(?![a-z0-9])", re.IGNORECASE)
 _DEFAULT_HARDWARE = "mi300x"
 _LEFT_OUT = re.compile(
     r"(sink_level|file_sink|stderr_sink|trainable|env|lr_scheduler|primus_turbo|experimental|quantize)\b|(sink|\w+_sink)_level"
@@ -37,13 +38,12 @@ _LEFT_OUT = re.compile(
 
 def read_primus(config: ConfigFile) -> ImportedRun:
     """The run that an experiment describes. Raises SpecError for what is none, and for trainers of no GPT."""
-    experiment = tree_of(config.text, str(config.path or "the experiment"))
-    module = _module(experiment)
-    framework = module.get("framework")
+    module = _module(_experiment(config))
+    framework = str(module.get("framework"))
     if framework not in _READERS:
-        what = _OTHERS.get(str(framework))
+        what = _OTHERS.get(framework)
         raise SpecError(
-            f"framework: {str(framework)[:60]}: " + (f"this experiment is {what}" if what else "is unknown"),
+            f"framework: {printable(framework, 60)}: " + (f"this experiment is {what}" if what else "is unknown"),
             f"experiments of {', '.join(_READERS)} are read",
         )
     overrides = module.get("overrides") or {}
@@ -56,6 +56,19 @@ def read_primus(config: ConfigFile) -> ImportedRun:
     _name_model(imported, module.get("model"))
     _place(imported, config)
     return imported
+
+
+def _experiment(config: ConfigFile, depth: int = 0) -> Tree:
+    """The experiment over those beside it that it `extends`."""
+    tree = tree_of(config.text, str(config.path or "the experiment"))
+    bases = tree.pop("extends", [])
+    result: Tree = {}
+    for name in bases if isinstance(bases, list) else [bases]:
+        text = config.beside(str(name))
+        if text is None or config.path is None or depth > _MAX_DEPTH:
+            raise SpecError(f"extends: {printable(str(name), 60)}: is not beside the experiment", "put it there")
+        result = merged(result, _experiment(ConfigFile(text, config.path.parent / str(name)), depth + 1))
+    return merged(result, tree)
 
 
 def _module(experiment: Tree) -> Tree:
@@ -124,7 +137,7 @@ def _place(imported: ImportedRun, config: ConfigFile) -> None:
     """GPUs: their kind by the folder, and one node, which Primus starts unless NNODES says otherwise."""
     run = imported.run
     found = _HARDWARE.findall(str(config.path.absolute() if config.path else ""))
-    run["hardware"] = f"mi{found[-1].lower()}" if found else _DEFAULT_HARDWARE
+    run["hardware"] = f"mi{found[-1]}x" if found else _DEFAULT_HARDWARE
     if not found:
         imported.notes.append(f"no folder names a GPU: priced on {_DEFAULT_HARDWARE}; add --hardware mi355x, say")
     least, batch = least_gpus(run["parallelism"]), run["global_batch_size"]

@@ -130,7 +130,10 @@ def _recomputed_layers(values: Values, layout: Values, num_layers: int | None) -
         raise SpecError(f"recompute_layer_ids: {str(listed)[:60]!r} is no list of layers", 'write "0,1,2"')
     layers = sorted({int(word) for word in words})
     last = values.get("num_layers") if num_layers is None else num_layers
-    return {"recompute_layers": [n for n in layers if type(last) is not int or n < last], "recompute_num_layers": None}
+    blocks = values.get("mtp_num_layers") or 0
+    if type(last) is int and type(blocks) is int:
+        layers = [n for n in layers if not last <= n < last + blocks]
+    return {"recompute_layers": layers, "recompute_num_layers": None}
 
 
 def _without_unplaced_blocks(model: Values, layout: Values) -> list[str]:
@@ -152,7 +155,7 @@ def _read_four_bits(imported: ImportedRun, values: Values) -> None:
 
 
 def _sort(imported: ImportedRun, written: Values) -> None:
-    """Of what was not read, what the experiment itself says: harmless, or not understood."""
+    """Options that were not read and that the experiment itself gives are harmless, or not understood."""
     said = {_OPTIONS.get(key, "--" + key.replace("_", "-")): key for key in written}
     ignored = {said[name]: value for name, value in imported.ignored.items() if name in said}
     unknown = {said[name]: value for name, value in imported.unknown.items() if name in said}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from planner.errors import SpecError
-from planner.trainers.switches import SWITCHES
+from planner.export.primus.schedules import ALGORITHMS
 
 Values = dict[str, Any]
 TURBO = frozenset({
@@ -19,16 +19,6 @@ SCHEDULES = frozenset({
     "zero_bubble_v_schedule", "zero_bubble_v_schedule_mem_setup", "enable_1f1b_v", "zero_bubble_max_pending_backward",
 })  # fmt: skip
 """Keys that are read for the schedule of a pipeline."""
-_ALGORITHMS = {
-    "1f1b": "1f1b",
-    "1f1b-interleaved": "interleaved-1f1b",
-    "zero-bubble": "zb-h1",
-    "zero-bubble-heuristic": "zb-h2",
-    "zbv-formatted": "zb-v",
-    "v-half": "v-half",
-    "v-min": "v-min",
-}
-"""Values of `pp_algorithm`, and the schedules that they are."""
 _V_SHAPED = {"half": "v-half", "min": "v-min", "zb": "zb-v"}
 """Values of `zero_bubble_v_schedule_mem_setup`."""
 
@@ -49,7 +39,7 @@ def features(values: Values) -> Values:
         found["sync_free_moe"] = stage if turbo else 0
         in_turbo = turbo and (values.get("use_turbo_grouped_gemm") or stage > 1)
         found["grouped_gemm"] = "turbo" if in_turbo else "legacy"
-    return {name: value for name, value in found.items() if name in SWITCHES}
+    return found
 
 
 def torchtitan_features(own: Values) -> Values:
@@ -68,9 +58,9 @@ def pipeline(values: Values, pp: int) -> Values:
     if not values.get("patch_primus_pipeline"):
         return {}
     name = str(values.get("pp_algorithm", "1f1b-interleaved"))
-    schedule = _ALGORITHMS.get(name)
+    schedule = ALGORITHMS.get(name)
     if schedule is None:
-        raise SpecError(f"pp_algorithm: {name[:60]!r} is unknown", f"one of {', '.join(_ALGORITHMS)}")
+        raise SpecError(f"pp_algorithm: {name[:60]!r} is unknown", f"one of {', '.join(ALGORITHMS)}")
     return _layout(schedule)
 
 

@@ -32,6 +32,10 @@ _SCHEDULES = {
 }
 OWN_SCHEDULES = tuple(_SCHEDULES)
 """Schedules that Megatron-LM does not have; its own it runs itself, without a key."""
+ALGORITHMS = {"1f1b": "1f1b", "1f1b-interleaved": "interleaved-1f1b"} | {
+    schedule.algorithm: name for name, schedule in _SCHEDULES.items()
+}
+"""Values of `pp_algorithm`, and the schedules that they are."""
 _WITH_TABLES: Keys = {
     "patch_primus_pipeline": True,
     "no_persist_layer_norm": True,
