@@ -25,7 +25,7 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.tiers import parse_tiers
 from planner.specs.training import PINS, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import parse_count
-from planner.trainers.generations import described
+from planner.trainers.generations import described, todays
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting
 from planner.trainers.spec import RuntimeSpec
@@ -72,10 +72,17 @@ def read_job(asked: JobOptions) -> Job:
         raise SpecError(f"--{missing}: is missing", "for example plan --model 405b --gpus 2048")
     if asked.model == asked.hardware == "-":
         raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
-    model, name = load_model(asked.model), asked.runtime or DEFAULT_RUNTIME
-    runtime = load_runtime(name)
-    assumed, switches = _assumed(asked.assume or "", runtime)
+    model = load_model(asked.model)
     hardware = load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware)
+    name = asked.runtime or todays(DEFAULT_RUNTIME, hardware.architecture)
+    runtime = load_runtime(name)
+    if runtime.year is None and hardware.architecture not in (runtime.architectures or (hardware.architecture,)):
+        raise SpecError(
+            f"--runtime: {name} runs on {', '.join(runtime.architectures)}, and {hardware.name} is "
+            f"{hardware.architecture}",
+            f"--runtime {runtime.stands_for or DEFAULT_RUNTIME}",
+        )
+    assumed, switches = _assumed(asked.assume or "", runtime)
     values: dict[str, Any] = {
         "hardware": hardware,
         "num_gpus": asked.gpus,

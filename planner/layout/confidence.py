@@ -18,6 +18,9 @@ from planner.shape import Shape
 STEP_WIDTH = {"probed": 0.05, "measured": 0.09, "family": 0.095, "spec_sheet": 0.28}
 """Half-width for a dense model's step, by the knowledge of the GPU. Four published runs on MI300X, when only its data
 sheet was known, were predicted 27 to 36% too fast. They set its speed since then, and the width for GPUs like it."""
+AMD_STEP_WIDTH = 0.22
+"""Half-width for a dense model's step on AMD's GPUs, however well their kernels are known, unless a probe timed the
+software too: its generations span more than kernels do. Of 36 published runs 33 lie inside (docs/AMD.md)."""
 MOE_STEP_WIDTH = 0.09
 """Half-width that mixtures of experts add to a step: routing, grouped products of small experts, the host's time."""
 SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.25, 0.35
@@ -44,8 +47,9 @@ def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> 
     parts, step_s = layout.step.breakdown, layout.step.step_s
     exchanges_s = parts.tp_comm_s + parts.cp_comm_s + parts.ep_comm_s + parts.pp_comm_s + parts.exposed_dp_s
     doublings = math.log2(max(1.0, layout.parallelism.num_gpus_used / SCALE_KNOWN_RANKS))
+    hardware, evidence = pricing.cluster.hardware, pricing.cluster.hardware.efficiency.evidence
     terms = [
-        STEP_WIDTH[pricing.cluster.hardware.efficiency.evidence],
+        AMD_STEP_WIDTH if hardware.is_amd and evidence != "probed" else STEP_WIDTH[evidence],
         MOE_STEP_WIDTH if pricing.model.moe is not None else 0.0,
         SCAN_STEP_WIDTH if pricing.model.state_kinds else 0.0,
         SPARSE_STEP_WIDTH if pricing.model.indexer is not None else 0.0,

@@ -69,7 +69,7 @@ def _priced_as_given(
 ) -> tuple[Candidate, PricedLayout]:
     split = SCHEDULES.get(parallelism.schedule or "")
     runtime = runtime.for_schedules(split is not None and split.splits_backward)
-    runtime = runtime if model.moe is None else settled(runtime, cluster)
+    runtime = settled(runtime, cluster, model)
     modules = parallelism.recompute_modules or runtime.selective_default
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     given = given_layout(pricing, parallelism)

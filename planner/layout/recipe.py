@@ -7,6 +7,7 @@ from dataclasses import replace
 from planner.layout.candidate import Candidate
 from planner.schedule.orders import SCHEDULES
 from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, has_effect
@@ -17,7 +18,7 @@ from planner.trainers.switches import SWITCHES, Value
 def recipe_of(candidate: Candidate) -> dict[str, Value]:
     """The value of each switch of the trainer that has an effect on a candidate."""
     setting = setting_of(candidate)
-    runtime = settled(candidate.pricing.runtime, candidate.pricing.cluster)
+    runtime = settled(candidate.pricing.runtime, candidate.pricing.cluster, candidate.pricing.model)
     return {name: SWITCHES[name].value_of(runtime) for name in switches_of(runtime) if has_effect(name, setting)}
 
 
@@ -38,10 +39,18 @@ def setting_of(candidate: Candidate) -> Setting:
     )
 
 
-def settled(runtime: RuntimeSpec, cluster: ClusterSpec) -> RuntimeSpec:
-    """The runtime with the name of the dispatcher that its GPUs' links ask for: alltoall where its version lacks it."""
-    is_nvidia = cluster.hardware.architecture in ("ampere", "hopper", "blackwell")
-    if runtime.dispatcher or not runtime.sends_tokens_once or not is_nvidia:
+def settled(runtime: RuntimeSpec, cluster: ClusterSpec, model: ModelSpec) -> RuntimeSpec:
+    """The runtime with the name of the dispatcher that its GPUs' links ask for: alltoall where its version lacks it.
+
+    On AMD's GPUs that is alltoall, and no user buffers hide the exchanges of tensor parallelism.
+    """
+    if cluster.hardware.is_amd and "tp_comm_overlap" in switches_of(runtime):
+        runtime = runtime.model_copy(update=SWITCHES["tp_comm_overlap"].fields_of(False) or {})
+    if runtime.dispatcher or not runtime.sends_tokens_once or model.moe is None:
+        return runtime
+    if cluster.hardware.is_amd:
+        return runtime.model_copy(update=SWITCHES["dispatcher"].fields_of("alltoall") or {})
+    if cluster.hardware.architecture not in ("ampere", "hopper", "blackwell"):
         return runtime
     asked, has = "hybridep" if cluster.is_rack else "deepep", switches_of(runtime).get("dispatcher", ())
     found = asked if asked in has or not has else "alltoall"

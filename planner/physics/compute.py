@@ -78,8 +78,11 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
             runtime.groups_products or runtime.fuses_experts,
             gradient_bytes,
         )
-        slow = efficiency.gemm_factor * (1.0 if runtime.tuned_products else efficiency.untuned_factor)
-        if op.is_cast and is_narrow(hardware, dtype):
+        slow = efficiency.gemm_factor
+        narrow = op.is_cast and is_narrow(hardware, dtype)
+        if hardware.is_amd:
+            slow *= runtime.rocm_narrow_factor if narrow else runtime.rocm_product_factor
+        if narrow:
             slow *= runtime.narrow_factor / efficiency.narrow_sustained_fraction
         forward, backward = slow * forward, slow * backward * op.backward_factor
         cast = cast_s(op, hardware, dtype, runtime)

@@ -164,7 +164,8 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
         yield from _expert_norms(model, moe, shape, runtime)
     if moe.latent_size is not None:
         yield _latent("latent down", hidden, sent, shape)
-    yield _move("permute", BF16 * tokens * sent + pair_bytes)
+    moved_bytes = runtime.permute_factor * (BF16 * tokens * sent + pair_bytes)
+    yield _move("permute", moved_bytes)
     sent_bytes = pair_bytes * fullest
     choices = moe.num_experts_per_tok if runtime.sends_tokens_once else 0
     inner_factor = max(1.0, runtime.ep_row_bytes / (BF16 * sent))
@@ -172,7 +173,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     yield from _all_to_all("dispatch", sent_bytes, choices, inner_factor, row_fraction)
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * fullest)
     yield from _all_to_all("combine", sent_bytes, choices, inner_factor, row_fraction)
-    unpermute = _move("unpermute", BF16 * tokens * sent + pair_bytes)
+    unpermute = _move("unpermute", moved_bytes)
     outputs = (Saved("expert outputs", pair_bytes, ("moe",)),) if runtime.weights_expert_outputs else ()
     yield replace(unpermute, saved=outputs)
     if moe.latent_size is not None:

@@ -28,6 +28,9 @@ BUNDLES: tuple[Recipe, ...] = (
     {"ep_overlap": "delayed", "dispatcher": "hybridep"},
     {"ep_overlap": True, "dispatcher": "hybridep", "cuda_graph": "moe_router"},
     {"ep_overlap": True, "dispatcher": "hybridep", "cuda_graph": "attn+moe_router"},
+    {"sync_free_moe": 1, "dispatcher": "deepep"},
+    {"sync_free_moe": 2, "dispatcher": "deepep", "grouped_gemm": "turbo"},
+    {"sync_free_moe": 2, "dispatcher": "deepep", "grouped_gemm": "turbo", "ep_overlap": True},
     {"token_drop": True, "dispatcher": "alltoall"},
     {"cuda_graph": "full_iteration", "nan_checks": False},
     {"cuda_graph": "full_iteration", "nan_checks": False, "dispatcher": "hybridep", "fused_experts": True},
@@ -38,7 +41,8 @@ BUNDLES: tuple[Recipe, ...] = (
 )  # fmt: skip
 """Switches of each bundle beyond the trainer's own values. Tuned recipes of Megatron-Bridge use them so: layer graphs
 on GB200, overlapped exchanges on H100, both for small mixtures, graphs of whole iterations for MXFP8 on Blackwell.
-HybridEP takes fewer multiprocessors than DeepEP from the products beside it."""
+HybridEP takes fewer multiprocessors than DeepEP from the products beside it. Recipes of Primus pair DeepEP with expert
+layers without synchronization."""
 FAST_HOST_GB_PER_S = 200.0
 """Least rate of a host's link, in one direction, from which on layouts are searched whose activations wait on the host:
 above what PCIe has, below NVLink-C2C. All recipes of Megatron-Bridge that offload are for GB200 and GB300."""
@@ -63,7 +67,7 @@ class Recipes:
     @classmethod
     def of(cls, case: Case) -> Recipes:
         """The recipes of a case: all switches are free but those that are pinned, or set in the runtime by hand."""
-        base = case.runtime if case.model.moe is None else settled(case.runtime, case.cluster)
+        base = settled(case.runtime, case.cluster, case.model)
         if case.limits.switches == "default":
             return cls(case, base, {})
         pinned = pinned_by(case)
@@ -81,7 +85,8 @@ class Recipes:
         consented = {name: next(iter(SWITCHES[name].consent)) for name in self.free if name in _ONLY_FASTER}
         pinned, has = pinned_by(self.case), switches_of(self.case.runtime)
         # what a version of the trainer lacks is left out of a bundle, what lacks consent is no bundle
-        own = [{n: v for n, v in bundle.items() if n not in pinned and v in has.get(n, ())} for bundle in BUNDLES]
+        known = [bundle for bundle in BUNDLES if "sync_free_moe" not in bundle or "sync_free_moe" in has]
+        own = [{n: v for n, v in bundle.items() if n not in pinned and v in has.get(n, ())} for bundle in known]
         bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]

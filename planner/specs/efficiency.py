@@ -111,8 +111,6 @@ class Efficiency(Spec):
     """A further factor on these two for products in 8 and 4 bits."""
     gemm_factor: PositiveFloat = 1.0
     """Factor on seconds of products; 1 unless whole steps ask for more. Likewise below."""
-    untuned_factor: PositiveFloat = 1.0
-    """A further factor where torch chooses their kernels, not a trainer whose vendor tuned them (`tuned_products`)."""
     attention_factor: PositiveFloat = 1.0
     """Factor on seconds of attention."""
     stream_factor: PositiveFloat = 1.0

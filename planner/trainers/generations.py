@@ -10,7 +10,7 @@ from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Parallelism
 from planner.trainers.likely import Likely
-from planner.trainers.load import RUNTIMES, load_runtime
+from planner.trainers.load import RUNTIMES, load_runtime, switches_of
 from planner.trainers.spec import RuntimeSpec
 
 _ONE_RECIPE = (None, "bf16", "fp16", "fp8")
@@ -38,7 +38,13 @@ def runtime_of_its_day(
         knows_run = runtime.models == "any" or (_is_gpt(model) and _knows_layout(runtime, layout))
         if architecture in runtime.architectures and knows_run and not any(map(used.get, runtime.later_features)):
             return runtime
-    return load_runtime(name)
+    return load_runtime(todays(name, architecture))
+
+
+def todays(name: str, architecture: str) -> str:
+    """The trainer of today that a name means on such silicon: Megatron-LM on AMD's GPUs is Primus'."""
+    others = (load_runtime(other) for other in RUNTIMES)
+    return next((r.name for r in others if r.stands_for == name and architecture in r.architectures), name)
 
 
 def described(
@@ -49,15 +55,20 @@ def described(
     All that describes runs comes here (flags of `plan evaluate`, lines of --runs, imports), so that features left
     unsaid have one likely value. Raises Unsupported where the run did what is not modelled.
     """
-    return runtime.with_features({**unsaid_features(runtime, hardware, model), **features})
+    return runtime.with_features({**unsaid_features(runtime, hardware, model, features), **features})
 
 
-def unsaid_features(runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec) -> dict[str, Any]:
-    """The features that a run on such hardware has switched on unless it says otherwise."""
+def unsaid_features(
+    runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec, said: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The features that a run on such hardware, with those that it says, has switched on unless it says otherwise."""
     features: dict[str, Any] = {"cross_entropy_fusion": True} if runtime.runs_fuse_loss else {}
     features |= {"optimizer_post_validation": True} if runtime.runs_validate_later else {}
     if model.moe is None:
         return features | _WITHOUT_EXPERTS
+    if "sync_free_moe" in switches_of(runtime) and said.get("dispatcher") == "deepep":
+        # all configurations of Primus that have DeepEP fuse routing and permutation, too
+        features |= {"sync_free_moe": 1}
     is_rack = hardware.nvlink_domain_size > hardware.gpus_per_node
     graphs = {"cuda_graph": "transformer_engine"} if is_rack and runtime.graphs_routing_on_racks else {}
     return features | graphs

@@ -3,9 +3,10 @@
 `base` names the file whose values hold where a file says nothing else: another trainer, or one of `shared/`. `features`
 are what the trainer switches on, spelled as in a run. A number without a source is refused.
 
-`switches` are those that it has, with their values. `versions` are its releases, the newest last, and `since` says with
-which of them a switch, or one value of it (`switch=value`, `dtype=nvfp4`), came. `megatron@0.16` is the trainer of that
-release. `likely` are the values that runs usually have where they do not say them (likely.py).
+`switches` are those that it has, with their values; one without values is not that of its base. `versions` are its
+releases, the newest last, and `since` says with which of them a switch, or one value of it (`switch=value`,
+`dtype=nvfp4`), came. `megatron@0.16` is the trainer of that release. `likely` are the values
+that runs usually have where they do not say them (likely.py).
 """
 
 from __future__ import annotations
@@ -182,7 +183,8 @@ def _read(path: Path) -> TrainerFile:
         values[key], source = _value(where, key, data[key])
         sources.pop(key, None)
         sources |= {key: source} if source else {}
-    switches = base.switches | _switches(where, data.get("switches", {}))
+    given = base.switches | _switches(where, data.get("switches", {}))
+    switches = {name: values for name, values in given.items() if values}
     versions, since = _versions(where, data, base, switches)
     likely = read_likely(where, data["likely"]) if "likely" in data else base.likely
     return TrainerFile(values, sources, switches, versions, since, likely)

@@ -19,7 +19,7 @@ from planner.trainers.switches import changes
 CHUNK_PARAMETERS = 2**18
 """The fewest parameters that a rank has in a bucket: 512 KiB in bf16, which NCCL's rings hand on at a time."""
 
-_RETIRED = ("interleaved_microbatch_multiple", "min_microbatches_is_pp")
+_RETIRED = ("interleaved_microbatch_multiple", "min_microbatches_is_pp", "tuned_products")
 
 
 class RuntimeSpec(Spec):
@@ -35,11 +35,13 @@ class RuntimeSpec(Spec):
     """Names of the rules that its export sets to models and dtypes; given none, those of `trainer`."""
     version: str = ""
     """The version of the software; empty for the newest one that the planner knows."""
+    stands_for: str = ""
+    """The name that runs on its silicon give it as well: AMD's runs of Megatron-LM are Primus'."""
     # a generation of the past
     year: PositiveInt | None = None
     """The year of the software; none for that of today."""
     architectures: tuple[str, ...] = ()
-    """The silicon of its day. Empty for software of today."""
+    """The silicon of its day, or the only one that it runs on. Empty for software of today that runs on any."""
     models: Literal["any", "gpt"] = "any"
     """The models that its day knew: any, or GPTs as of 2021 in the layouts of their time."""
     later_features: tuple[str, ...] = ()
@@ -73,6 +75,9 @@ class RuntimeSpec(Spec):
     """Under an 8- or 4-bit recipe the head is of its dtype too."""
     fused_permute: bool = True
     """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
+    permute_factor: PositiveFloat = 1.0
+    """Seconds of the permutations of tokens to rows of experts and back over those of fused kernels: above 1 where
+    gathers and atomic additions of torch move the rows."""
     weights_expert_outputs: bool = False
     """Rows are weighted when they are back from the experts, and kept for the router's gradient; without: the experts
     weight them."""
@@ -92,8 +97,11 @@ class RuntimeSpec(Spec):
     """Number of metrics that compute the loss again from the logits of every micro-batch."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
-    tuned_products: bool = True
-    """Kernels of products come from the vendor's tables; without: torch chooses them, which on AMD costs time."""
+    rocm_product_factor: PositiveFloat = 1.0
+    """Seconds of 16-bit products on AMD's GPUs over those of kernels tuned for their shapes: what this generation of
+    software loses that takes what hipBLASLt proposes."""
+    rocm_narrow_factor: PositiveFloat = 1.0
+    """`rocm_product_factor` in 8 and 4 bits."""
     fused_bias_gradients: bool = True
     """Products give bias gradients along (Transformer Engine); without: each is a sum that reads the output's gradient
     once more."""
@@ -239,6 +247,8 @@ class RuntimeSpec(Spec):
     """Under 1F1B, sends and receives run beside compute."""
     interleaved_p2p_overlap: bool = True
     """Under interleaved schedules, sends and receives run beside compute."""
+    overlaps_split_backwards: bool = True
+    """Schedules that split the backward go with overlapped reductions of gradients and gathers of weights."""
     validates_later: bool = False
     """Under schedules that split the backward, each rank steps its optimizer when its own gradients are there, and
     looks at their norm over all ranks later (Qi et al. 2023, §4): steps overlap as far as ranks begin and end in
@@ -395,10 +405,14 @@ class RuntimeSpec(Spec):
 
     def for_schedules(self, split_backward: bool) -> RuntimeSpec:
         """This runtime where backwards are split: layers run uncompiled, since a compiled one's backward is one node of
-        the graph, whose donated buffers allow no second pass (torch 2.13); the loss stays compiled."""
-        if not (split_backward and self.compiled):
-            return self
-        return self.model_copy(update={"compiled": False, "fused_norm": False, "fused_activation": False})
+        the graph, whose donated buffers allow no second pass (torch 2.13); the loss stays compiled. Some trainers hide
+        no exchange of gradients or weights then (`overlaps_split_backwards`)."""
+        changed: dict[str, Any] = {}
+        if split_backward and self.compiled:
+            changed |= {"compiled": False, "fused_norm": False, "fused_activation": False}
+        if split_backward and not self.overlaps_split_backwards:
+            changed |= {"gradient_overlap_fraction": 0.0, "parameter_overlap_fraction": 0.0}
+        return self.model_copy(update=changed) if changed else self
 
     def with_features(self, features: Mapping[str, Any]) -> tuple[RuntimeSpec, tuple[str, ...]]:
         """This runtime with what a run's `features` switched on or off, and the names, or values, it does not know.

@@ -146,6 +146,23 @@ _RECIPES: dict[str, Fields] = {
 _COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
 """Fields of a trainer that relies on torch.compile, all of which it loses without it."""
 _GRADIENT_BYTES = ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes")
+UNFUSED_PERMUTE = 5.0
+"""Seconds of permutations by torch's gathers and atomic additions over those of one fused kernel, on AMD's GPUs:
+DeepSeek-V2-Lite on eight MI355X, whose steps of 11.19 s with DeepEP take 10.01 with them fused (Primus, examples/
+moe_package, figure 6)."""
+FUSED_ROUTER_HOST = 0.85
+"""Host time of a mixture's layer that is left where one kernel scores and routes: as where a graph replays routing
+(graphed_routing_fraction)."""
+_SYNC_FREE: dict[Value, Fields] = {
+    0: {"fused_permute": False, "permute_factor": UNFUSED_PERMUTE, "moe_host_factor": 1.0, "awaits_token_counts": True},
+    1: {
+        "fused_permute": True, "permute_factor": 1.0, "moe_host_factor": FUSED_ROUTER_HOST, "awaits_token_counts": True,
+    },
+    2: {
+        "fused_permute": True, "permute_factor": 1.0, "moe_host_factor": FUSED_ROUTER_HOST,
+        "awaits_token_counts": False,
+    },
+}  # fmt: skip
 _CAPACITY: Fields = {"sends_tokens_once": False, "awaits_token_counts": False, "moe_host_factor": CAPACITY_HOST}
 """Only the all-to-all among Megatron's dispatchers gives experts a fixed number of tokens; the host awaits no count."""
 
@@ -202,6 +219,21 @@ _ROWS = (
         },
         also=lambda value: {"dispatcher": value, "sends_tokens_once": False} if value == "allgather" else None,
         source="Megatron-LM's guide to DeepSeek-V3 on GB200: 5 to 14% from all-to-all to DeepEP to HybridEP",
+    ),
+    Switch(
+        "sync_free_moe",
+        "1: fused routing and permutation; 2: and the host awaits no token counts (turbo_sync_free_moe_stage)",
+        _SYNC_FREE,
+        # 3 fuses the activation, too, for more memory
+        also=lambda value: _SYNC_FREE[2] if value == 3 else None,
+        shown_by=("fused_permute", "awaits_token_counts"),
+        source="Primus, examples/moe_package: 8 to 12% on DeepSeek-V2 and V2-Lite for 1",
+    ),
+    Switch(
+        "grouped_gemm",
+        "legacy: products of experts one by one on a few streams; turbo: one kernel for all (use_turbo_grouped_gemm)",
+        {"legacy": {"groups_products": False}, "turbo": {"groups_products": True}},
+        source="Primus, examples/moe_package, figure 1: 0 to 50% of these products on MI325X",
     ),
     _flag("shared_expert_overlap", "shared experts run beside the exchanges of the others", "overlaps_shared_experts"),
     Switch(

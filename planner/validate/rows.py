@@ -31,13 +31,18 @@ HELD_OUT = (
     "pai-megatron",
     "torchtitan-issues",
     "mcore-tests",
+    "primus-dsv2",
+    "primus-pipeline",
+    "primus-results-mi325x",
+    "primus-results-mi355x",
+    "mlperf-amd-partners",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"
 """The family of runs that took weeks or months: their step is held against the sustained one, not the benchmark's."""
-MemoryKind = Literal["allocated", "allocated on rank 0", "reserved", "nvidia-smi", "unverified"]
+MemoryKind = Literal["allocated", "allocated on rank 0", "reserved", "device", "unverified"]
 """The kind of peak memory that a source reports: of torch's allocator (on the worst rank, unless the source names one),
-or of nvidia-smi."""
+or of the whole device, as nvidia-smi and rocm-smi show it."""
 
 
 class Measured(Spec):
@@ -76,6 +81,11 @@ class Row(Spec):
     def held_out(self) -> bool:
         """True if coefficients are fitted without this row."""
         return self.family in HELD_OUT
+
+    @property
+    def on_amd(self) -> bool:
+        """True if the run's GPUs are AMD's (MI300X and its successors)."""
+        return str(self.run["hardware"]).startswith("mi")
 
     @property
     def run_key(self) -> str:

@@ -47,6 +47,18 @@ def test_less_evidence_makes_wider_intervals() -> None:
         assert widths[-1] > 2 * widths[0]
 
 
+def test_timed_kernels_say_little_of_amds_software_and_a_probe_all() -> None:
+    def width(evidence: str) -> float:
+        hardware = load_hardware("mi300x")
+        efficiency = hardware.efficiency.model_copy(update={"evidence": evidence})
+        cluster = ClusterSpec(hardware=hardware.model_copy(update={"efficiency": efficiency}), num_gpus=8)
+        training = TrainingSpec(seq_length=4096, global_batch_size=32)
+        return _width(evaluate(load_model("8b"), cluster, training, Parallelism(), runtime="primus-megatron"))
+
+    assert width("measured") == pytest.approx(width("spec_sheet"))
+    assert width("probed") < width("measured") / 2
+
+
 def test_routing_and_scale_each_widen_the_step() -> None:
     dense = _width(_evaluated())
     assert _width(_evaluated("deepseek-v2-lite")) > dense

@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 
 from planner.layout.runs import parse_run
-from planner.specs.registry import load_model
+from planner.physics.compute import operator_seconds
+from planner.physics.operators import Operator
+from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism
 from planner.trainers.generations import runtime_of_its_day
 from planner.trainers.load import load_runtime
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES
 
 
 def generation(name: str, architecture: str, **features: Any) -> str:
@@ -33,6 +37,10 @@ def generation(name: str, architecture: str, **features: Any) -> str:
         ("torchtitan", "hopper", {"flex_attention": True}, "torchtitan"),
         ("torchtitan", "blackwell", {}, "torchtitan"),
         ("torch-eager", "hopper", {}, "torch-eager"),
+        ("megatron", "cdna3", {}, "primus-megatron"),
+        ("megatron", "cdna4", {"dispatcher": "deepep"}, "primus-megatron"),
+        ("torchtitan", "cdna4", {}, "torchtitan"),
+        ("primus-torchtitan", "cdna4", {}, "primus-torchtitan"),
     ],
 )
 def test_what_dates_a_run(name: str, architecture: str, features: dict[str, Any], expected: str) -> None:
@@ -67,3 +75,38 @@ def test_fp16_and_bf16_gradients_of_megatron_deepspeed() -> None:
     assert (half.gradient_bytes, half.kept_gradient_bytes) == (2, 0)
     assert half.in_dtype("fp16", "ampere") == half
     assert runtime.in_dtype("bf16", "ampere") is runtime
+
+
+@pytest.mark.parametrize(
+    ("features", "stage"),
+    [({}, 0), ({"dispatcher": "deepep"}, 1), ({"dispatcher": "deepep", "sync_free_moe": 0}, 0)],
+)
+def test_runs_of_primus_with_deepep_fuse_routing_unless_they_say_otherwise(
+    features: dict[str, Any], stage: int
+) -> None:
+    layout = {"tp": 1, "dp": 8, "ep": 8, "micro_batch_size": 1}
+    run = {"model": "deepseek-v2-lite", "hardware": "mi355x", "num_gpus": 8, "runtime": "megatron", "seq_length": 4096}
+    run |= {"global_batch_size": 8, "dtype": "bf16", "parallelism": layout, "features": features}
+    assert SWITCHES["sync_free_moe"].value_of(parse_run({"run": run}).runtime) == stage
+
+
+def test_only_amds_gpus_pay_for_products_that_rocm_leaves_untuned() -> None:
+    """And those in 8 bits less: their kernels are Transformer Engine's or Primus-Turbo's."""
+    slow = load_runtime("primus-megatron")
+    fast = slow.model_copy(update={"rocm_product_factor": 1.0})
+    product = Operator(name="up", kind="gemm", m=8192, n=8192, k=8192)
+
+    def seconds(gpu: str, runtime: RuntimeSpec, dtype: str = "bf16") -> float:
+        return float(operator_seconds(product, load_hardware(gpu), dtype, runtime).forward_s)
+
+    assert seconds("h100", slow) == seconds("h100", fast)
+    assert seconds("mi300x", slow) == pytest.approx(slow.rocm_product_factor * seconds("mi300x", fast))
+    assert seconds("mi300x", slow, "fp8") == seconds("mi300x", fast, "fp8")
+
+
+def test_split_backwards_of_primus_hide_no_exchange_of_gradients() -> None:
+    """Its pipeline engine asks for overlap_grad_reduce and overlap_param_gather off; other trainers' does not."""
+    primus, megatron = load_runtime("primus-megatron"), load_runtime("megatron")
+    assert primus.for_schedules(split_backward=True).gradient_overlap_fraction == 0
+    assert primus.for_schedules(split_backward=False) is primus
+    assert megatron.for_schedules(split_backward=True) is megatron

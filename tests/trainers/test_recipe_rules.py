@@ -62,6 +62,7 @@ WHOLE: dict[str, Any] = {"cuda_graph": "full_iteration", "nan_checks": False}
 SAME_BITS: dict[str, Any] = {"deterministic": True}
 SHARED: dict[str, Any] = {"shared_expert_overlap": True}
 PLAIN: dict[str, Any] = {"ep_overlap": False}
+TURBO: dict[str, Any] = {"dispatcher": "deepep", "grouped_gemm": "turbo"}
 CASES = [
     Case("ep_overlap", "needs experts", OVERLAP, PLAIN, model="70b"),
     Case("ep_overlap", "does not go with shared_expert_overlap", OVERLAP | SHARED, {"shared_expert_overlap": False}),
@@ -93,6 +94,17 @@ CASES = [
          hardware="gb200"),
     Case("dispatcher", "deepep and hybridep need", {"dispatcher": "hybridep"}, {"dispatcher": "alltoall"},
          hardware="mi300x"),
+    Case("dispatcher", "deepep and hybridep need", {"dispatcher": "deepep"}, {"dispatcher": "alltoall"},
+         hardware="mi355x"),
+    Case("cuda_graph", "is not of AMD's GPUs", ROUTER, {"cuda_graph": "none"}, hardware="mi355x"),
+    Case("tp_comm_overlap", "is not of AMD's GPUs", {"tp_comm_overlap": True}, {"hardware": "h100"}, model="70b",
+         hardware="mi300x"),
+    Case("sync_free_moe", "2 needs dispatcher=deepep", {"sync_free_moe": 2}, TURBO, hardware="mi355x",
+         trainer="primus-megatron"),
+    Case("sync_free_moe", "needs experts", {"sync_free_moe": 1}, {"sync_free_moe": 0}, model="70b",
+         hardware="mi355x", trainer="primus-megatron"),
+    Case("shared_expert_overlap", "does not go with Primus", SHARED | {"dispatcher": "deepep"},
+         {"shared_expert_overlap": False}, hardware="mi355x", trainer="primus-megatron"),
     Case("token_drop", "needs dispatcher=alltoall", {"token_drop": True, "dispatcher": "deepep"},
          {"token_drop": False, "dispatcher": "deepep"}),
     Case("shared_expert_overlap", "needs shared experts", SHARED, {"model": "deepseek-v3"}, model="qwen3-30b"),

@@ -15,6 +15,7 @@ from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
+from planner.trainers.load import switches_of
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value
 
@@ -153,13 +154,37 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         lambda s: s.runtime.dispatcher != "deepep" or not s.cluster.is_rack,
     ),
     _job(
-        "dispatcher", "deepep and hybridep need Ampere or newer GPUs of NVIDIA",
+        "dispatcher", "deepep and hybridep need Ampere or newer GPUs of NVIDIA; deepep on AMD's is Primus'",
         lambda s: s.runtime.dispatcher not in ("deepep", "hybridep")
-        or s.cluster.hardware.architecture in ("ampere", "hopper", "blackwell"),
+        or s.cluster.hardware.architecture in ("ampere", "hopper", "blackwell")
+        or (s.cluster.hardware.is_amd and s.runtime.dispatcher == "deepep" and _has_sync_free(s)),
+    ),
+    _job(
+        "cuda_graph", "is not of AMD's GPUs: no trainer's configurations for training have graphs there",
+        lambda s: not s.cluster.hardware.is_amd or not (s.runtime.cuda_graphs or s.runtime.graphed_modules),
+    ),
+    _job(
+        "tp_comm_overlap", "is not of AMD's GPUs: Transformer Engine's user buffers are CUDA's",
+        lambda s: not s.cluster.hardware.is_amd
+        or s.runtime.tp_overlap_fraction == 0
+        or "tp_comm_overlap" not in switches_of(s.runtime),
+    ),
+    _job(
+        "sync_free_moe", "2 needs dispatcher=deepep and grouped_gemm=turbo",
+        lambda s: not (_has_sync_free(s) and s.value("sync_free_moe") == 2)
+        or (s.runtime.dispatcher == "deepep" and s.runtime.groups_products),
+    ),
+    _model(
+        "sync_free_moe", "needs experts",
+        lambda s: s.model.moe is not None or not _has_sync_free(s) or s.value("sync_free_moe") == 0,
+    ),
+    _job(
+        "shared_expert_overlap", "does not go with Primus' dispatcher=deepep",
+        lambda s: not (s.runtime.overlaps_shared_experts and s.runtime.dispatcher == "deepep" and _has_sync_free(s)),
     ),
     _job(
         "token_drop", "needs dispatcher=alltoall",
-        lambda s: s.runtime.awaits_token_counts or not s.runtime.sends_tokens_once,
+        lambda s: s.runtime.awaits_token_counts or not s.runtime.sends_tokens_once or _has_sync_free(s),
     ),
     _model(
         "shared_expert_overlap", "needs shared experts",
@@ -246,6 +271,8 @@ _EFFECTS: dict[str, Callable[[Setting, Shape], Any]] = {
     "shared_expert_overlap": lambda s, shape: s.has_shared_experts and shape.ep > 1,
     "fused_experts": lambda s, shape: s.model.moe is not None,
     "token_drop": lambda s, shape: s.model.moe is not None,
+    "sync_free_moe": lambda s, shape: s.model.moe is not None,
+    "grouped_gemm": lambda s, shape: s.model.moe is not None,
     "tp_comm_overlap": lambda s, shape: shape.tp > 1 and shape.sequence_parallel > 0 and s.model.mla is None,
     "async_tp": lambda s, shape: shape.tp > 1,
     "cp_comm_type": lambda s, shape: shape.cp > 1,
@@ -283,7 +310,12 @@ def _predicts_without_pipeline(setting: Setting) -> bool:
 
 def _is_deterministic_megatron(setting: Setting) -> bool:
     """True where --deterministic-mode refuses what is fused or overlapped (megatron/training/determinism.py)."""
-    return setting.runtime.deterministic and setting.runtime.family in ("megatron", "bridge")
+    return setting.runtime.deterministic and setting.runtime.family in ("megatron", "bridge", "primus-megatron")
+
+
+def _has_sync_free(setting: Setting) -> bool:
+    """True for a trainer with Primus-Turbo's expert layers."""
+    return "sync_free_moe" in switches_of(setting.runtime)
 
 
 def _is_whole_graph(setting: Setting) -> bool:
