@@ -86,24 +86,47 @@ def collective_tiers_s(
     all_gather, reduce_scatter and ring: at each tier a unit lacks (g−1)/g of the tensor, S bytes in all, with
     g = members / inner. The `inner` members that the tier below has gathered receive it together, which takes
     (g−1)/g · S / inner / bandwidth. An all_reduce takes twice that. In an all_to_all each tier carries the share of S
-    that is for the peers under it. Besides, each exchange takes hops · latency (`num_hops`).
+    that is for the peers under it. Besides, each exchange takes hops · latency (`num_hops`) and the tier's start.
+
+    A pipelined tier carries its bytes beside the tiers inside it, and adds the seconds by which it is slower than they
+    are together. The rings that do so pass through all ranks one after the other, and not unit by unit: (n−1)/n · S
+    leaves a unit of inner ranks, with n = members.
     """
-    passes = 2 if kind == "all_reduce" else 1
-    is_any = (num_bytes > 0) * (size > 1)
     seconds: list[Number] = []
     inner: Number = 1.0
+    carried_s: Number = 0.0
     for level, (tier, members) in enumerate(
         zip(cluster.tiers, members_by_tier(size, places, cluster.tiers), strict=True)
     ):
-        if kind == "all_to_all":
-            moved = num_bytes * (members - inner) / size
-        else:
-            moved = passes * num_bytes * (1 - inner / members) / inner
         slow = inner_factor if level == 0 else 1.0
-        waited_s = exchanges * num_hops(kind, size, inner, members, level == 0) * tier.latency_s
-        seconds.append((slow * moved / bytes_per_s_among(tier, members) + waited_s) * is_any)
+        share = tier.all_to_all_fraction if kind == "all_to_all" else 1.0
+        moved = _moved_bytes(kind, num_bytes, size, inner, members, tier)
+        here_s = slow * moved / (bytes_per_s_among(tier, members) * share)
+        if tier.pipelined:
+            here_s = np.maximum(here_s - carried_s, 0.0)
+        carried_s = carried_s + here_s
+        waited_s = waits_s(kind, size, inner, members, tier, level == 0, exchanges)
+        seconds.append((here_s + waited_s) * ((num_bytes > 0) * (size > 1)))
         inner = members
     return seconds
+
+
+def _moved_bytes(kind: Kind, num_bytes: Number, size: Number, inner: Number, members: Number, tier: LinkTier) -> Number:
+    """Bytes of a collective that each GPU's link of one tier carries, which joins units of `inner` ranks."""
+    if kind == "all_to_all":
+        return num_bytes * (members - inner) / size
+    passes = 2 if kind == "all_reduce" else 1
+    if tier.pipelined:
+        return passes * num_bytes * (1 - 1 / members) / inner * (members > inner)
+    return passes * num_bytes * (1 - inner / members) / inner
+
+
+def waits_s(
+    kind: Kind, size: Number, inner: Number, members: Number, tier: LinkTier, innermost: bool, exchanges: Number = 1.0
+) -> Number:
+    """Seconds of `exchanges` on a tier that no byte takes: the latency of their hops, and the tier's start for each."""
+    hops = exchanges * num_hops(kind, size, inner, members, innermost)
+    return hops * tier.latency_s + exchanges * tier.start_s * (members > inner)
 
 
 def joined_fraction(tier: LinkTier, members: Number) -> Number:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.physics.communication import Kind, joined_fraction, members_by_tier, num_hops
+from planner.physics.communication import Kind, joined_fraction, members_by_tier, waits_s
 from planner.physics.cost import PartCost, sum_parts
 from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
@@ -180,7 +180,7 @@ def _share(exchange: TimedExchange, level: int, cluster: ClusterSpec) -> float |
     latency."""
     tier = cluster.tiers[level]
     kind: Kind = "all_reduce" if exchange.name.endswith("all-reduce") else "all_gather"
-    latency_s = float(num_hops(kind, exchange.size, 1, exchange.size, level == 0)) * tier.latency_s
+    latency_s = float(waits_s(kind, exchange.size, 1, exchange.size, tier, level == 0))
     if latency_s > MOST_LATENCY_FRACTION * exchange.seconds:
         return None
     moved = exchange.bus_gb_per_s * GB * exchange.seconds

@@ -29,6 +29,13 @@ class LinkTier(Spec):
     """Uplink contention: bandwidth per GPU is divided by this."""
     link_gb_per_s: PositiveFloat | None = None
     """Rate of the link between two GPUs where no switch joins them: among n GPUs each has n − 1 such links."""
+    start_us: NonNegativeFloat = 0.0
+    """Microseconds by which a collective that uses this tier is longer than its hops and its bytes, however many."""
+    pipelined: bool = False
+    """Pieces of a collective cross this tier while others cross the tiers inside it, so that the slowest tier decides;
+    without: one tier after the other."""
+    all_to_all_fraction: Fraction = 1.0
+    """Share of the achieved rate that is left to an all-to-all, in which every pair of ranks exchanges at once."""
     source: str = ""
     """Source of the tier's numbers."""
 
@@ -40,6 +47,10 @@ class LinkTier(Spec):
     @property
     def latency_s(self) -> float:
         return self.latency_us * MICRO
+
+    @property
+    def start_s(self) -> float:
+        return self.start_us * MICRO
 
 
 class ReservedMemory(Spec):
