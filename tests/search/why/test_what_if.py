@@ -21,7 +21,13 @@ from planner.trainers.load import load_runtime
 def _case(model: str = "8b", runtime: str = "megatron", num_gpus: int = 16) -> Case:
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus)
     training = TrainingSpec(seq_length=4096, global_batch_size=64)
-    return Case(load_model(model), cluster, training, load_runtime(runtime), SearchLimits(top=1, time_limit_s=60.0, switches="default"))
+    return Case(
+        load_model(model),
+        cluster,
+        training,
+        load_runtime(runtime),
+        SearchLimits(top=1, time_limit_s=60.0, switches="default"),
+    )
 
 
 @pytest.fixture(scope="module")
