@@ -143,7 +143,7 @@ def _groups(table: Table) -> npt.NDArray[np.str_]:
 
 
 NARROW = {"fp8": "gemm.fp8_factor", "mxfp8": "gemm.mx_factor"}
-"""The number that tells the rate of products of 8 bits from that of 16, or of those with a scale per block from 8 bits."""
+"""The number that tells the rate of 8-bit products from that of 16-bit ones, or of a scale per block from 8 bits."""
 
 
 def narrow_gemm_problem(tables: TableSource, dtype: str = "fp8") -> FitProblem:

@@ -85,4 +85,5 @@ class ImportedRun:
 def least_gpus(layout: dict[str, Any]) -> int:
     """The fewest GPUs that a layout's ranks fill: one replica of each stage, for the experts as for the rest."""
     attention, experts = (layout.get("tp", 1) * layout.get("cp", 1), layout.get("ep", 1) * (layout.get("etp") or 1))
-    return max(1, layout.get("pp", 1)) * math.lcm(max(1, attention), max(1, experts))
+    stages: int = max(1, layout.get("pp", 1))
+    return stages * math.lcm(max(1, attention), max(1, experts))
