@@ -12,7 +12,17 @@ from planner.search.why.recipe import OtherValue, RecipeTable, other_values, rec
 from planner.trainers.load import switches_of
 from planner.trainers.switches import Value
 
-LIMITS = SearchLimits(time_limit_s=3600, tp=(1,), cp=(1,), ep=(8,), pp=(1,), micro_batch_size=(1,), top=1)
+LIMITS = SearchLimits(
+    time_limit_s=3600,
+    tp=(1,),
+    cp=(1,),
+    ep=(8,),
+    pp=(1,),
+    micro_batch_size=(1,),
+    zero_stage=(1,),
+    top=1,
+    recompute=("none",),
+)
 
 
 def case(model: str = "deepseek-v2-lite", runtime: str = "megatron", **limits: object) -> Case:
