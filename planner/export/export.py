@@ -56,8 +56,7 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, for
     if len(trainers) > 1:
         raise SpecError(f"--to: {' and '.join(trainers)} are two trainers", "export each into its own folder")
     trainer = TRAINERS[trainers[0]] if trainers else _trainer_of(plan)
-    if trainer.runtime is not None:
-        plan = priced_for(plan, trainer.runtime, trainer.recomputes)
+    plan = priced_for(plan, trainer.runtime_for(plan), trainer.recomputes)
     written = trainer.write(plan)
     if not force:
         check_fits(plan, trainer.name)
@@ -104,7 +103,7 @@ def _targets(to: str | Iterable[str]) -> list[str]:
 def _trainer_of(plan: Plan) -> Trainer:
     """The trainer that the plan was made for."""
     for trainer in TRAINERS.values():
-        if trainer.runtime == plan.runtime:
+        if plan.runtime in trainer.runtimes:
             return trainer
     raise SpecError(
         f"--to: the plan's runtime {plan.runtime!r} is no target", f"name a trainer too: {', '.join(TRAINERS)}"

@@ -31,9 +31,9 @@ class Trainer:
     """(ConfigFile) → ImportedRun; raises SpecError for a text that is no configuration of the trainer."""
     mark: str | None = None
     """Regular expression that the trainer's configurations match and no other's do."""
-    runtime: str | None = None
-    """Name of the runtime that is this trainer: plans of others are priced under it again, and a launcher that is
-    exported alone starts its own plans with it."""
+    runtimes: tuple[str, ...] = ()
+    """Names of the runtimes that are this trainer: plans of others are priced under one of them again, and a launcher
+    that is exported alone starts their own plans with it."""
     recomputes: tuple[str, ...] | None = None
     """The modules that it can recompute by themselves; None for those that its runtime has."""
 
@@ -41,9 +41,18 @@ class Trainer:
         assert self.writer is not None
         from planner.export.common.unstretched import unstretched, with_note
 
-        plan, note = unstretched(plan, self.runtime)
+        plan, note = unstretched(plan, self.runtime_for(plan))
         files: TrainerFiles = _load(self.writer)(plan)
         return with_note(files, note)
+
+    def runtime_for(self, plan: Plan) -> str:
+        """The runtime under which a plan is priced: its own, one of its family, or the first."""
+        from planner.trainers.load import load_runtime
+
+        families = {load_runtime(name).family: name for name in reversed(self.runtimes)}
+        return (
+            plan.runtime if plan.runtime in self.runtimes else families.get(plan.runtime_spec.family, self.runtimes[0])
+        )
 
     def read(self, config: ConfigFile) -> ImportedRun:
         assert self.reader is not None
@@ -78,14 +87,14 @@ def _load(reference: str) -> Callable[..., Any]:
 _TRAINERS = (
     Trainer(
         "megatron", "megatron.write:export_megatron", "megatron.read:read_megatron",
-        runtime="megatron",
+        runtimes=("megatron",),
     ),
     Trainer(
         "bridge", "bridge.write:export_bridge", "bridge.read:read_bridge",
         mark=r'"overrides": \[|run_recipe\.py|run_script\.py|megatron\.bridge|ConfigContainer'
         r"|cfg\.model\.tensor_model_parallel"
         r"|^train:\s*$(?s:.*)^  (train_iters|global_batch_size):",
-        runtime="bridge",
+        runtimes=("bridge",),
     ),
     Trainer(
         "nemo", None, "nemo.read:read_nemo",
@@ -95,11 +104,15 @@ _TRAINERS = (
     Trainer(
         "torchtitan", "torchtitan.write:export_torchtitan", "torchtitan.read:read_torchtitan",
         mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[(parallelism|activation_checkpoint)\]",
-        runtime="torchtitan",
+        runtimes=("torchtitan",),
     ),
     Trainer(
         "torch", "torch.write:export_torch", "torch.read:read_torch",
-        mark=r"^stage_to_rank:", runtime="torch-eager", recomputes=("core_attn", "mlp", "moe", "shared_experts"),
+        mark=r"^stage_to_rank:", runtimes=("torch-eager",), recomputes=("core_attn", "mlp", "moe", "shared_experts"),
+    ),
+    Trainer(
+        "primus", "primus.write:export_primus", "primus.read:read_primus",
+        mark=r"^modules:\s*$(?s:.*)^  (pre|post)_trainer:\s*$", runtimes=("primus-megatron", "primus-torchtitan"),
     ),
     Trainer(
         "accelerate", None, "huggingface.accelerate:read_accelerate",
@@ -113,7 +126,7 @@ _TRAINERS = (
     Trainer(
         "deepspeed", "deepspeed.write:export_deepspeed", "deepspeed.read:read_deepspeed",
         mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"',
-        runtime="deepspeed",
+        runtimes=("deepspeed",),
     ),
 )  # fmt: skip
 _LAUNCHERS = (

@@ -194,10 +194,19 @@ def _split(model: ModelSpec, wanted: Parallelism, shape: Shape, ranks: Sequence[
         return Split(split.counts, "selective", (), split.mtp_stage)
     if wanted.recompute == "none":
         return split
+    chosen = frozenset(wanted.recompute_layers or ())
+    if chosen and max(chosen) >= model.num_hidden_layers:
+        raise SpecError(
+            f"parallelism.recompute_layers: {max(chosen)}, but the last layer of {model.name} is number "
+            f"{model.num_hidden_layers - 1}",
+            "layers are counted from 0 on",
+        )
     recomputed = []
     for (first, last), count in zip(split.chunks, split.counts, strict=True):
-        num_recomputed = count if wanted.recompute_num_layers is None else min(count, wanted.recompute_num_layers)
-        layers = model.layers[first : min(last, first + num_recomputed)]
+        if wanted.recompute_layers is not None:
+            layers = tuple(model.layers[i] for i in range(first, last) if i in chosen)
+        else:
+            layers = model.layers[first : min(last, first + (wanted.recompute_num_layers or count))]
         recomputed.append(tuple(layers.count(kind) for kind in model.kinds))
     return Split(split.counts, "none", tuple(recomputed), split.mtp_stage)
 

@@ -21,6 +21,9 @@ from planner.trainers.spec import RuntimeSpec
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 """Output tiles of one SM that the libraries choose from."""
+CDNA_TILES = ((256, 256), (256, 192), (192, 256), *TILES)
+"""Tiles of one compute unit: its 512 registers of 64 lanes on each of four units hold 256 x 256 sums of 32 bits. They
+are what hipBLASLt and AITER name in most of their kernels for large products on gfx950."""
 ALIGNED = 8
 """Number of 16-bit elements in the 16 bytes that tensor-core kernels load at once."""
 EXPERT_STREAMS = 4
@@ -262,7 +265,7 @@ def product_s(
     grouped = np.where(count > 1, gemm.grouped_factor, 1.0)
     rate = _narrow_factor(gemm, dtype, narrow) * peak
     power_s = flops_per_step * steps / (power_fraction * rate)
-    wave_s = steps * _tile_waves(gemm.tile_overhead, num_sms, count, m, n) * (num_sms / (gemm.wave_fraction * rate))
+    wave_s = steps * _tile_waves(hardware, count, m, n) * (num_sms / (gemm.wave_fraction * rate))
     operand = FP8 if narrow else BF16
     bytes_per_s = gemm.memory_fraction * hardware.hbm_bytes_per_s
     memory_s = count * (operand * (m * k + k * n) + result_bytes * m * n) / bytes_per_s
@@ -277,13 +280,15 @@ def _narrow_factor(gemm: GemmEfficiency, dtype: str, narrow: bool) -> float:
     return gemm.fp8_factor * (gemm.mx_factor if dtype == "mxfp8" else 1.0)
 
 
-def _tile_waves(overhead: float, num_sms: int, count: Number, m: Number, n: Number) -> Number:
+def _tile_waves(hardware: HardwareSpec, count: Number, m: Number, n: Number) -> Number:
     """FLOPs of one SM per step of the reduction: min over tiles of waves · 2·a·b / (the tile's efficiency)."""
-    rows = {a: np.ceil(m / a) * count for a in {a for a, _ in TILES}}
-    columns = {b: np.ceil(n / b) for b in {b for _, b in TILES}}
+    overhead, num_sms = hardware.efficiency.gemm.tile_overhead, hardware.num_sms
+    tiles = CDNA_TILES if hardware.architecture.startswith("cdna") else TILES
+    rows = {a: np.ceil(m / a) * count for a in {a for a, _ in tiles}}
+    columns = {b: np.ceil(n / b) for b in {b for _, b in tiles}}
     best: Number = np.inf
-    for a, b in TILES:
-        # relative to the largest tile, whose loss is part of wave_fraction
+    for a, b in tiles:
+        # relative to a tile of 128 x 256, whose loss is part of wave_fraction
         loss = (1 + overhead * (1 / a + 1 / b)) / (1 + overhead * (1 / 128 + 1 / 256))
         best = np.minimum(best, np.ceil(rows[a] * columns[b] / num_sms) * (2 * a * b * loss))
     return best

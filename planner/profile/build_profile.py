@@ -54,6 +54,7 @@ IN_STAGES: dict[Device, dict[str, Bounds]] = {
 }
 """The numbers that only whole stages show and that are fitted to them."""
 VENDORS = {"nvidia", "amd", "tesla", "instinct", "geforce"}
+"""Words of a device's name that do not tell it from others of its vendor."""
 
 
 class Profiled(NamedTuple):
@@ -87,14 +88,22 @@ def profile_of(record: Record) -> Profiled:
 def known_profile(machine: Machine) -> HardwareSpec | None:
     """The shipped profile of this device, for numbers that cannot be measured: data-sheet peaks, network, price."""
     words = set(_words(machine.name))
-    for name in hardware_names():
-        if name.split("-")[0] not in words or ("pcie" in name) != ("pcie" in words):
-            continue
-        hardware = load_hardware(name)
-        same_memory = abs(machine.memory_bytes / hardware.memory_bytes - 1) < SAME_MEMORY
-        if same_memory and hardware.num_sms == machine.num_sms:
+    named = [n for n in hardware_names() if n.split("-")[0] in words and ("pcie" in n) == ("pcie" in words)]
+    for hardware in map(load_hardware, named):
+        if _same_size(machine, hardware):
             return hardware
-    return None
+    # older drivers call all of AMD's GPUs "AMD Radeon Graphics"
+    alike = [
+        h
+        for h in map(load_hardware, hardware_names() if machine.architecture.startswith("cdna") else ())
+        if h.architecture == machine.architecture and _same_size(machine, h)
+    ]
+    return alike[0] if len(alike) == 1 and not named else None
+
+
+def _same_size(machine: Machine, hardware: HardwareSpec) -> bool:
+    same_memory = abs(machine.memory_bytes / hardware.memory_bytes - 1) < SAME_MEMORY
+    return same_memory and hardware.num_sms == machine.num_sms
 
 
 def _words(name: str) -> list[str]:

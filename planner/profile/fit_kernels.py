@@ -14,13 +14,13 @@ from planner.profile.fitting import Residuals, fit, hardware_with, left_out, log
 from planner.profile.kernel_problems import (
     FitProblem,
     attention_problem,
-    fp8_gemm_problem,
     gemm_problem,
     grouped_gemm_problem,
+    narrow_gemm_problem,
     stream_problem,
 )
 from planner.profile.stage_problem import steps_problem
-from planner.profile.tables import has_table, measured_gpus
+from planner.profile.tables import has_table, measured_gpus, read_table
 from planner.shape import FloatArray
 from planner.specs.base import Spec
 from planner.specs.efficiency import AttentionEfficiency
@@ -30,7 +30,8 @@ from planner.specs.registry import load_hardware
 PROBLEMS: tuple[tuple[str, Callable[[str], FitProblem]], ...] = (
     ("stream", stream_problem),
     ("gemm", gemm_problem),
-    ("gemm", fp8_gemm_problem),
+    ("gemm", narrow_gemm_problem),
+    ("gemm", lambda gpu: narrow_gemm_problem(gpu, "mxfp8")),
     ("grouped_gemm", grouped_gemm_problem),
     ("attention", lambda gpu: attention_problem(gpu, "cudnn")),
     ("attention", lambda gpu: attention_problem(gpu, "flash")),
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str]) -> None:
     if gpu not in measured_gpus():
         raise SpecError(f"scripts/calibrate kernels: no tables of {gpu!r}", f"one of {', '.join(measured_gpus())}")
     hardware = load_hardware(gpu)
-    start: dict[str, Any] = {"cudnn": AttentionEfficiency()} if has_table(gpu, "attention") else {}
+    timed = read_table(gpu, "attention").text("backend") if has_table(gpu, "attention") else ()
+    start: dict[str, Any] = {"cudnn": AttentionEfficiency()} if "cudnn" in timed else {}
     if has_table(gpu, "stages"):
         start |= {"sustained_fraction": 1.0, "backward_sustained_fraction": 1.0}
     efficiency = hardware.efficiency.model_copy(update=start)

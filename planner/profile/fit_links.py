@@ -42,6 +42,9 @@ def measured_tiers(
         number = min(level, len(tiers) - 1)
         rows = table.where(table.number("tier") == level)
         tiers[number], errors = fitted_tier(tiers[number], rows, innermost=level == 0, rated=known is not None)
+        if level == 0 and known is None and machine.architecture.startswith("cdna"):  # no switch joins AMD's GPUs
+            each_gb_per_s = tiers[number].gb_per_s / (machine.num_devices - 1)
+            tiers[number] = tiers[number].model_copy(update={"link_gb_per_s": each_gb_per_s})
         residuals.append((f"exchange {names[number]}", Residuals.of(errors)))
     return tuple(tiers), residuals
 

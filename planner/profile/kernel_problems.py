@@ -67,6 +67,10 @@ PRODUCTS: dict[str, tuple[str, int]] = {
 """Columns of a table of products: which pass, and the bytes moved per weight where it is dw (sums: both ways)."""
 
 
+LEAST_ROWS = 20
+"""Number of products below which a table gives the level alone; the curves are then those of a sibling."""
+
+
 class ProductCells:
     """The cells of a table of matrix products that hold a time, column after column."""
 
@@ -97,6 +101,19 @@ def gemm_problem(tables: TableSource) -> FitProblem:
     table = read_table(tables, "gemm")
     m, n, k = (table.number(c) for c in "mnk")
     op, timed = Operator(name="gemm", kind="gemm", m=m, n=n, k=k), ProductCells(table)
+
+    def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
+        return floored(cold(timed.seconds(op, hardware), {"boost": 0.0, "boost_us": 1.0, **bench}), bench)
+
+    if table.num_rows < LEAST_ROWS:
+        return FitProblem(
+            name="gemm level",
+            free={"gemm.forward_fraction": SHARE, "gemm.wave_fraction": (0.9, 0.3, 1.15), **TIMER},
+            predict=predict,
+            measured_s=timed.measured_s,
+            groups=timed.each(_groups(table)),
+            alike={f"gemm.{gradient}_fraction": "gemm.forward_fraction" for gradient in ("dgrad", "wgrad")},
+        )
     # one kind of sum does not tell what it costs from how fast its product is
     alike = {"gemm.wgrad_fraction": "gemm.dgrad_fraction"} if timed.wgrads == {"wgrad_fp32_sum_us"} else {}
     return FitProblem(
@@ -108,34 +125,43 @@ def gemm_problem(tables: TableSource) -> FitProblem:
             "gemm.wave_fraction": (0.9, 0.5, 1.15),
             "gemm.ramp_k": (150.0, 10.0, 1000.0),
             "gemm.tile_overhead": (12.0, 1.0, 60.0),
-            **({"gemm.accumulate_fraction": (0.7, 0.01, 1.0)} if timed.wgrads - {"wgrad_us"} else {}),
+            **({"gemm.accumulate_fraction": (0.7, 0.01, 1.0)} if "wgrad_fp32_sum_us" in timed.wgrads else {}),
             **TIMER,
             **COLD,
         },
-        predict=lambda hardware, bench: floored(cold(timed.seconds(op, hardware), bench), bench),
+        predict=predict,
         measured_s=timed.measured_s,
-        groups=timed.each(np.char.add(n.astype(str), k.astype(str))),
+        groups=timed.each(_groups(table)),
         labels=timed.passes,
         alike=alike,
     )
 
 
-def fp8_gemm_problem(tables: TableSource) -> FitProblem:
-    """Dense fp8 products, forward, operands already cast."""
-    table = read_table(tables, "gemm")
-    table = table.where(np.isfinite(table.number("fp8_forward_us")))
+def _groups(table: Table) -> npt.NDArray[np.str_]:
+    """Products of one n and k, or of one source where several timed them: what is left out together."""
+    return table.text("source") if "source" in table else np.char.add(table.text("n"), table.text("k"))
+
+
+NARROW = {"fp8": "gemm.fp8_factor", "mxfp8": "gemm.mx_factor"}
+"""The number that tells the rate of 8-bit products from that of 16-bit ones, or of a scale per block from 8 bits."""
+
+
+def narrow_gemm_problem(tables: TableSource, dtype: str = "fp8") -> FitProblem:
+    """Dense products of 8 bits, forward, operands already cast."""
+    table, column = read_table(tables, "gemm"), f"{dtype}_forward_us"
+    table = table.where(np.isfinite(table.number(column)) if column in table else np.zeros(table.num_rows, bool))
     m, n, k = (table.number(c) for c in "mnk")
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         fraction = hardware.efficiency.gemm.forward_fraction
-        return floored(cold(np.asarray(product_s(hardware, "fp8", fraction, 1, m, n, k)), bench), bench)
+        return floored(cold(np.asarray(product_s(hardware, dtype, fraction, 1, m, n, k)), bench), bench)
 
     return FitProblem(
-        name="gemm fp8",
-        free={"gemm.fp8_factor": (1.0, 0.3, 1.2), **TIMER, **COLD},
+        name=f"gemm {dtype}",
+        free={NARROW[dtype]: (1.0, 0.3, 1.2), **TIMER, **COLD},
         predict=predict,
-        measured_s=table.seconds("fp8_forward_us"),
-        groups=np.char.add(n.astype(str), k.astype(str)),
+        measured_s=table.seconds(column) if table.num_rows else np.empty(0),
+        groups=_groups(table),
     )
 
 
@@ -183,8 +209,8 @@ def attention_problem(tables: TableSource, backend: str) -> FitProblem:
             f"{backend}.forward_ramp_keys": (250.0, 10.0, 2000.0),
             f"{backend}.backward_ramp_keys": (450.0, 10.0, 4000.0),
             f"{backend}.tail_fraction": (0.4, 0.01, 2.0),
-            f"{backend}.half_head_dim": (50.0, 1.0, 300.0),
-            **({f"{backend}.wide_factor": (0.9, 0.3, 1.2)} if backend == "cudnn" else {}),
+            **({f"{backend}.half_head_dim": (50.0, 1.0, 300.0)} if len(np.unique(qk)) > 1 else {}),
+            **({f"{backend}.wide_factor": (0.9, 0.3, 1.2)} if backend == "cudnn" or (qk > 128).any() else {}),
             "bench.issue_us": (10.0, 0.1, 200.0),
             "bench.autograd_us": (50.0, 0.1, 200.0),
         },

@@ -12,12 +12,13 @@ import torch
 from planner.errors import PlannerError
 from planner.probe.launch.launcher import launch
 from planner.probe.run import Device
+from planner.probe.torch_build import this_build
 from planner.probe.worker.stage_worker import stage_process
 from planner.profile.record import MeasuredRow, Record
 from planner.profile.shapes_to_measure import ShapesToMeasure, StageShape
 from planner.profile.stopwatch import Stopwatch
 from planner.profile.this_machine import free_memory_bytes
-from planner.profile.time_kernels import BACKENDS, attention_row, product_row, stream_row
+from planner.profile.time_kernels import attention_row, product_row, stream_row
 from planner.specs.units import MICRO
 
 MOST_MEMORY_FRACTION = 0.5
@@ -44,7 +45,7 @@ def tasks(device: Device, grid: ShapesToMeasure) -> Iterator[MeasurementTask]:
         if 2 * (m * n + m * k + n * k) < MOST_MEMORY_FRACTION * free:
             yield MeasurementTask("gemm", {"m": m, "n": n, "k": k}, partial(product_row, bench, m, n, k))
     for shape in grid.attentions:
-        for backend in BACKENDS if device == "cuda" else ("flash",):
+        for backend in this_build().attention if device == "cuda" else ("flash",):
             yield MeasurementTask(
                 "attention", {**shape._asdict(), "backend": backend}, partial(attention_row, bench, shape, backend)
             )

@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import shutil
-import subprocess
 import sys
 
 import torch
 
 from planner.probe.launch.devices import require_gpu
 from planner.probe.run import Device
+from planner.probe.torch_build import this_build
 from planner.profile.record import Machine
 from planner.profile.stopwatch import Stopwatch
 from planner.profile.time_kernels import product_row
-
-ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
-"""Architecture by major compute capability."""
 
 
 def machine_of(device: Device) -> Machine:
@@ -33,14 +29,16 @@ def machine_of(device: Device) -> Machine:
         )  # fmt: skip
     require_gpu(device)
     properties = torch.cuda.get_device_properties(0)
-    product_row(Stopwatch(device, 0.0), 256, 256, 256)  # a context without cuBLAS and loaded kernels is smaller
+    product_row(
+        Stopwatch(device, 0.0), 256, 256, 256
+    )  # a context without cuBLAS (hipBLASLt) and loaded kernels is smaller
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info(0)
-    hip = getattr(torch.version, "hip", None)
-    runtime = f"ROCm {hip}" if hip else f"CUDA {torch.version.cuda}"
+    build = this_build()
+    driver = build.driver()
+    software = f"torch {torch.__version__}, {build.runtime}" + (f", driver {driver}" if driver else "")
     return Machine(
-        device=device, name=properties.name, software=f"torch {torch.__version__}, {runtime}{_driver()}",
-        architecture="cdna" if hip else ARCHITECTURES.get(properties.major, f"sm_{properties.major}{properties.minor}"),
+        device=device, name=properties.name, software=software, architecture=build.architecture_of(properties),
         memory_bytes=properties.total_memory, num_sms=properties.multi_processor_count,
         num_devices=torch.cuda.device_count(),
         context_bytes=total - free - torch.cuda.memory_reserved(0),
@@ -54,19 +52,6 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _driver() -> str:
-    """Version of NVIDIA's driver in words; empty if its tool is missing or silent."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return f", driver {lines[0].strip()}" if lines else ""
 
 
 def free_memory_bytes(device: Device) -> int:

@@ -10,13 +10,12 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
+from planner.probe.torch_build import this_build
 from planner.profile.record import MeasuredRow
 from planner.profile.shapes_to_measure import AttentionShape
 from planner.profile.stopwatch import Stopwatch
-
-BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 def product_row(bench: Stopwatch, m: int, n: int, k: int) -> MeasuredRow:
@@ -30,16 +29,19 @@ def product_row(bench: Stopwatch, m: int, n: int, k: int) -> MeasuredRow:
 
 
 def attention_row(bench: Stopwatch, shape: AttentionShape, backend: str) -> MeasuredRow:
-    """Causal attention, forward and all three gradients. Raises RuntimeError if the backend does not take the shape."""
+    """Causal attention, forward and all three gradients, as the probe's model runs it. Raises RuntimeError if the
+    backend does not take the shape."""
     batch, seq, heads, kv_heads, qk_dim, v_dim = shape
     q = bench.normal(batch, heads, seq, qk_dim, grad=True)
     k, v = bench.normal(batch, kv_heads, seq, qk_dim, grad=True), bench.normal(batch, kv_heads, seq, v_dim, grad=True)
-    grouped = heads != kv_heads
+    grouped, build = heads != kv_heads, this_build()
+    missing = qk_dim - v_dim if build.pads_values else 0
 
     def forward() -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        values = functional.pad(v, (0, missing)) if missing else v
+        return functional.scaled_dot_product_attention(q, k, values, is_causal=True, enable_gqa=grouped)
 
-    with warnings.catch_warnings(), sdpa_kernel([BACKENDS[backend]]):
+    with warnings.catch_warnings(), sdpa_kernel([build.attention[backend]]):
         warnings.simplefilter("ignore")  # torch says of each other backend why it is not the one
         return {
             "forward_us": bench.microseconds(forward),

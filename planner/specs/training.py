@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from planner.specs.base import NonNegativeFloat, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from planner.specs.operations import OperationsSpec
 
 Dtype = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
@@ -78,6 +78,8 @@ class Parallelism(Spec):
     """Megatron's module names; given none, `selective` means core attention, and some under `none` mean `selective`."""
     recompute_num_layers: PositiveInt | None = None
     """Layers of each stage (its first ones) that full recompute covers; given none, all."""
+    recompute_layers: tuple[NonNegativeInt, ...] | None = None
+    """The decoder layers that full recompute covers, by number from 0 on; given none, `recompute_num_layers` says."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO's stage, the last of what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 gradients, 3 weights; given
     none, 1."""
@@ -127,10 +129,12 @@ class Parallelism(Spec):
 
     @model_validator(mode="after")
     def _one_recompute(self) -> Parallelism:
-        if self.recompute_num_layers is not None and self.recompute != "full":
-            raise ValueError(
-                f"recompute_num_layers {self.recompute_num_layers} goes with recompute full, not {self.recompute}"
-            )
+        for name in ("recompute_num_layers", "recompute_layers"):
+            if (value := getattr(self, name)) is not None and self.recompute != "full":
+                shown = value if isinstance(value, int) else ",".join(map(str, value))
+                raise ValueError(f"{name} {shown} goes with recompute full, not {self.recompute}")
+        if self.recompute_num_layers is not None and self.recompute_layers is not None:
+            raise ValueError("recompute_num_layers and recompute_layers: both given, one of them says what is covered")
         if self.recompute_modules and self.recompute == "full":
             raise ValueError(
                 f"recompute_modules {','.join(self.recompute_modules)} go with recompute selective, not full"

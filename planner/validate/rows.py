@@ -36,8 +36,6 @@ HELD_OUT = (
     "primus-results-mi325x",
     "primus-results-mi355x",
     "mlperf-amd-partners",
-    "mlperf-amd-6-0",
-    "zaya1",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"
@@ -83,6 +81,11 @@ class Row(Spec):
     def held_out(self) -> bool:
         """True if coefficients are fitted without this row."""
         return self.family in HELD_OUT
+
+    @property
+    def on_amd(self) -> bool:
+        """True if the run's GPUs are AMD's (MI300X and its successors)."""
+        return str(self.run["hardware"]).startswith("mi")
 
     @property
     def run_key(self) -> str:

@@ -153,12 +153,18 @@ def score(name: str, scored: Iterable[Scored]) -> Score | None:
 
 
 def by_family(scored: Iterable[Scored], counts: Callable[[Row], bool] = lambda row: row.counts) -> list[Score]:
-    """A score per family, in order of appearance, over the rows for which `counts` is true; the last is over all."""
+    """A score per family, in order of appearance, over the rows for which `counts` is true; the last is over all.
+
+    Before it stands one over the families on AMD's GPUs, if there are several.
+    """
     families: dict[str, list[Scored]] = defaultdict(list)
     for answer in scored:
         if counts(answer.row):
             families[answer.row.family].append(answer)
     scores = [score(name, members) for name, members in families.items()]
+    amd = [members for members in families.values() if members[0].row.on_amd]
+    if len(amd) > 1:
+        scores.append(score("AMD GPUs", [answer for members in amd for answer in members]))
     scores.append(score("all", [answer for members in families.values() for answer in members]))
     return [s for s in scores if s is not None]
 

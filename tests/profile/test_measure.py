@@ -137,6 +137,59 @@ def test_a_name_memory_and_processors_find_the_data_sheet(
     assert (None if found is None else found.name) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture", "memory_gib", "num_sms", "expected"),
+    [
+        ("AMD Instinct MI300X", "cdna3", 191.98, 304, "mi300x"),
+        ("AMD Instinct MI300X VF", "cdna3", 191.7, 304, "mi300x"),  # as clouds pass them through
+        ("AMD Instinct MI325X", "cdna3", 255.98, 304, "mi325x"),
+        ("AMD Instinct MI350X", "cdna4", 287.98, 256, "mi350x"),
+        ("AMD Instinct MI355X", "cdna4", 287.98, 256, "mi355x"),
+        ("AMD Radeon Graphics", "cdna3", 255.98, 304, "mi325x"),
+        ("AMD Radeon Graphics", "cdna4", 287.98, 256, None),  # MI350X or MI355X
+        ("AMD Instinct MI300X", "cdna3", 24.0, 38, None),  # one of eight partitions
+        ("AMD Instinct MI300A", "cdna3", 127.5, 228, None),
+        ("AMD Instinct MI250X", "cdna2", 63.98, 110, None),
+    ],
+)
+def test_amds_gpus_find_their_data_sheet(
+    name: str, architecture: str, memory_gib: float, num_sms: int, expected: str | None
+) -> None:
+    found = known_profile(machine(name, memory_gib, num_sms, architecture=architecture))
+    assert (None if found is None else found.name) == expected
+
+
+def test_a_profile_made_on_rocm_is_of_its_gpu_and_links(h200: Record) -> None:
+    record = no_record(
+        name="AMD Instinct MI300X", architecture="cdna3", memory_gib=191.98, num_sms=304, num_devices=8,
+        software="torch 2.13.0+rocm7.0, ROCm 7.0",
+    )  # fmt: skip
+    record.measured.tables.update({name: h200.measured.tables[name] for name in ("stream", "gemm")})
+    flash = [row for row in h200.measured.tables["attention"] if row["backend"] == "flash"]
+    padded = [{**row, "qk_dim": 192, "forward_us": 1.7 * float(row["forward_us"] or 0)} for row in flash[:6]]
+    record.measured.tables["attention"] = [*flash, *padded]
+    shipped = load_hardware("mi300x")
+    record.measured.tables["exchange"] = exchanges(shipped.tiers[0], (2**20, 2**24, 2**28), 0)
+    found = profile_of(record).hardware
+    assert (found.name, found.architecture, found.is_amd) == ("mi300x-measured", "cdna3", True)
+    assert "ROCm 7.0" in found.efficiency.source
+    assert found.efficiency.cudnn is None
+    assert found.efficiency.flash.wide_factor != shipped.efficiency.flash.wide_factor, "MLA's padded values count"
+    xgmi = found.tiers[0]
+    assert (xgmi.name, xgmi.link_gb_per_s) == ("infinity-fabric", 64)
+    assert "8 ranks" in xgmi.source
+
+
+def test_an_unknown_amd_node_has_links_between_pairs(h200: Record) -> None:
+    record = no_record(name="AMD Instinct MI900X", architecture="cdna", num_devices=8)
+    record.measured.tables.update({name: h200.measured.tables[name] for name in ("stream", "gemm")})
+    switched = LinkTier(name="node", num_gpus=8, gb_per_s=280.0, latency_us=3.0, efficiency_fraction=1.0)
+    record.measured.tables["exchange"] = exchanges(switched, (2**20, 2**24, 2**28), 0)
+    node = profile_of(record).hardware.tiers[0]
+    assert node.link_gb_per_s == pytest.approx(node.gb_per_s / 7)
+    assert node.gb_per_s == pytest.approx(280, rel=0.01)
+
+
 def exchanges(tier: LinkTier, sizes: tuple[int, ...], level: int, num_ranks: int = 8) -> list[MeasuredRow]:
     """What the cost model says they take."""
     inner = LinkTier(name="inner", num_gpus=1, gb_per_s=1e6, latency_us=0.0, efficiency_fraction=1.0)

@@ -106,3 +106,10 @@ def test_a_poor_network_costs_no_more_than_that() -> None:
     assert len(errors) == 15
     assert np.abs(errors).max() < 0.16
     assert np.median(np.abs(errors)) < 0.08
+
+
+def test_families_on_amd_gpus_are_summed_up_before_all() -> None:
+    rows = [row for row in load_rows() if row.family in ("mlperf-amd", "torchao-mi300x", "megatron-sc21")]
+    *families, amd, everything = by_family(evaluate_rows(rows))
+    assert [amd.name, everything.name] == ["AMD GPUs", "all"]
+    assert amd.num_rows == sum(score.num_rows for score in families if score.name != "megatron-sc21") == 5

@@ -36,6 +36,12 @@ class ConfigFile:
                 return text
         return None
 
+    def above(self, name: str) -> str | None:
+        """The text of the file at a relative path in the configuration's folder or in one that holds it."""
+        if self.path is None:
+            return None
+        return next((text for folder in self._roots(0) if (text := _text(folder / name)) is not None), None)
+
     def module(self, name: str, level: int = 0) -> ConfigFile | None:
         """The Python module that the configuration imports, where its file lies in the same tree of packages."""
         if self.path is None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from planner.answer import Plan
 
-_LARGE = 1024
+LARGE = 1024
 """Ranks from which NCCL waits longer for a link: "very large networks", as its documentation says."""
 
 
@@ -26,7 +26,7 @@ def _has_nodes(plan: Plan) -> bool:
 _EVERYWHERE = (
     # exchanges go first where compute runs beside them (Megatron-Bridge's COMMON_RECIPE_ENV_VARS, AMD's Primus)
     Row("TORCH_NCCL_HIGH_PRIORITY", "1"),
-    Row("NCCL_IB_TIMEOUT", "22", lambda plan: _has_nodes(plan) and plan.parallelism.num_gpus_used >= _LARGE),
+    Row("NCCL_IB_TIMEOUT", "22", lambda plan: _has_nodes(plan) and plan.parallelism.num_gpus_used >= LARGE),
 )
 _ON_AMD = (
     Row("HSA_ENABLE_SDMA", "1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,7 @@ class ImportedRun:
             layout.pop("dp", None)
         if isinstance(run["model"], dict):
             run["model"] = self._model(run["model"], vocab_size)
-        ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
+        ranks = max(1, layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1))
         if run.get("num_gpus") is not None and run["num_gpus"] % ranks and "num_gpus" not in added:
             raise SpecError(
                 f"{self.source}: it starts {run['num_gpus']} GPUs, which tp·cp·pp ({ranks}) does not divide",
@@ -65,7 +66,8 @@ class ImportedRun:
             run["global_batch_size"] = layout.get("micro_batch_size", 1) * self.microbatches_per_rank * dp
         for name, hint in _REQUIRED.items():
             if run.get(name) is None:
-                multiple = f", a multiple of {ranks}" if name == "num_gpus" and ranks > 1 else ""
+                least = least_gpus(layout)
+                multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
                 raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
         if self.optimizer_instances > 1:
             shards = run["num_gpus"] // (layout["tp"] * layout["pp"] * self.optimizer_instances)
@@ -78,3 +80,10 @@ class ImportedRun:
         if model["vocab_size"] is None:
             raise SpecError(f"{self.source}: vocab_size is not in the configuration", "add --vocab-size N")
         return model | {"name": published_name(model) or model["name"]}
+
+
+def least_gpus(layout: dict[str, Any]) -> int:
+    """The fewest GPUs that a layout's ranks fill: one replica of each stage, for the experts as for the rest."""
+    attention, experts = (layout.get("tp", 1) * layout.get("cp", 1), layout.get("ep", 1) * (layout.get("etp") or 1))
+    stages: int = max(1, layout.get("pp", 1))
+    return stages * math.lcm(max(1, attention), max(1, experts))

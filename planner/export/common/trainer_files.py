@@ -9,7 +9,8 @@ from typing import Literal
 from planner.export.common.arguments import Arguments, ShellText
 
 IMAGE = "nvcr.io/nvidia/pytorch:25.09-py3"
-IMAGE_OF_AMD = "rocm/megatron-lm:latest"
+IMAGE_OF_AMD = "rocm/primus:v26.5"
+"""With Megatron-LM, torchtitan and Transformer Engine for ROCm (AMD-AGI/Primus, docs, August 2026)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ class LaunchCommand:
 
     program: str
     """Shell text behind torchrun's own options: a script's path, or `-m module`. May use PLAN_DIR."""
+    starts_ranks: bool = False
+    """The program starts a node's ranks itself, by NNODES, NODE_RANK, GPUS_PER_NODE, MASTER_ADDR and MASTER_PORT."""
     arguments: Arguments
     words: tuple[str, ...] = ()
     """Arguments behind the named ones."""

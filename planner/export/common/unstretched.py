@@ -12,14 +12,14 @@ from planner.trainers.rules.facts import original_length
 from planner.trainers.rules.of_trainer import export_rules_for
 
 
-def unstretched(plan: Plan, runtime: str | None) -> tuple[Plan, str]:
+def unstretched(plan: Plan, runtime: str) -> tuple[Plan, str]:
     """The plan with the positions that its model was first trained on, and a note; the plan itself where all is well.
 
     Where a rule of the trainer refuses the model's `rope_scaling` and no sequence is longer than those before the
     stretching, the model is trained as it was then.
     """
     model, trainer = plan.model.spec, plan.runtime_spec
-    if model.rope_scaling is None or plan.training.seq_length > original_length(model) or runtime is None:
+    if model.rope_scaling is None or plan.training.seq_length > original_length(model):
         return plan, ""
     if plan.runtime != runtime:
         trainer = load_runtime(runtime)

@@ -1,8 +1,9 @@
-"""The nodes that a layout's ranks take, and the torchrun line that starts the ranks of one node."""
+"""The nodes that a layout's ranks take, and the line that starts the ranks of one node."""
 
 from __future__ import annotations
 
 from planner.answer import Plan
+from planner.export.common.trainer_files import LaunchCommand
 
 
 def nodes_of(plan: Plan) -> tuple[int, int, int]:
@@ -41,10 +42,12 @@ def last_node_lines(plan: Plan, rank: str) -> list[str]:
     return [] if last == gpus else [f"export GPUS={gpus}; [[ {rank} != {nodes - 1} ]] || GPUS={last}"]
 
 
-def torchrun_line(plan: Plan, rank: str) -> str:
+def start_line(plan: Plan, command: LaunchCommand, rank: str) -> str:
     """Shell text that starts the ranks of node `rank`; torchrun numbers them by the ranks that each node starts."""
     nodes, gpus, last = nodes_of(plan)
     count = str(gpus) if last == gpus else '"$GPUS"'
+    if command.starts_ranks:
+        return f"exec env NNODES={nodes} NODE_RANK={rank} GPUS_PER_NODE={count} {command.program}"
     binding = '${NUMA_BINDING:+--numa-binding "$NUMA_BINDING"}'
     run = f"exec torchrun {binding} --nnodes {nodes} --nproc-per-node {count} --node-rank {rank}"
-    return f'{run} --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
+    return f'{run} --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" {command.program}'

@@ -67,7 +67,7 @@ def first_run_note(command: LaunchCommand, script: str) -> str:
 def prologue(command: LaunchCommand) -> list[str]:
     """Lines that set variables, prepare, and fill ARGUMENTS."""
     lines = [f"export {name}={shell_words([value])}" for name, value in command.environment.items()]
-    lines += [*CPU_BINDING, *command.setup]
+    lines += [*(() if command.starts_ranks else CPU_BINDING), *command.setup]
     if _has_arguments(command):
         lines.append(shell_array("ARGUMENTS", command.arguments, command.words))
     return ["", *lines, *_parts(command), ""]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.answer import Plan
 from planner.export.common.header import slug
 from planner.export.common.trainer_files import ExportFile, LaunchCommand, Placeholder
-from planner.export.launch.nodes import last_node_lines, nodes_of, segment_of, torchrun_line
+from planner.export.launch.nodes import last_node_lines, nodes_of, segment_of, start_line
 from planner.export.launch.preflight import PREFLIGHT
 from planner.export.launch.shell import (
     ADDRESS,
@@ -96,6 +96,6 @@ def _node_steps(plan: Plan, command: LaunchCommand) -> list[str]:
         "fi",
         "# shellcheck disable=SC2016",
         f'{_TASKS} "${{CONTAINER[@]}}" bash -c \\',
-        f"  '{smaller}{torchrun_line(plan, _NODE)} {command.program} \"$@\"' \\",
+        f"  '{smaller}{start_line(plan, command, _NODE)} \"$@\"' \\",
         f"  bash {passed_arguments(command)}",
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.answer import Plan
 from planner.export.common.trainer_files import ExportFile, LaunchCommand
-from planner.export.launch.nodes import last_node_lines, nodes_of, torchrun_line
+from planner.export.launch.nodes import last_node_lines, nodes_of, start_line
 from planner.export.launch.shell import (
     ADDRESS,
     PREFLIGHT_LINE,
@@ -32,7 +32,7 @@ def torchrun_script(plan: Plan, command: LaunchCommand) -> ExportFile:
         ADDRESS,
         *last_node_lines(plan, _NODE),
         PREFLIGHT_LINE,
-        f"{torchrun_line(plan, _NODE)} \\\n  {command.program} {passed_arguments(command)}",
+        f"{start_line(plan, command, _NODE)} \\\n  {passed_arguments(command)}",
     ]
     return ExportFile(LAUNCH, "\n".join(lines) + "\n", executable=True, placeholders=command.placeholders)
 

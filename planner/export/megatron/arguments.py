@@ -36,16 +36,21 @@ def written_for(plan: Plan) -> str:
     return f"Megatron-LM core {version}" if version else WRITTEN_FOR
 
 
-def megatron_arguments(plan: Plan, target: str = "megatron", of_model: tuple[Rule, ...] | None = None) -> Arguments:
+def megatron_arguments(
+    plan: Plan,
+    target: str = "megatron",
+    of_model: tuple[Rule, ...] | None = None,
+    own_schedules: tuple[str, ...] = (),
+) -> Arguments:
     """All arguments of `pretrain_gpt.py` but for data, length and checkpoints, which a first run has not.
 
-    Another target puts them into its own words, under its own rules.
+    Another target puts them into its own words, under its own rules, and says by itself what its own schedules need.
 
     Raises Inexpressible with every reason where Megatron-LM cannot run the plan as it is.
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     rules = megatron_model_rules(plan.runtime_spec.version) if of_model is None else of_model
-    _check_expressible(plan, stages, target, rules)
+    _check_expressible(plan, stages, target, rules, own_schedules)
     runtime = plan.runtime_spec
     return {
         **model_arguments(plan.model.spec, plan.training.seq_length, runtime.vocab_divisible_by, runtime.dropout),
@@ -61,7 +66,13 @@ def megatron_arguments(plan: Plan, target: str = "megatron", of_model: tuple[Rul
     }
 
 
-def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...], target: str, of_model: tuple[Rule, ...]) -> None:
+def _check_expressible(
+    plan: Plan,
+    stages: tuple[VirtualStage, ...],
+    target: str,
+    of_model: tuple[Rule, ...],
+    own_schedules: tuple[str, ...],
+) -> None:
     """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
     layout, runtime = plan.parallelism, plan.runtime_spec
     rules = (*of_model, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
@@ -70,10 +81,12 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...], target: str
         not has_dtype(runtime, plan.training.dtype), "dtype", f"{written_for(plan)} has no {plan.training.dtype}"
     )
     check_recompute(plan.best, stages, objections)
+    schedules = (*_SCHEDULES, *own_schedules)
     objections.when(
-        layout.schedule not in _SCHEDULES, "schedule", f"{layout.schedule} is none of {', '.join(_SCHEDULES)}"
+        layout.schedule not in schedules, "schedule", f"{layout.schedule} is none of {', '.join(schedules)}"
     )
-    objections.when(not is_looped(stages, layout.pp), "placement", "virtual stage j must be on rank j mod pp")
+    is_placed = is_looped(stages, layout.pp) or layout.schedule in own_schedules
+    objections.when(not is_placed, "placement", "virtual stage j must be on rank j mod pp")
     objections.when(
         any(stage.mtp and stage.chunk < layout.vpp - 1 for stage in stages),
         "mtp_placement",

@@ -66,11 +66,11 @@ _ON_AMD = (
 def environment(plan: Plan) -> dict[str, str]:
     """The variables of a plan."""
     is_amd = plan.cluster.hardware.is_amd
-    variables = _connections(plan) | node_environment(plan) | variables_of(_ON_AMD if is_amd else _ON_NVIDIA, plan)
+    variables = connections(plan) | node_environment(plan) | variables_of(_ON_AMD if is_amd else _ON_NVIDIA, plan)
     return variables if is_amd else variables | nvlink_topology(plan)
 
 
-def _connections(plan: Plan) -> dict[str, str]:
+def connections(plan: Plan) -> dict[str, str]:
     """CUDA_DEVICE_MAX_CONNECTIONS: 1 orders communication before compute, more lets both run side by side.
 
     Up to Hopper, tensor and context parallelism want the order. FSDP refuses it, and overlapped exchanges of experts

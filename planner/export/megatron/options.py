@@ -47,11 +47,22 @@ def number(options: Options, name: str, default: int | None = None) -> int | Non
     if values is None:
         return default
     try:
-        return int(float(values[0]))
+        value = float(values[0])
+        if value == int(value):
+            return int(value)
     except (IndexError, ValueError, OverflowError):
         raise SpecError(
-            f"{name}: {' '.join(values)!r} is no number", "variables of the shell must be set in the script"
+            f"{name}: {' '.join(values)[:60]!r} is no number", "variables of the shell must be set in the script"
         ) from None
+    raise SpecError(f"{name}: {values[0]!r} is no whole number", "write a whole number")
+
+
+def positive(options: Options, name: str) -> int:
+    """A number of ranks, layers or sequences, 1 where the option is not given; SpecError where it is below 1."""
+    value = number(options, name, 1)
+    if value is None or value < 1:
+        raise SpecError(f"{name}: {value} is less than 1", "write a number of 1 or more")
+    return value
 
 
 def given(options: Options, name: str, default: int) -> int:

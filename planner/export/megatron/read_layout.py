@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.megatron.options import Options, number, text
+from planner.export.megatron.options import Options, number, positive, text
 
 _SIZES = {
     "--tensor-model-parallel-size": "tp",
@@ -29,7 +29,7 @@ LAYOUT_OPTIONS = frozenset(_SIZES) | {
 
 def read_layout(options: Options) -> dict[str, Any]:
     """Fields of a run's parallelism, without dp. Raises SpecError for sizes that are no numbers or do not divide."""
-    layout: dict[str, Any] = {name: number(options, option, 1) for option, name in _SIZES.items()}
+    layout: dict[str, Any] = {name: positive(options, option) for option, name in _SIZES.items()}
     layout["sequence_parallel"] = "--sequence-parallel" in options and layout["tp"] > 1
     if "--num-experts" in options:
         layout["etp"] = number(options, "--expert-tensor-parallel-size", layout["tp"])
@@ -66,7 +66,8 @@ def _recompute(options: Options) -> dict[str, Any]:
             "recompute_modules": [m for word in modules for m in word.strip("[]").split()],
         }
     if options.get("--recompute-method") == ["block"]:
-        return {"recompute": "full", "recompute_num_layers": number(options, "--recompute-num-layers", 1)}
+        num_layers = number(options, "--recompute-num-layers", 1)
+        return {"recompute": "full", "recompute_num_layers": num_layers} if num_layers else {}
     return {"recompute": "full"}
 
 
@@ -76,10 +77,10 @@ def _stages(options: Options, pp: int) -> dict[str, Any]:
         layout = "".join(symbols)
         return {"layout": layout, "vpp": _num_stages(layout) // pp}
     num_layers = number(options, "--num-layers", 0) or 0
-    vpp = number(options, "--num-virtual-stages-per-pipeline-rank", 1) or 1
+    vpp = positive(options, "--num-virtual-stages-per-pipeline-rank")
     ends = ("--account-for-embedding-in-pipeline-split" in options, "--account-for-loss-in-pipeline-split" in options)
-    per_chunk = number(options, "--num-layers-per-virtual-pipeline-stage")
-    if per_chunk:
+    if "--num-layers-per-virtual-pipeline-stage" in options:
+        per_chunk = positive(options, "--num-layers-per-virtual-pipeline-stage")
         vpp = max(1, (num_layers + sum(ends)) // (pp * per_chunk))
     counts = _uneven(options, num_layers, pp) or (_accounted(num_layers, pp * vpp, ends) if any(ends) else None)
     return {"vpp": vpp, **({"layers_per_stage": counts} if counts else {})}

@@ -72,6 +72,8 @@ SWITCH_OPTIONS: tuple[Spelling, ...] = (
     Spelling("cross_entropy_fusion", True, {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "te"}),
     Spelling("bf16_gradients", False),
     Spelling("bf16_gradients", True, {"--grad-reduce-in-bf16": True}),
+    # gradients of bf16 training are summed in fp32 only where the optimizer's are fp32
+    Spelling("bf16_gradients", True, {"--main-grads-dtype": "bf16"}, is_read_only=True),
     Spelling("bf16_moments", False),
     Spelling(
         "bf16_moments", True, _PRECISION_AWARE | {"--exp-avg-dtype": "bf16", "--exp-avg-sq-dtype": "bf16"}

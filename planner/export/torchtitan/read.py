@@ -58,6 +58,16 @@ def read_torchtitan(config: ConfigFile) -> ImportedRun:
     """
     script = read_script(config.text, config.beside)
     settings, unreadable = read_settings(config, script)
+    imported = run_of_settings(settings, _num_gpus(settings, script))
+    imported.unknown |= unreadable
+    if is_recipe(config.text):
+        # recipes in Python are of 2026, and so is FlexAttention for all language models
+        imported.run["features"]["flex_attention"] = True
+    return imported
+
+
+def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
+    """The run that settings by `section.name` describe; those that are not read are noted as ignored or unknown."""
     model = settings.get("model.published") or model_of_flavor(
         str(settings.get("model.name", "")), str(settings.get("model.flavor", ""))
     )
@@ -68,17 +78,15 @@ def read_torchtitan(config: ConfigFile) -> ImportedRun:
         "torchtitan",
         {
             "model": model,
-            "num_gpus": _num_gpus(settings, script),
+            "num_gpus": num_gpus,
             "runtime": "torchtitan",
             "seq_length": _first(settings, "training.max_context_length", "training.seq_len"),
             "dtype": str(settings.get("dtype", "bf16")),
             "precision_recipe": f"fp8-{settings['float8.recipe_name']}" if settings.get("dtype") == "fp8" else None,
             "parallelism": layout,
-            # recipes in Python are of 2026, and so is FlexAttention for all language models
-            "features": _features(settings) | ({"flex_attention": True} if is_recipe(config.text) else {}),
+            "features": _features(settings),
         },
     )
-    imported.unknown |= unreadable
     _read_batch(imported, settings)
     _read_recompute(imported, settings, model)
     if model is None:
@@ -95,25 +103,14 @@ def read_torchtitan(config: ConfigFile) -> ImportedRun:
 
 
 def _read_recompute(imported: ImportedRun, settings: Settings, model: Model | None) -> None:
-    """Layers that are recomputed by name, or every n-th of them: the first of every stage, as many as there are."""
+    """Layers that are recomputed by name, or every n-th of them."""
     layout, layers = imported.run["parallelism"], settings.pop(RECOMPUTED, None)
     every = str(settings.get("activation_checkpoint.selective_ac_option", "op"))
     num_layers = num_layers_of(model)
-    num_stages = layout["pp"] * layout["vpp"]
     if layout["recompute"] == "selective" and every.isdigit() and int(every) > 0 and num_layers:
-        layout |= {"recompute": "full", "recompute_num_layers": max(1, num_layers // int(every) // num_stages)}
-        imported.notes.append(f"one layer in {every} is recomputed whole: priced as the first ones of each stage")
+        layout |= {"recompute": "full", "recompute_layers": [*range(int(every) - 1, num_layers, int(every))]}
     elif isinstance(layers, list) and layout["recompute"] == "full" and num_layers:
-        counts = layout.get("layers_per_stage") or [num_layers]
-        starts = [sum(counts[:stage]) for stage in range(len(counts))]
-        per_stage = [
-            sum(start <= layer < start + n for layer in layers) for start, n in zip(starts, counts, strict=True)
-        ]
-        most = max(per_stage)
-        if most and all(found == min(most, n) for found, n in zip(per_stage, counts, strict=True)):
-            layout["recompute_num_layers"] = most
-        else:
-            imported.notes.append(f"the recipe recomputes {len(layers)} layers by name: read as all of them")
+        layout["recompute_layers"] = layers
 
 
 def _features(settings: Settings) -> dict[str, Any]:

@@ -52,8 +52,13 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Settings, dict[st
         raise SpecError(
             "no torchtitan settings found", "give a recipe, a TOML file, or a script with --parallelism.… options"
         )
+    return of_today(settings), unreadable
+
+
+def of_today(settings: Settings) -> Settings:
+    """Settings under today's names, with the dtype that converters ask for."""
     settings = {_OLD.get(name, name): value for name, value in settings.items()}
-    return settings | _converted(settings), unreadable
+    return settings | _converted(settings)
 
 
 def _converted(settings: Settings) -> Settings:
@@ -87,14 +92,14 @@ def _toml(text: str) -> Settings:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"not TOML: {error}", "give the file that --job.config_file names") from None
-    return _flat(data)
+    return flat(data)
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
+def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
     """Nested tables as `section.name`."""
     settings: Settings = {}
     for key, value in data.items():
-        settings |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        settings |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return settings
 
 

@@ -18,6 +18,7 @@ from planner.probe.model.norm import Norm
 from planner.probe.model.peer_functions import Enter
 from planner.probe.model.peers import TensorPeers, apply
 from planner.probe.model.surroundings import Surroundings, recomputable
+from planner.probe.torch_build import this_build
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
 
@@ -29,15 +30,16 @@ def core_attention(
 
     Returns [seq, batch, heads·v dim]. `mask` is added to the scores and replaces causality where given; windows and
     learned sinks go to the flash kernel on a GPU, elsewhere sinks are one more key with a logit of their own. Unequal
-    head dimensions are padded on the CPU, whose kernel wants them equal. Where sequences are split, the keys and values
-    of all context-parallel ranks are gathered.
+    head dimensions are padded on the CPU and in ROCm builds, whose kernels want them equal. Where sequences are split,
+    the keys and values of all context-parallel ranks are gathered.
     """
     if cp.size > 1:
         return apply(ContextAttention, q, k, v, mask, window, sinks, cp).flatten(2)
-    if mask is None and takes_flash(q) and (window or sinks is not None):
+    pads = this_build().pads_values and v.shape[-1] < q.shape[-1]
+    if mask is None and takes_flash(q) and (window or sinks is not None or pads):
         return apply(FlashAttention, q, k, v, window, sinks).flatten(2)
     v_dim = v.shape[-1]
-    if q.device.type == "cpu" and v_dim < q.shape[-1]:
+    if not q.is_cuda and v_dim < q.shape[-1]:
         v = functional.pad(v, (0, q.shape[-1] - v_dim))
     if sinks is not None:
         k, v, mask = _with_sink(k, v, mask, sinks)

@@ -10,11 +10,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from planner.probe.model.surroundings import to_fp32
+from planner.probe.torch_build import this_build, torch_release
+from planner.specs.model import ModelSpec
 
 
 def takes_flash(x: Tensor) -> bool:
     """True if flash attention runs on x's device and dtype. The kernel takes windows and sinks, but no masks."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def flash_objection(model: ModelSpec, cp: int) -> str | None:
+    """The reason why flash attention of this build of torch computes something else than the model's attention over
+    sequences split into `cp`; None where it is right."""
+    build = this_build()
+    if cp > 1 and not build.aligns_to_last_key:
+        return f"flash attention of torch {torch.__version__} takes no sequences split over cp {cp}"
+    if (model.sliding_window or model.attention_sinks) and torch_release() < build.windows_since:
+        return f"flash attention of torch {torch.__version__} takes no windows and sinks"
+    return None
 
 
 class Visibility(NamedTuple):
@@ -34,7 +47,9 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> tuple[T
         *(x.transpose(0, 1) for x in (q, k, _widened(v, q))), None, None, q.shape[0], k.shape[0], 0.0, True, False,
         **_window(rules),
     )  # fmt: skip
-    out = out.transpose(0, 1)[..., : v.shape[-1]]
+    out = out.transpose(0, 1)
+    if v.shape[-1] < q.shape[-1]:
+        out = out[..., : v.shape[-1]].contiguous()  # a view would keep the padding until the backward
     if rules.sinks is not None:
         lse_with_sinks = torch.logaddexp(lse, to_fp32(rules.sinks).view(-1, 1))
         out, lse = out * (lse - lse_with_sinks).exp().permute(2, 0, 1).unsqueeze(-1).to(out.dtype), lse_with_sinks

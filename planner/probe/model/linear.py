@@ -13,9 +13,10 @@ from planner.probe.model.marks import mark_partial, mark_shard
 from planner.probe.model.peer_functions import Leave
 from planner.probe.model.peers import apply
 from planner.probe.model.surroundings import Surroundings
+from planner.probe.torch_build import this_build
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32) if hasattr(torch, "_grouped_mm") else ()
-"""Dtypes that torch's grouped GEMM takes on the CPU; on a GPU it takes bf16 from Hopper on. Everything else is
+"""Dtypes that torch's grouped GEMM takes on the CPU; on a GPU it takes bf16, where the build has it. Everything else is
 multiplied expert by expert."""
 
 
@@ -115,7 +116,7 @@ class GroupedProduct(torch.autograd.Function):
 def _takes_groups(x: Tensor) -> bool:
     if not x.is_cuda:
         return x.dtype in _GROUPED_DTYPES
-    return bool(_GROUPED_DTYPES) and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return bool(_GROUPED_DTYPES) and x.dtype == torch.bfloat16 and this_build().takes_groups(x.device)
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

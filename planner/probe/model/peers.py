@@ -81,7 +81,7 @@ class GroupPeers(TensorPeers):
         return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":  # gloo has no reduce-scatter in every torch this runs on
+        if not x.is_cuda:  # gloo has no reduce-scatter in every torch this runs on
             return self.all_reduce(x).chunk(self.size)[self.rank].clone()
         shard = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         dist.reduce_scatter_tensor(shard, x.contiguous(), group=self.group)

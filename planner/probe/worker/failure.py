@@ -24,15 +24,16 @@ HINTS = {
     "lost_peer": "the other ranks say more",
 }
 """The hint for each kind of failure that has one."""
-NO_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""Texts by which the driver, cuBLAS and cuDNN say that a GPU's memory is used up; torch raises its own error."""
+NO_MEMORY = ("CUDA error: out of memory", "HIP error: out of memory", "STATUS_ALLOC_FAILED")
+"""Texts by which the driver, cuBLAS, hipBLAS and cuDNN say that a GPU's memory is used up; torch raises its own
+error."""
 NO_HOST_MEMORY = "can't allocate memory"
 """Text by which torch's allocator says that the host's memory is used up; the plan does not predict host memory."""
 LOST_PEER = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "remote process exited",
     "ommunicator was aborted",
 )  # fmt: skip
-"""Texts by which gloo and NCCL say that a peer is gone."""
+"""Texts by which gloo and NCCL (RCCL has NCCL's) say that a peer is gone."""
 
 
 def run_worker(make: Callable[[], Worker], folder: Path, rank: int) -> Failure | None:

@@ -1,0 +1,132 @@
+"""The build of torch at hand: CUDA's for NVIDIA's GPUs, or ROCm's for AMD's, which torch presents as torch.cuda too.
+
+What differs between them is a row here. No other module of the probe or of the profile asks which one it is.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """Facts of a build of torch that the probe and the profile rest on."""
+
+    runtime: str
+    """The vendor's runtime and its version, such as CUDA 12.8."""
+    queues: tuple[str, str]
+    """The environment variable that says how many queues a GPU has, and the number that the ranks need.
+
+    Each channel between ranks has a stream of its own. Streams that share a queue hold each other back: one that waits
+    for a peer stops the other. The runtime reads the number once, and started ranks inherit it."""
+    attention: Mapping[str, SDPBackend]
+    """Fused attention kernels, as profiles name them."""
+    pads_values: bool
+    """Flash attention runs where values are narrower than keys only if they are padded, and no other kernel is sure to
+    run there."""
+    aligns_to_last_key: bool
+    """Flash attention's causal mask is aligned to the last key where there are more keys than queries."""
+    windows_since: tuple[int, int]
+    """The first version of torch whose flash attention honours windows and returns a natural log-sum-exp."""
+    takes_groups: Callable[[torch.device], bool]
+    """True if torch._grouped_mm runs in bf16 on a device."""
+    architecture_of: Callable[[Any], str]
+    """The silicon generation of a device's properties."""
+    driver: Callable[[], str]
+    """The driver's version; empty where it does not say."""
+
+
+def this_build() -> TorchBuild:
+    """The build of torch that is installed; on a CPU build, as for CUDA."""
+    return _rocm(torch.version.hip) if torch.version.hip else _cuda(torch.version.cuda)
+
+
+def torch_release() -> tuple[int, int]:
+    """Major and minor version of torch; 2.10.0a0 of a vendor's container counts as 2.10."""
+    major, minor = re.findall(r"\d+", torch.__version__)[:2]
+    return int(major), int(minor)
+
+
+CUDA_ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
+"""Architecture by major compute capability."""
+ROCM_ARCHITECTURES = {"gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna4"}
+"""Architecture by compiler target. Compute capability says 9.4 of MI300X, which has nothing to do with Hopper's 9.0."""
+
+
+@cache
+def _cuda(cuda: str | None) -> TorchBuild:
+    def takes_groups(device: torch.device) -> bool:
+        return torch.cuda.get_device_capability(device)[0] >= 9
+
+    def architecture_of(properties: Any) -> str:
+        return CUDA_ARCHITECTURES.get(properties.major, f"sm_{properties.major}{properties.minor}")
+
+    return TorchBuild(
+        runtime=f"CUDA {cuda}",
+        queues=("CUDA_DEVICE_MAX_CONNECTIONS", "32"),  # 8 by default
+        attention={"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
+        pads_values=False,
+        aligns_to_last_key=True,
+        windows_since=(0, 0),
+        takes_groups=takes_groups,
+        architecture_of=architecture_of,
+        driver=_nvidia_driver,
+    )
+
+
+@cache
+def _rocm(hip: str) -> TorchBuild:
+    """The facts of ROCm builds.
+
+    Flash attention is AOTriton's: its mask is aligned to the first key and values are as wide as keys (torch's
+    mha_all_aot.hip, sdp_utils.cpp). It ignores windows before AOTriton 0.10, its log-sum-exp is to base 2 before 0.11
+    (ROCm/aotriton#108), which torch has since 2.9. There is no cuDNN. Grouped products run expert by expert, or by
+    Composable Kernel, since torch 2.10 (pytorch/pytorch#162419).
+    """
+
+    def takes_groups(device: torch.device) -> bool:
+        return torch_release() >= (2, 10)
+
+    def architecture_of(properties: Any) -> str:
+        return ROCM_ARCHITECTURES.get(properties.gcnArchName.partition(":")[0], "cdna")
+
+    return TorchBuild(
+        runtime="ROCm " + ".".join(hip.split(".")[:2]),
+        queues=("GPU_MAX_HW_QUEUES", "16"),  # 4 by default
+        attention={"flash": SDPBackend.FLASH_ATTENTION},
+        pads_values=True,
+        aligns_to_last_key=False,
+        windows_since=(2, 9),
+        takes_groups=takes_groups,
+        architecture_of=architecture_of,
+        driver=_amd_driver,
+    )
+
+
+def _nvidia_driver() -> str:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return lines[0].strip() if lines else ""
+
+
+def _amd_driver() -> str:
+    try:
+        return Path("/sys/module/amdgpu/version").read_text(encoding="utf-8").strip()
+    except OSError:  # the driver that comes with the kernel has no version of its own
+        return ""
