@@ -71,7 +71,10 @@ def test_the_trainer_may_be_named() -> None:
         read_configuration(script, "megatron")
     with pytest.raises(SpecError, match="'pax' is unknown") as caught:
         read_configuration(script, "pax")
-    assert caught.value.hint == "one of megatron, bridge, nemo, torchtitan, torch, accelerate, huggingface, deepspeed"
+    assert (
+        caught.value.hint
+        == "one of megatron, primus, bridge, nemo, torchtitan, torch, accelerate, huggingface, deepspeed"
+    )
 
 
 def test_added_fields_replace_those_that_were_read() -> None:

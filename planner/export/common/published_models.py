@@ -15,6 +15,7 @@ def published_name(model: dict[str, Any]) -> str | None:
         spec = load_model(name)
         num_experts = None if spec.moe is None else spec.moe.num_experts
         same_sizes = all(model.get(field) == getattr(spec, field) for field in _SIZES)
+        same_sizes &= (spec.indexer is None) == (model.get("indexer") is None)
         if same_sizes and (model.get("moe") or {}).get("num_experts") == num_experts:
             return name
     return None

@@ -38,13 +38,23 @@ _LEFT_OUT = re.compile(
 
 def read_primus(config: ConfigFile) -> ImportedRun:
     """The run that an experiment describes. Raises SpecError for what is none, and for trainers of no GPT."""
-    module = _module(_experiment(config))
+    module = trainer_of(_experiment(config))
+    values, overrides = values_of(config)
+    imported: ImportedRun = READERS[str(module["framework"])](values, overrides)
+    _name_model(imported, module.get("model"))
+    _place(imported, config)
+    return imported
+
+
+def values_of(config: ConfigFile) -> tuple[Tree, Tree]:
+    """All values that the trainer gets, and those among them that the experiment itself says."""
+    module = trainer_of(_experiment(config))
     framework = str(module.get("framework"))
-    if framework not in _READERS:
+    if framework not in READERS:
         what = _OTHERS.get(framework)
         raise SpecError(
             f"framework: {printable(framework, 60)}: " + (f"this experiment is {what}" if what else "is unknown"),
-            f"experiments of {', '.join(_READERS)} are read",
+            f"experiments of {', '.join(READERS)} are read",
         )
     overrides = module.get("overrides") or {}
     if not isinstance(overrides, dict):
@@ -52,10 +62,7 @@ def read_primus(config: ConfigFile) -> ImportedRun:
     if framework == "megatron":
         check_is_transformer(overrides)  # its preset may be of another kind
     base = _presets(config, module, framework) if "config" in module else {}
-    imported: ImportedRun = _READERS[framework](merged(base, overrides), overrides)
-    _name_model(imported, module.get("model"))
-    _place(imported, config)
-    return imported
+    return merged(base, overrides), overrides
 
 
 def _experiment(config: ConfigFile, depth: int = 0) -> Tree:
@@ -71,7 +78,7 @@ def _experiment(config: ConfigFile, depth: int = 0) -> Tree:
     return merged(result, tree)
 
 
-def _module(experiment: Tree) -> Tree:
+def trainer_of(experiment: Tree) -> Tree:
     """The module that trains: Primus takes one before or one after pre-training."""
     modules = experiment.get("modules")
     if not isinstance(modules, dict):
@@ -123,7 +130,8 @@ def _read_bridge(values: Tree, written: Tree) -> ImportedRun:
     return imported
 
 
-_READERS = {"megatron": run_of_keys, "torchtitan": _read_torchtitan, "megatron_bridge": _read_bridge}
+READERS = {"megatron": run_of_keys, "torchtitan": _read_torchtitan, "megatron_bridge": _read_bridge}
+"""Framework to the reader of its values."""
 
 
 def _name_model(imported: ImportedRun, name: Any) -> None:
