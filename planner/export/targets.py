@@ -90,6 +90,10 @@ _TRAINERS = (
         runtimes=("megatron",),
     ),
     Trainer(
+        "primus", "primus.write:export_primus", "primus.read:read_primus",
+        mark=r"^modules:\s*$(?s:.*)^  (pre|post)_trainer:\s*$", runtimes=("primus-megatron", "primus-torchtitan"),
+    ),
+    Trainer(
         "bridge", "bridge.write:export_bridge", "bridge.read:read_bridge",
         mark=r'"overrides": \[|run_recipe\.py|run_script\.py|megatron\.bridge|ConfigContainer'
         r"|cfg\.model\.tensor_model_parallel"
@@ -109,10 +113,6 @@ _TRAINERS = (
     Trainer(
         "torch", "torch.write:export_torch", "torch.read:read_torch",
         mark=r"^stage_to_rank:", runtimes=("torch-eager",), recomputes=("core_attn", "mlp", "moe", "shared_experts"),
-    ),
-    Trainer(
-        "primus", "primus.write:export_primus", "primus.read:read_primus",
-        mark=r"^modules:\s*$(?s:.*)^  (pre|post)_trainer:\s*$", runtimes=("primus-megatron", "primus-torchtitan"),
     ),
     Trainer(
         "accelerate", None, "huggingface.accelerate:read_accelerate",

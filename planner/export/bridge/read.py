@@ -72,7 +72,7 @@ def _hub_name(record: Record) -> str:
 def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> ImportedRun:
     launched = {name: words for name, words in options_of(script.words).items() if name in _RANKS}
     options = {**launched, **options_of_fields(fields)}
-    named = None if "--hidden-size" in options else model_called(hub_name) or _model_of_recipe(recipe)
+    named = None if "--hidden-size" in options else model_called(hub_name) or model_of_recipe(recipe)
     imported = run_of(options, script, "bridge", num_layers=num_layers_of(named))
     imported.run["runtime"] = "bridge"
     if imported.run["model"] is not None and named is None:
@@ -102,7 +102,7 @@ def _sort_mixture(imported: ImportedRun) -> None:
     imported.run["features"].pop("dispatcher", None)
 
 
-def _model_of_recipe(recipe: str) -> Model | None:
+def model_of_recipe(recipe: str) -> Model | None:
     """The model that a recipe's name begins with: `qwen3_30b_a3b_pretrain_config`."""
     parts = re.split(r"_(?:pretrain|sft|peft|finetune|config|low_precision|lora)", recipe)[0].split("_")
     for length in range(len(parts), 0, -1):

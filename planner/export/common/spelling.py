@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.errors import SpecError
 from planner.trainers.rules.common import release
 from planner.trainers.switches import Value
 
@@ -26,7 +27,7 @@ class Part:
 
 ITSELF = Part(lambda value: value, lambda setting: " ".join(_words(setting)))
 """The value is the setting."""
-SHARE = Part(lambda value: value, lambda setting: float(_words(setting)[0]))
+SHARE = Part(lambda value: value, lambda setting: _share(setting))
 """The value is a number."""
 IS_SET = Part(lambda value: value, lambda setting: True)
 """Any setting means true."""
@@ -100,6 +101,15 @@ def unexplained(rows: Iterable[Spelling], found: Settings) -> set[str]:
     rows = tuple(rows)
     spelled = {name for row in rows for name in row.settings if name in found}
     return spelled - {name for row in rows if row.read(found) is not None for name in row.settings}
+
+
+def _share(setting: Any) -> float:
+    try:
+        return float(_words(setting)[0])
+    except (IndexError, ValueError):
+        raise SpecError(
+            f"a share of the optimizer: {str(setting)[:60]!r} is no number", "write one from 0 to 1"
+        ) from None
 
 
 def _words(setting: Any) -> list[str]:

@@ -24,7 +24,8 @@ from planner.export.scripts.script import read_script
 from planner.export.scripts.shell import Script
 from planner.trainers.switches import SWITCHES
 
-_READ = {"--global-batch-size", "--seq-length", *FEATURE_OPTIONS, *LAYOUT_OPTIONS, *MODEL_OPTIONS}
+READ = frozenset({"--global-batch-size", "--seq-length", *FEATURE_OPTIONS, *LAYOUT_OPTIONS, *MODEL_OPTIONS})
+"""The options that are read."""
 _SIZES = ("--num-layers", "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--model-parallel-size")
 
 
@@ -113,7 +114,7 @@ def run_of(
     imported.microbatches_per_rank = 1
     imported.notes += _assumptions(options)
     unsaid = unexplained(SWITCH_OPTIONS, {name: words or True for name, words in options.items()})
-    sort_unread(options, {*_READ, *also_read} - unsaid, imported)
+    sort_unread(options, {*READ, *also_read} - unsaid, imported)
     return imported
 
 

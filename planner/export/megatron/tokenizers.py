@@ -41,6 +41,8 @@ _BY_NAME: tuple[tuple[str, int], ...] = (
     (r"moonlight|kimi", 163840),
     (r"gemma[-_]?3", 262208),
     (r"gemma", 256000),
+    (r"\blfm2", 65536),
+    (r"minimax[-_]?(m2|text)", 200064),
     (r"phi-?3", 32064),
     (r"phi-?4", 100352),
     (r"\byi-", 64000),

@@ -32,13 +32,20 @@ _SCHEDULES = {
 }
 OWN_SCHEDULES = tuple(_SCHEDULES)
 """Schedules that Megatron-LM does not have; its own it runs itself, without a key."""
+ALGORITHMS = {"1f1b": "1f1b", "1f1b-interleaved": "interleaved-1f1b"} | {
+    schedule.algorithm: name for name, schedule in _SCHEDULES.items()
+}
+"""Values of `pp_algorithm`, and the schedules that they are."""
 _WITH_TABLES: Keys = {
     "patch_primus_pipeline": True,
     "no_persist_layer_norm": True,
     "create_attention_mask_in_dataloader": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
     "eval_iters": 0,
 }
-"""Arguments that go with schedules from tables, whose pipeline also has no forward alone."""
+"""Arguments that go with schedules from tables, which reduce and gather after the last backward, as they are priced
+(`overlaps_split_backwards`), and have no forward alone."""
 
 
 def schedule_keys(plan: Plan) -> Keys:
@@ -65,10 +72,6 @@ def objections_to_schedule(plan: Plan, stages: tuple[VirtualStage, ...]) -> list
         ),
         "uneven_stages": (not is_even(stages), f"{name} takes stages of equally many layers"),
         "recompute": (layout.recompute != "none", f"{name} splits backwards, which keep the inputs of every layer"),
-        "overlap_grad_reduce": (
-            runtime.gradient_overlap_fraction > 0 or runtime.parameter_overlap_fraction > 0,
-            f"{name} reduces gradients and gathers weights after the last backward",
-        ),
         "fused_grad_accumulation": (not runtime.fused_grad_accumulation, f"{name} needs it"),
     }
     return [Reason(name, message) for name, (is_wrong, message) in wrong.items() if is_wrong]

@@ -44,7 +44,7 @@ _IGNORED = re.compile(
     r"(job|profiling|profiler|metrics|optimizer|lr_scheduler|checkpoint|comm|validation|validator|debug|dataloader|fault"
     r"|eval|experimental\.custom|fault_tolerance|memory_estimation)\b"
     r"|model\.(tokenizer|hf_assets|print|norm_type|attn_backend)|hf_assets|dump_folder"
-    r"|training\.(dataset|steps|max_norm|seed|gc_|warmup_steps|disable_cuda|pipeline_parallel)"
+    r"|training\.(dataset|mock_data|steps|max_norm|seed|gc_|warmup_steps|disable_cuda|pipeline_parallel)"
     r"|parallelism\.(spmd|context_parallel_load|disable_loss_parallel)|training\.disable_loss_parallel"
     r"|compile\.backend|float8\.(filter|fqns|precompute|enable_fsdp)|quantize\.|mx\."
     r"|activation_checkpoint\.(per_op|early_stop|preserve)"

@@ -1,0 +1,132 @@
+"""Primus' presets of modules and models: those of the checkout around a file, else the facts of the shipped ones.
+
+A preset's values lie over those of the presets that it `extends`; in an experiment, a model's preset fills in what the
+module's leaves out, and `overrides` lie over both (primus/core/config and primus/core/launcher/parser.py).
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from planner.errors import SpecError
+from planner.export.common.config_file import ConfigFile
+from planner.specs.reading import kind_of, parse_mapping, printable
+
+Tree = dict[str, Any]
+_ROOT = "primus/configs"
+_MAX_VALUES, _MAX_DEPTH = 20_000, 60
+_VARIABLE = re.compile(r"\$\{([^:{}]+):([^}]*)\}")
+_MERGE = re.compile(r"<<\s*:|\?\s+(&\w+\s+)?<<|!!merge|2002:merge")
+"""YAML's merges of mappings: copies of copies grow without end before anyone can count them."""
+_NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+
+
+def tree_of(text: str, where: str) -> Tree:
+    """The mapping in a YAML text, each `${NAME:default}` by its default. Raises SpecError for what is none, or hostile.
+
+    A variable without a default stays as it stands: no value, for whoever needs one.
+    """
+    if _MERGE.search(text):
+        raise SpecError(f"{where}: <<: merges of mappings are not read", "write the keys out")
+    tree = parse_mapping(text, where)
+    _measure(tree, where)
+    return {str(key): _resolved(value) for key, value in tree.items()}
+
+
+def _measure(tree: Tree, where: str) -> None:
+    """Raise SpecError where references to one value multiply, or values nest, beyond what any configuration has."""
+    todo: list[tuple[Any, int]] = [(tree, 0)]
+    for num_values in range(_MAX_VALUES + 1):
+        if not todo:
+            return
+        value, depth = todo.pop()
+        if depth > _MAX_DEPTH:
+            raise SpecError(f"{where}: nested more than {_MAX_DEPTH} deep", "give an experiment of Primus")
+        inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+        if isinstance(inner, list):
+            todo += [(item, depth + 1) for item in inner[: _MAX_VALUES - num_values + 1]]
+    raise SpecError(f"{where}: has more than {_MAX_VALUES:,} values", "give an experiment of Primus")
+
+
+def _resolved(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _resolved(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_resolved(inner) for inner in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    text = _VARIABLE.sub(lambda match: match[2], value)
+    return value if text == value else _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    """The value of a default: true, false, nothing, a number, else the text."""
+    words = {"true": True, "false": False, "null": None, "": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    if re.fullmatch(r"-?\d{1,30}", text):
+        return int(text)
+    return float(text) if _NUMBER.fullmatch(text) else text
+
+
+def merged(base: Tree, over: Tree) -> Tree:
+    """Both trees; where both have a value, that of `over`, and mappings are merged in turn."""
+    result = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        result[key] = merged(base[key], value) if both else value
+    return result
+
+
+def preset(config: ConfigFile, section: str, framework: str, name: Any) -> Tree:
+    """A preset with all that it extends. Raises SpecError where there is none of that name.
+
+    `section` is `models` or `modules`.
+    """
+    if not isinstance(name, str) or not name:
+        raise SpecError(f"{section[:-1]}: {name!r:.60} is {kind_of(name)}, no preset's name", "name one of Primus'")
+    file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+    return _extended(config, posixpath.join(section, framework, file), ())
+
+
+def _extended(config: ConfigFile, path: str, on_the_way: tuple[str, ...]) -> Tree:
+    path = posixpath.normpath(path)
+    if path in on_the_way or len(on_the_way) > _MAX_DEPTH:
+        raise SpecError(f"{printable(path, 80)}: extends itself", "mend its `extends:`")
+    own = _own(config, path)
+    bases = own.pop("extends", [])
+    result: Tree = {}
+    for base in bases if isinstance(bases, list) else [bases]:
+        beside = posixpath.join(posixpath.dirname(path), str(base))
+        result = merged(result, _extended(config, beside, (*on_the_way, path)))
+    return merged(result, own)
+
+
+def _own(config: ConfigFile, path: str) -> Tree:
+    """A preset's own values, without those of others."""
+    is_inside = not path.startswith(("..", "/"))
+    text = config.above(f"{_ROOT}/{path}") if is_inside else None
+    if text is not None:
+        return tree_of(text, path)
+    if path not in shipped():
+        raise SpecError(
+            f"{printable(path, 80)}: Primus ships no such preset",
+            f"put the experiment into a checkout of Primus that has {_ROOT}/{posixpath.basename(path)[:60]}"
+            if not is_inside
+            else "put the experiment into the checkout of Primus that has it, or add --model NAME",
+        )
+    return dict(shipped()[path])
+
+
+@cache
+def shipped() -> dict[str, Tree]:
+    """The facts of the presets that Primus ships, by their paths below its configs."""
+    data = json.loads(files("planner.export.primus").joinpath("presets.json").read_text())
+    presets: dict[str, Tree] = data["presets"]
+    return presets

@@ -1,0 +1,148 @@
+"""An experiment of AMD's Primus as a run: its YAML, over the presets of a module and of a model that it names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from planner.errors import SpecError
+from planner.export.bridge.read import model_of_recipe
+from planner.export.common.config_file import ConfigFile
+from planner.export.common.exported_model import Model, num_layers_of
+from planner.export.common.imported_run import ImportedRun, least_gpus
+from planner.export.primus.presets import Tree, merged, preset, tree_of
+from planner.export.primus.read_megatron import run_of_keys
+from planner.export.primus.read_model import check_is_transformer
+from planner.export.primus.read_turbo import torchtitan_features
+from planner.export.torchtitan.read import run_of_settings
+from planner.export.torchtitan.settings import flat, of_today
+from planner.specs.reading import kind_of, printable
+
+_GPUS_OF_A_NODE = 8
+_MAX_DEPTH = 10
+_OTHERS = {
+    "maxtext": "MaxText's, in JAX",
+    "diffusion": "a diffusion model's",
+    "maxdiffusion": "a diffusion model's, in JAX",
+    "hummingbirdxt": "a video model's",
+    "nemo_automodel": "NeMo AutoModel's",
+}
+"""Frameworks of Primus without a reader, and what they are."""
+_HARDWARE = re.compile(r"(?<![a-z0-9])MI(300|325|350|355)X?(?![a-z0-9])", re.IGNORECASE)
+_DEFAULT_HARDWARE = "mi300x"
+_LEFT_OUT = re.compile(
+    r"(sink_level|file_sink|stderr_sink|trainable|env|lr_scheduler|primus_turbo|experimental|quantize)\b|(sink|\w+_sink)_level"
+)
+"""Settings of torchtitan's experiments that are Primus' own, and change nothing or are read for themselves."""
+
+
+def read_primus(config: ConfigFile) -> ImportedRun:
+    """The run that an experiment describes. Raises SpecError for what is none, and for trainers of no GPT."""
+    module = _module(_experiment(config))
+    framework = str(module.get("framework"))
+    if framework not in _READERS:
+        what = _OTHERS.get(framework)
+        raise SpecError(
+            f"framework: {printable(framework, 60)}: " + (f"this experiment is {what}" if what else "is unknown"),
+            f"experiments of {', '.join(_READERS)} are read",
+        )
+    overrides = module.get("overrides") or {}
+    if not isinstance(overrides, dict):
+        raise SpecError(f"overrides: is {kind_of(overrides)}, expected a mapping", "write `key: value` lines")
+    if framework == "megatron":
+        check_is_transformer(overrides)  # its preset may be of another kind
+    base = _presets(config, module, framework) if "config" in module else {}
+    imported: ImportedRun = _READERS[framework](merged(base, overrides), overrides)
+    _name_model(imported, module.get("model"))
+    _place(imported, config)
+    return imported
+
+
+def _experiment(config: ConfigFile, depth: int = 0) -> Tree:
+    """The experiment over those beside it that it `extends`."""
+    tree = tree_of(config.text, str(config.path or "the experiment"))
+    bases = tree.pop("extends", [])
+    result: Tree = {}
+    for name in bases if isinstance(bases, list) else [bases]:
+        text = config.beside(str(name))
+        if text is None or config.path is None or depth > _MAX_DEPTH:
+            raise SpecError(f"extends: {printable(str(name), 60)}: is not beside the experiment", "put it there")
+        result = merged(result, _experiment(ConfigFile(text, config.path.parent / str(name)), depth + 1))
+    return merged(result, tree)
+
+
+def _module(experiment: Tree) -> Tree:
+    """The module that trains: Primus takes one before or one after pre-training."""
+    modules = experiment.get("modules")
+    if not isinstance(modules, dict):
+        raise SpecError("modules: is missing, or no mapping", "give an experiment of Primus")
+    module = modules.get("pre_trainer") or modules.get("post_trainer")
+    if not isinstance(module, dict):
+        raise SpecError("modules: has no pre_trainer and no post_trainer", "give an experiment that trains")
+    return module
+
+
+def _presets(config: ConfigFile, module: Tree, framework: str) -> Tree:
+    """The module's preset, with what the model's has beside it."""
+    names = {"modules": module.get("config"), "models": module.get("model")}
+    of_module, of_model = (preset(config, section, framework, name) for section, name in names.items())
+    return of_model | of_module
+
+
+def _read_torchtitan(values: Tree, written: Tree) -> ImportedRun:
+    """The settings of torchtitan, whose sections Primus' keys are."""
+    settings = of_today(flat({name: value for name, value in values.items() if isinstance(value, dict)}))
+    own = {name: settings.pop(name) for name in [*settings] if _LEFT_OUT.match(name)}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    imported = run_of_settings(settings, None)
+    imported.source = "primus"
+    imported.run["runtime"] = "primus-torchtitan"
+    imported.run["features"] |= torchtitan_features(own)
+    said = {*of_today(flat(written))}
+    imported.unknown = {name: value for name, value in imported.unknown.items() if name in said}
+    imported.ignored = {name: value for name, value in imported.ignored.items() if name in said}
+    return imported
+
+
+def _read_bridge(values: Tree, written: Tree) -> ImportedRun:
+    """Overrides of one of Megatron-Bridge's recipes, by the names of Megatron-LM's arguments."""
+    flavor = str(values.get("flavor") or "")
+    tuned = str(values.get("peft") or "none")
+    if tuned != "none":
+        raise SpecError(f"peft: {tuned[:60]} trains adapters, whose steps are not priced", 'write `peft: "none"`')
+    if re.search(r"mamba|zebra", flavor):
+        raise SpecError(f"flavor: {flavor[:60]}: this is Mamba, a state-space model", "give the experiment of a GPT")
+    named: Model | None = model_of_recipe(flavor)
+    imported = run_of_keys(values, written, num_layers_of(named) if named is not None else None)
+    imported.run["model"] = imported.run["model"] or named
+    if imported.run["model"] is None:
+        imported.notes.append(f"{flavor or 'the recipe'} is no model that the planner knows: add --model")
+    if (vpp := values.get("virtual_pipeline_model_parallel_size")) is not None:
+        imported.run["parallelism"]["vpp"] = vpp
+    imported.notes.append(f"what the recipe {flavor} sets beside the overrides is not read")
+    return imported
+
+
+_READERS = {"megatron": run_of_keys, "torchtitan": _read_torchtitan, "megatron_bridge": _read_bridge}
+
+
+def _name_model(imported: ImportedRun, name: Any) -> None:
+    """Models that are described go by their preset's name, unless a published one has their sizes."""
+    model = imported.run["model"]
+    if isinstance(model, dict) and model.get("name") == "imported" and isinstance(name, str):
+        model["name"] = re.sub(r"\.ya?ml$", "", name)[:60] or "imported"
+
+
+def _place(imported: ImportedRun, config: ConfigFile) -> None:
+    """GPUs: their kind by the folder, and one node, which Primus starts unless NNODES says otherwise."""
+    run = imported.run
+    found = _HARDWARE.findall(str(config.path.absolute() if config.path else ""))
+    run["hardware"] = f"mi{found[-1]}x" if found else _DEFAULT_HARDWARE
+    if not found:
+        imported.notes.append(f"no folder names a GPU: priced on {_DEFAULT_HARDWARE}; add --hardware mi355x, say")
+    least, batch = least_gpus(run["parallelism"]), run["global_batch_size"]
+    if run.get("num_gpus") is None and _GPUS_OF_A_NODE % least == 0:
+        run["num_gpus"] = _GPUS_OF_A_NODE
+        imported.notes.append("one node of 8 GPUs, as Primus starts it unless NNODES says otherwise; else add --gpus N")
+    if batch is None and run["runtime"] == "primus-megatron":
+        imported.notes.append("no global_batch_size is given: one micro-batch a rank")

@@ -1,0 +1,180 @@
+"""The keys of Primus' Megatron backend as a run: most are arguments of Megatron-LM by the names of its parser."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from planner.errors import SpecError
+from planner.export.common.imported_run import ImportedRun
+from planner.export.megatron.options import Options
+from planner.export.megatron.read import READ, run_of
+from planner.export.primus.keys import key_of
+from planner.export.primus.read_model import MODEL_KEYS, add_to_model, check_is_transformer
+from planner.export.primus.read_turbo import SCHEDULES, TURBO, features, pipeline
+from planner.export.scripts.shell import Script
+
+Values = dict[str, Any]
+_OPTIONS = {key_of(option): option for option in sorted(READ, reverse=True)} | {
+    "norm_epsilon": "--norm-epsilon",
+    "apply_layernorm_1p": "--apply-layernorm-1p",
+    "add_position_embedding": "--no-position-embedding",
+    "original_max_position_embeddings": "--yarn-original-max-position-embeddings",
+}
+"""Key to the option of Megatron-LM that sets it."""
+_OFF = frozenset({
+    "add_bias_linear", "add_position_embedding", "apply_rope_fusion", "bias_gelu_fusion", "bias_swiglu_fusion",
+    "check_for_nan_in_loss_and_grad", "gradient_accumulation_fusion", "overlap_p2p_comm",
+})  # fmt: skip
+"""Keys that an option sets to false."""
+_LISTS = ("recompute_modules", "offload_modules", "cuda_graph_modules", "cuda_graph_scope", "cp_comm_type")
+"""Keys whose options take several words."""
+_OWN = frozenset({
+    "recompute_layer_ids", "decoder_pipeline_manual_split_list", "torch_fsdp2_reshard_after_forward", "mock_data",
+    "lora", "stage", "peft", "flavor", "recipe", "precision_config", "num_virtual_stages_per_pipeline_rank",
+    "virtual_pipeline_model_parallel_size", "data_parallel_replicate_degree",
+})  # fmt: skip
+KEYS = frozenset({*_OPTIONS, "tokenizer_type", "tokenizer_model", *_OWN, *TURBO, *SCHEDULES, *MODEL_KEYS})
+"""The keys that are read: the facts of a preset."""
+_HARMLESS = re.compile(
+    r"(\w*sink_level|log_|disable_|mlflow|wandb|tensorboard|profil|torch_profiler|pytorch_profiler|use_rocm|generate_|"
+    r"nvtx|record_|memory_|use_nsys|auto_continue|pp_warmup|dump_|dataloader|prefetch_factor|skip_save|hf_path|dataset|"
+    r"sft_|native_|mlperf|target_val|nemo_|per_step_rng|warmup_train|wall_clock|use_turbo_(attention|gemm|rms_norm|"
+    r"norm|fused|permute|mega|autotune)|turbo_|enable_turbo|enable_primus|moe_router_force|moe_use|moe_extended|"
+    r"barrier|exp_|num_|trainable|finetune_lr|mock|data|tokenizer|no_fp8_weight|fp8_(wgrad|dot|multi|reduce|use|pre)|"
+    r"params_dtype|pipeline_dtype|use_cpp|disable_delayed|enable_packed|max_samples|use_packed|comm_overlap|"
+    r"debug_scheduler|check_for|iter|empty|optimizer_foreach|enable_experimental|apply_rope|te_rng|rank)"
+)
+"""Keys of Primus' own that change neither seconds nor bytes of a step, or whose kernels the trainer has anyway."""
+
+
+def run_of_keys(values: Values, written: Values, num_layers: int | None = None) -> ImportedRun:
+    """The run that an experiment's values describe; `written` are those that its own file says.
+
+    `num_layers` is that of a model that the experiment names and does not describe.
+    """
+    _refuse_adapters(values)
+    if num_layers is None:
+        check_is_transformer(values)
+    imported = run_of(options_of_values(values), Script(), "primus", num_layers=num_layers)
+    run, layout = imported.run, imported.run["parallelism"]
+    run["runtime"] = "primus-megatron"
+    run["features"] |= features(values)
+    layout |= _sharding(values, layout) | pipeline(values, layout["pp"])
+    layout |= _split(values, layout) | _recomputed_layers(values, layout, num_layers)
+    if run["model"] is not None:
+        add_to_model(run["model"], values)
+        imported.notes += _without_unplaced_blocks(run["model"], layout)
+    _read_four_bits(imported, values)
+    _sort(imported, written)
+    imported.notes += _notes(values)
+    return imported
+
+
+def options_of_values(values: Values) -> Options:
+    """Keys and values as options of Megatron-LM; those that are off or unsaid are left out."""
+    options: dict[str, list[str]] = {}
+    for key, value in values.items():
+        if value is None or key in TURBO or key in SCHEDULES or key in _OWN - {"num_virtual_stages_per_pipeline_rank"}:
+            continue
+        option = _OPTIONS.get(key, "--" + key.replace("_", "-"))
+        if key in _OFF:
+            if value is False:
+                options[option] = []
+        elif value is True:
+            options[option] = []
+        elif isinstance(value, list) and key in _LISTS:
+            options[option] = [str(item) for item in value]
+        elif value is not False and value != "" and value != []:
+            options[option] = [str(value)]
+    if values.get("layernorm_epsilon") is not None:
+        options["--norm-epsilon"] = [str(values["layernorm_epsilon"])]
+    if (copies := values.get("data_parallel_replicate_degree")) not in (None, 1):
+        options["--num-distributed-optimizer-instances"] = [str(copies)]
+    if values.get("num_query_groups") is None and "num_query_groups" in values:
+        options.pop("--group-query-attention", None)
+    if values.get("tensor_model_parallel_size") == 1:
+        options.pop("--sequence-parallel", None)
+    return options
+
+
+def _refuse_adapters(values: Values) -> None:
+    lora = values.get("lora")
+    if isinstance(lora, dict) and lora.get("enabled"):
+        raise SpecError("lora: enabled: adapters are trained, whose steps are not priced", "write `enabled: false`")
+
+
+def _sharding(values: Values, layout: Values) -> Values:
+    """torch's FSDP2 keeps weights between forward and backward where it is told not to shard them again."""
+    keeps = values.get("use_torch_fsdp2") and values.get("torch_fsdp2_reshard_after_forward") is False
+    return {"zero_stage": 2} if keeps else {}
+
+
+def _split(values: Values, layout: Values) -> Values:
+    """The layers of every stage, where they are listed."""
+    counts = values.get("decoder_pipeline_manual_split_list")
+    if counts is None or layout["pp"] == 1:
+        return {}
+    if not isinstance(counts, list) or not all(type(count) is int for count in counts):
+        raise SpecError(f"decoder_pipeline_manual_split_list: {counts!r:.60} is no list of numbers", "write [4, 4, …]")
+    return {"layers_per_stage": counts}
+
+
+def _recomputed_layers(values: Values, layout: Values, num_layers: int | None) -> Values:
+    """The layers that are recomputed by their numbers; those beyond the last are of multi-token prediction."""
+    listed = values.get("recompute_layer_ids")
+    if listed is None or layout.get("recompute") != "full":
+        return {}
+    words = listed if isinstance(listed, list) else str(listed).split(",")
+    if not all(re.fullmatch(r"\s*\d{1,6}\s*", str(word)) for word in words):
+        raise SpecError(f"recompute_layer_ids: {str(listed)[:60]!r} is no list of layers", 'write "0,1,2"')
+    layers = sorted({int(word) for word in words})
+    last = values.get("num_layers") if num_layers is None else num_layers
+    blocks = values.get("mtp_num_layers") or 0
+    if type(last) is int and type(blocks) is int:
+        layers = [n for n in layers if not last <= n < last + blocks]
+    return {"recompute_layers": layers, "recompute_num_layers": None}
+
+
+def _without_unplaced_blocks(model: Values, layout: Values) -> list[str]:
+    """Leave out multi-token-prediction blocks that a layout has no place for: DeepSeek-V3's experiments ship so."""
+    if not model.get("num_nextn_predict_layers") or "m" in (layout.get("layout") or "m"):
+        return []
+    model["num_nextn_predict_layers"] = 0
+    return [
+        "pipeline_model_parallel_layout has no place (m) for the multi-token-prediction block, which Megatron-LM asks "
+        "for: priced without the block; `mtp_num_layers: null` says so"
+    ]
+
+
+def _read_four_bits(imported: ImportedRun, values: Values) -> None:
+    """MXFP4, which no profile has a rate for."""
+    if values.get("fp4") and (values.get("fp4_recipe") == "mxfp4" or values.get("fp4") == "mxfp4"):
+        imported.run["dtype"] = "mxfp8"
+        imported.notes.append("products in MXFP4 are priced as MXFP8, the narrowest that GPUs here have rates for")
+
+
+def _sort(imported: ImportedRun, written: Values) -> None:
+    """Options that were not read and that the experiment itself gives are harmless, or not understood."""
+    said = {_OPTIONS.get(key, "--" + key.replace("_", "-")): key for key in written}
+    ignored = {said[name]: value for name, value in imported.ignored.items() if name in said}
+    unknown = {said[name]: value for name, value in imported.unknown.items() if name in said}
+    harmless = {key for key in unknown if _HARMLESS.match(key) or key in MODEL_KEYS}
+    imported.ignored = ignored | {key: unknown[key] for key in harmless}
+    imported.unknown = {key: value for key, value in unknown.items() if key not in harmless}
+
+
+def _notes(values: Values) -> list[str]:
+    notes = []
+    if values.get("mock_data") and not values.get("vocab_size") and "num_layers" in values:
+        notes.append(
+            "mock_data: since April 2026 Primus trains on a vocabulary of 131,072 then, whatever the tokenizer's: "
+            "add --vocab-size 131072 to price that"
+        )
+    if values.get("stage") == "sft":
+        notes.append("fine-tuning of all weights is priced as training on full sequences")
+    if (vpp := values.get("virtual_pipeline_model_parallel_size")) not in (None, 1) and "num_layers" in values:
+        notes.append(
+            f"virtual_pipeline_model_parallel_size {vpp} is what Megatron-LM works out itself: it has no effect"
+        )
+    return notes

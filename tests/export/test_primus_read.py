@@ -1,0 +1,251 @@
+"""Experiments of Primus become runs, as its own parser reads them, with presets beside them or without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samples import layout_of
+
+from planner.errors import SpecError
+from planner.export.common.imported_run import ImportedRun
+from planner.export.read import read, read_configuration
+from planner.layout.runs import Run, parse_run
+
+EXPERIMENT = """
+work_group: amd
+user_name: root
+exp_name: run
+workspace: ./output
+modules:
+  pre_trainer:
+    framework: {framework}
+    config: {config}
+    model: {model}
+    overrides:
+{overrides}
+"""
+
+
+def experiment(model: str, overrides: str, framework: str = "megatron", config: str = "pre_trainer.yaml") -> str:
+    lines = "\n".join(f"      {line}" for line in overrides.strip().splitlines())
+    return EXPERIMENT.format(framework=framework, config=config, model=model, overrides=lines or "      {}")
+
+
+def imported(model: str, overrides: str = "", **others: str) -> ImportedRun:
+    return read_configuration(experiment(model, overrides, **others))
+
+
+def run_of(imported: ImportedRun, **given: Any) -> Run:
+    return parse_run({"run": imported.complete(**given)})
+
+
+# Facts of experiments that Primus ships (examples/, commit fd1eeab, MIT licence).
+QWEN3_30B = """
+micro_batch_size: 6
+global_batch_size: 48
+seq_length: ${PRIMUS_SEQ_LENGTH:4096}
+recompute_granularity: full
+recompute_method: block
+recompute_num_layers: 5
+tensor_model_parallel_size: ${PRIMUS_TP:1}
+expert_model_parallel_size: ${PRIMUS_EP:8}
+overlap_grad_reduce: true
+overlap_param_gather: true
+use_precision_aware_optimizer: true
+main_grads_dtype: bf16
+exp_avg_dtype: bf16
+exp_avg_sq_dtype: bf16
+enable_primus_turbo: true
+use_turbo_deepep: true
+turbo_sync_free_moe_stage: 1
+cross_entropy_fusion_impl: "te"
+cross_entropy_loss_fusion: true
+fp8: hybrid
+moe_use_legacy_grouped_gemm: true
+mock_data: true
+"""
+DEEPSEEK_V3 = """
+micro_batch_size: 2
+global_batch_size: 4096
+seq_length: 4096
+pipeline_model_parallel_size: 16
+pipeline_model_parallel_layout: "Et*1|t*1|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*2|t*1,L"
+expert_model_parallel_size: 8
+recompute_granularity: full
+recompute_layer_ids: "0,3,4,61"
+enable_primus_turbo: true
+use_turbo_deepep: true
+"""
+LLAMA_70B = """
+micro_batch_size: 3
+global_batch_size: 24
+seq_length: 8192
+use_torch_fsdp2: true
+use_distributed_optimizer: false
+gradient_accumulation_fusion: false
+sequence_parallel: 1
+recompute_granularity: full
+recompute_method: block
+recompute_num_layers: 80
+fp8: hybrid
+"""
+
+
+def test_a_mixture_with_turbo() -> None:
+    run = imported("${PRIMUS_MODEL:qwen3_30B_A3B}.yaml", QWEN3_30B)
+    layout, features = layout_of(run), run.run["features"]
+    assert (run.source, run.run["runtime"], run.run["num_gpus"], run.run["seq_length"]) == (
+        "primus", "primus-megatron", 8, 4096,
+    )  # fmt: skip
+    assert (layout["tp"], layout["ep"], layout["micro_batch_size"], layout["zero_stage"]) == (1, 8, 6, 1)
+    assert (layout["recompute"], layout["recompute_num_layers"], layout["sequence_parallel"]) == ("full", 5, False)
+    assert {name: features[name] for name in ("dispatcher", "sync_free_moe", "grouped_gemm", "cross_entropy_fusion")} == {
+        "dispatcher": "deepep", "sync_free_moe": 1, "grouped_gemm": "legacy", "cross_entropy_fusion": True,
+    }  # fmt: skip
+    assert features["bf16_gradients"] and features["bf16_moments"] and features["overlap_param_gather"]
+    assert (run.run["dtype"], run.run["precision_recipe"]) == ("fp8", "fp8-delayed")
+    assert run.unknown == {}
+    model = run_of(run).model
+    assert model.name == "qwen3-30b-a3b"
+    assert any("131,072" in note for note in run.notes)
+
+
+def test_layers_are_recomputed_by_number_and_a_block_without_a_place_is_left_out() -> None:
+    run = imported("deepseek_v3.yaml", DEEPSEEK_V3)
+    layout = layout_of(run)
+    assert (layout["pp"], layout["vpp"], layout["recompute_layers"]) == (16, 2, [0, 3, 4])
+    assert run.run["model"]["num_nextn_predict_layers"] == 0
+    assert (run.run["model"]["mla"]["q_lora_rank"], run.run["model"]["moe"]["first_k_dense_replace"]) == (1536, 3)
+    assert "num_gpus" not in {name for name, value in run.run.items() if value is not None}
+    with pytest.raises(SpecError) as caught:
+        run.complete()
+    assert caught.value.hint == "add --gpus N, a multiple of 128"
+    stages = run_of(run, num_gpus=256).evaluate().stages
+    assert sum(sum(n for mode, n in stage.recompute.items() if mode != "none") for stage in stages) == 3
+
+
+def test_fsdp2_of_a_dense_model() -> None:
+    run = imported("llama3.1_70B.yaml", LLAMA_70B)
+    layout = layout_of(run)
+    assert (layout["zero_stage"], layout["recompute_num_layers"], layout["sequence_parallel"]) == (3, 80, False)
+    assert run.run["features"]["gradient_accumulation_fusion"] is False
+    assert run_of(run).model.name == "llama-3.1-70b"
+    kept = imported("llama3.1_70B.yaml", LLAMA_70B + "torch_fsdp2_reshard_after_forward: false\n")
+    assert layout_of(kept)["zero_stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "schedule", "vpp"),
+    [
+        ("patch_primus_pipeline: true\npp_algorithm: zero-bubble", "zb-h1", 1),
+        ("patch_primus_pipeline: true\npp_algorithm: zbv-formatted", "zb-v", 2),
+        ("patch_primus_pipeline: true\npp_algorithm: v-min", "v-min", 2),
+        ("patch_zero_bubble: true", "zb-h1", 1),
+        ("patch_zero_bubble: true\nzero_bubble_v_schedule: true", "v-half", 2),
+        ("num_virtual_stages_per_pipeline_rank: 4", None, 4),
+        ("virtual_pipeline_model_parallel_size: 4", None, 1),
+        ("num_layers_per_virtual_pipeline_stage: 2", None, 4),
+    ],
+)
+def test_schedules(overrides: str, schedule: str | None, vpp: int) -> None:
+    layout = layout_of(imported("llama3.1_8B.yaml", f"pipeline_model_parallel_size: 4\n{overrides}"))
+    assert (layout.get("schedule"), layout["vpp"]) == (schedule, vpp)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("llama2_7B.yaml", 6.74), ("llama2_70B.yaml", 68.98), ("llama3.1_405B.yaml", 405.85), ("llama3.2_1B", 1.50),
+        ("qwen2.5_72B.yaml", 72.7), ("qwen3_235B_A22B.yaml", 235.1), ("mixtral_8x22B_v0.1.yaml", 140.6),
+        ("deepseek_v2_lite.yaml", 15.7), ("kimi_k2.yaml", 1026.4), ("grok1.yaml", 314),
+    ],
+)  # fmt: skip
+def test_shipped_presets_have_the_parameters_of_their_names(model: str, billions: float) -> None:
+    run = run_of(imported(model), num_gpus=8)
+    assert run.evaluate is not None
+    from planner.physics.model import Model
+
+    assert Model(run.model).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_models_beyond_megatrons_arguments() -> None:
+    net = imported("qwen3_5_35B_A3B.yaml").run["model"]
+    assert (net["layer_types"], net["linear_attention"]["num_value_heads"]) == (["gated_delta"] * 3 + ["full"], 32)
+    sinks = imported("gpt_oss_20B.yaml", "use_sink_attention: true\nsink_sliding_window: 128").run["model"]
+    assert (sinks["attention_sinks"], sinks["sliding_window"], sinks["sliding_window_pattern"]) == (True, 128, 2)
+    assert sinks["name"] == "gpt_oss_20B"
+    lfm = imported("lfm2_8B_A1B.yaml").run["model"]
+    assert (lfm["layer_types"][:3], lfm["vocab_size"]) == (["conv", "conv", "full"], 65536)
+
+
+def test_torchtitan() -> None:
+    overrides = (
+        "training:\n  local_batch_size: 6\n  global_batch_size: 96\n  seq_len: 8192\n  mock_data: true\n"
+        "activation_checkpoint:\n  mode: full\nparallelism:\n  tensor_parallel_degree: 2\n"
+    )
+    run = imported("llama3.1_70B-fp8.yaml", overrides, framework="torchtitan")
+    layout = layout_of(run)
+    assert (run.source, run.run["runtime"], run.run["model"]) == ("primus", "primus-torchtitan", "llama-3.1-70b")
+    assert (layout["tp"], layout["micro_batch_size"], layout["recompute"], layout["zero_stage"]) == (2, 6, "full", 3)
+    assert (run.run["dtype"], run.run["global_batch_size"], run.run["num_gpus"]) == ("fp8", 96, 8)
+    assert run.unknown == {}
+
+
+def test_bridge() -> None:
+    text = "flavor: qwen3_32b_pretrain_config\nglobal_batch_size: 128\nmicro_batch_size: 16\nseq_length: 2048\ntensor_model_parallel_size: 2"
+    run = imported("qwen3_32b.yaml", text, framework="megatron_bridge", config="pretrain_trainer.yaml")
+    assert (run.run["model"], layout_of(run)["tp"], run.run["runtime"]) == ("qwen3-32b", 2, "primus-megatron")
+
+
+def test_a_checkout_around_the_file_goes_before_what_is_shipped(tmp_path: Path) -> None:
+    configs, example = tmp_path / "primus" / "configs", tmp_path / "examples" / "configs" / "MI355X" / "own.yaml"
+    for path, text in {
+        configs / "modules/megatron/pre_trainer.yaml": "seq_length: 2048\nmicro_batch_size: 2\nhidden_dropout: 0.0\n",
+        configs / "models/megatron/base.yaml": "swiglu: true\nnum_layers: 4\nvocab_size: 1000\nseq_length: 7\n",
+        configs
+        / "models/megatron/own.yaml": "extends: base.yaml\nhidden_size: 256\nnum_attention_heads: 4\nnum_layers: 6\n",
+        example: experiment("own", "global_batch_size: 16\nstrange_key: 3"),
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    run = read(example)
+    model = run.run["model"]
+    assert (model["num_hidden_layers"], model["hidden_size"], model["vocab_size"], model["name"]) == (
+        6,
+        256,
+        1000,
+        "own",
+    )
+    assert (run.run["seq_length"], run.run["hardware"]) == (2048, "mi355x")  # a module's value goes before a model's
+    assert run.unknown == {"strange_key": "3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (experiment("llama3.1_8B.yaml", "tensor_model_parallel_size: 0"), "--tensor-model-parallel-size: 0 is less than 1"),
+        (experiment("llama3.1_8B.yaml", "tensor_model_parallel_size: [1]"), "is no number"),
+        (experiment("llama3.1_8B.yaml", "tensor_model_parallel_size: ${TP}"), "is no number"),
+        (experiment("llama3.1_8B.yaml", "micro_batch_size: 1.5"), "is no whole number"),
+        (experiment("nosuch.yaml", ""), "Primus ships no such preset"),
+        (experiment("../../../../../etc/passwd", ""), "Primus ships no such preset"),
+        (experiment("llama3.1_8B.yaml", "", framework="maxtext"), "MaxText's, in JAX"),
+        (experiment("zebra_llama_1B.yaml", ""), "Mamba, a state-space model"),
+        (experiment("deepseek_v4_flash.yaml", ""), "DeepSeek-V4"),
+        (experiment("llama3_8B.yaml", "lora:\n  enabled: true"), "adapters"),
+        (experiment("llama3_8B.yaml", "turbo_sync_free_moe_stage: 9"), "is no stage"),
+        (experiment("llama3_8B.yaml", "recompute_granularity: full\nrecompute_layer_ids: all"), "is no list of layers"),
+        (experiment("llama3_8B.yaml", "") + "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+            f"{new}: &{new} [*{',*'.join(old * 9)}]\n" for old, new in zip("abcdef", "bcdefg", strict=True)), "20,000 values"),
+        ("b: &b {x: 1}\nc: {<<: [*b, *b]}\n" + experiment("llama3_8B.yaml", ""), "merges"),
+        (experiment("llama3_8B.yaml", "") + "z: " + "[" * 70 + "]" * 70, "nested"),
+        (experiment("llama3_8B.yaml", "").replace("overrides:\n      {}", "overrides: 3"), "expected a mapping"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(text: str, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read_configuration(text)
+    assert message in caught.value.message
+    assert caught.value.hint
