@@ -110,8 +110,8 @@ def _network(text: str, hardware: HardwareSpec, values: Mapping[str, Any]) -> tu
     domain = _checked(ClusterSpec, values).tiers[0].num_gpus or values["gpus_per_node"] or hardware.gpus_per_node
     if (innermost := tiers[0].num_gpus) is not None and innermost <= domain:
         raise SpecError(
-            f"--tier: {tiers[0].name}:{innermost}: NVLink joins {domain} GPUs of {hardware.name}, which no network "
-            "tier is inside of",
+            f"--tier: {tiers[0].name}:{innermost}: {hardware.fabric} joins {domain} GPUs of {hardware.name}, which no "
+            "network tier is inside of",
             f"give {tiers[0].name} more than {domain} GPUs, or leave it out",
         )
     return tiers

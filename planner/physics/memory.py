@@ -107,7 +107,9 @@ def reserved_bytes(allocated_bytes: Number, shape: Shape, hardware: HardwareSpec
 def fixed_reserved_bytes(shape: Shape, hardware: HardwareSpec) -> Number:
     """Bytes of the reserve that do not grow with the allocated bytes."""
     reserved = hardware.reserved
-    return reserved.context_bytes + reserved.communicator_bytes * communicators(shape)
+    peers = np.minimum(shape.ep * shape.etp, hardware.gpus_per_node) - 1.0
+    experts = reserved.expert_peer_bytes * peers * (shape.ep > 1)
+    return reserved.context_bytes + reserved.communicator_bytes * communicators(shape) + experts
 
 
 def usable_bytes(shape: Shape, hardware: HardwareSpec, headroom_bytes: float = 0.0) -> Number:

@@ -143,7 +143,7 @@ def _groups(table: Table) -> npt.NDArray[np.str_]:
 
 
 NARROW = {"fp8": "gemm.fp8_factor", "mxfp8": "gemm.mx_factor"}
-"""The number that tells the rate of 8-bit products from that of 16-bit ones, or of a scale per block from 8 bits."""
+"""The number that tells products of 8 bits from those of 16, or products with a scale per block from other ones."""
 
 
 def narrow_gemm_problem(tables: TableSource, dtype: str = "fp8") -> FitProblem:
@@ -178,7 +178,7 @@ def grouped_gemm_problem(tables: TableSource) -> FitProblem:
         free={"gemm.grouped_factor": (0.93, 0.3, 1.2), **TIMER},
         predict=lambda hardware, bench: np.maximum(timed.seconds(op, hardware), launches * bench["floor_us"] * MICRO),
         measured_s=timed.measured_s,
-        groups=timed.each(table.text("model")),
+        groups=timed.each(table.text("source" if "source" in table else "model")),
         labels=timed.passes,
     )
 
@@ -230,6 +230,11 @@ STREAMS: dict[str, tuple[str, float, int, float, int]] = {
     "cross_entropy_fp32": ("loss", 22, 3, 22, 3),
     "adamw_fused_fp32": ("optimizer", 28, 1, 0, 0),
     "accumulate_bf16_into_fp32": ("accumulate", 10, 1, 0, 0),
+    "add_fp32": ("copy", 12, 1, 0, 0),
+    "add_fp32_bf16": ("copy", 10, 1, 0, 0),
+    "gelu": ("copy", 4, 1, 6, 1),
+    "layer_norm_fp32": ("norm", 8, 1, 20, 2),
+    "strided_copy": ("strided", 4, 1, 0, 0),
     "moe_permute_top2": ("permute", 6, 1, 0, 0),
     "moe_permute_top8": ("permute", 18, 1, 0, 0),
 }
@@ -256,17 +261,17 @@ def stream_problem(tables: TableSource) -> FitProblem:
         for family in np.unique(families):
             of_family = families == family
             seconds[of_family] = stream_s(hardware, num_bytes[of_family], kernels[of_family], str(family))
-        return np.maximum(seconds, np.where(in_backward, bench["autograd_us"], bench["floor_us"]) * MICRO)
+        floor_us = np.where(in_backward, bench.get("autograd_us", 0.0), bench.get("floor_us", 0.0))
+        return np.maximum(seconds, floor_us * MICRO)
 
+    short = {"launch_us": (3.0, 0.5, 10.0), **TIMER, "bench.autograd_us": (90.0, 1.0, 200.0)}
     fitted = sorted(set(families.tolist()) - {"copy"})
     return FitProblem(
         name="stream",
         free={
             "stream_fraction": SHARE,
             **{f"family_fraction.{family}": SHARE for family in fitted},
-            "launch_us": (3.0, 0.5, 10.0),
-            **TIMER,
-            "bench.autograd_us": (90.0, 1.0, 200.0),
+            **(short if table.num_rows >= LEAST_ROWS else {}),
         },
         predict=predict,
         measured_s=np.concatenate((table.seconds("forward_us"), table.seconds("backward_us")[has_backward])),

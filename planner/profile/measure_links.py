@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import sys
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from planner.errors import ProbeError
 from planner.files import write_text
+from planner.probe.launch.launcher import process_context
 from planner.probe.rank.exchanges import barrier
 from planner.probe.run import Device
 from planner.profile.record import MeasuredRow
@@ -73,7 +73,7 @@ def spawned_rows(device: Device, size: int, sizes: Sequence[int], local_size: in
     if size < 2:
         return []
     folder, local = Path(tempfile.mkdtemp(prefix="plan-profile-")), local_size or size
-    context = multiprocessing.get_context("spawn")
+    context = process_context()
     everyone = [Ranks(rank, size, rank % local, local) for rank in range(size)]
     processes = [
         context.Process(target=_child, args=(folder, device, ranks, tuple(sizes)), daemon=True) for ranks in everyone

@@ -69,7 +69,8 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     stages = sorted(measured)
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
-        costs = [chunk_costs(run, _with(cluster, hardware))[stage] for stage in stages]
+        costs_of_chunks = chunk_costs(run, _with(cluster, hardware))
+        costs = [costs_of_chunks[stage] for stage in stages]
         forward = [cost.forward_s if alone else cost.forward_total_s for cost in costs]
         backward = [cost.input_grad_s + cost.weight_grad_s if alone else cost.backward_total_s for cost in costs]
         factors = np.array([getattr(hardware.efficiency, name) / start[name] for name in KERNELS])

@@ -289,7 +289,7 @@ def _shape(grid: Grid, dp: IntArray, shard_size: IntArray, training: TrainingSpe
 
 def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
     """Rules that hold for every trainer."""
-    domain = cluster.nvlink_domain_size
+    domain, fabric = cluster.nvlink_domain_size, cluster.hardware.fabric
     return (
         ETP,
         Rule(
@@ -300,6 +300,6 @@ def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
         Rule(
             "tp_across_nvlink_domains",
             lambda m, t, s: (s.tp <= domain) | limits.tp_across_nodes,
-            lambda m, t, s: f"tp {s.tp} leaves the NVLink domain of {domain} GPUs (allow it with --tp-across-nodes)",
+            lambda m, t, s: f"tp {s.tp} leaves the {fabric} domain of {domain} GPUs (allow it with --tp-across-nodes)",
         ),
     )

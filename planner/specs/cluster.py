@@ -53,7 +53,7 @@ class ClusterSpec(Spec):
         *inner, last = [(tier.name, tier.num_gpus) for tier in self.network_tiers]
         if last[1] is not None:
             raise ValueError(f"network_tiers: the last, {last[0]}, joins all GPUs and takes no number of them")
-        sizes = [("NVLink's domain", self.nvlink_domain_size), *inner]
+        sizes = [(f"{self.hardware.fabric}'s domain", self.nvlink_domain_size), *inner]
         for (before, fewer), (name, more) in pairwise(sizes):
             if fewer is None or more is None or more <= fewer:
                 raise ValueError(f"network_tiers: {name} joins {more} GPUs, no more than {before} with {fewer}")

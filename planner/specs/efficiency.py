@@ -83,7 +83,7 @@ class Efficiency(Spec):
     flash: AttentionEfficiency = AttentionEfficiency(
         forward_fraction=0.36, backward_fraction=0.34, half_head_dim=20.0, head_dim_multiple=32
     )
-    """FlashAttention-2."""
+    """FlashAttention-2; on AMD's GPUs AITER's kernels."""
     flash1_factor: PositiveFloat = 1.5
     """Seconds of the first FlashAttention (until July 2023) over those of the second: at 512 to 65,536 tokens on A100,
     by MosaicML's tables of MPT. 1.85 on Hopper, whose instructions it does not know."""

@@ -60,8 +60,12 @@ class ReservedMemory(Spec):
     """CUDA context and libraries."""
     communicator_gib: NonNegativeFloat = 0.3
     """NCCL buffers, per communicator that spans more than one rank."""
+    expert_peer_gib: NonNegativeFloat = 0.0
+    """Buffers for each rank of its node that a rank sends experts' tokens to: pairs have channels of their own."""
     fragmentation_fraction: Fraction = 0.03
     """Share of allocated memory that the allocator holds beside it and nobody can use."""
+    width: NonNegativeFloat = 0.0
+    """Half-width that these numbers add to the 80% interval of a rank's memory, in natural logarithms."""
     source: str = ""
     """Source of these numbers."""
 
@@ -72,6 +76,10 @@ class ReservedMemory(Spec):
     @property
     def communicator_bytes(self) -> float:
         return self.communicator_gib * GIB
+
+    @property
+    def expert_peer_bytes(self) -> float:
+        return self.expert_peer_gib * GIB
 
 
 class HostSpec(Spec):
@@ -150,6 +158,11 @@ class HardwareSpec(Spec):
     @property
     def is_amd(self) -> bool:
         return self.architecture.lower().startswith("cdna")
+
+    @property
+    def fabric(self) -> str:
+        """The vendor's name of the links inside a node, for messages."""
+        return "xGMI" if self.is_amd else "NVLink"
 
     @property
     def memory_bytes(self) -> int:

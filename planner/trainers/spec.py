@@ -249,6 +249,8 @@ class RuntimeSpec(Spec):
     """Under interleaved schedules, sends and receives run beside compute."""
     overlaps_split_backwards: bool = True
     """Schedules that split the backward go with overlapped reductions of gradients and gathers of weights."""
+    overlaps_split_p2p: bool = False
+    """Under schedules that split the backward, sends and receives run beside compute, whatever they do under 1F1B."""
     validates_later: bool = False
     """Under schedules that split the backward, each rank steps its optimizer when its own gradients are there, and
     looks at their norm over all ranks later (Qi et al. 2023, §4): steps overlap as far as ranks begin and end in
@@ -412,6 +414,8 @@ class RuntimeSpec(Spec):
             changed |= {"compiled": False, "fused_norm": False, "fused_activation": False}
         if split_backward and not self.overlaps_split_backwards:
             changed |= {"gradient_overlap_fraction": 0.0, "parameter_overlap_fraction": 0.0}
+        if split_backward and self.overlaps_split_p2p:
+            changed["p2p_overlap"] = True
         return self.model_copy(update=changed) if changed else self
 
     def with_features(self, features: Mapping[str, Any]) -> tuple[RuntimeSpec, tuple[str, ...]]:

@@ -146,7 +146,14 @@ _RECIPES: dict[str, Fields] = {
 _COMPILED = ("compiled", "fused_norm", "fused_activation", "fused_cross_entropy")
 """Fields of a trainer that relies on torch.compile, all of which it loses without it."""
 _GRADIENT_BYTES = ("gradient_bytes", "fp16_gradient_bytes", "narrow_gradient_bytes")
-UNFUSED_PERMUTE = 5.0
+LEGACY_EXPERT_KERNELS = 7.6
+"""Host time of an expert whose products are launched one by one, in kernels of an eager layer: layers of
+DeepSeek-V2-Lite take 14.7 ms on eight MI355X with micro-batches of 1 and of 2 sequences (Primus, examples/moe_package,
+figure 5)."""
+TURBO_EXPERT_KERNELS = 3.8
+"""The same where one launch holds all experts of a rank: half, a first guess, fitted to nothing. AMD ships either kind
+for mixtures of MI355X, so neither can be far ahead."""
+UNFUSED_PERMUTE = 4.0
 """Seconds of permutations by torch's gathers and atomic additions over those of one fused kernel, on AMD's GPUs:
 DeepSeek-V2-Lite on eight MI355X, whose steps of 11.19 s with DeepEP take 10.01 with them fused (Primus, examples/
 moe_package, figure 6)."""
@@ -232,7 +239,11 @@ _ROWS = (
     Switch(
         "grouped_gemm",
         "legacy: products of experts one by one on a few streams; turbo: one kernel for all (use_turbo_grouped_gemm)",
-        {"legacy": {"groups_products": False}, "turbo": {"groups_products": True}},
+        {
+            "legacy": {"groups_products": False, "expert_kernels": LEGACY_EXPERT_KERNELS},
+            "turbo": {"groups_products": True, "expert_kernels": TURBO_EXPERT_KERNELS},
+        },
+        shown_by=("groups_products",),
         source="Primus, examples/moe_package, figure 1: 0 to 50% of these products on MI325X",
     ),
     _flag("shared_expert_overlap", "shared experts run beside the exchanges of the others", "overlaps_shared_experts"),

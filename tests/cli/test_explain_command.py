@@ -9,8 +9,9 @@ import pytest
 
 from planner.cli import main
 
-JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "-b", "64", "--time-limit", "3600"]
-TIGHT = ["--model", "70b", "--gpus", "64", "-s", "4096", "-b", "64", "--time-limit", "3600"]
+JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "-b", "64", "--time-limit", "3600", "--switch", "default"]
+TIGHT = ["--model", "70b", "--gpus", "64", "-s", "4096", "-b", "64", "--time-limit", "3600", "--switch", "default"]
+"""Recipes are explained in a test of their own."""
 
 
 def explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -49,11 +50,11 @@ def test_a_refused_pin_names_its_rule_and_changes_that_work(
     assert (told["verdict"], told["reason"]) == ("refused", reason)
     assert numbers in told["says"]
     assert told["lifts"]
-    for lift in told["lifts"][:2]:  # each is a plan
-        change = lift["change"].split(" instead of ")[0]
-        assert main([*JOB, *pins.split(), *change.split(), "--top", "1", "--json"]) == 0
-        again = json.loads(capsys.readouterr().out)["best"]["step"]["step_s"]
-        assert again == pytest.approx(lift["step_s"], rel=0.01)
+    lift = told["lifts"][0]  # it is a plan
+    change = lift["change"].split(" instead of ")[0]
+    assert main([*JOB, *pins.split(), *change.split(), "--top", "1", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["best"]["step"]["step_s"]
+    assert again == pytest.approx(lift["step_s"], rel=0.01)
 
 
 @pytest.mark.parametrize(("runtime", "zero_stage"), [("megatron", 1), ("torchtitan", 3)])

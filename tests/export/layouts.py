@@ -12,7 +12,7 @@ from planner.specs.registry import load_model, model_names
 from planner.specs.training import TrainingSpec
 from planner.trainers.rules.common import Rule
 
-SIZES = (8, 64, 512, 2048, 4096, 16384)
+SIZES = (8, 512, 16384)
 
 
 def expressible(rules: Iterable[Rule]) -> list[str]:

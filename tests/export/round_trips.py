@@ -31,14 +31,16 @@ from planner.trainers.stated import switched
 
 RUNTIME_OF = {
     "megatron": "megatron", "bridge": "bridge", "torchtitan": "torchtitan", "torch": "torch-eager",
-    "deepspeed": "deepspeed",
+    "deepspeed": "deepspeed", "primus": "primus-megatron",
 }  # fmt: skip
 """Each target of an export that a plan comes back from, and the trainer that its plans are made for."""
+_BACKENDS = ("primus-megatron", "primus-megatron", "primus-torchtitan")
+"""Those of Primus' plans, which it hands to one trainer or the other."""
 _MODELS = (
     "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-32b", "llama-3.1-70b", "gpt3-175b", "mixtral-8x7b",
     "gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v3", "qwen3-8b", "deepseek-v2-lite",
 )  # fmt: skip
-_NARROW = {"megatron": ("fp8",), "bridge": ("fp8",)}
+_NARROW = {"megatron": ("fp8",), "bridge": ("fp8",), "primus": ("fp8",)}
 _TRIES = 100
 
 
@@ -92,7 +94,8 @@ def there_and_back(plan: Plan, target: str, files: tuple[ExportFile, ...]) -> Ro
             Path(folder, file.name).write_text(file.text)
         imported = read(Path(folder, files[0].name))
     given: dict[str, Any] = {"hardware": plan.cluster.hardware.name}
-    if imported.run["num_gpus"] is None:
+    # Primus starts one node unless NNODES says otherwise
+    if imported.run["num_gpus"] is None or target == "primus":
         given["num_gpus"] = plan.parallelism.num_gpus_used
     if target == "deepspeed":
         given |= {"model": plan.model.name, "seq_length": plan.training.seq_length}
@@ -102,8 +105,8 @@ def there_and_back(plan: Plan, target: str, files: tuple[ExportFile, ...]) -> Ro
 
 
 @cache
-def _hardware() -> Any:
-    return load_hardware("h100-sxm-80gb")
+def _hardware(target: str) -> Any:
+    return load_hardware("mi300x" if target == "primus" else "h100-sxm-80gb")
 
 
 def _plan(rng: random.Random, target: str) -> Plan | None:
@@ -133,8 +136,9 @@ def _plan(rng: random.Random, target: str) -> Plan | None:
         "global_batch_size": micro_batch_size * rng.choice((1, 2, 4, 8, 16)) * dp,
         "dtype": rng.choice(("bf16", "bf16", "bf16", *_NARROW.get(target, ()))),
     }
-    cluster = ClusterSpec(hardware=_hardware(), num_gpus=num_gpus)
-    runtime = _switched(rng, load_runtime(RUNTIME_OF[target]))
+    cluster = ClusterSpec(hardware=_hardware(target), num_gpus=num_gpus)
+    name = rng.choice(_BACKENDS) if target == "primus" else RUNTIME_OF[target]
+    runtime = _switched(rng, load_runtime(name))
     try:
         plan = evaluate(model, cluster, TrainingSpec(**training), Parallelism(**layout), runtime=runtime)
     except (PlannerError, ValueError):

@@ -8,7 +8,7 @@ from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.layout.recipe import settled
 from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_hardware
+from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Dtype, Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
 
@@ -25,11 +25,11 @@ def cluster(hardware: str, num_gpus: int = 64) -> ClusterSpec:
         ("megatron@0.15", "gb200", "alltoall", False),
         ("megatron@0.14", "gb200", "alltoall", False),
         ("megatron@0.14", "h100", "deepep", True),
-        ("megatron", "mi300x", "", True),
+        ("megatron", "mi300x", "alltoall", False),
     ],
 )
 def test_a_dispatcher_that_the_version_has(runtime: str, hardware: str, dispatcher: str, once: bool) -> None:
-    found = settled(load_runtime(runtime), cluster(hardware))
+    found = settled(load_runtime(runtime), cluster(hardware), load_model("deepseek-v3"))
     assert (found.dispatcher, found.sends_tokens_once) == (dispatcher, once)
 
 

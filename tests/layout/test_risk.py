@@ -115,3 +115,16 @@ def test_gpus_that_idle_bring_utilisation_down() -> None:
     assert steps[1].step_s == pytest.approx(steps[0].step_s, rel=0.005)
     assert steps[1].mfu == pytest.approx(steps[0].mfu / 2, rel=0.005)
     assert steps[1].model_tflops_per_gpu == pytest.approx(steps[0].model_tflops_per_gpu / 2, rel=0.005)
+
+
+def test_what_rocm_holds_is_known_less_well() -> None:
+    """A GPU whose libraries are known less well leaves more free; the two widths are independent."""
+    hardware = load_hardware("mi355x")
+    known = hardware.model_copy(update={"reserved": hardware.reserved.model_copy(update={"width": 0.0})})
+    widths = []
+    for gpu in (hardware, known):
+        cluster = ClusterSpec(hardware=gpu, num_gpus=8)
+        training = TrainingSpec(seq_length=4096, global_batch_size=64)
+        widths.append(memory_width(pricing_of(load_model("8b"), cluster, training, load_runtime("primus-megatron"))))
+    assert widths[0] == pytest.approx(math.hypot(widths[1], hardware.reserved.width))
+    assert widths[0] > widths[1]

@@ -124,7 +124,7 @@ def slower_s(before: PricedLayout, after: PricedLayout) -> float:
     return steps[1] - steps[0]
 
 
-@settings(derandomize=True, max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(derandomize=True, max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(job=jobs(), resource=st.sampled_from(RESOURCES), factor=st.sampled_from((1.1, 2.0, 8.0)), tier=st.integers(0, 2))
 def test_a_resource_that_grows_makes_no_layout_slower(job: Job, resource: str, factor: float, tier: int) -> None:
     before, after = price_given(*job), on_grown(job, resource, factor, tier)

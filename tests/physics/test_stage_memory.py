@@ -78,7 +78,9 @@ def test_narrow_gradients_are_copied_for_the_optimizer() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_the_relaxation_is_never_above_the_exact_peak(trainer: str, dtype: str) -> None:
     """With the micro-batches that an order certainly holds, and any transient that the rank certainly needs."""
-    problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(16, dtype=dtype), trainer, cp=(1,))
+    problem = toy_problem(
+        toy_model(8), toy_cluster(8), toy_training(16, dtype=dtype), trainer, cp=(1,), tp=(1, 2), micro_batch_size=(1,)
+    )
     compared = 0
     for table, schedule, choice in list(problem.nodes())[::7]:
         shape, base = table.shape, choice.mode
@@ -102,7 +104,7 @@ def test_static_bytes_of_a_part_are_those_it_is_priced_with(trainer: str, dtype:
     """Weights that stay in 16 bits under 8-bit recipes too: the head, the embedding."""
     problem = toy_problem(toy_model(4, vocab_size=64_000), toy_cluster(8), toy_training(16, dtype=dtype), trainer)
     pricing = problem.pricing
-    for shape in problem.shapes()[::5]:
+    for shape in problem.shapes()[::17]:
         table = pricing.table(shape)
         for part in (table.embedding, table.head, *table.layers.values()):
             assert float(static_bytes(part, shape, pricing.runtime, dtype)) == pytest.approx(float(part.static_bytes))

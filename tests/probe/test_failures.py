@@ -61,7 +61,7 @@ def test_a_rank_fails(fault: Any, message: str, make_run: Any) -> None:
 
 def test_a_hang_ends_with_all_stacks(make_run: Any, own_tmp: Path) -> None:
     with pytest.raises(ProbeError, match=r"rank 1 .* hangs in step 0, at 1F1 \(computing\): no progress") as error:
-        launch(small(make_run, timeout_s=6.0), faulty.hanging)
+        launch(small(make_run, timeout_s=3.0), faulty.hanging)
     stacks = sorted(own_tmp.glob("plan-probe-*/rank*.stack"))
     assert str(stacks[0].parent) in error.value.hint
     assert "time.sleep(1000)" in stacks[1].read_text() or "faulty.py" in stacks[1].read_text()
@@ -73,7 +73,7 @@ def test_a_hang_ends_with_all_stacks(make_run: Any, own_tmp: Path) -> None:
 )
 def test_a_hang_behind_the_pipeline(fault: Any, phase: str, make_run: Any) -> None:
     with pytest.raises(ProbeError, match=rf"rank 1 .* hangs in step 0, at {phase} \(computing\)"):
-        launch(small(make_run, timeout_s=4.0), fault)
+        launch(small(make_run, timeout_s=2.0), fault)
 
 
 def test_results_are_not_lost_on_a_rank_that_does_not_end(
@@ -86,7 +86,7 @@ def test_results_are_not_lost_on_a_rank_that_does_not_end(
 
 
 def test_an_order_that_deadlocks(make_run: Any) -> None:
-    run = small(make_run, timeout_s=6.0)
+    run = small(make_run, timeout_s=2.0)
     crossed = (("0F0", "0B0", "0F1", "0B1", "0F2", "0B2"), ("1F0", "1F1", "1F2", "1B0", "1B1", "1B2"))
     with pytest.raises(ProbeError, match=r"waits in vain in step 0, at (0B0|1F1) \(waiting\)"):
         launch(run.model_copy(update={"ranks": crossed}))

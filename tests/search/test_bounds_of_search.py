@@ -170,7 +170,7 @@ def num_held(
     return replayed
 
 
-@pytest.mark.parametrize("first", range(0, 50, 10))
+@pytest.mark.parametrize("first", range(0, 30, 10))
 @pytest.mark.parametrize("design", [None, MIXED], ids=["any model", "three kinds"])
 def test_no_bound_is_above_any_replay(first: int, design: dict[str, Any] | None) -> None:
     replayed = 0
@@ -194,13 +194,13 @@ def test_no_bound_is_above_a_first_chunk_that_is_shorter(seed: int, design: dict
 def test_no_bound_is_above_any_replay_whatever_the_trainer(trainer: str) -> None:
     """Each trainer prices transfers, shards and kernels in its own way, and the bounds must follow."""
     replayed = 0
-    for seed in range(300, 307):
+    for seed in range(300, 304):
         rng = random.Random(30_000 + seed)
         replayed += num_held(random_problem(seed, trainer=trainer), rng)
-    assert replayed > 8
+    assert replayed > 4
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", range(0, 20, 10))
 @pytest.mark.parametrize("design", [None, MIXED], ids=["any model", "three kinds"])
 def test_the_program_finds_what_fits_and_is_never_above_it(first: int, design: dict[str, Any] | None) -> None:
     compared = 0

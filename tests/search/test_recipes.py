@@ -26,7 +26,7 @@ from planner.trainers.rules.recipe import Setting, broken_recipe_rules
 from planner.trainers.switches import SWITCHES
 
 SLOW: dict[str, Any] = {
-    "model": toy_model(8, moe=MOE), "cluster": toy_cluster(8, network_gb_per_s=5.0, nvlink_gb_per_s=40.0),
+    "model": toy_model(6, moe=MOE), "cluster": toy_cluster(8, network_gb_per_s=5.0, nvlink_gb_per_s=40.0),
     "training": toy_training(32), "cp": (1,), "zero_stage": (1,), "micro_batch_size": (1, 2), "switches": None,
 }  # fmt: skip
 """A mixture whose expert exchanges take longer than its products."""

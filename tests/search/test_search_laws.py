@@ -30,7 +30,7 @@ def best(resources: dict[str, float], layers: int, design: dict[str, Any], batch
         return None
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     resource=st.sampled_from(sorted(WORSE)),
     times=st.sampled_from([2.0, 5.0]),

@@ -56,6 +56,11 @@ def test_a_tier_inside_nvlink_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         ClusterSpec(hardware=H100, num_gpus=64, network_tiers=parse_tiers("pod:8:50,spine:*:50", H100))
 
 
+def test_amd_gpus_are_told_of_their_own_links(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB, "--hardware", "mi300x", "--tier", "pod:8:50,spine:*:50"]) == 2
+    assert "pod:8: xGMI joins 8 GPUs of mi300x" in capsys.readouterr().err
+
+
 def test_a_saved_plan_keeps_its_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", *JOB, "--tp", "8", "--pp", "16", "--tier", "pod:3072:50,spine:*:50:7x", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)

@@ -59,7 +59,15 @@ _ON_AMD = (
     Row("NVTE_CK_USES_BWD_V3", "1"),
     Row("NVTE_USE_CAST_TRANSPOSE_TRITON", "1", lambda plan: plan.training.dtype in ("fp8", "mxfp8")),
     Row("NVTE_ROCM_ENABLE_MXFP8", "1", lambda plan: plan.training.dtype == "mxfp8"),
-)
+    *(
+        Row(name, value, lambda plan: plan.runtime_spec.deterministic)
+        for name, value in (
+            ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"), ("NCCL_ALGO", "Ring"), ("ROCBLAS_DEFAULT_ATOMICS_MODE", "0"),
+            ("TORCH_COMPILE_DISABLE", "1"),
+        )
+    ),
+    Row("NVTE_CPU_OFFLOAD_V1", "1", lambda plan: bool(plan.runtime_spec.offload_modules)),
+)  # fmt: skip
 """Transformer Engine's own, as AMD's launcher sets them (AMD-AGI/Primus, base_env.sh, August 2026)."""
 
 

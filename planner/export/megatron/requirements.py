@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from planner.export.common.arguments import Arguments
-from planner.export.common.trainer_files import Requirement
+from planner.export.common.trainer_files import IMAGE_OF_AMD, Requirement
 
+_IMAGE_OF_AMD = f"use the image {IMAGE_OF_AMD}"
 _TRANSFORMER_ENGINE = "pip install --no-build-isolation transformer_engine[pytorch]"
 
 
@@ -54,30 +55,38 @@ _TRANSFORMER_ENGINE_NEEDS = (
 """From Megatron core's own checks (arguments.py, transformer_config.py, extensions/transformer_engine.py, main)."""
 
 
-def requirements(arguments: Arguments) -> Iterator[Requirement]:
-    """The packages that the options need."""
+def requirements(arguments: Arguments, is_amd: bool = False) -> Iterator[Requirement]:
+    """The packages that the options need; on AMD GPUs they are builds for ROCm under the same names."""
     yield Requirement("torch", "everything", package="torch", at_least="2.4")
     needs = [need for need in _TRANSFORMER_ENGINE_NEEDS if need.is_asked(arguments)]
     if needs:
         highest = max(needs, key=lambda need: tuple(map(int, need.at_least.split("."))))
         yield Requirement(
-            "transformer_engine.pytorch", highest.reason, "transformer_engine", highest.at_least, _TRANSFORMER_ENGINE
+            "transformer_engine.pytorch",
+            highest.reason,
+            "transformer_engine",
+            highest.at_least,
+            f"build ROCm/TransformerEngine, or {_IMAGE_OF_AMD}" if is_amd else _TRANSFORMER_ENGINE,
         )
     if "--no-gradient-accumulation-fusion" not in arguments:
         yield Requirement(
             "fused_weight_gradient_mlp_cuda",
             "fused gradient accumulation, which the output layer takes from apex",
-            hint="build NVIDIA/apex with --cpp_ext --cuda_ext, or use NVIDIA's PyTorch container",
+            hint=f"build ROCm/apex with --cpp_ext --cuda_ext, or {_IMAGE_OF_AMD}"
+            if is_amd
+            else "build NVIDIA/apex with --cpp_ext --cuda_ext, or use NVIDIA's PyTorch container",
         )
     if arguments.get("--moe-token-dispatcher-type") == "flex":
-        yield from _dispatcher(arguments)
+        yield from _dispatcher(arguments, is_amd)
 
 
-def _dispatcher(arguments: Arguments) -> Iterator[Requirement]:
+def _dispatcher(arguments: Arguments, is_amd: bool) -> Iterator[Requirement]:
     """DeepEP, or its branch that has HybridEP."""
     if arguments.get("--moe-flex-dispatcher-backend") == "hybridep":
         hint = "install the branch hybrid-ep of deepseek-ai/DeepEP"
         yield Requirement("deep_ep:HybridEPBuffer", "--moe-flex-dispatcher-backend hybridep", hint=hint)
     else:
         hint = "install deepseek-ai/DeepEP, with NVSHMEM where experts span nodes"
+        if is_amd:
+            hint = "install ROCm/DeepEP, with rocSHMEM where experts span nodes"
         yield Requirement("deep_ep:Buffer", "--moe-flex-dispatcher-backend deepep", hint=hint)

@@ -51,7 +51,7 @@ def export_megatron(plan: Plan) -> TrainerFiles:
         first_run=Part(first_run_arguments(plan)),
         training_run=training,
         placeholders=(_CHECKOUT, *PLACEHOLDERS),
-        requirements=tuple(requirements(arguments)),
+        requirements=tuple(requirements(arguments, plan.cluster.hardware.is_amd)),
         trainer=TrainerVersion(
             "Megatron core",
             is_exactly=version,

@@ -11,6 +11,7 @@ from planner.export.megatron.run_options import training_arguments
 from planner.export.megatron.write import notes_on_options
 from planner.export.primus.keys import MEGATRON_DEFAULTS, Keys, keys_of
 from planner.export.primus.schedules import OWN_SCHEDULES, objections_to_schedule, schedule_keys
+from planner.export.primus.turbo import objections_to_recipe, turbo_keys
 
 CORE = "0.16"
 """Megatron core of the commit that Primus v26.5 pins (third_party/Megatron-LM at d3528a21)."""
@@ -22,11 +23,12 @@ def megatron_keys(plan: Plan) -> Keys:
     """The overrides of a plan, but for data, tokenizer and checkpoints. Raises Inexpressible."""
     plan, _ = with_core(plan)
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    objections = Objections("primus", objections_to_schedule(plan, stages), hint_for(plan, "primus-megatron"))
+    reasons = [*objections_to_schedule(plan, stages), *objections_to_recipe(plan)]
+    objections = Objections("primus", reasons, hint_for(plan, "primus-megatron"))
     objections.raise_any()
     keys = keys_of(megatron_arguments(plan, "primus", own_schedules=OWN_SCHEDULES) | training_arguments(plan))
     keys = {name: value for name, value in keys.items() if name not in _LEFT_OUT}
-    return MEGATRON_DEFAULTS | keys | schedule_keys(plan)
+    return turbo_keys(plan, MEGATRON_DEFAULTS | keys | schedule_keys(plan))
 
 
 def notes_on_megatron(plan: Plan) -> tuple[str, ...]:

@@ -40,9 +40,12 @@ _WITH_TABLES: Keys = {
     "patch_primus_pipeline": True,
     "no_persist_layer_norm": True,
     "create_attention_mask_in_dataloader": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
     "eval_iters": 0,
 }
-"""Arguments that go with schedules from tables, whose pipeline also has no forward alone."""
+"""Arguments that go with schedules from tables, which reduce and gather after the last backward, as they are priced
+(`overlaps_split_backwards`), and have no forward alone."""
 
 
 def schedule_keys(plan: Plan) -> Keys:
@@ -69,10 +72,6 @@ def objections_to_schedule(plan: Plan, stages: tuple[VirtualStage, ...]) -> list
         ),
         "uneven_stages": (not is_even(stages), f"{name} takes stages of equally many layers"),
         "recompute": (layout.recompute != "none", f"{name} splits backwards, which keep the inputs of every layer"),
-        "overlap_grad_reduce": (
-            runtime.gradient_overlap_fraction > 0 or runtime.parameter_overlap_fraction > 0,
-            f"{name} reduces gradients and gathers weights after the last backward",
-        ),
         "fused_grad_accumulation": (not runtime.fused_grad_accumulation, f"{name} needs it"),
     }
     return [Reason(name, message) for name, (is_wrong, message) in wrong.items() if is_wrong]

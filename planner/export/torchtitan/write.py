@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.answer import Plan
-from planner.export.common.environment import node_environment
+from planner.export.common.environment import Row, node_environment, variables_of
 from planner.export.common.header import header
 from planner.export.common.model import notes_on_model, stated
 from planner.export.common.promise import promise
@@ -28,6 +28,10 @@ from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
 
 WRITTEN_FOR = "torchtitan 0.3.0 and main of August 2026"
 RECIPE = "planned_recipe"
+_ENVIRONMENT = (
+    # as torchtitan's own run_train.sh has it; not every ROCm build of torch has such segments
+    Row("PYTORCH_ALLOC_CONF", "expandable_segments:True", lambda plan: not plan.cluster.hardware.is_amd),
+)
 
 
 def export_torchtitan(plan: Plan) -> TrainerFiles:
@@ -42,8 +46,7 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
     command = LaunchCommand(
         program="-m torchtitan.train",
         arguments={"--module": RECIPE, "--config": "plan"},
-        # as torchtitan's own run_train.sh has it
-        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **node_environment(plan)},
+        environment={**variables_of(_ENVIRONMENT, plan), **node_environment(plan)},
         placeholders=PLACEHOLDERS,
         requirements=tuple(_requirements(plan)),
         promise=promise(plan, "in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank"),

@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -55,12 +56,18 @@ def launch(run: ProbeRun, child: Child = rank_process, ranks: Sequence[int] = ()
     return measured
 
 
+def process_context() -> ForkServerContext:
+    """The context that starts ranks: from a process that has imported torch, once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    start_process_server()
+    return context
+
+
 class _StartedRanks:
     def __init__(self, run: ProbeRun, folder: Path, child: Child, ranks: Sequence[int]) -> None:
         self.run, self.folder, self.ranks = run, folder, ranks
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)  # torch is imported once, not once a rank
-        start_process_server()
+        context = process_context()
         self.processes: list[BaseProcess] = [
             context.Process(target=child, args=(folder, rank, number), daemon=True) for number, rank in enumerate(ranks)
         ]

@@ -139,7 +139,11 @@ def _permissions(case: Case, reason: str) -> Iterator[Remedy]:
     """Changes that lift the rule named `reason`, before anything was tried with them."""
     if reason == "tp_across_nvlink_domains":
         allowed = case.limited(tp_across_nodes=True)
-        yield Remedy(("--tp-across-nodes",), "let tp leave the NVLink domain: add --tp-across-nodes", allowed)
+        yield Remedy(
+            ("--tp-across-nodes",),
+            f"let tp leave the {case.cluster.hardware.fabric} domain: add --tp-across-nodes",
+            allowed,
+        )
     if reason == "schedule_not_in_trainer":
         for runtime in map(load_runtime, RUNTIMES):
             if set(case.limits.schedule or ()) <= set(runtime.schedules):

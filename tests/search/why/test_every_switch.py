@@ -12,11 +12,21 @@ from planner.search.why.recipe import OtherValue, RecipeTable, other_values, rec
 from planner.trainers.load import switches_of
 from planner.trainers.switches import Value
 
-LIMITS = SearchLimits(time_limit_s=3600, tp=(1,), cp=(1,), ep=(8,), pp=(1,), micro_batch_size=(1,), top=1)
+LIMITS = SearchLimits(
+    time_limit_s=3600,
+    tp=(1,),
+    cp=(1,),
+    ep=(8,),
+    pp=(1,),
+    micro_batch_size=(1,),
+    zero_stage=(1,),
+    top=1,
+    recompute=("none",),
+)
 
 
 def case(model: str = "deepseek-v2-lite", runtime: str = "megatron", **limits: object) -> Case:
-    cluster = ClusterSpec(hardware="h100", num_gpus=16)
+    cluster = ClusterSpec(hardware="h100", num_gpus=8)
     training = TrainingSpec(seq_length=4096, global_batch_size=64)
     return Case(load_model(model), cluster, training, load_runtime(runtime), LIMITS.model_copy(update=limits))
 
