@@ -39,6 +39,8 @@ _LEFT_OUT = re.compile(
 def read_primus(config: ConfigFile) -> ImportedRun:
     """The run that an experiment describes. Raises SpecError for what is none, and for trainers of no GPT."""
     module = trainer_of(_experiment(config))
+    if module.get("framework") == "megatron" and isinstance(said := module.get("overrides"), dict):
+        check_is_transformer(said)  # the presets of other models are not read
     values, overrides = values_of(config)
     imported: ImportedRun = READERS[str(module["framework"])](values, overrides)
     _name_model(imported, module.get("model"))
@@ -59,8 +61,6 @@ def values_of(config: ConfigFile) -> tuple[Tree, Tree]:
     overrides = module.get("overrides") or {}
     if not isinstance(overrides, dict):
         raise SpecError(f"overrides: is {kind_of(overrides)}, expected a mapping", "write `key: value` lines")
-    if framework == "megatron":
-        check_is_transformer(overrides)  # its preset may be of another kind
     base = _presets(config, module, framework) if "config" in module else {}
     return merged(base, overrides), overrides
 
