@@ -29,6 +29,16 @@ def test_a_plan_is_read_as_it_was_saved(saved: dict[str, Any], tmp_path: Path) -
     assert read_plan(str(tmp_path / "plan.json")).to_json() == saved
 
 
+def test_plans_of_earlier_versions_are_read_without_the_fields_that_are_gone(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
+    older = json.loads(json.dumps(saved))
+    older["cluster"]["hardware"]["efficiency"]["untuned_factor"] = 1.4
+    older["runtime_spec"]["tuned_products"] = True
+    (tmp_path / "plan.json").write_text(json.dumps(older))
+    assert read_plan(str(tmp_path / "plan.json")).to_json() == saved
+
+
 def change(name: str, value: int) -> Callable[[dict[str, Any]], None]:
     return lambda plan: plan["best"]["parallelism"].update({name: value})
 

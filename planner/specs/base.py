@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Collection
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -24,6 +25,11 @@ def _printable(text: str) -> str:
 
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
 """A name in reports and files: one line, without escape sequences for the terminal."""
+
+
+def without(data: Any, retired: Collection[str]) -> Any:
+    """The fields of a spec without those that saved plans of earlier versions carry and that nothing reads now."""
+    return {key: data[key] for key in data if key not in retired} if isinstance(data, dict) else data
 
 
 class Spec(BaseModel):

@@ -6,11 +6,13 @@ describes a silicon generation: what is measured on one GPU carries over to its 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Spec, without
+
+_RETIRED = ("untuned_factor",)
 
 Share = Annotated[float, Field(gt=0, le=1.2, allow_inf_nan=False)]
 """Achieved share of a data-sheet rate; a boost clock above the nominal one can carry it a little above 1."""
@@ -117,6 +119,11 @@ class Efficiency(Spec):
     """Factor on seconds of memory-bound kernels."""
     launch_factor: PositiveFloat = 1.0
     """Factor on launch_us."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired_fields(cls, data: Any) -> Any:
+        return without(data, _RETIRED)
 
     @property
     def attention(self) -> AttentionEfficiency:

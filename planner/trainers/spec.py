@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from planner.specs.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import (
+    Fraction,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Spec,
+    without,
+)
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import RankOrder
 from planner.trainers.switches import changes
@@ -337,8 +346,7 @@ class RuntimeSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _without_retired_fields(cls, data: Any) -> Any:
-        """`data` without the fields that plans saved by earlier versions carry and that nothing ever read."""
-        return {key: data[key] for key in data if key not in _RETIRED} if isinstance(data, dict) else data
+        return without(data, _RETIRED)
 
     def bucket_among(self, ranks: Any) -> Any:
         """Parameters that `ranks`, a number or an array, exchange at a time: `bucket_parameters`, or a chunk each."""
@@ -361,6 +369,11 @@ class RuntimeSpec(Spec):
     def family(self) -> str:
         """The trainer that this is, or is a generation of."""
         return self.trainer or self.name
+
+    @property
+    def has_megatron_core(self) -> bool:
+        """True where Megatron core runs the layers: Megatron-LM's own runs, Megatron-Bridge's and Primus'."""
+        return "megatron" in (self.family, self.stands_for)
 
     @property
     def recomputes_layers(self) -> bool:

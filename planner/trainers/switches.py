@@ -151,8 +151,8 @@ LEGACY_EXPERT_KERNELS = 7.6
 DeepSeek-V2-Lite take 14.7 ms on eight MI355X with micro-batches of 1 and of 2 sequences (Primus, examples/moe_package,
 figure 5)."""
 TURBO_EXPERT_KERNELS = 3.8
-"""The same where one launch holds all experts of a rank: half, a first guess, fitted to nothing. AMD ships either kind
-for mixtures of MI355X, so neither can be far ahead."""
+"""The same where one launch holds all experts of a rank: half. Qwen3-235B on 32 MI355X, whose batch is not published,
+excludes both as many as expert by expert (52% too slow) and Transformer Engine's 0.89 (30% too fast)."""
 UNFUSED_PERMUTE = 4.0
 """Seconds of permutations by torch's gathers and atomic additions over those of one fused kernel, on AMD's GPUs:
 DeepSeek-V2-Lite on eight MI355X, whose steps of 11.19 s with DeepEP take 10.01 with them fused (Primus, examples/
