@@ -37,13 +37,10 @@ _OWN = frozenset({
 KEYS = frozenset({*_OPTIONS, "tokenizer_type", "tokenizer_model", *_OWN, *TURBO, *SCHEDULES, *MODEL_KEYS})
 """The keys that are read: the facts of a preset."""
 _HARMLESS = re.compile(
-    r"(\w*sink_level|log_|disable_|mlflow|wandb|tensorboard|profil|torch_profiler|pytorch_profiler|use_rocm|generate_|"
-    r"nvtx|record_|memory_|use_nsys|auto_continue|pp_warmup|dump_|dataloader|prefetch_factor|skip_save|hf_path|dataset|"
-    r"sft_|native_|mlperf|target_val|nemo_|per_step_rng|warmup_train|wall_clock|use_turbo_(attention|gemm|rms_norm|"
-    r"norm|fused|permute|mega|autotune)|turbo_|enable_turbo|enable_primus|moe_router_force|moe_use|moe_extended|"
-    r"barrier|exp_|num_|trainable|finetune_lr|mock|data|tokenizer|no_fp8_weight|fp8_(wgrad|dot|multi|reduce|use|pre)|"
-    r"params_dtype|pipeline_dtype|use_cpp|disable_delayed|enable_packed|max_samples|use_packed|comm_overlap|"
-    r"debug_scheduler|check_for|iter|empty|optimizer_foreach|enable_experimental|apply_rope|te_rng|rank)"
+    r"(\w+_sink_level|(log|mlflow|wandb|tensorboard|profile|torch_profiler|pytorch_profiler|memory_snapshot)_\w+|"
+    r"disable_(mlflow|tensorboard|wandb|last_saving|delayed_scaling_patches)|auto_continue_train|pp_warmup|skip_save|"
+    r"hf_path|mock|enable_packed_sequences|use_packed_attention|apply_rope_fusion|no_fp8_weight_transpose_cache|"
+    r"turbo_deepep_num_cu|use_turbo_(attention|gemm|rms_norm|fused_act_with_probs|permute_padding))$"
 )
 """Keys of Primus' own that change neither seconds nor bytes of a step, or whose kernels the trainer has anyway."""
 
