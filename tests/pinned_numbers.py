@@ -64,6 +64,10 @@ LAYOUTS: tuple[tuple[str, int, str, str, dict[str, Any]], ...] = (
     ("gpt-oss-20b", 16, "megatron", "bf16", {"pp": 4, "vpp": 3, "ep": 2}),
     ("gpt3-175b", 64, "megatron-deepspeed", "bf16", {"tp": 8, "pp": 8}),
     ("gpt3-175b", 64, "megatron-2021", "bf16", {"tp": 8, "pp": 4, "vpp": 2, "recompute": "full"}),
+    ("llama-3.1-8b", 16, "primus-megatron", "fp8", {"tp": 2, "pp": 2, "micro_batch_size": 2}),
+    ("llama-3.1-8b", 16, "primus-megatron", "bf16", {"pp": 4, "vpp": 2, "schedule": "zb-v"}),
+    ("deepseek-v2-lite", 16, "primus-megatron", "bf16", {"pp": 2, "ep": 8, "recompute": "full"}),
+    ("llama-3.1-8b", 16, "primus-torchtitan", "bf16", {"tp": 2, "micro_batch_size": 2}),
 )
 
 
@@ -71,7 +75,8 @@ def layouts() -> dict[str, list[float]]:
     """The seconds and bytes that are said of given layouts, by job and layout."""
     numbers: dict[str, list[float]] = {}
     for model, num_gpus, trainer, dtype, sizes in LAYOUTS:
-        cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus)
+        hardware = load_hardware("mi355x" if trainer.startswith("primus") else "h100")
+        cluster = ClusterSpec(hardware=hardware, num_gpus=num_gpus)
         training = TrainingSpec(seq_length=4096, global_batch_size=64, dtype=dtype)  # type: ignore[arg-type]
         best = evaluate(model, cluster, training, Parallelism(**sizes), runtime=trainer).best
         parts = [value for part in best.stages for value in part.memory.model_dump().values() if isinstance(value, int)]

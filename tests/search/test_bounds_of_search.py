@@ -89,6 +89,8 @@ def random_problem(seed: int, design: dict[str, Any] | None = None, trainer: str
         nvlink_gb_per_s=rng.choice([60.0, 450.0]),
         network_gb_per_s=rng.choice([0.5, 5.0, 50.0]),
     )
+    if "cdna3" in runtime.architectures:
+        cluster = with_links_of_amd(cluster)
     if seed % 3 == 1:
         # either order of the ranks, where pods tell them apart and a spine may be faster than they are
         tiers = parse_tiers("pod:8:5,spine:*:0.5" if seed % 2 else "pod:6:0.5,spine:*:50", cluster.hardware)
@@ -97,6 +99,20 @@ def random_problem(seed: int, design: dict[str, Any] | None = None, trainer: str
     model = toy_model(rng.randint(3, 9), **(MODELS[model_kind] if design is None else design))
     training = toy_training(rng.choice([8, 16, 48]), dtype=rng.choice(["bf16", "bf16", "fp8"]))
     return toy_problem(model, cluster, training, runtime, **limits)
+
+
+def with_links_of_amd(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with AMD's compute units, links without a switch, rings through nodes and network at once, and memory
+    for peers."""
+    node, network = cluster.hardware.tiers
+    xgmi = {"link_gb_per_s": node.gb_per_s / 3, "start_us": 30.0, "all_to_all_fraction": 0.8}
+    tiers = (
+        node.model_copy(update=xgmi),
+        network.model_copy(update={"pipelined": True, "start_us": 100.0}),
+    )
+    reserved = cluster.hardware.reserved.model_copy(update={"expert_peer_gib": 0.2, "width": 0.1})
+    update = {"architecture": "cdna3", "tiers": tiers, "reserved": reserved}
+    return cluster.changed(hardware=cluster.hardware.model_copy(update=update))
 
 
 @dataclass(frozen=True)
