@@ -14,7 +14,7 @@ from planner.errors import ProbeError
 from planner.probe.launch.devices import require_gpu
 from planner.probe.launch.joined import joins_others, rank_error, run_rank
 from planner.probe.launch.launcher import launch
-from planner.probe.model.attention_kernels import flash_objection
+from planner.probe.model.attention_kernels import require_flash
 from planner.probe.plan_side.chunks import real_chunks, slice_schedule
 from planner.probe.plan_side.describe import describe_slice
 from planner.probe.plan_side.eager import in_eager_torch
@@ -56,7 +56,8 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     require_layers(plan)
     require_split(plan, options)
     require_gpu(options.device)
-    require_flash(plan, options)
+    flash_hint = "prove the order and the gradients with --device cpu"
+    require_flash(plan.model.spec, plan.parallelism.cp, options.device, flash_hint)
     if options.stages is not None:
         return probe_stages(plan, options)
     if joins_others():
@@ -74,13 +75,6 @@ def require_layers(plan: Plan) -> None:
             f"{plan.model.name} cannot be probed: {objection}",
             "probe a plan of a plain model of its size, such as llama-3.1-8b",
         )
-
-
-def require_flash(plan: Plan, options: ProbeOptions) -> None:
-    """Raise ProbeError where this build's flash attention would compute something else than the model's attention."""
-    objection = flash_objection(plan.model.spec, plan.parallelism.cp) if options.device == "cuda" else None
-    if objection is not None:
-        raise ProbeError(objection, "prove the order and the gradients with --device cpu")
 
 
 def require_split(plan: Plan, options: ProbeOptions) -> None:

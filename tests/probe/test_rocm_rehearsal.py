@@ -17,7 +17,7 @@ from small_plans import SMALL, plan_of  # noqa: E402
 
 from planner.errors import ProbeError  # noqa: E402
 from planner.probe import torch_build  # noqa: E402
-from planner.probe.launch.exported import require_flash  # noqa: E402
+from planner.probe.model.attention_kernels import require_flash  # noqa: E402
 from planner.probe.probe import ProbeOptions, probe  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
@@ -154,7 +154,7 @@ def test_attention_that_would_be_another_is_refused(
         probe(plan, ProbeOptions(device="cuda"))
     run = make_run(("none", 1, 1, 2), cp=sizes.get("cp", 1), model=model).model_copy(update={"device": "cuda"})
     with pytest.raises(ProbeError, match=message):
-        require_flash(run)
+        require_flash(run.model, run.cp, run.device, "another trainer")
 
 
 @pytest.mark.parametrize(("version", "takes"), [("2.9.1+rocm6.4", False), ("2.10.0a0+git1c57644", True)])

@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from planner.errors import PlannerError, ProbeError, SpecError
+from planner.errors import PlannerError, SpecError
 from planner.probe.launch.devices import default_device
 from planner.probe.launch.joined import joins_others, rank_error, run_rank
-from planner.probe.model.attention_kernels import flash_objection
+from planner.probe.model.attention_kernels import require_flash
 from planner.probe.result import Failure, RankResult
 from planner.probe.run import Device, ProbeRun
 from planner.specs.checking import checked
@@ -28,6 +28,7 @@ from planner.specs.reading import label, load_yaml
 from planner.specs.training import tokens_split
 
 _CSV = "schedule_csv"
+_OTHER_TRAINER = "export the plan to a trainer with kernels of its own, such as --to megatron"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         run = read_run(arguments_given.config, arguments_given.device).model_copy(
             update={"num_steps": arguments_given.steps, "timeout_s": arguments_given.timeout}
         )
-        require_flash(run)
+        require_flash(run.model, run.cp, run.device, _OTHER_TRAINER)
         results = _joined(run)
     except PlannerError as error:
         if arguments_given.debug:
@@ -67,13 +68,6 @@ def read_run(path: str | Path, device: Device = "cuda") -> ProbeRun:
         raise SpecError(f"{where}: {_CSV}: {name}: {error.strerror}", "keep the exported files together") from None
     run = checked(ProbeRun, {**data, "ranks": ranks, "device": device}, where)
     return run.model_copy(update={"seq_length": _share(run, where)})
-
-
-def require_flash(run: ProbeRun) -> None:
-    """Raise ProbeError where this build's flash attention would compute something else than the model's attention."""
-    objection = flash_objection(run.model, run.cp) if run.device == "cuda" else None
-    if objection is not None:
-        raise ProbeError(objection, "export the plan to a trainer with kernels of its own, such as --to megatron")
 
 
 def _share(run: ProbeRun, where: str) -> int:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from planner.errors import ProbeError
 from planner.probe.model.surroundings import to_fp32
+from planner.probe.run import Device
 from planner.probe.torch_build import this_build, torch_release
 from planner.specs.model import ModelSpec
 
@@ -19,15 +21,16 @@ def takes_flash(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def flash_objection(model: ModelSpec, cp: int) -> str | None:
-    """The reason why flash attention of this build of torch computes something else than the model's attention over
-    sequences split into `cp`; None where it is right."""
+def require_flash(model: ModelSpec, cp: int, device: Device, hint: str) -> None:
+    """Raise ProbeError where this build's flash attention computes something else than the model's attention over
+    sequences split into `cp`."""
     build = this_build()
+    if device == "cpu":
+        return
     if cp > 1 and not build.aligns_to_last_key:
-        return f"flash attention of torch {torch.__version__} takes no sequences split over cp {cp}"
+        raise ProbeError(f"flash attention of torch {torch.__version__} takes no sequences split over cp {cp}", hint)
     if (model.sliding_window or model.attention_sinks) and torch_release() < build.windows_since:
-        return f"flash attention of torch {torch.__version__} takes no windows and sinks"
-    return None
+        raise ProbeError(f"flash attention of torch {torch.__version__} takes no windows and sinks", hint)
 
 
 class Visibility(NamedTuple):
