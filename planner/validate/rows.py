@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from planner.layout.runs import Run, parse_run
 from planner.specs.base import PositiveFloat, Spec
+from planner.specs.registry import load_hardware
 
 HELD_OUT = (
     "mlperf",
@@ -85,7 +86,7 @@ class Row(Spec):
     @property
     def on_amd(self) -> bool:
         """True if the run's GPUs are AMD's (MI300X and its successors)."""
-        return str(self.run["hardware"]).startswith("mi")
+        return load_hardware(self.run["hardware"]).is_amd
 
     @property
     def run_key(self) -> str:
