@@ -25,7 +25,7 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.tiers import parse_tiers
 from planner.specs.training import PINS, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import parse_count
-from planner.trainers.generations import described, todays
+from planner.trainers.generations import described, objection_to_silicon, todays
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting
 from planner.trainers.spec import RuntimeSpec
@@ -76,12 +76,8 @@ def read_job(asked: JobOptions) -> Job:
     hardware = load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware)
     name = asked.runtime or todays(DEFAULT_RUNTIME, hardware.architecture)
     runtime = load_runtime(name)
-    if runtime.year is None and hardware.architecture not in (runtime.architectures or (hardware.architecture,)):
-        raise SpecError(
-            f"--runtime: {name} runs on {', '.join(runtime.architectures)}, and {hardware.name} is "
-            f"{hardware.architecture}",
-            f"--runtime {runtime.stands_for or DEFAULT_RUNTIME}",
-        )
+    if (objection := objection_to_silicon(runtime, hardware)) is not None:
+        raise SpecError(f"--runtime: {objection}", f"--runtime {runtime.family}")
     assumed, switches = _assumed(asked.assume or "", runtime)
     values: dict[str, Any] = {
         "hardware": hardware,

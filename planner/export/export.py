@@ -10,11 +10,14 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.bundle import Bundle, write_bundle
 from planner.export.common.header import plan_sha256, slug
+from planner.export.common.refusal import Inexpressible, Reason
 from planner.export.common.target_price import check_fits, priced_for
 from planner.export.common.trainer_files import IMAGE, IMAGE_OF_AMD, ExportFile, LaunchCommand
 from planner.export.launch.preflight import preflight
 from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS, Trainer
 from planner.specs.problems import nearest
+from planner.trainers.generations import objection_to_silicon
+from planner.trainers.load import load_runtime
 
 _FIRST_RUNS = {
     "torchrun": "MOCK=1 bash launch.sh",
@@ -56,7 +59,10 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, for
     if len(trainers) > 1:
         raise SpecError(f"--to: {' and '.join(trainers)} are two trainers", "export each into its own folder")
     trainer = TRAINERS[trainers[0]] if trainers else _trainer_of(plan)
-    plan = priced_for(plan, trainer.runtime_for(plan), trainer.recomputes)
+    runtime = trainer.runtime_for(plan)
+    if (objection := objection_to_silicon(load_runtime(runtime), plan.cluster.hardware)) is not None:
+        raise Inexpressible(trainer.name, [Reason("hardware", objection)], f"--to {load_runtime(runtime).family}")
+    plan = priced_for(plan, runtime, trainer.recomputes)
     written = trainer.write(plan)
     if not force:
         check_fits(plan, trainer.name)

@@ -94,7 +94,7 @@ def _refused_by_trainer(pricing: Pricing, shape: Shape, split: Split, schedule: 
     elif split.base == "selective" and ("op" in modules) != ("op" in runtime.selective_default):
         yield f"it recomputes {', '.join(runtime.selective_recompute_modules)}, not {', '.join(modules)}"
     # Megatron-LM's layouts may leave any stage empty
-    if not runtime.has_megatron_core and (empty := _empty_stages(split)):
+    if runtime.family != "megatron" and (empty := _empty_stages(split)):
         yield f"stage {empty[0]} of {len(split.counts)} holds nothing to run"
 
 

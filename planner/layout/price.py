@@ -113,7 +113,7 @@ def _final_norm_elsewhere(pricing: Pricing, split: Split, virtual: list[int]) ->
     The norm is then on the stage of the last decoder layer, and else with the head (transformer_block.py).
     """
     model = pricing.model
-    if not model.num_nextn_predict_layers or not pricing.runtime.has_megatron_core:
+    if not model.num_nextn_predict_layers or pricing.runtime.family != "megatron":
         return 0
     decoder_ends = max(j for j, count in enumerate(split.counts) if count)
     moves = (decoder_ends in virtual) - (len(split.counts) - 1 in virtual)

@@ -43,8 +43,15 @@ def runtime_of_its_day(
 
 def todays(name: str, architecture: str) -> str:
     """The trainer of today that a name means on such silicon: Megatron-LM on AMD's GPUs is Primus'."""
-    others = (load_runtime(other) for other in RUNTIMES)
-    return next((r.name for r in others if r.stands_for == name and architecture in r.architectures), name)
+    other = load_runtime(name).stand_in
+    return other if other and architecture in load_runtime(other).architectures else name
+
+
+def objection_to_silicon(runtime: RuntimeSpec, hardware: HardwareSpec) -> str | None:
+    """The reason why a trainer of today does not run on a GPU; None where it does."""
+    if runtime.year is not None or hardware.architecture in (runtime.architectures or (hardware.architecture,)):
+        return None
+    return f"{runtime.name} runs on {', '.join(runtime.architectures)}, and {hardware.name} is {hardware.architecture}"
 
 
 def described(

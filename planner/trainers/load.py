@@ -196,7 +196,7 @@ def _base(where: str, name: Any) -> TrainerFile:
         return TrainerFile({}, {}, {})
     check_names(where, "base", (str(name),), _BASES)
     file = _read(_DATA / f"{name}.yaml")
-    return file._replace(values={"trainer": name, **file.values}) if name in RUNTIMES else file
+    return file._replace(values={"trainer": name, **file.values, "stand_in": ""}) if name in RUNTIMES else file
 
 
 def _versions(

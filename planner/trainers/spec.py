@@ -44,8 +44,8 @@ class RuntimeSpec(Spec):
     """Names of the rules that its export sets to models and dtypes; given none, those of `trainer`."""
     version: str = ""
     """The version of the software; empty for the newest one that the planner knows."""
-    stands_for: str = ""
-    """The name that runs on its silicon give it as well: AMD's runs of Megatron-LM are Primus'."""
+    stand_in: str = ""
+    """The trainer that a run of this name has on silicon of that one's: AMD's runs of Megatron-LM are Primus'."""
     # a generation of the past
     year: PositiveInt | None = None
     """The year of the software; none for that of today."""
@@ -369,11 +369,6 @@ class RuntimeSpec(Spec):
     def family(self) -> str:
         """The trainer that this is, or is a generation of."""
         return self.trainer or self.name
-
-    @property
-    def has_megatron_core(self) -> bool:
-        """True where Megatron core runs the layers: Megatron-LM's own runs, Megatron-Bridge's and Primus'."""
-        return "megatron" in (self.family, self.stands_for)
 
     @property
     def recomputes_layers(self) -> bool:

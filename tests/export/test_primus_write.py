@@ -186,3 +186,12 @@ def test_the_launcher_hands_nodes_to_primus_cli(planned: Planned, tmp_path: Path
     assert "amd.com/gpu: 8" in manifest
     assert "image: rocm/primus:v26.5" in manifest
     assert "nvidia.com" not in manifest
+
+
+@pytest.mark.parametrize("runtime", ["megatron", "torchtitan"])
+def test_nothing_is_written_for_gpus_that_primus_does_not_run_on(planned: Planned, runtime: str) -> None:
+    plan = planned("llama-3.1-8b", 16, runtime=runtime, **({"zero_stage": 3} if runtime == "torchtitan" else {}))
+    with pytest.raises(Inexpressible, match=f"primus-{runtime} runs on cdna3, cdna4, and h100") as refused:
+        bundle_of(plan, to="primus")
+    assert refused.value.hint == f"--to {runtime}"
+    assert bundle_of(plan, to=runtime).targets[0] == runtime

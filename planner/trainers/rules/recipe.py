@@ -310,7 +310,7 @@ def _predicts_without_pipeline(setting: Setting) -> bool:
 
 def _is_deterministic_megatron(setting: Setting) -> bool:
     """True where --deterministic-mode refuses what is fused or overlapped (megatron/training/determinism.py)."""
-    return setting.runtime.deterministic and setting.runtime.has_megatron_core
+    return setting.runtime.deterministic and setting.runtime.family == "megatron"
 
 
 def _has_sync_free(setting: Setting) -> bool:
