@@ -305,7 +305,7 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     """
     efficiency = hardware.efficiency
     attention = efficiency.attention if kernel == "fastest" else efficiency.flash
-    slow = efficiency.flash1_factor if kernel == "flash1" else 1.0
+    slow = attention.seconds_factor * (efficiency.flash1_factor if kernel == "flash1" else 1.0)
     peak = hardware.peak_flops("bf16")
     assert peak is not None, "HardwareSpec has bf16 or fp16"
     multiple = attention.head_dim_multiple

@@ -41,6 +41,12 @@ class ChunkSeconds(Spec):
     weight_grad_s: float | None = None
     """Input and weight gradient are measured apart in the schedule itself where it splits backwards, else after the
     steps; both are null where they were not."""
+    quiet_forward_s: float | None = None
+    quiet_backward_s: float | None = None
+    """The same seconds while no message between stages was under way, which takes a part of the GPU from what it
+    computes; null where the chunk ran among no others, or only so."""
+    spread_fraction: float | None = None
+    """Standard error of the two medians together, as a share of them."""
 
 
 class TimedExchange(Spec):
@@ -53,6 +59,28 @@ class TimedExchange(Spec):
     """Bytes of the whole tensor."""
     seconds: float
     bus_gb_per_s: float
+    spread_fraction: float | None = None
+    """Standard error of `seconds`, as a share of it."""
+
+
+class DeviceState(Spec):
+    """The state of a GPU as its driver reports it; null where the driver does not say."""
+
+    when: Literal["before", "within", "after"]
+    """Before the steps, in the middle of computing, or after them."""
+    clock_mhz: float | None = None
+    max_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    default_power_limit_w: float | None = None
+    temperature_c: float | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    """Reasons why clocks are lower than asked for, in the driver's words; idleness is none."""
+    other_processes: tuple[str, ...] = ()
+    """Processes on the GPU that are not of this run."""
+    other_bytes: int | None = None
+    """Memory that they hold."""
 
 
 class RankMemory(Spec):
@@ -108,6 +136,11 @@ class RankResult(Spec):
     peak_in_flight_chunks: int
     memory: RankMemory | None = None
     checks: tuple[Check, ...] = ()
+    attention_kernels: tuple[str, ...] = ()
+    """The kernels of attention that ran, as profiles name them; none where no attention ran on a GPU."""
+    device_states: tuple[DeviceState, ...] = ()
+    clock_error_s: float | None = None
+    """The most by which this rank's clock may differ from rank 0's; null where both are the same clock."""
 
     @property
     def replica(self) -> tuple[int, int, int]:
@@ -249,8 +282,11 @@ class ProbeResult(Spec):
         return not self.sleeps and any(comparison.agrees is not None for comparison in self.comparisons)
 
 
-FailureKind = Literal["error", "out_of_memory", "host_memory", "lost_peer"]
-"""`out_of_memory` means a GPU's memory; `host_memory` means the machine's."""
+FailureKind = Literal[
+    "error", "out_of_memory", "host_memory", "lost_peer", "duplicate_gpu", "shared_memory", "network", "device"
+]
+"""`out_of_memory` means a GPU's memory; `host_memory` means the machine's, `shared_memory` its /dev/shm; `device` means
+that the GPU or its driver has failed."""
 
 
 class Failure(Spec):

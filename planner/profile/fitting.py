@@ -58,6 +58,13 @@ def with_values(spec: Any, values: Mapping[str, float]) -> Any:
     return spec
 
 
+def number_at(spec: Any, path: str) -> float:
+    """The number at a dotted path of `spec` (or mapping)."""
+    for name in path.split("."):
+        spec = getattr(spec, name) if isinstance(spec, Spec) else spec[name]
+    return float(spec)
+
+
 def hardware_with(hardware: HardwareSpec, values: Mapping[str, float]) -> HardwareSpec:
     """`hardware` with the efficiencies that `values` holds."""
     efficiencies = {path: value for path, value in values.items() if not path.startswith(BENCH)}

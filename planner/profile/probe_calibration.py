@@ -17,7 +17,7 @@ from planner.probe.plan_side.eager import EAGER, training_of
 from planner.probe.result import ProbeResult, RankResult, TimedExchange, stride_of
 from planner.probe.run import ProbeRun
 from planner.probe.verdict.slowness import require_speed
-from planner.profile.fitting import Residuals, fit, log_errors
+from planner.profile.fitting import Residuals, fit, log_errors, number_at
 from planner.profile.kernel_problems import BenchNumbers, FitProblem
 from planner.shape import FloatArray, Shape
 from planner.specs.cluster import ClusterSpec
@@ -26,7 +26,6 @@ from planner.specs.training import Recompute
 from planner.specs.units import GB, GIB
 from planner.trainers.calibration import Calibration, Factor, Quantity, Share
 
-KERNELS = ("gemm_factor", "attention_factor", "stream_factor")
 RANGE = 20.0
 """Factors between 1/RANGE and RANGE."""
 TOGETHER = 0.2
@@ -46,17 +45,29 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
     source = f"plan probe on {result.device}, torch {result.torch_version}, {result.slice.run}"
     links = Calibration(source=source, efficiency_fraction=_link_shares(result, cluster))
     problem = passes(result, links.of_cluster(cluster))
-    before = cluster.hardware.efficiency
     fitted = fit(problem, cluster.hardware)
-    residuals = Residuals.of(log_errors(problem, cluster.hardware, fitted)[: -len(KERNELS)])
+    residuals = Residuals.of(log_errors(problem, cluster.hardware, fitted)[: -len(problem.free)])
     source_of_factors = (
         f"{residuals.num_rows} passes of {len(result.ranks)} ranks, {residuals.median:.1f}% off (median) with it"
     )
+    factors = {
+        path: Factor(value=fitted[path] / start, source=source_of_factors) for path, (start, *_) in problem.free.items()
+    }
     measured: dict[str, Any] = {
-        name: Factor(value=fitted[name] / getattr(before, name), source=source_of_factors) for name in KERNELS
+        "gemm_factor": factors["gemm_factor"],
+        "stream_factor": factors["stream_factor"],
+        "attention_factor": {
+            kernel: factors[f"{kernel}.seconds_factor"] for kernel in kernels_that_ran(result, cluster)
+        },
     }
     measured |= {**_reserved(result, cluster), "microbatch_overhead_s": _host(result.ranks)}
     return links.model_copy(update=measured)
+
+
+def kernels_that_ran(result: ProbeResult, cluster: ClusterSpec) -> tuple[str, ...]:
+    """The kernels of attention that the ranks ran, or, where they do not say, the one that their price is of."""
+    said = {kernel for rank in result.ranks for kernel in rank.attention_kernels}
+    return tuple(sorted(said)) or ("flash" if cluster.hardware.efficiency.cudnn is None else "cudnn",)
 
 
 def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
@@ -73,18 +84,20 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
         costs = [costs_of_chunks[stage] for stage in stages]
         forward = [cost.forward_s if alone else cost.forward_total_s for cost in costs]
         backward = [cost.input_grad_s + cost.weight_grad_s if alone else cost.backward_total_s for cost in costs]
-        factors = np.array([getattr(hardware.efficiency, name) / start[name] for name in KERNELS])
+        factors = np.array([number_at(hardware.efficiency, path) / value for path, value in start.items()])
         return np.concatenate((np.array(forward), np.array(backward), factors / np.exp(np.log(factors).mean())))
 
-    start = {name: float(getattr(cluster.hardware.efficiency, name)) for name in KERNELS}
+    attention = [f"{kernel}.seconds_factor" for kernel in kernels_that_ran(result, cluster)]
+    paths = ["gemm_factor", *attention, "stream_factor"]
+    start = {path: number_at(cluster.hardware.efficiency, path) for path in paths}
     seconds = [*(measured[stage][0] for stage in stages), *(measured[stage][1] for stage in stages)]
     return FitProblem(
         name="probe",
         free={name: (value, value / RANGE, value * RANGE) for name, value in start.items()},
         predict=predict,
-        measured_s=np.array([*seconds, *[1.0] * len(KERNELS)]),
-        groups=np.array([str(stage) for stage in stages * 2] + list(KERNELS)),
-        weights=np.array([1.0] * len(seconds) + [TOGETHER] * len(KERNELS)),
+        measured_s=np.array([*seconds, *[1.0] * len(start)]),
+        groups=np.array([str(stage) for stage in stages * 2] + list(start)),
+        weights=np.array([1.0] * len(seconds) + [TOGETHER] * len(start)),
     )
 
 

@@ -71,6 +71,8 @@ class AttentionEfficiency(Spec):
     """Factor on the fractions where every head has a learned sink (gpt-oss)."""
     head_dim_multiple: PositiveInt = 64
     """Head dimensions are padded to a multiple of this."""
+    seconds_factor: PositiveFloat = 1.0
+    """Factor on this kernel's seconds alone; 1 unless a probe that ran it asks for more."""
 
 
 class Efficiency(Spec):
@@ -119,6 +121,9 @@ class Efficiency(Spec):
     """Factor on seconds of memory-bound kernels."""
     launch_factor: PositiveFloat = 1.0
     """Factor on launch_us."""
+    step_width: PositiveFloat | None = None
+    """Half-width of a dense model's step, in natural logarithms, as the probe's own residuals give it; null where no
+    probe corrected the block."""
 
     @model_validator(mode="before")
     @classmethod

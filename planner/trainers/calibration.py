@@ -41,7 +41,8 @@ class Calibration(Spec):
     """Device, software and run."""
     gemm_factor: Factor | None = None
     """Factor on seconds of products."""
-    attention_factor: Factor | None = None
+    attention_factor: dict[str, Factor] = Field(default_factory=dict)
+    """Factor on seconds of each kernel of attention that ran, by its name in the profile: flash, cudnn."""
     stream_factor: Factor | None = None
     """Factor on seconds of memory-bound kernels: norms, activations, loss, optimizer."""
     efficiency_fraction: dict[str, Share] = Field(default_factory=dict)
@@ -61,10 +62,13 @@ class Calibration(Spec):
         """The profile with factors multiplied onto its own, measured shares and amounts in place of its own."""
         before = hardware.efficiency
         changes: dict[str, Any] = {"evidence": "probed", "source": f"{before.source} Probed: {self.source}".strip()}
-        for name in ("gemm_factor", "attention_factor", "stream_factor"):
+        for name in ("gemm_factor", "stream_factor"):
             factor: Factor | None = getattr(self, name)
             if factor is not None:
                 changes[name] = getattr(before, name) * factor.value
+        for kernel, factor in self.attention_factor.items():
+            timed = getattr(before, kernel)
+            changes[kernel] = timed.model_copy(update={"seconds_factor": timed.seconds_factor * factor.value})
         measured = {"context_gib": self.context_gib, "fragmentation_fraction": self.fragmentation_fraction}
         given = {name: number for name, number in measured.items() if number is not None}
         reserved: dict[str, Any] = {name: number.value for name, number in given.items()}
@@ -92,7 +96,8 @@ class Calibration(Spec):
 
     def in_words(self) -> list[str]:
         """One line per number, for reports."""
-        factors = {"products": self.gemm_factor, "attention": self.attention_factor, "memory-bound": self.stream_factor}
+        factors = {"products": self.gemm_factor, "memory-bound": self.stream_factor}
+        factors |= {f"attention ({kernel})": factor for kernel, factor in self.attention_factor.items()}
         lines = [f"{name} × {factor.value:.3f} ({factor.source})" for name, factor in factors.items() if factor]
         lines += [f"{name} at {share.value:.0%} of its rate ({share.source})" for name, share in self._links]
         if self.context_gib is not None:

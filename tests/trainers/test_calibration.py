@@ -14,7 +14,7 @@ from planner.trainers.load import load_runtime
 MEASURED = Calibration(
     source="NVIDIA H200, torch 2.11",
     gemm_factor=Factor(value=1.1, source="stages"),
-    attention_factor=Factor(value=0.9, source="stages"),
+    attention_factor={"flash": Factor(value=0.9, source="stages")},
     stream_factor=Factor(value=1.2, source="stages"),
     efficiency_fraction={"nvlink": Share(value=0.7, source="an all-gather")},
     context_gib=Quantity(value=1.5, source="a rank"),
@@ -34,7 +34,7 @@ def test_factors_multiply_those_of_the_profile_and_shares_replace_them() -> None
     after = MEASURED.of_hardware(hardware.model_copy(update={"efficiency": before}))
     efficiency = after.efficiency
     assert efficiency.gemm_factor == pytest.approx(1.05 * 1.1)
-    assert (efficiency.attention_factor, efficiency.stream_factor) == (0.9, 1.2)
+    assert (efficiency.flash.seconds_factor, efficiency.stream_factor) == (0.9, 1.2)
     assert efficiency.gemm == hardware.efficiency.gemm
     assert [tier.efficiency_fraction for tier in after.tiers] == [0.7, hardware.tiers[1].efficiency_fraction]
     assert (after.reserved.context_gib, after.reserved.fragmentation_fraction) == (1.5, 0.05)
