@@ -1,0 +1,113 @@
+"""`rehearse()`: count the bytes of a plan's stages without a GPU, and put them beside the plan's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+from planner.answer import Plan, PricedLayout
+from planner.layout.candidate import Candidate
+from planner.physics.stage_memory import StageBytes
+from planner.probe.plan_side.chunks import real_chunks, slice_schedule
+from planner.probe.plan_side.describe import describe_slice
+from planner.probe.plan_side.eager import in_eager_torch, repriced
+from planner.probe.plan_side.gpu_run import real_run, stage_asked_for, stand_in_stages
+from planner.probe.plan_side.options import ProbeOptions
+from planner.probe.plan_side.rank_grid import RankGrid, sharing_dp
+from planner.probe.rehearse.count import KEPT, CountedStage, count_stage
+from planner.probe.rehearse.result import RehearsalResult
+from planner.probe.result import ComparedQuantity, PlanSlice
+from planner.probe.run import ProbeRun
+from planner.schedule.actions import Schedule
+from planner.schedule.orders import SCHEDULES, in_flight_chunks
+from planner.specs.model import LayerKind
+
+BYTES_TOLERANCE = 0.01
+"""Fraction of a plan's bytes by which a count may differ: stages measured on an H200 are planned within 1%."""
+
+
+def rehearse(plan: Plan, stages: Literal["all"] | int, tolerance_fraction: float = BYTES_TOLERANCE) -> RehearsalResult:
+    """Run the distinct stages of the plan (or the one named) one after another on fake tensors, and compare."""
+    eager = in_eager_torch(plan)
+    layout, architecture = eager.best, plan.cluster.hardware.architecture
+    run, part = stages_run(plan, eager)
+    names = sorted(set(stand_in_stages(layout))) if stages == "all" else [stage_asked_for(stages, run.pp)]
+    comparisons: list[ComparedQuantity] = []
+    layers: dict[tuple[LayerKind, str], int] = {}
+    for stage in names:
+        counted = count_stage(run, stage, architecture)
+        comparisons += compare_stage_bytes(layout.stages[stage].memory, counted, stage, tolerance_fraction)
+        layers |= counted.layers
+    comparisons += compare_layers(repriced(eager), layers)
+    return RehearsalResult(
+        architecture=architecture,
+        torch_version=torch.__version__,
+        inputs_sha256=plan.inputs_sha256,
+        slice=part,
+        tolerance_fraction=tolerance_fraction,
+        comparisons=tuple(comparisons),
+    )
+
+
+def stages_run(plan: Plan, eager: Plan) -> tuple[ProbeRun, PlanSlice]:
+    """The run of the plan's stages one after another, with as few micro-batches as fill its pipeline, in words too."""
+    layout, asked, options = eager.best, eager.best.parallelism, ProbeOptions(device="cpu", stages="all")
+    order = shortest_order(layout)
+    grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
+    part = describe_slice(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
+    part = part.model_copy(
+        update={
+            "verified": ("bytes that tensors of each stage take",),
+            "extrapolated": ("seconds", "bytes of the driver, of communicators and of cuBLAS"),
+        }
+    )
+    return real_run(plan, options, order, real_chunks(layout, order, range(asked.pp)), grid), part
+
+
+def shortest_order(layout: PricedLayout) -> Schedule:
+    """The plan's schedule with the fewest rounds of micro-batches that hold as many in flight as all of them."""
+    asked = layout.parallelism
+    pp, vpp, total = asked.pp, asked.vpp, asked.num_microbatches
+    for rounds in (1, 2, 3):
+        order = slice_schedule(layout, pp, max(2, rounds * pp))
+        if asked.schedule in SCHEDULES and in_flight_chunks(asked.schedule, pp, vpp, total) == in_flight_chunks(
+            asked.schedule, pp, vpp, order.num_microbatches
+        ):
+            return order
+    return slice_schedule(layout, pp, total)
+
+
+def compare_stage_bytes(
+    planned: StageBytes, counted: CountedStage, stage: int, tolerance_fraction: float
+) -> Iterator[ComparedQuantity]:
+    """Bytes before a step and at its peak, and what the peak is made of."""
+    static = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
+    kept = counted.at_peak.get(KEPT, 0)
+    moment = counted.peak_bytes - kept - counted.at_peak.get("", 0)
+    rows = (
+        ("static memory", static, counted.static_bytes, tolerance_fraction),
+        ("peak allocated", planned.peak_allocated_bytes, counted.peak_bytes, tolerance_fraction),
+        ("  kept by forwards", planned.activations_bytes, kept, None),
+        ("  for a moment", planned.logits_bytes + planned.workspace_bytes, moment, None),
+    )
+    for name, predicted, measured, tolerance in rows:
+        yield ComparedQuantity(
+            name=name,
+            stage=stage,
+            unit="bytes",
+            predicted=predicted,
+            measured=measured,
+            agrees=None if tolerance is None else abs(measured - predicted) <= tolerance * predicted,
+        )
+
+
+def compare_layers(priced: Candidate, layers: dict[tuple[LayerKind, str], int]) -> Iterator[ComparedQuantity]:
+    """Bytes that one layer of each kind keeps of a micro-batch."""
+    for (kind, mode), num_bytes in layers.items():
+        planned = float(priced.table.layers[kind, mode].live_bytes)  # type: ignore[index]
+        recomputed = "" if mode == "none" else f", {mode} recomputation"
+        yield ComparedQuantity(
+            name=f"layer: {kind.attention}, {kind.mlp}{recomputed}", unit="bytes", predicted=planned, measured=num_bytes
+        )
