@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.physics.memory import ALIGNMENT
-
+ALIGNMENT = 512
+"""Sizes of tensors are rounded up to a multiple of so many bytes (kMinBlockSize of torch's CUDACachingAllocator)."""
 MomentBytes = Callable[..., int]
 """The bytes that a GPU's kernel allocates for itself while it runs, from the arguments of its operator."""
 
@@ -110,8 +110,3 @@ class BytesAlive(TorchDispatchMode):
         if num_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_label = num_bytes, self.label
             self.at_peak = dict(self.alive) | ({name: moment_bytes} if moment_bytes else {})
-
-
-def total(parts: dict[str, int], labels: Iterable[str]) -> int:
-    """The sum of some labels' bytes."""
-    return sum(parts.get(label, 0) for label in labels)

@@ -94,4 +94,3 @@ def _kept_by_layers(trainer: Trainer, account: BytesAlive, counted: CountedStage
     finally:
         for handle in handles:
             handle.remove()
-

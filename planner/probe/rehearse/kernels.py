@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.physics.operators import BF16, FP32
 from planner.probe.model.peers import apply
 from planner.probe.rehearse.account import MomentBytes
 
+BF16, FP32 = 2, 4
+"""Bytes of an element."""
 EMBEDDING_ROWS = 10
 """Rows of one token that a thread of the embedding's backward sums (NROWS_PER_THREAD, EmbeddingBackwardKernel.cu)."""
 MOST_UNSORTED = 3072

@@ -7,9 +7,8 @@ from typing import Literal
 
 import torch
 
-from planner.answer import Plan, PricedLayout
+from planner.answer import Plan, PricedLayout, StagePlan
 from planner.layout.candidate import Candidate
-from planner.physics.stage_memory import StageBytes
 from planner.probe.plan_side.chunks import real_chunks, slice_schedule
 from planner.probe.plan_side.describe import describe_slice
 from planner.probe.plan_side.eager import in_eager_torch, repriced
@@ -38,7 +37,7 @@ def rehearse(plan: Plan, stages: Literal["all"] | int, tolerance_fraction: float
     layers: dict[tuple[LayerKind, str], int] = {}
     for stage in names:
         counted = count_stage(run, stage, architecture)
-        comparisons += compare_stage_bytes(layout.stages[stage].memory, counted, stage, tolerance_fraction)
+        comparisons += compare_stage_bytes(layout.stages[stage], counted, tolerance_fraction)
         layers |= counted.layers
     comparisons += compare_layers(repriced(eager), layers)
     return RehearsalResult(
@@ -80,9 +79,10 @@ def shortest_order(layout: PricedLayout) -> Schedule:
 
 
 def compare_stage_bytes(
-    planned: StageBytes, counted: CountedStage, stage: int, tolerance_fraction: float
+    stage: StagePlan, counted: CountedStage, tolerance_fraction: float
 ) -> Iterator[ComparedQuantity]:
     """Bytes before a step and at its peak, and what the peak is made of."""
+    planned = stage.memory
     static = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
     kept = counted.at_peak.get(KEPT, 0)
     moment = counted.peak_bytes - kept - counted.at_peak.get("", 0)
@@ -95,7 +95,7 @@ def compare_stage_bytes(
     for name, predicted, measured, tolerance in rows:
         yield ComparedQuantity(
             name=name,
-            stage=stage,
+            stage=stage.stage,
             unit="bytes",
             predicted=predicted,
             measured=measured,
