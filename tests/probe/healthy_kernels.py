@@ -172,10 +172,13 @@ class Recorder(TorchDispatchMode):
         """Bytes read and written; what is updated in place is both."""
         if name in ("zero_", "fill_", "normal_"):
             return dense_bytes(inputs[0])
+        if name.startswith("new_") or name.endswith("_like"):
+            return sum(map(dense_bytes, outputs))
         if name in ("copy_", "_foreach_copy_"):
             return sum(map(dense_bytes, inputs))
-        if name in ("embedding", "index_select", "gather"):  # of what is looked in, only what is found
-            return 2 * sum(map(dense_bytes, outputs)) + sum(dense_bytes(x) for x in inputs[1:])
+        if name in ("embedding", "index_select", "gather"):  # of what is looked in, only what is found, and once
+            found = dense_bytes(outputs[0])
+            return found + min(found, dense_bytes(inputs[0])) + sum(dense_bytes(x) for x in inputs[1:])
         if name == "_fused_adamw_":
             master, grads, *moments = inputs[:4]
             return 2 * dense_bytes(master) + dense_bytes(grads) + 2 * sum(map(dense_bytes, moments))

@@ -115,7 +115,7 @@ class ExpertPeers:
         local = sent.numel() // self.size
         return sent.view(self.size, local)
 
-    def exchange(self, rows: Tensor, sent: Tensor, received: Tensor) -> Tensor:
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """All-to-all of rows sorted by destination; `sent` and `received` count rows per peer."""
         return rows.clone() if self.size > 1 else rows
 
@@ -131,9 +131,9 @@ class ExpertGroup(ExpertPeers):
         dist.all_to_all_single(received, sent.contiguous(), group=self.group)
         return received.view(self.size, -1)
 
-    def exchange(self, rows: Tensor, sent: Tensor, received: Tensor) -> Tensor:
-        arrived = rows.new_empty(int(received.sum()), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), received.tolist(), sent.tolist(), group=self.group)
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self.group)
         return arrived
 
 
