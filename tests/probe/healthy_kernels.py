@@ -51,6 +51,8 @@ class Kernel(NamedTuple):
     seconds: float
     num_bytes: float = 0.0
     detail: str = ""
+    ranks: tuple[int, ...] = ()
+    """The ranks of an exchange."""
 
 
 @dataclass
@@ -321,7 +323,7 @@ def _noting(real: Callable[..., Any], kind: Kind, whole: int, recorder: Recorder
         ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
         num_bytes = args[whole].nbytes
         recorder.account.exchanges.append(
-            Kernel(kind, recorder.prices.exchange_s(kind, num_bytes, ranks), num_bytes, str(ranks))
+            Kernel(kind, recorder.prices.exchange_s(kind, num_bytes, ranks), num_bytes, ranks=tuple(ranks))
         )
         with recorder.quiet():
             return real(*args, group=group, **kwargs)
