@@ -75,6 +75,12 @@ def require_layers(plan: Plan) -> None:
             f"{plan.model.name} cannot be probed: {objection}",
             "probe a plan of a plain model of its size, such as llama-3.1-8b",
         )
+    model, seq_length = plan.model.spec, plan.training.seq_length
+    if model.position_embedding == "learned" and seq_length > (model.max_position_embeddings or 0):
+        raise ProbeError(
+            f"{plan.model.name} has {model.max_position_embeddings} learned positions, its sequences {seq_length} tokens",
+            f"plan with --seq-length {model.max_position_embeddings}",
+        )
 
 
 def require_split(plan: Plan, options: ProbeOptions) -> None:
