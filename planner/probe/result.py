@@ -46,7 +46,7 @@ class ChunkSeconds(Spec):
     """The same seconds while no message between stages was under way, which takes a part of the GPU from what it
     computes; null where the chunk ran among no others, or only so."""
     spread_fraction: float | None = None
-    """Standard error of the two medians together, as a share of them."""
+    """Standard error of the medians, as a share of them: the largest."""
 
 
 class TimedExchange(Spec):

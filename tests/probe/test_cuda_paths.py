@@ -234,10 +234,11 @@ def test_grouped_products_are_torchs_on_hopper_in_bf16(called: list[str]) -> Non
 
 
 def test_kernels_are_timed_between_events(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Stopwatch("cuda", 0.5)
-    assert bench.microseconds(lambda: None) == pytest.approx(1e5)
     ones = torch.ones(2, 2)
     monkeypatch.setattr(Stopwatch, "normal", lambda *_: called.append("operand") or ones)
+    bench = Stopwatch("cuda", 0.5)
+    assert bench.microseconds(lambda: None) == pytest.approx(1e5)
+    assert called[0] == "operand", "a cold GPU is warmed up"
     called.clear()
     machine = machine_of("cuda")
     assert called.index("operand") < called.index("mem_get_info 0"), "a product is run before memory is read"

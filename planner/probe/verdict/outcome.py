@@ -28,7 +28,8 @@ def probe_result(
     ran."""
     ranks, run, alone = measured.ranks, measured.run, options.stages is not None
     complete = bool(ranks) and not alone
-    steps = [max(rank.steps[i].step_s for rank in ranks) for i in range(run.num_steps)] if complete else []
+    same_steps = zip(*(rank.steps for rank in ranks), strict=True) if complete else ()
+    steps = [max(step.step_s for step in same) for same in same_steps]
     steps_by_rank = [steps] if complete else [[step.step_s for step in rank.steps] for rank in ranks]
     out_of_memory, pp = measured.out_of_memory, plan.parallelism.pp
     stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
