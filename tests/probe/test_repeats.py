@@ -113,7 +113,7 @@ def test_figures_share_the_budget_and_leave_what_they_do_not_need(monkeypatch: p
     assert bench.total_s == pytest.approx(1.2 * 0.9, rel=0.1), "a second, and what warms up before it"
     noise = np.random.default_rng(0)
     bench.spread = 0.0
-    bench.microseconds(lambda: 0.3 * noise.uniform(0.5, 1.5))
+    bench.microseconds(lambda: 0.05 * noise.uniform(0.5, 1.5))
     assert bench.spread > 0.01, "is told"
     assert bench.total_s == pytest.approx(1.1 + 1.2, rel=0.4)
     for _ in range(8):

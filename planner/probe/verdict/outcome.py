@@ -12,6 +12,7 @@ from planner.probe.plan_side.rank_grid import sampled_stages
 from planner.probe.result import ComparedQuantity, MeasuredRun, PlanSlice, ProbeResult
 from planner.probe.verdict.activity import activity
 from planner.probe.verdict.checks import check_finite, run_checks
+from planner.probe.verdict.conditions import conditions_of
 from planner.specs.units import gib
 
 
@@ -51,6 +52,7 @@ def probe_result(
         step_s=median(steps) if steps else step_s,
         step_spread_s=max((max(seconds) - min(seconds) for seconds in steps_by_rank), default=0.0),
         loss=ranks[0].steps[-1].loss if complete and run.sleep is None else None,
+        conditions=conditions_of(ranks),
         run=run,
         ranks=ranks,
         out_of_memory=out_of_memory,

@@ -40,7 +40,10 @@ class StageWorker(Worker):
             self.status.enter(phase)
             if trainer.clock.is_cuda:
                 torch.cuda.reset_peak_memory_stats()
+            if step == loop.last_cold:
+                self.monitor.begin_load()
             loop.add(*trainer.step(step, self.status.at))
+        self.monitor.after()
         result = self.report(trainer, loop, self.memory(static_bytes))
         self.status.enter("input and weight gradients")
         chunks = tuple(self.split(trainer, seconds) for seconds in result.chunks)

@@ -48,6 +48,11 @@ class StepLoop:
         self.actions += record.actions if self.into is self.steps else ()
 
     @property
+    def last_cold(self) -> int:
+        """The number of the last step that warms up however long steps take."""
+        return max(0, self.run.warm_up_steps - 1)
+
+    @property
     def all_steps(self) -> list[StepSeconds]:
         return [*self.warm_up, *self.steps]
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from planner.files import write_text
+from planner.probe.device_state import Monitor
 from planner.probe.rank.build_chunk import dtypes
 from planner.probe.rank.clock import Clock
 from planner.probe.rank.exchanges import barrier, measure_exchanges
@@ -21,6 +22,7 @@ from planner.probe.rank.training import Trainer
 from planner.probe.rank.wires import GroupWires
 from planner.probe.result import Check, RankMemory, RankResult, TimedAction
 from planner.probe.run import ProbeRun
+from planner.probe.torch_build import this_build
 from planner.probe.worker.chunk_seconds import chunk_seconds
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE, STATUS_FILE
 from planner.probe.worker.handshake import Identity, require_agreement
@@ -37,6 +39,7 @@ class Worker:
         self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
         self.status = StatusFile(folder / STATUS_FILE.format(rank))
         self.device: str = self.run.device
+        self.monitor = Monitor()
 
     def main(self) -> None:
         """Run all phases of the rank in order."""
@@ -59,7 +62,10 @@ class Worker:
             if trainer.clock.is_cuda:
                 torch.cuda.reset_peak_memory_stats()
             on_gradients = partial(self.check, trainer, reference, checks) if step == 0 else None
+            if step == loop.last_cold:
+                self.monitor.begin_load()
             loop.add(*trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock)))
+        self.monitor.after()
         memory = self.memory(static_bytes)
         self.status.enter("exchanges")
         exchanges = measure_exchanges(trainer)
@@ -109,6 +115,8 @@ class Worker:
         number = 0 if visible == 1 else self.local_rank
         if number >= visible:
             raise RuntimeError(f"no GPU for rank {self.rank}, number {number} of its machine: torch sees {visible}")
+        self.monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(number).uuid)))
+        self.monitor.before()
         self.device = f"cuda:{number}"
         torch.cuda.set_device(self.device)
 
@@ -205,6 +213,7 @@ class Worker:
             chunks=chunk_seconds(loop.actions),
             peak_in_flight_chunks=loop.record.peak_in_flight,
             memory=memory,
+            device_states=tuple(self.monitor.states),
         )
 
     def gather(self, result: RankResult) -> None:
