@@ -54,6 +54,8 @@ class BytesAlive(TorchDispatchMode):
         self._see_peak("", 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor has no storage: count its rows, on which it runs the operator next
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0  # fake tensors have no values: any number does where the host reads one
         result = func(*args, **(kwargs or {}))

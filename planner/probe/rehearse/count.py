@@ -87,7 +87,7 @@ def _kept_by_layers(trainer: Trainer, account: BytesAlive, counted: CountedStage
             base = "selective" if trainer.run.recompute_modules else "none"
             mode = "full" if number < chunk.spec.num_recomputed else base
             key = trainer.run.model.layers[int(index)], mode
-            handles.append(layer.register_forward_pre_hook(enter))
+            handles.append(layer.register_forward_pre_hook(enter, prepend=True))
             handles.append(layer.register_forward_hook(lambda *_, key=key: leave(key)))  # type: ignore[misc]
     try:
         yield

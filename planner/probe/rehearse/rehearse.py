@@ -20,9 +20,11 @@ from planner.probe.rehearse.result import RehearsalResult
 from planner.probe.result import ComparedQuantity, PlanSlice
 from planner.probe.run import ProbeRun
 from planner.schedule.actions import Schedule
-from planner.schedule.orders import SCHEDULES, in_flight_chunks
+from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, violation
 from planner.specs.model import LayerKind
 
+OPTIONS = ProbeOptions(device="cpu", stages="all")
+ROUNDS = 3
 BYTES_TOLERANCE = 0.01
 """Fraction of a plan's bytes by which a count may differ: stages measured on an H200 are planned within 1%."""
 
@@ -31,12 +33,12 @@ def rehearse(plan: Plan, stages: Literal["all"] | int, tolerance_fraction: float
     """Run the distinct stages of the plan (or the one named) one after another on fake tensors, and compare."""
     eager = in_eager_torch(plan)
     layout, architecture = eager.best, plan.cluster.hardware.architecture
-    run, part = stages_run(plan, eager)
-    names = sorted(set(stand_in_stages(layout))) if stages == "all" else [stage_asked_for(stages, run.pp)]
+    pp = layout.parallelism.pp
+    names = sorted(set(stand_in_stages(layout))) if stages == "all" else [stage_asked_for(stages, pp)]
     comparisons: list[ComparedQuantity] = []
     layers: dict[tuple[LayerKind, str], int] = {}
     for stage in names:
-        counted = count_stage(run, stage, architecture)
+        counted = count_stage(stage_run(plan, eager, stage), stage, architecture)
         comparisons += compare_stage_bytes(layout.stages[stage], counted, tolerance_fraction)
         layers |= counted.layers
     comparisons += compare_layers(repriced(eager), layers)
@@ -44,37 +46,52 @@ def rehearse(plan: Plan, stages: Literal["all"] | int, tolerance_fraction: float
         architecture=architecture,
         torch_version=torch.__version__,
         inputs_sha256=plan.inputs_sha256,
-        slice=part,
+        slice=in_words(plan, eager),
         tolerance_fraction=tolerance_fraction,
         comparisons=tuple(comparisons),
     )
 
 
-def stages_run(plan: Plan, eager: Plan) -> tuple[ProbeRun, PlanSlice]:
-    """The run of the plan's stages one after another, with as few micro-batches as fill its pipeline, in words too."""
-    layout, asked, options = eager.best, eager.best.parallelism, ProbeOptions(device="cpu", stages="all")
-    order = shortest_order(layout)
-    grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
-    part = describe_slice(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
-    part = part.model_copy(
+def stage_run(plan: Plan, eager: Plan, stage: int) -> ProbeRun:
+    """The run of one of the plan's stages, with as few micro-batches as fill it."""
+    order = shortest_order(eager.best, stage)
+    chunks = real_chunks(eager.best, order, range(order.pp))
+    return real_run(plan, OPTIONS, order, chunks, whole_grid(eager.best))
+
+
+def whole_grid(layout: PricedLayout) -> RankGrid:
+    """All ranks of the layout that share something."""
+    asked = layout.parallelism
+    return RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
+
+
+def in_words(plan: Plan, eager: Plan) -> PlanSlice:
+    """The part of the plan that is counted."""
+    asked = eager.best.parallelism
+    reduced = ["to as many micro-batches as fill a stage", f"one of {asked.num_gpus_used:,} ranks at a time"]
+    order = shortest_order(eager.best, 0)
+    part = describe_slice(plan, whole_grid(eager.best), order, OPTIONS, reduced)
+    return part.model_copy(
         update={
             "verified": ("bytes that tensors of each stage take",),
             "extrapolated": ("seconds", "bytes of the driver, of communicators and of cuBLAS"),
         }
     )
-    return real_run(plan, options, order, real_chunks(layout, order, range(asked.pp)), grid), part
 
 
-def shortest_order(layout: PricedLayout) -> Schedule:
-    """The plan's schedule with the fewest rounds of micro-batches that hold as many in flight as all of them."""
+def shortest_order(layout: PricedLayout, stage: int) -> Schedule:
+    """The plan's schedule with the fewest micro-batches that hold as many in flight on a stage as all of them.
+
+    Where backwards are split, weight gradients wait for several rounds: three are run.
+    """
     asked = layout.parallelism
-    pp, vpp, total = asked.pp, asked.vpp, asked.num_microbatches
-    for rounds in (1, 2, 3):
-        order = slice_schedule(layout, pp, max(2, rounds * pp))
-        if asked.schedule in SCHEDULES and in_flight_chunks(asked.schedule, pp, vpp, total) == in_flight_chunks(
-            asked.schedule, pp, vpp, order.num_microbatches
-        ):
-            return order
+    name, pp, vpp, total = asked.schedule, asked.pp, asked.vpp, asked.num_microbatches
+    if name not in SCHEDULES or SCHEDULES[name].splits_backward:
+        return slice_schedule(layout, pp, min(total, ROUNDS * pp))
+    wanted = in_flight_chunks(name, pp, vpp, total)[stage]
+    for count in range(1, total):
+        if violation(name, pp, vpp, count) is None and in_flight_chunks(name, pp, vpp, count)[stage] == wanted:
+            return build_schedule(name, pp, vpp, count)
     return slice_schedule(layout, pp, total)
 
 
