@@ -17,7 +17,7 @@ from planner.probe.launch.launcher import launch
 from planner.probe.model.attention_kernels import require_flash
 from planner.probe.plan_side.chunks import real_chunks, slice_schedule
 from planner.probe.plan_side.describe import describe_slice
-from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.plan_side.eager import in_eager_torch, without_waits
 from planner.probe.plan_side.gpu_run import (
     MICROBATCHES_PER_STAGE,
     ranks_run,
@@ -92,6 +92,12 @@ def require_layers(plan: Plan) -> None:
             f"{plan.model.name} cannot be probed: {objection}",
             "probe a plan of a plain model of its size, such as llama-3.1-8b",
         )
+    model, seq_length = plan.model.spec, plan.training.seq_length
+    if model.position_embedding == "learned" and seq_length > (model.max_position_embeddings or 0):
+        raise ProbeError(
+            f"{plan.model.name} has {model.max_position_embeddings} learned positions, its sequences {seq_length} tokens",
+            f"plan with --seq-length {model.max_position_embeddings}",
+        )
 
 
 def require_split(plan: Plan, options: ProbeOptions) -> None:
@@ -126,14 +132,14 @@ def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult
 def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
     """Run each distinct stage alone, then replay the whole pipeline with the measured seconds."""
     eager = in_eager_torch(plan)
-    layout = eager.best
+    layout, least = eager.best, without_waits(eager)
     asked = layout.parallelism
     order = slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
     grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
     run = real_run(plan, options, order, real_chunks(layout, order, range(asked.pp)), grid)
     run = run.model_copy(update={"warm_up_steps": 2})
     stands_for = stand_in_stages(layout)
-    is_judged = judges_seconds(plan, options) and not run.fully_sharded
+    is_judged = judges_seconds(plan, options) and asked.zero_stage <= 1
     tolerance = options.tolerance_fraction if is_judged else None
     ranks: list[RankResult] = []
     comparisons: list[ComparedQuantity] = []
@@ -146,12 +152,12 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
         if measured.out_of_memory is not None:
             break
         ranks += measured.ranks
-        comparisons += compare_stage(eager, stage, measured.ranks, tolerance, alone=True)
+        comparisons += compare_stage(eager, least, stage, measured.ranks, tolerance, alone=True)
     step_s = None
     if options.stages == "all" and measured.out_of_memory is None:
         rank_of_stage = {rank.stage: rank for rank in ranks}
         step_s = replayed_step_s(eager, [rank_of_stage[stage] for stage in stands_for])
-        comparisons.append(compared("step", "s", layout.step.step_s, step_s, tolerance))
+        comparisons.append(compared("step", "s", layout.step.step_s, step_s, tolerance, least=least.step.step_s))
     measured = measured.model_copy(update={"ranks": tuple(ranks)})
     part = describe_slice(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
     return probe_result(plan, options, part, measured, comparisons, step_s, eager)

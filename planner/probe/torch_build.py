@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
+from planner.probe.device_state import amd_state, nvidia_state
+
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
@@ -45,6 +47,8 @@ class TorchBuild:
     """The silicon generation of a device's properties."""
     driver: Callable[[], str]
     """The driver's version; empty where it does not say."""
+    state: Callable[[str], dict[str, Any]]
+    """The state of the GPU with an id, as fields of DeviceState; none where the driver does not say."""
 
 
 def this_build() -> TorchBuild:
@@ -112,6 +116,7 @@ def _cuda(cuda: str | None) -> TorchBuild:
         takes_groups=takes_groups,
         architecture_of=architecture_of,
         driver=_nvidia_driver,
+        state=nvidia_state,
     )
 
 
@@ -141,6 +146,7 @@ def _rocm(hip: str) -> TorchBuild:
         takes_groups=takes_groups,
         architecture_of=architecture_of,
         driver=_amd_driver,
+        state=amd_state,
     )
 
 

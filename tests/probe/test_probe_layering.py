@@ -67,7 +67,7 @@ def test_each_part_of_the_probe_imports_only_parts_before_it() -> None:
         return (
             PARTS.index(folder)
             if folder in PARTS
-            else {"run": -1, "result": -1, "torch_build": -1}.get(folder, len(PARTS))
+            else {"run": -1, "result": -1, "repeats": -1, "device_state": -1, "torch_build": -1}.get(folder, len(PARTS))
         )
 
     graph = import_graph(REPOSITORY / "planner" / "probe")
