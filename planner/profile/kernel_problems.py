@@ -196,9 +196,7 @@ def attention_problem(tables: TableSource, backend: str) -> FitProblem:
     )  # fmt: skip
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
-        kernel = {"cudnn": hardware.efficiency.cudnn if backend == "cudnn" else None}
-        with_backend = hardware.model_copy(update={"efficiency": hardware.efficiency.model_copy(update=kernel)})
-        forward_s, backward_s = attention_s(op, with_backend)
+        forward_s, backward_s = attention_s(op, hardware, backend)
         return np.concatenate((forward_s + bench["issue_us"] * MICRO, backward_s + bench["autograd_us"] * MICRO))
 
     return FitProblem(
