@@ -33,6 +33,7 @@ from planner.probe.result import ComparedQuantity, Failure, MeasuredRun, ProbeRe
 from planner.probe.run import Place
 from planner.probe.verdict.compare import compare_stage, compared
 from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds
+from planner.probe.verdict.kernels import seen_kernels, unpriced
 from planner.probe.verdict.outcome import probe_result
 from planner.probe.verdict.replay_stages import replayed_step_s
 from planner.probe.worker.failure import out_of_memory_result
@@ -129,12 +130,15 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
         if measured.out_of_memory is not None:
             break
         ranks += measured.ranks
-        comparisons += compare_stage(eager, stage, measured.ranks, tolerance, alone=True)
+    eager = in_eager_torch(plan, seen_kernels(ranks))
+    priced = not unpriced(ranks, plan.cluster.hardware)
+    for rank in ranks:
+        comparisons += compare_stage(eager, rank.stage, [rank], tolerance, alone=True, attends_as_priced=priced)
     step_s = None
     if options.stages == "all" and measured.out_of_memory is None:
         rank_of_stage = {rank.stage: rank for rank in ranks}
         step_s = replayed_step_s(eager, [rank_of_stage[stage] for stage in stands_for])
-        comparisons.append(compared("step", "s", layout.step.step_s, step_s, tolerance))
+        comparisons.append(compared("step", "s", eager.step.step_s, step_s, tolerance if priced else None))
     measured = measured.model_copy(update={"ranks": tuple(ranks)})
     part = describe_slice(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
     return probe_result(plan, options, part, measured, comparisons, step_s, eager)

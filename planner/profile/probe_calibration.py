@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from planner.errors import SpecError
 from planner.physics.communication import Kind, joined_fraction, members_by_tier, waits_s
 from planner.physics.cost import PartCost, sum_parts
 from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
-from planner.probe.plan_side.eager import EAGER, training_of
+from planner.probe.plan_side.eager import eager_with, training_of
 from planner.probe.result import ProbeResult, RankResult, TimedExchange, stride_of
 from planner.probe.run import ProbeRun
+from planner.probe.verdict.kernels import in_words, seen_kernels, unpriced
 from planner.probe.verdict.slowness import require_speed
 from planner.profile.fitting import Residuals, fit, log_errors, number_at
 from planner.profile.kernel_problems import BenchNumbers, FitProblem
@@ -25,6 +27,7 @@ from planner.specs.hardware import HardwareSpec
 from planner.specs.training import Recompute
 from planner.specs.units import GB, GIB
 from planner.trainers.calibration import Calibration, Factor, Quantity, Share
+from planner.trainers.torch_attention import kernel_of
 
 RANGE = 20.0
 """Factors between 1/RANGE and RANGE."""
@@ -42,6 +45,12 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
     Raises SpecError if the probe is no evidence of the speed of this hardware.
     """
     require_speed(result, cluster.hardware, where)
+    unknown = unpriced(result.ranks, cluster.hardware)
+    if unknown:
+        raise SpecError(
+            f"{where}: attention ran in {in_words(unknown)}, of which {cluster.hardware.name} has no numbers",
+            "probe a model whose attention runs in FlashAttention-2 or cuDNN's kernel",
+        )
     source = f"plan probe on {result.device}, torch {result.torch_version}, {result.slice.run}"
     links = Calibration(source=source, efficiency_fraction=_link_shares(result, cluster))
     problem = passes(result, links.of_cluster(cluster))
@@ -66,8 +75,9 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
 
 def kernels_that_ran(result: ProbeResult, cluster: ClusterSpec) -> tuple[str, ...]:
     """The kernels of attention that the ranks ran, or, where they do not say, the one that their price is of."""
-    said = {kernel for rank in result.ranks for kernel in rank.attention_kernels}
-    return tuple(sorted(said)) or ("flash" if cluster.hardware.efficiency.cudnn is None else "cudnn",)
+    run, hardware = result.run, cluster.hardware
+    expected = {kernel_of(run.model, kind, hardware, run.cp, run.whole_seq_length) for kind in run.model.kinds}
+    return seen_kernels(result.ranks) or tuple(sorted(expected - {"mask"}))
 
 
 def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
@@ -75,12 +85,12 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
 
     Predictions are for the probe's own run: its shapes and layers in eager torch, with exchanges where it had peers.
     """
-    run, alone = result.run, result.mode == "stages"
+    run, alone, result_kernels = result.run, result.mode == "stages", seen_kernels(result.ranks)
     measured = _measured(result)
     stages = sorted(measured)
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
-        costs_of_chunks = chunk_costs(run, _with(cluster, hardware))
+        costs_of_chunks = chunk_costs(run, _with(cluster, hardware), result_kernels)
         costs = [costs_of_chunks[stage] for stage in stages]
         forward = [cost.forward_s if alone else cost.forward_total_s for cost in costs]
         backward = [cost.input_grad_s + cost.weight_grad_s if alone else cost.backward_total_s for cost in costs]
@@ -133,15 +143,16 @@ def run_shape(run: ProbeRun) -> Shape:
     )
 
 
-def chunk_costs(run: ProbeRun, cluster: ClusterSpec) -> list[PartCost]:
-    """The cost model's price of each virtual stage of a probe's run, in eager torch on `cluster`."""
+def chunk_costs(run: ProbeRun, cluster: ClusterSpec, kernels: Collection[str] = ()) -> list[PartCost]:
+    """The cost model's price of each virtual stage of a probe's run, in eager torch on `cluster`, with the `kernels` of
+    attention that ran, if they are known."""
     shape = run_shape(run)
     sequences = run.dp * run.micro_batch_size * run.num_microbatches
     pricing = Pricing(
         model=run.model,
         training=training_of(int(shape.seq_length), sequences),
         cluster=cluster,
-        runtime=EAGER,
+        runtime=eager_with(kernels),
         selective_modules=run.recompute_modules,
     )
     base: Recompute = "selective" if run.recompute_modules else "none"

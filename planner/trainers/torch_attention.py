@@ -7,6 +7,7 @@ others are left to torch too, which takes cuDNN's kernel or FlashAttention-2.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 import numpy as np
@@ -71,3 +72,10 @@ def head_dims(model: ModelSpec) -> tuple[int, int]:
     if model.mla is None:
         return model.head_dim, model.value_head_dim or model.head_dim
     return model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
+
+
+def torch_took(kernels: Collection[str]) -> Literal["sdpa", "sdpa-cudnn", "sdpa-flash"]:
+    """RuntimeSpec.attention_kernel of ranks that ran these kernels: cuDNN's runs nowhere but where torch chose it."""
+    if "cudnn" in kernels:
+        return "sdpa-cudnn"
+    return "sdpa-flash" if "flash" in kernels else "sdpa"

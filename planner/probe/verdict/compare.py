@@ -123,19 +123,22 @@ def compare_stage(
     alone: bool,
     holds_as_planned: bool = True,
     steps_as_planned: bool = True,
+    attends_as_priced: bool = True,
 ) -> list[ComparedQuantity]:
     """Seconds and bytes of one stage's ranks.
 
     `alone` means that peers were emulated, so that its seconds include no exchange. A slice of the plan may have
     another number of micro-batches in flight than planned, or handle the gradients of more ranks in its optimizer step.
+    Passes are not judged where attention ran in a kernel that nothing prices.
     """
     stage = plan.best.stages[plan_stage]
     forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
     backward_s = median(sum(chunk.backward_s for chunk in rank.chunks) for rank in ranks)
     exchanged = (0.0, 0.0) if alone else (stage.forward_comm_s, stage.backward_comm_s)
+    pass_tolerance = tolerance_fraction if attends_as_priced else None
     comparisons = [
-        compared("forward", "s", stage.forward_s + exchanged[0], forward_s, tolerance_fraction, plan_stage),
-        compared("backward", "s", stage.backward_s + exchanged[1], backward_s, tolerance_fraction, plan_stage),
+        compared("forward", "s", stage.forward_s + exchanged[0], forward_s, pass_tolerance, plan_stage),
+        compared("backward", "s", stage.backward_s + exchanged[1], backward_s, pass_tolerance, plan_stage),
     ]
     weight_grads = [chunk.weight_grad_s for rank in ranks for chunk in rank.chunks if chunk.weight_grad_s is not None]
     if weight_grads:
@@ -148,6 +151,7 @@ def compare_stage(
     memories = [rank.memory for rank in ranks if rank.memory is not None]
     if not memories:
         return comparisons
+    holds_as_planned = holds_as_planned and attends_as_priced
     return comparisons + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
 
 

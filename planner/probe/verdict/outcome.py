@@ -12,6 +12,7 @@ from planner.probe.plan_side.rank_grid import sampled_stages
 from planner.probe.result import ComparedQuantity, MeasuredRun, PlanSlice, ProbeResult
 from planner.probe.verdict.activity import activity
 from planner.probe.verdict.checks import check_finite, run_checks
+from planner.probe.verdict.kernels import kernel_notes
 from planner.specs.units import gib
 
 
@@ -56,6 +57,7 @@ def probe_result(
         predicted_bytes=None if predicted is None else predicted.memory.total_bytes,
         plan_runtime=plan.runtime,
         plan_step_s=None if eager is None else plan.step.step_s,
+        notes=() if eager is None else kernel_notes(plan, ranks),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -41,7 +42,8 @@ class StageWorker(Worker):
             self.status.enter("warm-up" if step < run.warm_up_steps else f"step {step - run.warm_up_steps}")
             if trainer.clock.is_cuda:
                 torch.cuda.reset_peak_memory_stats()
-            record, seconds = trainer.step(step, self.status.at)
+            with self.writing_down_attention() if step == 0 else nullcontext():
+                record, seconds = trainer.step(step, self.status.at)
             steps.append(seconds)
             actions += record.actions if step >= run.warm_up_steps else ()
         result = self.report(trainer, steps[run.warm_up_steps :], record, self.memory(static_bytes))
