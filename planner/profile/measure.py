@@ -68,6 +68,7 @@ def stage_row(device: Device, stage: StageShape) -> MeasuredRow:
         "forward_us": rank.chunks[0].forward_s / MICRO,
         "backward_us": rank.chunks[0].backward_s / MICRO,
         "optimizer_us": median(step.optimizer_s for step in rank.steps) / MICRO,
+        "attention": ",".join(rank.attention_kernels),
     }
 
 
