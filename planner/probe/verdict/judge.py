@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from planner.answer import Plan
 from planner.probe.plan_side.describe import describe_slice
-from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.plan_side.eager import in_eager_torch, without_waits
 from planner.probe.plan_side.options import ProbeOptions
-from planner.probe.plan_side.planned_seconds import planned_seconds
 from planner.probe.plan_side.rank_grid import RankGrid
 from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult
 from planner.probe.verdict.checks import in_flight
@@ -34,9 +33,9 @@ def judge_ranks(
     micro-batches in flight.
     """
     eager = in_eager_torch(plan, seen_kernels(measured.ranks))
-    order, comparisons = measured.run.order, list[ComparedQuantity]()
+    least, order, comparisons = without_waits(eager), measured.run.order, list[ComparedQuantity]()
     layout = plan.parallelism
-    is_faithful = grid.ep == layout.ep and not measured.run.fully_sharded
+    is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1
     tolerance = options.tolerance_fraction if is_faithful else None
     attends_as_priced = not unpriced(measured.ranks, plan.cluster.hardware)
     planned_in_flight = in_flight_chunks(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
@@ -49,6 +48,7 @@ def judge_ranks(
             ranks = [measured_rank for measured_rank in measured.ranks if measured_rank.stage == rank]
             comparisons += compare_stage(
                 eager,
+                least,
                 stage,
                 ranks,
                 tolerance,
@@ -58,9 +58,8 @@ def judge_ranks(
                 attends_as_priced=attends_as_priced,
             )
             comparisons += compare_data_parallel(plan.cluster, measured.run, ranks, stage)
-        planned = planned_seconds(eager.best, order, stages)
         pipeline_tolerance = tolerance if attends_as_priced else None
-        comparisons += compare_pipeline(measured.run, measured.ranks, planned, stages, pipeline_tolerance)
+        comparisons += compare_pipeline(eager, least, measured.run, measured.ranks, stages, pipeline_tolerance)
         comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
     plan_slice = describe_slice(plan, grid, order, options)
     extrapolated = [] if grid.ep == layout.ep else [f"seconds and memory at EP {layout.ep}"]
