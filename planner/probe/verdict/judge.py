@@ -29,12 +29,12 @@ def judge_ranks(
     """The measurements of ranks on GPUs beside the layout's price in eager torch, stage by stage and for the pipeline.
 
     Nothing is judged where ranks hold other experts than planned, or where passes gather weights (ZeRO-3), which the
-    planner prices separately. Peaks of memory are not judged where a rank of the slice has another number of
+    planner prices separately, or where ranks share a GPU. Peaks of memory are not judged where a rank of the slice has another number of
     micro-batches in flight.
     """
     eager, order, comparisons = in_eager_torch(plan), measured.run.order, list[ComparedQuantity]()
     layout = plan.parallelism
-    is_faithful = grid.ep == layout.ep and not measured.run.fully_sharded
+    is_faithful = grid.ep == layout.ep and not measured.run.fully_sharded and measured.run.ranks_per_gpu == 1
     tolerance = options.tolerance_fraction if is_faithful else None
     planned_in_flight = in_flight_chunks(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
     in_flight_as_planned = [
