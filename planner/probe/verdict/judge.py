@@ -28,9 +28,9 @@ def judge_ranks(
 ) -> ProbeResult:
     """The measurements of ranks on GPUs beside the layout's price in eager torch, stage by stage and for the pipeline.
 
-    Nothing is judged where ranks hold other experts than planned, or where passes gather weights (ZeRO-3), which the
-    planner prices separately, or where ranks share a GPU. Peaks of memory are not judged where a rank of the slice has another number of
-    micro-batches in flight.
+    Nothing is judged where ranks hold other experts than planned, where passes gather weights (ZeRO-3), which the
+    planner prices separately, or where ranks share a GPU. Peaks of memory are not judged where a rank of the slice has
+    another number of micro-batches in flight.
     """
     eager, order, comparisons = in_eager_torch(plan), measured.run.order, list[ComparedQuantity]()
     layout = plan.parallelism
