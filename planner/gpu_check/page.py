@@ -25,8 +25,8 @@ def _lines(report: GpuCheck) -> Iterator[str]:
         ("", "target", "reached", ""),
         [(target.name, target.limit, target.reached, WORDS[target.passed]) for target in report.targets()],
     )
-    yield f"Forward, backward and bytes are errors against {report.basis or 'no source'}; exit codes are those with which"
-    yield "the parts' own commands end, 6 for more than 10% off.\n"
+    yield f"Forward, backward and bytes are errors against {report.basis or 'no source'}; exit codes are those with"
+    yield "which the parts' own commands end, 6 for more than 10% off.\n"
     yield from _stages(report)
     yield from _sources(report)
     yield from _others(report)
@@ -37,7 +37,7 @@ def _head(report: GpuCheck) -> Iterator[str]:
         yield f"# GPU check on {report.device}\n"
     else:
         yield f"{REHEARSAL}\n"
-        yield f"**{report.stand_in} stood in for a GPU.** The page shows that every part runs and what a page looks like."
+        yield f"**{report.stand_in} stood in for a GPU.** The page shows that every part runs, and what a page is like."
         yield "Its numbers say nothing of a GPU, and none is judged.\n"
     yield "`scripts/gpu_check` writes this page. No line of it is written by hand.\n"
     memory = f"{gib(report.memory_bytes):.1f} GiB"

@@ -45,7 +45,7 @@ def test_two_stages_share_a_gpu(backend: Any, make_run: Any, tmp_path: Path, mon
     changes = {"device": "cuda", "dtype": "bfloat16", "ranks_per_gpu": 2, "backend": backend}
     (tmp_path / RUN_FILE).write_text(run.model_copy(update=changes).model_dump_json())
     worker, store = Worker(tmp_path, 1, 1, local=True), Neighbours()
-    store.values = {"verdict": "agreed"}
+    store.values = {"rank 0": "[]", "verdict": "agreed"}
     monkeypatch.setattr(worker, "meet", lambda: store)
     for name in ("NCCL_HOSTID", "NCCL_NET", "NCCL_NVLS_ENABLE", "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.setenv(name, "")  # put back afterwards
