@@ -14,6 +14,7 @@ from planner.gpu_check.report import GpuCheck
 from planner.specs.registry import load_hardware
 
 PAGE = "docs/GPU_CHECK.md"
+INTERRUPTED = 130
 BUDGET_S = 460.0
 """Seconds of a check: eight minutes with the start of Python and torch."""
 
@@ -80,4 +81,9 @@ def keep_real_page(path: str, device: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main))
+    try:
+        code = exit_code_of(main)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        print("interrupted: the page has all parts that had ended", file=sys.stderr)
+    sys.exit(code)

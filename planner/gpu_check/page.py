@@ -71,7 +71,7 @@ def _cell(quantity: CheckedQuantity | None, source: str) -> str:
     if quantity is None:
         return ""
     error = quantity.error_fraction(source)
-    off = "" if error is None else f" ({100 * error:+.1f}%)"
+    off = "" if error is None else f" ({100 * error:+.1f}%{'' if quantity.is_judged else ', not judged'})"
     shown = f"{gib(quantity.measured):.2f} GiB" if quantity.unit == "bytes" else f"{1e3 * quantity.measured:.4g} ms"
     return f"{shown}{off}"
 
@@ -100,7 +100,7 @@ def _others(report: GpuCheck) -> Iterator[str]:
     for part in (part for part in report.parts if part.lines or (part.kind != "stage" and part.quantities)):
         yield f"### {part.name[0].upper()}{part.name[1:]}\n"
         yield from (f"- {line}" for line in part.lines)
-        yield from (f"- {each.name}: {_cell(each, report.basis)}, not judged" for each in part.quantities)
+        yield from (f"- {each.name}: {_cell(each, report.basis)}" for each in part.quantities)
         yield ""
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +42,10 @@ PIPELINE = StageCase("llama-3.2-1b", 8, 4096, pp=2, dp=1, microbatches=8)
 def machine_here(device: Device) -> Machine:
     """The device of this machine, described by a process of its own: no later part finds a context of this one."""
     with process_context().Pool(1) as pool:
-        return pool.apply_async(machine_of, (device,)).get(MACHINE_S)
+        try:
+            return pool.apply_async(machine_of, (device,)).get(MACHINE_S)
+        except multiprocessing.TimeoutError:
+            raise ProbeError(f"the GPU did not answer in {MACHINE_S:.0f} s", "nvidia-smi says more") from None
 
 
 def part_of(kind: PartKind, name: str, limit_s: float, run: Callable[[], Part]) -> Part:
@@ -115,7 +119,8 @@ def stage_part(
 ) -> Part:
     """What a stage measured, beside the prediction of every source; `tables` names the source that the shipped tables
     are, on the GPU that they are of."""
-    detail = "" if result.out_of_memory is None else f"out of memory in {result.out_of_memory.phase}"
+    out = result.out_of_memory
+    detail = conditions(result.ranks) if out is None else f"out of memory in {out.phase}"
     exit_code = 0 if result.agrees else MISMATCH
     part = Part(kind="stage", name=case.name, status="ran", exit_code=exit_code, detail=detail)
     if not result.ranks:
@@ -127,7 +132,21 @@ def stage_part(
         predicted[source] = {row.name: row.predicted for row in rows}
     if tables is not None:
         predicted[tables] = case.shipped()
-    return part.model_copy(update={"quantities": tuple(checked(row, predicted) for row in rows)})
+    judged = {row.name for row in result.comparisons if row.agrees is not None}
+    return part.model_copy(update={"quantities": tuple(checked(row, predicted, judged) for row in rows)})
+
+
+def conditions(ranks: Iterable[RankResult]) -> str:
+    """The attention that ran, and the clock, the heat and what held them down while it ran."""
+    said: dict[str, None] = {}
+    for rank in ranks:
+        said |= dict.fromkeys(f"{kernel} attention" for kernel in rank.attention_kernels)
+        for state in rank.device_states:
+            if state.when == "within":
+                said |= {} if state.clock_mhz is None else {f"{state.clock_mhz:.0f} MHz": None}
+                said |= {} if state.temperature_c is None else {f"{state.temperature_c:.0f} °C": None}
+            said |= dict.fromkeys((*state.throttle_reasons, *state.other_processes))
+    return ", ".join(said)
 
 
 def compared_with(plan: Plan, stage: int, ranks: tuple[RankResult, ...]) -> list[ComparedQuantity]:
@@ -139,10 +158,13 @@ def kept(rows: Iterable[ComparedQuantity]) -> list[ComparedQuantity]:
     return [row for row in rows if row.name in SHOWN]
 
 
-def checked(row: ComparedQuantity, predicted: Mapping[str, Mapping[str, float]]) -> CheckedQuantity:
+def checked(
+    row: ComparedQuantity, predicted: Mapping[str, Mapping[str, float]], judged: Container[str]
+) -> CheckedQuantity:
     by_source = {source: values[row.name] for source, values in predicted.items() if row.name in values}
     unit: Literal["s", "bytes"] = "bytes" if row.unit == "bytes" else "s"
-    return CheckedQuantity(name=row.name, unit=unit, measured=row.measured, predicted=by_source)
+    is_judged = row.name in judged
+    return CheckedQuantity(name=row.name, unit=unit, measured=row.measured, is_judged=is_judged, predicted=by_source)
 
 
 def pipeline_part(hardware: HardwareSpec, basis: str, device: Device, num_devices: int) -> Part:
@@ -179,6 +201,7 @@ def _pipeline(result: ProbeResult, way: str, basis: str, refused: list[str]) -> 
             name=f"{row.name} of stage {row.stage}",
             unit="bytes",
             measured=row.measured,
+            is_judged=False,
             predicted={basis: row.predicted},
         )
         for row in result.comparisons

@@ -20,6 +20,8 @@ class CheckedQuantity(Spec):
     name: str
     unit: Literal["s", "bytes"]
     measured: float
+    is_judged: bool = True
+    """False where `plan probe` only shows the quantity, as under ZeRO-3."""
     predicted: dict[str, float]
     """By source: the profile that ships, the one measured here, the one calibrated here; and what the shipped tables
     measured."""
@@ -85,12 +87,13 @@ class GpuCheck(Spec):
         return sorted(named, key=lambda source: source != self.basis)
 
     def errors(self, names: tuple[str, ...], source: str, but: str = "") -> list[float]:
-        """Absolute errors of these quantities against a source, over all stages but the one named."""
+        """Absolute errors of these quantities against a source, where they are judged, over all stages but the one
+        named."""
         found = [
             each.error_fraction(source)
             for part in self.parts
             for each in part.quantities
-            if each.name in names and part.name != but
+            if part.kind == "stage" and each.name in names and each.is_judged and part.name != but
         ]
         return [abs(error) for error in found if error is not None]
 
