@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from planner import __version__
-from planner.errors import PlannerError, ProbeError
+from planner.errors import ProbeError
 from planner.gpu_check import parts
 from planner.gpu_check.cases import CASES, TABLES_OF, StageCase
 from planner.gpu_check.limits import Budget
@@ -120,13 +120,12 @@ class Check:
         try:
             reason = "" if self.small else parts.lacks_memory(case, basis, self.machine.memory_bytes)
             steps_s = STEPS * step_s(case, basis, self.small)
-        except PlannerError as error:
+        except Exception as error:  # no reason to lose the other parts
             self.add(parts.failed("stage", case.name, error))
             return
         if reason:
             self.add(parts.left_out("stage", case.name, reason))
             return
-
         results: list[ProbeResult] = []
 
         def run() -> Part:

@@ -56,15 +56,14 @@ def part_of(kind: PartKind, name: str, limit_s: float, run: Callable[[], Part]) 
             part = run()
     except OutOfTime:
         part = Part(kind=kind, name=name, status="failed", detail=f"did not end within {limit_s:.0f} s")
-    except PlannerError as error:
+    except Exception as error:  # no reason to lose the other parts
         part = failed(kind, name, error)
-    except Exception as error:  # a defect of one part is no reason to lose the others
-        part = failed(kind, name, defect(error))
     return part.model_copy(update={"seconds": round(time.monotonic() - start, 2)})
 
 
-def failed(kind: PartKind, name: str, error: PlannerError) -> Part:
-    """A part that ended with an error, as its command would have."""
+def failed(kind: PartKind, name: str, raised: Exception) -> Part:
+    """A part that ended with an error, as its command would have; one that nobody foresaw is a defect."""
+    error = raised if isinstance(raised, PlannerError) else defect(raised)
     return Part(kind=kind, name=name, status="failed", exit_code=error.exit_code, detail=error.message)
 
 
@@ -117,7 +116,7 @@ def stage_result(case: StageCase, hardware: HardwareSpec, device: Device, small:
 def stage_part(
     case: StageCase, result: ProbeResult, sources: Mapping[str, HardwareSpec], tables: str | None, small: bool
 ) -> Part:
-    """What a stage measured, beside the prediction of every source; `tables` names the source that the shipped tables
+    """A stage's measurements beside the prediction of every source; `tables` names the source that the shipped tables
     are, on the GPU that they are of."""
     out = result.out_of_memory
     detail = conditions(result.ranks) if out is None else f"out of memory in {out.phase}"

@@ -64,7 +64,7 @@ class GpuCheck(Spec):
     schema_version: Literal[1] = 1
     date: str
     stand_in: str | None
-    """What stood in for a GPU in a rehearsal; null where a GPU ran. The numbers of a rehearsal say nothing of a GPU."""
+    """The stand-in for a GPU in a rehearsal; null where a GPU ran. The numbers of a rehearsal say nothing of a GPU."""
     device: str
     memory_bytes: int
     num_devices: int
