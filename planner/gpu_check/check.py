@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from planner import __version__
-from planner.errors import ProbeError
+from planner.errors import ProbeError, SpecError
 from planner.gpu_check import parts
 from planner.gpu_check.cases import CASES, TABLES_OF, StageCase
 from planner.gpu_check.limits import Budget
@@ -21,14 +21,13 @@ from planner.probe.run import Device
 from planner.profile.build_profile import known_profile
 from planner.profile.probe_calibration import from_probe
 from planner.specs.hardware import HardwareSpec
-from planner.trainers.calibration import Calibration
 
 PROFILE_SHARE, MOST_PROFILE_S = 0.35, 180.0
 """Largest share of a check's time for `plan profile`, and its largest number of seconds."""
 START_S = 12.0
 """Seconds that a stage takes beside its steps, until the first ones have shown it: processes, CUDA, weights."""
 STEPS = 6
-"""Steps that a stage is expected to take, warm-ups included."""
+"""Steps that a stage is expected to take, warm-ups included, beside those until its medians are sure."""
 PATIENCE = 4.0
 """A part may take so many times the seconds that were expected of it."""
 SHIPPED, MEASURED, CALIBRATED, TABLES = "shipped profile", "profile measured here", "calibrated here", "H200's tables"
@@ -119,7 +118,7 @@ class Check:
         basis = self.sources[self.report.basis]
         try:
             reason = "" if self.small else parts.lacks_memory(case, basis, self.machine.memory_bytes)
-            steps_s = STEPS * step_s(case, basis, self.small)
+            steps_s = parts.STEPS_S + STEPS * step_s(case, basis, self.small)
         except Exception as error:  # no reason to lose the other parts
             self.add(parts.failed("stage", case.name, error))
             return
@@ -140,20 +139,19 @@ class Check:
             self.calibrate(results[0], basis, case)
 
     def calibrate(self, result: ProbeResult, basis: HardwareSpec, case: StageCase) -> None:
-        """Correct the judged profile by the first stage; later stages show what that is worth."""
+        """Correct the judged profile by the first stage; later stages show what that is worth. A calibration that is
+        refused corrects nothing."""
+        part = Part(kind="calibration", name="calibration", status="ran", exit_code=0, detail=f"by {case.name}")
 
         def run() -> Part:
-            plan = case.plan(basis, self.small)
-            calibration: Calibration = from_probe(result, plan.cluster, "the first stage")
+            cluster = case.plan(basis, self.small).cluster
+            try:
+                calibration = from_probe(result, cluster, "the first stage")
+            except SpecError as error:
+                return part.model_copy(update={"exit_code": error.exit_code, "lines": (error.message, error.hint)})
             self.sources[CALIBRATED] = calibration.of_hardware(basis)
-            return Part(
-                kind="calibration",
-                name="calibration",
-                status="ran",
-                exit_code=0,
-                detail=f"by {case.name}",
-                lines=tuple(calibration.in_words()),
-            )
+            corrections = calibration.corrections(basis, cluster.tiers)
+            return part.model_copy(update={"lines": tuple(f"{each.name}: {each.says}" for each in corrections)})
 
         self.add(parts.part_of("calibration", "calibration", 60.0, run))
 

@@ -30,6 +30,10 @@ from planner.specs.units import gib
 
 MACHINE_S, STOP_S = 120.0, 20.0
 """Seconds to ask the driver about the device, which starts torch; and for an interrupted command to end."""
+KERNELS_SHARE = 0.5
+"""Share of a profile's time for its kernels; whole stages, links and starts take the rest."""
+STEPS_S = 4.0
+"""The most seconds of a stage's measured steps, unless the fewest take longer."""
 STILL_S = 60.0
 """Seconds without progress after which a rank counts as hanging."""
 MISMATCH = 6
@@ -74,7 +78,7 @@ def left_out(kind: PartKind, name: str, why: str) -> Part:
 def profile_part(device: Device, path: Path, limit_s: float) -> Part:
     """`plan profile` as a command of its own. On a CPU it measures a handful of tiny shapes."""
     command = [sys.executable, "-m", "planner.cli", "profile", "--device", device, "-o", str(path), "--force"]
-    command += ["--quick"] if device == "cpu" else []
+    command += ["--quick"] if device == "cpu" else ["--budget", f"{KERNELS_SHARE * limit_s:.0f}"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:
             _, said = process.communicate(timeout=limit_s)
@@ -108,7 +112,8 @@ def read_profile(path: Path) -> HardwareSpec:
 
 def stage_result(case: StageCase, hardware: HardwareSpec, device: Device, small: bool) -> ProbeResult:
     """`plan probe --stage` of a case."""
-    result = probe(case.plan(hardware, small), ProbeOptions(device=device, stages=case.stage, timeout_s=STILL_S))
+    options = ProbeOptions(device=device, stages=case.stage, timeout_s=STILL_S, budget_s=STEPS_S)
+    result = probe(case.plan(hardware, small), options)
     assert result is not None, "a stage alone has no other ranks that report"
     return result
 
@@ -150,7 +155,8 @@ def conditions(ranks: Iterable[RankResult]) -> str:
 
 def compared_with(plan: Plan, stage: int, ranks: tuple[RankResult, ...]) -> list[ComparedQuantity]:
     """The measurements of a stage alone beside the plan's price of it in eager torch."""
-    return compare_stage(in_eager_torch(plan), stage, ranks, None, alone=True)
+    eager = in_eager_torch(plan)
+    return compare_stage(eager, eager, stage, ranks, None, alone=True)
 
 
 def kept(rows: Iterable[ComparedQuantity]) -> list[ComparedQuantity]:
