@@ -117,9 +117,9 @@ class StageCase(NamedTuple):
 
 CASES = (
     StageCase("llama3-8b", 8, 8192),
-    StageCase("llama-3.1-405b", 4, 8192, tp=8, pp=8, stage=7, microbatches=24),
+    StageCase("llama-3.1-405b", 4, 8192, tp=8, pp=8, stage=7),
     StageCase("mixtral-8x7b", 2, 4096, ep=8, stage=1),
-    StageCase("deepseek-v3", 1, 4096, ep=32, pp=8, dp=32, stage=4, microbatches=24),
+    StageCase("deepseek-v3", 1, 4096, ep=32, pp=8, dp=32, stage=4),
     StageCase("llama3-8b", 8, 8192, stage=3),
     StageCase("gpt3-175b", 12, 2048, tp=8, pp=8, dp=16, batch=2, microbatches=24),
     StageCase("llama-3.2-1b", 16, 8192, pp=1, microbatches=4),

@@ -11,7 +11,7 @@ from pathlib import Path
 from planner import __version__
 from planner.errors import ProbeError, SpecError
 from planner.gpu_check import parts
-from planner.gpu_check.cases import CASES, TABLES_OF, StageCase
+from planner.gpu_check.cases import CASES, SMALL_HIDDEN_SIZE, SMALL_SEQ_LENGTH, TABLES_OF, StageCase
 from planner.gpu_check.limits import Budget
 from planner.gpu_check.report import GpuCheck, Part, PartKind
 from planner.probe.launch.devices import require_gpu
@@ -24,14 +24,16 @@ from planner.specs.hardware import HardwareSpec
 
 PROFILE_SHARE, MOST_PROFILE_S = 0.35, 180.0
 """Largest share of a check's time for `plan profile`, and its largest number of seconds."""
-START_S = 12.0
-"""Seconds that a stage takes beside its steps, until the first ones have shown it: processes, CUDA, weights."""
+START_S, LEAST_START_S = 12.0, 5.0
+"""Seconds that a stage takes beside its steps until the one before has shown it, and the least that are allowed for:
+processes, CUDA, weights."""
 STEPS = 6
 """Steps that a stage is expected to take, warm-ups included, beside those until its medians are sure."""
 PATIENCE = 4.0
 """A part may take so many times the seconds that were expected of it."""
 SHIPPED, MEASURED, CALIBRATED, TABLES = "shipped profile", "profile measured here", "calibrated here", "H200's tables"
 """The sources of predictions."""
+IN_SMALL = f"A CPU, with stages in small (hidden size {SMALL_HIDDEN_SIZE}, sequences of {SMALL_SEQ_LENGTH} tokens),"
 
 
 class Check:
@@ -58,7 +60,7 @@ class Check:
         self.tables = TABLES if has_tables else None
         self.report = GpuCheck(
             date=datetime.date.today().isoformat(),
-            stand_in=stand_in or ("a CPU" if self.small else None),
+            stand_in=stand_in or (IN_SMALL if self.small else None),
             device=self.machine.name,
             memory_bytes=self.machine.memory_bytes,
             num_devices=self.machine.num_devices,
@@ -133,7 +135,7 @@ class Check:
 
         part = self.within_time("stage", case.name, self.start_s + steps_s, run)
         if part.status == "ran":
-            self.start_s = max(2.0, part.seconds - steps_s)
+            self.start_s = max(LEAST_START_S, part.seconds - steps_s)
         has_tried = any(other.kind == "calibration" for other in self.report.parts)
         if part.quantities and not has_tried:
             self.calibrate(results[0], basis, case)

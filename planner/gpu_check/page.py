@@ -37,7 +37,7 @@ def _head(report: GpuCheck) -> Iterator[str]:
         yield f"# GPU check on {report.device}\n"
     else:
         yield f"{REHEARSAL}\n"
-        yield f"**{report.stand_in} stood in for a GPU.** The page shows that every part runs, and what a page is like."
+        yield f"**{report.stand_in} stood in for a GPU.** The page shows that every part runs, and what it looks like."
         yield "Its numbers say nothing of a GPU, and none is judged.\n"
     yield "`scripts/gpu_check` writes this page. No line of it is written by hand.\n"
     memory = f"{gib(report.memory_bytes):.1f} GiB"
