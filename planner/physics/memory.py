@@ -151,7 +151,7 @@ def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
     if op.kind == "attention":
         # where keys and values are gathered, those of the whole sequence and their gradients
         keys = op.kv_len if runtime.cp_comm_type == "all_gather" else op.q_len
-        backward = BF16 * 2 * op.batch * (op.qk_dim + op.v_dim) * (op.q_len * op.heads + keys * op.kv_heads)
+        backward = BF16 * 2 * op.batch * (op.qk_dim + op.v_dim) * (op.count * op.q_len * op.heads + keys * op.kv_heads)
         if runtime.cp_comm_type != "p2p":
             return backward
         # a ring holds all blocks of keys and values, and an output for each, until the last (Transformer Engine)

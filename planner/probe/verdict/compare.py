@@ -151,11 +151,13 @@ def compare_stage(
     alone: bool,
     holds_as_planned: bool = True,
     steps_as_planned: bool = True,
+    attends_as_priced: bool = True,
 ) -> list[ComparedQuantity]:
     """Seconds and bytes of one stage's ranks.
 
-    `least` is the plan without waits. `alone` means that peers were emulated, so that its seconds include no exchange. A slice of the plan may have
-    another number of micro-batches in flight than planned, or handle the gradients of more ranks in its optimizer step.
+    `least` is the plan without waits. `alone` means that peers were emulated, so that its seconds include no exchange.
+    A slice of the plan may have another number of micro-batches in flight than planned, or handle the gradients of more
+    ranks in its optimizer step. Passes are not judged where attention ran in a kernel that nothing prices.
     """
     stage, quick = plan.best.stages[plan_stage], least.best.stages[plan_stage]
     forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
@@ -164,8 +166,9 @@ def compare_stage(
         (each.forward_s + each.forward_comm_s * (not alone), each.backward_s + each.backward_comm_s * (not alone))
         for each in (stage, quick)
     )
+    pass_tolerance = tolerance_fraction if attends_as_priced else None
     comparisons = [
-        compared(name, "s", planned_s, measured_s, tolerance_fraction, plan_stage, least_s)
+        compared(name, "s", planned_s, measured_s, pass_tolerance, plan_stage, least_s)
         for name, planned_s, measured_s, least_s in zip(
             ("forward", "backward"), planned, (forward_s, backward_s), at_least, strict=True
         )
@@ -181,6 +184,7 @@ def compare_stage(
     memories = [rank.memory for rank in ranks if rank.memory is not None]
     if not memories:
         return comparisons
+    holds_as_planned = holds_as_planned and attends_as_priced
     return comparisons + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
 
 
