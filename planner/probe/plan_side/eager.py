@@ -12,6 +12,7 @@ from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.replan import layout_again, reprice
 from planner.probe.plan_side.chunks import recompute_modules
+from planner.schedule.orders import SCHEDULES
 from planner.specs.training import TrainingSpec
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
@@ -59,6 +60,17 @@ def static_bytes(eager: Plan, stage: int) -> float:
     if eager.parallelism.zero_stage == 3:
         return memory.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)
     return memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+
+
+def knows_peak(eager: Plan) -> bool:
+    """True where the planner prices the peak of the ranks' own program.
+
+    Beyond ZeRO-1 gathered weights and gradients come and go. Where backwards are split, the ranks free what only the
+    input's gradient needs before the weight's is computed; the planner frees both then.
+    """
+    layout = eager.parallelism
+    schedule = SCHEDULES.get(layout.schedule)
+    return layout.zero_stage <= 1 and schedule is not None and not schedule.splits_backward
 
 
 def repriced(plan: Plan) -> Candidate:
