@@ -106,13 +106,15 @@ def test_a_device_without_a_data_sheet_is_measured_against_its_own_best(h200: Re
     assert "Not measured" in found.tiers[0].source
 
 
-def test_cudnn_is_planned_with_only_where_it_is_faster(h200: Record) -> None:
+def test_both_kernels_of_attention_are_kept_and_the_faster_is_planned_with(h200: Record) -> None:
     slow = no_record()
     slow.measured.tables.update({k: v for k, v in h200.measured.tables.items() if k != "stage"})
     slow.measured.tables["attention"] = [
         {**row, "forward_us": 9e6} if row["backend"] == "cudnn" else row for row in h200.measured.tables["attention"]
     ]
-    assert profile_of(slow).hardware.efficiency.cudnn is None
+    slow_cudnn = profile_of(slow).hardware.efficiency
+    assert slow_cudnn.cudnn is not None
+    assert slow_cudnn.attention is slow_cudnn.flash
 
 
 @pytest.mark.parametrize(
