@@ -163,6 +163,11 @@ def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
     return op.backward_bytes * 2 / 3 if op.working_bytes is None else op.working_bytes
 
 
+def sent_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Bytes of the hidden states that a chunk has sent on and keeps until its backward; trainers free them."""
+    return BF16 * shape.shard_tokens * model.hidden_size * runtime.is_runner
+
+
 def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
     """Bytes that a stage holds beside parameters: cosines and sines [seq, head_dim / 2] and the step's token ids."""
     if not runtime.keeps_tables:

@@ -61,7 +61,7 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     if joins_others():
         return probe_joined(plan, options)
     if options.device == "cuda":
-        return probe_ranks(plan, options, torch.cuda.device_count())
+        return probe_ranks(plan, options, torch.cuda.device_count() * options.ranks_per_gpu)
     return probe_laptop(plan, options)
 
 
@@ -83,6 +83,7 @@ def require_runnable(plan: Plan, options: ProbeOptions) -> None:
         raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
     require_layers(plan)
     require_split(plan, options)
+    require_pipeline(plan, options)
 
 
 def require_layers(plan: Plan) -> None:
@@ -123,9 +124,16 @@ def require_split(plan: Plan, options: ProbeOptions) -> None:
         )
 
 
+def require_pipeline(plan: Plan, options: ProbeOptions) -> None:
+    """Raise ProbeError if gloo is to connect GPUs that exchange more than messages between stages."""
+    layout = plan.parallelism
+    if options.device == "cuda" and options.backend == "gloo" and layout.tp * layout.cp * layout.dp > 1:
+        raise ProbeError("gloo connects stages of GPUs, and no tp, cp or dp", "plan with --tp 1 --cp 1 --dp 1, or nccl")
+
+
 def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult:
-    """Run as many whole tp × cp groups and stages as `num_gpus` hold. One process per GPU is started on this
-    machine."""
+    """Run as many whole tp × cp groups and stages as `num_gpus` hold. One process for each is started on this machine;
+    a GPU that ranks share counts once for each of them."""
     run, grid, stages = ranks_run(plan, options, num_gpus)
     return judge_ranks(plan, options, launch(run), grid, stages)
 

@@ -118,6 +118,9 @@ class RuntimeSpec(Spec):
     once more."""
     clips_gradients: bool = True
     """Gradients are measured and scaled between backward and optimizer, and zeroed after."""
+    is_runner: bool = False
+    """The trainer is the planner's own runner (planner/probe), of which every kept tensor is known: what a stage hands
+    on stays until its backward, and activations and biases keep what eager torch makes of them."""
     keeps_tables: bool = False
     """Every stage keeps rotary tables and token ids on the device."""
     hands_unused_gradients: bool = False

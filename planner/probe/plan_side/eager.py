@@ -53,6 +53,14 @@ def without_waits(eager: Plan) -> Plan:
     return quick.model_copy(update={"best": layout_again(quick, repriced(quick))})
 
 
+def static_bytes(eager: Plan, stage: int) -> float:
+    """Bytes of a stage before its first forward. Under ZeRO-3 there are neither gathered weights nor gradients yet."""
+    memory, runtime = eager.stages[stage].memory, eager.runtime_spec
+    if eager.parallelism.zero_stage == 3:
+        return memory.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)
+    return memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+
+
 def repriced(plan: Plan) -> Candidate:
     """Prices of a plan in eager torch, stage by stage. Selective recomputation covers the modules that the probe can
     recompute."""

@@ -10,6 +10,7 @@ from typing import Literal
 from planner.answer import Plan
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
+from planner.probe.plan_side.eager import static_bytes
 from planner.probe.plan_side.planned_seconds import planned_seconds, replay_durations
 from planner.probe.result import ComparedQuantity, RankMemory, RankResult, TimedExchange, slowest_exchanges, stride_of
 from planner.probe.run import Place, ProbeRun
@@ -196,10 +197,7 @@ def _compare_memory(
 ) -> list[ComparedQuantity]:
     """Bytes of the fullest rank of a stage. They are judged up to ZeRO-1. Beyond it, gathered weights and gradients
     come and go, and under ZeRO-2 the run keeps all gradients."""
-    planned, runtime = plan.stages[plan_stage].memory, plan.runtime_spec
-    static: float = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
-    if plan.parallelism.zero_stage == 3:  # before a step there are neither gathered weights nor gradients
-        static = planned.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)
+    planned, static = plan.stages[plan_stage].memory, static_bytes(plan, plan_stage)
     peak, reserved_factor = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
     tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
     peak_tolerance = tolerance if holds_as_planned else None
