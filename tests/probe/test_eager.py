@@ -70,7 +70,7 @@ def make_plan(
 def rank_as_priced(
     plan: Plan, run: ProbeRun, rank: int, factor: float, alone: bool, kernels: tuple[str, ...] = ()
 ) -> RankResult:
-    """A rank that takes `factor` times as long as eager torch is priced with `kernels` of attention, and as many bytes."""
+    """A rank as slow as `factor` times the price of eager torch with `kernels` of attention, which needs its bytes."""
     eager, place = in_eager_torch(plan, kernels), run.place(rank)
     stage, seconds = eager.stages[place.pp], planned_seconds(eager.best, run.order, range(run.pp))
     timeline = replay(run.order, Durations(*zip(*seconds, strict=True)))
