@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from planner.files import write_text
 from planner.probe.device_state import Monitor
+from planner.probe.model.kernels_seen import KernelsSeen
 from planner.probe.rank.build_chunk import dtypes
 from planner.probe.rank.clock import Clock
 from planner.probe.rank.exchanges import barrier, measure_exchanges
@@ -40,6 +43,7 @@ class Worker:
         self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
         self.status = StatusFile(folder / STATUS_FILE.format(rank))
         self.device: str = self.run.device
+        self.attention_kernels: tuple[str, ...] = ()
         self.monitor = Monitor()
 
     def main(self) -> None:
@@ -54,7 +58,8 @@ class Worker:
         trainer = self.build(grid)
         static_bytes = self.static_memory()
         self.status.enter("rehearsal")
-        trainer.rehearse()
+        with self.writing_down_attention():
+            trainer.rehearse()
         reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
         checks: list[Check] = []
         loop = StepLoop(run, self.agree)
@@ -174,6 +179,16 @@ class Worker:
         wires.open()
         return trainer
 
+    @contextmanager
+    def writing_down_attention(self) -> Iterator[None]:
+        """Write down the kernels of attention that run within, on a GPU."""
+        if self.run.device == "cpu":
+            yield
+            return
+        with KernelsSeen() as seen:
+            yield
+        self.attention_kernels = seen.names
+
     def reference(self, num_steps: int) -> Reference:
         """The results of one process, which rank 0 computes and sends to the others."""
         self.status.enter("reference")
@@ -221,6 +236,7 @@ class Worker:
             chunks=chunk_seconds(loop.actions),
             peak_in_flight_chunks=loop.record.peak_in_flight,
             memory=memory,
+            attention_kernels=self.attention_kernels,
             device_states=tuple(self.monitor.states),
         )
 
