@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from pathlib import Path
 
 from planner.errors import ProbeError
 from planner.files import write_text
 from planner.probe.result import Failure, RankResult
 from planner.probe.run import ProbeRun
-from planner.probe.worker.failure import HINTS, run_worker
+from planner.probe.worker.failure import run_worker
+from planner.probe.worker.failure_kinds import HINTS
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE
-from planner.probe.worker.watch import watch_progress
+from planner.probe.worker.watch import Watch, meeting_hint
 from planner.probe.worker.worker import Worker
 
 _FIRST_PORT, _NUM_PORTS = 29500, 1000
@@ -43,11 +43,11 @@ def run_rank(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...] |
     """Run this process's rank. Returns all ranks' results on rank 0, none on other ranks, or the failure of this
     rank."""
     write_text(folder / RUN_FILE, run.model_dump_json())
-    done = threading.Event()
-    threading.Thread(target=watch_progress, args=(run, folder, rank, done), daemon=True).start()
+    watch = Watch(run, folder, rank)
+    watch.start()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     failure = run_worker(lambda: Worker(folder, rank, local_rank, local=False), folder, rank)
-    done.set()
+    watch.end()
     if failure is not None:
         return failure
     if rank:
@@ -60,8 +60,7 @@ def rank_error(failure: Failure, run: ProbeRun) -> ProbeError:
     """The error that tells the user how a rank failed."""
     hint = HINTS.get(failure.kind, "--debug shows where")
     if failure.phase.startswith("rendezvous"):
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        hint = f"the ranks meet at {address}; where that port is taken, set MASTER_PORT (torchrun --master-port)"
+        hint = meeting_hint(run.world_size)
     error = ProbeError(
         f"rank {failure.rank} ({run.place(failure.rank)}) failed in {failure.phase}: {failure.message}", hint
     )

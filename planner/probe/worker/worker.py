@@ -24,7 +24,7 @@ from planner.probe.run import ProbeRun
 from planner.probe.worker.chunk_seconds import chunk_seconds
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE, STATUS_FILE
 from planner.probe.worker.handshake import Identity, require_agreement
-from planner.probe.worker.status import START_TIMEOUT_S, StatusFile
+from planner.probe.worker.status import START_TIMEOUT_S, WAITING, StatusFile
 
 
 class Worker:
@@ -40,16 +40,16 @@ class Worker:
     def main(self) -> None:
         """Run all phases of the rank in order."""
         run = self.run
-        self.status.enter("rendezvous")
+        self.status.enter("rendezvous", WAITING)
         store = self.meet()
         self.status.enter("handshake")
         self.join(store)
-        self.status.enter("build")
+        self.status.enter("build", f"groups {WAITING}")
         grid = RankGroups(run, self.rank)
         trainer = self.build(grid)
         static_bytes = self.static_memory()
         self.status.enter("rehearsal")
-        trainer.rehearse()
+        trainer.rehearse(self.status.at)
         num_steps = run.warm_up_steps + run.num_steps
         reference = self.reference(num_steps) if run.check else None
         steps: list[StepSeconds] = []
@@ -63,7 +63,7 @@ class Worker:
             steps.append(seconds)
         memory = self.memory(static_bytes)
         self.status.enter("exchanges")
-        exchanges = measure_exchanges(trainer)
+        exchanges = measure_exchanges(trainer, self.status.at)
         self.status.enter("report")
         if reference is not None:
             checks += check_steps(reference, steps, dtypes(run)[0])
@@ -86,6 +86,7 @@ class Worker:
         """Connect the ranks after checking that they run the same software on devices of their own."""
         self.use_device()
         store.set_timeout(self.timeout)
+        self.status.at(WAITING)
         identity = Identity(torch.__version__, os.uname().nodename, self.device_id())
         require_agreement(store, self.rank, self.run.world_size, identity)
         dist.init_process_group(
@@ -117,6 +118,10 @@ class Worker:
         return "" if self.run.device == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
 
     def barrier(self) -> None:
+        """Wait for all ranks, once this one's GPU has nothing left to compute."""
+        if self.run.device == "cuda":
+            torch.cuda.synchronize()
+        self.status.at(WAITING)
         barrier(self.device)
 
     def start(self, clock: Clock) -> None:
@@ -132,6 +137,7 @@ class Worker:
     def build(self, grid: RankGroups) -> Trainer:
         """Stages, optimizer state and wires of this rank."""
         run, place = self.run, grid.place
+        self.status.at("")
         trainer: Trainer
 
         def empty() -> Any:
@@ -150,13 +156,14 @@ class Worker:
             grid.replicas,
             place.dp,
         )
+        self.status.at(f"channels {WAITING}")
         wires.open()
         return trainer
 
     def reference(self, num_steps: int) -> Reference:
         """The results of one process, which rank 0 computes and sends to the others."""
-        self.status.enter("reference")
-        results: list[Any] = [compute_reference(self.run, num_steps) if self.rank == 0 else None]
+        self.status.enter("reference", "" if self.rank == 0 else WAITING)
+        results: list[Any] = [compute_reference(self.run, num_steps, self.status.at) if self.rank == 0 else None]
         dist.broadcast_object_list(results)
         return cast(Reference, results[0])
 
@@ -208,6 +215,7 @@ class Worker:
         """Collect the results of all ranks in rank 0's folder, where ranks have folders of their own."""
         if self.local:
             return
+        self.status.at(WAITING)
         results: list[Any] = [None] * self.run.world_size
         dist.all_gather_object(results, result)
         for other in results if self.rank == 0 else ():
