@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from pathlib import Path
 
 import torch
 
@@ -163,11 +160,7 @@ def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
             f"{world_size} ranks were started, the largest slice of the plan that fits has {run.world_size}",
             f"start {run.world_size} ranks: {run.pp} stages × dp {run.dp} × cp {run.cp} × tp {run.tp}",
         )
-    folder = Path(tempfile.mkdtemp(prefix=f"plan-probe-{rank}-"))
-    try:
-        outcome = run_rank(run, folder, rank)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    outcome = run_rank(run, rank)
     if isinstance(outcome, Failure):
         if outcome.kind != "out_of_memory":
             raise rank_error(outcome, run)

@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 
 from planner.errors import ProbeError
-from planner.files import write_text
+from planner.probe.launch.folders import run_folder, write_run
+from planner.probe.launch.interrupts import removed_when_ended
 from planner.probe.result import Failure, RankResult
 from planner.probe.run import ProbeRun
 from planner.probe.worker.failure import run_worker
 from planner.probe.worker.failure_kinds import HINTS
-from planner.probe.worker.files import RESULT_FILE, RUN_FILE
+from planner.probe.worker.files import RESULT_FILE
 from planner.probe.worker.watch import Watch, meeting_hint
 from planner.probe.worker.worker import Worker
 
@@ -39,10 +40,15 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first) or "localhost"
 
 
-def run_rank(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...] | Failure:
+def run_rank(run: ProbeRun, rank: int) -> tuple[RankResult, ...] | Failure:
     """Run this process's rank. Returns all ranks' results on rank 0, none on other ranks, or the failure of this
     rank."""
-    write_text(folder / RUN_FILE, run.model_dump_json())
+    with run_folder(keeps_after_error=False) as folder, removed_when_ended(folder):
+        return _run_in(folder, run, rank)
+
+
+def _run_in(folder: Path, run: ProbeRun, rank: int) -> tuple[RankResult, ...] | Failure:
+    write_run(folder, run)
     watch = Watch(run, folder, rank)
     watch.start()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
@@ -14,13 +12,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from planner.errors import ProbeError
-from planner.files import write_text
+from planner.probe.launch.folders import run_folder, write_run
 from planner.probe.launch.interrupts import signals_end_as_ctrl_c, start_process_server
 from planner.probe.result import Failure, MeasuredRun, RankResult
 from planner.probe.run import ProbeRun
 from planner.probe.worker.failure import EXIT_FAILED, out_of_memory_result
 from planner.probe.worker.failure_kinds import CONSEQUENCES, HINTS
-from planner.probe.worker.files import FAILURE_FILE, RESULT_FILE, RUN_FILE, STATUS_FILE
+from planner.probe.worker.files import FAILURE_FILE, RESULT_FILE, STATUS_FILE
 from planner.probe.worker.process import rank_process
 from planner.probe.worker.status import SILENT_HINT, Progress, hanging_rank, read_status
 
@@ -40,21 +38,9 @@ def launch(run: ProbeRun, child: Child = rank_process, ranks: Sequence[int] = ()
     The ranks' folder is removed at the end, except after a failure: there the stacks and logs of all ranks are kept.
     Raises ProbeError naming rank, stage and phase. All processes are gone when this returns or raises.
     """
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="plan-probe-"))
-        write_text(folder / RUN_FILE, run.model_dump_json(), force=True)
-    except OSError as error:
-        raise ProbeError(
-            f"the probe's folder cannot be made: {error.strerror}", "set TMPDIR to a folder with space"
-        ) from None
-    try:
-        with signals_end_as_ctrl_c():
-            measured = _StartedRanks(run, folder, child, ranks or range(run.world_size)).watch()
-    except KeyboardInterrupt:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
-    return measured
+    with signals_end_as_ctrl_c(), run_folder(keeps_after_error=True) as folder:
+        write_run(folder, run)
+        return _StartedRanks(run, folder, child, ranks or range(run.world_size)).watch()
 
 
 def process_context() -> ForkServerContext:
@@ -96,6 +82,7 @@ class _StartedRanks:
         return all(progress.phase == "done" and progress.still_s > STOPPED_S for progress in progress_of_ranks)
 
     def _collect(self) -> MeasuredRun:
+        self._require_folder()
         ranks = []
         for rank in self.ranks:
             path = self.folder / RESULT_FILE.format(rank)
@@ -139,6 +126,7 @@ class _StartedRanks:
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(started.exitcode is None for started in self.processes):
             time.sleep(POLL_S)
+        self._require_folder()
         failures = self._failures()
         out_of_memory = next((failure for failure in failures if failure.kind == "out_of_memory"), None)
         if out_of_memory is not None:
