@@ -11,6 +11,7 @@ from planner.errors import ProbeError
 from planner.probe.launch.devices import require_gpu
 from planner.probe.launch.joined import joins_others, rank_error, run_rank
 from planner.probe.launch.launcher import launch
+from planner.probe.launch.stages import run_stages
 from planner.probe.model.attention_kernels import require_flash
 from planner.probe.plan_side.chunks import real_chunks, slice_schedule
 from planner.probe.plan_side.describe import describe_slice
@@ -27,13 +28,11 @@ from planner.probe.plan_side.laptop_run import laptop_run
 from planner.probe.plan_side.options import ProbeOptions
 from planner.probe.plan_side.rank_grid import RankGrid, sharing_dp
 from planner.probe.result import ComparedQuantity, Failure, MeasuredRun, ProbeResult, RankResult
-from planner.probe.run import Place
 from planner.probe.verdict.compare import compare_stage, compared
 from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds
 from planner.probe.verdict.outcome import probe_result
 from planner.probe.verdict.replay_stages import replayed_step_s
 from planner.probe.worker.failure import out_of_memory_result
-from planner.probe.worker.stage_worker import stage_process
 from planner.specs.training import tokens_split
 from planner.trainers.rules.torch_model import runner_objection
 
@@ -103,8 +102,9 @@ def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult
     return judge_ranks(plan, options, launch(run), grid, stages)
 
 
-def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
-    """Run each distinct stage alone, then replay the whole pipeline with the measured seconds."""
+def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
+    """Run each distinct stage alone, then replay the whole pipeline with the measured seconds. Returns None where
+    another rank has the result."""
     eager = in_eager_torch(plan)
     layout = eager.best
     asked = layout.parallelism
@@ -121,11 +121,13 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
     stages = sorted(set(stands_for)) if options.stages == "all" else [stage_asked_for(options.stages, asked.pp)]
     if options.device == "cpu":
         require_memory([layout.stages[stage] for stage in stages])
-    for stage in stages:
-        measured = launch(run, stage_process, ranks=(run.rank(Place(stage, 0, 0, 0)),))
+    outcomes = run_stages(run, stages)
+    if outcomes is None:
+        return None
+    for stage, measured in zip(stages, outcomes, strict=False):  # none after one that ran out of memory
+        ranks += measured.ranks
         if measured.out_of_memory is not None:
             break
-        ranks += measured.ranks
         comparisons += compare_stage(eager, stage, measured.ranks, tolerance, alone=True)
     step_s = None
     if options.stages == "all" and measured.out_of_memory is None:

@@ -37,7 +37,7 @@ def connect(world_size: int, timeout_s: float = 30.0) -> Any:
 
 
 class SharedProgress:
-    """What all ranks told in a store. The clocks of their machines differ: what counts is when their words changed."""
+    """The words of all ranks in a store. The clocks of their machines differ: what counts is when the words changed."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
@@ -70,7 +70,7 @@ class SharedProgress:
         self.store.set(_VERDICT, f"{time.monotonic():.3f}|{sentence}")
 
     def verdict(self) -> tuple[str, str] | None:
-        """When rank 0 last spoke (by its own clock) and its sentence; None before it has."""
+        """The time when rank 0 last spoke (by its own clock) and its sentence; None before it has."""
         if not self.store.check([_VERDICT]):
             return None
         spoken, _, sentence = self.store.get(_VERDICT).decode().partition("|")

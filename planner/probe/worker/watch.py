@@ -42,9 +42,9 @@ class Watch:
         self.poll_s = min(MOST_POLL_S, run.timeout_s / 4)
         self.done = threading.Event()
         self.sentence = ""
-        """What rank 0 has said of a rank that hangs."""
+        """The words of rank 0 about a rank that hangs."""
         self.heard_s: float | None = None
-        """When rank 0 was last heard, None before the ranks are connected."""
+        """The time when rank 0 was last heard, None before the ranks are connected."""
 
     def start(self) -> None:
         for loop in (self._talk, self._look):
@@ -90,7 +90,7 @@ class Watch:
                 self._end_process(sentence)
 
     def _alone(self) -> str:
-        """What this rank must say without the others: that rank 0, which judges, is silent, or that it hangs itself."""
+        """The words of this rank without the others: that rank 0, which judges, is silent, or that it hangs itself."""
         own = self.own()
         if own is None or not own.stands_still(self.run.timeout_s):
             return ""

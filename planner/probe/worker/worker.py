@@ -87,8 +87,7 @@ class Worker:
         self.use_device()
         store.set_timeout(self.timeout)
         self.status.at(WAITING)
-        identity = Identity(torch.__version__, os.uname().nodename, self.device_id())
-        require_agreement(store, self.rank, self.run.world_size, identity)
+        require_agreement(store, self.rank, self.run.world_size, self.identity())
         dist.init_process_group(
             "gloo" if self.run.device == "cpu" else "nccl",
             store=store,
@@ -116,6 +115,9 @@ class Worker:
 
     def device_id(self) -> str:
         return "" if self.run.device == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def identity(self) -> Identity:
+        return Identity(torch.__version__, os.uname().nodename, self.device_id())
 
     def barrier(self) -> None:
         """Wait for all ranks, once this one's GPU has nothing left to compute."""
