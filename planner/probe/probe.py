@@ -121,7 +121,7 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     stages = sorted(set(stands_for)) if options.stages == "all" else [stage_asked_for(options.stages, asked.pp)]
     if options.device == "cpu":
         require_memory([layout.stages[stage] for stage in stages])
-    outcomes = run_stages(run, stages)
+    outcomes = run_stages(run, stages, launch)
     if outcomes is None:
         return None
     for stage, measured in zip(stages, outcomes, strict=False):  # none after one that ran out of memory

@@ -67,9 +67,9 @@ def out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
     rank_process(folder, rank, local_rank)
 
 
-def stage_out_of_memory(folder: Path, rank: int, local_rank: int, num_peers: int = 1) -> None:
+def stage_out_of_memory(folder: Path, rank: int, local_rank: int, **options: int) -> None:
     _at("1F0", _out_of_memory)
-    stage_process(folder, rank, local_rank, num_peers)
+    stage_process(folder, rank, local_rank, **options)
 
 
 def aborted(folder: Path, rank: int, local_rank: int) -> None:

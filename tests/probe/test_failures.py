@@ -50,7 +50,10 @@ def small(make_run: Any, **options: Any) -> Any:
         (faulty.killed, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) was killed by SIGKILL in step 0, at 1F1"),
         (faulty.raising, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) failed in step 0, at 1B1 .*: RuntimeError: boom$"),
         (faulty.aborted, r"rank 1 .* failed in step 0, at 1B1 .*: RuntimeError: boom$"),
-        (faulty.other_torch, r"failed in handshake \(waiting\): RuntimeError: rank 1 on .* runs torch 2\.6\.0, rank 0 runs"),
+        (
+            faulty.other_torch,
+            r"failed in handshake \(waiting\): RuntimeError: rank 1 on .* runs torch 2\.6\.0, rank 0",
+        ),
         (faulty.full_disk, r"rank 1 \(.*\) failed in report: PlannerError: .*rank1.json: .*: No space left on device$"),
     ],
 )

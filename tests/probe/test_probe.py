@@ -123,7 +123,7 @@ def test_a_stage_alone_repeats_its_step_and_has_finite_gradients(monkeypatch: py
     assert [(check.name, check.passed) for check in result.checks] == [("finite", True)]
     lost = rank.steps[0].model_copy(update={"gradient_norm": None})
     measured = MeasuredRun(run=result.run, ranks=(rank.model_copy(update={"steps": (lost, *rank.steps[1:])}),))
-    monkeypatch.setattr("planner.probe.launch.stages.launch", lambda *_, **__: measured)
+    monkeypatch.setattr("planner.probe.probe.launch", lambda *_, **__: measured)
     assert [check.passed for check in run(small_plan(), stages=1, num_steps=3).checks] == [False]
 
 

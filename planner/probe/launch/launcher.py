@@ -32,15 +32,15 @@ Child = Callable[[Path, int, int], None]
 _PRELOAD = ["planner.probe.worker.process", "planner.probe.worker.stage_worker"]
 
 
-def launch(run: ProbeRun, child: Child = rank_process, ranks: Sequence[int] = (), first_number: int = 0) -> MeasuredRun:
-    """Run all ranks, or those named, on this machine, one process each, which have numbers on it from `first_number`.
+def launch(run: ProbeRun, child: Child = rank_process, ranks: Sequence[int] = ()) -> MeasuredRun:
+    """Run all ranks, or those named, on this machine, one process each.
 
     The ranks' folder is removed at the end, except after a failure: there the stacks and logs of all ranks are kept.
     Raises ProbeError naming rank, stage and phase. All processes are gone when this returns or raises.
     """
     with signals_end_as_ctrl_c(), run_folder(keeps_after_error=True) as folder:
         write_run(folder, run)
-        return _StartedRanks(run, folder, child, ranks or range(run.world_size), first_number).watch()
+        return _StartedRanks(run, folder, child, ranks or range(run.world_size)).watch()
 
 
 def process_context() -> ForkServerContext:
@@ -52,12 +52,11 @@ def process_context() -> ForkServerContext:
 
 
 class _StartedRanks:
-    def __init__(self, run: ProbeRun, folder: Path, child: Child, ranks: Sequence[int], first_number: int) -> None:
+    def __init__(self, run: ProbeRun, folder: Path, child: Child, ranks: Sequence[int]) -> None:
         self.run, self.folder, self.ranks = run, folder, ranks
         context = process_context()
         self.processes: list[BaseProcess] = [
-            context.Process(target=child, args=(folder, rank, number), daemon=True)
-            for number, rank in enumerate(ranks, first_number)
+            context.Process(target=child, args=(folder, rank, number), daemon=True) for number, rank in enumerate(ranks)
         ]
 
     def watch(self) -> MeasuredRun:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from planner.errors import ProbeError
 from planner.probe.launch.joined import joins_others
-from planner.probe.launch.launcher import launch
 from planner.probe.result import MeasuredRun
 from planner.probe.run import Place, ProbeRun
 from planner.probe.worker.shared_progress import SharedProgress, connect
@@ -29,23 +28,29 @@ _log = logging.getLogger(__name__)
 _OUTCOME = "plan/outcome/{}"
 
 
-def run_stages(run: ProbeRun, stages: Sequence[int]) -> list[MeasuredRun] | None:
+Launch = Callable[..., MeasuredRun]
+"""The function that starts ranks on this machine: `launch`."""
+
+
+def run_stages(run: ProbeRun, stages: Sequence[int], launch: Launch) -> list[MeasuredRun] | None:
     """Run each stage alone and return what was measured, in the order of `stages`, up to the first that ran out of
     memory. Among ranks of torchrun or srun each runs its share on its own GPU; rank 0 returns all, the others None.
 
     Raises ProbeError where a stage fails, on rank 0 also for the stages of other ranks.
     """
     if joins_others():
-        return _Spread(run, stages).run_all()
-    return _one_by_one(run, stages)
+        return _Spread(run, stages, launch).run_all()
+    return _one_by_one(run, stages, launch)
 
 
-def _one_by_one(run: ProbeRun, stages: Sequence[int], device: int = 0, peers: int = 1) -> list[MeasuredRun]:
+def _one_by_one(
+    run: ProbeRun, stages: Sequence[int], launch: Launch, device: int = 0, peers: int = 1
+) -> list[MeasuredRun]:
     """`peers`: the ranks that run stages at the same time, which agree on their GPUs before the first."""
     outcomes: list[MeasuredRun] = []
     for stage in stages:
-        child = partial(stage_process, num_peers=1 if outcomes else peers)
-        outcomes.append(launch(run, child, ranks=(run.rank(Place(stage, 0, 0, 0)),), first_number=device))
+        child = partial(stage_process, first_device=device, num_peers=1 if outcomes else peers)
+        outcomes.append(launch(run, child, ranks=(run.rank(Place(stage, 0, 0, 0)),)))
         if outcomes[-1].out_of_memory is not None:
             break
     return outcomes
@@ -69,8 +74,8 @@ class _Outcome(NamedTuple):
 class _Spread:
     """The stages of one probe, dealt out to ranks that others started."""
 
-    def __init__(self, run: ProbeRun, stages: Sequence[int]) -> None:
-        self.run, self.stages = run, stages
+    def __init__(self, run: ProbeRun, stages: Sequence[int], launch: Launch) -> None:
+        self.run, self.stages, self.launch = run, stages, launch
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.num_peers = min(self.world_size, len(stages))
 
@@ -106,7 +111,7 @@ class _Spread:
     def _run_own(self) -> _Outcome:
         device = int(os.environ.get("LOCAL_RANK", "0"))
         try:
-            return _Outcome(_one_by_one(self.run, self.share(self.rank), device, self.num_peers))
+            return _Outcome(_one_by_one(self.run, self.share(self.rank), self.launch, device, self.num_peers))
         except ProbeError as error:
             return _Outcome([], (error.message, error.hint))
 

@@ -26,9 +26,9 @@ from planner.schedule.actions import Action
 SPLIT_REPEATS = 3
 
 
-def stage_process(folder: Path, rank: int, local_rank: int, num_peers: int = 1) -> None:
+def stage_process(folder: Path, rank: int, local_rank: int, first_device: int = 0, num_peers: int = 1) -> None:
     """The process of one stage alone. `num_peers`: processes of torchrun or srun that run stages at the same time."""
-    run_in_own_process(lambda: StageWorker(folder, rank, local_rank, num_peers), folder, rank)
+    run_in_own_process(lambda: StageWorker(folder, rank, first_device + local_rank, num_peers), folder, rank)
 
 
 class StageWorker(Worker):
