@@ -18,7 +18,7 @@ from planner.probe.result import Failure, MeasuredRun, RankResult
 from planner.probe.run import ProbeRun
 from planner.probe.worker.failure import EXIT_FAILED, out_of_memory_result
 from planner.probe.worker.failure_kinds import CONSEQUENCES, HINTS
-from planner.probe.worker.files import FAILURE_FILE, RESULT_FILE, STATUS_FILE
+from planner.probe.worker.files import FAILURE_FILE, RESULT_FILE, STACK_FILE, STATUS_FILE
 from planner.probe.worker.process import rank_process
 from planner.probe.worker.status import SILENT_HINT, Progress, hanging_rank, read_status
 
@@ -115,10 +115,17 @@ class _StartedRanks:
         return progress or Progress("start", "", self.started_s, time.monotonic())
 
     def _dump_stacks(self) -> None:
+        """Have all ranks write their stacks, and wait until they have; a stopped process writes none."""
+        running = [rank for rank, started in zip(self.ranks, self.processes, strict=True) if started.exitcode is None]
         for started in self.processes:
             if started.exitcode is None and started.pid is not None:
                 os.kill(started.pid, signal.SIGUSR1)
-        time.sleep(GRACE_S)
+        deadline, sizes = time.monotonic() + GRACE_S, [0] * len(running)
+        while time.monotonic() < deadline:
+            time.sleep(5 * POLL_S)
+            before, sizes = sizes, [_size(self.folder / STACK_FILE.format(rank)) for rank in running]
+            if all(sizes) and sizes == before:
+                return
 
     def _out_of_memory_or_raise(self) -> MeasuredRun:
         """Find the rank that failed first: one that was killed, or one whose error is more than the loss of another
@@ -179,3 +186,11 @@ class _StartedRanks:
 def _consequence(failure: Failure) -> int:
     """How likely a failure is the consequence of another rank's: 0 for a cause of its own."""
     return 1 + CONSEQUENCES.index(failure.kind) if failure.kind in CONSEQUENCES else 0
+
+
+def _size(path: Path) -> int:
+    """The size of a file in bytes, 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
