@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from planner.probe.rank.training import Trainer
 from planner.probe.rank.wires import GroupWires
 from planner.probe.result import MeasuredRun, RankResult
 from planner.probe.run import ProbeRun
-from planner.probe.worker import worker
+from planner.probe.worker import status, worker
 from planner.probe.worker.process import rank_process
 from planner.probe.worker.stage_worker import stage_process
 from planner.probe.worker.worker import Worker
@@ -250,9 +251,28 @@ def removing_its_folder(folder: Path, rank: int, local_rank: int) -> None:
     rank_process(folder, rank, local_rank)
 
 
+def joined_out_of_memory() -> None:
+    _at("1F1", _out_of_memory)
+
+
+def joined_raising() -> None:
+    _at("1B1", _raise)
+
+
+def impatient() -> None:
+    """A watch that allows phases before the first step no more time than steps."""
+    status.START_TIMEOUT_S = 0.0
+
+
+def joined_stopped() -> None:
+    impatient()
+    STOPS["build"]()
+
+
 def joined_rank(arguments: Sequence[str], environment: Mapping[str, str], outputs: Sequence[str], fault: Any) -> None:
     """A rank as torchrun starts it, in a process that has imported torch already; `fault` happens to it first."""
     os.environ.update(environment)
+    tempfile.tempdir = os.path.dirname(outputs[0])
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     torch.set_num_threads(1)

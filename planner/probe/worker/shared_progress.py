@@ -56,7 +56,7 @@ class SharedProgress:
     def _hear(self, rank: int) -> Progress:
         now_s, key, before = time.monotonic(), _KEY.format(rank), self.heard.get(rank)
         if before is None and not self.store.check([key]):
-            return Progress("start", "", self.start_s, now_s)
+            return Progress("start", "", self.start_s, self.start_s)
         told = tuple(self.store.get(key).decode().split("|"))
         is_same = before is not None and before.told[:3] == told[:3]
         is_silent = before is not None and before.told == told

@@ -18,7 +18,7 @@ from planner.probe.run import ProbeRun
 from planner.probe.worker.failure import EXIT_FAILED
 from planner.probe.worker.files import STATUS_FILE
 from planner.probe.worker.shared_progress import SharedProgress, connect
-from planner.probe.worker.status import SILENT_HINT, Progress, hanging_rank, read_status
+from planner.probe.worker.status import BEAT_S, SILENT_HINT, Progress, hanging_rank, read_status
 
 MOST_POLL_S = 3.0
 ALONE = ("start", "rendezvous")
@@ -61,7 +61,7 @@ class Watch:
 
     def _talk(self) -> None:
         shared, spoken = None, ""
-        while not self.done.wait(self.poll_s):
+        while not self.done.wait(self.poll_s if shared else BEAT_S):
             own = self.own()
             if own is None or own.phase in ALONE:
                 continue
