@@ -42,12 +42,20 @@ NUM_CHUNKS = 2
 ENDED = "ended"
 
 
+def _mark() -> None:
+    """Note the moment of the fault, for a script that asks how long it takes until the command ends."""
+    mark = os.environ.get("PLAN_FAULT_MARK")
+    if mark:
+        Path(mark).write_text(str(time.time()))
+
+
 def _at(action_text: str, fault: Callable[[], None]) -> None:
     """Have `fault` happen when the rank comes to an action; to one of the first micro-batch, when it rehearses."""
     healthy = RankPipeline.run
 
     def run(self: RankPipeline, action: Any, *args: Any) -> Any:
         if str(action) == action_text:
+            _mark()
             fault()
         return healthy(self, action, *args)
 
@@ -194,6 +202,7 @@ def _stopping_in(module: Any, name: str) -> Callable[[], None]:
         healthy = getattr(module, name)
 
         def stop_first(*args: Any, **kwargs: Any) -> Any:
+            _mark()
             _stop()
             return healthy(*args, **kwargs)
 
