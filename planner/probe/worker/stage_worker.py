@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
@@ -14,7 +15,10 @@ from planner.probe.rank.messages import needed_by
 from planner.probe.rank.rank_alone import trainer_alone
 from planner.probe.rank.training import Trainer
 from planner.probe.result import ChunkSeconds
+from planner.probe.worker.handshake import require_agreement
 from planner.probe.worker.process import run_in_own_process
+from planner.probe.worker.shared_progress import connect
+from planner.probe.worker.status import WAITING
 from planner.probe.worker.step_loop import StepLoop
 from planner.probe.worker.worker import Worker
 from planner.schedule.actions import Action
@@ -22,18 +26,27 @@ from planner.schedule.actions import Action
 SPLIT_REPEATS = 3
 
 
-def stage_process(folder: Path, rank: int, local_rank: int) -> None:
-    """The process of one stage alone."""
-    run_in_own_process(lambda: StageWorker(folder, rank, 0, local=True), folder, rank)
+def stage_process(folder: Path, rank: int, local_rank: int, first_device: int = 0, num_peers: int = 1) -> None:
+    """The process of one stage alone. `num_peers`: processes of torchrun or srun that run stages at the same time."""
+    run_in_own_process(lambda: StageWorker(folder, rank, first_device + local_rank, num_peers), folder, rank)
 
 
 class StageWorker(Worker):
     """The worker of a rank that runs without other ranks."""
 
+    def __init__(self, folder: Path, rank: int, local_rank: int, num_peers: int = 1) -> None:
+        super().__init__(folder, rank, local_rank, local=True)
+        self.num_peers = num_peers
+
     def main(self) -> None:
         run = self.run
-        self.status.enter("build")
+        self.status.enter("handshake")
         self.use_device()
+        if self.num_peers > 1:
+            self.status.at(WAITING)
+            store = connect(self.num_peers, self.timeout.total_seconds())
+            require_agreement(store, int(os.environ["RANK"]), self.num_peers, self.identity())
+        self.status.enter("build")
         trainer = trainer_alone(run, self.rank, self.device)
         static_bytes = self.static_memory()
         loop = StepLoop(run)
