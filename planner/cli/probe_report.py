@@ -123,10 +123,11 @@ def _exchanges(result: ProbeResult) -> Iterator[str]:
     """A line for each kind of exchange, with the seconds of the slowest rank."""
     from planner.probe.result import slowest_exchanges
 
+    on_gpus = result.run.device == "cuda"
     for exchange in slowest_exchanges(result.ranks):
         yield (
             f"{exchange.name} of {_size(exchange.num_bytes)} over {exchange.size} ranks: {seconds(exchange.seconds)}, "
-            f"{digits(exchange.bus_gb_per_s)} GB/s on the bus{_sure(exchange.spread_fraction)}"
+            f"{digits(exchange.bus_gb_per_s)} GB/s on the bus{_sure(exchange.spread_fraction) if on_gpus else ''}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pydantic import Field, ValidationError
 
 from planner.errors import SpecError
 from planner.files import write_text
+from planner.probe.repeats import SURE_FRACTION
 from planner.probe.run import Device
 from planner.profile.tables import Table
 from planner.specs.base import Spec
@@ -45,6 +47,8 @@ class Measurements(Spec):
     quick: bool
     date: str
     tables: dict[str, list[MeasuredRow]] = Field(default_factory=dict)
+    conditions: tuple[str, ...] = ()
+    """Unusual conditions while rows were measured."""
 
 
 class Record:
@@ -69,6 +73,26 @@ class Record:
         self.measured.tables.setdefault(table, []).append(row)
         if time.monotonic() - self.saved_s > SAVE_EVERY_S:
             self.save()
+
+    def note(self, conditions: Iterable[str]) -> None:
+        """Keep conditions under which rows were measured, each once."""
+        noted = dict.fromkeys((*self.measured.conditions, *conditions))
+        self.measured = self.measured.model_copy(update={"conditions": tuple(noted)})
+
+    def how_sure(self) -> str:
+        """How sure the medians of the rows are, in words; empty where the rows do not say."""
+        spreads = {
+            f"{table} {' '.join(str(value) for value in list(row.values())[:3])}": spread
+            for table, rows in self.measured.tables.items()
+            for row in rows
+            if isinstance(spread := row.get("spread_fraction"), float)
+        }
+        if not spreads:
+            return ""
+        unsure = sum(spread > SURE_FRACTION for spread in spreads.values())
+        worst = max(spreads, key=lambda name: spreads[name])
+        also = f"; the worst to {spreads[worst]:.0%} ({worst})" if unsure else ""
+        return f"{len(spreads) - unsure} of {len(spreads)} rows are sure to {SURE_FRACTION:.0%}{also}"
 
     def save(self) -> None:
         """Write the whole file."""

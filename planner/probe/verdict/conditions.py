@@ -29,7 +29,7 @@ def conditions_of(ranks: Sequence[RankResult]) -> tuple[Condition, ...]:
     """Unusual conditions while these ranks measured; a line names all ranks of which it is true."""
     ranks_of: dict[Condition, list[int]] = {}
     for rank in ranks:
-        for condition in dict.fromkeys([*_of_states(rank.device_states), *_of_spreads(rank)]):
+        for condition in dict.fromkeys([*conditions_of_states(rank.device_states), *_of_spreads(rank)]):
             ranks_of.setdefault(condition, []).append(rank.rank)
     return tuple(
         condition.model_copy(update={"text": f"{_named(numbers)}: {condition.text}"})
@@ -37,7 +37,8 @@ def conditions_of(ranks: Sequence[RankResult]) -> tuple[Condition, ...]:
     )
 
 
-def _of_states(states: Iterable[DeviceState]) -> Iterator[Condition]:
+def conditions_of_states(states: Iterable[DeviceState]) -> Iterator[Condition]:
+    """Unusual conditions of one GPU, as often as it was seen under them."""
     for state in states:
         is_busy = state.when == "before" and (state.busy_fraction or 0.0) > BUSY_FRACTION
         held = "" if state.other_bytes is None else f", which held {gib(state.other_bytes):.1f} GiB"
