@@ -35,6 +35,7 @@ OrderFile = Annotated[str | None, _option(_WHERE, "--order", "FILE.csv", "Run th
 Scale = Annotated[int, _option(_SMALL, "--scale", "N", "Hidden size of the model in small. [64]")]
 Processes = Annotated[int, _option(_SMALL, "--processes", "N", "Ranks to start at most. [8]")]
 Sleep = Annotated[bool, _option(_SMALL, "--sleep", None, "Sleep for the planned seconds: measures the bubble.")]
+Rehearse = Annotated[bool, _option(_WHERE, "--rehearse", None, "Count the bytes of the stages; needs no GPU.")]
 Tolerance = Annotated[
     float | None, _option(_OUTPUT, "--tolerance", "X", "Of a prediction: off by more is a mismatch. [0.1]")
 ]
@@ -53,6 +54,7 @@ def probe_command(
     scale: Scale = 64,
     processes: Processes = 8,
     sleep: Sleep = False,
+    rehearse: Rehearse = False,
     tolerance: Tolerance = None,
     trace: Trace = None,
     json: o.Json = False,
@@ -67,15 +69,24 @@ def probe_command(
     Example:
       plan probe plan.json
       plan probe plan.json --sleep
+      plan probe plan.json --rehearse
       plan probe plan.json --device cuda --stage all
     """
     from planner.cli.output import dumps, show
     from planner.cli.probe_report import render
-    from planner.errors import ProbeMismatch
+    from planner.errors import ProbeMismatch, SpecError
     from planner.files import STDOUT, write_text
     from planner.plan_file import read_plan
 
     _refuse_files(output, trace, stage, force)
+    if rehearse:
+        from planner.cli.rehearsal import show_rehearsal
+
+        if sleep or device is not None or order is not None or trace is not None:
+            message = "--rehearse: bytes are counted on no device, in the plan's own order"
+            raise SpecError(message, "leave out --device, --sleep, --order and --trace")
+        show_rehearsal(read_plan(plan), _stages(stage or "all"), tolerance, json, output, force)
+        return
     read = read_plan(plan)
     result = _probe(read, device, stage, steps, budget, timeout, _read_order(order), scale, processes, sleep, tolerance)
     if result is None:  # another rank reports
@@ -160,7 +171,7 @@ def _probe(
         from planner.probe.probe import ProbeOptions, probe
     except ModuleNotFoundError as error:
         raise ProbeError(f"the probe needs {error.name}", "pip install 'planner[probe]'") from None
-    stages: Any = None if stage is None else "all" if stage == "all" else _number("--stage", stage)
+    stages = _stages(stage)
     options: ProbeOptions = ProbeOptions(
         device=device or default_device(),  # type: ignore[arg-type]
         stages=stages,
@@ -178,6 +189,10 @@ def _probe(
     if order is not None and stages is not None:
         raise SpecError("--order: a stage alone follows the plan's own schedule", "leave out --stage")
     return probe(plan, options)
+
+
+def _stages(stage: str | None) -> Any:
+    return None if stage is None else "all" if stage == "all" else _number("--stage", stage)
 
 
 def _at_least(values: dict[str, tuple[int, int]]) -> None:

@@ -165,6 +165,9 @@ class ComparedQuantity(Spec):
     unit: Literal["s", "bytes", "fraction", "count"]
     predicted: float
     measured: float
+    least: float | None = None
+    """What seconds come down to if no host is late for its GPU and no rank for the others; null where nothing waits.
+    From there to `predicted` all agrees, because waits say nothing about GPUs."""
     agrees: bool | None = None
     """True within the tolerance; null where the quantity is shown and not judged."""
 

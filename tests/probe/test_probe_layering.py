@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PARTS = ("plan_side", "model", "rank", "worker", "launch", "verdict")
+PARTS = ("plan_side", "model", "rank", "rehearse", "worker", "launch", "verdict")
 """The folders of the probe. A module imports only from its own folder and from those before it."""
 ENTRY = "planner.probe.worker.__main__"
 """The program that torchrun starts: it lies where exported files look for it, and starts what lies above it."""
