@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,27 @@ def test_a_container_whose_numbers_are_the_hosts_names_nobody_while_it_computes(
     assert state_of(fields, "within").other_processes == ()
 
 
+def test_ranks_that_share_a_gpu_do_not_keep_it_busy_for_each_other(smi: Any) -> None:
+    smi(apps=f"{os.getppid()}, python3, 900\n")
+    assert state_of(nvidia_state("7"), "before").busy_fraction is None
+    assert state_of(nvidia_state("7"), "within").busy_fraction == 1.0
+    smi(apps=f"{os.getppid()}, python3, 900\n1, python3, 900\n")
+    assert state_of(nvidia_state("7"), "before").busy_fraction == 1.0
+
+
+def test_a_driver_that_does_not_answer_is_asked_once(smi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def run(command: Any, **_: Any) -> Any:
+        asked.append(command)
+        raise subprocess.TimeoutExpired(command, 20)
+
+    smi()
+    monkeypatch.setattr("planner.probe.device_state.subprocess.run", run)
+    assert nvidia_state("7") == {}
+    assert len(asked) == 1
+
+
 def write(path: Path, text: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text}\n")
@@ -171,6 +193,9 @@ HEALTHY: dict[str, Any] = {
 
 def test_a_gpu_at_its_power_limit_is_as_usual() -> None:
     assert conditions_of([rank(before={"busy_fraction": 0.02, "clock_mhz": 345}, within=HEALTHY, after=HEALTHY)]) == ()
+    idle = {"clock_mhz": 345, "max_clock_mhz": 1980, "busy_fraction": 0.1}
+    changing = {**HEALTHY, "throttle_reasons": ("hardware slowdown",)}
+    assert conditions_of([rank(within=idle, after=changing)]) == (), "looked at too early"
     assert conditions_of([rank()]) == (), "nor is a driver that says nothing a condition"
 
 
@@ -196,7 +221,11 @@ def test_a_gpu_at_its_power_limit_is_as_usual() -> None:
             "clocks are set lower: 1455 of 1980 MHz under load",
             False,
         ),
-        ({"within": {**HEALTHY, "power_w": 400, "throttle_reasons": ()}}, "the driver gives no reason: 1455", False),
+        (
+            {"within": {**HEALTHY, "power_w": 400, "throttle_reasons": (), "busy_fraction": 0.9}},
+            "the driver gives no reason: 1455",
+            False,
+        ),
     ],
 )
 def test_unusual_conditions_are_named(states: Any, words: str, is_fault: bool) -> None:

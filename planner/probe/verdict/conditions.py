@@ -13,15 +13,17 @@ LOWERED_FRACTION = 0.98
 """Below this share of the usual one, a power limit or a clock is lowered."""
 UNEXPLAINED_FRACTION = 0.8
 """A clock under load below this share of the highest has a reason."""
+LOADED_FRACTION = 0.5
+"""A GPU that was busy for less was looked at too early, or too late."""
 POWER = "software power cap"
 """The reason of every GPU that works hard: its profile is of such clocks."""
 FAULTS = {
     "software thermal slowdown": "it was too hot",
     "hardware thermal slowdown": "it was too hot",
-    "hardware slowdown": "too hot, or too little power",
     "hardware power brake": "too little power",
 }
-"""Reasons for low clocks that are faults of the machine or of the moment."""
+"""Reasons for low clocks that are faults of the machine or of the moment. NVML gives its general one, hardware
+slowdown, whenever clocks change."""
 SETTINGS = {"applications clocks setting", "display clock setting", "sync boost"}
 
 
@@ -61,7 +63,8 @@ def _of_clocks(state: DeviceState) -> Iterator[Condition]:
         heat = "" if state.temperature_c is None else f" ({state.temperature_c:.0f} °C)"
         text = f"clocks were lowered{heat}: {', '.join(faults)}, because {FAULTS[faults[0]]}"
         yield Condition(text=text, is_fault=True)
-    if state.when != "within" or None in (state.clock_mhz, state.max_clock_mhz):
+    is_loaded = state.when == "within" and (state.busy_fraction is None or state.busy_fraction > LOADED_FRACTION)
+    if not is_loaded or None in (state.clock_mhz, state.max_clock_mhz):
         return
     assert state.clock_mhz is not None
     assert state.max_clock_mhz is not None
