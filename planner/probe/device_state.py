@@ -29,7 +29,7 @@ BUSY_FRACTION, SETTLED_S = 0.05, 1.5
 """A GPU that was busier than this before anything ran is looked at again after so many seconds: a process that has just
 ended shows in the last second's average."""
 Fields = dict[str, Any]
-"""Fields of DeviceState, `lists_this` if the driver's list of processes has this one, `lists_run` if any of this run."""
+"""Fields of DeviceState; `lists_this` if the driver lists this process, `lists_run` if any of this run."""
 When = Literal["before", "within", "after"]
 NVIDIA_FIELDS = {
     "clocks.sm": "clock_mhz",
