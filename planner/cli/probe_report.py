@@ -140,22 +140,17 @@ def _sure(spread: float | None) -> str:
 
 def _gpus(result: ProbeResult) -> Iterator[str]:
     """A line with the clocks, the power and the temperature under load of the rank whose clock was lowest."""
+    from planner.probe.verdict.conditions import load_in_words
+
     loaded = [
         (state.clock_mhz, rank.rank, state)
         for rank in result.ranks
         for state in rank.device_states
         if state.when == "within" and state.clock_mhz is not None
     ]
-    if not loaded:
-        return
-    clock_mhz, rank, state = min(loaded, key=lambda item: item[:2])
-    facts = [f"{digits(clock_mhz)} of {digits(state.max_clock_mhz)} MHz" if state.max_clock_mhz else f"{clock_mhz} MHz"]
-    if state.power_w is not None and state.power_limit_w is not None:
-        facts.append(f"{digits(state.power_w)} of {digits(state.power_limit_w)} W")
-    if state.temperature_c is not None:
-        facts.append(f"{digits(state.temperature_c)} °C")
-    facts += state.throttle_reasons
-    yield f"under load, rank {rank}{' (the lowest clock)' if len(loaded) > 1 else ''}: {', '.join(facts)}"
+    if loaded:
+        _, rank, state = min(loaded, key=lambda item: item[:2])
+        yield f"under load, rank {rank}{' (the lowest clock)' if len(loaded) > 1 else ''}: {load_in_words(state)}"
 
 
 def _size(num_bytes: int) -> str:

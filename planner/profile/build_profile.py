@@ -225,6 +225,7 @@ def _source(record: Record, known: HardwareSpec | None) -> str:
     rest = "" if known is None else f" Where nothing was measured (fp8, grouped products), as {known.name}."
     unusual = f" Unusual: {'; '.join(measured.conditions)}." if measured.conditions else ""
     where = f"plan profile on {measured.machine.name}, {measured.machine.software}, {measured.date}"
+    where += f", at {measured.under_load}" if measured.under_load else ""
     return f"{where}: {counts}.{rest}{unusual}"
 
 

@@ -14,7 +14,6 @@ from planner.probe.device_state import Monitor
 from planner.probe.launch.launcher import launch
 from planner.probe.run import Device, ProbeRun
 from planner.probe.torch_build import this_build
-from planner.probe.verdict.conditions import conditions_of_states
 from planner.probe.worker.stage_worker import stage_process
 from planner.profile.record import MeasuredRow, Record
 from planner.profile.shapes_to_measure import ShapesToMeasure
@@ -116,7 +115,7 @@ def measure(
             done()
         if monitor is not None:
             monitor.after()
-            record.note(condition.text for condition in conditions_of_states(monitor.states))
+            record.note(monitor.states)
     finally:
         torch.set_num_threads(threads)
         record.save()

@@ -269,7 +269,7 @@ def test_a_report_says_how_gpus_were_and_what_a_contradiction_is_worth() -> None
         return told(result.model_copy(update=changes))
 
     assert "GB/s on the bus, sure to 4.0% only" in report(off, HEALTHY)
-    assert "under load, rank 0: 1,455 of 1,980 MHz, 698 of 700 W, 64.00 °C, software power cap" in report(off, HEALTHY)
+    assert "under load, rank 0: 1455 of 1980 MHz, 698 of 700 W, 64 °C, software power cap" in report(off, HEALTHY)
     assert report(off, HEALTHY).endswith("the run contradicts the plan: forward of stage 0")
     assert "no evidence against the plan: rank 1: clocks were lowered (64 °C)" in report(off, HEALTHY, hot)
     assert "may differ by how the GPUs were: ranks 0 to 1: the power limit is 500 W" in report(off, capped, capped)

@@ -77,6 +77,18 @@ def _of_clocks(state: DeviceState) -> Iterator[Condition]:
         yield Condition(text=f"clocks were low and the driver gives no reason: {clocks}")
 
 
+def load_in_words(state: DeviceState) -> str:
+    """Clock, power, temperature and reasons for low clocks of a GPU under load, as far as its driver says."""
+
+    def of(value: float | None, most: float | None, unit: str) -> list[str]:
+        if value is None:
+            return []
+        return [f"{value:.0f} {unit}" if most is None else f"{value:.0f} of {most:.0f} {unit}"]
+
+    clock, power = of(state.clock_mhz, state.max_clock_mhz, "MHz"), of(state.power_w, state.power_limit_w, "W")
+    return ", ".join([*clock, *power, *of(state.temperature_c, None, "°C"), *state.throttle_reasons])
+
+
 def _of_spreads(rank: RankResult) -> Iterator[Condition]:
     """Seconds on a GPU that vary so much that their median is not sure."""
     spreads = [chunk.spread_fraction for chunk in rank.chunks if chunk.spread_fraction is not None]
