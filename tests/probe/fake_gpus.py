@@ -20,8 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.probe.model.peers import ExpertGroup
-
 GIB = 2**30
 
 
@@ -206,13 +204,6 @@ def fake_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         backends.append(backend)
         init("fake", rank=rank, world_size=world_size, store=FakeStore())
 
-    def exchange(peers: ExpertGroup, rows: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        share = [rows.shape[0] // peers.size] * peers.size  # fake counts cannot be read
-        arrived = torch.empty_like(rows)
-        dist.all_to_all_single(arrived, rows.contiguous(), share, share, group=peers.group)
-        return arrived
-
-    monkeypatch.setattr(ExpertGroup, "exchange", exchange)
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     try:
         yield backends
