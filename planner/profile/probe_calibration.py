@@ -33,9 +33,9 @@ RANGE = 20.0
 TOGETHER = 0.2
 """Weight of the difference between factors; a measured pass has weight 1. Factors that the passes cannot tell apart
 move together. Of weights from 0.05 to 3, those from 0.2 on predict H200 stages of models that were not probed best."""
-NEAR = 0.1
+NEAR = 0.03
 """Weight of the distance of all factors from 1: passes that the host holds up say nothing about kernels, and any factor
-would do. It takes less than 1% of a factor's logarithm where two passes ask for it."""
+would do. It takes a thousandth of a factor's logarithm where two passes ask for it."""
 
 
 def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the probe") -> Calibration:
@@ -50,9 +50,10 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
     problem = passes(result, links.of_cluster(cluster))
     fitted = fit(problem, cluster.hardware)
     factors = {path: fitted[path] / start for path, (start, *_) in problem.free.items()}
-    _require_plausible(factors, result, cluster.hardware, where)
     kinds = problem.groups[: -len(factors) - 1].tolist()
     doubted = doubt(problem, cluster.hardware, fitted, kinds, _noise(result))
+    if doubted.tells_of_kernels:
+        _require_plausible(factors, result, cluster.hardware, where)
     numbers = _factors(factors, doubted, len(result.ranks))
     memory = reserved(result, cluster.hardware, run_shape(result.run))
     return links.model_copy(
@@ -71,7 +72,7 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
 
 def _require_plausible(factors: Mapping[str, float], result: ProbeResult, hardware: HardwareSpec, where: str) -> None:
     """Raise SpecError if a factor on kernels cannot be one of this hardware."""
-    objections = {name_of(path): kernel_objection(factor, hardware) for path, factor in factors.items()}
+    objections = {name_of(path): kernel_objection(path, factor, hardware) for path, factor in factors.items()}
     said = ", ".join(f"{name} {objection}" for name, objection in objections.items() if objection)
     if said:
         raise SpecError(

@@ -63,9 +63,14 @@ class Doubt(NamedTuple):
         return 1 - (self.left_out / self.before) ** 2
 
     @property
+    def tells_of_kernels(self) -> bool:
+        """True unless the host or the links decide how long passes take."""
+        return self.sensitivity >= LEAST_SENSITIVE
+
+    @property
     def opinion(self) -> Opinion:
         """The verdict on the factors, and the reason why the profile's own stay, if they do."""
-        if self.sensitivity < LEAST_SENSITIVE:
+        if not self.tells_of_kernels:
             reason = (
                 f"kernels twice as slow make passes {2**self.sensitivity - 1:.0%} longer: host and links hold them up"
             )
@@ -86,7 +91,7 @@ class Doubt(NamedTuple):
         The error of a pass is estimated from few kinds of pass. The prior counts as USUAL_PASSES of them, and the
         quantile is that of Student's t with as many degrees of freedom (Cornish and Fisher's first term).
         """
-        if self.sensitivity < LEAST_SENSITIVE:
+        if not self.tells_of_kernels:
             return None
         error = self.left_out if self.opinion == TAKEN else self.before
         count = USUAL_PASSES + self.num_kinds
@@ -104,10 +109,11 @@ def doubt(
     before = log_errors(problem, hardware, start)[:num_passes]
     errors, slopes = _linear(problem, hardware, fitted)
     weights = problem.weights**2 / np.sqrt(1 + (errors * problem.weights / SCALE) ** 2)
+    room = [np.log([bounds[side] / fitted[path] for path, bounds in problem.free.items()]) for side in (1, 2)]
     left_out, moves = np.zeros(num_passes), [np.zeros(len(start))]
     for kind in sorted(set(kinds)):
         out = np.array([*(k == kind for k in kinds), *(False,) * (len(errors) - num_passes)])
-        move = _solved(slopes[~out], errors[~out], weights[~out])
+        move = np.clip(_solved(slopes[~out], errors[~out], weights[~out]), *room)
         left_out[out[:num_passes]] = errors[out] + slopes[out] @ move
         moves.append(move)
     factors = np.array([fitted[path] / value for path, value in start.items()]) * np.exp(np.array(moves))

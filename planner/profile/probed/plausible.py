@@ -42,11 +42,17 @@ MOST_HOST_S = 0.02
 layers are a few milliseconds. Above, the host was busy with something else."""
 
 
-def kernel_objection(factor: float, hardware: HardwareSpec) -> str:
-    """The reason why a factor on the seconds of a kind of kernel cannot be; empty where it can."""
-    if hardware.architecture == "cpu" or 1 / MOST_FACTOR <= factor <= MOST_FACTOR:  # one profile stands for all CPUs
+def kernel_objection(path: str, factor: float, hardware: HardwareSpec) -> str:
+    """The reason why a factor on the seconds of a kind of kernel cannot be; empty where it can.
+
+    Products that reach all of the peak are no products of this GPU. Other kinds may be drawn there by products.
+    """
+    if hardware.architecture == "cpu":  # one profile stands for all CPUs
         return ""
-    return f"× {factor:.2f} (between {1 / MOST_FACTOR:g} and {MOST_FACTOR:g} is plausible)"
+    if not 1 / MOST_FACTOR <= factor <= MOST_FACTOR:
+        return f"× {factor:.2f} (between {1 / MOST_FACTOR:g} and {MOST_FACTOR:g} is plausible)"
+    at_peak = path == "gemm_factor" and factor <= 1.001 * least_factor(path, hardware)
+    return f"× {factor:.2f} or less (the data sheet's peak allows no more)" if at_peak else ""
 
 
 def least_factor(path: str, hardware: HardwareSpec) -> float:
