@@ -46,6 +46,7 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
     """
     require_speed(result, cluster.hardware, where)
     source = f"plan probe on {result.device}, torch {result.torch_version}, {result.slice.run}"
+    source = "; ".join([source, *(condition.text for condition in result.conditions)])
     links = Calibration(source=source, efficiency_fraction=link_shares(result, cluster))
     problem = passes(result, links.of_cluster(cluster))
     fitted = fit(problem, cluster.hardware)
