@@ -43,6 +43,8 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
     if result.plan_step_s is not None:
         yield Text("held  against the planner's price of eager torch, which is what runs")
         yield Text(f"      the plan's own trainer, {result.plan_runtime}: {seconds(result.plan_step_s)} a step")
+    for note in result.notes:
+        yield Text(f"note  {note}")
     if result.out_of_memory is not None:
         yield section("Out of memory", bullets(_memory_lines(result)))
     if result.checks:

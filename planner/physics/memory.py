@@ -151,7 +151,7 @@ def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
     if op.kind == "attention":
         # where keys and values are gathered, those of the whole sequence and their gradients
         keys = op.kv_len if runtime.cp_comm_type == "all_gather" else op.q_len
-        backward = BF16 * 2 * op.batch * (op.qk_dim + op.v_dim) * (op.q_len * op.heads + keys * op.kv_heads)
+        backward = BF16 * 2 * op.batch * (op.qk_dim + op.v_dim) * (op.count * op.q_len * op.heads + keys * op.kv_heads)
         if runtime.cp_comm_type != "p2p":
             return backward
         # a ring holds all blocks of keys and values, and an output for each, until the last (Transformer Engine)
@@ -161,6 +161,11 @@ def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
         # beside the softmax, as large: its gradient, and that of the logits; in place, a bf16 copy alone
         return op.saved_bytes() * (BF16 / FP32 if runtime.loss_in_place else 2)
     return op.backward_bytes * 2 / 3 if op.working_bytes is None else op.working_bytes
+
+
+def sent_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Bytes of the hidden states that a chunk has sent on and keeps until its backward; trainers free them."""
+    return BF16 * shape.shard_tokens * model.hidden_size * runtime.is_runner
 
 
 def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:

@@ -85,6 +85,7 @@ def stage_row(run: ProbeRun) -> MeasuredRow:
         "forward_us": rank.chunks[0].forward_s / MICRO,
         "backward_us": rank.chunks[0].backward_s / MICRO,
         "optimizer_us": median(step.optimizer_s for step in rank.steps) / MICRO,
+        "attention": ",".join(rank.attention_kernels),
         "spread_fraction": rank.chunks[0].spread_fraction,
     }
 

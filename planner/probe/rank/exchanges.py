@@ -34,10 +34,11 @@ class Seconds(NamedTuple):
 def barrier(device: str, group: Any = None) -> None:
     """Wait for the ranks of a group. The device is named, because NCCL would otherwise guess it from the rank's
     number."""
-    if device == "cpu":
+    if device != "cpu":
+        torch.cuda.synchronize()
+    if dist.get_backend(group) == "gloo":
         dist.barrier(group=group)
     else:
-        torch.cuda.synchronize()
         dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
 
 

@@ -56,6 +56,8 @@ def count_stage(run: ProbeRun, stage: int, architecture: str) -> CountedStage:
             account.reset_peak()
 
             def on_action(text: str) -> None:
+                # an update of sharded parameters is first tried on whole ones, by their shapes
+                account.counts = not (run.fully_sharded and text.startswith("optimizer"))
                 account.label = _LABELS.get(text.lstrip("0123456789")[:1], MOMENT)
 
             with _kept_by_layers(trainer, account, counted):

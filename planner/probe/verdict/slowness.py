@@ -16,6 +16,7 @@ from planner.probe.plan_side.eager import in_eager_torch
 from planner.probe.plan_side.rank_grid import sampled_stages
 from planner.probe.result import ProbeResult, RankResult
 from planner.probe.verdict.conditions import fault_of
+from planner.probe.verdict.kernels import seen_kernels
 from planner.probe.verdict.same_hardware import objection_to_device
 from planner.specs.hardware import HardwareSpec
 
@@ -67,7 +68,7 @@ def slowness(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple
     factor of the nearest stage that ran with the same parts (embedding, head) if all stages ran on one device, else the
     median. Raises SpecError if the probe measured no speed, or another plan.
     """
-    layout = in_eager_torch(plan).best
+    layout = in_eager_torch(plan, seen_kernels(result.ranks)).best
     require_speed(result, plan.cluster.hardware, where)
     if result.inputs_sha256 != plan.inputs_sha256:
         raise SpecError(

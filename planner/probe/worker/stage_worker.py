@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -42,7 +43,8 @@ class StageWorker(Worker):
                 torch.cuda.reset_peak_memory_stats()
             if step == loop.last_cold:
                 self.monitor.begin_load()
-            loop.add(*trainer.step(step, self.status.at))
+            with self.writing_down_attention() if step == 0 else nullcontext():
+                loop.add(*trainer.step(step, self.status.at))
         self.monitor.after()
         result = self.report(trainer, loop, self.memory(static_bytes))
         self.status.enter("input and weight gradients")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,11 +15,13 @@ import torch.distributed as dist
 
 from planner.files import write_text
 from planner.probe.device_state import Monitor
+from planner.probe.model.kernels_seen import KernelsSeen
 from planner.probe.rank.build_chunk import dtypes
 from planner.probe.rank.clock import Clock
 from planner.probe.rank.exchanges import barrier, measure_exchanges
 from planner.probe.rank.groups import RankGroups
 from planner.probe.rank.reference import Reference, check_gradients, check_steps, compute_reference
+from planner.probe.rank.shared_gpu import HostWires, as_another_host
 from planner.probe.rank.training import Trainer
 from planner.probe.rank.wires import GroupWires
 from planner.probe.result import Check, RankMemory, RankResult, TimedAction
@@ -39,6 +43,7 @@ class Worker:
         self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
         self.status = StatusFile(folder / STATUS_FILE.format(rank))
         self.device: str = self.run.device
+        self.attention_kernels: tuple[str, ...] = ()
         self.monitor = Monitor()
 
     def main(self) -> None:
@@ -53,7 +58,8 @@ class Worker:
         trainer = self.build(grid)
         static_bytes = self.static_memory()
         self.status.enter("rehearsal")
-        trainer.rehearse()
+        with self.writing_down_attention():
+            trainer.rehearse()
         reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
         checks: list[Check] = []
         loop = StepLoop(run, self.agree)
@@ -93,8 +99,10 @@ class Worker:
         store.set_timeout(self.timeout)
         identity = Identity(torch.__version__, os.uname().nodename, self.device_id())
         require_agreement(store, self.rank, self.run.world_size, identity)
+        if self.run.ranks_per_gpu > 1:
+            os.environ.update(as_another_host(self.rank))
         dist.init_process_group(
-            "gloo" if self.run.device == "cpu" else "nccl",
+            self.run.exchanges_by,
             store=store,
             rank=self.rank,
             world_size=self.run.world_size,
@@ -112,7 +120,7 @@ class Worker:
         if self.run.device == "cpu":
             return
         visible = torch.cuda.device_count()
-        number = 0 if visible == 1 else self.local_rank
+        number = 0 if visible == 1 else self.local_rank // self.run.ranks_per_gpu
         if number >= visible:
             raise RuntimeError(f"no GPU for rank {self.rank}, number {number} of its machine: torch sees {visible}")
         self.monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(number).uuid)))
@@ -121,7 +129,11 @@ class Worker:
         torch.cuda.set_device(self.device)
 
     def device_id(self) -> str:
-        return "" if self.run.device == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
+        """The unique id of the GPU, and of the rank's share where several ranks have it; empty on a CPU."""
+        if self.run.device == "cpu":
+            return ""
+        uuid, shares = torch.cuda.get_device_properties(self.device).uuid, self.run.ranks_per_gpu
+        return str(uuid) if shares == 1 else f"{uuid}, share {self.local_rank % shares} of {shares}"
 
     def barrier(self) -> None:
         barrier(self.device)
@@ -150,7 +162,8 @@ class Worker:
         def empty() -> Any:
             return trainer.empty()
 
-        wires = GroupWires(run.order, place.pp, grid.beside, grid.wires, empty)
+        passes_host = run.device == "cuda" and run.exchanges_by == "gloo"
+        wires = (HostWires if passes_host else GroupWires)(run.order, place.pp, grid.beside, grid.wires, empty)
         trainer = Trainer(
             run,
             place.pp,
@@ -165,6 +178,16 @@ class Worker:
         )
         wires.open()
         return trainer
+
+    @contextmanager
+    def writing_down_attention(self) -> Iterator[None]:
+        """Write down the kernels of attention that run within, on a GPU."""
+        if self.run.device == "cpu":
+            yield
+            return
+        with KernelsSeen() as seen:
+            yield
+        self.attention_kernels = seen.names
 
     def reference(self, num_steps: int) -> Reference:
         """The results of one process, which rank 0 computes and sends to the others."""
@@ -213,6 +236,7 @@ class Worker:
             chunks=chunk_seconds(loop.actions),
             peak_in_flight_chunks=loop.record.peak_in_flight,
             memory=memory,
+            attention_kernels=self.attention_kernels,
             device_states=tuple(self.monitor.states),
         )
 
