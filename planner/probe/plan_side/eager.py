@@ -5,7 +5,10 @@ Measurements are compared with this price, whatever trainer and dtype the plan i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from planner.answer import Plan
@@ -20,6 +23,8 @@ from planner.trainers.torch_attention import torch_took
 
 EAGER = load_runtime("torch-eager").model_copy(update={"clips_gradients": True})
 """The trainer that a probe's ranks are: eager torch that clips gradients."""
+FUSED_NORMS_SINCE = (2, 9)
+"""The first version of torch whose GPUs run RMSNorm as one kernel (pytorch/pytorch#153666)."""
 MASTERS_ARE_WEIGHTS: dict[str, Any] = {"weight_bytes": 4, "optimizer_bytes": 8}
 """Under ZeRO-3 the ranks' sharded weights are the fp32 masters (fully_shard)."""
 
@@ -87,9 +92,17 @@ def runtime_of(plan: Plan, kernels: Collection[str] = ()) -> RuntimeSpec:
     return eager_with(kernels).model_copy(update={**overhead, **sharded})
 
 
-def eager_with(kernels: Collection[str]) -> RuntimeSpec:
-    """Eager torch whose ranks ran these kernels of attention."""
-    return EAGER.model_copy(update={"attention_kernel": torch_took(kernels)})
+def eager_with(kernels: Collection[str], torch_version: str = "") -> RuntimeSpec:
+    """Eager torch of a version (the one installed here by default), whose ranks ran these kernels of attention."""
+    return EAGER.model_copy(update={"attention_kernel": torch_took(kernels), "fused_norm": fuses_norms(torch_version)})
+
+
+def fuses_norms(torch_version: str = "") -> bool:
+    """True if GPUs run RMSNorm as one kernel under a version of torch; where none is installed, under the newest."""
+    with suppress(PackageNotFoundError):
+        torch_version = torch_version or version("torch")
+    numbers = [int(number) for number in re.findall(r"\d+", torch_version)[:2]]
+    return not numbers or tuple(numbers) >= FUSED_NORMS_SINCE
 
 
 def training_of(seq_length: int, num_sequences: int) -> TrainingSpec:
