@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_gpus import H200, MI300X, FakeGPU, fake_gpu, fake_group
+from fake_gpus import H200, MI300X, fake_gpu, fake_group
 from healthy_kernels import Account, Prices, Recorder, recorded
 
 from planner.answer import Plan
-from planner.errors import PlannerError
 from planner.physics import compute
 from planner.physics.communication import p2p_s
 from planner.probe import probe as probing
@@ -38,7 +37,6 @@ from planner.probe.result import (
     TimedAction,
 )
 from planner.probe.run import Place, ProbeRun
-from planner.probe.verdict.judge import judge_ranks
 from planner.schedule.actions import Action
 from planner.schedule.replay import Durations, replay
 from planner.specs.units import MICRO

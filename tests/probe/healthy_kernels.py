@@ -28,8 +28,7 @@ from planner.trainers.spec import RuntimeSpec
 Pass = Literal["forward", "backward"]
 
 FREE = frozenset(
-    "empty empty_like empty_strided new_empty new_empty_strided resize_ detach alias set_ _unsafe_view lift_fresh "
-    "_reshape_alias _record_function_enter_new _record_function_exit scalar_tensor _local_scalar_dense item record_stream wait_tensor".split()
+    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "detach", "alias", "set_", "_unsafe_view", "lift_fresh", "_reshape_alias", "_record_function_enter_new", "_record_function_exit", "scalar_tensor", "_local_scalar_dense", "item", "record_stream", "wait_tensor"]
 )
 """Operations that run no kernel."""
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "_grouped_mm"})
@@ -100,9 +99,7 @@ class Prices:
         columns = {"forward": n, "dgrad": k, "wgrad": m}[role]
         is_head = role != "forward" and columns == self.head_columns
         factor = self.runtime.head_backward_factor if is_head else 1.0
-        op = Operator(
-            name=role, kind="gemm", count=count, m=sizes[0], n=sizes[1], k=sizes[2], backward_factor=factor
-        )
+        op = Operator(name=role, kind="gemm", count=count, m=sizes[0], n=sizes[1], k=sizes[2], backward_factor=factor)
         return self.operator_s(op, ("forward", "dgrad", "wgrad").index(role))
 
     def stream_s(self, num_bytes: float, family: str, way: Pass) -> float:

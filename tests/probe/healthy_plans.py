@@ -10,19 +10,14 @@ from planner.answer import Plan
 from planner.errors import PlannerError
 from planner.layout.evaluate import evaluate
 from planner.probe.plan_side.eager import in_eager_torch
-from planner.probe.probe import require_layers, require_split
 from planner.probe.plan_side.options import ProbeOptions
+from planner.probe.probe import require_layers, require_split
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 
-MODELS = (
-    "llama-3.2-1b llama-3.1-8b llama-3.1-70b llama-3.1-405b llama-2-13b qwen3-8b qwen3-32b qwen2.5-72b gpt3-175b "
-    "bloom-176b opt-175b nemotron-4-340b megatron-22b seed-oss-36b olmo-3-32b gemma-3-27b llama-4-scout mixtral-8x7b "
-    "mixtral-8x22b qwen3-30b-a3b qwen3-235b-a22b deepseek-v2-lite deepseek-v2 deepseek-v3 moonlight-16b kimi-k2 "
-    "glm-4.5-air gpt-oss-20b gpt-oss-120b minimax-m2"
-).split()
+MODELS = ["llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-2-13b", "qwen3-8b", "qwen3-32b", "qwen2.5-72b", "gpt3-175b", "bloom-176b", "opt-175b", "nemotron-4-340b", "megatron-22b", "seed-oss-36b", "olmo-3-32b", "gemma-3-27b", "llama-4-scout", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "moonlight-16b", "kimi-k2", "glm-4.5-air", "gpt-oss-20b", "gpt-oss-120b", "minimax-m2"]
 HARDWARE = ("h100", "h200", "h800", "h20", "mi300x")
 TRAINERS = ("torch-eager", "megatron", "torchtitan", "deepspeed")
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v", "breadth-first", "dualpipe-v")
@@ -47,7 +42,7 @@ def _attempt(random: Random, layers_per_chunk: int) -> Plan | None:
         return None
     layout = plan.parallelism
     is_refused = any("refuses this layout" in warning for warning in plan.best.warnings)
-    if is_refused or not eager.best.fits or layout.etp > 1 and plan.model.spec.moe is not None:
+    if is_refused or not eager.best.fits or (layout.etp > 1 and plan.model.spec.moe is not None):
         return None
     return plan
 
