@@ -78,7 +78,7 @@ def require_layers(plan: Plan) -> None:
     model, seq_length = plan.model.spec, plan.training.seq_length
     if model.position_embedding == "learned" and seq_length > (model.max_position_embeddings or 0):
         raise ProbeError(
-            f"{plan.model.name} has {model.max_position_embeddings} learned positions, its sequences {seq_length} tokens",
+            f"{plan.model.name} has {model.max_position_embeddings} learned positions for sequences of {seq_length}",
             f"plan with --seq-length {model.max_position_embeddings}",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import log2
 from typing import Any
 
@@ -165,7 +166,7 @@ def _timeline(plan: Plan, run: ProbeRun, seconds: dict[tuple[int, int, str], flo
     of = [{kind: s for (_, stage, kind), s in seconds.items() if stage == virtual} for virtual in range(n)]
     hops = [
         float(p2p_s(message_bytes, abs(b - a), cluster, min(a, b))) if a != b else 0.0
-        for a, b in zip(ranks[:-1], ranks[1:], strict=True)
+        for a, b in pairwise(ranks)
     ]
     return replay(
         order,

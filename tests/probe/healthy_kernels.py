@@ -28,7 +28,9 @@ from planner.trainers.spec import RuntimeSpec
 Pass = Literal["forward", "backward"]
 
 FREE = frozenset(
-    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "detach", "alias", "set_", "_unsafe_view", "lift_fresh", "_reshape_alias", "_record_function_enter_new", "_record_function_exit", "scalar_tensor", "_local_scalar_dense", "item", "record_stream", "wait_tensor"]
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "detach", "alias", "set_"}
+    | {"_unsafe_view", "lift_fresh", "_reshape_alias", "scalar_tensor", "_local_scalar_dense", "item", "wait_tensor"}
+    | {"_record_function_enter_new", "_record_function_exit", "record_stream"}
 )
 """Operations that run no kernel."""
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "_grouped_mm"})

@@ -17,7 +17,13 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 
-MODELS = ["llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-2-13b", "qwen3-8b", "qwen3-32b", "qwen2.5-72b", "gpt3-175b", "bloom-176b", "opt-175b", "nemotron-4-340b", "megatron-22b", "seed-oss-36b", "olmo-3-32b", "gemma-3-27b", "llama-4-scout", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "moonlight-16b", "kimi-k2", "glm-4.5-air", "gpt-oss-20b", "gpt-oss-120b", "minimax-m2"]
+MODELS = (
+    *("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-2-13b", "qwen3-8b", "qwen3-32b"),
+    *("qwen2.5-72b", "gpt3-175b", "bloom-176b", "opt-175b", "nemotron-4-340b", "megatron-22b", "seed-oss-36b"),
+    *("olmo-3-32b", "gemma-3-27b", "llama-4-scout", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b"),
+    *("qwen3-235b-a22b", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "moonlight-16b", "kimi-k2"),
+    *("glm-4.5-air", "gpt-oss-20b", "gpt-oss-120b", "minimax-m2"),
+)
 HARDWARE = ("h100", "h200", "h800", "h20", "mi300x")
 TRAINERS = ("torch-eager", "megatron", "torchtitan", "deepspeed")
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v", "breadth-first", "dualpipe-v")
@@ -57,22 +63,23 @@ def _plan(random: Random, layers_per_chunk: int) -> Plan:
     hardware = load_hardware(pick(HARDWARE))
     ranks = sizes["tp"] * sizes["cp"] * sizes["dp"]
     ep = pick([n for n in (1, 2, 4, 8) if ranks % n == 0]) if model.moe is not None else 1
-    recompute = pick(("none", "none", "selective", "full"))
-    return evaluate(
-        model,
-        ClusterSpec(hardware=hardware, num_gpus=prod(sizes.values())),
-        TrainingSpec(
-            seq_length=pick((2048, 4096, 8192, 32768, 131072)),
-            global_batch_size=micro_batch_size * num_microbatches * sizes["dp"],
-            dtype=pick(("bf16", "bf16", "fp8")),
-        ),
-        Parallelism(
-            **sizes, vpp=vpp, ep=ep, micro_batch_size=micro_batch_size, schedule=schedule, recompute=recompute,
-            sequence_parallel=sizes["tp"] > 1 and (model.moe is not None or random.random() < 0.8),
-            zero_stage=pick((0, 1, 1)),
-        ),  # fmt: skip
-        runtime=pick(TRAINERS),
-    )  # fmt: skip
+    layout = Parallelism(
+        **sizes,
+        vpp=vpp,
+        ep=ep,
+        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        recompute=pick(("none", "none", "selective", "full")),
+        sequence_parallel=sizes["tp"] > 1 and (model.moe is not None or random.random() < 0.8),
+        zero_stage=pick((0, 1, 1)),
+    )
+    training = TrainingSpec(
+        seq_length=pick((2048, 4096, 8192, 32768, 131072)),
+        global_batch_size=micro_batch_size * num_microbatches * sizes["dp"],
+        dtype=pick(("bf16", "bf16", "fp8")),
+    )
+    cluster = ClusterSpec(hardware=hardware, num_gpus=prod(sizes.values()))
+    return evaluate(model, cluster, training, layout, runtime=pick(TRAINERS))
 
 
 def _cut(model: ModelSpec, num_layers: int) -> ModelSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Literal
 
@@ -137,7 +138,7 @@ def hops_s(cluster: ClusterSpec, run: ProbeRun) -> list[float]:
     ranks = [run.rank(Place(pp, 0, 0, 0)) for pp in places]
     return [
         float(p2p_s(num_bytes, abs(a - b), cluster, min(a, b))) if a != b else 0.0
-        for a, b in zip(ranks[:-1], ranks[1:], strict=True)
+        for a, b in pairwise(ranks)
     ]
 
 
@@ -153,8 +154,9 @@ def compare_stage(
 ) -> list[ComparedQuantity]:
     """Seconds and bytes of one stage's ranks.
 
-    `least` is the plan without waits. `alone` means that peers were emulated, so that its seconds include no exchange. A slice of the plan may have
-    another number of micro-batches in flight than planned, or handle the gradients of more ranks in its optimizer step.
+    `least` is the plan without waits. `alone` means that peers were emulated, so that its seconds include no exchange.
+    A slice of the plan may have another number of micro-batches in flight than planned, or handle the gradients of more
+    ranks in its optimizer step.
     """
     stage, quick = plan.best.stages[plan_stage], least.best.stages[plan_stage]
     forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
