@@ -29,8 +29,11 @@ from planner.probe.plan_side.gpu_run import (
 from planner.probe.plan_side.laptop_run import laptop_run
 from planner.probe.plan_side.options import ProbeOptions
 from planner.probe.plan_side.rank_grid import RankGrid, sharing_dp
+from planner.probe.rehearse.rehearse import rehearse
+from planner.probe.rehearse.result import RehearsalResult
 from planner.probe.result import ComparedQuantity, Failure, MeasuredRun, ProbeResult, RankResult
 from planner.probe.run import Place
+from planner.probe.torch_build import rehearsed_build
 from planner.probe.verdict.compare import compare_stage, compared
 from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds
 from planner.probe.verdict.outcome import probe_result
@@ -48,13 +51,7 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
 
     Raises ProbeError, which names rank, stage and phase, when it cannot run. A disagreement is part of the result.
     """
-    layout, model = plan.parallelism, plan.model.spec
-    if model.moe is not None and layout.etp > 1:
-        raise ProbeError(f"the probe shards no single expert: etp {layout.etp} must be 1", "plan again with --etp 1")
-    if model.moe is not None and layout.tp > 1 and not layout.sequence_parallel:
-        raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
-    require_layers(plan)
-    require_split(plan, options)
+    require_runnable(plan, options)
     require_gpu(options.device)
     flash_hint = "prove the order and the gradients with --device cpu"
     require_flash(plan.model.spec, plan.parallelism.cp, options.device, flash_hint)
@@ -65,6 +62,26 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     if options.device == "cuda":
         return probe_ranks(plan, options, torch.cuda.device_count())
     return probe_laptop(plan, options)
+
+
+def probe_bytes(plan: Plan, options: ProbeOptions) -> RehearsalResult:
+    """Count the bytes of the plan's stages without a GPU, and compare them with the plan's; nothing is started."""
+    assert options.stages is not None
+    require_runnable(plan, options)
+    with rehearsed_build(plan.cluster.hardware.architecture):
+        require_flash(plan.model.spec, plan.parallelism.cp, "cuda", "plan with --cp 1, or for a GPU of NVIDIA's")
+    return rehearse(plan, options.stages, options.tolerance_fraction)
+
+
+def require_runnable(plan: Plan, options: ProbeOptions) -> None:
+    """Raise ProbeError where the probe has no modules, no exchanges or no kernels for the plan's layers."""
+    layout, model = plan.parallelism, plan.model.spec
+    if model.moe is not None and layout.etp > 1:
+        raise ProbeError(f"the probe shards no single expert: etp {layout.etp} must be 1", "plan again with --etp 1")
+    if model.moe is not None and layout.tp > 1 and not layout.sequence_parallel:
+        raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
+    require_layers(plan)
+    require_split(plan, options)
 
 
 def require_layers(plan: Plan) -> None:

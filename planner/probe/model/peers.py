@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from planner.probe.torch_build import on_gpu
+
 
 @dataclass(slots=True)
 class TensorPeers:
@@ -81,7 +83,7 @@ class GroupPeers(TensorPeers):
         return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        if not x.is_cuda:  # gloo has no reduce-scatter in every torch this runs on
+        if not on_gpu(x):  # gloo has no reduce-scatter in every torch this runs on
             return self.all_reduce(x).chunk(self.size)[self.rank].clone()
         shard = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         dist.reduce_scatter_tensor(shard, x.contiguous(), group=self.group)
