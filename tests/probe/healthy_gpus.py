@@ -164,10 +164,7 @@ def _timeline(plan: Plan, run: ProbeRun, seconds: dict[tuple[int, int, str], flo
     message_bytes //= run.tp if run.sequence_parallel else 1
     ranks = [run.rank(Place(order.stage_to_rank[stage], 0, 0, 0)) for stage in range(n)]
     of = [{kind: s for (_, stage, kind), s in seconds.items() if stage == virtual} for virtual in range(n)]
-    hops = [
-        float(p2p_s(message_bytes, abs(b - a), cluster, min(a, b))) if a != b else 0.0
-        for a, b in pairwise(ranks)
-    ]
+    hops = [float(p2p_s(message_bytes, abs(b - a), cluster, min(a, b))) if a != b else 0.0 for a, b in pairwise(ranks)]
     return replay(
         order,
         Durations(

@@ -136,10 +136,7 @@ def hops_s(cluster: ClusterSpec, run: ProbeRun) -> list[float]:
     num_bytes = BF16 * run.seq_length * run.micro_batch_size * run.model.hidden_size / shards
     places = run.order.stage_to_rank[: run.order.num_model_stages]
     ranks = [run.rank(Place(pp, 0, 0, 0)) for pp in places]
-    return [
-        float(p2p_s(num_bytes, abs(a - b), cluster, min(a, b))) if a != b else 0.0
-        for a, b in pairwise(ranks)
-    ]
+    return [float(p2p_s(num_bytes, abs(a - b), cluster, min(a, b))) if a != b else 0.0 for a, b in pairwise(ranks)]
 
 
 def compare_stage(
