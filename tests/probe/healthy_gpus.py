@@ -44,6 +44,9 @@ from planner.specs.units import MICRO
 
 FAKES = {"hopper": H200, "cdna3": MI300X}
 """The fake GPU that stands for a generation of silicon."""
+LISTED = 0.84
+"""Kernels of a dense layer's operators over those that it launches: 21 of 25 forward. The host's seconds of a kernel
+are fitted to what is listed."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def results(
     for rank, each in accounts.items():
         place = run.place(rank)
         own = {(stage, kind): s for (pp, stage, kind), s in seconds.items() if pp == place.pp}
-        optimizer_s = each.optimizer.gpu_s
+        optimizer_s = seconds_of(each.optimizer, prices, health)
         planned_stage = place.pp if alone else _stages(plan, run)[place.pp]
         memory = eager.stages[planned_stage].memory
         spans = () if timeline is None else zip(
@@ -152,7 +155,7 @@ def seconds_of(account: Account, prices: Prices, health: Health) -> float:
     runtime, hardware = prices.runtime, prices.cluster.hardware
     waits_s = health.waits * runtime.collective_sync_us * MICRO
     waited_s = sum(waits_s * log2(len(exchange.ranks)) for exchange in account.exchanges)
-    host_s = health.host * compute.issue_s(hardware, runtime) * (len(account.kernels) + len(account.exchanges))
+    host_s = health.host * LISTED * compute.issue_s(hardware, runtime) * (len(account.kernels) + len(account.exchanges))
     return max(account.gpu_s + account.exchange_s + waited_s, host_s)
 
 

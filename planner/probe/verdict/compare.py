@@ -8,7 +8,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal
 
-from planner.answer import Plan
+from planner.answer import Plan, StagePlan
+from planner.physics import compute
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
 from planner.probe.plan_side.planned_seconds import planned_seconds, replay_durations
@@ -21,6 +22,8 @@ from planner.specs.cluster import ClusterSpec
 KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
 BUBBLE_TOLERANCE = 0.03
 """Largest difference between the bubble fractions of sleeping ranks and of the replay."""
+OPTIMIZER_KERNELS = 9
+"""Kernels of an optimizer step on parameters of one kind: norm, scale, update, cast, zeros, and four of one number."""
 Unit = Literal["s", "bytes", "fraction", "count"]
 
 
@@ -175,11 +178,22 @@ def compare_stage(
     optimizer_s = median(step.optimizer_s for rank in ranks for step in rank.steps)
     # an embedding table takes longer to update than it is priced at: physics/compute.py, TABLE_BYTES
     optimizer_tolerance = tolerance_fraction if steps_as_planned and "embedding" not in stage.holds else None
-    comparisons.append(compared("optimizer", "s", stage.optimizer_s, optimizer_s, optimizer_tolerance, plan_stage))
+    least_s, planned_s = _optimizer_s(plan, stage)
+    comparisons.append(
+        compared("optimizer", "s", planned_s, optimizer_s, optimizer_tolerance, plan_stage, least=least_s)
+    )
     memories = [rank.memory for rank in ranks if rank.memory is not None]
     if not memories:
         return comparisons
     return comparisons + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
+
+
+def _optimizer_s(plan: Plan, stage: StagePlan) -> tuple[float, float]:
+    """The price of an optimizer step, and this with the launches that it leaves out, or the host's time for them."""
+    hardware, kinds = plan.cluster.hardware, 1 if plan.model.spec.moe is None else 2
+    num_kernels = OPTIMIZER_KERNELS * kinds
+    launched_s = stage.optimizer_s + num_kernels * compute.launch_s(hardware)
+    return stage.optimizer_s, max(launched_s, num_kernels * compute.issue_s(hardware, plan.runtime_spec))
 
 
 def _compare_memory(
