@@ -180,6 +180,8 @@ class Recorder(TorchDispatchMode):
         if name in ("embedding", "index_select", "gather"):  # of what is looked in, only what is found, and once
             found = dense_bytes(outputs[0])
             return found + min(found, dense_bytes(inputs[0])) + sum(dense_bytes(x) for x in inputs[1:])
+        if name.startswith("scatter") and name.endswith("_"):  # of what is added to, only where something is added
+            return 2 * dense_bytes(inputs[2]) + sum(map(dense_bytes, inputs[1:]))
         if name == "_log_softmax":  # read for the maximum, the sum and the result
             return 3 * dense_bytes(inputs[0]) + dense_bytes(outputs[0])
         if name.startswith("nll_loss"):  # one column is read; the gradient is zeros but for one column

@@ -36,11 +36,12 @@ def compared(
     stage: int | None = None,
     least: float | None = None,
 ) -> ComparedQuantity:
-    """Judge a quantity, or only show it if there is no tolerance. All between `least` and `predicted` agrees."""
+    """Judge a quantity, or only show it if there is no tolerance. All agrees from `least`, without waits, to twice the
+    waits that are part of `predicted`."""
     lower = predicted if least is None else min(least, predicted)
     agrees = None
     if tolerance_fraction is not None:
-        agrees = (1 - tolerance_fraction) * lower <= measured <= (1 + tolerance_fraction) * predicted
+        agrees = (1 - tolerance_fraction) * lower <= measured <= (1 + tolerance_fraction) * (2 * predicted - lower)
     return ComparedQuantity(
         name=name, stage=stage, unit=unit, predicted=predicted, measured=measured, agrees=agrees,
         least=lower if lower < predicted else None,
