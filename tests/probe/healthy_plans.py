@@ -47,6 +47,8 @@ def _attempt(random: Random, layers_per_chunk: int) -> Plan | None:
     except PlannerError:
         return None
     layout = plan.parallelism
+    if layout.cp > 1 and plan.cluster.hardware.is_amd:
+        return None  # AOTriton's mask is aligned to the first key
     is_refused = any("refuses this layout" in warning for warning in plan.best.warnings)
     if is_refused or not eager.best.fits or (layout.etp > 1 and plan.model.spec.moe is not None):
         return None
