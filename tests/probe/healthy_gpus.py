@@ -59,6 +59,8 @@ class Health:
     """Seconds in which the host issues a kernel."""
     waits: float = 1.0
     """Seconds that ranks wait for the last of them in an exchange."""
+    prefers: str = "cudnn"
+    """The kernel that this version of torch takes for plain attention, where the GPU has it."""
 
 
 HEALTHY = Health()
@@ -72,6 +74,7 @@ class RankAccounts:
     reduce: Account
     optimizer: Account
     gather: Account
+    attention_kernels: tuple[str, ...] = ()
 
 
 def probed(plan: Plan, num_gpus: int | None, health: Health = HEALTHY) -> ProbeResult:
@@ -128,6 +131,7 @@ def results(
                 actions=tuple(
                     TimedAction(action=action, ready_s=start, start_s=start, end_s=end) for action, start, end in spans
                 ),
+                attention_kernels=each.attention_kernels,
                 chunks=tuple(_chunk(stage, own) for stage in run.stages_of(place.pp)),
                 peak_in_flight_chunks=1 if timeline is None else int(timeline.peak_in_flight_chunks[place.pp]),
                 memory=RankMemory(
@@ -191,7 +195,8 @@ def account_of(run: ProbeRun, rank: int, alone: bool, plan: Plan, health: Health
             stack.enter_context(fake_group(monkeypatch))
             dist.init_process_group("nccl", rank=rank, world_size=run.world_size)
         trainer = trainer_alone(run, rank, "cuda:0") if alone else _trainer_among(run, rank)
-        recorder = stack.enter_context(recorded(prices, monkeypatch))
+        kernel = health.prefers if plan.cluster.hardware.efficiency.cudnn is not None else "flash"
+        recorder = stack.enter_context(recorded(prices, monkeypatch, kernel))
         return _account(trainer, recorder)
 
 
@@ -223,4 +228,4 @@ def _account(trainer: Trainer, recorder: Recorder) -> RankAccounts:
     with recorder.during("gather") as gather:
         for flat in trainer.flat:
             flat.gather()
-    return RankAccounts(actions, reduce, optimizer, gather)
+    return RankAccounts(actions, reduce, optimizer, gather, tuple(sorted(recorder.attention_kernels)))

@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, prices: Prices) -> None:
         super().__init__()
         self.prices, self.accounts, self.muted, self.way = prices, defaultdict[str, Account](Account), 0, "forward"
-        self.section = "other"
+        self.section, self.attention_kernels = "other", set[str]()
 
     @property
     def account(self) -> Account:
@@ -221,6 +221,7 @@ class Recorder(TorchDispatchMode):
         backward = "backward" in name
         q, k, v = inputs[1:4] if backward else inputs[:3]
         window = kwargs.get("window_size_left") or -1
+        self.attention_kernels.add("flash")
         return self.attention_s(q, k, v, "flash", backward, window + 1)
 
     def attention_s(self, q: Any, k: Any, v: Any, kernel: str, backward: bool, window: int = 0) -> float:
@@ -234,7 +235,8 @@ class Recorder(TorchDispatchMode):
             q_len=queries, kv_len=queries, window=window if window < queries else 0, qk_dim=q.shape[3],
             v_dim=v.shape[3],
         )  # fmt: skip
-        runtime = self.prices.runtime.model_copy(update={"attention_kernel": kernel})
+        name = "fastest" if kernel == "cudnn" else "flash"
+        runtime = self.prices.runtime.model_copy(update={"attention_kernel": name})
         seconds = compute.operator_seconds(square, self.prices.cluster.hardware, "bf16", runtime)[backward]
         # the rectangle before the block has no ramp and no ragged end: its rate is that of endless sequences
         seen = min(keys - queries, window) if window else keys - queries
@@ -304,14 +306,17 @@ class _RMSNorm(torch.autograd.Function):
 
 
 @contextmanager
-def recorded(prices: Prices, monkeypatch: pytest.MonkeyPatch, kernel: str = "fastest") -> Iterator[Recorder]:
-    """Inside of a fake GPU: a recorder of all kernels and exchanges."""
+def recorded(prices: Prices, monkeypatch: pytest.MonkeyPatch, kernel: str) -> Iterator[Recorder]:
+    """Inside of a fake GPU: a recorder of all kernels and exchanges. `kernel` is torch's choice for plain attention."""
     recorder = Recorder(prices)
     for name, kind, whole in EXCHANGES:
         monkeypatch.setattr(dist, name, _noting(getattr(dist, name), kind, whole, recorder))
 
     def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **_: Any) -> Any:
-        return _Attention.apply(q, k, v, kernel, recorder)
+        wide = q.shape[3] > 128 and (q.shape[3], v.shape[3]) != (192, 128)
+        ran = "efficient" if attn_mask is not None else "flash" if wide else kernel
+        recorder.attention_kernels.add(ran)
+        return _Attention.apply(q, k, v, ran, recorder)
 
     def rms_norm(x: Any, shape: Any, weight: Any, eps: float) -> Any:
         return _RMSNorm.apply(x, weight, recorder)

@@ -165,7 +165,7 @@ class VocabularyCrossEntropy(torch.autograd.Function):
         log_shares, log_own_share, local = ctx.saved_tensors
         scale = grad / log_shares.shape[0]
         column, is_own = local.clamp(min=0).unsqueeze(1), (local >= 0).unsqueeze(1)
-        # the kernel gives g − softmax · sum(g): with −own share in any one column, own softmax times own share beside it
+        # the kernel gives g − softmax · sum(g), so −share in one column gives softmax · share in all others
         own_share = scale * log_own_share.exp().unsqueeze(1)
         filled = torch.zeros_like(log_shares).scatter_(1, column, -own_share)
         logits_grad = torch.ops.aten._log_softmax_backward_data(filled, log_shares, 1, log_shares.dtype)
