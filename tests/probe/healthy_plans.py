@@ -30,17 +30,17 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v", "breadth-firs
 MOST_GPUS = 16
 
 
-def random_plan(random: Random, layers_per_chunk: int = 3) -> Plan:
+def random_plan(random: Random, layers_per_chunk: int = 3, most_stages: int = 4) -> Plan:
     """A plan that fits in eager torch and that `plan probe` takes."""
     while True:
-        plan = _attempt(random, layers_per_chunk)
+        plan = _attempt(random, layers_per_chunk, most_stages)
         if plan is not None:
             return plan
 
 
-def _attempt(random: Random, layers_per_chunk: int) -> Plan | None:
+def _attempt(random: Random, layers_per_chunk: int, most_stages: int) -> Plan | None:
     try:
-        plan = _plan(random, layers_per_chunk)
+        plan = _plan(random, layers_per_chunk, most_stages)
         require_layers(plan)
         require_split(plan, ProbeOptions(device="cuda"))
         eager = in_eager_torch(plan)
@@ -55,9 +55,14 @@ def _attempt(random: Random, layers_per_chunk: int) -> Plan | None:
     return plan
 
 
-def _plan(random: Random, layers_per_chunk: int) -> Plan:
+def _plan(random: Random, layers_per_chunk: int, most_stages: int) -> Plan:
     pick: Any = random.choice
-    sizes = {"tp": pick((1, 1, 2, 4, 8)), "cp": pick((1, 1, 1, 2, 4)), "pp": pick((1, 2, 2, 4)), "dp": pick((1, 2, 4))}
+    sizes = {
+        "tp": pick((1, 1, 2, 4, 8)),
+        "cp": pick((1, 1, 1, 2, 4)),
+        "pp": min(pick((1, 2, 2, 4)), most_stages),
+        "dp": pick((1, 2, 4)),
+    }
     schedule = pick(SCHEDULES) if sizes["pp"] > 1 else "none"
     vpp = {"interleaved-1f1b": 2, "breadth-first": 2, "zb-v": 2, "dualpipe-v": 2}.get(schedule, 1)
     micro_batch_size, num_microbatches = pick((1, 1, 2, 4)), sizes["pp"] * pick((1, 2, 4)) * 2
