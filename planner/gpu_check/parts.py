@@ -17,8 +17,9 @@ from planner.gpu_check.cases import StageCase
 from planner.gpu_check.limits import OutOfTime, at_most
 from planner.gpu_check.report import BYTES, SECONDS, CheckedQuantity, Part, PartKind
 from planner.probe.launch.launcher import process_context
+from planner.probe.model.attention_kernels import require_flash
 from planner.probe.plan_side.eager import in_eager_torch
-from planner.probe.probe import ProbeOptions, probe
+from planner.probe.probe import ProbeOptions, probe, require_runnable
 from planner.probe.result import ComparedQuantity, ProbeResult, RankResult
 from planner.probe.run import Device
 from planner.probe.verdict.compare import compare_stage
@@ -30,7 +31,7 @@ from planner.specs.units import gib
 
 MACHINE_S, STOP_S = 120.0, 20.0
 """Seconds to ask the driver about the device, which starts torch; and for an interrupted command to end."""
-KERNELS_SHARE = 0.5
+KERNELS_SHARE = 0.42
 """Share of a profile's time for its kernels; whole stages, links and starts take the rest."""
 STEPS_S = 4.0
 """The most seconds of a stage's measured steps, unless the fewest take longer."""
@@ -112,10 +113,13 @@ def read_profile(path: Path) -> HardwareSpec:
 
 def stage_result(case: StageCase, hardware: HardwareSpec, device: Device, small: bool) -> ProbeResult:
     """`plan probe --stage` of a case."""
-    options = ProbeOptions(device=device, stages=case.stage, timeout_s=STILL_S, budget_s=STEPS_S)
-    result = probe(case.plan(hardware, small), options)
+    result = probe(case.plan(hardware, small), stage_options(case, device))
     assert result is not None, "a stage alone has no other ranks that report"
     return result
+
+
+def stage_options(case: StageCase, device: Device) -> ProbeOptions:
+    return ProbeOptions(device=device, stages=case.stage, timeout_s=STILL_S, budget_s=STEPS_S)
 
 
 def stage_part(
@@ -222,7 +226,15 @@ def _pipeline(result: ProbeResult, way: str, basis: str, refused: list[str]) -> 
     )
 
 
-def lacks_memory(case: StageCase, hardware: HardwareSpec, memory_bytes: int) -> str:
-    """The reason why a stage is too large for the device, or nothing."""
-    needed = in_eager_torch(case.plan(hardware)).stages[case.stage].memory.total_bytes
+def refusal(case: StageCase, hardware: HardwareSpec, device: Device, memory_bytes: int, small: bool) -> str:
+    """The reason why a stage does not run on this device or with this torch, or nothing."""
+    plan = case.plan(hardware, small)
+    try:
+        require_runnable(plan, stage_options(case, device))
+        require_flash(plan.model.spec, case.cp, device, "")
+    except ProbeError as error:
+        return f"refused: {error.message}"
+    if small:
+        return ""
+    needed = in_eager_torch(plan).stages[case.stage].memory.total_bytes
     return f"needs {gib(needed):.1f} GiB of {gib(memory_bytes):.1f}" if needed > memory_bytes else ""
