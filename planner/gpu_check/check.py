@@ -93,11 +93,13 @@ class Check:
 
     def within_time(self, kind: PartKind, name: str, needed_s: float, run: Callable[[], Part]) -> Part:
         """Run a part if the time that is left is enough for it."""
-        left_s = self.budget.left_s
+        left_s, patience_s = self.budget.left_s, PATIENCE * needed_s
         if needed_s > left_s:
             part = parts.left_out(kind, name, f"no time: about {needed_s:.0f} s, {max(0.0, left_s):.0f} s are left")
+        elif patience_s > left_s:  # the check's time is up before the part's
+            part = parts.part_of(kind, name, left_s, run, late="left out")
         else:
-            part = parts.part_of(kind, name, min(left_s, PATIENCE * needed_s), run)
+            part = parts.part_of(kind, name, patience_s, run)
         self.add(part)
         return part
 

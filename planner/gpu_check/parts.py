@@ -15,7 +15,7 @@ from planner.answer import Plan
 from planner.errors import PlannerError, ProbeError, defect
 from planner.gpu_check.cases import StageCase
 from planner.gpu_check.limits import OutOfTime, at_most
-from planner.gpu_check.report import BYTES, SECONDS, CheckedQuantity, Part, PartKind
+from planner.gpu_check.report import BYTES, SECONDS, CheckedQuantity, Part, PartKind, PartStatus
 from planner.probe.launch.launcher import process_context
 from planner.probe.model.attention_kernels import require_flash
 from planner.probe.plan_side.eager import in_eager_torch
@@ -53,14 +53,14 @@ def machine_here(device: Device) -> Machine:
             raise ProbeError(f"the GPU did not answer in {MACHINE_S:.0f} s", "nvidia-smi says more") from None
 
 
-def part_of(kind: PartKind, name: str, limit_s: float, run: Callable[[], Part]) -> Part:
-    """Run one part within its time. Whatever goes wrong in it becomes its detail."""
+def part_of(kind: PartKind, name: str, limit_s: float, run: Callable[[], Part], late: PartStatus = "failed") -> Part:
+    """Run one part within its time, after which it is `late`. Whatever goes wrong in it becomes its detail."""
     start = time.monotonic()
     try:
         with at_most(limit_s):
             part = run()
     except OutOfTime:
-        part = Part(kind=kind, name=name, status="failed", detail=f"did not end within {limit_s:.0f} s")
+        part = Part(kind=kind, name=name, status=late, detail=f"did not end within {limit_s:.0f} s")
     except Exception as error:  # no reason to lose the other parts
         part = failed(kind, name, error)
     return part.model_copy(update={"seconds": round(time.monotonic() - start, 2)})

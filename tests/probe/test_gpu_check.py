@@ -137,6 +137,11 @@ def test_a_part_ends_when_its_time_is_up() -> None:
     part = parts.part_of("stage", "a stage", 0.05, hang)
     assert (part.status, part.exit_code) == ("failed", None)
     assert "did not end within" in part.detail
+    report = report_of((0.01,))
+    hung = report.model_copy(update={"parts": (*report.parts, part)})
+    assert (report.exit_code, hung.exit_code) == (0, 6), "a part that hangs misses a target"
+    late = parts.part_of("stage", "a stage", 0.05, hang, late="left out")
+    assert report.model_copy(update={"parts": (*report.parts, late)}).exit_code == 0, "the check's time was up"
 
 
 def test_what_no_time_or_no_memory_is_left_for_is_named(on_h200: None) -> None:
