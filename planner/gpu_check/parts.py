@@ -23,6 +23,7 @@ from planner.probe.probe import ProbeOptions, probe, require_runnable
 from planner.probe.result import ComparedQuantity, ProbeResult, RankResult
 from planner.probe.run import Device
 from planner.probe.verdict.compare import compare_stage
+from planner.probe.verdict.conditions import load_in_words
 from planner.profile.record import Machine
 from planner.profile.this_machine import machine_of
 from planner.specs.hardware import HardwareSpec
@@ -128,7 +129,7 @@ def stage_part(
     """A stage's measurements beside the prediction of every source; `tables` names the source that the shipped tables
     are, on the GPU that they are of."""
     out = result.out_of_memory
-    detail = conditions(result.ranks) if out is None else f"out of memory in {out.phase}"
+    detail = circumstances(result) if out is None else f"out of memory in {out.phase}"
     exit_code = 0 if result.agrees else MISMATCH
     part = Part(kind="stage", name=case.name, status="ran", exit_code=exit_code, detail=detail)
     if not result.ranks:
@@ -144,17 +145,12 @@ def stage_part(
     return part.model_copy(update={"quantities": tuple(checked(row, predicted, judged) for row in rows)})
 
 
-def conditions(ranks: Iterable[RankResult]) -> str:
-    """The attention that ran, and the clock, the heat and what held them down while it ran."""
-    said: dict[str, None] = {}
-    for rank in ranks:
-        said |= dict.fromkeys(f"{kernel} attention" for kernel in rank.attention_kernels)
-        for state in rank.device_states:
-            if state.when == "within":
-                said |= {} if state.clock_mhz is None else {f"{state.clock_mhz:.0f} MHz": None}
-                said |= {} if state.temperature_c is None else {f"{state.temperature_c:.0f} °C": None}
-            said |= dict.fromkeys((*state.throttle_reasons, *state.other_processes))
-    return ", ".join(said)
+def circumstances(result: ProbeResult) -> str:
+    """The attention that ran, the GPU's clock, power and heat under load, and whatever was unusual."""
+    kernels = [f"{kernel} attention" for rank in result.ranks for kernel in rank.attention_kernels]
+    states = [state for rank in result.ranks for state in rank.device_states if state.when == "within"]
+    unusual = [condition.text for condition in result.conditions]
+    return "; ".join(dict.fromkeys(filter(None, [*kernels, *map(load_in_words, states), *unusual])))
 
 
 def compared_with(plan: Plan, stage: int, ranks: tuple[RankResult, ...]) -> list[ComparedQuantity]:
