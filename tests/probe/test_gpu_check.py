@@ -50,7 +50,7 @@ def launch_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         store, results = Neighbours(), []
         for rank in ranks or range(run.world_size):
             alone = child is stage_process
-            worker = (StageWorker if alone else Worker)(folder, rank, rank, local=True)
+            worker = StageWorker(folder, rank, rank) if alone else Worker(folder, rank, rank, local=True)
             monkeypatch.setattr(worker, "meet", lambda: store)
             with fake_group(monkeypatch):
                 worker.main()
