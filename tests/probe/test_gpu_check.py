@@ -26,7 +26,7 @@ from planner.probe.plan_side.eager import in_eager_torch  # noqa: E402
 from planner.probe.result import MeasuredRun, RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.worker.stage_worker import StageWorker, stage_process  # noqa: E402
+from planner.probe.worker.stage_worker import StageWorker  # noqa: E402
 from planner.probe.worker.worker import Worker  # noqa: E402
 from planner.profile.this_machine import machine_of  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402
@@ -49,8 +49,8 @@ def launch_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         (folder / RUN_FILE).write_text(run.model_dump_json())
         store, results = Neighbours(), []
         for rank in ranks or range(run.world_size):
-            alone = child is stage_process
-            worker = (StageWorker if alone else Worker)(folder, rank, rank, local=True)
+            alone = child is not None  # else a rank among others
+            worker = StageWorker(folder, rank, rank) if alone else Worker(folder, rank, rank, local=True)
             monkeypatch.setattr(worker, "meet", lambda: store)
             with fake_group(monkeypatch):
                 worker.main()
