@@ -169,7 +169,14 @@ def sent_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
 
 
 def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Bytes that a stage holds beside parameters: cosines and sines [seq, head_dim / 2] and the step's token ids."""
+    """Bytes that a stage holds beside parameters: cosines and sines [seq / cp, rotated dim / 2], ALiBi's scores
+    [heads / tp, seq, seq], the mask [seq, seq] of chunked attention, and the step's token ids."""
     if not runtime.keeps_tables:
         return 0.0
-    return 2 * BF16 * shape.seq_length * model.head_dim / 2 + INT64 * shape.tokens + ALIGNMENT
+    seq, rotated = shape.seq_length, model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
+    tables: Number = BF16 * seq / shape.cp * rotated * (model.position_embedding == "rope")
+    if model.position_embedding == "alibi":
+        tables = tables + BF16 * model.num_attention_heads / shape.tp * seq**2
+    if model.attention_chunk_size is not None:
+        tables = tables + BF16 * seq**2 * (model.attention_chunk_size < seq)
+    return tables + INT64 * shape.tokens + ALIGNMENT

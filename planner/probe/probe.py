@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from pathlib import Path
 
 import torch
 
@@ -14,6 +11,7 @@ from planner.errors import ProbeError
 from planner.probe.launch.devices import require_gpu
 from planner.probe.launch.joined import joins_others, rank_error, run_rank
 from planner.probe.launch.launcher import launch
+from planner.probe.launch.stages import run_stages
 from planner.probe.model.attention_kernels import require_flash
 from planner.probe.plan_side.chunks import real_chunks, slice_schedule
 from planner.probe.plan_side.describe import describe_slice
@@ -32,7 +30,6 @@ from planner.probe.plan_side.rank_grid import RankGrid, sharing_dp
 from planner.probe.rehearse.rehearse import rehearse
 from planner.probe.rehearse.result import RehearsalResult
 from planner.probe.result import ComparedQuantity, Failure, MeasuredRun, ProbeResult, RankResult
-from planner.probe.run import Place
 from planner.probe.torch_build import rehearsed_build
 from planner.probe.verdict.compare import compare_stage, compared
 from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds
@@ -40,7 +37,6 @@ from planner.probe.verdict.kernels import seen_kernels, unpriced
 from planner.probe.verdict.outcome import probe_result
 from planner.probe.verdict.replay_stages import replayed_step_s
 from planner.probe.worker.failure import out_of_memory_result
-from planner.probe.worker.stage_worker import stage_process
 from planner.specs.training import tokens_split
 from planner.trainers.rules.torch_model import runner_objection
 
@@ -138,8 +134,9 @@ def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult
     return judge_ranks(plan, options, launch(run), grid, stages)
 
 
-def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
-    """Run each distinct stage alone, then replay the whole pipeline with the measured seconds."""
+def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
+    """Run each distinct stage alone, then replay the whole pipeline with the measured seconds. Returns None where
+    another rank has the result."""
     eager = in_eager_torch(plan)
     layout, asked = eager.best, eager.best.parallelism
     order = slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
@@ -155,10 +152,10 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
     stages = sorted(set(stands_for)) if options.stages == "all" else [stage_asked_for(options.stages, asked.pp)]
     if options.device == "cpu":
         require_memory([layout.stages[stage] for stage in stages])
-    for stage in stages:
-        measured = launch(run, stage_process, ranks=(run.rank(Place(stage, 0, 0, 0)),))
-        if measured.out_of_memory is not None:
-            break
+    outcomes = run_stages(run, stages, launch)
+    if outcomes is None:
+        return None
+    for measured in outcomes:
         ranks += measured.ranks
     eager = in_eager_torch(plan, seen_kernels(ranks))
     least, priced = without_waits(eager), not unpriced(ranks, plan.cluster.hardware)
@@ -199,11 +196,7 @@ def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
             f"{world_size} ranks were started, the largest slice of the plan that fits has {run.world_size}",
             f"start {run.world_size} ranks: {run.pp} stages × dp {run.dp} × cp {run.cp} × tp {run.tp}",
         )
-    folder = Path(tempfile.mkdtemp(prefix=f"plan-probe-{rank}-"))
-    try:
-        outcome = run_rank(run, folder, rank)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    outcome = run_rank(run, rank)
     if isinstance(outcome, Failure):
         if outcome.kind != "out_of_memory":
             raise rank_error(outcome, run)

@@ -28,6 +28,10 @@ from planner.probe.run import ProbeRun
 from planner.schedule.actions import Action
 
 
+def unheard(action: str) -> None:
+    """Hear of an action and do nothing, where nobody watches the rank."""
+
+
 class Trainer:
     """A rank's stages and its training step. A rank that runs without peers needs no `replica_groups`."""
 
@@ -84,8 +88,9 @@ class Trainer:
         """A buffer for one message."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
-    def rehearse(self) -> None:
-        """Run one made-up micro-batch through every chunk, one after another, and drop its gradients.
+    def rehearse(self, on_action: Callable[[str], None] = unheard) -> None:
+        """Run one made-up micro-batch through every chunk, one after another, and drop its gradients; `on_action` hears
+        of each action.
 
         A kernel is loaded when it is first launched, and a group is connected when it is first used. Both may wait
         until the GPU has finished its running work. Within a step that work can be a receive whose sender waits in the
@@ -96,6 +101,7 @@ class Trainer:
         for stage in self.chunks:
             for kind in "FIW" if run.order.splits_backward else "FB":
                 action = Action(kind, stage, 0)
+                on_action(f"{action} (computing)")
                 received = None if needed_by(run.order, action) is None else torch.ones_like(self.empty())
                 self.pipeline.run(action, received, [batch], 1.0)
         for flat in self.flat:

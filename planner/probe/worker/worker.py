@@ -30,7 +30,7 @@ from planner.probe.torch_build import this_build
 from planner.probe.worker.chunk_seconds import chunk_seconds
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE, STATUS_FILE
 from planner.probe.worker.handshake import Identity, require_agreement
-from planner.probe.worker.status import START_TIMEOUT_S, StatusFile
+from planner.probe.worker.status import START_TIMEOUT_S, WAITING, StatusFile
 from planner.probe.worker.step_loop import StepLoop
 
 
@@ -49,17 +49,17 @@ class Worker:
     def main(self) -> None:
         """Run all phases of the rank in order."""
         run = self.run
-        self.status.enter("rendezvous")
+        self.status.enter("rendezvous", WAITING)
         store = self.meet()
         self.status.enter("handshake")
         self.join(store)
-        self.status.enter("build")
+        self.status.enter("build", f"groups {WAITING}")
         grid = RankGroups(run, self.rank)
         trainer = self.build(grid)
         static_bytes = self.static_memory()
         self.status.enter("rehearsal")
         with self.writing_down_attention():
-            trainer.rehearse()
+            trainer.rehearse(self.status.at)
         reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
         checks: list[Check] = []
         loop = StepLoop(run, self.agree)
@@ -74,7 +74,7 @@ class Worker:
         self.monitor.after()
         memory = self.memory(static_bytes)
         self.status.enter("exchanges")
-        exchanges = measure_exchanges(trainer)
+        exchanges = measure_exchanges(trainer, self.status.at)
         self.status.enter("report")
         if reference is not None:
             checks += check_steps(reference, loop.all_steps, dtypes(run)[0])
@@ -97,8 +97,8 @@ class Worker:
         """Connect the ranks after checking that they run the same software on devices of their own."""
         self.use_device()
         store.set_timeout(self.timeout)
-        identity = Identity(torch.__version__, os.uname().nodename, self.device_id())
-        require_agreement(store, self.rank, self.run.world_size, identity)
+        self.status.at(WAITING)
+        require_agreement(store, self.rank, self.run.world_size, self.identity())
         if self.run.ranks_per_gpu > 1:
             os.environ.update(as_another_host(self.rank))
         dist.init_process_group(
@@ -135,11 +135,19 @@ class Worker:
         uuid, shares = torch.cuda.get_device_properties(self.device).uuid, self.run.ranks_per_gpu
         return str(uuid) if shares == 1 else f"{uuid}, share {self.local_rank % shares} of {shares}"
 
+    def identity(self) -> Identity:
+        return Identity(torch.__version__, os.uname().nodename, self.device_id())
+
     def barrier(self) -> None:
+        """Wait for all ranks, once this one's GPU has nothing left to compute."""
+        if self.run.device == "cuda":
+            torch.cuda.synchronize()
+        self.status.at(WAITING)
         barrier(self.device)
 
     def agree(self, enough: bool) -> bool:
         """True if all ranks have enough."""
+        self.status.at(WAITING)
         all_enough = torch.tensor(float(enough), device=self.device)
         dist.all_reduce(all_enough, dist.ReduceOp.MIN)
         return float(all_enough) > 0
@@ -157,6 +165,7 @@ class Worker:
     def build(self, grid: RankGroups) -> Trainer:
         """Stages, optimizer state and wires of this rank."""
         run, place = self.run, grid.place
+        self.status.at("")
         trainer: Trainer
 
         def empty() -> Any:
@@ -176,6 +185,7 @@ class Worker:
             grid.replicas,
             place.dp,
         )
+        self.status.at(f"channels {WAITING}")
         wires.open()
         return trainer
 
@@ -191,8 +201,8 @@ class Worker:
 
     def reference(self, num_steps: int) -> Reference:
         """The results of one process, which rank 0 computes and sends to the others."""
-        self.status.enter("reference")
-        results: list[Any] = [compute_reference(self.run, num_steps) if self.rank == 0 else None]
+        self.status.enter("reference", "" if self.rank == 0 else WAITING)
+        results: list[Any] = [compute_reference(self.run, num_steps, self.status.at) if self.rank == 0 else None]
         dist.broadcast_object_list(results)
         return cast(Reference, results[0])
 
@@ -244,6 +254,7 @@ class Worker:
         """Collect the results of all ranks in rank 0's folder, where ranks have folders of their own."""
         if self.local:
             return
+        self.status.at(WAITING)
         results: list[Any] = [None] * self.run.world_size
         dist.all_gather_object(results, result)
         for other in results if self.rank == 0 else ():
