@@ -49,8 +49,8 @@ def launch_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         (folder / RUN_FILE).write_text(run.model_dump_json())
         store, results = Neighbours(), []
         for rank in ranks or range(run.world_size):
-            alone = child is stage_process
-            worker = (StageWorker if alone else Worker)(folder, rank, rank, local=True)
+            is_alone = getattr(child, "func", child) is stage_process
+            worker = StageWorker(folder, rank, 0) if is_alone else Worker(folder, rank, rank, local=True)
             monkeypatch.setattr(worker, "meet", lambda: store)
             with fake_group(monkeypatch):
                 worker.main()
