@@ -26,7 +26,7 @@ from planner.probe.plan_side.eager import in_eager_torch  # noqa: E402
 from planner.probe.result import MeasuredRun, RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.worker.stage_worker import StageWorker, stage_process  # noqa: E402
+from planner.probe.worker.stage_worker import StageWorker  # noqa: E402
 from planner.probe.worker.worker import Worker  # noqa: E402
 from planner.profile.this_machine import machine_of  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402
