@@ -86,18 +86,23 @@ class Doubt(NamedTuple):
 
     @property
     def step_width(self) -> float | None:
-        """Half-width of a dense model's step: the probe's own errors beside what no probe can tell. None where the
-        passes tell nothing about kernels.
-
-        The error of a pass is estimated from few kinds of pass. The prior counts as USUAL_PASSES of them, and the
-        quantile is that of Student's t with as many degrees of freedom (Cornish and Fisher's first term).
-        """
+        """Half-width of a dense model's step, by the errors that the probe leaves; None where its passes tell nothing
+        about kernels."""
         if not self.tells_of_kernels:
             return None
-        error = self.left_out if self.opinion == TAKEN else self.before
-        count = USUAL_PASSES + self.num_kinds
-        variance = (USUAL_PASSES * USUAL_ERROR**2 + self.num_kinds * error**2) / count
-        return math.hypot(TRANSFER_WIDTH, (NORMAL_80 + (NORMAL_80**3 + NORMAL_80) / (4 * count)) * math.sqrt(variance))
+        return step_width(self.left_out if self.opinion == TAKEN else self.before, self.num_kinds)
+
+
+def step_width(error: float, num_kinds: int) -> float:
+    """Half-width of a dense model's step where `num_kinds` kinds of pass are off by `error`: their 80% interval beside
+    all that they cannot tell.
+
+    The prior counts as USUAL_PASSES of them, and the quantile is that of Student's t with as many degrees of freedom
+    (Cornish and Fisher's first term).
+    """
+    count = USUAL_PASSES + num_kinds
+    variance = (USUAL_PASSES * USUAL_ERROR**2 + num_kinds * error**2) / count
+    return math.hypot(TRANSFER_WIDTH, (NORMAL_80 + (NORMAL_80**3 + NORMAL_80) / (4 * count)) * math.sqrt(variance))
 
 
 def doubt(
