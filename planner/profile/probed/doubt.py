@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.profile.fitting import SCALE, log_errors
 from planner.profile.kernel_problems import FitProblem
-from planner.profile.probed.plausible import TAKEN, Opinion
+from planner.profile.probed.plausible import MOST_SPREAD, TAKEN, Opinion
 from planner.shape import FloatArray
 from planner.specs.hardware import HardwareSpec
 
@@ -76,6 +76,8 @@ class Doubt(NamedTuple):
                 f"kernels twice as slow make passes {2**self.sensitivity - 1:.0%} longer: host and links hold them up"
             )
             return {"verdict": "refused", "reason": reason}
+        if self.noise > MOST_SPREAD:
+            return {"verdict": "refused", "reason": f"the seconds of passes are known to {self.noise:.0%} only"}
         if self.before <= (repeats := max(REPEATS, NORMAL_80 * self.noise)):
             reason = f"the profile is {self.before:.1%} off, and seconds are known to {repeats:.1%}"
             return {"verdict": "confirmed", "reason": reason}
