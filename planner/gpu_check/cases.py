@@ -90,12 +90,13 @@ class StageCase(NamedTuple):
         return self._shipped_stage() or self._shipped_layer()
 
     def _shipped_stage(self) -> dict[str, float]:
+        """A stage's passes and bytes. Its optimizer did not clip gradients, as the probe's does."""
         row = self._row(
             "stages", layers=self.layers, pp=self.pp, dp=self.dp, stage=self.stage, recompute=self.recompute
         )
         if not row:
             return {}
-        seconds = {name: float(row[f"{name}_us"]) * MICRO for name in ("forward", "backward", "optimizer")}
+        seconds = {name: float(row[f"{name}_us"]) * MICRO for name in ("forward", "backward")}
         bytes_of = {"static memory": "static_bytes", "peak allocated": "peak_allocated_bytes"}
         return {**seconds, **{name: float(row[column]) for name, column in bytes_of.items()}}
 

@@ -216,7 +216,10 @@ def _source(record: Record, known: HardwareSpec | None) -> str:
     measured = record.measured
     counts = ", ".join(f"{len(rows)} {name} rows" for name, rows in measured.tables.items())
     rest = "" if known is None else f" Where nothing was measured (fp8, grouped products), as {known.name}."
-    return f"plan profile on {measured.machine.name}, {measured.machine.software}, {measured.date}: {counts}.{rest}"
+    unusual = f" Unusual: {'; '.join(measured.conditions)}." if measured.conditions else ""
+    where = f"plan profile on {measured.machine.name}, {measured.machine.software}, {measured.date}"
+    where += f", at {measured.under_load}" if measured.under_load else ""
+    return f"{where}: {counts}.{rest}{unusual}"
 
 
 def _rounded(value: Any, name: str = "") -> Any:

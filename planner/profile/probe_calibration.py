@@ -22,7 +22,7 @@ from planner.profile.kernel_problems import BenchNumbers, FitProblem
 from planner.profile.probed.doubt import Doubt, doubt
 from planner.profile.probed.links import link_shares
 from planner.profile.probed.memory import host, reserved
-from planner.profile.probed.plausible import kernel_objection
+from planner.profile.probed.plausible import kernel_objection, least_factor
 from planner.shape import FloatArray, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
@@ -31,10 +31,14 @@ from planner.trainers.calibration import Calibration, Factor
 from planner.trainers.torch_attention import kernel_of
 
 RANGE = 20.0
-"""Factors between 1/RANGE and RANGE are tried. Few of them are plausible."""
-TOGETHER = 0.2
+"""The largest factor that is tried. Few of these are plausible."""
+TOGETHER = 0.4
 """Weight of the difference between factors; a measured pass has weight 1. Factors that the passes cannot tell apart
-move together. Of weights from 0.05 to 3, those from 0.2 on predict H200 stages of models that were not probed best."""
+move together. Of weights from 0.05 to 3, those from 0.2 on predict H200 stages of models that were not probed best; at
+0.2, a backward 10% slower than the forward would pass for memory-bound kernels 80% slower than products."""
+NEAR = 0.03
+"""Weight of the distance of all factors from 1: passes that the host holds up say nothing about kernels, and any factor
+would do. It takes a thousandth of a factor's logarithm where two passes ask for it."""
 
 
 def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the probe") -> Calibration:
@@ -51,13 +55,16 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
             "probe a model whose attention runs in FlashAttention-2 or cuDNN's kernel",
         )
     source = f"plan probe on {result.device}, torch {result.torch_version}, {result.slice.run}"
+    source = "; ".join([source, *(condition.text for condition in result.conditions)])
     links = Calibration(source=source, efficiency_fraction=link_shares(result, cluster))
     problem = passes(result, links.of_cluster(cluster))
     fitted = fit(problem, cluster.hardware)
     factors = {path: fitted[path] / start for path, (start, *_) in problem.free.items()}
-    _require_plausible(factors, result, cluster.hardware, where)
-    kinds = problem.groups[: len(problem.groups) - len(factors)].tolist()
-    doubted = doubt(problem, cluster.hardware, fitted, kinds, _noise(result))
+    kinds = problem.groups[: -len(factors) - 1].tolist()
+    ways = [kind.partition(" ")[0] for kind in kinds]
+    doubted = doubt(problem, cluster.hardware, fitted, (kinds, ways), _noise(result))
+    if doubted.tells_of_kernels:
+        _require_plausible(factors, result, cluster.hardware, where)
     numbers = _factors(factors, doubted, len(result.ranks))
     memory = reserved(result, cluster.hardware, run_shape(result.run))
     return links.model_copy(
@@ -98,7 +105,7 @@ def _factors(factors: Mapping[str, float], doubted: Doubt, num_ranks: int) -> di
     numbers = {}
     for path, value in factors.items():
         low, high = doubted.ranges[path]
-        source = f"seconds × {low:.3f} to {high:.3f} without any one kind of pass; {said}"
+        source = f"seconds × {low:.3f} to {high:.3f} without some passes; {said}"
         numbers[path] = Factor(value=value, source=source, **doubted.opinion)
     return numbers
 
@@ -133,7 +140,8 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
         forward = [cost.forward_s if alone else cost.forward_total_s for cost in costs]
         backward = [cost.input_grad_s + cost.weight_grad_s if alone else cost.backward_total_s for cost in costs]
         factors = np.array([number_at(hardware.efficiency, path) / value for path, value in start.items()])
-        return np.concatenate((np.array(forward), np.array(backward), factors / np.exp(np.log(factors).mean())))
+        common = np.exp(np.log(factors).mean())
+        return np.array([*forward, *backward, *(factors / common), common])
 
     planned_s = predict(cluster.hardware, {})
     ways = [*["forward"] * len(stages), *["backward"] * len(stages)]
@@ -141,11 +149,14 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     seconds = [*(measured[stage][0] for stage in stages), *(measured[stage][1] for stage in stages)]
     return FitProblem(
         name="probe",
-        free={name: (value, value / RANGE, value * RANGE) for name, value in start.items()},
+        free={
+            path: (value, value * least_factor(path, cluster.hardware), value * RANGE) for path, value in start.items()
+        },
         predict=predict,
-        measured_s=np.array([*seconds, *[1.0] * len(start)]),
-        groups=np.array([*kinds, *start]),
-        weights=np.array([1.0] * len(seconds) + [TOGETHER] * len(start)),
+        measured_s=np.array([*seconds, *[1.0] * (len(start) + 1)]),
+        groups=np.array([*kinds, *start, "all"]),
+        weights=np.array([1.0] * len(seconds) + [TOGETHER] * len(start) + [NEAR]),
+        num_guesses=1,
     )
 
 

@@ -24,7 +24,7 @@ def allocated(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class BytesAlive(TorchDispatchMode):
+class BytesAlive(cast(Any, TorchDispatchMode)):  # type: ignore[misc]
     """Counts the storages that are alive, each under the label that was current when it was made.
 
     A storage counts from the operator that makes it until nothing refers to it any more. Fake tensors have storages of

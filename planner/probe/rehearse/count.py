@@ -90,7 +90,7 @@ def _kept_by_layers(trainer: Trainer, account: BytesAlive, counted: CountedStage
             mode = "full" if number < chunk.spec.num_recomputed else base
             key = trainer.run.model.layers[int(index)], mode
             handles.append(layer.register_forward_pre_hook(enter, prepend=True))
-            handles.append(layer.register_forward_hook(lambda *_, key=key: leave(key)))  # type: ignore[misc]
+            handles.append(layer.register_forward_hook(lambda *_, key=key: leave(key)))
     try:
         yield
     finally:

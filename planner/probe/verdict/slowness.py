@@ -15,6 +15,7 @@ from planner.errors import SpecError
 from planner.probe.plan_side.eager import in_eager_torch
 from planner.probe.plan_side.rank_grid import sampled_stages
 from planner.probe.result import ProbeResult, RankResult
+from planner.probe.verdict.conditions import fault_of
 from planner.probe.verdict.kernels import seen_kernels
 from planner.probe.verdict.same_hardware import objection_to_device
 from planner.specs.hardware import HardwareSpec
@@ -44,6 +45,12 @@ def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the
         raise SpecError(f"{where}: ran the model in small to prove its order, not its speed", "plan probe --stage all")
     if result.run.fully_sharded and result.mode == "ranks":
         raise SpecError(f"{where}: its passes waited for gathered weights (ZeRO-3)", "plan probe --stage all")
+    fault = fault_of(result)
+    if fault is not None:
+        raise SpecError(
+            f"{where}: {fault}: its seconds are no evidence of the speed of {hardware.name}",
+            "plan probe again, on GPUs that are idle and cool",
+        )
 
 
 class Slowness(NamedTuple):

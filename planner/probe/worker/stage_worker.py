@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -14,6 +15,7 @@ from planner.probe.rank.fully_sharded import ShardedParameters
 from planner.probe.rank.messages import needed_by
 from planner.probe.rank.rank_alone import trainer_alone
 from planner.probe.rank.training import Trainer
+from planner.probe.repeats import Repeats, spread_fraction
 from planner.probe.result import ChunkSeconds
 from planner.probe.worker.handshake import require_agreement
 from planner.probe.worker.process import run_in_own_process
@@ -73,14 +75,18 @@ class StageWorker(Worker):
         if seconds.input_grad_s is not None or any(isinstance(flat, ShardedParameters) for flat in trainer.flat):
             return seconds
         batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
+        repeats = Repeats(SPLIT_REPEATS, run.steady_s, min(2 * run.steady_s, run.most_s))
         times: dict[str, list[float]] = {"F": [], "I": [], "W": []}
-        for _ in range(SPLIT_REPEATS):
+        while not repeats.suffice(len(times["W"]), sum(map(sum, times.values())), partial(spread_fraction, times["W"])):
             clock.start()
+            marks = {}
             for kind in times:
                 action = Action(kind, seconds.stage, 0)
                 needed = needed_by(run.order, action)
                 received = None if needed is None else pipeline.wires.receive(needed)
                 start = clock.mark()
                 pipeline.run(action, received, [batch], 1.0)
-                times[kind].append(clock.seconds(clock.mark()) - clock.seconds(start))
+                marks[kind] = start, clock.mark()
+            for kind, (start, end) in marks.items():  # a GPU is waited for when all of it is under way
+                times[kind].append(clock.seconds(end) - clock.seconds(start))
         return seconds.model_copy(update={"input_grad_s": median(times["I"]), "weight_grad_s": median(times["W"])})
