@@ -142,9 +142,15 @@ class OnGPU(TorchFunctionMode):
         self.cuda.functions.append(getattr(func, "__name__", str(func)))
         if func is torch.Tensor.item or func is torch.Tensor.__float__:
             return 1.0
+        if func is torch.Tensor.tolist:
+            return _ones(*args[0].shape)
         if func is torch.nn.functional.scaled_dot_product_attention:
             _require_equal_widths(self.cuda.gpu, *args[:3], kwargs.get("attn_mask"))
         return func(*args, **kwargs)
+
+
+def _ones(*shape: int) -> Any:
+    return [_ones(*shape[1:]) for _ in range(shape[0])] if shape else 1.0
 
 
 def _here(value: Any) -> Any:

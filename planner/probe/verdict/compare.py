@@ -12,6 +12,7 @@ from planner.probe.plan_side.planned_seconds import replay_durations
 from planner.probe.result import ComparedQuantity, RankMemory, RankResult, TimedExchange, slowest_exchanges, stride_of
 from planner.probe.run import ProbeRun, SleepSeconds
 from planner.probe.verdict.activity import bubble_fraction, by_stage, span_s, waited_s
+from planner.probe.verdict.replay_stages import beside_messages_s
 from planner.schedule.replay import replay
 from planner.specs.cluster import ClusterSpec
 
@@ -100,19 +101,23 @@ def compare_pipeline(
     plan_stages: Sequence[int],
     tolerance_fraction: float | None,
 ) -> list[ComparedQuantity]:
-    """The pipeline as a whole, beside the replay of its planned seconds. Waits and the bubble are shown and not
-    judged."""
+    """The pipeline as a whole, beside the replay of its planned seconds. Waits and the bubble are shown and not judged,
+    nor is what messages cost the work beside them."""
     timeline, waits = replay(run.order, replay_durations(planned)), []
     for number, stage in enumerate(plan_stages):
         starts_s, ends_s = timeline.start_s[number].tolist(), timeline.end_s[number].tolist()
         planned_s = sum(starts_s) - sum(ends_s[:-1])
         measured_s = median(waited_s(rank) for rank in ranks if rank.stage == number)
         waits.append(compared("wait for messages", "s", planned_s, measured_s, None, stage))
-    return [
+    beside_s = beside_messages_s(run, ranks)
+    rows = [
         *waits,
         compared("bubble", "fraction", timeline.bubble_fraction, bubble_fraction(ranks), None),
-        compared("pipeline", "s", timeline.makespan_s, span_s(ranks), tolerance_fraction),
+        compared("pipeline", "s", timeline.makespan_s, span_s(ranks) - beside_s, tolerance_fraction),
     ]
+    if beside_s:
+        rows.append(compared("pipeline among messages", "s", timeline.makespan_s, span_s(ranks), None))
+    return rows
 
 
 def compare_stage(
@@ -130,13 +135,21 @@ def compare_stage(
     another number of micro-batches in flight than planned, or handle the gradients of more ranks in its optimizer step.
     """
     stage = plan.best.stages[plan_stage]
-    forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
-    backward_s = median(sum(chunk.backward_s for chunk in rank.chunks) for rank in ranks)
+    forward_s = median(sum(chunk.own_forward_s for chunk in rank.chunks) for rank in ranks)
+    backward_s = median(sum(chunk.own_backward_s for chunk in rank.chunks) for rank in ranks)
     exchanged = (0.0, 0.0) if alone else (stage.forward_comm_s, stage.backward_comm_s)
+    planned_s = stage.forward_s + exchanged[0], stage.backward_s + exchanged[1]
     comparisons = [
-        compared("forward", "s", stage.forward_s + exchanged[0], forward_s, tolerance_fraction, plan_stage),
-        compared("backward", "s", stage.backward_s + exchanged[1], backward_s, tolerance_fraction, plan_stage),
+        compared("forward", "s", planned_s[0], forward_s, tolerance_fraction, plan_stage),
+        compared("backward", "s", planned_s[1], backward_s, tolerance_fraction, plan_stage),
     ]
+    if any(chunk.quiet_forward_s is not None for rank in ranks for chunk in rank.chunks):
+        forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
+        backward_s = median(sum(chunk.backward_s for chunk in rank.chunks) for rank in ranks)
+        comparisons += [
+            compared("forward among messages", "s", planned_s[0], forward_s, None, plan_stage),
+            compared("backward among messages", "s", planned_s[1], backward_s, None, plan_stage),
+        ]
     weight_grads = [chunk.weight_grad_s for rank in ranks for chunk in rank.chunks if chunk.weight_grad_s is not None]
     if weight_grads:
         seconds = sum(weight_grads) / len(ranks)

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from planner.files import write_text
 from planner.probe.rank.build_chunk import dtypes
 from planner.probe.rank.clock import Clock, StepRecord
+from planner.probe.rank.common_clock import start_together
 from planner.probe.rank.exchanges import barrier, measure_exchanges
 from planner.probe.rank.groups import RankGroups
+from planner.probe.rank.quiet_chunks import with_quiet_seconds
 from planner.probe.rank.reference import Reference, check_gradients, check_steps, compute_reference
 from planner.probe.rank.training import Trainer
 from planner.probe.rank.wires import GroupWires
-from planner.probe.result import Check, RankMemory, RankResult, StepSeconds, TimedAction
+from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction
 from planner.probe.run import ProbeRun
 from planner.probe.worker.chunk_seconds import chunk_seconds
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE, STATUS_FILE
@@ -36,6 +38,8 @@ class Worker:
         self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
         self.status = StatusFile(folder / STATUS_FILE.format(rank))
         self.device: str = self.run.device
+        self.clock_error_s: float | None = None
+        """The most by which this rank's clock may differ from rank 0's in the last step."""
 
     def main(self) -> None:
         """Run all phases of the rank in order."""
@@ -62,13 +66,15 @@ class Worker:
             record, seconds = trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock))
             steps.append(seconds)
         memory = self.memory(static_bytes)
+        self.status.enter("chunks without messages")
+        chunks = self.quiet(trainer, chunk_seconds(record.actions))
         self.status.enter("exchanges")
         exchanges = measure_exchanges(trainer)
         self.status.enter("report")
         if reference is not None:
             checks += check_steps(reference, steps, dtypes(run)[0])
         result = self.report(trainer, steps[run.warm_up_steps :], record, memory)
-        result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges})
+        result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges, "chunks": chunks})
         self.write(result)
         self.gather(result)
         self.barrier()
@@ -120,14 +126,10 @@ class Worker:
         barrier(self.device)
 
     def start(self, clock: Clock) -> None:
-        """Start the clocks of all ranks together. On the CPU of one machine all clocks are the same, and zero is the
-        latest start."""
+        """Start the clocks of all ranks together. On the CPU of one machine all clocks are the same."""
         self.barrier()
-        clock.start()
-        if self.local and not clock.is_cuda:
-            last = torch.tensor(clock.zero, dtype=torch.float64)
-            dist.all_reduce(last, dist.ReduceOp.MAX)
-            clock.zero = float(last)
+        is_shared = self.local and not clock.is_cuda
+        self.clock_error_s = start_together(clock, self.rank, self.device, is_shared)
 
     def build(self, grid: RankGroups) -> Trainer:
         """Stages, optimizer state and wires of this rank."""
@@ -159,6 +161,13 @@ class Worker:
         results: list[Any] = [compute_reference(self.run, num_steps) if self.rank == 0 else None]
         dist.broadcast_object_list(results)
         return cast(Reference, results[0])
+
+    def quiet(self, trainer: Trainer, chunks: tuple[ChunkSeconds, ...]) -> tuple[ChunkSeconds, ...]:
+        """The seconds of chunks on GPUs, also without the messages between stages."""
+        if self.run.device == "cpu" or self.run.pp == 1:
+            return chunks
+        self.barrier()
+        return with_quiet_seconds(trainer, chunks, self.status.at)
 
     def check(self, trainer: Trainer, reference: Reference | None, checks: list[Check]) -> None:
         if reference is not None:
@@ -202,6 +211,7 @@ class Worker:
             chunks=chunk_seconds(record.actions),
             peak_in_flight_chunks=record.peak_in_flight,
             memory=memory,
+            clock_error_s=self.clock_error_s,
         )
 
     def gather(self, result: RankResult) -> None:
