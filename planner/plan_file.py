@@ -22,7 +22,11 @@ _ROUNDING: Final = -1e-6
 
 def read_plan(path: str) -> Plan:
     """The plan in a file, `-` for stdin; SpecError where the file holds no plan of this version."""
-    data, where = load_yaml(path), label(path)
+    return plan_of(load_yaml(path), label(path))
+
+
+def plan_of(data: dict[str, Any], where: str) -> Plan:
+    """The plan in what a file held; SpecError where it is none of this version, or was edited."""
     if not {"schema_version", "best"} <= data.keys():
         raise SpecError(f"{where}: is not a plan", "save one with plan --model 405b --gpus 2048 -o plan.json")
     if data["schema_version"] != SCHEMA_VERSION:

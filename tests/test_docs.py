@@ -49,6 +49,8 @@ def test_every_command_of_the_readme_works(
         main([*SMALL, "-q", "-o", "plan.json"])
     if "run/" in line:  # likewise
         main(["export", "plan.json", "--to", "megatron", "-o", "run", "-q"])
+    for saved in re.findall(r"(?<!-o )\b(tp\d\.json)", line):
+        main(shlex.split(next(other for other in LINES if f"-o {saved}" in other))[1:])
     if line.startswith(("plan probe", "plan profile")):
         pytest.importorskip("torch", reason="needs the probe extra (torch)")
     assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err

@@ -38,10 +38,12 @@ ALLOWED = {
     # a target's constraints are written once, and the search holds candidates against them too
     # and prices a plan under the trainer that it is written for
     "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer", "layout.replan", "months"},
+    # a saved plan is priced again to cut its seconds further; a probe's file is read without torch
+    "decide": {"errors", "specs", "trainers", "answer", "layout.replan", "layout.compute_terms", "probe.result"},
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.megatron.environment",
+        "layout.replan", "export.megatron.environment", "decide",
     },
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search", "months"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what

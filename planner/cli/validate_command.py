@@ -147,7 +147,7 @@ def _show_agreement(scored: Sequence[Scored], family: str | None) -> None:
 
 def _draw(target: str, scored: Sequence[Scored], force: bool) -> None:
     from planner.files import STDOUT, write_text
-    from planner.report.scatter import Point, scatter_page
+    from planner.report.html.scatter import Point, scatter_page
 
     points = [
         Point(

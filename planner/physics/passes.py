@@ -39,6 +39,11 @@ def late_nodes_fraction(cluster: ClusterSpec) -> float:
     return LATE_NODE_FRACTION * math.log(math.ceil(cluster.num_gpus / cluster.node_size))
 
 
+def lateness(training: TrainingSpec, cluster: ClusterSpec) -> float:
+    """Factor on all computing of a job, whose ranks wait for stragglers and for the latest node."""
+    return (1 + training.straggler_fraction) * (1 + late_nodes_fraction(cluster))
+
+
 @dataclass(frozen=True, slots=True)
 class Passes:
     """Seconds of parts of one model, in one training, on one cluster, under one trainer."""
@@ -53,7 +58,7 @@ class Passes:
 
         Parts that are `replayed` have no other micro-batch beside them: their expert exchanges show.
         """
-        slow = (1 + self.training.straggler_fraction) * (1 + late_nodes_fraction(self.cluster))
+        slow = lateness(self.training, self.cluster)
         operators = operators_of(items)
         hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
         gpu = compute.gpu_seconds(operators, hardware, dtype, runtime)

@@ -9,7 +9,7 @@ from planner.answer import Plan
 from planner.files import write_text
 from planner.layout.replan import reprice, with_microbatches
 from planner.report.format import percent, seconds
-from planner.report.html import Drawing, render_html
+from planner.report.html.document import Drawing, render_html
 from planner.report.timeline import timeline_svg
 from planner.schedule.orders import violation
 from planner.schedule.replay import replay

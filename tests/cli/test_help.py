@@ -27,7 +27,7 @@ def test_help_fits_80_columns_and_is_not_cut(command: list[str], capsys: pytest.
     main([*command, "-h"])
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    assert "..." not in shown
+    assert "..." not in shown.partition("\n")[2], "but in the usage, for arguments that repeat"
 
 
 def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

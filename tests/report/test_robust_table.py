@@ -11,7 +11,7 @@ from rich.console import Console
 from test_html import DRAWN, Page
 
 from planner.answer import AS_PLANNED, Plan, RobustStep
-from planner.report.html import render_html
+from planner.report.html.document import render_html
 from planner.report.rows import Robust, robust_of
 from planner.report.terminal import render
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from planner.answer import Plan, StagePlan
 from planner.report.format import gibibytes, large, percent
-from planner.report.html_pieces import (
+from planner.report.html.pieces import (
     Html,
     Part,
     bullets,

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from planner.answer import Plan
-from planner.report.html import Drawing, render_html
+from planner.report.html.document import Drawing, render_html
 from planner.specs.units import GIB
 
 MakePlan = Callable[..., Plan]

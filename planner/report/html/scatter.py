@@ -7,7 +7,7 @@ from math import ceil, floor, log10
 from typing import NamedTuple
 
 from planner.report.format import digits, percent, seconds
-from planner.report.html_pieces import Html, folded, joined, page, table, tag
+from planner.report.html.pieces import Html, folded, joined, page, table, tag
 
 BAND_FRACTION = 0.1
 _COLOURS = (

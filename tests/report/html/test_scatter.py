@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from planner.report.scatter import Point, scatter_page
+from planner.report.html.scatter import Point, scatter_page
 
 POINTS = [
     Point("exact", "one", 1.0, 1.0, True),

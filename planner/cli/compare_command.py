@@ -1,0 +1,79 @@
+"""`plan compare`: plans, probes and runs beside each other."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli import options as o
+from planner.errors import SpecError
+
+if TYPE_CHECKING:
+    from planner.decide.compared import Compared
+
+MOST_FILES = 6
+"""More columns than that cannot be read."""
+MAX_BYTES = 2**28
+"""A probe's file holds every action of every rank."""
+Files = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FILE", help="Files of plan -o, plan probe -o, plan import -o or --json.", show_default=False
+    ),
+]
+
+
+def compare_command(files: Files, json: o.Json = False) -> None:
+    """Say what differs between plans, probes and imported runs, and why one is faster: term by term, adding up.
+
+    The first file is what the others are held against.
+
+    \b
+    Example:
+      plan compare plan.json other.json
+      plan compare plan.json probe.json
+      plan import pretrain.sh --gpus 64 -o mine.json
+      plan compare mine.json plan.json
+    """
+    from planner.cli.output import dumps, show
+    from planner.decide.compare import compare
+    from planner.report.comparison import render_comparison
+
+    if not 2 <= len(files) <= MOST_FILES:
+        raise SpecError(f"plan compare: {len(files)} files", f"name two to {MOST_FILES} of them")
+    if files.count("-") > 1:
+        raise SpecError("plan compare: two files are standard input", "name a file for one of them")
+    comparison = compare([_side(path) for path in files])
+    if json:
+        sys.stdout.write(dumps(comparison.to_json()))
+    else:
+        show(render_comparison(comparison))
+
+
+def _side(path: str) -> Compared:
+    """One side: a plan, a probe's result, or a run that `plan import` read."""
+    from planner.decide.compared import of_plan, of_probe
+    from planner.plan_file import plan_of
+    from planner.probe.result import ProbeResult
+    from planner.specs.checking import checked
+    from planner.specs.reading import label, load_yaml
+
+    data, where = load_yaml(path, MAX_BYTES), label(path)
+    if {"comparisons", "run", "ranks"} <= data.keys():
+        return of_probe(checked(ProbeResult, data, where), where)
+    if {"source", "evaluated", "run"} <= data.keys():  # plan import --json
+        return of_plan(plan_of(data["evaluated"], where), where, "run")
+    if "run" in data:
+        return of_plan(_priced(data, where), where, "run")
+    return of_plan(plan_of(data, where), where)
+
+
+def _priced(data: dict[str, Any], where: str) -> Any:
+    """The price of a run in the form of `plan evaluate --runs`."""
+    from planner.layout.evaluate import evaluate
+    from planner.layout.runs import parse_run
+
+    run = parse_run(data, where)
+    return evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)

@@ -1,0 +1,186 @@
+"""One side of a comparison: the facts of a plan, a probe or an imported run, and the terms of its step."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from planner.answer import Interval, Plan, StageMemory
+from planner.errors import SpecError
+from planner.layout.compute_terms import compute_terms
+from planner.layout.replan import reprice
+from planner.probe.result import ProbeResult, RankResult
+from planner.specs.base import Spec
+from planner.trainers.switches import Value
+
+PASSES, WAITS, GRADIENTS, OPTIMIZER, REST = "passes_s", "waits_s", "exposed_dp_s", "optimizer_s", "overhead_s"
+COARSE = {
+    "products_s": PASSES,
+    "attention_s": PASSES,
+    "memory_bound_s": PASSES,
+    "recompute_s": PASSES,
+    "ends_s": PASSES,
+    "other_compute_s": PASSES,
+    "tp_comm_s": PASSES,
+    "cp_comm_s": PASSES,
+    "ep_comm_s": PASSES,
+    "pp_comm_s": WAITS,
+    "bubble_s": WAITS,
+    "exposed_dp_s": GRADIENTS,
+    "optimizer_s": OPTIMIZER,
+    "overhead_s": REST,
+}
+"""The terms of a plan's step, and what a rank's clock tells apart of each."""
+
+
+class Compared(Spec):
+    """One side of a comparison."""
+
+    name: str
+    kind: Literal["plan", "probe", "run"]
+    """`run` is a configuration that was read and priced."""
+    facts: dict[str, Value] = Field(default_factory=dict)
+    """The job, the layout, the recipe and the split, as they are written on a command line."""
+    memory: dict[str, int] = Field(default_factory=dict)
+    """Bytes of the fullest stage by item; those that a probe measured are peaks alone."""
+    step_s: float
+    step_s_interval: Interval | None = None
+    tokens_per_step: int
+    terms: dict[str, float]
+    """Seconds of the step by term; they add up to it."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def coarse_terms(self) -> dict[str, float]:
+        """The terms that both plans and probes have."""
+        terms: dict[str, float] = {}
+        for name, seconds in self.terms.items():
+            coarse = COARSE.get(name, name)
+            terms[coarse] = terms.get(coarse, 0.0) + seconds
+        return terms
+
+
+def of_plan(plan: Plan, name: str, kind: Literal["plan", "run"] = "plan") -> Compared:
+    """A plan's best layout."""
+    return Compared(
+        name=name,
+        kind=kind,
+        facts=_job(plan) | _layout(plan),
+        memory={item: getattr(plan.best.worst_stage.memory, item) for item in _MEMORY},
+        step_s=plan.step.step_s,
+        step_s_interval=plan.step.step_s_interval,
+        tokens_per_step=plan.training.tokens_per_step,
+        terms=_terms(plan),
+    )
+
+
+_MEMORY = tuple(name for name in StageMemory.model_fields if name != "total_bytes_interval")
+
+
+def _job(plan: Plan) -> dict[str, Value]:
+    training = plan.training
+    return {
+        "model": plan.model.name,
+        "hardware": plan.cluster.hardware.name,
+        "gpus": plan.cluster.num_gpus,
+        "gpus_per_node": plan.cluster.node_size,
+        "runtime": plan.runtime,
+        "seq_length": training.seq_length,
+        "global_batch_size": training.global_batch_size,
+        "dtype": training.dtype,
+    }
+
+
+def _layout(plan: Plan) -> dict[str, Value]:
+    layout = plan.parallelism
+    sizes = ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "num_microbatches", "schedule")
+    more = ("zero_stage", "sequence_parallel", "recompute", "rank_order", "num_gpus_spare")
+    full = [stage.recompute.get("full", 0) for stage in plan.stages]
+    return {
+        **{name: getattr(layout, name) for name in (*sizes, *more)},
+        "recompute_modules": ",".join(layout.recompute_modules),
+        "layers": _listed([stage.num_layers for stage in plan.stages]),
+        "recomputed_layers": _listed(full) if any(full) else "none",
+        **plan.best.recipe,
+    }
+
+
+def _listed(counts: list[int]) -> str:
+    """Counts of stages, runs of equal ones as one: `7 8×14 7`."""
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    return " ".join(f"{count}×{times}" if times > 1 else f"{count}" for count, times in runs)
+
+
+def _terms(plan: Plan) -> dict[str, float]:
+    """The breakdown of the step, and its compute cut further, on the rank that decides how long the step is."""
+    breakdown = plan.step.breakdown.model_dump()
+    candidate = reprice(plan, plan.best)
+    cut = compute_terms(candidate, int(np.argmax(candidate.run().busy_s)))
+    rest_s = breakdown.pop("compute_s") - sum(cut.values())
+    return cut | {"other_compute_s": cut["other_compute_s"] + rest_s} | breakdown
+
+
+def of_probe(result: ProbeResult, name: str) -> Compared:
+    """The measurements of a probe. Raises SpecError where that is no step of the plan's own stages."""
+    run = result.run
+    if result.step_s is None or result.sleeps or run.dtype != "bfloat16":
+        why = (
+            "has no whole step"
+            if result.step_s is None
+            else "ran in small to prove an order, which takes other seconds"
+        )
+        raise SpecError(f"{name}: {why}", "probe the plan's own stages: plan probe plan.json --device cuda --stage all")
+    facts = {
+        "model": run.model.name,
+        "hardware": result.device,
+        "gpus": run.world_size,
+        "runtime": "torch-eager",
+        "seq_length": run.whole_seq_length,
+        "dtype": "bf16",
+        **{name: getattr(run, name) for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size", "num_microbatches")},
+        "schedule": run.schedule,
+    }
+    peaks = [rank.memory.peak_allocated_bytes for rank in result.ranks if rank.memory is not None]
+    return Compared(
+        name=name,
+        kind="probe",
+        facts=facts,
+        memory={"peak_allocated_bytes": max(peaks)} if peaks else {},
+        step_s=result.step_s,
+        tokens_per_step=run.whole_seq_length * run.micro_batch_size * run.num_microbatches * run.dp,
+        terms=_measured_terms(result, result.step_s),
+    )
+
+
+def _measured_terms(result: ProbeResult, step_s: float) -> dict[str, float]:
+    """The seconds of the rank that computed longest, as shares of the step. Stages alone have a whole step only."""
+    if result.mode == "stages":
+        return {"replayed_s": step_s}
+    busiest = max(result.ranks, key=_computed_s)
+    passes_s = _computed_s(busiest)
+    reduced_s, optimizer_s, gathered_s = (
+        median(getattr(step, name) for step in busiest.steps) for name in ("reduce_s", "optimizer_s", "gather_s")
+    )
+    pipeline_s = median(step.pipeline_s for step in busiest.steps)
+    terms = {
+        PASSES: passes_s,
+        WAITS: pipeline_s - passes_s,
+        GRADIENTS: reduced_s + gathered_s,
+        OPTIMIZER: optimizer_s,
+    }
+    return terms | {REST: step_s - sum(terms.values())}
+
+
+def _computed_s(rank: RankResult) -> float:
+    return sum(timed.end_s - timed.start_s for timed in rank.actions)

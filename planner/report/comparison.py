@@ -1,0 +1,145 @@
+"""The answer of `plan compare`: what differs between plans, probes and runs, and where the seconds of each go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from os.path import commonpath
+from pathlib import PurePath
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.decide.compare import FIGURES, Comparison, WaterfallTerm
+from planner.decide.compared import Compared
+from planner.report.format import gibibytes, large, percent, seconds
+from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY, NINE_OF_TEN_LOSE, RANKED_FIRST
+from planner.report.pieces import columns, section
+from planner.trainers.switches import Value, written
+
+TERMS = {
+    **BREAKDOWN,
+    "products_s": "matrix products",
+    "attention_s": "attention",
+    "memory_bound_s": "memory-bound kernels",
+    "recompute_s": "recomputing",
+    "ends_s": "embedding and head",
+    "other_compute_s": "waits for the host, casts, accumulation",
+    "passes_s": "passes, with their exchanges",
+    "waits_s": "waits and bubble of the pipeline",
+    "step_s": "the whole step",
+}
+"""The terms of a step in words."""
+_CLOSE = "That is closer than predictions can tell layouts apart"
+
+
+def render_comparison(comparison: Comparison) -> Group:
+    """The whole answer, made for 80 columns."""
+    return Group(*_sections(comparison))
+
+
+def _sections(comparison: Comparison) -> Iterator[RenderableType]:
+    sides, names = comparison.sides, short_names([side.name for side in comparison.sides])
+    for side, name, rows in zip(sides[1:], names[1:], comparison.waterfalls, strict=True):
+        yield Text(says(sides[0], side, names[0], name, rows), style="bold")
+        if _is_close(sides[0], side):
+            yield Text(f"{_CLOSE}: {RANKED_FIRST}.")
+    if any(side.kind == "probe" for side in sides) and any(side.kind != "probe" for side in sides):
+        yield Text("A probe runs eager torch in bf16, whatever trainer the plan is for.")
+    memory = [name for name in comparison.differences if name in MEMORY or name == "peak_allocated_bytes"]
+    facts = [name for name in comparison.differences if name not in (*memory, *FIGURES)]
+    yield section("What differs", _facts(comparison, names, facts))
+    if memory:
+        yield section("Memory of the fullest stage, GiB", _memory(comparison, names, memory))
+    for side, name, rows in zip(sides[1:], names[1:], comparison.waterfalls, strict=True):
+        yield section(f"Where the seconds go: {names[0]} → {name}", _waterfall(rows, sides[0], side, names[0], name))
+
+
+def says(first: Compared, other: Compared, first_name: str, other_name: str, rows: Sequence[WaterfallTerm]) -> str:
+    """One sentence: by how much the other side is faster or slower, and by which term most."""
+    like_s = max(first.step_s, other.step_s)
+    steps = f"{seconds(other.step_s, like_s)} a step, {first_name} {seconds(first.step_s, like_s)}"
+    rate = other.tokens_per_s / first.tokens_per_s
+    if abs(rate - 1) < LEAST_SHARE:
+        return f"{other_name} is as fast: {steps}."
+    how = f"{percent(rate - 1)} more" if rate > 1 else f"{percent(1 - rate)} fewer"
+    batch = "" if first.tokens_per_step == other.tokens_per_step else ", with another batch"
+    return f"{other_name} trains {how} tokens a second{batch}: {steps}{_causes(rows, like_s)}."
+
+
+def _causes(rows: Sequence[WaterfallTerm], like_s: float) -> str:
+    """The terms that save and cost most, where there are terms."""
+    if len(rows) < 2:
+        return ""
+    least, most = min(rows, key=lambda row: row.seconds), max(rows, key=lambda row: row.seconds)
+    saved = f"; it saves most in {TERMS[least.term]} ({_signed(least.seconds, like_s)})" if least.seconds < 0 else ""
+    lost = f"{' and' if saved else '; it'} loses most in {TERMS[most.term]} ({_signed(most.seconds, like_s)})"
+    return saved + (lost if most.seconds > 0 else "")
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """The files' names without their folders and endings, where that still tells them apart."""
+    short = [PurePath(name).stem for name in names]
+    if len(set(short)) == len(short):
+        return short
+    if len(set(names)) < len(names):
+        return [f"{name} ({number})" for number, name in enumerate(short, 1)]
+    shared = commonpath([PurePath(name).parent for name in names])
+    return [str(PurePath(name).relative_to(shared)) for name in names]
+
+
+def _is_close(first: Compared, other: Compared) -> bool:
+    """True where two predictions for one job differ by less than such predictions can tell apart."""
+    rate = other.tokens_per_s / first.tokens_per_s
+    return "probe" not in (first.kind, other.kind) and 0 < abs(rate - 1) < NINE_OF_TEN_LOSE
+
+
+def _headed(names: Sequence[str], *more: str) -> Table:
+    table = columns("l", *[None] * len(names), *["r"] * len(more))
+    table.show_header = True
+    for column, head in zip(table.columns, ("", *names, *more), strict=True):
+        column.header = Text(head, style="dim")
+    return table
+
+
+def _facts(comparison: Comparison, names: Sequence[str], facts: Sequence[str]) -> RenderableType:
+    if not facts:
+        return Text("nothing of the job, the layout or the recipe")
+    table = _headed(names)
+    for name in facts:
+        table.add_row(name, *(_value(value) for value in comparison.differences[name]))
+    return table
+
+
+def _value(value: Value | None) -> str:
+    return "–" if value in (None, "") else written(value)
+
+
+def _memory(comparison: Comparison, names: Sequence[str], items: Sequence[str]) -> Table:
+    table = _headed(names)
+    words = {**MEMORY, "peak_allocated_bytes": "peak of the allocator"}
+    for name in (item for item in words if item in items):
+        values = comparison.differences[name]
+        table.add_row(words[name], *("–" if value is None else gibibytes(float(value)) for value in values))
+    return table
+
+
+def _waterfall(
+    rows: Sequence[WaterfallTerm], first: Compared, other: Compared, first_name: str, other_name: str
+) -> Table:
+    table, like_s = columns("l", "r", "r", "r"), max(first.step_s, other.step_s)
+    table.add_row(*(Text(head, style="dim") for head in ("", first_name, other_name, "difference")))
+    for row in rows:
+        if max(abs(row.first_s), abs(row.other_s)) >= LEAST_SHARE * like_s:
+            numbers = (seconds(row.first_s, like_s), seconds(row.other_s, like_s), _signed(row.seconds, like_s))
+            table.add_row(TERMS[row.term], *numbers)
+    steps = (seconds(first.step_s, like_s), seconds(other.step_s, like_s))
+    table.add_row("step", *steps, _signed(other.step_s - first.step_s, like_s), style="bold")
+    rates = [large(side.tokens_per_s) for side in (first, other)]
+    table.add_row("tokens a second", *rates)
+    return table
+
+
+def _signed(change_s: float, like_s: float) -> str:
+    size = seconds(abs(change_s), like_s)
+    return f"{'-' if change_s < 0 else '+'}{size}" if size.strip("0. µms") else "0 s"
