@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.probe.model.peers import ExpertGroup
+from planner.probe.worker.handshake import AGREED
 
 GIB = 2**30
 
@@ -179,6 +181,8 @@ def fake_gpu(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, num_gpus: int = 1) -
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "GPU_MAX_HW_QUEUES"):
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
+    monkeypatch.setattr("planner.probe.rank.quiet_chunks.FEWEST", 1)  # no time passes, so no more than once
+    monkeypatch.setattr("planner.probe.rank.quiet_chunks.ROUND_S", 0.1)
     real = torch.Tensor.is_cuda
     on_gpu = property(lambda tensor: _asked_by_planner() or real.__get__(tensor))
     monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu, raising=False)
@@ -198,7 +202,9 @@ class Neighbours:
         self.values[key] = value
 
     def get(self, key: str) -> bytes:
-        own = self.values["rank 0"]
+        if key == "verdict":  # which rank 0 says
+            return self.values.get(key, AGREED).encode()
+        own = next(value for name, value in self.values.items() if name.startswith("rank "))
         return self.values.get(key, own.replace("GPU-0", f"GPU-{key.split()[-1]}")).encode()
 
 
@@ -219,6 +225,13 @@ def fake_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return arrived
 
     monkeypatch.setattr(ExpertGroup, "exchange", exchange)
+    from_group = DeviceMesh.from_group
+
+    def mesh_from_group(*args: Any, **kwargs: Any) -> DeviceMesh:
+        with unset_fake_temporarily():  # a mesh looks for this rank in a tensor
+            return from_group(*args, **kwargs)
+
+    monkeypatch.setattr(DeviceMesh, "from_group", staticmethod(mesh_from_group))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     try:
         yield backends
