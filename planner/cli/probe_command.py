@@ -26,12 +26,16 @@ def _option(panel: str, name: str, metavar: str | None, help_text: str) -> Any:
 
 Device = Annotated[str | None, _option(_WHERE, "--device", "cpu|cuda", "What computes. [cuda where torch sees one]")]
 Stage = Annotated[str | None, _option(_WHERE, "--stage", "R|all", "One stage at a time, its peers emulated.")]
-Steps = Annotated[int, _option(_WHERE, "--steps", "N", "Steps to measure. [3]")]
+Steps = Annotated[
+    int | None, _option(_WHERE, "--steps", "N", "Steps to measure. [GPU: 1 s of them, until they are sure; CPU: 3]")
+]
+Budget = Annotated[float | None, _option(_WHERE, "--budget", "S", "Seconds of a GPU's measured steps at most. [20]")]
 Timeout = Annotated[float, _option(_WHERE, "--timeout", "S", "Without progress for longer, a rank hangs. [120]")]
 OrderFile = Annotated[str | None, _option(_WHERE, "--order", "FILE.csv", "Run this order (torch's CSV) instead.")]
 Scale = Annotated[int, _option(_SMALL, "--scale", "N", "Hidden size of the model in small. [64]")]
 Processes = Annotated[int, _option(_SMALL, "--processes", "N", "Ranks to start at most. [8]")]
 Sleep = Annotated[bool, _option(_SMALL, "--sleep", None, "Sleep for the planned seconds: measures the bubble.")]
+Rehearse = Annotated[bool, _option(_WHERE, "--rehearse", None, "Count the bytes of the stages; needs no GPU.")]
 Tolerance = Annotated[
     float | None, _option(_OUTPUT, "--tolerance", "X", "Of a prediction: off by more is a mismatch. [0.1]")
 ]
@@ -43,12 +47,14 @@ def probe_command(
     plan: o.PlanFile,
     device: Device = None,
     stage: Stage = None,
-    steps: Steps = 3,
+    steps: Steps = None,
+    budget: Budget = None,
     timeout: Timeout = 120.0,
     order: OrderFile = None,
     scale: Scale = 64,
     processes: Processes = 8,
     sleep: Sleep = False,
+    rehearse: Rehearse = False,
     tolerance: Tolerance = None,
     trace: Trace = None,
     json: o.Json = False,
@@ -63,17 +69,26 @@ def probe_command(
     Example:
       plan probe plan.json
       plan probe plan.json --sleep
+      plan probe plan.json --rehearse
       plan probe plan.json --device cuda --stage all
     """
     from planner.cli.output import dumps, show
     from planner.cli.probe_report import render
-    from planner.errors import ProbeMismatch
+    from planner.errors import ProbeMismatch, SpecError
     from planner.files import STDOUT, write_text
     from planner.plan_file import read_plan
 
     _refuse_files(output, trace, stage, force)
+    if rehearse:
+        from planner.cli.rehearsal import show_rehearsal
+
+        if sleep or device is not None or order is not None or trace is not None:
+            message = "--rehearse: bytes are counted on no device, in the plan's own order"
+            raise SpecError(message, "leave out --device, --sleep, --order and --trace")
+        show_rehearsal(read_plan(plan), _stages(stage or "all"), tolerance, json, output, force)
+        return
     read = read_plan(plan)
-    result = _probe(read, device, stage, steps, timeout, _read_order(order), scale, processes, sleep, tolerance)
+    result = _probe(read, device, stage, steps, budget, timeout, _read_order(order), scale, processes, sleep, tolerance)
     if result is None:  # another rank reports
         return
     _warn(read, result, tolerance)
@@ -131,7 +146,8 @@ def _probe(
     plan: Plan,
     device: str | None,
     stage: str | None,
-    steps: int,
+    steps: int | None,
+    budget_s: float | None,
     timeout_s: float,
     order: Schedule | None,
     scale: int,
@@ -143,17 +159,19 @@ def _probe(
 
     if device not in (None, "cpu", "cuda"):
         raise SpecError(f"--device: {device!r} is unknown", "cpu or cuda")
-    _at_least({"--steps": (steps, 1), "--scale": (scale, 8), "--processes": (processes, 1)})
-    for name, value in (("--timeout", timeout_s), ("--tolerance", tolerance)):
+    _at_least({"--steps": (1 if steps is None else steps, 1), "--scale": (scale, 8), "--processes": (processes, 1)})
+    if None not in (steps, budget_s):
+        raise SpecError("--steps, --budget: one says how many steps, the other how long they take", "leave one out")
+    for name, value in (("--timeout", timeout_s), ("--budget", budget_s), ("--tolerance", tolerance)):
         if value is not None and not value > 0:
             raise SpecError(f"{name} {value:g}: must be positive")
     try:
         from planner.probe.launch.devices import default_device
-        from planner.probe.plan_side.options import DEFAULT_TOLERANCE
+        from planner.probe.plan_side.options import BUDGET_S, DEFAULT_TOLERANCE
         from planner.probe.probe import ProbeOptions, probe
     except ModuleNotFoundError as error:
         raise ProbeError(f"the probe needs {error.name}", "pip install 'planner[probe]'") from None
-    stages: Any = None if stage is None else "all" if stage == "all" else _number("--stage", stage)
+    stages = _stages(stage)
     options: ProbeOptions = ProbeOptions(
         device=device or default_device(),  # type: ignore[arg-type]
         stages=stages,
@@ -161,6 +179,7 @@ def _probe(
         num_processes=processes,
         sleep=sleep,
         num_steps=steps,
+        budget_s=BUDGET_S if budget_s is None else budget_s,
         tolerance_fraction=DEFAULT_TOLERANCE if tolerance is None else tolerance,
         timeout_s=timeout_s,
         order=order,
@@ -170,6 +189,10 @@ def _probe(
     if order is not None and stages is not None:
         raise SpecError("--order: a stage alone follows the plan's own schedule", "leave out --stage")
     return probe(plan, options)
+
+
+def _stages(stage: str | None) -> Any:
+    return None if stage is None else "all" if stage == "all" else _number("--stage", stage)
 
 
 def _at_least(values: dict[str, tuple[int, int]]) -> None:

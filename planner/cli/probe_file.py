@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import TYPE_CHECKING
 
 from planner.errors import SpecError
@@ -32,24 +31,22 @@ def read_probe(path: str) -> ProbeResult:
 
 
 def read_calibration(path: str, cluster: ClusterSpec) -> Calibration:
-    """The calibration of `cluster` that a saved probe measured; its lines are logged as notes."""
+    """The calibration of `cluster` that a saved probe measured. What it corrects is logged as notes, what was refused
+    as warnings."""
     from planner.profile.probe_calibration import from_probe
 
     result = read_probe(path)
     calibration = from_probe(result, cluster, label(path))
     doubt_device(result, cluster.hardware, label(path))
-    for line in calibration.in_words():
-        _log.info("%s: %s", label(path), line)
+    for correction in calibration.corrections(cluster.hardware, cluster.tiers):
+        log = _log.warning if correction.verdict == "refused" else _log.info
+        log("%s: %s: %s", label(path), correction.name, correction.says)
     return calibration
 
 
 def doubt_device(result: ProbeResult, hardware: HardwareSpec, where: str) -> None:
     """Warn where GPUs that ran are not named as the hardware is."""
-    if result.ranks and not _is_named(hardware, result.device):
+    from planner.probe.verdict.same_hardware import is_named
+
+    if result.ranks and not is_named(hardware, result.device):
         _log.warning("%s: ran on %s; is that %s?", where, result.device, hardware.name)
-
-
-def _is_named(hardware: HardwareSpec, device: str) -> bool:
-    """True where the device's own name holds the kind of GPU that the profile is named after (h200 in NVIDIA H200)."""
-    words = set(re.split(r"[^a-z0-9]+", device.lower()))
-    return any(name.lower().split("-")[0] in words for name in (hardware.name, *hardware.aliases))

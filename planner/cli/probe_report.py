@@ -56,6 +56,9 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
     exchanges = list(_exchanges(result))
     if exchanges:
         yield section("Exchanges by themselves", bullets(exchanges))
+    conditions = [*_gpus(result), *(condition.text for condition in result.conditions)]
+    if conditions:
+        yield section("How the GPUs were", bullets(conditions))
     yield section("Verified here, and not", bullets(_claims(result)))
     yield Text(f"\n{_verdict(result)}", style="bold")
 
@@ -70,8 +73,9 @@ def _step(result: ProbeResult) -> str:
 
 
 def _repeated(result: ProbeResult) -> str:
-    spread = f", {seconds(result.step_spread_s)} apart" if result.run.num_steps > 1 else ""
-    return f"median of {result.run.num_steps}{spread}"
+    num_steps = {len(rank.steps) for rank in result.ranks} or {result.run.num_steps}
+    spread = f", {seconds(result.step_spread_s)} apart" if max(num_steps) > 1 else ""
+    return f"median of {' or '.join(map(str, sorted(num_steps)))}{spread}"
 
 
 def _checks(result: ProbeResult) -> Table:
@@ -124,8 +128,35 @@ def _exchanges(result: ProbeResult) -> Iterator[str]:
     for exchange in slowest_exchanges(result.ranks):
         yield (
             f"{exchange.name} of {_size(exchange.num_bytes)} over {exchange.size} ranks: {seconds(exchange.seconds)}, "
-            f"{digits(exchange.bus_gb_per_s)} GB/s on the bus"
+            f"{digits(exchange.bus_gb_per_s)} GB/s on the bus{_sure(exchange.spread_fraction)}"
         )
+
+
+def _sure(spread: float | None) -> str:
+    """How sure a median is, where that is worth saying."""
+    from planner.probe.repeats import SURE_FRACTION
+
+    return "" if spread is None or spread <= SURE_FRACTION else f", sure to {percent(spread)} only"
+
+
+def _gpus(result: ProbeResult) -> Iterator[str]:
+    """A line with the clocks, the power and the temperature under load of the rank whose clock was lowest."""
+    loaded = [
+        (state.clock_mhz, rank.rank, state)
+        for rank in result.ranks
+        for state in rank.device_states
+        if state.when == "within" and state.clock_mhz is not None
+    ]
+    if not loaded:
+        return
+    clock_mhz, rank, state = min(loaded, key=lambda item: item[:2])
+    facts = [f"{digits(clock_mhz)} of {digits(state.max_clock_mhz)} MHz" if state.max_clock_mhz else f"{clock_mhz} MHz"]
+    if state.power_w is not None and state.power_limit_w is not None:
+        facts.append(f"{digits(state.power_w)} of {digits(state.power_limit_w)} W")
+    if state.temperature_c is not None:
+        facts.append(f"{digits(state.temperature_c)} °C")
+    facts += state.throttle_reasons
+    yield f"under load, rank {rank}{' (the lowest clock)' if len(loaded) > 1 else ''}: {', '.join(facts)}"
 
 
 def _size(num_bytes: int) -> str:
@@ -160,4 +191,10 @@ def _verdict(result: ProbeResult) -> str:
         for comparison in result.comparisons
         if comparison.agrees is False
     ]
-    return f"the run contradicts the plan: {', '.join(wrong) or 'out of memory'}"
+    verdict = f"the run contradicts the plan: {', '.join(wrong) or 'out of memory'}"
+    is_slow = any(comparison.agrees is False and comparison.unit == "s" for comparison in result.comparisons)
+    if not is_slow or not result.conditions:
+        return verdict
+    faults = [condition.text for condition in result.conditions if condition.is_fault]
+    weak = "its seconds are no evidence against the plan" if faults else "its seconds may differ by how the GPUs were"
+    return f"{verdict}\n{weak}: {'; '.join(faults or [condition.text for condition in result.conditions])}"

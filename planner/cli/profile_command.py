@@ -21,6 +21,9 @@ _log = logging.getLogger(__name__)
 _WHAT, _OUTPUT = "What is measured", "Output"
 DeviceName = Annotated[str | None, o.text(_WHAT, "--device", "cpu|cuda", "What computes. [cuda where torch sees one]")]
 Quick = Annotated[bool, o.text(_WHAT, "--quick", None, "A handful of tiny shapes: to try it out, not to plan with.")]
+Budget = Annotated[
+    float | None, o.text(_WHAT, "--budget", "S", "Seconds for all kernels together. [GPU: 360, CPU: 60]")
+]
 Output = Annotated[str, o.text(_OUTPUT, "--output -o", "FILE", "The profile; - is stdout. [profile.yaml]")]
 Force = Annotated[bool, o.text(_OUTPUT, "--force", None, "Replace the file.")]
 Json = Annotated[bool, o.text(_OUTPUT, "--json", None, "Print the profile as JSON beside saving it.")]
@@ -29,11 +32,12 @@ Json = Annotated[bool, o.text(_OUTPUT, "--json", None, "Print the profile as JSO
 def profile_command(
     device: DeviceName = None,
     quick: Quick = False,
+    budget: Budget = None,
     output: Output = "profile.yaml",
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Measure this machine into a hardware profile that plan --hardware reads; a few minutes on a GPU.
+    """Measure this machine into a hardware profile that plan --hardware reads; eight minutes on a GPU.
 
     Matrix products, attention, memory-bound kernels, whole stages, and exchanges where there are several GPUs (here, or
     on all the nodes that torchrun starts it on). What was interrupted goes on where it stopped.
@@ -44,7 +48,7 @@ def profile_command(
       torchrun --nnodes 2 --nproc-per-node 8 -m planner.cli profile
     """
     from planner.cli.output import dumps, show
-    from planner.errors import ProbeError
+    from planner.errors import ProbeError, SpecError
     from planner.files import STDOUT, refuse_to_overwrite, write_text
 
     try:
@@ -54,12 +58,15 @@ def profile_command(
     from planner.profile.build_profile import profile_of
     from planner.profile.shapes_to_measure import shapes_to_measure
 
+    if budget is not None and not budget > 0:
+        raise SpecError(f"--budget {budget:g}: must be positive", "seconds for all kernels, such as 120")
     kind, ranks = _device(device), Ranks.of_torchrun()
     if ranks is not None and ranks.rank:  # the first rank measures, writes and tells
-        exchange_rows(kind, ranks, shapes_to_measure(kind, quick).exchanged_bytes)
+        shapes = shapes_to_measure(kind, quick)
+        exchange_rows(kind, ranks, shapes.exchanged_bytes, shapes.steady_s)
         return
     refuse_to_overwrite(output, force)
-    record = _measured(kind, quick, output, ranks)
+    record = _measured(kind, quick, budget, output, ranks)
     profiled = profile_of(record)
     write_text(output, _yaml(profiled), force)
     record.discard()
@@ -80,7 +87,7 @@ def _device(name: str | None) -> Device:
     return name or default_device()  # type: ignore[return-value]
 
 
-def _measured(kind: Device, quick: bool, output: str, ranks: object) -> Record:
+def _measured(kind: Device, quick: bool, budget_s: float | None, output: str, ranks: object) -> Record:
     from planner.cli.output import progress
     from planner.files import STDOUT
     from planner.profile.measure import measure, tasks
@@ -92,7 +99,7 @@ def _measured(kind: Device, quick: bool, output: str, ranks: object) -> Record:
     record = Record(machine_of(kind), quick, datetime.date.today().isoformat(), path)
     if record.num_kept:
         _log.info("%s: %d measurements of an earlier run are kept", path, record.num_kept)
-    todo = list(tasks(kind, shapes_to_measure(kind, quick)))
+    todo = tasks(kind, shapes_to_measure(kind, quick), budget_s)
     with progress("measuring", len(todo)) as done:
         for line in measure(record, todo, done):
             _log.info("left out: %s", line)
@@ -106,12 +113,13 @@ def _exchange(record: Record, kind: Device, quick: bool, ranks: object) -> None:
     from planner.profile.measure_links import Ranks, exchange_rows, num_processes, spawned_rows
     from planner.profile.shapes_to_measure import shapes_to_measure
 
-    sizes, tables = shapes_to_measure(kind, quick).exchanged_bytes, record.measured.tables
+    shapes, tables = shapes_to_measure(kind, quick), record.measured.tables
+    sizes, size = shapes.exchanged_bytes, num_processes(kind, record.measured.machine.num_devices)
     try:
         if isinstance(ranks, Ranks):
-            tables["exchange"] = exchange_rows(kind, ranks, sizes)
+            tables["exchange"] = exchange_rows(kind, ranks, sizes, shapes.steady_s)
         elif not tables.get("exchange"):
-            tables["exchange"] = spawned_rows(kind, num_processes(kind, record.measured.machine.num_devices), sizes)
+            tables["exchange"] = spawned_rows(kind, size, sizes, steady_s=shapes.steady_s)
     except ProbeError as error:
         _log.warning("links are not measured: %s", error.message)
     record.save()

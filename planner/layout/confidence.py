@@ -14,10 +14,12 @@ from planner.answer import Interval, PricedLayout
 from planner.layout.risk import with_risk
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
+from planner.specs.hardware import HardwareSpec
 
-STEP_WIDTH = {"probed": 0.05, "measured": 0.09, "family": 0.095, "spec_sheet": 0.28}
+STEP_WIDTH = {"probed": 0.09, "measured": 0.09, "family": 0.095, "spec_sheet": 0.28}
 """Half-width for a dense model's step, by the knowledge of the GPU. Four published runs on MI300X, when only its data
-sheet was known, were predicted 27 to 36% too fast. They set its speed since then, and the width for GPUs like it."""
+sheet was known, were predicted 27 to 36% too fast. They set its speed since then, and the width for GPUs like it. A
+probe's own residuals say how wide it is (`Efficiency.step_width`); one that does not say is worth a measurement."""
 AMD_STEP_WIDTH = 0.22
 """Half-width for a dense model's step on AMD's GPUs, however well their kernels are known, unless a probe timed the
 software too: its generations span more than kernels do. 54 of 59 published runs lie inside theirs (docs/AMD.md)."""
@@ -47,9 +49,8 @@ def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> 
     parts, step_s = layout.step.breakdown, layout.step.step_s
     exchanges_s = parts.tp_comm_s + parts.cp_comm_s + parts.ep_comm_s + parts.pp_comm_s + parts.exposed_dp_s
     doublings = math.log2(max(1.0, layout.parallelism.num_gpus_used / SCALE_KNOWN_RANKS))
-    hardware, evidence = pricing.cluster.hardware, pricing.cluster.hardware.efficiency.evidence
     terms = [
-        AMD_STEP_WIDTH if hardware.is_amd and evidence != "probed" else STEP_WIDTH[evidence],
+        _hardware_width(pricing.cluster.hardware),
         MOE_STEP_WIDTH if pricing.model.moe is not None else 0.0,
         SCAN_STEP_WIDTH if pricing.model.state_kinds else 0.0,
         SPARSE_STEP_WIDTH if pricing.model.indexer is not None else 0.0,
@@ -58,6 +59,18 @@ def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> 
         SCALE_WIDTH * doublings,
     ]
     return math.hypot(*terms)
+
+
+def _hardware_width(hardware: HardwareSpec) -> float:
+    """The part of the width that is due to the speed of kernels.
+
+    A probe that corrected or confirmed them decides it. One that found errors and could not explain them widens it.
+    """
+    evidence, by_probe = hardware.efficiency.evidence, hardware.efficiency.step_width
+    known = AMD_STEP_WIDTH if hardware.is_amd and evidence != "probed" else STEP_WIDTH[evidence]
+    if by_probe is None:
+        return known
+    return by_probe if evidence == "probed" else max(known, by_probe)
 
 
 def _around(value: float, width: float) -> Interval:

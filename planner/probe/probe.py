@@ -17,7 +17,7 @@ from planner.probe.launch.launcher import launch
 from planner.probe.model.attention_kernels import require_flash
 from planner.probe.plan_side.chunks import real_chunks, slice_schedule
 from planner.probe.plan_side.describe import describe_slice
-from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.plan_side.eager import in_eager_torch, without_waits
 from planner.probe.plan_side.gpu_run import (
     MICROBATCHES_PER_STAGE,
     ranks_run,
@@ -30,8 +30,11 @@ from planner.probe.plan_side.laptop_run import laptop_run
 from planner.probe.plan_side.options import ProbeOptions
 from planner.probe.plan_side.rank_grid import RankGrid, sharing_dp
 from planner.probe.rank.fully_sharded import require_fully_shard
+from planner.probe.rehearse.rehearse import rehearse
+from planner.probe.rehearse.result import RehearsalResult
 from planner.probe.result import ComparedQuantity, Failure, MeasuredRun, ProbeResult, RankResult
 from planner.probe.run import Place
+from planner.probe.torch_build import rehearsed_build
 from planner.probe.verdict.compare import compare_stage, compared
 from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds
 from planner.probe.verdict.outcome import probe_result
@@ -49,13 +52,7 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
 
     Raises ProbeError, which names rank, stage and phase, when it cannot run. A disagreement is part of the result.
     """
-    layout, model = plan.parallelism, plan.model.spec
-    if model.moe is not None and layout.etp > 1:
-        raise ProbeError(f"the probe shards no single expert: etp {layout.etp} must be 1", "plan again with --etp 1")
-    if model.moe is not None and layout.tp > 1 and not layout.sequence_parallel:
-        raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
-    require_layers(plan)
-    require_split(plan, options)
+    require_runnable(plan, options)
     require_gpu(options.device)
     flash_hint = "prove the order and the gradients with --device cpu"
     require_flash(plan.model.spec, plan.parallelism.cp, options.device, flash_hint)
@@ -68,6 +65,26 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     return probe_laptop(plan, options)
 
 
+def probe_bytes(plan: Plan, options: ProbeOptions) -> RehearsalResult:
+    """Count the bytes of the plan's stages without a GPU, and compare them with the plan's; nothing is started."""
+    assert options.stages is not None
+    require_runnable(plan, options)
+    with rehearsed_build(plan.cluster.hardware.architecture):
+        require_flash(plan.model.spec, plan.parallelism.cp, "cuda", "plan with --cp 1, or for a GPU of NVIDIA's")
+    return rehearse(plan, options.stages, options.tolerance_fraction)
+
+
+def require_runnable(plan: Plan, options: ProbeOptions) -> None:
+    """Raise ProbeError where the probe has no modules, no exchanges or no kernels for the plan's layers."""
+    layout, model = plan.parallelism, plan.model.spec
+    if model.moe is not None and layout.etp > 1:
+        raise ProbeError(f"the probe shards no single expert: etp {layout.etp} must be 1", "plan again with --etp 1")
+    if model.moe is not None and layout.tp > 1 and not layout.sequence_parallel:
+        raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
+    require_layers(plan)
+    require_split(plan, options)
+
+
 def require_layers(plan: Plan) -> None:
     """Raise ProbeError where the probe has no modules for the model's layers."""
     objection = runner_objection(plan.model.spec, plan.training)
@@ -75,6 +92,12 @@ def require_layers(plan: Plan) -> None:
         raise ProbeError(
             f"{plan.model.name} cannot be probed: {objection}",
             "probe a plan of a plain model of its size, such as llama-3.1-8b",
+        )
+    model, seq_length = plan.model.spec, plan.training.seq_length
+    if model.position_embedding == "learned" and seq_length > (model.max_position_embeddings or 0):
+        raise ProbeError(
+            f"{plan.model.name} has {model.max_position_embeddings} learned positions, its sequences {seq_length} tokens",
+            f"plan with --seq-length {model.max_position_embeddings}",
         )
 
 
@@ -111,7 +134,7 @@ def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult
 def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
     """Run each distinct stage alone, then replay the whole pipeline with the measured seconds."""
     eager = in_eager_torch(plan)
-    layout = eager.best
+    layout, least = eager.best, without_waits(eager)
     asked = layout.parallelism
     order = slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
     grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
@@ -119,7 +142,7 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
     run = run.model_copy(update={"warm_up_steps": 2})
     require_fully_shard(run)
     stands_for = stand_in_stages(layout)
-    is_judged = judges_seconds(plan, options) and not run.fully_sharded
+    is_judged = judges_seconds(plan, options) and asked.zero_stage <= 1
     tolerance = options.tolerance_fraction if is_judged else None
     ranks: list[RankResult] = []
     comparisons: list[ComparedQuantity] = []
@@ -132,12 +155,12 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
         if measured.out_of_memory is not None:
             break
         ranks += measured.ranks
-        comparisons += compare_stage(eager, stage, measured.ranks, tolerance, alone=True)
+        comparisons += compare_stage(eager, least, stage, measured.ranks, tolerance, alone=True)
     step_s = None
     if options.stages == "all" and measured.out_of_memory is None:
         rank_of_stage = {rank.stage: rank for rank in ranks}
         step_s = replayed_step_s(eager, [rank_of_stage[stage] for stage in stands_for])
-        comparisons.append(compared("step", "s", layout.step.step_s, step_s, tolerance))
+        comparisons.append(compared("step", "s", layout.step.step_s, step_s, tolerance, least=least.step.step_s))
     measured = measured.model_copy(update={"ranks": tuple(ranks)})
     part = describe_slice(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
     return probe_result(plan, options, part, measured, comparisons, step_s, eager)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
+from planner.probe.device_state import DeviceState as DeviceState
 from planner.probe.run import ProbeRun
 from planner.specs.base import Spec
 
@@ -46,7 +47,7 @@ class ChunkSeconds(Spec):
     """The same seconds while no message between stages was under way, which takes a part of the GPU from what it
     computes; null where the chunk ran among no others, or only so."""
     spread_fraction: float | None = None
-    """Standard error of the two medians together, as a share of them."""
+    """Standard error of the medians, as a share of them: the largest."""
 
     @property
     def own_forward_s(self) -> float:
@@ -72,24 +73,13 @@ class TimedExchange(Spec):
     """Standard error of `seconds`, as a share of it."""
 
 
-class DeviceState(Spec):
-    """The state of a GPU as its driver reports it; null where the driver does not say."""
+class Condition(Spec):
+    """Something unusual while a GPU was measured, by which its seconds may differ from what a plan says of it."""
 
-    when: Literal["before", "within", "after"]
-    """Before the steps, in the middle of computing, or after them."""
-    clock_mhz: float | None = None
-    max_clock_mhz: float | None = None
-    memory_clock_mhz: float | None = None
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    default_power_limit_w: float | None = None
-    temperature_c: float | None = None
-    throttle_reasons: tuple[str, ...] = ()
-    """Reasons why clocks are lower than asked for, in the driver's words; idleness is none."""
-    other_processes: tuple[str, ...] = ()
-    """Processes on the GPU that are not of this run."""
-    other_bytes: int | None = None
-    """Memory that they hold."""
+    text: str
+    is_fault: bool = False
+    """It is a fault of the machine or of the moment. Seconds are then no evidence of the GPU's speed; else they are of
+    a GPU that is set to be slower."""
 
 
 class RankMemory(Spec):
@@ -184,6 +174,9 @@ class ComparedQuantity(Spec):
     unit: Literal["s", "bytes", "fraction", "count"]
     predicted: float
     measured: float
+    least: float | None = None
+    """What seconds come down to if no host is late for its GPU and no rank for the others; null where nothing waits.
+    From there to `predicted` all agrees, because waits say nothing about GPUs."""
     agrees: bool | None = None
     """True within the tolerance; null where the quantity is shown and not judged."""
 
@@ -269,6 +262,8 @@ class ProbeResult(Spec):
     """Seconds of a step that the plan predicts for that trainer; the run is eager torch and is compared with the price
     of eager torch. Null where the plan's own stages did not run."""
     loss: float | None = None
+    conditions: tuple[Condition, ...] = ()
+    """Unusual conditions while GPUs were measured. Where the run contradicts the plan, these may be why."""
     run: ProbeRun
     ranks: tuple[RankResult, ...] = ()
     out_of_memory: OutOfMemory | None = None

@@ -89,6 +89,11 @@ class ProbeRun(Spec):
     """Compare loss, gradients and gradient norm with one process."""
     warm_up_steps: NonNegativeInt = 1
     num_steps: PositiveInt = 3
+    """Number of steps to measure, or the least one where `most_s` says that they go on."""
+    steady_s: NonNegativeFloat = 0.0
+    """Seconds that steps take at least to warm up, and again to be measured."""
+    most_s: NonNegativeFloat = 0.0
+    """Seconds that measured steps may take until their medians are sure; 0 measures `num_steps` and no more."""
     learning_rate: PositiveFloat = 1e-3
     max_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this global norm."""

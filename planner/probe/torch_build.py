@@ -8,14 +8,17 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
+
+from planner.probe.device_state import amd_state, nvidia_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,38 @@ class TorchBuild:
     """The silicon generation of a device's properties."""
     driver: Callable[[], str]
     """The driver's version; empty where it does not say."""
+    state: Callable[[str], dict[str, Any]]
+    """The state of the GPU with an id, as fields of DeviceState; none where the driver does not say."""
 
 
 def this_build() -> TorchBuild:
-    """The build of torch that is installed; on a CPU build, as for CUDA."""
+    """The build of torch that is installed (on a CPU build, as for CUDA), or the one that is rehearsed."""
+    if _rehearsed is not None:
+        return _rehearsed
     return _rocm(torch.version.hip) if torch.version.hip else _cuda(torch.version.cuda)
+
+
+_rehearsed: TorchBuild | None = None
+"""The build whose kernels a rehearsal without a GPU stands for."""
+
+
+@contextmanager
+def rehearsed_build(architecture: str) -> Iterator[TorchBuild]:
+    """Tensors are taken for those of a GPU of `architecture`, wherever they are."""
+    global _rehearsed
+    build = _rocm(torch.version.hip or "7.0") if architecture.startswith("cdna") else _cuda(torch.version.cuda)
+    if not architecture.startswith("cdna"):
+        build = replace(build, takes_groups=lambda device: architecture in GROUPED_ARCHITECTURES)
+    _rehearsed = build
+    try:
+        yield build
+    finally:
+        _rehearsed = None
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """True for a tensor on a GPU, and for one that stands for such a tensor in a rehearsal."""
+    return tensor.is_cuda or _rehearsed is not None
 
 
 def torch_release() -> tuple[int, int]:
@@ -57,8 +87,12 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+FUSED_NORMS_SINCE = (2, 9)
+"""The first version of torch whose GPUs run RMSNorm as one kernel (pytorch/pytorch#153666)."""
 CUDA_ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
 """Architecture by major compute capability."""
+GROUPED_ARCHITECTURES = ("hopper", "blackwell")
+"""Silicon on which torch's grouped products run in bf16."""
 ROCM_ARCHITECTURES = {"gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna4"}
 """Architecture by compiler target. Compute capability says 9.4 of MI300X, which has nothing to do with Hopper's 9.0."""
 
@@ -66,7 +100,8 @@ ROCM_ARCHITECTURES = {"gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna4"}
 @cache
 def _cuda(cuda: str | None) -> TorchBuild:
     def takes_groups(device: torch.device) -> bool:
-        return torch.cuda.get_device_capability(device)[0] >= 9
+        major = torch.cuda.get_device_capability(device)[0]
+        return CUDA_ARCHITECTURES.get(major) in GROUPED_ARCHITECTURES or major > max(CUDA_ARCHITECTURES)
 
     def architecture_of(properties: Any) -> str:
         return CUDA_ARCHITECTURES.get(properties.major, f"sm_{properties.major}{properties.minor}")
@@ -81,6 +116,7 @@ def _cuda(cuda: str | None) -> TorchBuild:
         takes_groups=takes_groups,
         architecture_of=architecture_of,
         driver=_nvidia_driver,
+        state=nvidia_state,
     )
 
 
@@ -110,6 +146,7 @@ def _rocm(hip: str) -> TorchBuild:
         takes_groups=takes_groups,
         architecture_of=architecture_of,
         driver=_amd_driver,
+        state=amd_state,
     )
 
 

@@ -11,11 +11,11 @@ import torch
 
 from planner.errors import PlannerError
 from planner.probe.launch.launcher import launch
-from planner.probe.run import Device
+from planner.probe.run import Device, ProbeRun
 from planner.probe.torch_build import this_build
 from planner.probe.worker.stage_worker import stage_process
 from planner.profile.record import MeasuredRow, Record
-from planner.profile.shapes_to_measure import ShapesToMeasure, StageShape
+from planner.profile.shapes_to_measure import ShapesToMeasure
 from planner.profile.stopwatch import Stopwatch
 from planner.profile.this_machine import free_memory_bytes
 from planner.profile.time_kernels import attention_row, product_row, stream_row
@@ -23,6 +23,9 @@ from planner.specs.units import MICRO
 
 MOST_MEMORY_FRACTION = 0.5
 """Largest fraction of the device's memory for operands; larger ones are left out."""
+
+NUM_FIGURES = {"stream": 2, "gemm": 3, "attention": 2}
+"""Number of timings of a row of each table."""
 
 
 class MeasurementTask(NamedTuple):
@@ -34,31 +37,45 @@ class MeasurementTask(NamedTuple):
     measure: Callable[[], MeasuredRow]
 
 
-def tasks(device: Device, grid: ShapesToMeasure) -> Iterator[MeasurementTask]:
-    """Every row of every table except links, quick ones first."""
-    bench, free = Stopwatch(device, grid.budget_s), free_memory_bytes(device)
+def tasks(device: Device, grid: ShapesToMeasure, budget_s: float | None = None) -> list[MeasurementTask]:
+    """Every row of every table except links, quick ones first. All kernels together take about `budget_s`."""
+    bench = Stopwatch(device, grid.budget_s if budget_s is None else budget_s)
+    todo = [*_kernel_tasks(bench, grid)]
+    bench.num_left = sum(NUM_FIGURES[task.table] for task in todo)
+    runs = [stage.run(device, grid.steady_s) for stage in grid.stages]
+    return [*todo, *(MeasurementTask("stage", {"stage": n}, partial(stage_row, run)) for n, run in enumerate(runs))]
+
+
+def _kernel_tasks(bench: Stopwatch, grid: ShapesToMeasure) -> Iterator[MeasurementTask]:
+    most_bytes = MOST_MEMORY_FRACTION * free_memory_bytes(bench.device)
+
+    def task(table: str, key: MeasuredRow, row: Callable[..., MeasuredRow], *arguments: object) -> MeasurementTask:
+        return MeasurementTask(table, key, partial(_with_spread, bench, partial(row, bench, *arguments)))
+
     for name, rows, columns in grid.streams:
-        if 40 * rows * columns < MOST_MEMORY_FRACTION * free:
+        if 40 * rows * columns < most_bytes:
             key: MeasuredRow = {"operator": name, "rows": rows, "columns": columns}
-            yield MeasurementTask("stream", key, partial(stream_row, bench, name, rows, columns))
+            yield task("stream", key, stream_row, name, rows, columns)
     for m, n, k in grid.products:
-        if 2 * (m * n + m * k + n * k) < MOST_MEMORY_FRACTION * free:
-            yield MeasurementTask("gemm", {"m": m, "n": n, "k": k}, partial(product_row, bench, m, n, k))
+        if 2 * (m * n + m * k + n * k) < most_bytes:
+            yield task("gemm", {"m": m, "n": n, "k": k}, product_row, m, n, k)
     for shape in grid.attentions:
-        for backend in this_build().attention if device == "cuda" else ("flash",):
-            yield MeasurementTask(
-                "attention", {**shape._asdict(), "backend": backend}, partial(attention_row, bench, shape, backend)
-            )
-    for number, stage in enumerate(grid.stages):
-        yield MeasurementTask("stage", {"stage": number}, partial(stage_row, device, stage))
+        for backend in this_build().attention if bench.device == "cuda" else ("flash",):
+            yield task("attention", {**shape._asdict(), "backend": backend}, attention_row, shape, backend)
 
 
-def stage_row(device: Device, stage: StageShape) -> MeasuredRow:
+def _with_spread(bench: Stopwatch, row: Callable[[], MeasuredRow]) -> MeasuredRow:
+    """A row with the largest spread of its figures."""
+    bench.spread = 0.0
+    return {**row(), "spread_fraction": bench.spread}
+
+
+def stage_row(run: ProbeRun) -> MeasuredRow:
     """Seconds of a stage that runs in a process of its own, as `plan probe --stage` does."""
-    if device == "cuda":
+    if run.device == "cuda":
         torch.cuda.empty_cache()
     try:
-        measured = launch(stage.run(device), stage_process, ranks=(0,))
+        measured = launch(run, stage_process, ranks=(0,))
     except PlannerError as error:
         raise RuntimeError(error.message) from None
     if measured.out_of_memory is not None:
@@ -68,6 +85,7 @@ def stage_row(device: Device, stage: StageShape) -> MeasuredRow:
         "forward_us": rank.chunks[0].forward_s / MICRO,
         "backward_us": rank.chunks[0].backward_s / MICRO,
         "optimizer_us": median(step.optimizer_s for step in rank.steps) / MICRO,
+        "spread_fraction": rank.chunks[0].spread_fraction,
     }
 
 

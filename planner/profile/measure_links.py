@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +20,9 @@ import torch.distributed as dist
 from planner.errors import ProbeError
 from planner.files import write_text
 from planner.probe.launch.launcher import process_context
-from planner.probe.rank.exchanges import barrier
+from planner.probe.rank.clock import Clock
+from planner.probe.rank.exchanges import barrier, slowest_s, timed_together
+from planner.probe.repeats import Repeats
 from planner.probe.run import Device
 from planner.profile.record import MeasuredRow
 from planner.specs.units import MICRO
@@ -30,8 +31,9 @@ KINDS: dict[Device, tuple[str, ...]] = {
     "cuda": ("all_gather", "reduce_scatter", "all_reduce"),
     "cpu": ("all_gather", "all_reduce"),  # gloo scatters sums by reducing all of them
 }
-WARM_UP, REPEATS = 2, 10
-JOIN_S, WAIT_S = 180.0, 1200.0
+FEWEST, ROUND_S = 10, 0.02
+"""The smallest number of rounds, and the seconds of calls in one."""
+JOIN_S, WAIT_S = 300.0, 1800.0
 """Seconds that processes of this machine may take in all, and seconds that ranks wait for rank 0's own measurements."""
 MOST_PROCESSES = 2
 """Number of processes on a CPU, where links between processes are memory copies, however many there are."""
@@ -64,8 +66,11 @@ def num_processes(device: Device, num_devices: int) -> int:
     return num_devices if device == "cuda" else min(num_devices, MOST_PROCESSES)
 
 
-def spawned_rows(device: Device, size: int, sizes: Sequence[int], local_size: int | None = None) -> list[MeasuredRow]:
-    """Timed exchanges between `size` processes that are started here, one per device; no rows for one process.
+def spawned_rows(
+    device: Device, size: int, sizes: Sequence[int], local_size: int | None = None, steady_s: float = 0.0
+) -> list[MeasuredRow]:
+    """Exchanges of `sizes` bytes between `size` processes that are started here, one per device, each timed for at
+    least `steady_s`; no rows for one process.
 
     With a `local_size`, so many processes at a time count as a machine. Raises ProbeError if a process fails or does
     not end. No process is left when this returns or raises.
@@ -76,7 +81,8 @@ def spawned_rows(device: Device, size: int, sizes: Sequence[int], local_size: in
     context = process_context()
     everyone = [Ranks(rank, size, rank % local, local) for rank in range(size)]
     processes = [
-        context.Process(target=_child, args=(folder, device, ranks, tuple(sizes)), daemon=True) for ranks in everyone
+        context.Process(target=_child, args=(folder, device, ranks, tuple(sizes), steady_s), daemon=True)
+        for ranks in everyone
     ]
     try:
         for process in processes:
@@ -100,17 +106,20 @@ def spawned_rows(device: Device, size: int, sizes: Sequence[int], local_size: in
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _child(folder: Path, device: Device, ranks: Ranks, sizes: tuple[int, ...]) -> None:
+def _child(folder: Path, device: Device, ranks: Ranks, sizes: tuple[int, ...], steady_s: float) -> None:
     if sys.platform == "linux":  # a laptop's own name often leads nowhere
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    rows = exchange_rows(device, ranks, sizes, cast(Any, dist).FileStore(str(folder / "store"), ranks.size))
+    store = cast(Any, dist).FileStore(str(folder / "store"), ranks.size)
+    rows = exchange_rows(device, ranks, sizes, steady_s, store)
     if ranks.rank == 0:
         write_text(folder / ROWS_FILE, json.dumps(rows))
 
 
-def exchange_rows(device: Device, ranks: Ranks, sizes: Sequence[int], store: Any = None) -> list[MeasuredRow]:
-    """Seconds of each exchange on the slowest rank. Tier 0 is within a machine, tier 1 between ranks with the same
-    number on all machines.
+def exchange_rows(
+    device: Device, ranks: Ranks, sizes: Sequence[int], steady_s: float = 0.0, store: Any = None
+) -> list[MeasuredRow]:
+    """Seconds of each exchange on the slowest rank, each timed for at least `steady_s`. Tier 0 is within a machine,
+    tier 1 between ranks with the same number on all machines.
 
     All ranks call it. Without a store they meet at torchrun's address. In tier 1 every port of a machine is busy at
     once.
@@ -128,12 +137,14 @@ def exchange_rows(device: Device, ranks: Ranks, sizes: Sequence[int], store: Any
         timeout=timedelta(seconds=WAIT_S),
     )
     try:
-        return list(_rows(device, ranks, sizes))
+        return list(_rows(device, ranks, sizes, steady_s))
     finally:
         dist.destroy_process_group()
 
 
-def _rows(device: Device, ranks: Ranks, sizes: Sequence[int]) -> Iterator[MeasuredRow]:
+def _rows(device: Device, ranks: Ranks, sizes: Sequence[int], steady_s: float) -> Iterator[MeasuredRow]:
+    on, repeats = _on(device), Repeats(FEWEST, steady_s, 2 * steady_s)
+    together = partial(barrier, on), partial(slowest_s, device=on)
     for tier, members in enumerate(_groups(ranks)):
         if len(members[0]) < 2:
             continue
@@ -142,14 +153,10 @@ def _rows(device: Device, ranks: Ranks, sizes: Sequence[int]) -> Iterator[Measur
         for num_bytes in sizes:
             for kind in KINDS[device]:
                 call = _call(device, kind, num_bytes, len(members[own_group]), groups[own_group])
-                slowest = torch.tensor(
-                    _seconds(device, call, groups[own_group]), dtype=torch.float64, device=_on(device)
-                )
-                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-                microseconds = float(slowest) / MICRO
+                timed = timed_together(Clock(device), call, repeats, *together, round_s=ROUND_S)
                 yield {
                     "tier": tier, "kind": kind, "size": len(members[own_group]), "num_bytes": num_bytes,
-                    "microseconds": microseconds,
+                    "microseconds": timed.median_s / MICRO, "spread_fraction": timed.spread,
                 }  # fmt: skip
 
 
@@ -177,19 +184,3 @@ def _call(device: Device, kind: str, num_bytes: int, size: int, group: Any) -> C
     if device == "cuda" and kind == "all_gather":
         return partial(dist.all_gather_into_tensor, whole, shard, group=group)
     return calls[kind]
-
-
-def _seconds(device: Device, call: Callable[[], object], group: Any) -> float:
-    times = []
-    for _ in range(WARM_UP + REPEATS):
-        barrier(device, group)
-        start = time.perf_counter()
-        call()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-    return median(times[WARM_UP:])
-
-
-def _synchronize(device: Device) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

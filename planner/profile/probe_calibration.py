@@ -2,71 +2,111 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from statistics import median
-from typing import Any
 
 import numpy as np
 
-from planner.physics.communication import Kind, joined_fraction, members_by_tier, waits_s
+from planner.errors import SpecError
 from planner.physics.cost import PartCost, sum_parts
-from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
 from planner.probe.plan_side.eager import EAGER, training_of
-from planner.probe.result import ProbeResult, RankResult, TimedExchange, stride_of
+from planner.probe.result import ProbeResult
 from planner.probe.run import ProbeRun
 from planner.probe.verdict.slowness import require_speed
-from planner.profile.fitting import Residuals, fit, log_errors, number_at
+from planner.profile.fitting import fit, number_at
 from planner.profile.kernel_problems import BenchNumbers, FitProblem
+from planner.profile.probed.doubt import Doubt, doubt
+from planner.profile.probed.links import link_shares
+from planner.profile.probed.memory import host, reserved
+from planner.profile.probed.plausible import kernel_objection
 from planner.shape import FloatArray, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import Recompute
-from planner.specs.units import GB, GIB
-from planner.trainers.calibration import Calibration, Factor, Quantity, Share
+from planner.trainers.calibration import Calibration, Factor
 
 RANGE = 20.0
-"""Factors between 1/RANGE and RANGE."""
+"""Factors between 1/RANGE and RANGE are tried. Few of them are plausible."""
 TOGETHER = 0.2
 """Weight of the difference between factors; a measured pass has weight 1. Factors that the passes cannot tell apart
 move together. Of weights from 0.05 to 3, those from 0.2 on predict H200 stages of models that were not probed best."""
-MOST_LATENCY_FRACTION = 0.5
-"""Largest share of an exchange's seconds that may be latency; else it says nothing about bandwidth."""
 
 
 def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the probe") -> Calibration:
     """The factors between a probe's measurements and the profile of `cluster`: links first, then kernels, memory and
-    the host.
+    the host. A number that is not to be believed says why, and the profile's own stays.
 
     Raises SpecError if the probe is no evidence of the speed of this hardware.
     """
     require_speed(result, cluster.hardware, where)
     source = f"plan probe on {result.device}, torch {result.torch_version}, {result.slice.run}"
-    links = Calibration(source=source, efficiency_fraction=_link_shares(result, cluster))
+    links = Calibration(source=source, efficiency_fraction=link_shares(result, cluster))
     problem = passes(result, links.of_cluster(cluster))
     fitted = fit(problem, cluster.hardware)
-    residuals = Residuals.of(log_errors(problem, cluster.hardware, fitted)[: -len(problem.free)])
-    source_of_factors = (
-        f"{residuals.num_rows} passes of {len(result.ranks)} ranks, {residuals.median:.1f}% off (median) with it"
+    factors = {path: fitted[path] / start for path, (start, *_) in problem.free.items()}
+    _require_plausible(factors, result, cluster.hardware, where)
+    kinds = problem.groups[: len(problem.groups) - len(factors)].tolist()
+    doubted = doubt(problem, cluster.hardware, fitted, kinds, _noise(result))
+    numbers = _factors(factors, doubted, len(result.ranks))
+    memory = reserved(result, cluster.hardware, run_shape(result.run))
+    return links.model_copy(
+        update={
+            "gemm_factor": numbers.pop("gemm_factor"),
+            "stream_factor": numbers.pop("stream_factor"),
+            "attention_factor": {path.partition(".")[0]: factor for path, factor in numbers.items()},
+            "step_width": doubted.step_width,
+            "context_gib": memory.context_gib,
+            "fragmentation_fraction": memory.fragmentation_fraction,
+            "memory_width": memory.width,
+            "microbatch_overhead_s": host(result.ranks),
+        }
     )
-    factors = {
-        path: Factor(value=fitted[path] / start, source=source_of_factors) for path, (start, *_) in problem.free.items()
-    }
-    measured: dict[str, Any] = {
-        "gemm_factor": factors["gemm_factor"],
-        "stream_factor": factors["stream_factor"],
-        "attention_factor": {
-            kernel: factors[f"{kernel}.seconds_factor"] for kernel in kernels_that_ran(result, cluster)
-        },
-    }
-    measured |= {**_reserved(result, cluster), "microbatch_overhead_s": _host(result.ranks)}
-    return links.model_copy(update=measured)
+
+
+def _require_plausible(factors: Mapping[str, float], result: ProbeResult, hardware: HardwareSpec, where: str) -> None:
+    """Raise SpecError if a factor on kernels cannot be one of this hardware."""
+    objections = {name_of(path): kernel_objection(path, factor, hardware) for path, factor in factors.items()}
+    said = ", ".join(f"{name} {objection}" for name, objection in objections.items() if objection)
+    if said:
+        raise SpecError(
+            f"{where}: {result.device} is no {hardware.name} by its seconds: {said}",
+            f"check --hardware, and the clocks, power limit and other processes of {result.device}; then probe again",
+        )
+
+
+def name_of(path: str) -> str:
+    """The name of a factor in reports, by its path in the profile."""
+    names = {"gemm_factor": "products", "stream_factor": "memory-bound kernels"}
+    return names.get(path) or f"attention ({path.partition('.')[0]})"
+
+
+def _factors(factors: Mapping[str, float], doubted: Doubt, num_ranks: int) -> dict[str, Factor]:
+    """The factors with their source, and the reason why they are refused, if they are."""
+    said = f"of {doubted.num_passes} passes of {num_ranks} ranks, those left out are {doubted.left_out:.1%} off"
+    said = f"{said} with it, {doubted.before:.1%} without"
+    numbers = {}
+    for path, value in factors.items():
+        low, high = doubted.ranges[path]
+        source = f"seconds × {low:.3f} to {high:.3f} without any one kind of pass; {said}"
+        numbers[path] = Factor(value=value, source=source, **doubted.opinion)
+    return numbers
+
+
+def _noise(result: ProbeResult) -> float:
+    """Standard error of the passes' seconds, as a share of them; 0 where the probe does not say."""
+    spreads = [chunk.spread_fraction for rank in result.ranks for chunk in rank.chunks if chunk.spread_fraction]
+    return math.sqrt(sum(spread**2 for spread in spreads) / len(spreads)) if spreads else 0.0
 
 
 def kernels_that_ran(result: ProbeResult, cluster: ClusterSpec) -> tuple[str, ...]:
-    """The kernels of attention that the ranks ran, or, where they do not say, the one that their price is of."""
-    said = {kernel for rank in result.ranks for kernel in rank.attention_kernels}
+    """The kernels of attention that the ranks ran and the profile has, or, where they do not say, the one that their
+    price is of."""
+    own = cluster.hardware.efficiency
+    ran = {kernel for rank in result.ranks for kernel in rank.attention_kernels}
+    said = {kernel for kernel in ran if getattr(own, kernel, None) is not None}
     return tuple(sorted(said)) or ("flash" if cluster.hardware.efficiency.cudnn is None else "cudnn",)
 
 
@@ -74,10 +114,12 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     """Forward and backward of every virtual stage that ran, as a problem in the kernels' factors.
 
     Predictions are for the probe's own run: its shapes and layers in eager torch, with exchanges where it had peers.
+    Passes of one price are one kind. The last rows hold the factors together.
     """
     run, alone = result.run, result.mode == "stages"
     measured = _measured(result)
     stages = sorted(measured)
+    start = {path: number_at(cluster.hardware.efficiency, path) for path in _paths(result, cluster)}
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         costs_of_chunks = chunk_costs(run, _with(cluster, hardware))
@@ -87,18 +129,24 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
         factors = np.array([number_at(hardware.efficiency, path) / value for path, value in start.items()])
         return np.concatenate((np.array(forward), np.array(backward), factors / np.exp(np.log(factors).mean())))
 
-    attention = [f"{kernel}.seconds_factor" for kernel in kernels_that_ran(result, cluster)]
-    paths = ["gemm_factor", *attention, "stream_factor"]
-    start = {path: number_at(cluster.hardware.efficiency, path) for path in paths}
+    planned_s = predict(cluster.hardware, {})
+    ways = [*["forward"] * len(stages), *["backward"] * len(stages)]
+    kinds = [f"{way} {planned_s[row]:.6g}" for row, way in enumerate(ways)]
     seconds = [*(measured[stage][0] for stage in stages), *(measured[stage][1] for stage in stages)]
     return FitProblem(
         name="probe",
         free={name: (value, value / RANGE, value * RANGE) for name, value in start.items()},
         predict=predict,
         measured_s=np.array([*seconds, *[1.0] * len(start)]),
-        groups=np.array([str(stage) for stage in stages * 2] + list(start)),
+        groups=np.array([*kinds, *start]),
         weights=np.array([1.0] * len(seconds) + [TOGETHER] * len(start)),
     )
+
+
+def _paths(result: ProbeResult, cluster: ClusterSpec) -> list[str]:
+    """The paths in the profile of the factors that a probe's passes are fitted with."""
+    attention = [f"{kernel}.seconds_factor" for kernel in kernels_that_ran(result, cluster)]
+    return ["gemm_factor", *attention, "stream_factor"]
 
 
 def _measured(result: ProbeResult) -> dict[int, tuple[float, float]]:
@@ -158,75 +206,3 @@ def chunk_costs(run: ProbeRun, cluster: ClusterSpec) -> list[PartCost]:
 
 def _with(cluster: ClusterSpec, hardware: HardwareSpec) -> ClusterSpec:
     return cluster.changed(hardware=hardware.model_copy(update={"tiers": cluster.hardware.tiers}))
-
-
-def _link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
-    """For each tier that alone carried an exchange, the share of its rate that the largest such exchange reached."""
-    run, shares_by_tier = result.run, dict[str, list[tuple[TimedExchange, float]]]()
-    for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
-        stride = stride_of(exchange, run)
-        level = None if stride is None else _tier_alone(exchange.size, stride, cluster)
-        if level is None:
-            continue
-        share = _share(exchange, level, cluster)
-        if share is not None:
-            shares_by_tier.setdefault(cluster.tiers[level].name, []).append((exchange, share))
-    shares = {}
-    for name, pairs in shares_by_tier.items():
-        largest = max(pairs, key=lambda pair: pair[0].num_bytes)[0]
-        shares_of_largest = [
-            share for exchange, share in pairs if (exchange.name, exchange.size) == (largest.name, largest.size)
-        ]
-        source = f"{largest.name} of {largest.num_bytes / 2**20:.1f} MiB over {largest.size} ranks"
-        shares[name] = Share(value=min(1.0, median(shares_of_largest)), source=source)
-    return shares
-
-
-def _tier_alone(size: int, stride: int, cluster: ClusterSpec) -> int | None:
-    """The tier that joins all ranks of a group, if no lower tier joins any two of them."""
-    members = [int(count) for count in members_by_tier(size, stride, cluster.tiers)]
-    level = members.index(size)
-    return level if size > 1 and (level == 0 or members[level - 1] == 1) else None
-
-
-def _share(exchange: TimedExchange, level: int, cluster: ClusterSpec) -> float | None:
-    """Share of the tier's rate that an exchange reached, without latency; None where most of its seconds are
-    latency."""
-    tier = cluster.tiers[level]
-    kind: Kind = "all_reduce" if exchange.name.endswith("all-reduce") else "all_gather"
-    latency_s = float(waits_s(kind, exchange.size, 1, exchange.size, tier, level == 0))
-    if latency_s > MOST_LATENCY_FRACTION * exchange.seconds:
-        return None
-    moved = exchange.bus_gb_per_s * GB * exchange.seconds
-    rate = tier.gb_per_s * GB / tier.oversubscription * float(joined_fraction(tier, exchange.size))
-    return moved / (exchange.seconds - latency_s) / rate
-
-
-def _reserved(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share | Quantity]:
-    """Memory in use on the device outside the allocator's blocks, and the allocator's blocks beyond what was
-    allocated."""
-    memories = [rank.memory for rank in result.ranks if rank.memory is not None]
-    if not memories:
-        return {}
-    shape = run_shape(result.run)
-    num_communicators = 0.0 if result.mode == "stages" else float(communicators(shape))
-    communicator_bytes = num_communicators * cluster.hardware.reserved.communicator_bytes
-    context_bytes = (
-        median(memory.device_used_bytes - memory.peak_reserved_bytes for memory in memories) - communicator_bytes
-    )
-    fragmentation_fraction = median(memory.peak_reserved_bytes / memory.peak_allocated_bytes - 1 for memory in memories)
-    source = f"{len(memories)} ranks"
-    return {
-        "context_gib": Quantity(value=max(0.0, context_bytes / GIB), source=source),
-        "fragmentation_fraction": Share(value=min(1.0, max(0.0, fragmentation_fraction)), source=source),
-    }
-
-
-def _host(ranks: Sequence[RankResult]) -> Quantity:
-    """The host's seconds per micro-batch: time between actions in which a rank neither computed nor waited."""
-    seconds_by_rank = []
-    for rank in ranks:
-        gaps = [after.ready_s - before.end_s for before, after in zip(rank.actions, rank.actions[1:], strict=False)]
-        forwards = sum("F" in timed.action for timed in rank.actions)
-        seconds_by_rank.append(sum(max(0.0, gap) for gap in gaps) / max(1, forwards))
-    return Quantity(value=median(seconds_by_rank), source=f"between the actions of {len(ranks)} ranks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from planner.probe.repeats import STEADY_S
 from planner.probe.run import ChunkSpec, Device, ProbeRun
 from planner.schedule.orders import build_schedule
 from planner.specs.model import ModelSpec
@@ -33,8 +34,8 @@ class StageShape(NamedTuple):
     vocab_size: int = 8192
     head_dim: int = 128
 
-    def run(self, device: Device) -> ProbeRun:
-        """A run of the stage alone, with four micro-batches of one sequence."""
+    def run(self, device: Device, steady_s: float = 0.0) -> ProbeRun:
+        """A run of the stage alone, with four micro-batches of one sequence, for at least `steady_s`."""
         heads = self.hidden_size // self.head_dim
         model = ModelSpec(
             name="profile",
@@ -58,6 +59,8 @@ class StageShape(NamedTuple):
             chunks=(ChunkSpec(first_layer=0, last_layer=self.num_layers, embedding=True, head=True),),
             warm_up_steps=2,
             num_steps=3,
+            steady_s=steady_s,
+            most_s=3 * steady_s,
         )
 
 
@@ -66,7 +69,7 @@ class ShapesToMeasure:
     """Shapes to measure."""
 
     budget_s: float
-    """Seconds to spend on one timing, without the warm-up."""
+    """Seconds for all kernels together, warm-ups included."""
     products: tuple[tuple[int, int, int], ...]
     """m, n, k."""
     attentions: tuple[AttentionShape, ...]
@@ -74,6 +77,8 @@ class ShapesToMeasure:
     """Operator as `kernel_problems.STREAMS` names it, rows, columns."""
     stages: tuple[StageShape, ...]
     exchanged_bytes: tuple[int, ...]
+    steady_s: float = 0.0
+    """Seconds for which an exchange or a stage is measured at least."""
 
 
 _WEIGHTS = (
@@ -82,7 +87,7 @@ _WEIGHTS = (
 )  # fmt: skip
 """n × k of the layers of models from 1B to 405B, whole and sharded."""
 GPU = ShapesToMeasure(
-    budget_s=0.05,
+    budget_s=360.0,  # 306 figures of 1 s, a twentieth of that before each, a tenth for those that vary
     products=tuple((m, n, k) for m in (1024, 2048, 4096, 8192) for n, k in _WEIGHTS),
     attentions=tuple(
         AttentionShape(batch, seq, heads, min(8, heads), dim, v_dim)
@@ -102,9 +107,10 @@ GPU = ShapesToMeasure(
         StageShape(1024, 4096, 8, 512),
     ),
     exchanged_bytes=(2**20, 2**24, 2**28),
+    steady_s=STEADY_S,
 )
 CPU = ShapesToMeasure(
-    budget_s=0.05,
+    budget_s=60.0,
     products=tuple(
         (m, n, k)
         for m in (128, 512)
@@ -130,7 +136,7 @@ CPU = ShapesToMeasure(
     exchanged_bytes=(2**14, 2**18, 2**22),
 )
 QUICK = ShapesToMeasure(
-    budget_s=0.002,
+    budget_s=0.1,
     products=((64, 64, 64), (128, 256, 128), (256, 256, 256)),
     attentions=(AttentionShape(1, 64, 4, 4, 32, 32), AttentionShape(1, 128, 4, 4, 64, 64)),
     streams=tuple(

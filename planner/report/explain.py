@@ -11,9 +11,10 @@ from rich.text import Text
 from planner.answer import Layout, PricedLayout
 from planner.report.causes import Difference, matters, memory_differences, step_differences
 from planner.report.format import fits_with, gibibytes, percent, seconds
-from planner.report.labels import MEMORY, manner, sizes
+from planner.report.labels import CORRECTIONS, MEMORY, manner, sizes
 from planner.report.pieces import bullets, columns, section
 from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
+from planner.specs.corrections import Correction
 
 
 def asked(pins: Mapping[str, Iterable[int | str]]) -> str:
@@ -36,6 +37,8 @@ def _sections(answer: Explanation) -> Iterator[RenderableType]:
     yield Text(f"{question} {answer.job}", style="bold")
     yield ""
     yield Text(answer.says)
+    if answer.corrections:
+        yield section(CORRECTIONS, _corrections(answer.corrections))
     if not answer.asked:
         yield from _why_this(answer)
         return
@@ -48,6 +51,13 @@ def _sections(answer: Explanation) -> Iterator[RenderableType]:
             shown = [difference for difference in differences if matters(difference, answer.best.step.step_s)]
             yield section("Where the seconds differ", _seconds(answer, answer.pinned, shown))
         yield section("Memory of the fullest stage, GiB", _memory(answer, answer.pinned))
+
+
+def _corrections(corrections: Iterable[Correction]) -> Table:
+    table = columns("l", None)
+    for correction in corrections:
+        table.add_row(correction.name, correction.says)
+    return table
 
 
 def _layouts(answer: Explanation) -> Table:

@@ -34,6 +34,8 @@ EVIDENCE = {
     "calibrated": "calibrated on measurements of this GPU, or of others of its silicon",
     "probed": "probed: corrected by a real run on this kind of GPU",
 }
+CORRECTIONS = "What a probe corrected"
+"""The title of the numbers of the hardware that a probe measured."""
 NINE_OF_TEN_LOSE = 0.02
 """In nine of ten published jobs the layout ranked first took at most this much longer than the fastest, as a fraction
 (`plan validate --regret`)."""

@@ -63,6 +63,8 @@ def _sections(view: View) -> Iterator[RenderableType]:
         yield section(headings["robust"], _robust(view.robust))
     if view.rejections:
         yield section(headings["rejections"], _rejections(view.rejections))
+    if view.corrections:
+        yield section(headings["corrections"], _sentences(view.corrections))
     yield section(headings["how_sure"], _sentences(view.how_sure))
     if view.assumptions:
         yield section(headings["assumptions"], bullets(view.assumptions))
@@ -83,6 +85,8 @@ def _panel(view: View) -> Panel:
         lines.append(Text(view.misfit, style="bold red"))
     if view.fit:
         lines.append(Text(view.fit))
+    if view.corrected:
+        lines += map(Text, _packed(("probed:", *view.corrected)))
     lines += ["", _figures(view.figures)]
     if view.sustained is not None:
         lines.append(Text(f"{view.sustained.name} {view.sustained.text}"))

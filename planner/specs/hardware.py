@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from planner.specs.base import Fraction, Name, NonNegativeFloat, PositiveFloat, PositiveInt, Spec
+from planner.specs.corrections import Correction
 from planner.specs.efficiency import Efficiency
 from planner.specs.units import GB, GIB, MICRO, TERA
 
@@ -133,6 +134,8 @@ class HardwareSpec(Spec):
     """Device memory that no tensor holds."""
     efficiency: Efficiency = Efficiency()
     """Given none, what a GPU commonly reaches of its data sheet."""
+    corrections: tuple[Correction, ...] = ()
+    """The numbers above that a probe measured, and what became of each."""
     usd_per_gpu_hour: PositiveFloat | None = None
     """Price of one GPU for an hour."""
     watts_per_gpu: PositiveFloat | None = None

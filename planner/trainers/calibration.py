@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import Field
 
 from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, Spec
 from planner.specs.cluster import ClusterSpec
+from planner.specs.corrections import Correction, Unit, Verdict
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.trainers.spec import RuntimeSpec
 
+UNPROBED_MEMORY_WIDTH = 0.04
+"""Half-width that a rank's memory keeps where a probe gave kernels their speed and no memory to go by: that of a GPU
+whose kernels were measured (`layout.risk`)."""
 
-class Factor(Spec):
+
+class Measured(Spec):
+    """A measured number and the opinion of it."""
+
+    source: str
+    """The measurement."""
+    verdict: Verdict = "corrected"
+    reason: str = ""
+    """The reason why the profile's own number stays; empty where it is corrected."""
+
+    @property
+    def is_applied(self) -> bool:
+        return self.verdict == "corrected"
+
+
+class Factor(Measured):
     """Seconds over those that the profile predicts."""
 
     value: PositiveFloat
-    source: str
-    """The measurement."""
 
 
-class Share(Spec):
+class Share(Measured):
     """A measured share."""
 
     value: Fraction
-    source: str
 
 
-class Quantity(Spec):
+class Quantity(Measured):
     """A measured amount; its unit is in the field's name."""
 
     value: NonNegativeFloat
-    source: str
 
 
 class Calibration(Spec):
@@ -53,63 +69,112 @@ class Calibration(Spec):
     """Memory that the allocator holds beyond what is allocated, as a share of what is allocated."""
     microbatch_overhead_s: Quantity | None = None
     """Host time per micro-batch and stage that no kernel hides."""
+    step_width: PositiveFloat | None = None
+    """Half-width of a dense model's step, in natural logarithms, by what the kernels' factors leave unexplained."""
+    memory_width: NonNegativeFloat | None = None
+    """Half-width of a rank's memory that its numbers above leave; null where the probe gives none."""
+
+    @property
+    def explains_kernels(self) -> bool:
+        """True if plans rest on the probe's seconds of kernels, corrected by them or confirmed."""
+        factors = (self.gemm_factor, self.stream_factor, *self.attention_factor.values())
+        return any(factor is not None and factor.verdict != "refused" for factor in factors)
 
     def of_cluster(self, cluster: ClusterSpec) -> ClusterSpec:
-        """`cluster` with measured numbers in place of its own; its evidence is then `probed`."""
-        return cluster.changed(hardware=self.of_hardware(cluster.hardware))
+        """`cluster` with measured numbers in place of its own; its evidence is then `probed`, unless what the probe
+        measured of kernels was refused."""
+        return cluster.changed(
+            hardware=self._of_hardware(cluster.hardware, cluster.tiers),
+            network_tiers=tuple(map(self._tier, cluster.network_tiers)),
+        )
 
     def of_hardware(self, hardware: HardwareSpec) -> HardwareSpec:
         """The profile with factors multiplied onto its own, measured shares and amounts in place of its own."""
+        return self._of_hardware(hardware, hardware.tiers)
+
+    def _of_hardware(self, hardware: HardwareSpec, tiers: tuple[LinkTier, ...]) -> HardwareSpec:
         before = hardware.efficiency
-        changes: dict[str, Any] = {"evidence": "probed", "source": f"{before.source} Probed: {self.source}".strip()}
+        changes: dict[str, Any] = {} if self.step_width is None else {"step_width": self.step_width}
+        if self.explains_kernels:
+            changes |= {"evidence": "probed", "source": f"{before.source} Probed: {self.source}".strip()}
         for name in ("gemm_factor", "stream_factor"):
             factor: Factor | None = getattr(self, name)
-            if factor is not None:
+            if factor is not None and factor.is_applied:
                 changes[name] = getattr(before, name) * factor.value
         for kernel, factor in self.attention_factor.items():
-            timed = getattr(before, kernel)
-            changes[kernel] = timed.model_copy(update={"seconds_factor": timed.seconds_factor * factor.value})
-        measured = {"context_gib": self.context_gib, "fragmentation_fraction": self.fragmentation_fraction}
-        given = {name: number for name, number in measured.items() if number is not None}
-        reserved: dict[str, Any] = {name: number.value for name, number in given.items()}
-        if given:
-            reserved["source"] = "; ".join(number.source for number in given.values())
+            if factor.is_applied:
+                timed = getattr(before, kernel)
+                changes[kernel] = timed.model_copy(update={"seconds_factor": timed.seconds_factor * factor.value})
         return hardware.model_copy(
             update={
                 "efficiency": before.model_copy(update=changes),
                 "tiers": tuple(map(self._tier, hardware.tiers)),
-                "reserved": hardware.reserved.model_copy(update=reserved),
+                "reserved": hardware.reserved.model_copy(update=self._reserved(hardware)),
+                "corrections": (*hardware.corrections, *self.corrections(hardware, tiers)),
             }
         )
 
     def _tier(self, tier: LinkTier) -> LinkTier:
         share = self.efficiency_fraction.get(tier.name)
-        if share is None:
+        if share is None or not share.is_applied:
             return tier
         return tier.model_copy(update={"efficiency_fraction": share.value, "source": f"{tier.source} {share.source}"})
 
+    def _reserved(self, hardware: HardwareSpec) -> dict[str, Any]:
+        """The fields of the profile's reserved memory that change."""
+        measured = {"context_gib": self.context_gib, "fragmentation_fraction": self.fragmentation_fraction}
+        given = {name: number for name, number in measured.items() if number is not None and number.is_applied}
+        reserved: dict[str, Any] = {name: number.value for name, number in given.items()}
+        if given:
+            reserved["source"] = "; ".join(number.source for number in given.values())
+        if self.memory_width is not None:
+            reserved["width"] = self.memory_width
+        elif self.explains_kernels:
+            reserved["width"] = math.hypot(hardware.reserved.width, UNPROBED_MEMORY_WIDTH)
+        return reserved
+
     def of_runtime(self, runtime: RuntimeSpec) -> RuntimeSpec:
         """The runtime with the measured host time per micro-batch."""
-        if self.microbatch_overhead_s is None:
+        if self.microbatch_overhead_s is None or not self.microbatch_overhead_s.is_applied:
             return runtime
         return runtime.model_copy(update={"microbatch_overhead_s": self.microbatch_overhead_s.value})
 
-    def in_words(self) -> list[str]:
-        """One line per number, for reports."""
-        factors = {"products": self.gemm_factor, "memory-bound": self.stream_factor}
-        factors |= {f"attention ({kernel})": factor for kernel, factor in self.attention_factor.items()}
-        lines = [f"{name} × {factor.value:.3f} ({factor.source})" for name, factor in factors.items() if factor]
-        lines += [f"{name} at {share.value:.0%} of its rate ({share.source})" for name, share in self._links]
-        if self.context_gib is not None:
-            lines.append(f"{self.context_gib.value:.2f} GiB outside the allocator ({self.context_gib.source})")
-        if self.fragmentation_fraction is not None:
-            share = self.fragmentation_fraction
-            lines.append(f"{share.value:.1%} of allocated memory held beyond it ({share.source})")
-        if self.microbatch_overhead_s is not None:
-            overhead = self.microbatch_overhead_s
-            lines.append(f"{1e6 * overhead.value:.0f} µs of host a micro-batch ({overhead.source})")
-        return lines
+    def corrections(self, hardware: HardwareSpec, tiers: tuple[LinkTier, ...]) -> tuple[Correction, ...]:
+        """Every number measured, with the profile's own beside it. `tiers` are the links of the cluster at hand."""
+        own = hardware.efficiency
+        rows: list[tuple[str, Unit, float, Factor | Share | Quantity | None]] = [
+            ("products", "factor", own.gemm_factor, self.gemm_factor),
+            *(
+                (f"attention ({kernel})", "factor", getattr(own, kernel).seconds_factor, factor)
+                for kernel, factor in self.attention_factor.items()
+            ),
+            ("memory-bound kernels", "factor", own.stream_factor, self.stream_factor),
+            *(
+                (f"{tier.name}'s share of its rate", "fraction", tier.efficiency_fraction, share)
+                for tier in tiers
+                if (share := self.efficiency_fraction.get(tier.name)) is not None
+            ),
+            ("memory outside the allocator", "gib", hardware.reserved.context_gib, self.context_gib),
+            (
+                "memory that the allocator holds beyond what is allocated",
+                "fraction",
+                hardware.reserved.fragmentation_fraction,
+                self.fragmentation_fraction,
+            ),
+            ("host per micro-batch", "s", 0.0, self.microbatch_overhead_s),  # no trainer states one
+        ]
+        return tuple(_correction(*row[:3], row[3]) for row in rows if row[3] is not None)
 
-    @property
-    def _links(self) -> list[tuple[str, Share]]:
-        return sorted(self.efficiency_fraction.items())
+
+def _correction(name: str, unit: Unit, before: float, number: Factor | Share | Quantity) -> Correction:
+    measured = before * number.value if isinstance(number, Factor) else number.value
+    return Correction(
+        name=name,
+        unit=unit,
+        before=before,
+        measured=measured,
+        after=measured if number.is_applied else before,
+        source=number.source,
+        verdict=number.verdict,
+        reason=number.reason,
+    )

@@ -60,14 +60,74 @@ def test_a_search_is_calibrated_too_and_says_what_it_took(
     assert main([*JOB, "--top", "1", "--calibration", str(probe), "-o", str(tmp_path / "p.json")]) == 0
     assert read_plan(str(tmp_path / "p.json")).evidence == "probed"
     told = capsys.readouterr().err
-    assert f"{probe}: products × 1.1" in told
+    assert f"{probe}: products: × 1.000 → × 1.1" in told
     assert "is that" not in told
 
 
-def test_another_gpu_than_the_hardwares_is_doubted(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_gpu_than_the_hardwares_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     probe = save_probe(plan_file, 1.1, device="NVIDIA A100-SXM4-80GB")
+    assert main([*LAYOUT, "--calibration", str(probe), "--json"]) == 2
+    told = capsys.readouterr().err
+    assert "ran on NVIDIA A100-SXM4-80GB (ampere); h200-sxm-141gb is hopper" in told
+    assert "plan with --hardware a100-sxm-80gb" in told
+
+
+def test_a_gpu_that_nobody_knows_is_doubted(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    probe = save_probe(plan_file, 1.1, device="NVIDIA Graphics Device")
     assert main([*LAYOUT, "--calibration", str(probe), "--json"]) == 0
-    assert "ran on NVIDIA A100-SXM4-80GB; is that h200-sxm-141gb?" in capsys.readouterr().err
+    assert "ran on NVIDIA Graphics Device; is that h200-sxm-141gb?" in capsys.readouterr().err
+
+
+def test_seconds_that_no_such_gpu_can_take_are_refused_with_what_to_check(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe = save_probe(plan_file, 3.6)
+    assert main([*LAYOUT, "--calibration", str(probe), "--json"]) == 2
+    told = capsys.readouterr().err
+    assert "products × 3." in told
+    assert "(between 0.5 and 2 is plausible)" in told
+    assert "check --hardware, and the clocks, power limit and other processes of NVIDIA H200" in told
+
+
+def test_the_panel_the_report_and_explain_list_what_was_corrected(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe = save_probe(plan_file, 1.2)
+    assert main([*LAYOUT, "--calibration", str(probe), "-q", "--force", "-o", str(tmp_path / "p.json")]) == 0
+    corrections = json.loads((tmp_path / "p.json").read_text())["cluster"]["hardware"]["corrections"]
+    products = next(row for row in corrections if row["name"] == "products")
+    assert (products["before"], products["verdict"]) == (1.0, "corrected")
+    assert products["after"] == products["measured"] == pytest.approx(1.2, rel=0.02)
+    capsys.readouterr()
+    for arguments in (LAYOUT, ["explain", *JOB, "--tp", "2", "--pp", "4", "--dp", "2", "--time-limit", "1"]):
+        assert main([*arguments, "--calibration", str(probe), "-q"]) == 0
+        shown = capsys.readouterr().out
+        assert "What a probe corrected" in shown
+        assert "products" in shown
+        assert "→ × 1.2" in shown
+    assert main(["report", str(tmp_path / "p.json"), "-q", "--force", "-o", str(tmp_path / "p.html")]) == 0
+    assert "What a probe corrected" in (tmp_path / "p.html").read_text()
+
+
+def test_seconds_that_factors_do_not_explain_leave_the_profile_and_widen_the_interval(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = read_plan(str(plan_file)).best.stages
+    scattered = (1.6, 0.7, 1.45, 0.65)
+    result = probe_result(
+        read_plan(str(plan_file)),
+        lambda j: (scattered[j] * stages[j].forward_s, stages[j].backward_s / scattered[j]),
+    )
+    probe = plan_file.with_name("scattered.json")
+    probe.write_text(result.model_dump_json())
+    before = planned([*LAYOUT], tmp_path)
+    assert main([*LAYOUT, "--calibration", str(probe), "--force", "-o", str(tmp_path / "again.json")]) == 0
+    assert "products: refused, stays at × 1.000" in capsys.readouterr().err
+    after = read_plan(str(tmp_path / "again.json"))
+    assert after.evidence == before.evidence == "calibrated"
+    assert after.step.breakdown.compute_s == before.step.breakdown.compute_s
+    low_s, high_s = after.step.step_s_interval or (0.0, 0.0)
+    assert high_s / low_s > 1.3**2
 
 
 def test_a_file_that_is_no_probe_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.probe.model.peers import ExpertGroup
 from planner.probe.worker.handshake import AGREED
 
 GIB = 2**30
@@ -182,7 +181,6 @@ def fake_gpu(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, num_gpus: int = 1) -
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
     monkeypatch.setattr("planner.probe.rank.quiet_chunks.FEWEST", 1)  # no time passes, so no more than once
-    monkeypatch.setattr("planner.probe.rank.quiet_chunks.ROUND_S", 0.1)
     real = torch.Tensor.is_cuda
     on_gpu = property(lambda tensor: _asked_by_planner() or real.__get__(tensor))
     monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu, raising=False)
@@ -218,13 +216,6 @@ def fake_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         backends.append(backend)
         init("fake", rank=rank, world_size=world_size, store=FakeStore())
 
-    def exchange(peers: ExpertGroup, rows: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        share = [rows.shape[0] // peers.size] * peers.size  # fake counts cannot be read
-        arrived = torch.empty_like(rows)
-        dist.all_to_all_single(arrived, rows.contiguous(), share, share, group=peers.group)
-        return arrived
-
-    monkeypatch.setattr(ExpertGroup, "exchange", exchange)
     from_group = DeviceMesh.from_group
 
     def mesh_from_group(*args: Any, **kwargs: Any) -> DeviceMesh:

@@ -162,6 +162,24 @@ def test_connections_are_set_before_cuda_is_asked_for_anything(start: Any, monke
     assert connections == ["32"]
 
 
+@pytest.mark.parametrize(
+    ("inherited", "rank", "used", "is_told"),
+    [("1", None, "32", True), ("1", "3", "32", False), ("many", "0", "32", True), ("64", "0", "64", False)],
+)
+def test_connections_that_a_training_script_left_are_overridden(
+    inherited: str, rank: str | None, used: str, is_told: bool, called: list[str], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", inherited)
+    monkeypatch.setenv("RANK", rank or "0")
+    if rank is None:
+        monkeypatch.delenv("RANK")
+    require_gpu("cuda")
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == used
+    told = f"CUDA_DEVICE_MAX_CONNECTIONS={inherited} of the environment is overridden by 32"
+    assert (told in caplog.text) == is_told
+
+
 def test_connections_are_set_before_links_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the device is named, so that nothing looked for one."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # put back afterwards
@@ -183,7 +201,9 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_it_is_shown(
             worker.use_device()
         return
     worker.use_device()
-    assert called == [f"set_device {device}"]
+    assert called == [f"get_device_properties {device[-1]}", f"set_device {device}"], (
+        "it is looked at before it is used"
+    )
     assert worker.device_id() == "GPU-1"
     assert default_device() == "cuda"
 
@@ -235,10 +255,11 @@ def test_grouped_products_are_torchs_on_hopper_in_bf16(called: list[str]) -> Non
 
 
 def test_kernels_are_timed_between_events(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Stopwatch("cuda", 0.5)
-    assert bench.microseconds(lambda: None) == pytest.approx(1e5)
     ones = torch.ones(2, 2)
     monkeypatch.setattr(Stopwatch, "normal", lambda *_: called.append("operand") or ones)
+    bench = Stopwatch("cuda", 0.5)
+    assert bench.microseconds(lambda: None) == pytest.approx(1e5)
+    assert called[0] == "operand", "a cold GPU is warmed up"
     called.clear()
     machine = machine_of("cuda")
     assert called.index("operand") < called.index("mem_get_info 0"), "a product is run before memory is read"

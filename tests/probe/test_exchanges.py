@@ -18,15 +18,16 @@ from planner.probe.rank import exchanges  # noqa: E402
 def test_bytes_are_those_that_move(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
     monkeypatch.setattr(exchanges, "barrier", lambda device, group: None)
+    monkeypatch.setattr(exchanges, "slowest_s", lambda seconds, device, group: seconds)
     monkeypatch.setattr(exchanges.dist, "all_reduce", lambda x, group: moved.append(x.nbytes))
     monkeypatch.setattr(exchanges.dist, "all_gather_into_tensor", lambda whole, x, group: moved.append(whole.nbytes))
     trainer: Any = SimpleNamespace(
         around=Surroundings(tp=GroupPeers(4, 0, sequence_parallel)),
         chunks={},
-        run=None,
+        run=SimpleNamespace(steady_s=0.0, most_s=0.0),
         flat=[],
         device="cpu",
-        clock=SimpleNamespace(start=lambda: None, mark=lambda: None, seconds=lambda mark: 0.5),
+        clock=SimpleNamespace(is_cuda=False, start=lambda: None, mark=lambda: None, seconds=lambda mark: 0.5),
         empty=lambda: torch.empty(8 // (4 if sequence_parallel else 1), 1, 16),
     )
     measured = exchanges.measure_exchanges(trainer)

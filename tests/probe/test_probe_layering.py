@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PARTS = ("plan_side", "model", "rank", "worker", "launch", "verdict")
+PARTS = ("plan_side", "model", "rank", "rehearse", "worker", "launch", "verdict")
 """The folders of the probe. A module imports only from its own folder and from those before it."""
 ENTRY = "planner.probe.worker.__main__"
 """The program that torchrun starts: it lies where exported files look for it, and starts what lies above it."""
@@ -67,7 +67,7 @@ def test_each_part_of_the_probe_imports_only_parts_before_it() -> None:
         return (
             PARTS.index(folder)
             if folder in PARTS
-            else {"run": -1, "result": -1, "torch_build": -1}.get(folder, len(PARTS))
+            else {"run": -1, "result": -1, "repeats": -1, "device_state": -1, "torch_build": -1}.get(folder, len(PARTS))
         )
 
     graph = import_graph(REPOSITORY / "planner" / "probe")

@@ -26,6 +26,12 @@ def torch_names(path: Path) -> set[str]:
     return {name.removeprefix("torch.") for name in names if name}
 
 
+def torch_modules(path: Path) -> set[str]:
+    """Modules of torch from which a file imports names."""
+    imports = (node for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom))
+    return {node.module for node in imports if (node.module or "").split(".")[0] == "torch" if node.module}
+
+
 def keywords(path: Path) -> Iterator[tuple[str, str]]:
     """Each dotted name below torch that a file calls, with each keyword that it passes."""
     tree = _tree(path)

@@ -164,6 +164,16 @@ def test_factors_are_beyond_what_the_profile_already_has() -> None:
     assert calibration.of_cluster(known).hardware.efficiency.gemm_factor == pytest.approx(1.2, rel=0.01)
 
 
+def with_links(cluster: ClusterSpec, **shares: float) -> ClusterSpec:
+    """The cluster with the shares of their rates that its links really reach, by tier."""
+    hardware = cluster.hardware
+    tiers = tuple(
+        tier.model_copy(update={"efficiency_fraction": shares.get(tier.name, tier.efficiency_fraction)})
+        for tier in hardware.tiers
+    )
+    return ClusterSpec(hardware=hardware.model_copy(update={"tiers": tiers}), num_gpus=cluster.num_gpus)
+
+
 def exchange(plan: Plan, name: str, size: int, stride: int, num_bytes: int, efficiency: float) -> TimedExchange:
     """As it would be measured on links that reach `efficiency` of their rate."""
     hardware = plan.cluster.hardware
@@ -182,7 +192,8 @@ def test_links_are_measured_by_the_exchanges_that_run_on_them_alone() -> None:
         exchange(plan, "tp all-reduce", 8, 1, 2**20, 0.3),
         exchange(plan, "gradient reduce-scatter", 4, 8, 2**28, 0.5),
     )
-    result = measured_on(plan, plan.cluster, mode="ranks", exchanges=found)
+    machine = with_links(plan.cluster, nvlink=0.6, infiniband=0.5)
+    result = measured_on(plan, machine, mode="ranks", exchanges=found)
     shares = from_probe(result, plan.cluster).efficiency_fraction
     assert {name: share.value for name, share in shares.items()} == pytest.approx({"nvlink": 0.6, "infiniband": 0.5})
     assert "tp all-gather of 64.0 MiB over 8 ranks" in shares["nvlink"].source
@@ -206,7 +217,8 @@ def test_links_are_those_of_the_ranks_that_exchange(
 ) -> None:
     plan = make_plan(pp=1, **layout)
     found = (exchange(plan, name, size, stride, 2**28, 0.5),)
-    measured = from_probe(measured_on(plan, plan.cluster, mode="ranks", exchanges=found), plan.cluster)
+    result = measured_on(plan, with_links(plan.cluster, **shares), mode="ranks", exchanges=found)
+    measured = from_probe(result, plan.cluster)
     assert {name: share.value for name, share in measured.efficiency_fraction.items()} == pytest.approx(shares)
 
 

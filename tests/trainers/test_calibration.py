@@ -6,9 +6,10 @@ import pytest
 
 from planner.layout.evaluate import evaluate
 from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import LinkTier
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
-from planner.trainers.calibration import Calibration, Factor, Quantity, Share
+from planner.trainers.calibration import UNPROBED_MEMORY_WIDTH, Calibration, Factor, Quantity, Share
 from planner.trainers.load import load_runtime
 
 MEASURED = Calibration(
@@ -82,8 +83,57 @@ def test_a_plan_of_a_calibrated_cluster_is_probed_and_slower_where_it_measured_s
 
 
 def test_every_number_is_said_with_its_source() -> None:
-    lines = MEASURED.in_words()
-    assert len(lines) == 7
-    assert lines[0] == "products × 1.100 (stages)"
-    assert "nvlink at 70% of its rate (an all-gather)" in lines
-    assert "200 µs of host a micro-batch (a rank)" in lines
+    cluster = _cluster()
+    corrections = MEASURED.of_cluster(cluster).hardware.corrections
+    says = {correction.name: correction.says for correction in corrections}
+    assert len(says) == 7
+    assert says["products"] == "× 1.000 → × 1.100 (stages)"
+    assert says["nvlink's share of its rate"] == "80.0% → 70.0% (an all-gather)"
+    assert says["host per micro-batch"] == "0 µs → 200 µs (a rank)"
+
+
+def test_what_is_refused_or_confirmed_stays_and_is_said_with_the_reason() -> None:
+    slow = Factor(value=1.5, source="stages", verdict="refused", reason="it explains little")
+    lost = Share(value=0.05, source="an all-gather", verdict="refused", reason="another way")
+    same = Quantity(value=1.02, source="a rank", verdict="confirmed", reason="as near as it repeats")
+    doubted = Calibration(
+        source="x", gemm_factor=slow, efficiency_fraction={"nvlink": lost}, context_gib=same, step_width=0.4
+    )
+    cluster = _cluster()
+    after = doubted.of_cluster(cluster).hardware
+    assert (after.tiers, after.reserved) == (cluster.hardware.tiers, cluster.hardware.reserved)
+    assert (after.efficiency.gemm_factor, after.efficiency.evidence) == (1.0, "measured")
+    assert [(c.before, c.measured, c.after) for c in after.corrections] == [
+        (1.0, 1.5, 1.0),
+        (0.8, 0.05, 0.8),
+        (1.0, 1.02, 1.0),
+    ]
+    assert after.corrections[0].says == "refused, stays at × 1.000, measured × 1.500: it explains little"
+    assert after.corrections[2].says == "stays at 1.00 GiB, measured 1.02 GiB: as near as it repeats"
+
+
+def test_a_profile_that_was_confirmed_is_probed_and_stays() -> None:
+    same = Factor(value=1.004, source="stages", verdict="confirmed", reason="as near as seconds repeat")
+    after = Calibration(source="x", gemm_factor=same, step_width=0.08).of_hardware(load_hardware("h200"))
+    assert (after.efficiency.gemm_factor, after.efficiency.evidence, after.efficiency.step_width) == (
+        1.0,
+        "probed",
+        0.08,
+    )
+
+
+def test_the_network_that_a_user_states_is_corrected_too() -> None:
+    rack = LinkTier(name="rack", gb_per_s=50.0, latency_us=8.0)
+    measured = Calibration(source="x", efficiency_fraction={"rack": Share(value=0.4, source="an all-gather")})
+    after = measured.of_cluster(_cluster(network_tiers=(rack,)))
+    assert after.tiers[1].efficiency_fraction == 0.4
+    assert after.hardware.corrections[0].before == rack.efficiency_fraction
+
+
+def test_memory_that_no_probe_measured_keeps_the_width_of_a_measured_gpu() -> None:
+    def width(calibration: Calibration) -> float:
+        return calibration.of_hardware(load_hardware("h200")).reserved.width
+
+    kernels = Calibration(source="x", gemm_factor=Factor(value=1.2, source="stages"))
+    assert width(kernels) == UNPROBED_MEMORY_WIDTH
+    assert width(kernels.model_copy(update={"memory_width": 0.01})) == 0.01

@@ -18,7 +18,7 @@ from planner.probe.model.norm import Norm
 from planner.probe.model.peer_functions import Enter
 from planner.probe.model.peers import TensorPeers, apply
 from planner.probe.model.surroundings import Surroundings, recomputable
-from planner.probe.torch_build import this_build
+from planner.probe.torch_build import on_gpu, this_build
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
 
@@ -39,7 +39,7 @@ def core_attention(
     if mask is None and takes_flash(q) and (window or sinks is not None or pads):
         return apply(FlashAttention, q, k, v, window, sinks).flatten(2)
     v_dim = v.shape[-1]
-    if not q.is_cuda and v_dim < q.shape[-1]:
+    if not on_gpu(q) and v_dim < q.shape[-1]:
         v = functional.pad(v, (0, q.shape[-1] - v_dim))
     if sinks is not None:
         k, v, mask = _with_sink(k, v, mask, sinks)

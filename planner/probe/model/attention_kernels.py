@@ -12,13 +12,13 @@ from torch.nn import functional
 from planner.errors import ProbeError
 from planner.probe.model.surroundings import to_fp32
 from planner.probe.run import Device
-from planner.probe.torch_build import this_build, torch_release
+from planner.probe.torch_build import on_gpu, this_build, torch_release
 from planner.specs.model import ModelSpec
 
 
 def takes_flash(x: Tensor) -> bool:
     """True if flash attention runs on x's device and dtype. The kernel takes windows and sinks, but no masks."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def require_flash(model: ModelSpec, cp: int, device: Device, hint: str) -> None:

@@ -13,7 +13,7 @@ from planner.probe.model.marks import mark_partial, mark_shard
 from planner.probe.model.peer_functions import Leave
 from planner.probe.model.peers import apply
 from planner.probe.model.surroundings import Surroundings
-from planner.probe.torch_build import this_build
+from planner.probe.torch_build import on_gpu, this_build
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32) if hasattr(torch, "_grouped_mm") else ()
 """Dtypes that torch's grouped GEMM takes on the CPU; on a GPU it takes bf16, where the build has it. Everything else is
@@ -83,9 +83,12 @@ class _Product(torch.autograd.Function):
         x_grad = None
         if ctx.needs_input_grad[0]:
             x_grad = (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
-            x_grad = tp.enter_grad(x_grad) if enters else x_grad
         bias_grad = rows.sum(0) if ctx.has_bias else None
-        return x_grad, ctx.around.weight_gradient(weight, partial(_outer, rows, inputs)), bias_grad, None, None
+        # trainers scatter the input's gradient while they compute the weight's: both are there at once
+        weight_grad = ctx.around.weight_gradient(weight, partial(_outer, rows, inputs))
+        if x_grad is not None and enters:
+            x_grad = tp.enter_grad(x_grad)
+        return x_grad, weight_grad, bias_grad, None, None
 
 
 def _outer(rows: Tensor, inputs: Tensor) -> Tensor:
@@ -114,7 +117,7 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def _takes_groups(x: Tensor) -> bool:
-    if not x.is_cuda:
+    if not on_gpu(x):
         return x.dtype in _GROUPED_DTYPES
     return bool(_GROUPED_DTYPES) and x.dtype == torch.bfloat16 and this_build().takes_groups(x.device)
 

@@ -14,6 +14,7 @@ from planner.probe.model.linear import GroupedProduct, Linear
 from planner.probe.model.marks import mark_partial
 from planner.probe.model.peer_functions import ExpertAllToAll
 from planner.probe.model.peers import apply
+from planner.probe.model.permutations import FromRows, Reorder, RowsOf, ToRows
 from planner.probe.model.surroundings import Surroundings, recomputable, to_fp32
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec
@@ -82,8 +83,9 @@ class MoE(nn.Module):
         token = order // self.moe.num_experts_per_tok
         inverse_order = order.argsort()
         num_sent = count(chosen.flatten(), self.moe.num_experts)
-        rows = self.dispatch(tokens.index_select(0, token), weights.flatten().index_select(0, order), num_sent)
-        y = rows.index_select(0, inverse_order).view(*chosen.shape, -1).sum(1).view_as(x)
+        rows = apply(ToRows, tokens, token, inverse_order)
+        rows = self.dispatch(rows, weights.flatten().index_select(0, order), num_sent)
+        y = apply(FromRows, rows, token, inverse_order, tokens.shape[0]).view_as(x)
         if self.shared is None:
             return y
         shared = recomputable("shared_experts", self.shared, self.around)(x)
@@ -108,7 +110,7 @@ class MoE(nn.Module):
         if peers.size == 1:
             return cast(Tensor, self.experts(rows, weights, sent))
         received = peers.counts(sent)
-        num_sent, num_received = sent.view(peers.size, -1).sum(1), received.sum(1)
+        num_sent, num_received = self.splits(sent, received, rows.shape[0])
         rows = apply(ExpertAllToAll, rows, peers, num_sent, num_received)
         weights = apply(ExpertAllToAll, weights, peers, num_sent, num_received)
         num_local_experts = received.shape[1]
@@ -116,11 +118,27 @@ class MoE(nn.Module):
             expert = torch.arange(num_local_experts, device=rows.device).repeat(peers.size)
             expert = expert.repeat_interleave(received.flatten(), output_size=rows.shape[0])  # does not wait for a GPU
             order = expert.argsort(stable=True)
-            rows, weights = rows.index_select(0, order), weights.index_select(0, order)
+            inverse_order = order.argsort()
+            rows, weights = apply(Reorder, rows, order, inverse_order), weights.index_select(0, order)
         rows = self.experts(rows, weights, received.sum(0))
         if num_local_experts > 1:
-            rows = rows.index_select(0, order.argsort())
+            rows = apply(Reorder, rows, inverse_order, order)
         return apply(ExpertAllToAll, rows, peers, num_received, num_sent)
+
+    def splits(self, sent: Tensor, received: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+        """Number of rows that go to each peer, and number that come from each.
+
+        The host waits for a GPU to tell them, once a layer. Where routing is balanced it knows them, and runs ahead of
+        the GPU here as elsewhere.
+        """
+        peers, num_experts = self.around.ep, self.moe.num_experts
+        if not self.around.balanced_routing:
+            to_peers, from_peers = torch.stack((sent.view(peers.size, -1).sum(1), received.sum(1))).tolist()
+            return to_peers, from_peers
+        counts = [num_rows // num_experts + (expert < num_rows % num_experts) for expert in range(num_experts)]
+        local = num_experts // peers.size
+        to_peers = [sum(counts[first : first + local]) for first in range(0, num_experts, local)]
+        return to_peers, [to_peers[peers.rank]] * peers.size
 
 
 def count(chosen: Tensor, num_experts: int) -> Tensor:
@@ -161,5 +179,6 @@ class Experts(nn.Module):
     def _add_bias(x: Tensor, bias: Tensor | None, counts: Tensor, weights: Tensor | None = None) -> Tensor:
         if bias is None:
             return x
-        rows = bias.repeat_interleave(counts, dim=0, output_size=x.shape[0])
+        expert = torch.arange(bias.shape[0], device=x.device).repeat_interleave(counts, output_size=x.shape[0])
+        rows = apply(RowsOf, bias, expert)
         return x + (rows if weights is None else rows * weights.unsqueeze(-1))

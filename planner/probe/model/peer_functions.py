@@ -69,7 +69,7 @@ class ExpertAllToAll(torch.autograd.Function):
     """All-to-all of rows; the gradient goes back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, peers: ExpertPeers, sent: Tensor, received: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, peers: ExpertPeers, sent: list[int], received: list[int]) -> Tensor:
         ctx.peers, ctx.sent, ctx.received = peers, sent, received
         return peers.exchange(rows, sent, received)
 

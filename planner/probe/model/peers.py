@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from planner.probe.torch_build import on_gpu
+
 
 @dataclass(slots=True)
 class TensorPeers:
@@ -81,7 +83,7 @@ class GroupPeers(TensorPeers):
         return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        if not x.is_cuda:  # gloo has no reduce-scatter in every torch this runs on
+        if not on_gpu(x):  # gloo has no reduce-scatter in every torch this runs on
             return self.all_reduce(x).chunk(self.size)[self.rank].clone()
         shard = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         dist.reduce_scatter_tensor(shard, x.contiguous(), group=self.group)
@@ -115,7 +117,7 @@ class ExpertPeers:
         local = sent.numel() // self.size
         return sent.view(self.size, local)
 
-    def exchange(self, rows: Tensor, sent: Tensor, received: Tensor) -> Tensor:
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """All-to-all of rows sorted by destination; `sent` and `received` count rows per peer."""
         return rows.clone() if self.size > 1 else rows
 
@@ -131,33 +133,40 @@ class ExpertGroup(ExpertPeers):
         dist.all_to_all_single(received, sent.contiguous(), group=self.group)
         return received.view(self.size, -1)
 
-    def exchange(self, rows: Tensor, sent: Tensor, received: Tensor) -> Tensor:
-        arrived = rows.new_empty(int(received.sum()), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), received.tolist(), sent.tolist(), group=self.group)
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self.group)
         return arrived
 
 
 class VocabularyCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of fp32 logits [tokens, vocab/tp] sharded over tp (Megatron-LM `cross_entropy.py`)."""
+    """Mean cross-entropy of fp32 logits [tokens, vocab/tp] sharded over tp.
+
+    Each rank runs the kernel of a whole softmax over its own columns, as a rank without peers does. Ranks exchange
+    three numbers a token, from which each learns how much of the sum over all columns is its own.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorPeers) -> Tensor:
         rows = logits.shape[1]
         local = labels - tp.rank * rows
         local = local.where((local >= 0) & (local < rows), -1)
-        logits = logits - tp.maximum(logits.amax(1)).unsqueeze(1)
-        target = logits.gather(1, local.clamp(min=0).unsqueeze(1)).squeeze(1)
+        log_shares = logits.log_softmax(1)
+        own_sums = logits[:, 0] - log_shares[:, 0]  # logarithms of sums of exponentials
+        target = log_shares.gather(1, local.clamp(min=0).unsqueeze(1)).squeeze(1) + own_sums
         target = tp.all_reduce(target.where(local >= 0, 0.0))
-        total = tp.all_reduce(logits.exp_().sum(1))
-        ctx.save_for_backward(logits.div_(total.unsqueeze(1)), local)
-        return (total.log() - target).mean()
+        largest = tp.maximum(own_sums)
+        sums = tp.all_reduce((own_sums - largest).exp()).log() + largest
+        ctx.save_for_backward(log_shares, own_sums - sums, local)
+        return (sums - target).mean()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        softmax, local = ctx.saved_tensors
-        minus_one = -(local >= 0).to(softmax.dtype).unsqueeze(1)
-        logits_grad = softmax.scatter_add(1, local.clamp(min=0).unsqueeze(1), minus_one)
-        return logits_grad.mul_(grad / softmax.shape[0]), None, None
+        log_shares, log_own_share, local = ctx.saved_tensors
+        logits_grad = (log_shares + log_own_share.unsqueeze(1)).exp_()
+        minus_one = -(local >= 0).to(logits_grad.dtype).unsqueeze(1)
+        logits_grad.scatter_add_(1, local.clamp(min=0).unsqueeze(1), minus_one)
+        return logits_grad.mul_(grad / logits_grad.shape[0]), None, None
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:

@@ -33,6 +33,22 @@ def in_eager_torch(plan: Plan) -> Plan:
     return eager.model_copy(update={"best": layout_again(eager, repriced(eager))})
 
 
+def without_waits(eager: Plan) -> Plan:
+    """A plan in eager torch whose hosts are never late for their GPUs, nor ranks for the others in an exchange.
+
+    Hosts differ more than GPUs do, and the waits for late ranks are those of long jobs on many nodes.
+    """
+    hardware = eager.cluster.hardware
+    efficiency = hardware.efficiency.model_copy(update={"host_us": 0.0})
+    # late nodes are as many as the job has, and one is never late
+    cluster = eager.cluster.model_copy(
+        update={"hardware": hardware.model_copy(update={"efficiency": efficiency}), "num_gpus": eager.cluster.node_size}
+    )
+    runtime = eager.runtime_spec.model_copy(update={"collective_sync_us": 0.0})
+    quick = eager.model_copy(update={"cluster": cluster, "runtime_spec": runtime})
+    return quick.model_copy(update={"best": layout_again(quick, repriced(quick))})
+
+
 def repriced(plan: Plan) -> Candidate:
     """Prices of a plan in eager torch, stage by stage. Selective recomputation covers the modules that the probe can
     recompute."""

@@ -62,7 +62,7 @@ def real_run(
         chunks=tuple(chunks),
         recompute_modules=recompute_modules(plan.best),
         balanced_routing=True,
-        num_steps=options.num_steps,
+        **options.repeats,
         timeout_s=options.timeout_s,
     )
 

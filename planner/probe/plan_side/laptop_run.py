@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from planner.answer import Plan
 from planner.probe.plan_side.chunks import fully_shards, real_chunks, recompute_modules, scaled_chunks, slice_schedule
-from planner.probe.plan_side.options import ProbeOptions
+from planner.probe.plan_side.options import FEWEST_STEPS, ProbeOptions
 from planner.probe.plan_side.planned_seconds import planned_seconds, replay_durations, scaled_seconds
 from planner.probe.plan_side.rank_grid import RankGrid, fit_processes, sampled_stages
 from planner.probe.plan_side.small_model import scaled_model
@@ -48,7 +48,7 @@ def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
         sleep=scaled_seconds(planned, mean_sleep_s(order, planned)) if options.sleep else None,
         check=not options.sleep,
         warm_up_steps=1 if options.sleep else 0,
-        num_steps=options.num_steps,
+        num_steps=options.num_steps or FEWEST_STEPS,
         timeout_s=options.timeout_s,
     )
     return run, grid

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from planner.probe.model.attention import CoreAttention
+from planner.probe.rank.clock import Clock
 from planner.probe.rank.training import Trainer
+from planner.probe.repeats import Repeats, spread_fraction
 from planner.probe.result import TimedExchange
 from planner.specs.units import GB
 
-REPEATS = 5
+FEWEST = 5
+"""The smallest number of rounds of an exchange."""
+ROUND_S, MOST_IN_ROUND = 0.02, 1000
+"""On a GPU, a round is as many calls as take about so long."""
+
+
+class Seconds(NamedTuple):
+    """Seconds of one call, and the standard error of this median as a share of it."""
+
+    median_s: float
+    spread: float | None
 
 
 def barrier(device: str, group: Any = None) -> None:
@@ -62,17 +75,63 @@ def _keys(trainer: Trainer) -> Iterator[Tensor]:
                 yield torch.zeros(shape, dtype=trainer.dtype, device=trainer.device)
 
 
-def _seconds(trainer: Trainer, group: Any, call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(REPEATS + 1):
-        barrier(trainer.device, group)  # not of all ranks: some have fewer exchanges than others
-        trainer.clock.start()
+def _seconds(trainer: Trainer, group: Any, call: Callable[[], object]) -> Seconds:
+    run, device = trainer.run, trainer.device
+    repeats = Repeats(FEWEST, run.steady_s, min(2 * run.steady_s, run.most_s))
+    # not of all ranks: some have fewer exchanges than others
+    together = partial(barrier, device, group), partial(slowest_s, device=device, group=group)
+    return timed_together(trainer.clock, call, repeats, *together, round_s=ROUND_S if trainer.clock.is_cuda else 0.0)
+
+
+def timed_together(
+    clock: Clock,
+    call: Callable[[], object],
+    repeats: Repeats,
+    meet: Callable[[], None],
+    slowest: Callable[[float], float],
+    round_s: float,
+) -> Seconds:
+    """Seconds of an exchange that ranks make together, round after round until they suffice.
+
+    A round begins when all ranks `meet` and is as many calls, one behind the other, as take `round_s`: the host and the
+    first launch have little part in it. It counts as on the `slowest` rank, which all ranks know, so that all go on or
+    end together.
+    """
+    seconds: list[float] = []
+    _round_s(clock, call, 1, meet, slowest)  # connects
+    guess_s = _round_s(clock, call, 1, meet, slowest)
+    num_calls = max(1, min(MOST_IN_ROUND, int(round_s / max(guess_s, 1e-9))))
+    while not repeats.suffice(len(seconds), num_calls * sum(seconds), partial(spread_fraction, seconds)):
+        seconds.append(_round_s(clock, call, num_calls, meet, slowest))
+    return Seconds(median(seconds), spread_fraction(seconds))
+
+
+def _round_s(
+    clock: Clock,
+    call: Callable[[], object],
+    num_calls: int,
+    meet: Callable[[], None],
+    slowest: Callable[[float], float],
+) -> float:
+    """Seconds of one call of a round."""
+    meet()
+    clock.start()
+    for _ in range(num_calls):
         call()
-        times.append(trainer.clock.seconds(trainer.clock.mark()))
-    return median(times[1:])  # the first one connects
+    return slowest(clock.seconds(clock.mark()) / num_calls)
 
 
-def _exchange(name: str, size: int, num_bytes: int, seconds: float, passes: int) -> TimedExchange:
+def slowest_s(seconds: float, device: str, group: Any = None) -> float:
+    """The largest of what the ranks of a group took."""
+    largest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return float(largest)
+
+
+def _exchange(name: str, size: int, num_bytes: int, timed: Seconds, passes: int) -> TimedExchange:
     """Bus bandwidth: passes · (n − 1)/n · bytes / seconds, as nccl-tests print it."""
     moved = passes * (size - 1) / size * num_bytes
-    return TimedExchange(name=name, size=size, num_bytes=num_bytes, seconds=seconds, bus_gb_per_s=moved / seconds / GB)
+    return TimedExchange(
+        name=name, size=size, num_bytes=num_bytes, seconds=timed.median_s, bus_gb_per_s=moved / timed.median_s / GB,
+        spread_fraction=timed.spread,
+    )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.errors import ProbeError
 from planner.probe.model.chunk import Chunk
@@ -66,7 +67,8 @@ def shard_chunk(
     units: list[tuple[nn.Module, Sharding]] = [(module, expert) for module in experts if expert.group is not None]
     units += [(module, dense) for module in (*chunk.layers.values(), *chunk.mtp, *ends, chunk)]
     for module, sharding in units:
-        mesh = DeviceMesh.from_group(sharding.group, torch.device(device).type)
+        with _disable_current_modes():  # a rehearsal's tensors have no values, and a mesh needs its ranks
+            mesh = DeviceMesh.from_group(sharding.group, torch.device(device).type)
         unit = cast(Any, fully_shard)(
             module, mesh=mesh, reshard_after_forward=gathers_again, mp_policy=policy, ignored_params=unshared
         )

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from planner.probe.torch_build import on_gpu
+
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -114,7 +116,7 @@ class FlatParameters:
         """Sum the gradients over the replicas. Each rank keeps its part of the sum, or all of it."""
         if self.sharding.group is None:
             return
-        if self.grads.is_cuda and self.sharding.zero:
+        if on_gpu(self.grads) and self.sharding.zero:
             dist.reduce_scatter_tensor(self.grads[self.part], self.grads, group=self.sharding.group)
         else:  # gloo has no reduce-scatter in every torch this runs on
             dist.all_reduce(self.grads, group=self.sharding.group)
@@ -158,7 +160,7 @@ class FlatParameters:
 
     def exchanges(self) -> Iterator[ReplicaExchange]:
         """The reduction of all gradients, and the gathering of all weights if each rank updates a part of them."""
-        is_sum = not self.grads.is_cuda or not self.sharding.zero  # gloo sums where NCCL scatters too
+        is_sum = not on_gpu(self.grads) or not self.sharding.zero  # gloo sums where NCCL scatters too
         name = f"gradient {'all-reduce' if is_sum else 'reduce-scatter'}"
         yield ReplicaExchange(name, self.grads.nbytes, 2 if is_sum else 1, self.reduce)
         self.grads.zero_()

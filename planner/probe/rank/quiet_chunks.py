@@ -9,34 +9,23 @@ with tensors of their own in place of messages. Those seconds are the chunks' ow
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil, sqrt
+from math import ceil
 from statistics import median
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from planner.probe.rank.training import Trainer
+from planner.probe.repeats import is_sure, spread_fraction
 from planner.probe.result import ChunkSeconds
 
-ROUND_S = 1.0
-"""Seconds in which a chunk's passes of one round are done, if they take as long as they did in the steps."""
 FEWEST, MOST = 5, 200
-"""Smallest and largest number of passes of a round."""
+"""Smallest and largest number of micro-batches of a round, which else takes `run.steady_s`."""
 MOST_ROUNDS = 3
-SPREAD_WANTED = 0.01
-"""Another round follows until the standard error of the median is below this share of it."""
+"""Rounds follow each other until the medians are sure, if the run's steps are repeated for that at all."""
 
-
-class Pass(NamedTuple):
-    """Seconds of one micro-batch on a chunk, forward and backward."""
-
-    forward_s: float
-    backward_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.backward_s
+Passes = list[tuple[float, float]]
+"""Seconds of each micro-batch's forward and backward."""
 
 
 def with_quiet_seconds(
@@ -44,30 +33,36 @@ def with_quiet_seconds(
 ) -> tuple[ChunkSeconds, ...]:
     """The chunks with their quiet seconds. All ranks call this together, because ranks of one stage exchange tensors
     within it; so all of them must know how often each chunk runs."""
-    passes: dict[int, list[Pass]] = {chunk.stage: [] for chunk in chunks}
+    run, passes = trainer.run, dict[int, Passes]((chunk.stage, []) for chunk in chunks)
     seconds = _largest(trainer, {chunk.stage: chunk.forward_s + chunk.backward_s for chunk in chunks})
-    spreads = [1.0] * len(seconds)
-    for _ in range(MOST_ROUNDS):
-        for stage in passes:
-            if spreads[stage] > SPREAD_WANTED:
-                count = max(FEWEST, min(MOST, ceil(ROUND_S / max(seconds[stage], ROUND_S / MOST))))
-                passes[stage] += _passes(trainer, stage, count, on_action)
+    unsure = set(passes)
+    for _ in range(MOST_ROUNDS if run.most_s else 1):
+        for stage in sorted(unsure):
+            count = max(FEWEST, min(MOST, ceil(run.steady_s / max(seconds[stage], 1e-9))))
+            passes[stage] += _passes(trainer, stage, count, on_action)
         on_action("spreads (waiting)")
-        spreads = _largest(trainer, {stage: spread_of([p.total_s for p in done]) for stage, done in passes.items()})
+        spreads = _largest(trainer, {stage: _spread(done) for stage, done in passes.items()})
+        unsure = {stage for stage in passes if not is_sure(spreads[stage])}
     trainer.forget()
     return tuple(
         chunk.model_copy(
             update={
-                "quiet_forward_s": median(p.forward_s for p in passes[chunk.stage]),
-                "quiet_backward_s": median(p.backward_s for p in passes[chunk.stage]),
-                "spread_fraction": spread_of([p.total_s for p in passes[chunk.stage]]),
+                "quiet_forward_s": median(forward_s for forward_s, _ in passes[chunk.stage]),
+                "quiet_backward_s": median(backward_s for _, backward_s in passes[chunk.stage]),
+                "spread_fraction": _spread(passes[chunk.stage]),
             }
         )
         for chunk in chunks
     )
 
 
-def _passes(trainer: Trainer, stage: int, count: int, on_action: Callable[[str], None]) -> list[Pass]:
+def _spread(passes: Passes) -> float:
+    """The larger standard error of the medians of forward and backward, as a share of them; 1 where it is unknown."""
+    spreads = [spread_fraction(seconds) for seconds in zip(*passes, strict=True)]
+    return max((1.0 if spread is None else spread for spread in spreads), default=1.0)
+
+
+def _passes(trainer: Trainer, stage: int, count: int, on_action: Callable[[str], None]) -> Passes:
     """Seconds of `count` micro-batches, one after the other, behind one that is not counted. The GPU is waited for when
     all of them are under way."""
     batch, clock = trainer.own_batch(), trainer.clock
@@ -81,7 +76,7 @@ def _passes(trainer: Trainer, stage: int, count: int, on_action: Callable[[str],
     for number, marks_of_kind in enumerate(marks):
         on_action(f"micro-batch {number} of chunk {stage} (waiting)")
         taken = {kind: clock.seconds(end) - clock.seconds(start) for kind, (start, end) in marks_of_kind.items()}
-        passes.append(Pass(taken.pop("F"), sum(taken.values())))
+        passes.append((taken.pop("F"), sum(taken.values())))
     return passes[1:]
 
 
@@ -94,11 +89,3 @@ def _largest(trainer: Trainer, values: Mapping[int, float]) -> list[float]:
     if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     return [float(value) for value in largest]
-
-
-def spread_of(values: Sequence[float]) -> float:
-    """Standard error of the median as a share of it: 1.2533 · σ / √n, with 1.4826 times the median deviation for σ, in
-    which single interruptions do not count."""
-    middle = median(values)
-    deviation = 1.4826 * median(abs(value - middle) for value in values)
-    return 1.2533 * deviation / sqrt(len(values)) / middle if middle else 0.0

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Literal
 
 from planner.answer import Plan
-from planner.physics.communication import Kind, collective_s
-from planner.probe.plan_side.planned_seconds import replay_durations
+from planner.physics.communication import Kind, collective_s, p2p_s
+from planner.physics.operators import BF16
+from planner.probe.plan_side.planned_seconds import planned_seconds, replay_durations
 from planner.probe.result import ComparedQuantity, RankMemory, RankResult, TimedExchange, slowest_exchanges, stride_of
-from planner.probe.run import ProbeRun, SleepSeconds
+from planner.probe.run import Place, ProbeRun
 from planner.probe.verdict.activity import bubble_fraction, by_stage, span_s, waited_s
 from planner.probe.verdict.replay_stages import beside_messages_s
-from planner.schedule.replay import replay
+from planner.schedule.replay import makespan_s, replay
 from planner.specs.cluster import ClusterSpec
 
 KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
@@ -29,12 +31,17 @@ def compared(
     measured: float,
     tolerance_fraction: float | None,
     stage: int | None = None,
+    least: float | None = None,
 ) -> ComparedQuantity:
-    """Judge a quantity, or only show it if there is no tolerance."""
+    """Judge a quantity, or only show it if there is no tolerance. All between `least` and `predicted` agrees."""
+    lower = predicted if least is None else min(least, predicted)
     agrees = None
     if tolerance_fraction is not None:
-        agrees = abs(measured - predicted) <= tolerance_fraction * abs(predicted)
-    return ComparedQuantity(name=name, stage=stage, unit=unit, predicted=predicted, measured=measured, agrees=agrees)
+        agrees = (1 - tolerance_fraction) * lower <= measured <= (1 + tolerance_fraction) * predicted
+    return ComparedQuantity(
+        name=name, stage=stage, unit=unit, predicted=predicted, measured=measured, agrees=agrees,
+        least=lower if lower < predicted else None,
+    )  # fmt: skip
 
 
 def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
@@ -95,15 +102,20 @@ def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQ
 
 
 def compare_pipeline(
+    plan: Plan,
+    least: Plan,
     run: ProbeRun,
     ranks: Sequence[RankResult],
-    planned: Sequence[SleepSeconds],
     plan_stages: Sequence[int],
     tolerance_fraction: float | None,
 ) -> list[ComparedQuantity]:
-    """The pipeline as a whole, beside the replay of its planned seconds. Waits and the bubble are shown and not judged,
-    nor is what messages cost the work beside them."""
-    timeline, waits = replay(run.order, replay_durations(planned)), []
+    """The pipeline as a whole, beside the replay of its planned seconds; `least` is the plan without waits. Waits and
+    the bubble are shown and not judged, nor is what messages cost the work beside them."""
+    planned, quick = (
+        replace(replay_durations(planned_seconds(each.best, run.order, plan_stages)), p2p_s=hops_s(plan.cluster, run))
+        for each in (plan, least)
+    )
+    timeline, waits = replay(run.order, planned), []
     for number, stage in enumerate(plan_stages):
         starts_s, ends_s = timeline.start_s[number].tolist(), timeline.end_s[number].tolist()
         planned_s = sum(starts_s) - sum(ends_s[:-1])
@@ -113,15 +125,31 @@ def compare_pipeline(
     rows = [
         *waits,
         compared("bubble", "fraction", timeline.bubble_fraction, bubble_fraction(ranks), None),
-        compared("pipeline", "s", timeline.makespan_s, span_s(ranks) - beside_s, tolerance_fraction),
-    ]
+        compared(
+            "pipeline", "s", timeline.makespan_s, span_s(ranks) - beside_s, tolerance_fraction,
+            least=makespan_s(run.order, quick),
+        ),
+    ]  # fmt: skip
     if beside_s:
         rows.append(compared("pipeline among messages", "s", timeline.makespan_s, span_s(ranks), None))
     return rows
 
 
+def hops_s(cluster: ClusterSpec, run: ProbeRun) -> list[float]:
+    """Seconds of a message over each boundary of virtual stages: messages run beside compute, and delay who waits."""
+    shards = run.tp if run.sequence_parallel else 1
+    num_bytes = BF16 * run.seq_length * run.micro_batch_size * run.model.hidden_size / shards
+    places = run.order.stage_to_rank[: run.order.num_model_stages]
+    ranks = [run.rank(Place(pp, 0, 0, 0)) for pp in places]
+    return [
+        float(p2p_s(num_bytes, abs(a - b), cluster, min(a, b))) if a != b else 0.0
+        for a, b in zip(ranks[:-1], ranks[1:], strict=True)
+    ]
+
+
 def compare_stage(
     plan: Plan,
+    least: Plan,
     plan_stage: int,
     ranks: Sequence[RankResult],
     tolerance_fraction: float | None,
@@ -131,24 +159,28 @@ def compare_stage(
 ) -> list[ComparedQuantity]:
     """Seconds and bytes of one stage's ranks.
 
-    `alone` means that peers were emulated, so that its seconds include no exchange. A slice of the plan may have
-    another number of micro-batches in flight than planned, or handle the gradients of more ranks in its optimizer step.
+    `least` is the plan without waits. `alone` means that peers were emulated, so that its seconds include no exchange.
+    A slice of the plan may have another number of micro-batches in flight than planned, or handle the gradients of more
+    ranks in its optimizer step.
     """
-    stage = plan.best.stages[plan_stage]
-    forward_s = median(sum(chunk.own_forward_s for chunk in rank.chunks) for rank in ranks)
-    backward_s = median(sum(chunk.own_backward_s for chunk in rank.chunks) for rank in ranks)
-    exchanged = (0.0, 0.0) if alone else (stage.forward_comm_s, stage.backward_comm_s)
-    planned_s = stage.forward_s + exchanged[0], stage.backward_s + exchanged[1]
+    stage, quick = plan.best.stages[plan_stage], least.best.stages[plan_stage]
+    planned, at_least = (
+        (each.forward_s + each.forward_comm_s * (not alone), each.backward_s + each.backward_comm_s * (not alone))
+        for each in (stage, quick)
+    )
+    names = ("forward", "backward")
+    own, among = (
+        [median(sum(getattr(chunk, f"{prefix}{name}_s") for chunk in rank.chunks) for rank in ranks) for name in names]
+        for prefix in ("own_", "")
+    )
     comparisons = [
-        compared("forward", "s", planned_s[0], forward_s, tolerance_fraction, plan_stage),
-        compared("backward", "s", planned_s[1], backward_s, tolerance_fraction, plan_stage),
+        compared(name, "s", planned_s, measured_s, tolerance_fraction, plan_stage, least_s)
+        for name, planned_s, measured_s, least_s in zip(names, planned, own, at_least, strict=True)
     ]
     if any(chunk.quiet_forward_s is not None for rank in ranks for chunk in rank.chunks):
-        forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
-        backward_s = median(sum(chunk.backward_s for chunk in rank.chunks) for rank in ranks)
         comparisons += [
-            compared("forward among messages", "s", planned_s[0], forward_s, None, plan_stage),
-            compared("backward among messages", "s", planned_s[1], backward_s, None, plan_stage),
+            compared(f"{name} among messages", "s", planned_s, measured_s, None, plan_stage)
+            for name, planned_s, measured_s in zip(names, planned, among, strict=True)
         ]
     weight_grads = [chunk.weight_grad_s for rank in ranks for chunk in rank.chunks if chunk.weight_grad_s is not None]
     if weight_grads:

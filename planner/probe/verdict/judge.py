@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from planner.answer import Plan
 from planner.probe.plan_side.describe import describe_slice
-from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.plan_side.eager import in_eager_torch, without_waits
 from planner.probe.plan_side.options import ProbeOptions
-from planner.probe.plan_side.planned_seconds import planned_seconds
 from planner.probe.plan_side.rank_grid import RankGrid
 from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult
 from planner.probe.verdict.checks import in_flight
@@ -33,8 +32,9 @@ def judge_ranks(
     micro-batches in flight.
     """
     eager, order, comparisons = in_eager_torch(plan), measured.run.order, list[ComparedQuantity]()
+    least = without_waits(eager)
     layout = plan.parallelism
-    is_faithful = grid.ep == layout.ep and not measured.run.fully_sharded
+    is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1
     tolerance = options.tolerance_fraction if is_faithful else None
     planned_in_flight = in_flight_chunks(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
     in_flight_as_planned = [
@@ -46,6 +46,7 @@ def judge_ranks(
             ranks = [measured_rank for measured_rank in measured.ranks if measured_rank.stage == rank]
             comparisons += compare_stage(
                 eager,
+                least,
                 stage,
                 ranks,
                 tolerance,
@@ -54,8 +55,7 @@ def judge_ranks(
                 steps_as_planned=measured.run.dp_stands_for == 1,
             )
             comparisons += compare_data_parallel(plan.cluster, measured.run, ranks, stage)
-        planned = planned_seconds(eager.best, order, stages)
-        comparisons += compare_pipeline(measured.run, measured.ranks, planned, stages, tolerance)
+        comparisons += compare_pipeline(eager, least, measured.run, measured.ranks, stages, tolerance)
         comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
     plan_slice = describe_slice(plan, grid, order, options)
     extrapolated = [] if grid.ep == layout.ep else [f"seconds and memory at EP {layout.ep}"]

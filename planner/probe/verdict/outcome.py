@@ -12,6 +12,7 @@ from planner.probe.plan_side.rank_grid import sampled_stages
 from planner.probe.result import ComparedQuantity, MeasuredRun, PlanSlice, ProbeResult
 from planner.probe.verdict.activity import activity
 from planner.probe.verdict.checks import check_finite, run_checks
+from planner.probe.verdict.conditions import conditions_of
 from planner.specs.units import gib
 
 
@@ -28,7 +29,8 @@ def probe_result(
     ran."""
     ranks, run, alone = measured.ranks, measured.run, options.stages is not None
     complete = bool(ranks) and not alone
-    steps = [max(rank.steps[i].step_s for rank in ranks) for i in range(run.num_steps)] if complete else []
+    same_steps = zip(*(rank.steps for rank in ranks), strict=True) if complete else ()
+    steps = [max(step.step_s for step in same) for same in same_steps]
     steps_by_rank = [steps] if complete else [[step.step_s for step in rank.steps] for rank in ranks]
     out_of_memory, pp = measured.out_of_memory, plan.parallelism.pp
     stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
@@ -50,6 +52,7 @@ def probe_result(
         step_s=median(steps) if steps else step_s,
         step_spread_s=max((max(seconds) - min(seconds) for seconds in steps_by_rank), default=0.0),
         loss=ranks[0].steps[-1].loss if complete and run.sleep is None else None,
+        conditions=conditions_of(ranks),
         run=run,
         ranks=ranks,
         out_of_memory=out_of_memory,

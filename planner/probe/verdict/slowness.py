@@ -15,6 +15,7 @@ from planner.errors import SpecError
 from planner.probe.plan_side.eager import in_eager_torch
 from planner.probe.plan_side.rank_grid import sampled_stages
 from planner.probe.result import ProbeResult, RankResult
+from planner.probe.verdict.same_hardware import objection_to_device
 from planner.specs.hardware import HardwareSpec
 
 SAME = 1e-6
@@ -35,6 +36,9 @@ def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the
         raise SpecError(
             f"{where}: ran on {result.device}, the hardware is {hardware.name}, a CPU", "probe --device cpu"
         )
+    objection = None if for_cpu else objection_to_device(result.device, result.torch_version, hardware)
+    if objection is not None:
+        raise SpecError(f"{where}: {objection[0]}", objection[1])
     if result.run.dtype != "bfloat16":
         raise SpecError(f"{where}: ran the model in small to prove its order, not its speed", "plan probe --stage all")
     if result.run.fully_sharded and result.mode == "ranks":

@@ -8,14 +8,13 @@ from statistics import median
 import torch
 
 from planner.probe.rank.batches import synthetic_batch
-from planner.probe.rank.clock import ActionTimes
 from planner.probe.rank.fully_sharded import ShardedParameters
 from planner.probe.rank.messages import needed_by
 from planner.probe.rank.rank_alone import trainer_alone
 from planner.probe.rank.training import Trainer
 from planner.probe.result import ChunkSeconds
-from planner.probe.worker.chunk_seconds import chunk_seconds
 from planner.probe.worker.process import run_in_own_process
+from planner.probe.worker.step_loop import StepLoop
 from planner.probe.worker.worker import Worker
 from planner.schedule.actions import Action
 
@@ -36,17 +35,18 @@ class StageWorker(Worker):
         self.use_device()
         trainer = trainer_alone(run, self.rank, self.device)
         static_bytes = self.static_memory()
-        steps, actions = [], list[ActionTimes]()
-        for step in range(run.warm_up_steps + run.num_steps):
-            self.status.enter("warm-up" if step < run.warm_up_steps else f"step {step - run.warm_up_steps}")
+        loop = StepLoop(run)
+        for step, phase in loop:
+            self.status.enter(phase)
             if trainer.clock.is_cuda:
                 torch.cuda.reset_peak_memory_stats()
-            record, seconds = trainer.step(step, self.status.at)
-            steps.append(seconds)
-            actions += record.actions if step >= run.warm_up_steps else ()
-        result = self.report(trainer, steps[run.warm_up_steps :], record, self.memory(static_bytes))
+            if step == loop.last_cold:
+                self.monitor.begin_load()
+            loop.add(*trainer.step(step, self.status.at))
+        self.monitor.after()
+        result = self.report(trainer, loop, self.memory(static_bytes))
         self.status.enter("input and weight gradients")
-        chunks = tuple(self.split(trainer, seconds) for seconds in chunk_seconds(actions))
+        chunks = tuple(self.split(trainer, seconds) for seconds in result.chunks)
         self.status.enter("report")
         self.write(result.model_copy(update={"chunks": chunks}))
         self.status.enter("done")

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from planner.files import write_text
+from planner.probe.device_state import Monitor
 from planner.probe.rank.build_chunk import dtypes
-from planner.probe.rank.clock import Clock, StepRecord
+from planner.probe.rank.clock import Clock
 from planner.probe.rank.common_clock import start_together
 from planner.probe.rank.exchanges import barrier, measure_exchanges
 from planner.probe.rank.groups import RankGroups
@@ -21,12 +22,14 @@ from planner.probe.rank.quiet_chunks import with_quiet_seconds
 from planner.probe.rank.reference import Reference, check_gradients, check_steps, compute_reference
 from planner.probe.rank.training import Trainer
 from planner.probe.rank.wires import GroupWires
-from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction
+from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, TimedAction
 from planner.probe.run import ProbeRun
+from planner.probe.torch_build import this_build
 from planner.probe.worker.chunk_seconds import chunk_seconds
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE, STATUS_FILE
 from planner.probe.worker.handshake import Identity, require_agreement
 from planner.probe.worker.status import START_TIMEOUT_S, StatusFile
+from planner.probe.worker.step_loop import StepLoop
 
 
 class Worker:
@@ -40,6 +43,7 @@ class Worker:
         self.device: str = self.run.device
         self.clock_error_s: float | None = None
         """The most by which this rank's clock may differ from rank 0's in the last step."""
+        self.monitor = Monitor()
 
     def main(self) -> None:
         """Run all phases of the rank in order."""
@@ -54,26 +58,26 @@ class Worker:
         static_bytes = self.static_memory()
         self.status.enter("rehearsal")
         trainer.rehearse()
-        num_steps = run.warm_up_steps + run.num_steps
-        reference = self.reference(num_steps) if run.check else None
-        steps: list[StepSeconds] = []
+        reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
         checks: list[Check] = []
-        for step in range(num_steps):
-            self.status.enter("warm-up" if step < run.warm_up_steps else f"step {step - run.warm_up_steps}")
-            if trainer.clock.is_cuda and step == num_steps - 1:
+        loop = StepLoop(run, self.agree)
+        for step, phase in loop:
+            self.status.enter(phase)
+            if trainer.clock.is_cuda:
                 torch.cuda.reset_peak_memory_stats()
             on_gradients = partial(self.check, trainer, reference, checks) if step == 0 else None
-            record, seconds = trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock))
-            steps.append(seconds)
-        memory = self.memory(static_bytes)
+            if step == loop.last_cold:
+                self.monitor.begin_load()
+            loop.add(*trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock)))
+        self.monitor.after()
+        result = self.report(trainer, loop, self.memory(static_bytes))
         self.status.enter("chunks without messages")
-        chunks = self.quiet(trainer, chunk_seconds(record.actions))
+        chunks = self.quiet(trainer, result.chunks)
         self.status.enter("exchanges")
         exchanges = measure_exchanges(trainer)
         self.status.enter("report")
         if reference is not None:
-            checks += check_steps(reference, steps, dtypes(run)[0])
-        result = self.report(trainer, steps[run.warm_up_steps :], record, memory)
+            checks += check_steps(reference, loop.all_steps, dtypes(run)[0])
         result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges, "chunks": chunks})
         self.write(result)
         self.gather(result)
@@ -116,6 +120,8 @@ class Worker:
         number = 0 if visible == 1 else self.local_rank
         if number >= visible:
             raise RuntimeError(f"no GPU for rank {self.rank}, number {number} of its machine: torch sees {visible}")
+        self.monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(number).uuid)))
+        self.monitor.before()
         self.device = f"cuda:{number}"
         torch.cuda.set_device(self.device)
 
@@ -124,6 +130,12 @@ class Worker:
 
     def barrier(self) -> None:
         barrier(self.device)
+
+    def agree(self, enough: bool) -> bool:
+        """True if all ranks have enough."""
+        all_enough = torch.tensor(float(enough), device=self.device)
+        dist.all_reduce(all_enough, dist.ReduceOp.MIN)
+        return float(all_enough) > 0
 
     def start(self, clock: Clock) -> None:
         """Start the clocks of all ranks together. On the CPU of one machine all clocks are the same."""
@@ -189,9 +201,7 @@ class Worker:
             device_used_bytes=total - free,
         )
 
-    def report(
-        self, trainer: Trainer, steps: list[StepSeconds], record: StepRecord, memory: RankMemory | None
-    ) -> RankResult:
+    def report(self, trainer: Trainer, loop: StepLoop, memory: RankMemory | None) -> RankResult:
         """The measurements of this rank."""
         place = self.run.place(self.rank)
         return RankResult(
@@ -203,15 +213,16 @@ class Worker:
             torch_version=torch.__version__,
             device_name="cpu" if memory is None else torch.cuda.get_device_name(),
             num_parameters=trainer.num_parameters,
-            steps=tuple(steps),
+            steps=tuple(loop.steps),
             actions=tuple(
                 TimedAction(action=str(timed.action), ready_s=timed.ready_s, start_s=timed.start_s, end_s=timed.end_s)
-                for timed in record.actions
+                for timed in loop.record.actions
             ),
-            chunks=chunk_seconds(record.actions),
-            peak_in_flight_chunks=record.peak_in_flight,
+            chunks=chunk_seconds(loop.actions),
+            peak_in_flight_chunks=loop.record.peak_in_flight,
             memory=memory,
             clock_error_s=self.clock_error_s,
+            device_states=tuple(self.monitor.states),
         )
 
     def gather(self, result: RankResult) -> None:

@@ -70,6 +70,8 @@ def _sections(plan: Plan, view: View, schedule: Drawing) -> Iterator[Html]:
         yield section(headings["robust"], robust, *notes)
     if view.rejections:
         yield section(headings["rejections"], _rejections(view.rejections))
+    if view.corrections:
+        yield section(headings["corrections"], table(("", ""), view.corrections, "ll"))
     yield section(headings["how_sure"], table(("", ""), view.how_sure, "ll"))
     if view.assumptions:
         yield section(headings["assumptions"], bullets(view.assumptions))
@@ -88,6 +90,7 @@ def _header(view: View) -> Html:
         tag("p", " · ".join(view.placement), class_="soft") if view.placement else Html(""),
         tag("p", view.misfit, class_="alarm") if view.misfit else Html(""),
         tag("p", view.fit) if view.fit else Html(""),
+        tag("p", f"probed: {' · '.join(view.corrected)}", class_="soft") if view.corrected else Html(""),
         figures(_figures(view)),
     )
 

@@ -52,6 +52,7 @@ def _explanation(case: Case, best: Plan, **answer: Any) -> Explanation:
         job=f"{case.model.name} on {cluster.num_gpus:,} × {cluster.hardware.name}, {case.runtime.name}",
         asked=case.pins,
         capacity_bytes=cluster.hardware.memory_bytes,
+        corrections=cluster.hardware.corrections,
         best=best.best,
         **answer,
     )

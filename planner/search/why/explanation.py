@@ -10,6 +10,7 @@ from pydantic import Field
 from planner.answer import SCHEMA_VERSION, Layout, PricedLayout
 from planner.report.causes import Cause, Difference, memory_differences, step_differences
 from planner.specs.base import Spec
+from planner.specs.corrections import Correction
 
 Verdict = Literal["chosen", "as_fast", "faster", "slower", "does_not_fit", "refused"]
 
@@ -74,6 +75,8 @@ class Explanation(Spec):
     hint: str | None = None
     """A hint, for pins of which no single change helps."""
     capacity_bytes: int
+    corrections: tuple[Correction, ...] = ()
+    """The numbers of the hardware that a probe measured."""
     best: PricedLayout
     pinned: PricedLayout | None = None
     """The best layout that obeys the pins; if none fits, the one that lacks least memory."""

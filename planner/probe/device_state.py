@@ -1,0 +1,243 @@
+"""The state of a GPU while it is measured: clocks, power, temperature, who else is on it, as its driver tells.
+
+NVIDIA's driver is asked through nvidia-smi, AMD's through the files that amdgpu and amdkfd keep under /sys. A GPU of
+which neither knows anything has an empty state.
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from planner.specs.base import Spec
+
+SYS, PROC = Path("/sys"), Path("/proc")
+MOST_S = 20.0
+"""Seconds that nvidia-smi may take; without a persistence daemon it first loads the driver's state."""
+UNDER_LOAD_AFTER_S = 0.3
+"""Seconds after the start of a step in which the GPU works on it."""
+BUSY_FRACTION, SETTLED_S = 0.05, 1.5
+"""A GPU that was busier than this before anything ran is looked at again after so many seconds: a process that has just
+ended shows in the last second's average."""
+Fields = dict[str, Any]
+"""Fields of DeviceState, and `lists_this`: the driver's list of processes has this one."""
+When = Literal["before", "within", "after"]
+NVIDIA_FIELDS = {
+    "clocks.sm": "clock_mhz",
+    "clocks.max.sm": "max_clock_mhz",
+    "clocks.mem": "memory_clock_mhz",
+    "power.draw": "power_w",
+    "enforced.power.limit": "power_limit_w",
+    "power.default_limit": "default_power_limit_w",
+    "temperature.gpu": "temperature_c",
+    "utilization.gpu": "busy_fraction",
+}
+"""nvidia-smi's names of fields, and ours."""
+NVIDIA_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""The bits of reasons, by their name since driver 535 and by their older one."""
+REASONS = {
+    0x002: "applications clocks setting",
+    0x004: "software power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "software thermal slowdown",
+    0x040: "hardware thermal slowdown",
+    0x080: "hardware power brake",
+    0x100: "display clock setting",
+}
+"""NVML's bits (nvml.h, nvmlClocksEventReasons); 0x1 is idleness."""
+
+
+class DeviceState(Spec):
+    """The state of a GPU as its driver reports it; null where the driver does not say."""
+
+    when: When
+    """Before the steps, in the middle of computing, or after them."""
+    clock_mhz: float | None = None
+    max_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    default_power_limit_w: float | None = None
+    temperature_c: float | None = None
+    busy_fraction: float | None = None
+    """Share of about the last second in which any kernel ran on it."""
+    throttle_reasons: tuple[str, ...] = ()
+    """Reasons why clocks are lower than asked for, in the driver's words; idleness is none."""
+    other_processes: tuple[str, ...] = ()
+    """Processes on the GPU that are not of this run."""
+    other_bytes: int | None = None
+    """Memory that they hold."""
+
+
+def nvidia_state(uuid: str) -> Fields:
+    """The state of the GPU with this id, as nvidia-smi reports it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    chosen = [tool, f"--id={uuid if uuid.startswith(('GPU-', 'MIG-')) else f'GPU-{uuid}'}"]
+    for reasons in NVIDIA_REASONS:
+        for values in _csv([*chosen, f"--query-gpu={','.join((*NVIDIA_FIELDS, reasons))}"]):
+            if len(values) == len(NVIDIA_FIELDS) + 1:  # else an error about a name that this driver does not know
+                state: Fields = dict(zip(NVIDIA_FIELDS.values(), map(_number, values), strict=False))
+                if state["busy_fraction"] is not None:
+                    state["busy_fraction"] /= 100
+                state["throttle_reasons"] = tuple(_reasons(values[-1]))
+                processes = _csv([*chosen, "--query-compute-apps=pid,process_name,used_gpu_memory"])
+                return state | _others([(pid, name, _number(mib)) for pid, name, mib in processes if pid.isdigit()])
+    return {}
+
+
+def _csv(command: list[str]) -> list[list[str]]:
+    try:
+        ran = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=MOST_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [[cell.strip() for cell in row] for row in csv.reader(ran.stdout.splitlines())]
+
+
+def _number(text: str) -> float | None:
+    """A number of nvidia-smi, which writes [N/A] or [Not Supported] where it has none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _reasons(bits: str) -> Iterator[str]:
+    with suppress(ValueError):
+        active = int(bits, 16)
+        yield from (reason for bit, reason in REASONS.items() if active & bit)
+
+
+def amd_state(uuid: str) -> Fields:
+    """The state of the GPU with this id, as amdgpu and amdkfd keep it under /sys."""
+    for node in sorted((SYS / "class/kfd/kfd/topology/nodes").glob("*")):
+        properties = dict(line.split(maxsplit=1) for line in _text(node / "properties").splitlines() if " " in line)
+        if properties.get("unique_id") not in (None, "0") and int(properties["unique_id"]) == _unique_id(uuid):
+            device = SYS / f"class/drm/renderD{properties.get('drm_render_minor')}/device"
+            state = _amd_sensors(device)
+            files = sorted((SYS / "class/kfd/kfd/proc").glob(f"*/vram_{_text(node / 'gpu_id')}"))
+            mib = [(path.parent.name, (_scaled(path, 2**-20)) or 0.0) for path in files]
+            return state | _others([(pid, _text(PROC / pid / "comm"), held) for pid, held in mib if held])
+    return {}
+
+
+def _amd_sensors(device: Path) -> Fields:
+    """Clocks in Hz, power in µW and temperature in m°C (Linux: Documentation/gpu/amdgpu/thermal.rst)."""
+    monitor = next(iter(sorted(device.glob("hwmon/hwmon*"))), device)
+    levels = [line.split()[1] for line in _text(device / "pp_dpm_sclk").splitlines() if len(line.split()) > 1]
+    temperatures = [_scaled(path, 1e-3) for path in monitor.glob("temp*_input")]
+    return {
+        "clock_mhz": _scaled(monitor / "freq1_input", 1e-6),
+        "max_clock_mhz": max((float(mhz.lower().removesuffix("mhz")) for mhz in levels), default=None),
+        "memory_clock_mhz": _scaled(monitor / "freq2_input", 1e-6),
+        "power_w": _scaled(monitor / "power1_average", 1e-6) or _scaled(monitor / "power1_input", 1e-6),
+        "power_limit_w": _scaled(monitor / "power1_cap", 1e-6),
+        "default_power_limit_w": _scaled(monitor / "power1_cap_default", 1e-6),
+        "temperature_c": max((celsius for celsius in temperatures if celsius is not None), default=None),
+        "busy_fraction": _scaled(device / "gpu_busy_percent", 1e-2),
+    }
+
+
+def _unique_id(uuid: str) -> int:
+    """The driver's number of a GPU: HIP's id is 16 hexadecimal digits as text, of which torch prints each byte."""
+    try:
+        return int(bytes.fromhex(uuid.replace("-", "")).decode("ascii"), 16)
+    except ValueError:
+        return -1
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _scaled(path: Path, unit: float) -> float | None:
+    number = _number(_text(path))
+    return None if number is None else number * unit
+
+
+def _others(processes: list[tuple[str, str, float | None]]) -> Fields:
+    """The processes on a GPU (number, name, MiB) that are not of this run: neither this one, nor the one that started
+    it, nor another that the same one has started.
+
+    In a container the driver may give numbers of the host. Where this process computes and is not listed, nobody can be
+    told from it.
+    """
+    launcher = multiprocessing.parent_process()
+    own = {os.getpid(), os.getppid(), *(() if launcher is None else (launcher.pid,))}
+    others = [
+        process for process in processes if int(process[0]) not in own and _parent(process[0]) != str(os.getppid())
+    ]
+    return {
+        "other_processes": tuple(f"{Path(name).name or 'process'} ({pid})" for pid, name, _ in others),
+        "other_bytes": round(sum(mib or 0.0 for _, _, mib in others) * 2**20) if others else None,
+        "lists_this": any(int(pid) == os.getpid() for pid, _, _ in processes),
+    }
+
+
+def _parent(pid: str) -> str:
+    """The number of a process's parent."""
+    status = dict(line.split(":", 1) for line in _text(PROC / pid / "status").splitlines() if ":" in line)
+    return status.get("PPid", "").strip()
+
+
+def state_of(fields: Fields, when: When) -> DeviceState:
+    """The state that a driver's answer describes."""
+    if when != "before" and not fields.get("lists_this"):
+        fields = fields | {"other_processes": (), "other_bytes": None}
+    return DeviceState(when=when, **{name: value for name, value in fields.items() if name != "lists_this"})
+
+
+class Monitor:
+    """Looks at one GPU before, within and after a run."""
+
+    def __init__(self, ask: Callable[[], Fields] | None = None) -> None:
+        """`ask` gives the driver's answer, and nothing where the driver does not say."""
+        self.ask, self.states = ask, list[DeviceState]()
+        self._under_load: threading.Thread | None = None
+
+    def before(self) -> None:
+        """Look at the GPU on which this run has not begun to compute."""
+        fields = self.ask() if self.ask else {}
+        if self.ask and (fields.get("busy_fraction") or 0.0) > BUSY_FRACTION:
+            time.sleep(SETTLED_S)
+            fields = self.ask()
+        self._keep(fields, "before")
+        if not fields:
+            self.ask = None
+
+    def begin_load(self) -> None:
+        """Look at the GPU soon, while it computes; the caller goes on."""
+        if self.ask and self._under_load is None:
+            self._under_load = threading.Thread(target=self._look_within, daemon=True)
+            self._under_load.start()
+
+    def _look_within(self) -> None:
+        time.sleep(UNDER_LOAD_AFTER_S)
+        self._keep(self.ask() if self.ask else {}, "within")
+
+    def after(self) -> None:
+        """Look at the GPU that has just computed."""
+        if self._under_load is not None:
+            self._under_load.join(2 * MOST_S)
+        if self.ask:
+            self._keep(self.ask(), "after")
+
+    def _keep(self, fields: Fields, when: When) -> None:
+        if fields:
+            self.states.append(state_of(fields, when))

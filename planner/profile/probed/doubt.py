@@ -1,0 +1,126 @@
+"""How far the factors that were fitted to a probe's passes are to be believed.
+
+A pass is the forward or the backward of one virtual stage that ran. Passes of one kind have the same price: stages that
+hold the same layers. Factors are judged by the passes that they were not fitted to: each kind is left out in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.profile.fitting import SCALE, log_errors
+from planner.profile.kernel_problems import FitProblem
+from planner.profile.probed.plausible import TAKEN, Opinion
+from planner.shape import FloatArray
+from planner.specs.hardware import HardwareSpec
+
+REPEATS = 0.01
+"""Errors, in natural logarithms, below which there is nothing to correct: a figure of a probe is measured until its
+standard error is 1%."""
+LEAST_EXPLAINED = 0.5
+"""Least share of the squared errors that a correction has to take away from passes that it was not fitted to."""
+TRANSFER_WIDTH = 0.07
+"""Half-width of a step where a probe told the speed of kernels to the digit: another layout, trainer and day. In the
+median of 48 sets of published runs (`plan validate`: one source, one kind of GPU, dense models), four in five runs are
+within 7.3% of the prediction times the set's own factor, which is as much as a calibration could tell."""
+USUAL_ERROR, USUAL_PASSES = 0.03, 2
+"""Error of a kind of pass that was left out, before anything is known of a probe, and the kinds that this counts for:
+stages of an H200 left out of the fit are 1% off in the median, and nine of ten within 2.7 and 4.6% (docs/PROBE.md)."""
+NORMAL_80 = 1.2816
+"""Standard deviations from the middle to the ends of an 80% interval."""
+STEP = 1e-3
+"""Step of the numerical derivatives, in natural logarithms."""
+
+
+class Doubt(NamedTuple):
+    """The evidence of a probe's passes for factors on the seconds of kernels. Errors are root mean squares of natural
+    logarithms."""
+
+    num_passes: int
+    num_kinds: int
+    before: float
+    """Error of the profile alone."""
+    left_out: float
+    """Error of the corrected profile on passes left out."""
+    noise: float
+    """Standard error of the measurements themselves."""
+    ranges: Mapping[str, tuple[float, float]]
+    """Least and largest value of each factor, over the kinds of pass left out."""
+
+    @property
+    def explained_fraction(self) -> float:
+        """Share of the squared errors that the factors take away from passes that they were not fitted to."""
+        return 1 - (self.left_out / self.before) ** 2
+
+    @property
+    def opinion(self) -> Opinion:
+        """The verdict on the factors, and the reason why the profile's own stay, if they do."""
+        if self.before <= (repeats := max(REPEATS, NORMAL_80 * self.noise)):
+            reason = f"the profile is {self.before:.1%} off, and seconds are known to {repeats:.1%}"
+            return {"verdict": "confirmed", "reason": reason}
+        if self.explained_fraction < LEAST_EXPLAINED:
+            reason = f"it explains little: passes that it was not fitted to are {self.left_out:.1%} off with it"
+            return {"verdict": "refused", "reason": f"{reason}, {self.before:.1%} without"}
+        return TAKEN
+
+    @property
+    def step_width(self) -> float:
+        """Half-width of a dense model's step: the probe's own errors beside what no probe can tell.
+
+        The error of a pass is estimated from few kinds of pass. The prior counts as USUAL_PASSES of them, and the
+        quantile is that of Student's t with as many degrees of freedom (Cornish and Fisher's first term).
+        """
+        error = self.left_out if self.opinion == TAKEN else self.before
+        count = USUAL_PASSES + self.num_kinds
+        variance = (USUAL_PASSES * USUAL_ERROR**2 + self.num_kinds * error**2) / count
+        return math.hypot(TRANSFER_WIDTH, (NORMAL_80 + (NORMAL_80**3 + NORMAL_80) / (4 * count)) * math.sqrt(variance))
+
+
+def doubt(
+    problem: FitProblem, hardware: HardwareSpec, fitted: Mapping[str, float], kinds: list[str], noise: float
+) -> Doubt:
+    """The doubt about numbers `fitted` to a problem whose first rows are passes of `kinds`; its last rows hold the
+    numbers together."""
+    start = {path: bounds[0] for path, bounds in problem.free.items()}
+    num_passes = len(kinds)
+    before = log_errors(problem, hardware, start)[:num_passes]
+    errors, slopes = _linear(problem, hardware, fitted)
+    weights = problem.weights**2 / np.sqrt(1 + (errors * problem.weights / SCALE) ** 2)
+    left_out, moves = np.zeros(num_passes), [np.zeros(len(start))]
+    for kind in sorted(set(kinds)):
+        out = np.array([*(k == kind for k in kinds), *(False,) * (len(errors) - num_passes)])
+        move = _solved(slopes[~out], errors[~out], weights[~out])
+        left_out[out[:num_passes]] = errors[out] + slopes[out] @ move
+        moves.append(move)
+    factors = np.array([fitted[path] / value for path, value in start.items()]) * np.exp(np.array(moves))
+    return Doubt(
+        num_passes,
+        len(set(kinds)),
+        _rms(before),
+        _rms(left_out),
+        noise,
+        {path: (float(factors[:, i].min()), float(factors[:, i].max())) for i, path in enumerate(start)},
+    )
+
+
+def _linear(problem: FitProblem, hardware: HardwareSpec, fitted: Mapping[str, float]) -> tuple[FloatArray, FloatArray]:
+    """The log errors at a fit, and their derivatives by the logarithm of each number."""
+    errors = log_errors(problem, hardware, fitted)
+    moved = [
+        log_errors(problem, hardware, {**fitted, path: fitted[path] * math.exp(STEP)}) - errors for path in problem.free
+    ]
+    return errors, np.stack(moved, axis=1) / STEP
+
+
+def _solved(slopes: FloatArray, errors: FloatArray, weights: FloatArray) -> FloatArray:
+    """The move of the numbers with the least Σ weights · (errors + slopes · move)²."""
+    root = np.sqrt(weights)
+    return np.asarray(np.linalg.lstsq(slopes * root[:, None], -errors * root, rcond=None)[0])
+
+
+def _rms(errors: FloatArray) -> float:
+    return float(np.sqrt(np.mean(errors**2)))

@@ -1,0 +1,124 @@
+"""A rehearsal counts what an H200 measured, and what the planner says of every kind of layer."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.layout.evaluate import evaluate
+from planner.profile.stage_problem import measured_model
+from planner.profile.tables import read_table
+from planner.schedule.orders import build_schedule
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_hardware
+from planner.specs.training import Parallelism, TrainingSpec
+
+torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from planner.cli import main  # noqa: E402
+from planner.probe.rehearse.account import BytesAlive  # noqa: E402
+from planner.probe.rehearse.count import count_stage  # noqa: E402
+from planner.probe.rehearse.rehearse import rehearse  # noqa: E402
+from planner.probe.run import ChunkSpec, ProbeRun  # noqa: E402
+from planner.probe.torch_build import FUSED_NORMS_SINCE, torch_release  # noqa: E402
+
+INT64 = 8
+QUICK = (5, 10)
+"""Rows of the table that run whenever tests do: last stages of tp 2 and 8; scripts/rehearse_h200 runs all."""
+
+
+def measured_run(row: int) -> tuple[ProbeRun, dict[str, int]]:
+    """The run of one row of the H200's stages, with as many micro-batches as fill its pipeline, and its numbers."""
+    table = read_table("h200", "stages")
+    names = (
+        "tp",
+        "pp",
+        "dp",
+        "stage",
+        "layers",
+        "batch",
+        "seq",
+        "microbatches",
+        "static_bytes",
+        "peak_allocated_bytes",
+    )
+    cells = {name: int(table.number(name)[row]) for name in names}
+    pp, layers = cells["pp"], cells["layers"]
+    recomputed = layers if table.text("recompute")[row] == "full" else 0
+    chunks = tuple(
+        ChunkSpec(
+            first_layer=i * layers,
+            last_layer=(i + 1) * layers,
+            embedding=i == 0,
+            head=i == pp - 1,
+            num_recomputed=recomputed,
+        )
+        for i in range(pp)
+    )
+    run = ProbeRun.of(
+        build_schedule("1f1b" if pp > 1 else "none", pp, 1, pp - cells["stage"]),
+        model=measured_model(str(table.text("model")[row])).model_copy(update={"num_hidden_layers": layers * pp}),
+        dtype="bfloat16",
+        tp=cells["tp"],
+        dp=cells["dp"],
+        sequence_parallel=cells["tp"] > 1,
+        micro_batch_size=cells["batch"],
+        seq_length=cells["seq"],
+        chunks=chunks,
+        balanced_routing=True,
+    )
+    return run, cells
+
+
+@pytest.mark.skipif(torch_release() < FUSED_NORMS_SINCE, reason="the H200 ran torch 2.11, whose norms are one kernel")
+@pytest.mark.parametrize("row", QUICK)
+def test_a_count_is_what_an_h200_measured(row: int) -> None:
+    """The peaks are within 0.1%; that program had a micro-batch's tokens before the first step, this one has all of a
+    step's within it."""
+    run, cells = measured_run(row)
+    counted = count_stage(run, cells["stage"], "hopper")
+    tokens_bytes = INT64 * cells["batch"] * cells["seq"]
+    assert counted.static_bytes == pytest.approx(cells["static_bytes"] - tokens_bytes, rel=3e-5)
+    assert counted.peak_bytes == pytest.approx(cells["peak_allocated_bytes"], rel=1e-3)
+
+
+def test_a_storage_counts_as_long_as_anything_refers_to_it() -> None:
+    account = BytesAlive()
+    with FakeTensorMode(), account:
+        x = torch.empty(100, 10)
+        view = x[5:]
+        assert account.num_bytes == 4096  # 4,000 bytes in pieces of 512
+        del x
+        assert account.num_bytes == 4096
+        account.label = "later"
+        y = view + 1.0
+        assert account.alive == {"": 4096, "later": 4096}
+        del view, y
+        gc.collect()
+        assert (account.num_bytes, account.peak_bytes, account.at_peak) == (0, 8192, {"": 4096, "later": 4096})
+
+
+def test_what_a_kernel_takes_for_itself_counts_at_the_peak_alone() -> None:
+    account = BytesAlive({torch.ops.aten.relu.default: lambda x: 7 * x.nbytes})
+    with FakeTensorMode(), account:
+        x = torch.empty(128)
+        y = torch.relu(x)
+        assert (account.num_bytes, account.peak_bytes, account.at_peak["relu"]) == (1024, 1024 + 7 * 512, 7 * 512)
+        assert y.shape == x.shape
+
+
+def test_a_storage_that_is_emptied_and_filled_is_counted_anew() -> None:
+    account = BytesAlive()
+    with account.resized(), FakeTensorMode(), account:
+        x = torch.empty(1024)
+        x.untyped_storage().resize_(0)
+        assert account.num_bytes == 0
+        x.untyped_storage().resize_(4096)
+        assert account.num_bytes == 4096

@@ -1,0 +1,122 @@
+"""How often a measurement is repeated: the spread of a median is what it is over many trials, and repeating ends."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from planner.probe.repeats import Repeats, spread_fraction
+
+torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from planner.probe.rank.clock import ActionTimes, StepRecord  # noqa: E402
+from planner.probe.rank.exchanges import timed_together  # noqa: E402
+from planner.probe.worker.step_loop import StepLoop  # noqa: E402
+from planner.profile.stopwatch import Stopwatch  # noqa: E402
+from planner.schedule.actions import Action  # noqa: E402
+
+
+@pytest.mark.parametrize("num", [4, 20, 200])
+@pytest.mark.parametrize("name", ["normal", "lognormal"])
+def test_the_spread_is_the_standard_error_of_the_median(num: int, name: str) -> None:
+    draws = np.random.default_rng(0)
+    trials = [draws.normal(10, 1, num) if name == "normal" else draws.lognormal(2, 0.1, num) for _ in range(400)]
+    true = np.std([np.median(trial) for trial in trials]) / np.median(trials)
+    assert np.mean([spread_fraction(trial.tolist()) for trial in trials]) == pytest.approx(1.25 * true, rel=0.25)
+
+
+def test_a_drift_is_no_noise_that_more_repeats_lessen() -> None:
+    warming = np.linspace(1.0, 0.9, 10_000).tolist()
+    assert spread_fraction(warming) == pytest.approx(0.025 / 0.95, rel=0.01)
+    assert spread_fraction(sorted(warming[::2]) + warming[::2]) < 0.005  # type: ignore[operator]
+    assert (spread_fraction([1.0]), spread_fraction([]), spread_fraction([0.0, 0.0])) == (None, None, None)
+
+
+def test_repeats_end_when_they_are_sure_or_at_the_budget() -> None:
+    repeats = Repeats(fewest=3, steady_s=1.0, most_s=4.0)
+    assert not repeats.suffice(2, 9.0, lambda: 0.0)
+    assert not repeats.suffice(9, 0.9, lambda: 0.0)
+    assert repeats.suffice(9, 1.0, lambda: 0.009)
+    assert not repeats.suffice(9, 3.9, lambda: 0.011)
+    assert not repeats.suffice(9, 3.9, lambda: None)
+    assert repeats.suffice(9, 4.0, lambda: 0.5)
+    assert Repeats(3).suffice(3, 0.1, lambda: None)
+    assert Repeats(3, steady_s=1.0, most_s=0.5).suffice(3, 0.5, lambda: 0.1), "the budget counts most"
+
+
+def steps_of(run: Any, seconds: Any, agree: Any = bool) -> StepLoop:
+    """The loop of a run whose steps take so long, in turn."""
+    loop = StepLoop(run, agree)
+    for number, _ in loop:
+        step_s = seconds(number)
+        timed = ActionTimes(Action("F", 0, 0), 0.0, 0.0, step_s)
+        loop.add(StepRecord(actions=[timed]), SimpleNamespace(step_s=step_s))  # type: ignore[arg-type]
+    return loop
+
+
+def test_steps_warm_up_and_go_on_until_they_are_sure(make_run: Any) -> None:
+    run = make_run(("none", 1, 1, 1), warm_up_steps=2, num_steps=3)
+    pinned = steps_of(run, lambda number: 0.1 * number, agree=None)
+    assert (len(pinned.warm_up), len(pinned.steps)) == (2, 3)
+    adaptive = run.model_copy(update={"steady_s": 1.0, "most_s": 5.0})
+    steady = steps_of(adaptive, lambda number: 0.3)
+    assert (len(steady.warm_up), len(steady.steps), len(steady.actions)) == (4, 4, 4)
+    assert (len(steps_of(adaptive, lambda _: 3.0).warm_up), len(steps_of(adaptive, lambda _: 3.0).steps)) == (2, 3)
+    varying = steps_of(adaptive, lambda number: 0.4 if number % 2 else 0.2)
+    assert sum(step.step_s for step in varying.steps) == pytest.approx(5.0, abs=0.4)
+
+
+def test_no_rank_ends_before_all_have_enough(make_run: Any) -> None:
+    run = make_run(("none", 1, 1, 1), warm_up_steps=1, num_steps=2).model_copy(update={"steady_s": 0.5, "most_s": 5.0})
+    asked = count()
+    loop = steps_of(run, lambda number: 0.5, agree=lambda enough: enough and next(asked) >= 4)
+    assert len(loop.warm_up) + len(loop.steps) > 3
+
+
+def test_a_round_of_an_exchange_is_many_calls_between_two_marks() -> None:
+    now = SimpleNamespace(s=0.0, waited=0)
+
+    def call() -> None:
+        now.s += 1e-3
+
+    def meet() -> None:
+        now.waited += 1
+
+    clock: Any = SimpleNamespace(start=lambda: setattr(clock, "zero", now.s), mark=lambda: now.s)
+    clock.seconds = lambda mark: mark - clock.zero
+    timed = timed_together(clock, call, Repeats(5, 1.0, 2.0), meet, lambda seconds: 2 * seconds, round_s=0.02)
+    assert timed.median_s == pytest.approx(2e-3)
+    assert timed.spread == pytest.approx(0, abs=1e-9)
+    assert now.waited == 2 + 50, "twice alone, then ten calls a round for a second"
+    assert now.s == pytest.approx(2e-3 + 0.5)
+
+
+class FakeSeconds(Stopwatch):
+    """A stopwatch of a device whose calls say what they take."""
+
+    def _round(self, call: Any, num_calls: int) -> list[float]:
+        seconds = [call() for _ in range(num_calls)]
+        self.total_s = getattr(self, "total_s", 0.0) + sum(seconds)
+        return seconds
+
+
+def test_figures_share_the_budget_and_leave_what_they_do_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = FakeSeconds("cpu", 12.0, num_figures=10)
+    monkeypatch.setattr(
+        "planner.profile.stopwatch.time", SimpleNamespace(perf_counter=lambda: getattr(bench, "total_s", 0.0))
+    )
+    assert bench.microseconds(lambda: 1e-3) == pytest.approx(1000)
+    assert bench.total_s == pytest.approx(1.2 * 0.9, rel=0.1), "a second, and what warms up before it"
+    noise = np.random.default_rng(0)
+    bench.spread = 0.0
+    bench.microseconds(lambda: 0.05 * noise.uniform(0.5, 1.5))
+    assert bench.spread > 0.01, "is told"
+    assert bench.total_s == pytest.approx(1.1 + 1.2, rel=0.4)
+    for _ in range(8):
+        bench.microseconds(lambda: 1e-3)
+    assert bench.total_s == pytest.approx(12.0 - bench.budget_s)
+    assert 0 < bench.budget_s < 3

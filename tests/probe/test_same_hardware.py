@@ -1,0 +1,56 @@
+"""A probe says something about the GPUs that it ran on, and about no others."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.probe.verdict.same_hardware import objection_to_device
+from planner.specs.registry import hardware_names, load_hardware
+
+DEVICES = {
+    # as torch or the driver calls them
+    "NVIDIA H200": "h200-sxm-141gb",
+    "NVIDIA H100 80GB HBM3": "h100-sxm-80gb",
+    "NVIDIA A100-SXM4-80GB": "a100-sxm-80gb",
+    "NVIDIA A800-SXM4-80GB": "a800-sxm-80gb",
+    "NVIDIA GH200 480GB": "gh200-96gb",
+    "NVIDIA GB200": "gb200-nvl72",
+    "NVIDIA B200": "b200-sxm-180gb",
+    "NVIDIA L40S": "l40s-48gb",
+    "Tesla V100-SXM2-32GB": "v100-sxm-32gb",
+    "AMD Instinct MI300X": "mi300x",
+    "AMD Instinct MI355X": "mi355x",
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_gpu_is_evidence_of_its_own_profile_and_of_no_other_silicon(device: str) -> None:
+    own = load_hardware(DEVICES[device])
+    assert objection_to_device(device, "2.9", own) is None
+    for name in hardware_names():
+        other = load_hardware(name)
+        if other.architecture != own.architecture:
+            said, hint = objection_to_device(device, "2.9", other) or ("", "")
+            assert device in said
+            assert f"--hardware {own.name}" in hint
+
+
+@pytest.mark.parametrize("torch_version", ["2.9.1+rocm6.4", "2.9"])
+def test_amds_gpus_say_nothing_of_nvidias_and_the_other_way_around(torch_version: str) -> None:
+    said, _ = objection_to_device("AMD Radeon Graphics", torch_version, load_hardware("h200")) or ("", "")
+    assert said == "ran on AMD Radeon Graphics, a GPU of AMD; h200-sxm-141gb is NVIDIA's"
+    said, _ = objection_to_device("NVIDIA RTX PRO 6000", "2.9", load_hardware("mi300x")) or ("", "")
+    assert said.endswith("a GPU of NVIDIA; mi300x is AMD's")
+
+
+def test_a_gpu_of_the_same_silicon_with_another_memory_is_another_gpu() -> None:
+    said, hint = objection_to_device("NVIDIA H100 80GB HBM3", "2.9", load_hardware("h200")) or ("", "")
+    assert said == "ran on NVIDIA H100 80GB HBM3, which is another GPU than h200-sxm-141gb"
+    assert hint == "probe on h200-sxm-141gb, or plan with --hardware h100-sxm-80gb"
+
+
+def test_a_profile_of_the_users_own_may_have_any_name_and_has_its_silicon() -> None:
+    ours = load_hardware("h100").model_copy(update={"name": "our-cluster", "aliases": ()})
+    assert objection_to_device("NVIDIA H100 80GB HBM3", "2.9", ours) is None
+    assert objection_to_device("NVIDIA A100-SXM4-80GB", "2.9", ours) is not None
+    assert objection_to_device("NVIDIA Graphics Device", "2.9", ours) is None
