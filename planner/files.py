@@ -13,6 +13,15 @@ from planner.errors import PlannerError, SpecError
 STDOUT = "-"
 
 
+def require_working_folder() -> None:
+    """Raise PlannerError where somebody has removed the folder that the command was started in. Relative paths mean
+    nothing then, and torch does not find its own libraries."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise PlannerError("the working directory was removed", "cd to a folder that exists, and run again") from None
+
+
 def refuse_to_overwrite(path: str | Path, force: bool = False) -> None:
     """Raise SpecError where `write_text` would refuse: a directory, a missing folder, an existing file without `force`.
 

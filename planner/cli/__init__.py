@@ -56,4 +56,11 @@ def _print_json(error: PlannerError) -> None:
 def _as_planner_error(error: Exception) -> PlannerError:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return PlannerError("standard output: no space left on device", "free some space")
+    if isinstance(error, FileNotFoundError):
+        from planner.files import require_working_folder
+
+        try:
+            require_working_folder()
+        except PlannerError as known:
+            return known
     return defect(error)

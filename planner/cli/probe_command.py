@@ -156,7 +156,9 @@ def _probe(
     tolerance: float | None,
 ) -> ProbeResult | None:
     from planner.errors import ProbeError, SpecError
+    from planner.files import require_working_folder
 
+    require_working_folder()
     if device not in (None, "cpu", "cuda"):
         raise SpecError(f"--device: {device!r} is unknown", "cpu or cuda")
     _at_least({"--steps": (1 if steps is None else steps, 1), "--scale": (scale, 8), "--processes": (processes, 1)})

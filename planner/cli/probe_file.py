@@ -38,6 +38,8 @@ def read_calibration(path: str, cluster: ClusterSpec) -> Calibration:
     result = read_probe(path)
     calibration = from_probe(result, cluster, label(path))
     doubt_device(result, cluster.hardware, label(path))
+    for condition in result.conditions:
+        _log.warning("%s: %s", label(path), condition.text)
     for correction in calibration.corrections(cluster.hardware, cluster.tiers):
         log = _log.warning if correction.verdict == "refused" else _log.info
         log("%s: %s: %s", label(path), correction.name, correction.says)

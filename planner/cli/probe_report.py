@@ -43,6 +43,8 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
     if result.plan_step_s is not None:
         yield Text("held  against the planner's price of eager torch, which is what runs")
         yield Text(f"      the plan's own trainer, {result.plan_runtime}: {seconds(result.plan_step_s)} a step")
+    for note in result.notes:
+        yield Text(f"note  {note}")
     if result.out_of_memory is not None:
         yield section("Out of memory", bullets(_memory_lines(result)))
     if result.checks:
@@ -125,10 +127,11 @@ def _exchanges(result: ProbeResult) -> Iterator[str]:
     """A line for each kind of exchange, with the seconds of the slowest rank."""
     from planner.probe.result import slowest_exchanges
 
+    on_gpus = result.run.device == "cuda"
     for exchange in slowest_exchanges(result.ranks):
         yield (
             f"{exchange.name} of {_size(exchange.num_bytes)} over {exchange.size} ranks: {seconds(exchange.seconds)}, "
-            f"{digits(exchange.bus_gb_per_s)} GB/s on the bus{_sure(exchange.spread_fraction)}"
+            f"{digits(exchange.bus_gb_per_s)} GB/s on the bus{_sure(exchange.spread_fraction) if on_gpus else ''}"
         )
 
 
@@ -141,22 +144,17 @@ def _sure(spread: float | None) -> str:
 
 def _gpus(result: ProbeResult) -> Iterator[str]:
     """A line with the clocks, the power and the temperature under load of the rank whose clock was lowest."""
+    from planner.probe.verdict.conditions import load_in_words
+
     loaded = [
         (state.clock_mhz, rank.rank, state)
         for rank in result.ranks
         for state in rank.device_states
         if state.when == "within" and state.clock_mhz is not None
     ]
-    if not loaded:
-        return
-    clock_mhz, rank, state = min(loaded, key=lambda item: item[:2])
-    facts = [f"{digits(clock_mhz)} of {digits(state.max_clock_mhz)} MHz" if state.max_clock_mhz else f"{clock_mhz} MHz"]
-    if state.power_w is not None and state.power_limit_w is not None:
-        facts.append(f"{digits(state.power_w)} of {digits(state.power_limit_w)} W")
-    if state.temperature_c is not None:
-        facts.append(f"{digits(state.temperature_c)} °C")
-    facts += state.throttle_reasons
-    yield f"under load, rank {rank}{' (the lowest clock)' if len(loaded) > 1 else ''}: {', '.join(facts)}"
+    if loaded:
+        _, rank, state = min(loaded, key=lambda item: item[:2])
+        yield f"under load, rank {rank}{' (the lowest clock)' if len(loaded) > 1 else ''}: {load_in_words(state)}"
 
 
 def _size(num_bytes: int) -> str:

@@ -68,14 +68,15 @@ def profile_command(
     refuse_to_overwrite(output, force)
     record = _measured(kind, quick, budget, output, ranks)
     profiled = profile_of(record)
-    write_text(output, _yaml(profiled), force)
+    sure = record.how_sure()
+    write_text(output, _yaml(profiled, sure), force)
     record.discard()
     if output == STDOUT:
         return
     if json:
         sys.stdout.write(dumps(profiled.hardware.model_dump(mode="json")))
     else:
-        show(*_render(profiled, output))
+        show(*_render(profiled, sure, output))
 
 
 def _device(name: str | None) -> Device:
@@ -93,17 +94,20 @@ def _measured(kind: Device, quick: bool, budget_s: float | None, output: str, ra
     from planner.profile.measure import measure, tasks
     from planner.profile.record import Record, sidecar
     from planner.profile.shapes_to_measure import shapes_to_measure
-    from planner.profile.this_machine import machine_of
+    from planner.profile.this_machine import machine_of, monitor_of
 
+    monitor = monitor_of(kind)  # before anything of this process is on the GPU
     path: Path | None = None if output == STDOUT else sidecar(output, quick)
     record = Record(machine_of(kind), quick, datetime.date.today().isoformat(), path)
     if record.num_kept:
         _log.info("%s: %d measurements of an earlier run are kept", path, record.num_kept)
     todo = tasks(kind, shapes_to_measure(kind, quick), budget_s)
     with progress("measuring", len(todo)) as done:
-        for line in measure(record, todo, done):
+        for line in measure(record, todo, done, monitor):
             _log.info("left out: %s", line)
     _exchange(record, kind, quick, ranks)
+    for condition in record.measured.conditions:
+        _log.warning("%s: the profile is of such a GPU", condition)
     return record
 
 
@@ -125,17 +129,18 @@ def _exchange(record: Record, kind: Device, quick: bool, ranks: object) -> None:
     record.save()
 
 
-def _yaml(profiled: Profiled) -> str:
+def _yaml(profiled: Profiled, sure: str) -> str:
     """YAML that --hardware reads; comments tell what the fit leaves unexplained."""
     import yaml
 
     data = profiled.hardware.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    lines = [f"# {label:24} {left}" for label, left in profiled.residuals]
+    lines = [*([f"# Of what was timed, {sure}."] if sure else []), "# Predicted less measured, of each table:"]
+    lines += [f"# {label:24} {left}" for label, left in profiled.residuals]
     text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
-    return "\n".join(["# Predicted less measured, of each table:", *lines, text])
+    return "\n".join([*lines, text])
 
 
-def _render(profiled: Profiled, output: str) -> list[RenderableType]:
+def _render(profiled: Profiled, sure: str, output: str) -> list[RenderableType]:
     from rich.text import Text
 
     from planner.report.format import digits, gibibytes
@@ -165,6 +170,7 @@ def _render(profiled: Profiled, output: str) -> list[RenderableType]:
             f"{tier.source}"
             for tier in hardware.tiers
         ),
+        *([f"of what was timed, {sure}"] if sure else []),
     ]
     return [
         Text(f"{hardware.name}: {efficiency.source}", style="bold"),

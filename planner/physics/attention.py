@@ -10,10 +10,12 @@ import numpy as np
 from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, rotary
 from planner.physics.indexer import indexer
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.torch_attention import around_flash, chunks_of
 from planner.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.torch_attention import calls_flash, head_dims, window_of
 
 
 def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
@@ -65,7 +67,7 @@ def _output_gate(width: Number, gates: Number, shape: Shape) -> Operator:
 
 def _value_dim(model: ModelSpec) -> int:
     """Width of a value head."""
-    return model.value_head_dim or model.head_dim if model.mla is None else model.mla.v_head_dim
+    return head_dims(model)[1]
 
 
 def kv_heads_per_rank(model: ModelSpec, shape: Shape) -> Number:
@@ -202,10 +204,8 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
 def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
     """Core attention: one flash kernel, or QKᵀ, softmax and AV with the s² matrix in memory."""
     heads, kv_heads = model.num_attention_heads / shape.tp, kv_heads_per_rank(model, shape)
-    if model.mla is None:
-        qk_dim, v_dim = model.head_dim, _value_dim(model)
-    else:
-        qk_dim, v_dim = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
+    qk_dim, v_dim = head_dims(model)
+    if model.mla is not None:
         kv_heads = heads
     if runtime.repeats_keys and model.num_key_value_heads < model.num_attention_heads:
         yield _repeated(shape, model.head_dim, heads, kv_heads)
@@ -227,6 +227,11 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
         span = np.minimum(span, model.attention_chunk_size or span)
     if runtime.cp_comm_type == "p2p":
         yield _merged(shape, BF16 * shape.tokens * heads, kv_bytes, qk_dim, v_dim)
+    num_kernels: Number = 1
+    flash: Number = 0
+    if runtime.takes_torch_attention:
+        num_kernels, flash = chunks_of(shape), calls_flash(window_of(model, kind), model.attention_sinks, shape.cp)
+        yield from around_flash(shape, flash, heads, kv_heads, qk_dim, v_dim, model.attention_sinks)
     yield Operator(
         name="attention",
         kind="attention",
@@ -234,13 +239,15 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
         batch=shape.micro_batch_size * (shape.seq_length / span),
         heads=heads,
         kv_heads=kv_heads,
-        q_len=span / shape.cp,
+        count=num_kernels,
+        q_len=span / shape.cp / num_kernels,
         kv_len=span,
         window=_window(model, kind),
         imbalance=1.0 if runtime.balances_context or kind.attention != "full" else 2 - 1 / shape.cp,
         qk_dim=qk_dim,
         v_dim=v_dim,
         has_sinks=model.attention_sinks,
+        calls_flash=flash,
         parameters=sinks,
         saved=(
             output,

@@ -7,6 +7,7 @@ tiles, waves and launches. All sizes may be numpy arrays; one call prices thousa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from planner.specs.efficiency import AttentionEfficiency, GemmEfficiency
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import MICRO
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.torch_attention import torch_choice
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 """Output tiles of one SM that the libraries choose from."""
@@ -173,7 +175,7 @@ def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> 
     if op.kind == "gemm":
         return PassSeconds(each_s, each_s, each_s)
     if op.kind == "attention":
-        return PassSeconds(each_s, ATTENTION_BACKWARD_KERNELS * each_s, 0.0)
+        return PassSeconds(op.count * each_s, op.count * ATTENTION_BACKWARD_KERNELS * each_s, 0.0)
     forward, backward = op.forward_kernels * each_s, op.backward_kernels * each_s
     return PassSeconds(forward * (op.forward_bytes > 0), backward * (op.backward_bytes > 0), 0.0)
 
@@ -295,16 +297,18 @@ def _tile_waves(hardware: HardwareSpec, count: Number, m: Number, n: Number) -> 
 
 
 def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -> tuple[Number, Number]:
-    """Forward and backward seconds of a fused attention kernel, timed alone.
+    """Forward and backward seconds of fused attention kernels, timed alone.
 
     FLOPs · (1 + ramp_keys / width) / rate + tail · (one tile row's FLOPs) / (rate / num_sms) + launches, where rate =
     fraction · peak · d / (d + half_head_dim), normalised to d = 128, and width is the most keys that a query meets.
     Where ranks share a sequence, the ramp and the tile row are those of the block on the diagonal: the other blocks are
     rectangles, in which all tile rows take the same time. The backward computes QKᵀ again: it takes
-    2·(3·d_qk + 2·d_v) FLOPs a score, not 2·(d_qk + d_v).
+    2·(3·d_qk + 2·d_v) FLOPs a score, not 2·(d_qk + d_v). Tail and launches are those of each of `count` kernels.
     """
+    if kernel.startswith("sdpa"):
+        return _torch_attention_s(op, hardware, kernel.partition("-")[2])
     efficiency = hardware.efficiency
-    attention = efficiency.attention if kernel == "fastest" else efficiency.flash
+    attention = efficiency.kernel(kernel)
     slow = attention.seconds_factor * (efficiency.flash1_factor if kernel == "flash1" else 1.0)
     peak = hardware.peak_flops("bf16")
     assert peak is not None, "HardwareSpec has bf16 or fp16"
@@ -314,16 +318,29 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     rate = peak * _head_dim_factor(attention, qk_dim, v_dim) * (attention.sink_factor if op.has_sinks else 1.0)
     width: Number = np.where(op.window > 0, np.minimum(op.window, op.kv_len), op.kv_len)
     diagonal = np.minimum(width, op.q_len)
-    scores = op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction * op.imbalance
+    scores = op.count * op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction * op.imbalance
     seconds: list[Number] = []
     for fraction, ramp, dims, kernels in (
         (attention.forward_fraction, attention.forward_ramp_keys, qk_dim + v_dim, 1),
         (attention.backward_fraction, attention.backward_ramp_keys, 3 * qk_dim + 2 * v_dim, ATTENTION_BACKWARD_KERNELS),
     ):
-        tail = attention.tail_fraction * QUERY_ROWS * diagonal * hardware.num_sms
+        tail = op.count * attention.tail_fraction * QUERY_ROWS * diagonal * hardware.num_sms
         rows = scores * (1 + ramp / diagonal) + tail
-        seconds.append(slow * 2 * dims * rows / (fraction * rate) + kernels * launch_s(hardware))
+        seconds.append(slow * 2 * dims * rows / (fraction * rate) + op.count * kernels * launch_s(hardware))
     return seconds[0], seconds[1]
+
+
+def _torch_attention_s(op: Operator, hardware: HardwareSpec, taken: str) -> tuple[Number, Number]:
+    """`attention_s` in eager torch, where torch took a kernel, or is expected to take one if `taken` is empty.
+
+    FlashAttention-2 wants values as wide as keys; they are padded.
+    """
+    flash = attention_s(replace(op, v_dim=op.qk_dim), hardware, "flash")
+    taken = taken or torch_choice(hardware, int(op.qk_dim), int(op.v_dim))
+    if taken == "flash" or hardware.efficiency.cudnn is None:
+        return flash
+    forward, backward = zip(flash, attention_s(op, hardware, "cudnn"), strict=True)
+    return np.where(op.calls_flash, *forward), np.where(op.calls_flash, *backward)
 
 
 def _head_dim_factor(attention: AttentionEfficiency, qk_dim: Number, v_dim: Number) -> Number:

@@ -151,7 +151,7 @@ def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
     if op.kind == "attention":
         # where keys and values are gathered, those of the whole sequence and their gradients
         keys = op.kv_len if runtime.cp_comm_type == "all_gather" else op.q_len
-        backward = BF16 * 2 * op.batch * (op.qk_dim + op.v_dim) * (op.q_len * op.heads + keys * op.kv_heads)
+        backward = BF16 * 2 * op.batch * (op.qk_dim + op.v_dim) * (op.count * op.q_len * op.heads + keys * op.kv_heads)
         if runtime.cp_comm_type != "p2p":
             return backward
         # a ring holds all blocks of keys and values, and an output for each, until the last (Transformer Engine)
@@ -163,8 +163,20 @@ def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
     return op.backward_bytes * 2 / 3 if op.working_bytes is None else op.working_bytes
 
 
+def sent_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Bytes of the hidden states that a chunk has sent on and keeps until its backward; trainers free them."""
+    return BF16 * shape.shard_tokens * model.hidden_size * runtime.is_runner
+
+
 def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Bytes that a stage holds beside parameters: cosines and sines [seq, head_dim / 2] and the step's token ids."""
+    """Bytes that a stage holds beside parameters: cosines and sines [seq / cp, rotated dim / 2], ALiBi's scores
+    [heads / tp, seq, seq], the mask [seq, seq] of chunked attention, and the step's token ids."""
     if not runtime.keeps_tables:
         return 0.0
-    return 2 * BF16 * shape.seq_length * model.head_dim / 2 + INT64 * shape.tokens + ALIGNMENT
+    seq, rotated = shape.seq_length, model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
+    tables: Number = BF16 * seq / shape.cp * rotated * (model.position_embedding == "rope")
+    if model.position_embedding == "alibi":
+        tables = tables + BF16 * model.num_attention_heads / shape.tp * seq**2
+    if model.attention_chunk_size is not None:
+        tables = tables + BF16 * seq**2 * (model.attention_chunk_size < seq)
+    return tables + INT64 * shape.tokens + ALIGNMENT

@@ -107,6 +107,8 @@ def _activation(
         # gate and up are views of one buffer
         passes, backward, kernels = (5, 13, 2)
         saved.append(Saved("activated gate", num_bytes, modules))
+    # x · sigmoid(1.702·x) in three kernels
+    sigmoid = (Saved("sigmoid", num_bytes, modules),) * (model.activation == "quick_gelu" and runtime.is_runner)
     return Operator(
         name=name,
         kind="elementwise",
@@ -118,7 +120,7 @@ def _activation(
         backward_kernels=2 * kernels,
         # the two learned numbers of xIELU
         parameters=2 if model.activation == "xielu" else 0,
-        saved=tuple(saved),
+        saved=(*saved, *sigmoid),
         # gradients of gate and up, and the buffer they are joined in, as what the product kept goes
         working_bytes=2 * num_bytes if len(saved) > 1 else None,
     )
@@ -238,7 +240,7 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
     activation = _activation("moe_act", model, rows * width, runtime, ("moe", "moe_act"))
     yield _inside_products(activation, BF16 * rows * factor * width) if runtime.fuses_experts else activation
     if not runtime.fused_permute:
-        yield from _row_weights(rows, width, local, several * (shape.ep > 1))
+        yield from _row_weights(rows, width, local, several * (shape.ep > 1), runtime)
     yield Operator(
         name="experts down",
         kind="gemm",
@@ -253,6 +255,9 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
     )
     if model.has_mlp_bias:
         biases = _row_biases(rows * hidden)
+        if runtime.is_runner:  # the product with the router's weights keeps them
+            kept = Saved("biases", BF16 * rows * hidden, modules)
+            biases = replace(biases, saved=(kept,), working_bytes=3 * kept.num_bytes)
         yield _in_epilogue(biases, rows * hidden) if runtime.fuses_experts else biases
     yield _move("unsort rows", 2 * gathered * several)
 
@@ -303,7 +308,7 @@ def _routing_bytes(tokens: Number, pairs: Number, runtime: RuntimeSpec) -> Numbe
     return 2 * FP32 * pairs if runtime.fused_permute else (4 * INT64 + FP32) * pairs + FP32 * tokens
 
 
-def _row_weights(rows: Number, width: Number, local: Number, sorts: Number) -> Iterator[Operator]:
+def _row_weights(rows: Number, width: Number, local: Number, sorts: Number, runtime: RuntimeSpec) -> Iterator[Operator]:
     """The product of activated rows and their router weights, which eager torch computes by itself.
 
     It keeps the weighted rows beside the unweighted ones, the weights, the offsets, and the two permutations of a
@@ -325,6 +330,9 @@ def _row_weights(rows: Number, width: Number, local: Number, sorts: Number) -> I
             Saved("offsets", FP32 * local, ("moe",)),
             Saved("order", 2 * INT64 * rows * sorts, ("moe",)),
         ),
+        # gradients of weighted and unweighted rows, and a product that is summed for the weights' gradient, as the
+        # weighted rows go
+        working_bytes=2 * num_bytes if runtime.is_runner else None,
     )
 
 

@@ -50,7 +50,8 @@ class Operator:
     """One computation of one micro-batch on one rank.
 
     gemm:        `count` products y[m, n] = x[m, k] · w[k, n]; backward is a dgrad and a wgrad of the same FLOPs.
-    attention:   `batch`·`heads` causal attentions of `q_len` queries over `kv_len` keys (a `window` of them).
+    attention:   `batch`·`heads` causal attentions of `q_len` queries over `kv_len` keys (a `window` of them), `count`
+                 kernels one after another.
     elementwise: moves `forward_bytes` and `backward_bytes` through memory in so many kernels.
     scan:        an elementwise operator that computes `scan_flops` as well, and takes the longer of both.
     """
@@ -91,6 +92,8 @@ class Operator:
     """Keys that a query sees on a sliding layer; 0 for all keys."""
     has_sinks: bool = False
     """True where a learned logit per head takes part in the softmax."""
+    calls_flash: Number = 0
+    """True where eager torch's ranks call FlashAttention-2 themselves (`trainers.torch_attention`)."""
     imbalance: Number = 1.0
     """Work of the slowest rank over the mean, for an attention that is split over ranks."""
     qk_dim: Number = 0
@@ -131,7 +134,7 @@ class Operator:
     @property
     def _square(self) -> Number:
         """FLOPs per unit of head dimension of one product over the attended share of the q × kv square."""
-        return 2 * self.batch * self.heads * self.q_len * self.kv_len * self.attended_fraction
+        return 2 * self.count * self.batch * self.heads * self.q_len * self.kv_len * self.attended_fraction
 
     @property
     def forward_flops(self) -> Number:
@@ -203,7 +206,7 @@ def num_parameters(items: Iterable[Item], expert: bool | None = None) -> Number:
 
 def num_tensors(items: Iterable[Item]) -> Number:
     """Parameters of a rank as trainers hold them: one tensor for each product, each expert's, and each norm."""
-    tensors = (op.count * (op.parameters > 0) for op in operators_of(items))
+    tensors = ((op.count if op.kind == "gemm" else 1) * (op.parameters > 0) for op in operators_of(items))
     return sum(tensors)
 
 

@@ -338,7 +338,8 @@ class Pricing:
         `ranks` has the pipeline rank of each virtual stage. None takes less than the first.
         """
         pairs = np.sort(np.stack([ranks[:-1], ranks[1:]]), axis=0) * shape.stage_stride
-        return np.maximum(self._hop_s(shape, pairs[0], pairs[1] - pairs[0]), self.p2p_s(shape))
+        hops_s = np.maximum(self._hop_s(shape, pairs[0], pairs[1] - pairs[0]), self.p2p_s(shape))
+        return np.broadcast_to(hops_s, pairs[0].shape)  # a cluster of one tier has one number for all distances
 
     def _hop_s(self, shape: Shape, start: Number, distance: Number) -> Number:
         """Seconds to hand one micro-batch's activation from one rank to another.

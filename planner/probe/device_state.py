@@ -29,7 +29,7 @@ BUSY_FRACTION, SETTLED_S = 0.05, 1.5
 """A GPU that was busier than this before anything ran is looked at again after so many seconds: a process that has just
 ended shows in the last second's average."""
 Fields = dict[str, Any]
-"""Fields of DeviceState, and `lists_this`: the driver's list of processes has this one."""
+"""Fields of DeviceState; `lists_this` if the driver lists this process, `lists_run` if any of this run."""
 When = Literal["before", "within", "after"]
 NVIDIA_FIELDS = {
     "clocks.sm": "clock_mhz",
@@ -85,25 +85,31 @@ def nvidia_state(uuid: str) -> Fields:
     if tool is None:
         return {}
     chosen = [tool, f"--id={uuid if uuid.startswith(('GPU-', 'MIG-')) else f'GPU-{uuid}'}"]
-    for reasons in NVIDIA_REASONS:
-        for values in _csv([*chosen, f"--query-gpu={','.join((*NVIDIA_FIELDS, reasons))}"]):
-            if len(values) == len(NVIDIA_FIELDS) + 1:  # else an error about a name that this driver does not know
-                state: Fields = dict(zip(NVIDIA_FIELDS.values(), map(_number, values), strict=False))
-                if state["busy_fraction"] is not None:
-                    state["busy_fraction"] /= 100
-                state["throttle_reasons"] = tuple(_reasons(values[-1]))
-                processes = _csv([*chosen, "--query-compute-apps=pid,process_name,used_gpu_memory"])
-                return state | _others([(pid, name, _number(mib)) for pid, name, mib in processes if pid.isdigit()])
+    try:
+        for reasons in NVIDIA_REASONS:
+            for values in _csv([*chosen, f"--query-gpu={','.join((*NVIDIA_FIELDS, reasons))}"]):
+                if len(values) == len(NVIDIA_FIELDS) + 1:  # else an error about a name that this driver does not know
+                    processes = _csv([*chosen, "--query-compute-apps=pid,process_name,used_gpu_memory"])
+                    return _nvidia_fields(values) | _others(
+                        [(row[0], row[1], _number(row[2])) for row in processes if len(row) == 3 and row[0].isdigit()]
+                    )
+    except (OSError, subprocess.TimeoutExpired):  # a driver that does not answer is not asked again
+        pass
     return {}
 
 
+def _nvidia_fields(values: list[str]) -> Fields:
+    state: Fields = dict(zip(NVIDIA_FIELDS.values(), map(_number, values), strict=False))
+    busy_percent = state["busy_fraction"]
+    state["busy_fraction"] = None if busy_percent is None else busy_percent / 100
+    return {**state, "throttle_reasons": tuple(_reasons(values[-1]))}
+
+
 def _csv(command: list[str]) -> list[list[str]]:
-    try:
-        ran = subprocess.run(
-            [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=MOST_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
+    """The rows that nvidia-smi prints."""
+    ran = subprocess.run(
+        [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=MOST_S, check=False
+    )
     return [[cell.strip() for cell in row] for row in csv.reader(ran.stdout.splitlines())]
 
 
@@ -187,6 +193,7 @@ def _others(processes: list[tuple[str, str, float | None]]) -> Fields:
         "other_processes": tuple(f"{Path(name).name or 'process'} ({pid})" for pid, name, _ in others),
         "other_bytes": round(sum(mib or 0.0 for _, _, mib in others) * 2**20) if others else None,
         "lists_this": any(int(pid) == os.getpid() for pid, _, _ in processes),
+        "lists_run": len(others) < len(processes),
     }
 
 
@@ -200,7 +207,9 @@ def state_of(fields: Fields, when: When) -> DeviceState:
     """The state that a driver's answer describes."""
     if when != "before" and not fields.get("lists_this"):
         fields = fields | {"other_processes": (), "other_bytes": None}
-    return DeviceState(when=when, **{name: value for name, value in fields.items() if name != "lists_this"})
+    if when == "before" and fields.get("lists_run") and not fields.get("other_processes"):
+        fields = fields | {"busy_fraction": None}  # by ranks that share it
+    return DeviceState(when=when, **{name: value for name, value in fields.items() if not name.startswith("lists_")})
 
 
 class Monitor:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from pathlib import Path
 
 import torch
 
@@ -14,6 +11,7 @@ from planner.errors import ProbeError
 from planner.probe.launch.devices import require_gpu
 from planner.probe.launch.joined import joins_others, rank_error, run_rank
 from planner.probe.launch.launcher import launch
+from planner.probe.launch.stages import run_stages
 from planner.probe.model.attention_kernels import require_flash
 from planner.probe.plan_side.chunks import real_chunks, slice_schedule
 from planner.probe.plan_side.describe import describe_slice
@@ -33,14 +31,13 @@ from planner.probe.rank.fully_sharded import require_fully_shard
 from planner.probe.rehearse.rehearse import rehearse
 from planner.probe.rehearse.result import RehearsalResult
 from planner.probe.result import ComparedQuantity, Failure, MeasuredRun, ProbeResult, RankResult
-from planner.probe.run import Place
 from planner.probe.torch_build import rehearsed_build
 from planner.probe.verdict.compare import compare_stage, compared
 from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds
+from planner.probe.verdict.kernels import seen_kernels, unpriced
 from planner.probe.verdict.outcome import probe_result
 from planner.probe.verdict.replay_stages import replayed_step_s
 from planner.probe.worker.failure import out_of_memory_result
-from planner.probe.worker.stage_worker import stage_process
 from planner.specs.training import tokens_split
 from planner.trainers.rules.torch_model import runner_objection
 
@@ -61,7 +58,7 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     if joins_others():
         return probe_joined(plan, options)
     if options.device == "cuda":
-        return probe_ranks(plan, options, torch.cuda.device_count())
+        return probe_ranks(plan, options, torch.cuda.device_count() * options.ranks_per_gpu)
     return probe_laptop(plan, options)
 
 
@@ -83,6 +80,7 @@ def require_runnable(plan: Plan, options: ProbeOptions) -> None:
         raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
     require_layers(plan)
     require_split(plan, options)
+    require_pipeline(plan, options)
 
 
 def require_layers(plan: Plan) -> None:
@@ -123,19 +121,26 @@ def require_split(plan: Plan, options: ProbeOptions) -> None:
         )
 
 
+def require_pipeline(plan: Plan, options: ProbeOptions) -> None:
+    """Raise ProbeError if gloo is to connect GPUs that exchange more than messages between stages."""
+    layout = plan.parallelism
+    if options.device == "cuda" and options.backend == "gloo" and layout.tp * layout.cp * layout.dp > 1:
+        raise ProbeError("gloo connects stages of GPUs, and no tp, cp or dp", "plan with --tp 1 --cp 1 --dp 1, or nccl")
+
+
 def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult:
-    """Run as many whole tp × cp groups and stages as `num_gpus` hold. One process per GPU is started on this
-    machine."""
+    """Run as many whole tp × cp groups and stages as `num_gpus` hold. One process for each is started on this machine;
+    a GPU that ranks share counts once for each of them."""
     run, grid, stages = ranks_run(plan, options, num_gpus)
     require_fully_shard(run)
     return judge_ranks(plan, options, launch(run), grid, stages)
 
 
-def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
-    """Run each distinct stage alone, then replay the whole pipeline with the measured seconds."""
+def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
+    """Run each distinct stage alone, then replay the whole pipeline with the measured seconds. Returns None where
+    another rank has the result."""
     eager = in_eager_torch(plan)
-    layout, least = eager.best, without_waits(eager)
-    asked = layout.parallelism
+    layout, asked = eager.best, eager.best.parallelism
     order = slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
     grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
     run = real_run(plan, options, order, real_chunks(layout, order, range(asked.pp)), grid)
@@ -150,17 +155,22 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
     stages = sorted(set(stands_for)) if options.stages == "all" else [stage_asked_for(options.stages, asked.pp)]
     if options.device == "cpu":
         require_memory([layout.stages[stage] for stage in stages])
-    for stage in stages:
-        measured = launch(run, stage_process, ranks=(run.rank(Place(stage, 0, 0, 0)),))
-        if measured.out_of_memory is not None:
-            break
+    outcomes = run_stages(run, stages, launch)
+    if outcomes is None:
+        return None
+    for measured in outcomes:
         ranks += measured.ranks
-        comparisons += compare_stage(eager, least, stage, measured.ranks, tolerance, alone=True)
+    eager = in_eager_torch(plan, seen_kernels(ranks))
+    least, priced = without_waits(eager), not unpriced(ranks, plan.cluster.hardware)
+    for rank in ranks:
+        comparisons += compare_stage(eager, least, rank.stage, [rank], tolerance, alone=True, attends_as_priced=priced)
     step_s = None
     if options.stages == "all" and measured.out_of_memory is None:
         rank_of_stage = {rank.stage: rank for rank in ranks}
         step_s = replayed_step_s(eager, [rank_of_stage[stage] for stage in stands_for])
-        comparisons.append(compared("step", "s", layout.step.step_s, step_s, tolerance, least=least.step.step_s))
+        step_tolerance = tolerance if priced else None
+        planned_s, least_s = eager.step.step_s, least.step.step_s
+        comparisons.append(compared("step", "s", planned_s, step_s, step_tolerance, least=least_s))
     measured = measured.model_copy(update={"ranks": tuple(ranks)})
     part = describe_slice(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
     return probe_result(plan, options, part, measured, comparisons, step_s, eager)
@@ -191,11 +201,7 @@ def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
             f"{world_size} ranks were started, the largest slice of the plan that fits has {run.world_size}",
             f"start {run.world_size} ranks: {run.pp} stages × dp {run.dp} × cp {run.cp} × tp {run.tp}",
         )
-    folder = Path(tempfile.mkdtemp(prefix=f"plan-probe-{rank}-"))
-    try:
-        outcome = run_rank(run, folder, rank)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    outcome = run_rank(run, rank)
     if isinstance(outcome, Failure):
         if outcome.kind != "out_of_memory":
             raise rank_error(outcome, run)

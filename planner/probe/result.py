@@ -261,6 +261,8 @@ class ProbeResult(Spec):
     plan_step_s: float | None = None
     """Seconds of a step that the plan predicts for that trainer; the run is eager torch and is compared with the price
     of eager torch. Null where the plan's own stages did not run."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what the comparisons are of, where that is not what the plan said."""
     loss: float | None = None
     conditions: tuple[Condition, ...] = ()
     """Unusual conditions while GPUs were measured. Where the run contradicts the plan, these may be why."""

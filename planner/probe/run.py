@@ -59,6 +59,11 @@ class ProbeRun(Spec):
     ep: PositiveInt = 1
     cp: PositiveInt = 1
     """Ranks among which each sequence is split."""
+    ranks_per_gpu: PositiveInt = 1
+    """Ranks that share a GPU. Each has a share of its time, so that their seconds say nothing of the plan."""
+    backend: Literal["nccl", "gloo"] | None = None
+    """The library that connects the ranks; null for nccl on GPUs and gloo on the CPU. With gloo messages of GPUs pass
+    through the host's memory."""
     dp_outermost: bool = False
     """Ranks are numbered with data parallelism outermost (tp-cp-ep-pp-dp); without: with pipelines outermost."""
     sequence_parallel: bool = False
@@ -116,6 +121,11 @@ class ProbeRun(Spec):
     @property
     def pp(self) -> int:
         return len(self.ranks)
+
+    @property
+    def exchanges_by(self) -> Literal["nccl", "gloo"]:
+        """The library that connects the ranks."""
+        return self.backend or ("gloo" if self.device == "cpu" else "nccl")
 
     @property
     def world_size(self) -> int:

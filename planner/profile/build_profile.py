@@ -157,19 +157,9 @@ def _start(record: Record, known: HardwareSpec | None) -> Efficiency:
 
 
 def _backends(record: Record) -> tuple[str, ...]:
-    """Attention kernels that this device runs; cuDNN's only where it is faster, because plans use the fastest."""
-    totals: dict[str, float] = {}
-    table = record.table("attention", "forward_us", "backward_us")
-    if not table.num_rows:
-        return ()
-    shape_of = [tuple(table.number(c).tolist()) for c in ("batch", "seq", "heads", "kv_heads", "qk_dim", "v_dim")]
-    rows = list(zip(table.text("backend").tolist(), zip(*shape_of, strict=True), strict=True))
-    seconds = (table.number("forward_us") + table.number("backward_us")).tolist()
-    timed_by_both = {shape for backend, shape in rows if backend == "cudnn"} & {s for b, s in rows if b == "flash"}
-    for (backend, shape), row_s in zip(rows, seconds, strict=True):
-        totals[backend] = totals.get(backend, 0.0) + (row_s if shape in timed_by_both or not timed_by_both else 0.0)
-    slower = "flash" in totals and totals.get("cudnn", 0.0) > totals["flash"]
-    return tuple(name for name in ("cudnn", "flash") if name in totals and not (name == "cudnn" and slower))
+    """Attention kernels that this device runs. Both are kept: trainers take the faster, eager torch its own choice."""
+    timed = record.table("attention", "forward_us", "backward_us")
+    return tuple(sorted(set(timed.text("backend").tolist()))) if timed.num_rows else ()
 
 
 def _problems(record: Record) -> list[FitProblem]:
@@ -177,7 +167,9 @@ def _problems(record: Record) -> list[FitProblem]:
         name: record.table(name, "forward_us") for name in ("stream", "gemm", "attention", "stage")
     }
     problems = [stream_problem(tables), gemm_problem(tables)]
-    problems += [attention_problem(tables, backend) for backend in _backends(record)]
+    # ROCm builds pad values that are narrower than keys (`probe.torch_build`)
+    pads = record.measured.machine.architecture.startswith("cdna")
+    problems += [attention_problem(tables, backend, pads) for backend in _backends(record)]
     if tables["stage"].num_rows:
         problems.append(stage_problem(record, tables["stage"]))
     return problems
@@ -188,10 +180,11 @@ def stage_problem(record: Record, table: Table) -> FitProblem:
     device = record.measured.machine.device
     shapes: tuple[StageShape, ...] = shapes_to_measure(device, record.measured.quick).stages
     runs = [shapes[int(number)].run(device) for number in table.number("stage")]
+    kernels = [text.split(",") for text in table.text("attention")] if "attention" in table else [[]] * len(runs)
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         cluster = ClusterSpec(hardware=hardware, num_gpus=max(run.tp for run in runs))
-        costs = [chunk_costs(run, cluster)[0] for run in runs]
+        costs = [chunk_costs(run, cluster, ran)[0] for run, ran in zip(runs, kernels, strict=True)]
         forward = [float(cost.forward_s) for cost in costs]
         backward = [float(cost.input_grad_s + cost.weight_grad_s) for cost in costs]
         return np.array([*forward, *backward, *(float(cost.optimizer_s) for cost in costs)])
@@ -223,7 +216,10 @@ def _source(record: Record, known: HardwareSpec | None) -> str:
     measured = record.measured
     counts = ", ".join(f"{len(rows)} {name} rows" for name, rows in measured.tables.items())
     rest = "" if known is None else f" Where nothing was measured (fp8, grouped products), as {known.name}."
-    return f"plan profile on {measured.machine.name}, {measured.machine.software}, {measured.date}: {counts}.{rest}"
+    unusual = f" Unusual: {'; '.join(measured.conditions)}." if measured.conditions else ""
+    where = f"plan profile on {measured.machine.name}, {measured.machine.software}, {measured.date}"
+    where += f", at {measured.under_load}" if measured.under_load else ""
+    return f"{where}: {counts}.{rest}{unusual}"
 
 
 def _rounded(value: Any, name: str = "") -> Any:

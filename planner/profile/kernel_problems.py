@@ -183,8 +183,8 @@ def grouped_gemm_problem(tables: TableSource) -> FitProblem:
     )
 
 
-def attention_problem(tables: TableSource, backend: str) -> FitProblem:
-    """One attention backend, forward and backward."""
+def attention_problem(tables: TableSource, backend: str, pads: bool = False) -> FitProblem:
+    """One attention backend, forward and backward. `pads`: values were padded to keys."""
     table = read_table(tables, "attention")
     table = table.where(table.text("backend") == backend)
     batch, heads, kv_heads, seq, qk, v = (
@@ -192,13 +192,11 @@ def attention_problem(tables: TableSource, backend: str) -> FitProblem:
     )
     op = Operator(
         name=backend, kind="attention", batch=batch, heads=heads, kv_heads=kv_heads, q_len=seq, kv_len=seq, qk_dim=qk,
-        v_dim=v,
+        v_dim=qk if pads else v,
     )  # fmt: skip
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
-        kernel = {"cudnn": hardware.efficiency.cudnn if backend == "cudnn" else None}
-        with_backend = hardware.model_copy(update={"efficiency": hardware.efficiency.model_copy(update=kernel)})
-        forward_s, backward_s = attention_s(op, with_backend)
+        forward_s, backward_s = attention_s(op, hardware, backend)
         return np.concatenate((forward_s + bench["issue_us"] * MICRO, backward_s + bench["autograd_us"] * MICRO))
 
     return FitProblem(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from planner.errors import PlannerError
+from planner.probe.device_state import Monitor
 from planner.probe.launch.launcher import launch
 from planner.probe.run import Device, ProbeRun
 from planner.probe.torch_build import this_build
@@ -85,13 +86,16 @@ def stage_row(run: ProbeRun) -> MeasuredRow:
         "forward_us": rank.chunks[0].forward_s / MICRO,
         "backward_us": rank.chunks[0].backward_s / MICRO,
         "optimizer_us": median(step.optimizer_s for step in rank.steps) / MICRO,
+        "attention": ",".join(rank.attention_kernels),
         "spread_fraction": rank.chunks[0].spread_fraction,
     }
 
 
-def measure(record: Record, todo: Sequence[MeasurementTask], done: Callable[[], None]) -> list[str]:
+def measure(
+    record: Record, todo: Sequence[MeasurementTask], done: Callable[[], None], monitor: Monitor | None = None
+) -> list[str]:
     """Measure the rows that `record` does not have yet, calling `done` after each. Returns lines about rows that the
-    device cannot measure.
+    device cannot measure. `monitor` looks at the GPU under the load of products.
 
     A row that raises RuntimeError (no such kernel, no memory) is kept without numbers. If something ends this early,
     the record's file has all rows so far.
@@ -101,6 +105,8 @@ def measure(record: Record, todo: Sequence[MeasurementTask], done: Callable[[], 
     try:
         for task in todo:
             if not record.has(task.table, task.key):
+                if monitor is not None and task.table == "gemm":
+                    monitor.begin_load()
                 try:
                     record.add(task.table, {**task.key, **task.measure()})
                 except RuntimeError as error:
@@ -108,6 +114,9 @@ def measure(record: Record, todo: Sequence[MeasurementTask], done: Callable[[], 
                     left_out.append(f"{task.table} of {row_name}: {str(error).partition(chr(10))[0][:120]}")
                     record.add(task.table, dict(task.key))
             done()
+        if monitor is not None:
+            monitor.after()
+            record.note(monitor.states)
     finally:
         torch.set_num_threads(threads)
         record.save()

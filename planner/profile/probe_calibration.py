@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import median
 
 import numpy as np
@@ -12,27 +12,32 @@ import numpy as np
 from planner.errors import SpecError
 from planner.physics.cost import PartCost, sum_parts
 from planner.physics.pricing import Pricing
-from planner.probe.plan_side.eager import EAGER, training_of
+from planner.probe.plan_side.eager import eager_with, training_of
 from planner.probe.result import ProbeResult
 from planner.probe.run import ProbeRun
+from planner.probe.verdict.kernels import in_words, seen_kernels, unpriced
 from planner.probe.verdict.slowness import require_speed
 from planner.profile.fitting import fit, number_at
 from planner.profile.kernel_problems import BenchNumbers, FitProblem
 from planner.profile.probed.doubt import Doubt, doubt
 from planner.profile.probed.links import link_shares
 from planner.profile.probed.memory import host, reserved
-from planner.profile.probed.plausible import kernel_objection
+from planner.profile.probed.plausible import kernel_objection, least_factor
 from planner.shape import FloatArray, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import Recompute
 from planner.trainers.calibration import Calibration, Factor
+from planner.trainers.torch_attention import kernel_of
 
 RANGE = 20.0
-"""Factors between 1/RANGE and RANGE are tried. Few of them are plausible."""
+"""The largest factor that is tried. Few of these are plausible."""
 TOGETHER = 0.2
 """Weight of the difference between factors; a measured pass has weight 1. Factors that the passes cannot tell apart
 move together. Of weights from 0.05 to 3, those from 0.2 on predict H200 stages of models that were not probed best."""
+NEAR = 0.03
+"""Weight of the distance of all factors from 1: passes that the host holds up say nothing about kernels, and any factor
+would do. It takes a thousandth of a factor's logarithm where two passes ask for it."""
 
 
 def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the probe") -> Calibration:
@@ -42,14 +47,22 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
     Raises SpecError if the probe is no evidence of the speed of this hardware.
     """
     require_speed(result, cluster.hardware, where)
+    unknown = unpriced(result.ranks, cluster.hardware)
+    if unknown:
+        raise SpecError(
+            f"{where}: attention ran in {in_words(unknown)}, of which {cluster.hardware.name} has no numbers",
+            "probe a model whose attention runs in FlashAttention-2 or cuDNN's kernel",
+        )
     source = f"plan probe on {result.device}, torch {result.torch_version}, {result.slice.run}"
+    source = "; ".join([source, *(condition.text for condition in result.conditions)])
     links = Calibration(source=source, efficiency_fraction=link_shares(result, cluster))
     problem = passes(result, links.of_cluster(cluster))
     fitted = fit(problem, cluster.hardware)
     factors = {path: fitted[path] / start for path, (start, *_) in problem.free.items()}
-    _require_plausible(factors, result, cluster.hardware, where)
-    kinds = problem.groups[: len(problem.groups) - len(factors)].tolist()
+    kinds = problem.groups[: -len(factors) - 1].tolist()
     doubted = doubt(problem, cluster.hardware, fitted, kinds, _noise(result))
+    if doubted.tells_of_kernels:
+        _require_plausible(factors, result, cluster.hardware, where)
     numbers = _factors(factors, doubted, len(result.ranks))
     memory = reserved(result, cluster.hardware, run_shape(result.run))
     return links.model_copy(
@@ -102,12 +115,10 @@ def _noise(result: ProbeResult) -> float:
 
 
 def kernels_that_ran(result: ProbeResult, cluster: ClusterSpec) -> tuple[str, ...]:
-    """The kernels of attention that the ranks ran and the profile has, or, where they do not say, the one that their
-    price is of."""
-    own = cluster.hardware.efficiency
-    ran = {kernel for rank in result.ranks for kernel in rank.attention_kernels}
-    said = {kernel for kernel in ran if getattr(own, kernel, None) is not None}
-    return tuple(sorted(said)) or ("flash" if cluster.hardware.efficiency.cudnn is None else "cudnn",)
+    """The kernels of attention that the ranks ran, or, where they do not say, the ones that their price is of."""
+    run, hardware = result.run, cluster.hardware
+    expected = {kernel_of(run.model, kind, hardware, run.cp, run.whole_seq_length) for kind in run.model.kinds}
+    return seen_kernels(result.ranks) or tuple(sorted(expected - {"mask"}))
 
 
 def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
@@ -116,18 +127,19 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     Predictions are for the probe's own run: its shapes and layers in eager torch, with exchanges where it had peers.
     Passes of one price are one kind. The last rows hold the factors together.
     """
-    run, alone = result.run, result.mode == "stages"
+    run, alone, result_kernels = result.run, result.mode == "stages", seen_kernels(result.ranks)
     measured = _measured(result)
     stages = sorted(measured)
     start = {path: number_at(cluster.hardware.efficiency, path) for path in _paths(result, cluster)}
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
-        costs_of_chunks = chunk_costs(run, _with(cluster, hardware))
+        costs_of_chunks = chunk_costs(run, _with(cluster, hardware), result_kernels)
         costs = [costs_of_chunks[stage] for stage in stages]
         forward = [cost.forward_s if alone else cost.forward_total_s for cost in costs]
         backward = [cost.input_grad_s + cost.weight_grad_s if alone else cost.backward_total_s for cost in costs]
         factors = np.array([number_at(hardware.efficiency, path) / value for path, value in start.items()])
-        return np.concatenate((np.array(forward), np.array(backward), factors / np.exp(np.log(factors).mean())))
+        common = np.exp(np.log(factors).mean())
+        return np.array([*forward, *backward, *(factors / common), common])
 
     planned_s = predict(cluster.hardware, {})
     ways = [*["forward"] * len(stages), *["backward"] * len(stages)]
@@ -135,11 +147,14 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     seconds = [*(measured[stage][0] for stage in stages), *(measured[stage][1] for stage in stages)]
     return FitProblem(
         name="probe",
-        free={name: (value, value / RANGE, value * RANGE) for name, value in start.items()},
+        free={
+            path: (value, value * least_factor(path, cluster.hardware), value * RANGE) for path, value in start.items()
+        },
         predict=predict,
-        measured_s=np.array([*seconds, *[1.0] * len(start)]),
-        groups=np.array([*kinds, *start]),
-        weights=np.array([1.0] * len(seconds) + [TOGETHER] * len(start)),
+        measured_s=np.array([*seconds, *[1.0] * (len(start) + 1)]),
+        groups=np.array([*kinds, *start, "all"]),
+        weights=np.array([1.0] * len(seconds) + [TOGETHER] * len(start) + [NEAR]),
+        num_guesses=1,
     )
 
 
@@ -181,15 +196,16 @@ def run_shape(run: ProbeRun) -> Shape:
     )
 
 
-def chunk_costs(run: ProbeRun, cluster: ClusterSpec) -> list[PartCost]:
-    """The cost model's price of each virtual stage of a probe's run, in eager torch on `cluster`."""
+def chunk_costs(run: ProbeRun, cluster: ClusterSpec, kernels: Collection[str] = ()) -> list[PartCost]:
+    """The cost model's price of each virtual stage of a probe's run, in eager torch on `cluster`, with the `kernels` of
+    attention that ran, if they are known."""
     shape = run_shape(run)
     sequences = run.dp * run.micro_batch_size * run.num_microbatches
     pricing = Pricing(
         model=run.model,
         training=training_of(int(shape.seq_length), sequences),
         cluster=cluster,
-        runtime=EAGER,
+        runtime=eager_with(kernels),
         selective_modules=run.recompute_modules,
     )
     base: Recompute = "selective" if run.recompute_modules else "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from pydantic import Field, ValidationError
 
 from planner.errors import SpecError
 from planner.files import write_text
+from planner.probe.device_state import DeviceState
+from planner.probe.repeats import SURE_FRACTION
 from planner.probe.run import Device
+from planner.probe.verdict.conditions import conditions_of_states, load_in_words
 from planner.profile.tables import Table
 from planner.specs.base import Spec
 from planner.specs.reading import read_text
@@ -45,6 +49,10 @@ class Measurements(Spec):
     quick: bool
     date: str
     tables: dict[str, list[MeasuredRow]] = Field(default_factory=dict)
+    conditions: tuple[str, ...] = ()
+    """Unusual conditions while rows were measured."""
+    under_load: str = ""
+    """Clocks, power and temperature under the load of products, in words; empty where the driver does not say."""
 
 
 class Record:
@@ -69,6 +77,28 @@ class Record:
         self.measured.tables.setdefault(table, []).append(row)
         if time.monotonic() - self.saved_s > SAVE_EVERY_S:
             self.save()
+
+    def note(self, states: Sequence[DeviceState]) -> None:
+        """Keep the conditions under which rows were measured, each once."""
+        conditions = dict.fromkeys((*self.measured.conditions, *(c.text for c in conditions_of_states(states))))
+        under_load = next((load_in_words(state) for state in states if state.when == "within"), "")
+        changes = {"conditions": tuple(conditions), "under_load": under_load or self.measured.under_load}
+        self.measured = self.measured.model_copy(update=changes)
+
+    def how_sure(self) -> str:
+        """How sure the medians of the rows are, in words; empty where the rows do not say."""
+        spreads = {
+            f"{table} {' '.join(str(value) for value in list(row.values())[:3])}": spread
+            for table, rows in self.measured.tables.items()
+            for row in rows
+            if isinstance(spread := row.get("spread_fraction"), float)
+        }
+        if not spreads:
+            return ""
+        unsure = sum(spread > SURE_FRACTION for spread in spreads.values())
+        worst = max(spreads, key=lambda name: spreads[name])
+        also = f"; the worst to {spreads[worst]:.0%} ({worst})" if unsure else ""
+        return f"{len(spreads) - unsure} of {len(spreads)} rows are sure to {SURE_FRACTION:.0%}{also}"
 
     def save(self) -> None:
         """Write the whole file."""

@@ -33,6 +33,10 @@ class Table:
         """A column of microseconds, in seconds."""
         return self.number(column) * MICRO
 
+    def rows(self) -> list[dict[str, str]]:
+        """All rows as text, by column."""
+        return [{name: cells[row] for name, cells in self._cells.items()} for row in range(self.num_rows)]
+
     def where(self, keep: npt.NDArray[np.bool_]) -> Table:
         """The rows for which `keep` is true."""
         table = Table([])

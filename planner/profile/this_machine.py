@@ -6,9 +6,11 @@ import os
 import platform
 import resource
 import sys
+from functools import partial
 
 import torch
 
+from planner.probe.device_state import Monitor
 from planner.probe.launch.devices import require_gpu
 from planner.probe.run import Device
 from planner.probe.torch_build import this_build
@@ -43,6 +45,16 @@ def machine_of(device: Device) -> Machine:
         num_devices=torch.cuda.device_count(),
         context_bytes=total - free - torch.cuda.memory_reserved(0),
     )  # fmt: skip
+
+
+def monitor_of(device: Device) -> Monitor:
+    """The monitor of the GPU that is measured, which has looked at it once; of a CPU it says nothing."""
+    if device == "cpu":
+        return Monitor()
+    require_gpu(device)
+    monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(0).uuid)))
+    monitor.before()
+    return monitor
 
 
 def _cpu_name() -> str:

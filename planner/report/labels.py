@@ -32,7 +32,7 @@ MEMORY = {
 EVIDENCE = {
     "spec_sheet": "spec sheet: peaks and typical efficiencies, nothing measured on this kind of GPU",
     "calibrated": "calibrated on measurements of this GPU, or of others of its silicon",
-    "probed": "probed: corrected by a real run on this kind of GPU",
+    "probed": "probed: corrected or confirmed by a real run on this kind of GPU",
 }
 CORRECTIONS = "What a probe corrected"
 """The title of the numbers of the hardware that a probe measured."""

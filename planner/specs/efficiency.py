@@ -74,12 +74,19 @@ class AttentionEfficiency(Spec):
     seconds_factor: PositiveFloat = 1.0
     """Factor on this kernel's seconds alone; 1 unless a probe that ran it asks for more."""
 
+    @property
+    def relative_s(self) -> float:
+        """Seconds of long sequences at head dimension 128, relative to those of a forward at the peak: the backward has
+        2.5 times its FLOPs."""
+        return self.seconds_factor * (1 / self.forward_fraction + 2.5 / self.backward_fraction)
+
 
 class Efficiency(Spec):
     """Achieved shares of the data sheet, the floor of small kernels, and the correction that whole steps ask for."""
 
     evidence: Literal["probed", "measured", "family", "spec_sheet"] = "spec_sheet"
-    """Corrected by a probe of a plan, measured on this GPU, on another of its silicon generation, or on neither."""
+    """Corrected or confirmed by a probe of a plan, measured on this GPU, on another of its silicon generation, or on
+    neither."""
     source: str = ""
     """Source of the block's numbers."""
     gemm: GemmEfficiency = GemmEfficiency()
@@ -92,7 +99,7 @@ class Efficiency(Spec):
     """Seconds of the first FlashAttention (until July 2023) over those of the second: at 512 to 65,536 tokens on A100,
     by MosaicML's tables of MPT. 1.85 on Hopper, whose instructions it does not know."""
     cudnn: AttentionEfficiency | None = None
-    """cuDNN's fused attention (FlashAttention-3 is alike), where the GPU has it: it is then preferred."""
+    """cuDNN's fused attention (FlashAttention-3 is alike), where the GPU has it."""
     stream_fraction: Fraction = 0.85
     """Share of HBM bandwidth of a plain copy of large tensors; families not named below run at it."""
     family_fraction: dict[str, Fraction] = Field(default_factory=dict)
@@ -132,8 +139,13 @@ class Efficiency(Spec):
 
     @property
     def attention(self) -> AttentionEfficiency:
-        """The faster attention kernel this GPU has."""
-        return self.cudnn or self.flash
+        """The faster attention kernel that this GPU has."""
+        kernels = (self.flash,) if self.cudnn is None else (self.cudnn, self.flash)
+        return min(kernels, key=lambda kernel: kernel.relative_s)
+
+    def kernel(self, name: str) -> AttentionEfficiency:
+        """An attention kernel by the name that a trainer has for it."""
+        return {"fastest": self.attention, "cudnn": self.cudnn}.get(name) or self.flash
 
     def of_family(self, family: str) -> float:
         """Share of HBM bandwidth of an elementwise family."""

@@ -66,8 +66,10 @@ class RuntimeSpec(Spec):
     # kernels
     flash_attention: bool = True
     """Without: scores and probabilities (s² per head) are written to memory and kept."""
-    attention_kernel: Literal["fastest", "flash", "flash1"] = "fastest"
-    """The fused attention kernel: the GPU's fastest (cuDNN's, FlashAttention-3), FlashAttention-2, or the first."""
+    attention_kernel: Literal["fastest", "flash", "flash1", "sdpa", "sdpa-cudnn", "sdpa-flash"] = "fastest"
+    """The fused attention kernel: the GPU's fastest (cuDNN's, FlashAttention-3), FlashAttention-2, or the first.
+
+    `sdpa`: as `trainers.torch_attention` says of torch's own attention; behind a hyphen the kernel that torch took."""
     deterministic: bool = False
     """Kernels add up in a fixed order, so that two runs give the same bits."""
     fused_norm: bool = True
@@ -116,6 +118,9 @@ class RuntimeSpec(Spec):
     once more."""
     clips_gradients: bool = True
     """Gradients are measured and scaled between backward and optimizer, and zeroed after."""
+    is_runner: bool = False
+    """The trainer is the planner's own runner (planner/probe), of which every kept tensor is known: what a stage hands
+    on stays until its backward, and activations and biases keep what eager torch makes of them."""
     keeps_tables: bool = False
     """Every stage keeps rotary tables and token ids on the device."""
     hands_unused_gradients: bool = False
@@ -364,6 +369,11 @@ class RuntimeSpec(Spec):
     def keeps_softmax(self) -> bool:
         """True where the loss keeps its softmax in fp32 from the forward to the backward."""
         return self.loss_keeps_softmax or not self.fused_cross_entropy
+
+    @property
+    def takes_torch_attention(self) -> bool:
+        """True where attention is torch's own, as `trainers.torch_attention` describes it."""
+        return self.attention_kernel.startswith("sdpa")
 
     @property
     def family(self) -> str:

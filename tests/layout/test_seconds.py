@@ -125,3 +125,15 @@ def test_fitting_is_to_the_byte() -> None:
     for gib, fits in ((needed_gib + 1e-9, True), (needed_gib - 1e-6, False)):
         other = toy_problem(toy_model(6), toy_cluster(8, memory_gib=gib), toy_training(16), memory_headroom_gib=0.0)
         assert Candidate(other.pricing, table, split, "1f1b").fits is fits
+
+
+def test_one_stage_has_no_hops_in_a_cluster_of_one_tier() -> None:
+    """A measured profile of one GPU has a single tier; a pipeline of one stage then has a number for no boundary."""
+    whole = toy_cluster(4)
+    hardware = whole.hardware.model_copy(update={"tiers": whole.hardware.tiers[-1:]})
+    problem = toy_problem(toy_model(4), whole.changed(hardware=hardware))
+    for pp in (1, 2):
+        candidate = Candidate(
+            problem.pricing, priced(problem, pp=pp, num_microbatches=4), Split((4 // pp,) * pp), "1f1b"
+        )
+        assert candidate.run(True).makespan_s > 0

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
+import shutil
 import signal
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +20,33 @@ import torch
 import torch.distributed as dist
 
 from planner import files
+from planner.cli import main
+from planner.errors import ProbeError
+from planner.probe.launch.stages import run_stages
 from planner.probe.model.chunk import Chunk
+from planner.probe.rank import reference
 from planner.probe.rank.clock import Clock
 from planner.probe.rank.gradients import FlatParameters
 from planner.probe.rank.pipeline import RankPipeline
 from planner.probe.rank.training import Trainer
 from planner.probe.rank.wires import GroupWires
-from planner.probe.worker import worker
+from planner.probe.result import MeasuredRun, RankResult
+from planner.probe.run import ProbeRun
+from planner.probe.worker import status, worker
 from planner.probe.worker.process import rank_process
 from planner.probe.worker.stage_worker import stage_process
+from planner.probe.worker.worker import Worker
 
 SICK_RANK = 1
 NUM_CHUNKS = 2
 ENDED = "ended"
+
+
+def _mark() -> None:
+    """Note the moment of the fault, for a script that asks how long it takes until the command ends."""
+    mark = os.environ.get("PLAN_FAULT_MARK")
+    if mark:
+        Path(mark).write_text(str(time.time()))
 
 
 def _at(action_text: str, fault: Callable[[], None]) -> None:
@@ -36,6 +55,7 @@ def _at(action_text: str, fault: Callable[[], None]) -> None:
 
     def run(self: RankPipeline, action: Any, *args: Any) -> Any:
         if str(action) == action_text:
+            _mark()
             fault()
         return healthy(self, action, *args)
 
@@ -68,9 +88,9 @@ def out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
     rank_process(folder, rank, local_rank)
 
 
-def stage_out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
+def stage_out_of_memory(folder: Path, rank: int, local_rank: int, **options: int) -> None:
     _at("1F0", _out_of_memory)
-    stage_process(folder, rank, local_rank)
+    stage_process(folder, rank, local_rank, **options)
 
 
 def aborted(folder: Path, rank: int, local_rank: int) -> None:
@@ -178,3 +198,128 @@ def leaving_its_pid(folder: Path, rank: int, local_rank: int) -> None:
     (folder.parent / f"pid{rank}").write_text(str(os.getpid()))
     _at("1F1", lambda: time.sleep(1000))
     rank_process(folder, rank, local_rank)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _stopping_in(module: Any, name: str) -> Callable[[], None]:
+    """A fault that stops the process where `name` of `module` is called first."""
+
+    def fault() -> None:
+        healthy = getattr(module, name)
+
+        def stop_first(*args: Any, **kwargs: Any) -> Any:
+            _mark()
+            _stop()
+            return healthy(*args, **kwargs)
+
+        setattr(module, name, stop_first)
+
+    return fault
+
+
+STOPS = {
+    "build": _stopping_in(Worker, "build"),
+    "reference": _stopping_in(worker, "compute_reference"),
+    "rehearsal": _stopping_in(Trainer, "rehearse"),
+    "step": lambda: _at("1F1", _stop),
+    "exchanges": _stopping_in(worker, "measure_exchanges"),
+}
+"""Faults that stop a rank's process (SIGSTOP), by the phase in which they do."""
+
+
+def stopped(folder: Path, rank: int, local_rank: int, phase: str = "", sick_rank: int = SICK_RANK) -> None:
+    if rank == sick_rank:
+        STOPS[phase]()
+    rank_process(folder, rank, local_rank)
+
+
+def slow_reference(folder: Path, rank: int, local_rank: int, batch_s: float = 0.0) -> None:
+    """Rank 0 takes its time over the results of one process."""
+    healthy = reference.synthetic_batch
+
+    def late(*args: Any) -> Any:
+        time.sleep(batch_s)
+        return healthy(*args)
+
+    reference.synthetic_batch = late
+    rank_process(folder, rank, local_rank)
+
+
+def nccl_says(last_error: str, kind: str = "unhandled system error") -> None:
+    """Raise what torch raises where NCCL fails."""
+    raise dist.DistBackendError(
+        f"NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, {kind} (run with NCCL_DEBUG=INFO for "
+        f"details), NCCL version 2.21.5\nncclSystemError: System call (e.g. socket, malloc) or external library call "
+        f"failed or device error. \nLast error:\n{last_error}"
+    )
+
+
+def nccl_fails(folder: Path, rank: int, local_rank: int, last_error: str = "") -> None:
+    if rank == SICK_RANK:
+        _at("1F1", lambda: nccl_says(last_error))
+    rank_process(folder, rank, local_rank)
+
+
+def removing_its_folder(folder: Path, rank: int, local_rank: int) -> None:
+    if rank == SICK_RANK:
+        _at("1F1", lambda: shutil.rmtree(folder))
+    rank_process(folder, rank, local_rank)
+
+
+def joined_out_of_memory() -> None:
+    _at("1F1", _out_of_memory)
+
+
+def joined_raising() -> None:
+    _at("1B1", _raise)
+
+
+def impatient() -> None:
+    """A watch that allows phases before the first step no more time than steps."""
+    status.START_TIMEOUT_S = 0.0
+
+
+def joined_stopped() -> None:
+    impatient()
+    STOPS["build"]()
+
+
+def joined_rank(arguments: Sequence[str], environment: Mapping[str, str], outputs: Sequence[str], fault: Any) -> None:
+    """A rank as torchrun starts it, in a process that has imported torch already; `fault` happens to it first."""
+    os.environ.update(environment)
+    tempfile.tempdir = os.path.dirname(outputs[0])
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    torch.set_num_threads(1)
+    if fault is not None:
+        fault()
+    sys.exit(main(list(arguments)))
+
+
+def stage_as_told(run: ProbeRun, child: Any, ranks: Sequence[int], failing: Sequence[int]) -> MeasuredRun:
+    """A launcher that measures nothing: stages of `failing` fail, all others say on which device they would run."""
+    stage = run.place(ranks[0]).pp
+    if stage in failing:
+        raise ProbeError(f"stage {stage} failed", "mend it")
+    rank = RankResult(
+        rank=ranks[0], stage=stage, dp=0, tp=0, torch_version="", device_name=f"GPU {child.keywords['first_device']}",
+        num_parameters=0, steps=(), actions=(), peak_in_flight_chunks=0,
+    )  # fmt: skip
+    return MeasuredRun(run=run, ranks=(rank,))
+
+
+def spread_stages(
+    run: ProbeRun, stages: Sequence[int], environment: Mapping[str, str], failing: Sequence[int], answer: Path
+) -> None:
+    """One rank of torchrun among which stages are spread; it writes what it was given."""
+    os.environ.update(environment)
+    try:
+        measured = run_stages(run, stages, partial(stage_as_told, failing=failing))
+    except ProbeError as error:
+        answer.write_text(error.message)
+        return
+    said = None if measured is None else [(one.ranks[0].stage, one.ranks[0].device_name) for one in measured]
+    answer.write_text(json.dumps(said))

@@ -100,9 +100,7 @@ class Prices:
         columns = {"forward": n, "dgrad": k, "wgrad": m}[role]
         is_head = role != "forward" and columns == self.head_columns
         factor = self.runtime.head_backward_factor if is_head else 1.0
-        op = Operator(
-            name=role, kind="gemm", count=count, m=sizes[0], n=sizes[1], k=sizes[2], backward_factor=factor
-        )
+        op = Operator(name=role, kind="gemm", count=count, m=sizes[0], n=sizes[1], k=sizes[2], backward_factor=factor)
         return self.operator_s(op, ("forward", "dgrad", "wgrad").index(role))
 
     def stream_s(self, num_bytes: float, family: str, way: Pass) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import faulty
@@ -10,8 +11,15 @@ import faulty
 from planner.probe.launch.launcher import launch
 from planner.probe.run import ProbeRun
 
-if __name__ == "__main__":
+
+def main(run: ProbeRun, folder: Path | None = None) -> None:
+    """Launch a run that never ends, with its files in `folder`, until a signal ends it."""
+    tempfile.tempdir = None if folder is None else str(folder)
     try:
-        launch(ProbeRun.model_validate_json(Path(sys.argv[1]).read_text()), faulty.leaving_its_pid)
+        launch(run, faulty.leaving_its_pid)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main(ProbeRun.model_validate_json(Path(sys.argv[1]).read_text()))

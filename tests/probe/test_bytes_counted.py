@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import gc
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from planner.layout.evaluate import evaluate
+from planner.answer import Plan
 from planner.profile.stage_problem import measured_model
 from planner.profile.tables import read_table
 from planner.schedule.orders import build_schedule
-from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
-from planner.specs.registry import load_hardware
-from planner.specs.training import Parallelism, TrainingSpec
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from small_plans import plan_of  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from planner.cli import main  # noqa: E402
 from planner.probe.rehearse.account import BytesAlive  # noqa: E402
 from planner.probe.rehearse.count import count_stage  # noqa: E402
 from planner.probe.rehearse.rehearse import rehearse  # noqa: E402
+from planner.probe.rehearse.result import RehearsalResult  # noqa: E402
 from planner.probe.run import ChunkSpec, ProbeRun  # noqa: E402
 from planner.probe.torch_build import FUSED_NORMS_SINCE, torch_release  # noqa: E402
 
@@ -122,3 +122,62 @@ def test_a_storage_that_is_emptied_and_filled_is_counted_anew() -> None:
         assert account.num_bytes == 0
         x.untyped_storage().resize_(4096)
         assert account.num_bytes == 4096
+
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+MLA = {"kv_lora_rank": 256, "q_lora_rank": 384, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense": ({}, {"pp": 2}),
+    "sequence parallel": ({}, {"tp": 2, "pp": 2}),
+    "whole sequences": ({"bias": True, "norm": "layernorm", "gated_mlp": False}, {"tp": 2, "sequence_parallel": False}),
+    "recomputed": ({}, {"pp": 2, "recompute": "full"}),
+    "MLP recomputed": ({}, {"pp": 2, "recompute": "selective", "recompute_modules": ("mlp",)}),
+    "interleaved": ({}, {"pp": 2, "vpp": 2, "schedule": "interleaved-1f1b"}),
+    "split sequences": ({}, {"cp": 2, "pp": 2}),
+    "mixture": ({"moe": MOE}, {"pp": 2, "dp": 4, "ep": 4}),
+    "latent": ({"mla": MLA, "moe": MOE}, {"pp": 2, "dp": 2, "ep": 2}),
+    "windows and sinks": (
+        {"attention_sinks": True, "bias": True, "activation": "quick_gelu", "moe": MOE, "sliding_window": 128},
+        {"dp": 2, "ep": 2},
+    ),
+    "ALiBi": ({"position_embedding": "alibi", "num_key_value_heads": 8, "norm": "layernorm"}, {"pp": 2}),
+}
+"""Models and layouts whose peak is planned to 1%: an architecture's fields, and a layout's."""
+
+
+def small(model: dict[str, Any], layout: dict[str, Any]) -> Plan:
+    spec = ModelSpec(name="small", **{**SIZES, **model})
+    sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "sequence_parallel": layout.get("tp", 1) > 1, **layout}
+    num_gpus = prod(int(sizes[axis]) for axis in ("tp", "cp", "pp", "dp"))
+    return plan_of(spec, num_gpus, 1024, 8 * int(sizes["dp"]), **sizes)
+
+
+@pytest.mark.skipif(torch_release() < FUSED_NORMS_SINCE, reason="norms of several kernels keep more")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_layer_takes_the_bytes_that_it_is_priced_at(kind: str) -> None:
+    result = rehearse(small(*KINDS[kind]), "all")
+    assert [(one.name, one.stage, one.error_fraction) for one in result.comparisons if one.agrees is False] == []
+    layers = [one for one in result.comparisons if one.name.startswith("layer")]
+    assert layers
+    for one in layers:
+        assert one.measured == pytest.approx(one.predicted, rel=2e-3)
+
+
+def test_the_command_counts_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(small({}, {"pp": 2}).to_json()))
+    assert main(["probe", str(path), "--rehearse", "--stage", "1"]) == 0
+    assert "the count agrees with the plan within 1%" in capsys.readouterr().out
+    assert main(["probe", str(path), "--rehearse", "--tolerance", "1e-9", "--json", "--stage", "1"]) == 6
+    result = RehearsalResult.model_validate_json(capsys.readouterr().out)
+    assert {one.name for one in result.comparisons if one.agrees is False} == {"static memory", "peak allocated"}
+    assert main(["probe", str(path), "--rehearse", "--device", "cpu"]) == 2
+    assert main(["probe", str(path), "--rehearse", "--stage", "2"]) == 2

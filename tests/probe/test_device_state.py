@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from probes import probe_result
+from rich.console import Console
+
+from planner.specs.registry import load_model
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from small_plans import plan_of  # noqa: E402
+
+from planner.cli.probe_report import render  # noqa: E402
 from planner.probe import device_state  # noqa: E402
 from planner.probe.device_state import DeviceState, Monitor, amd_state, nvidia_state, state_of  # noqa: E402
-from planner.probe.result import ChunkSeconds, RankMemory, RankResult  # noqa: E402
+from planner.probe.result import (  # noqa: E402
+    ChunkSeconds,
+    ComparedQuantity,
+    ProbeResult,
+    RankMemory,
+    RankResult,
+    TimedExchange,
+)
 from planner.probe.verdict.conditions import conditions_of  # noqa: E402
 
 SMI = """#!/bin/sh
@@ -91,6 +107,27 @@ def test_a_container_whose_numbers_are_the_hosts_names_nobody_while_it_computes(
     assert state_of(fields, "within").other_processes == ()
 
 
+def test_ranks_that_share_a_gpu_do_not_keep_it_busy_for_each_other(smi: Any) -> None:
+    smi(apps=f"{os.getppid()}, python3, 900\n")
+    assert state_of(nvidia_state("7"), "before").busy_fraction is None
+    assert state_of(nvidia_state("7"), "within").busy_fraction == 1.0
+    smi(apps=f"{os.getppid()}, python3, 900\n1, python3, 900\n")
+    assert state_of(nvidia_state("7"), "before").busy_fraction == 1.0
+
+
+def test_a_driver_that_does_not_answer_is_asked_once(smi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def run(command: Any, **_: Any) -> Any:
+        asked.append(command)
+        raise subprocess.TimeoutExpired(command, 20)
+
+    smi()
+    monkeypatch.setattr("planner.probe.device_state.subprocess.run", run)
+    assert nvidia_state("7") == {}
+    assert len(asked) == 1
+
+
 def write(path: Path, text: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text}\n")
@@ -156,6 +193,9 @@ HEALTHY: dict[str, Any] = {
 
 def test_a_gpu_at_its_power_limit_is_as_usual() -> None:
     assert conditions_of([rank(before={"busy_fraction": 0.02, "clock_mhz": 345}, within=HEALTHY, after=HEALTHY)]) == ()
+    idle = {"clock_mhz": 345, "max_clock_mhz": 1980, "busy_fraction": 0.1}
+    changing = {**HEALTHY, "throttle_reasons": ("hardware slowdown",)}
+    assert conditions_of([rank(within=idle, after=changing)]) == (), "looked at too early"
     assert conditions_of([rank()]) == (), "nor is a driver that says nothing a condition"
 
 
@@ -181,7 +221,11 @@ def test_a_gpu_at_its_power_limit_is_as_usual() -> None:
             "clocks are set lower: 1455 of 1980 MHz under load",
             False,
         ),
-        ({"within": {**HEALTHY, "power_w": 400, "throttle_reasons": ()}}, "the driver gives no reason: 1455", False),
+        (
+            {"within": {**HEALTHY, "power_w": 400, "throttle_reasons": (), "busy_fraction": 0.9}},
+            "the driver gives no reason: 1455",
+            False,
+        ),
     ],
 )
 def test_unusual_conditions_are_named(states: Any, words: str, is_fault: bool) -> None:
@@ -198,3 +242,37 @@ def test_a_line_names_all_ranks_of_which_it_is_true() -> None:
         "ranks 0 to 1: the power limit is 500 W, 700 by default",
         "rank 3: the seconds of micro-batches are sure to 7% only",
     ]
+
+
+def told(result: ProbeResult) -> str:
+    """The report's text, on one line."""
+    console = Console(width=400, file=io.StringIO())
+    console.print(render(result))
+    return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+
+
+def test_a_report_says_how_gpus_were_and_what_a_contradiction_is_worth() -> None:
+    plan = plan_of(load_model("8b"), 2, 8192, 8, pp=2)
+    result = probe_result(plan, lambda stage: (1.0, 2.0), mode="stages")
+    off = ComparedQuantity(name="forward", stage=0, unit="s", predicted=1.0, measured=2.0, agrees=False)
+    exchange = TimedExchange(
+        name="tp all-gather", size=2, num_bytes=2**20, seconds=1e-3, bus_gb_per_s=1.0, spread_fraction=0.04
+    )
+    hot = {**HEALTHY, "throttle_reasons": ("hardware thermal slowdown",)}
+    capped = {**HEALTHY, "power_limit_w": 500, "power_w": 498}
+
+    def report(comparison: ComparedQuantity, *states: dict[str, Any]) -> str:
+        ranks = tuple(rank(number, within=state) for number, state in enumerate(states))
+        ranks = (ranks[0].model_copy(update={"exchanges": (exchange,)}), *ranks[1:])
+        run = result.run.model_copy(update={"device": "cuda"})
+        changes = {"run": run, "ranks": ranks, "comparisons": (comparison,), "conditions": conditions_of(ranks)}
+        return told(result.model_copy(update=changes))
+
+    assert "GB/s on the bus, sure to 4.0% only" in report(off, HEALTHY)
+    assert "under load, rank 0: 1455 of 1980 MHz, 698 of 700 W, 64 °C, software power cap" in report(off, HEALTHY)
+    assert report(off, HEALTHY).endswith("the run contradicts the plan: forward of stage 0")
+    assert "no evidence against the plan: rank 1: clocks were lowered (64 °C)" in report(off, HEALTHY, hot)
+    assert "may differ by how the GPUs were: ranks 0 to 1: the power limit is 500 W" in report(off, capped, capped)
+    agreed = report(off.model_copy(update={"agrees": True}), hot)
+    assert "clocks were lowered" in agreed
+    assert agreed.endswith("the run agrees with the plan")

@@ -38,6 +38,7 @@ from planner.probe.result import (  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.verdict.judge import judge_ranks  # noqa: E402
 from planner.probe.verdict.slowness import slowness  # noqa: E402
+from planner.profile.probe_calibration import from_probe  # noqa: E402
 from planner.schedule.replay import Durations, replay  # noqa: E402
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -55,21 +56,24 @@ def make_plan(
     moe_imbalance: float = 1.0,
     num_gpus: int = 8,
     hardware: str = "h200",
+    seq_length: int = 4096,
     **layout: Any,
 ) -> Plan:
     layout = {"tp": 2, "pp": 4, "dp": 1} | layout
     return evaluate(
         load_model(model),
         ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus),
-        TrainingSpec(seq_length=4096, global_batch_size=32, dtype=dtype, moe_imbalance=moe_imbalance),
+        TrainingSpec(seq_length=seq_length, global_batch_size=32, dtype=dtype, moe_imbalance=moe_imbalance),
         Parallelism(**layout),
         runtime=runtime,
     )
 
 
-def rank_as_priced(plan: Plan, run: ProbeRun, rank: int, factor: float, alone: bool) -> RankResult:
-    """A rank that takes `factor` times as long as eager torch is priced, and needs the bytes that it is priced at."""
-    eager, place = in_eager_torch(plan), run.place(rank)
+def rank_as_priced(
+    plan: Plan, run: ProbeRun, rank: int, factor: float, alone: bool, kernels: tuple[str, ...] = ()
+) -> RankResult:
+    """A rank as slow as `factor` times the price of eager torch with `kernels` of attention, which needs its bytes."""
+    eager, place = in_eager_torch(plan, kernels), run.place(rank)
     stage, seconds = eager.stages[place.pp], planned_seconds(eager.best, run.order, range(run.pp))
     timeline = replay(run.order, Durations(*zip(*seconds, strict=True)))
     spans = zip(run.ranks[place.pp], timeline.start_s[place.pp], timeline.end_s[place.pp], strict=True)
@@ -80,6 +84,7 @@ def rank_as_priced(plan: Plan, run: ProbeRun, rank: int, factor: float, alone: b
     )
     return RankResult(
         rank=rank,
+        attention_kernels=kernels,
         stage=place.pp,
         dp=place.dp,
         tp=place.tp,
@@ -113,10 +118,10 @@ def rank_as_priced(plan: Plan, run: ProbeRun, rank: int, factor: float, alone: b
 def probe_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`plan probe` on eight GPUs that take `factor` times as long as eager torch is priced: exit code and result."""
 
-    def probe(plan: Plan, factor: float, *options: str) -> tuple[int, ProbeResult]:
+    def probe(plan: Plan, factor: float, *options: str, kernels: tuple[str, ...] = ()) -> tuple[int, ProbeResult]:
         def launch(run: ProbeRun, child: Any = None, ranks: Any = ()) -> MeasuredRun:
             ranks_as_priced = (
-                rank_as_priced(plan, run, rank, factor, bool(ranks)) for rank in ranks or range(run.world_size)
+                rank_as_priced(plan, run, rank, factor, bool(ranks), kernels) for rank in ranks or range(run.world_size)
             )
             return MeasuredRun(run=run, ranks=tuple(ranks_as_priced))
 
@@ -243,3 +248,42 @@ def test_the_layout_stays_and_its_price_again_is_the_same() -> None:
     host = plan.runtime_spec.model_copy(update={"microbatch_overhead_s": 1e-3})
     probed = in_eager_torch(plan.model_copy(update={"runtime_spec": host}))
     assert probed.step.step_s > once.step.step_s, "what an earlier probe measured of the host stays"
+
+
+LONG: dict[str, Any] = {"tp": 1, "pp": 2, "dp": 1, "num_gpus": 2, "seq_length": 32768}
+
+
+@pytest.mark.parametrize("options", [(), ("--stage", "all")], ids=["ranks", "stages"])
+def test_ranks_are_judged_against_the_kernel_of_attention_that_ran(
+    options: tuple[str, ...], probe_it: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(**LONG)
+    as_flash, as_cudnn = (in_eager_torch(plan, (kernel,)).stages[0].forward_s for kernel in ("flash", "cudnn"))
+    assert as_flash > 1.2 * as_cudnn == 1.2 * in_eager_torch(plan).stages[0].forward_s
+    code, result = probe_it(plan, 1.0, *options, kernels=("flash",))
+    assert code == 0
+    assert [round(c.predicted, 9) for c in result.comparisons if c.name == "forward" and c.stage == 0] == [
+        round(as_flash, 9)
+    ]
+    assert "attention ran in FlashAttention-2 where the plan expected cuDNN's kernel" in _words(capsys)
+    assert slowness(plan, result)[0].factor == pytest.approx(1.0)
+    assert set(from_probe(result, plan.cluster).attention_factor) == {"flash"}
+    code, result = probe_it(plan, 1.0, *options, kernels=("cudnn",))
+    assert (code, result.notes) == (0, ())
+
+
+def test_a_kernel_that_no_profile_has_is_shown_and_corrects_nothing(
+    probe_it: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(**LONG)
+    _, result = probe_it(plan, 1.5, kernels=("efficient with a mask", "flash"))
+    agreed = {(c.name, c.agrees) for c in result.comparisons if c.name in ("forward", "backward", "pipeline")}
+    assert agreed == {("forward", None), ("backward", None), ("pipeline", None)}
+    assert {c.agrees for c in result.comparisons if c.name == "static memory"} == {True}
+    assert "attention ran in torch's memory-efficient kernel with a mask, of which the profile" in _words(capsys)
+    with pytest.raises(SpecError, match="attention ran in torch's memory-efficient kernel with a mask, of which h200"):
+        from_probe(result, plan.cluster)
+
+
+def _words(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,16 @@ from planner.errors import ProbeError
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 import faulty
+import launch_and_wait
 import torch
 
-from planner.probe.launch.launcher import launch
+from planner.probe.launch.folders import LOCK_FILE, run_folder, sweep
+from planner.probe.launch.launcher import launch, process_context
 from planner.probe.verdict.checks import run_checks
-from planner.probe.worker.failure import asked_bytes, failure_of
+from planner.probe.worker.failure import failure_of
+from planner.probe.worker.failure_kinds import asked_bytes
 from planner.probe.worker.handshake import Identity, disagreement, require_agreement
+from planner.probe.worker.status import WAITING, Progress, hanging_rank
 
 HERE = Path(__file__).parent
 PATIENCE_S = 600.0
@@ -50,7 +56,10 @@ def small(make_run: Any, **options: Any) -> Any:
         (faulty.killed, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) was killed by SIGKILL in step 0, at 1F1"),
         (faulty.raising, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) failed in step 0, at 1B1 .*: RuntimeError: boom$"),
         (faulty.aborted, r"rank 1 .* failed in step 0, at 1B1 .*: RuntimeError: boom$"),
-        (faulty.other_torch, r"failed in handshake: RuntimeError: rank 1 on .* runs torch 2\.6\.0, rank 0 runs"),
+        (
+            faulty.other_torch,
+            r"failed in handshake \(waiting\): RuntimeError: rank 1 on .* runs torch 2\.6\.0, rank 0",
+        ),
         (faulty.full_disk, r"rank 1 \(.*\) failed in report: PlannerError: .*rank1.json: .*: No space left on device$"),
     ],
 )
@@ -119,6 +128,85 @@ def test_a_loss_that_is_no_number_is_a_failed_check(check: bool, make_run: Any) 
 
 
 @pytest.mark.parametrize(
+    ("phase", "sick_rank", "expected"),
+    [
+        ("build", 1, r"rank 1 \(.*\) has stopped in build.*: no sign of life for \d+ s"),
+        ("reference", 0, r"rank 0 \(.*\) has stopped in reference: no sign of life"),
+    ],
+)
+def test_the_process_that_stopped_is_named_and_not_those_that_wait_for_it(
+    phase: str, sick_rank: int, expected: str, make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(small(make_run))  # so that all ranks start quickly
+    monkeypatch.setattr("planner.probe.worker.status.START_TIMEOUT_S", 2.5)
+    run = small(make_run, timeout_s=2.5).model_copy(update={"check": True})
+    with pytest.raises(ProbeError, match=expected) as error:
+        launch(run, partial(faulty.stopped, phase=phase, sick_rank=sick_rank))
+    assert "SIGSTOP" in error.value.hint
+
+
+def test_ranks_that_wait_for_a_slow_one_do_not_hang() -> None:
+    """Rank 0 computes the reference for a minute and moves at every micro-batch; the others stand still meanwhile."""
+    now_s = time.monotonic()
+    waits, still_waits = Progress("reference", WAITING, now_s - 100, now_s), {1: 70.0, 2: 65.0}
+
+    def hanging(computes: Progress) -> int | None:
+        others = {rank: waits._replace(since_s=now_s - still_s) for rank, still_s in still_waits.items()}
+        return hanging_rank({0: computes, **others}, 60.0)
+
+    assert hanging(Progress("reference", "step 0, micro-batch 7", now_s - 10, now_s)) is None
+    assert hanging(Progress("reference", "step 0, micro-batch 7", now_s - 61, now_s)) == 0
+    assert hanging(Progress("reference", WAITING, now_s - 61, now_s)) == 1  # all wait: the first to stand still
+    assert hanging(Progress("reference", WAITING, now_s - 61, now_s - 40)) == 0  # its process has stopped
+    assert hanging(Progress("done", "", now_s - 90, now_s - 90)) == 1
+
+
+def test_a_folder_that_somebody_removes_is_named(make_run: Any) -> None:
+    with pytest.raises(ProbeError, match=r"plan-probe-.* was removed while the ranks ran") as error:
+        launch(small(make_run, timeout_s=3.0), faulty.removing_its_folder)
+    assert "TMPDIR" in error.value.hint
+
+
+def test_folders_of_runs_that_were_killed_are_swept_and_others_kept(own_tmp: Path) -> None:
+    named = own_tmp / "plan-probe-named"  # by an error, which has removed the lock
+    killed = own_tmp / "plan-probe-killed"
+    for folder in (named, killed):
+        folder.mkdir()
+        (folder / "rank0.log").touch()
+    (killed / LOCK_FILE).touch()
+    with run_folder(keeps_after_error=True) as running, run_folder(keeps_after_error=True) as second:
+        assert running.is_dir()
+        assert second.is_dir()
+    with pytest.raises(ProbeError), run_folder(keeps_after_error=True) as failed:
+        raise ProbeError("rank 0 failed")
+    with run_folder(keeps_after_error=False):
+        assert {path.name for path in own_tmp.glob("plan-probe-*")} >= {named.name, failed.name}
+    assert {path.name for path in own_tmp.glob("plan-probe-*")} == {named.name, failed.name}
+
+
+@pytest.mark.parametrize(
+    ("last_error", "hint"),
+    [
+        ("Error while creating shared memory segment /dev/shm/nccl-LeXlEJ (size 9637888)", "--shm-size"),
+        ("Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 7000", "one rank per GPU"),
+        ("socketStartConnect: Connect to 10.0.0.2<52822> failed : No route to host", "NCCL_SOCKET_IFNAME"),
+        ("Cuda failure 999 'unknown error'", "dmesg"),
+    ],
+)
+def test_the_last_error_of_nccl_is_kept_with_its_hint(last_error: str, hint: str, make_run: Any) -> None:
+    with pytest.raises(ProbeError, match=rf"rank 1 .* failed in step 0, at 1F1 .*{re.escape(last_error)}") as error:
+        launch(small(make_run), partial(faulty.nccl_fails, last_error=last_error))
+    assert hint in error.value.hint
+
+
+def test_nccl_out_of_memory_is_a_result(make_run: Any) -> None:
+    last_error = "Failed to CUDA calloc async 4194304 bytes"
+    out_of_memory = launch(small(make_run), partial(faulty.nccl_fails, last_error=last_error)).out_of_memory
+    assert out_of_memory is not None
+    assert (out_of_memory.rank, out_of_memory.asked_bytes) == (1, 4194304)
+
+
+@pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
         ("Tried to allocate 20.00 MiB. GPU 0", 20 * 2**20),
@@ -139,6 +227,11 @@ def test_how_much_was_asked_for(text: str, num_bytes: int | None) -> None:
         ("NCCL error: remote process exited or there was a network error, NCCL version 2.28", "lost_peer"),
         ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes", "host_memory"),
         ("CUDA error: an illegal memory access was encountered", "error"),
+        ("NCCL error in: x, unhandled system error, NCCL version 2.21.5\nncclSystemError: …\nLast error:\n", "error"),
+        ("CUDA error: uncorrectable ECC error encountered", "device"),
+        ("Failed to CUDA host alloc 8388608 bytes", "host_memory"),
+        ("Last error:\nsocketProgress: Connection closed by remote peer n1<1>", "lost_peer"),
+        ("Last error:\nNET/IB : n1:1 async fatal event: port error", "network"),
     ],
 )
 def test_what_cuda_and_nccl_say(text: str, kind: str) -> None:
@@ -182,26 +275,21 @@ def test_no_space_for_the_folder(make_run: Any, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(sent: signal.Signals, make_run: Any, own_tmp: Path) -> None:
-    run_file = own_tmp / "run.json"
-    run_file.write_text(small(make_run).model_dump_json())
-    root = HERE.parent.parent
-    launcher = subprocess.Popen(
-        [sys.executable, str(HERE / "launch_and_wait.py"), str(run_file)],
-        env={**os.environ, "TMPDIR": str(own_tmp), "PYTHONPATH": str(root)},
-        start_new_session=True,
-    )
+    launcher = process_context().Process(target=launch_and_wait.main, args=(small(make_run), own_tmp))
+    launcher.start()
     pids = [own_tmp / f"pid{rank}" for rank in range(2)]
     until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
     until(lambda: all("step 0" in status.read_text() for status in own_tmp.glob("plan-probe-*/*.status")))
-    launcher.send_signal(sent)
-    assert launcher.wait(PATIENCE_S) == (-signal.SIGKILL if sent == signal.SIGKILL else 130)
+    os.kill(launcher.pid or 0, sent)
+    launcher.join(PATIENCE_S)
+    assert launcher.exitcode == (-signal.SIGKILL if sent == signal.SIGKILL else 130)
     until(lambda: not any(alive(int(pid.read_text())) for pid in pids))
-    if sent != signal.SIGKILL:
-        assert [*own_tmp.glob("plan-probe-*"), *own_tmp.glob("pymp-*")] == []
+    if sent == signal.SIGKILL:
+        sweep()
+    assert list(own_tmp.glob("plan-probe-*")) == []
 
 
-@pytest.mark.parametrize("after_s", [0.3, 1.0])
-def test_ctrl_c_in_a_terminal_leaves_no_traceback(after_s: float, make_run: Any, own_tmp: Path) -> None:
+def test_ctrl_c_in_a_terminal_leaves_no_traceback(make_run: Any, own_tmp: Path) -> None:
     """It reaches the whole group of processes, also those that still import torch."""
     run_file = own_tmp / "run.json"
     run_file.write_text(small(make_run).model_dump_json())
@@ -213,7 +301,7 @@ def test_ctrl_c_in_a_terminal_leaves_no_traceback(after_s: float, make_run: Any,
         text=True,
     )
     until(lambda: any(own_tmp.glob("plan-probe-*/run.json")))
-    time.sleep(after_s)
+    time.sleep(0.3)
     os.killpg(launcher.pid, signal.SIGINT)
     _, told = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 130

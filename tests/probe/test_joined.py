@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import TINY
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+import faulty
+
 from planner.layout.evaluate import evaluate
 from planner.probe.launch.joined import first_host, joins_others
+from planner.probe.launch.launcher import process_context
 from planner.probe.result import ProbeResult
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -23,7 +30,8 @@ from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
 
 HERE = Path(__file__).parent
-COMMAND = "import sys, faulty; from planner.cli import main; {}; sys.exit(main(sys.argv[1:]))"
+PATIENCE_S = 600.0
+"""After this a test has hung; a busy machine takes long, and no test fails for that."""
 
 
 @pytest.fixture
@@ -41,25 +49,46 @@ def plan_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def joined(
-    plan_file: str, rank: int, world_size: int, port: int, *options: str, fault: str = "0"
-) -> subprocess.Popen[str]:
-    """A rank to which `fault`, a statement, happens first."""
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    arguments = ["probe", plan_file, "--device", "cpu", "--steps", "1", "--json", *options]
-    return subprocess.Popen(
-        [sys.executable, "-c", COMMAND.format(fault), *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{HERE.parent.parent}{os.pathsep}{HERE}",
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-            **{name: str(value) for name, value in environment.items()},
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+class Joined:
+    """A rank among ranks that torchrun started, to which `fault` happens first, in a process that knows torch."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        port: int,
+        *arguments: str,
+        fault: Any = None,
+        **environment: str,
+    ) -> None:
+        self.outputs = [folder / f"{name}{rank}" for name in ("out", "err")]
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+        environment = {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in variables.items()}}
+        self.process = process_context().Process(
+            target=faulty.joined_rank, args=(arguments, environment, list(map(str, self.outputs)), fault)
+        )
+        self.process.start()
+
+    def end(self) -> tuple[int, str, str]:
+        """The exit code, stdout and stderr."""
+        self.process.join(PATIENCE_S)
+        assert self.process.exitcode is not None
+        out, err = (path.read_text() if path.exists() else "" for path in self.outputs)
+        return self.process.exitcode, out, err
+
+
+def joined(plan_file: str, *options: str, world_size: int = 2, faults: Sequence[Any] = (None, None)) -> list[Joined]:
+    port, folder = free_port(), Path(plan_file).parent
+    arguments = ("probe", plan_file, "--device", "cpu", "--steps", "1", "--json", *options)
+    return [Joined(folder, rank, world_size, port, *arguments, fault=fault) for rank, fault in enumerate(faults)]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def free_port() -> int:
@@ -69,22 +98,35 @@ def free_port() -> int:
 
 
 def test_ranks_that_torchrun_starts(plan_file: str) -> None:
-    port = free_port()
-    ranks = [joined(plan_file, rank, 2, port) for rank in range(2)]
-    outputs = [rank.communicate(timeout=100) for rank in ranks]
+    """The only test here with processes that import torch themselves."""
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "planner.cli", "probe", plan_file, "--device", "cpu", "--steps", "1", "--json"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=HERE.parent.parent,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert ProbeResult.model_validate_json(outputs[0][0]).agrees
     assert outputs[1][0] == ""
 
 
-def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str) -> None:
+def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str, tmp_path: Path) -> None:
+    arguments = ("probe", plan_file, "--device", "cpu")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ranks = [joined(plan_file, 0, 2, port), joined(plan_file, 2, 3, port)]
-        (_, in_use), (_, too_many) = [rank.communicate(timeout=100) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [5, 5]
+        ranks = [Joined(tmp_path, 0, 2, port, *arguments), Joined(tmp_path, 2, 3, port, *arguments)]
+        (code, _, in_use), (other_code, _, too_many) = [rank.end() for rank in ranks]
+    assert (code, other_code) == (5, 5)
     assert "error: rank 0 (stage 0, dp 0, cp 0, tp 0) failed in rendezvous" in in_use
     assert "set MASTER_PORT" in in_use
     assert str(port) in in_use
@@ -93,29 +135,79 @@ def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str) -> None:
 
 
 def test_out_of_memory_is_a_result(plan_file: str) -> None:
-    port, fault = free_port(), "faulty._at('1F1', faulty._out_of_memory)"
-    ranks = [joined(plan_file, rank, 2, port, fault=fault) for rank in range(2)]
-    outputs = [rank.communicate(timeout=100) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [5, 6]
-    result = ProbeResult.model_validate_json(outputs[1][0])
+    lost, failed = [rank.end() for rank in joined(plan_file, faults=[None, faulty.joined_out_of_memory])]
+    assert (lost[0], failed[0]) == (5, 6)
+    result = ProbeResult.model_validate_json(failed[1])
     assert result.out_of_memory is not None
     assert (result.out_of_memory.stage, result.out_of_memory.asked_bytes) == (1, 5 * 2**29)
     assert result.predicted_bytes
     assert result.slice.verified == ()
-    assert outputs[0][0] == ""
-    assert "the other ranks say more" in outputs[0][1]
-    assert not any("Traceback" in told for _, told in outputs)
+    assert lost[1] == ""
+    assert "the other ranks say more" in lost[2]
+    assert not any("Traceback" in told for _, _, told in (lost, failed))
 
 
 def test_a_traceback_is_shown_where_it_is_asked_for(plan_file: str) -> None:
-    port, fault = free_port(), "faulty._at('1B1', faulty._raise)"
-    ranks = [joined(plan_file, rank, 2, port, "--debug", fault=fault) for rank in range(2)]
-    outputs = [rank.communicate(timeout=100) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [5, 5]
-    assert "error: rank 1 (stage 1, dp 0, cp 0, tp 0) failed in step 0, at 1B1" in outputs[1][1]
-    for _, told in outputs:
+    ended = [rank.end() for rank in joined(plan_file, "--debug", faults=[None, faulty.joined_raising])]
+    assert [code for code, _, _ in ended] == [5, 5]
+    assert "error: rank 1 (stage 1, dp 0, cp 0, tp 0) failed in step 0, at 1B1" in ended[1][2]
+    for _, _, told in ended:
         assert "Traceback" in told
         assert "pipeline.py" in told
+
+
+def test_a_rank_that_waits_names_the_one_that_stopped(plan_file: str) -> None:
+    """The process of rank 1 stops while it builds; rank 0, which no launcher watches, waits for its channels."""
+    waiting, stopped = joined(plan_file, "--timeout", "2.5", faults=[faulty.impatient, faulty.joined_stopped])
+    try:
+        code, out, told = waiting.end()
+    finally:
+        stopped.process.kill()
+        stopped.process.join(PATIENCE_S)
+    assert (code, out) == (5, "")
+    assert "error: rank 1 (stage 1, dp 0, cp 0, tp 0) has stopped in " in told
+    assert "wires.py" in told  # the stacks
+    assert list(Path(plan_file).parent.glob("plan-probe-*/rank0.*")) == []
+
+
+def test_what_torchrun_ends_leaves_no_folder(plan_file: str) -> None:
+    """SIGTERM reaches a rank that waits for another in a call that does not return to Python."""
+    waiting, stopped = joined(plan_file, faults=[None, faulty.joined_stopped])
+    folder = Path(plan_file).parent
+    until(lambda: any("channels" in status.read_text() for status in folder.glob("plan-probe-*/rank0.status")))
+    os.kill(waiting.process.pid or 0, signal.SIGTERM)
+    assert waiting.end()[0] == 128 + signal.SIGTERM
+    stopped.process.kill()
+    stopped.process.join(PATIENCE_S)
+    assert list(folder.glob("plan-probe-*/rank0.status")) == []
+
+
+@pytest.mark.parametrize(
+    ("failing", "answers"),
+    [
+        ((), ['[[0, "GPU 0"], [1, "GPU 1"], [2, "GPU 0"]]', "null", "null"]),
+        ((1,), ["stage 1 failed (on rank 1 of 4)", "null", "null"]),
+    ],
+)
+def test_stages_are_spread_over_ranks_and_gathered_on_the_first(
+    failing: tuple[int, ...], answers: list[str], tmp_path: Path, make_run: Any
+) -> None:
+    """Two ranks on each of two machines; the last has no stage."""
+    run, port = make_run(("1f1b", 3, 1, 3), check=False), str(free_port())
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "4"}
+    paths = [tmp_path / f"answer{rank}" for rank in range(4)]
+    ranks = [
+        process_context().Process(
+            target=faulty.spread_stages,
+            args=(run, (0, 1, 2), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}, failing, path),
+        )
+        for rank, path in enumerate(paths)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(PATIENCE_S)
+    assert [path.read_text() for path in paths] == [*answers, "null"]
 
 
 @pytest.mark.parametrize(

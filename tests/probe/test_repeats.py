@@ -13,6 +13,7 @@ from planner.probe.repeats import Repeats, spread_fraction
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from planner.probe.launch.launcher import launch  # noqa: E402
 from planner.probe.rank.clock import ActionTimes, StepRecord  # noqa: E402
 from planner.probe.rank.exchanges import timed_together  # noqa: E402
 from planner.probe.worker.step_loop import StepLoop  # noqa: E402
@@ -120,3 +121,14 @@ def test_figures_share_the_budget_and_leave_what_they_do_not_need(monkeypatch: p
         bench.microseconds(lambda: 1e-3)
     assert bench.total_s == pytest.approx(12.0 - bench.budget_s)
     assert 0 < bench.budget_s < 3
+
+
+def test_ranks_go_on_together_until_all_are_sure_or_the_budget_is_used_up(make_run: Any) -> None:
+    run = make_run(("none", 1, 1, 2), dp=2, check=False, num_steps=2, warm_up_steps=1)
+    measured = launch(run.model_copy(update={"steady_s": 0.1, "most_s": 0.2}))
+    (num_steps,) = {len(rank.steps) for rank in measured.ranks}
+    assert num_steps > 2
+    for rank in measured.ranks:
+        assert sum(step.step_s for step in rank.steps) >= 0.1
+        assert all(chunk.spread_fraction is not None for chunk in rank.chunks)
+        assert all(exchange.spread_fraction is not None for exchange in rank.exchanges)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from planner.specs.units import GIB
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from planner.probe.device_state import Monitor, state_of  # noqa: E402
 from planner.profile.measure import MeasurementTask, measure, tasks  # noqa: E402
 from planner.profile.measure_links import spawned_rows  # noqa: E402
 from planner.profile.stopwatch import Stopwatch  # noqa: E402
@@ -106,13 +109,15 @@ def test_a_device_without_a_data_sheet_is_measured_against_its_own_best(h200: Re
     assert "Not measured" in found.tiers[0].source
 
 
-def test_cudnn_is_planned_with_only_where_it_is_faster(h200: Record) -> None:
+def test_both_kernels_of_attention_are_kept_and_the_faster_is_planned_with(h200: Record) -> None:
     slow = no_record()
     slow.measured.tables.update({k: v for k, v in h200.measured.tables.items() if k != "stage"})
     slow.measured.tables["attention"] = [
         {**row, "forward_us": 9e6} if row["backend"] == "cudnn" else row for row in h200.measured.tables["attention"]
     ]
-    assert profile_of(slow).hardware.efficiency.cudnn is None
+    slow_cudnn = profile_of(slow).hardware.efficiency
+    assert slow_cudnn.cudnn is not None
+    assert slow_cudnn.attention is slow_cudnn.flash
 
 
 @pytest.mark.parametrize(
@@ -321,6 +326,32 @@ def test_what_the_device_cannot_do_is_left_out_and_not_tried_again() -> None:
     assert record.table("attention", "forward_us").num_rows == 0
     assert measure(record, [task], lambda: seen.append(1)) == []
     assert len(seen) == 2
+
+
+def test_a_profile_says_how_sure_it_is_and_how_the_gpu_was(h200: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, asked = no_record(), list[str]()
+    states = {"before": {"clock_mhz": 345.0}, "within": {"clock_mhz": 1455.0, "max_clock_mhz": 1980.0}, "after": {}}
+    monitor = Monitor(lambda: {**states[asked[-1]], "power_limit_w": 500.0, "default_power_limit_w": 700.0})
+    monkeypatch.setattr("planner.probe.device_state.time", SimpleNamespace(sleep=lambda s: None))
+    monkeypatch.setattr(Monitor, "_keep", lambda m, fields, when: m.states.append(state_of(fields, when)))
+
+    def row(spread: float, when: str) -> MeasuredRow:
+        asked.append(when)
+        return {"forward_us": 1.0, "spread_fraction": spread}
+
+    asked.append("before")
+    monitor.before()
+    todo = [
+        MeasurementTask("stream", {"operator": "copy", "rows": 1, "columns": 2}, partial(row, 0.002, "within")),
+        MeasurementTask("gemm", {"m": 1, "n": 2, "k": 3}, partial(row, 0.034, "within")),
+    ]
+    measure(record, todo, lambda: None, monitor)
+    assert record.how_sure() == "1 of 2 rows are sure to 1%; the worst to 3% (gemm 1 2 3)"
+    record.measured.tables.update({k: v for k, v in h200.measured.tables.items() if k in ("stream", "gemm")})
+    source = profile_of(record).hardware.efficiency.source
+    assert ", at 1455 of 1980 MHz: " in source
+    assert "Unusual: the power limit is 500 W, 700 by default; clocks were low" in source
+    assert no_record().how_sure() == ""
 
 
 def test_exchanges_between_machines_are_a_tier_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from statistics import median
@@ -15,8 +16,11 @@ from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
 from planner.probe.plan_side.eager import in_eager_torch
-from planner.probe.result import OutOfMemory, ProbeResult, RankMemory, TimedExchange
+from planner.probe.result import Condition, OutOfMemory, ProbeResult, RankMemory, TimedExchange
+from planner.probe.verdict.compare import compared
 from planner.profile.probe_calibration import chunk_costs, from_probe
+from planner.profile.probed.doubt import NORMAL_80
+from planner.profile.probed.memory import host
 from planner.profile.stage_problem import measured_model
 from planner.profile.tables import read_table
 from planner.specs.cluster import ClusterSpec
@@ -286,6 +290,102 @@ def test_what_proves_nothing_about_speed_is_refused(changes: dict[str, Any], mes
     result = measured_on(plan, plan.cluster).model_copy(update={**changes, "run": run})
     with pytest.raises(SpecError, match=message):
         from_probe(result, plan.cluster)
+
+
+@pytest.mark.parametrize("is_fault", [True, False])
+def test_seconds_of_a_gpu_that_was_too_hot_or_busy_correct_nothing(is_fault: bool) -> None:
+    plan = make_plan()
+    hot = Condition(text="rank 2: clocks were lowered", is_fault=is_fault)
+    result = measured_on(plan, slower(plan.cluster, gemm_factor=1.2)).model_copy(update={"conditions": (hot,)})
+    if is_fault:
+        with pytest.raises(SpecError, match="rank 2: clocks were lowered: its seconds are no evidence"):
+            from_probe(result, plan.cluster)
+    else:
+        assert from_probe(result, plan.cluster).explains_kernels
+
+
+@pytest.mark.parametrize(("factor", "said"), [(3.6, r"products × 3\.\d+ .between"), (0.3, "or less .the data sheet's")])
+def test_seconds_that_no_such_gpu_can_take_are_refused(factor: float, said: str) -> None:
+    plan = make_plan()
+    result = measured_on(plan, slower(plan.cluster, **dict.fromkeys(KERNELS, factor)))
+    with pytest.raises(SpecError, match=f"NVIDIA H200 is no h200-sxm-141gb by its seconds: .*{said}") as refused:
+        from_probe(result, plan.cluster)
+    assert "clocks, power limit and other processes" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("efficiency", "spread", "verdict", "reason"),
+    [
+        (0.8, 0.0, "confirmed", "as near as seconds repeat"),
+        (0.7, 0.2, "refused", "known to 20% only"),
+        (0.05, 0.0, "refused", "NCCL_DEBUG=INFO"),
+        (1.0, 0.0, "corrected", ""),
+    ],
+)
+def test_links_are_doubted_too(efficiency: float, spread: float, verdict: str, reason: str) -> None:
+    plan = make_plan(tp=8, pp=1, dp=1)
+    timed = exchange(plan, "tp all-gather", 8, 1, 2**30, efficiency).model_copy(update={"spread_fraction": spread})
+    machine = plan.cluster if verdict == "refused" else with_links(plan.cluster, nvlink=efficiency)
+    calibration = from_probe(measured_on(plan, machine, mode="ranks", exchanges=(timed,)), plan.cluster)
+    share = calibration.efficiency_fraction["nvlink"]
+    assert share.verdict == verdict
+    assert reason in share.reason
+    own = plan.cluster.hardware.tiers[0].efficiency_fraction
+    after = calibration.of_cluster(plan.cluster).tiers[0].efficiency_fraction
+    assert after == (pytest.approx(efficiency) if verdict == "corrected" else own)
+
+
+def test_a_link_faster_than_its_data_sheet_is_another_link() -> None:
+    plan = make_plan(tp=8, pp=1, dp=1)
+    timed = exchange(plan, "tp all-gather", 8, 1, 2**30, 0.8)
+    fast = timed.model_copy(update={"seconds": timed.seconds / 2, "bus_gb_per_s": 2 * timed.bus_gb_per_s})
+    result = measured_on(plan, plan.cluster, mode="ranks", exchanges=(fast,))
+    assert "more than the link has" in from_probe(result, plan.cluster).efficiency_fraction["nvlink"].reason
+
+
+def memory_of(context_gib: float, fragmentation: float) -> RankMemory:
+    reserved = 50 * GIB * (1 + fragmentation)
+    return RankMemory(
+        static_bytes=GIB,
+        peak_allocated_bytes=50 * GIB,
+        peak_reserved_bytes=round(reserved),
+        device_used_bytes=round(reserved + context_gib * GIB),
+    )
+
+
+@pytest.mark.parametrize(
+    ("context_gib", "fragmentation", "refused"),
+    [(1.5, 0.04, ""), (30.0, 0.04, "other processes are on the GPUs"), (1.5, 0.5, "blocks that the steps do not use")],
+)
+@pytest.mark.parametrize("error", [0.0, 0.1])
+def test_memory_is_as_sure_as_the_bytes_that_were_counted(
+    context_gib: float, fragmentation: float, refused: str, error: float
+) -> None:
+    plan = make_plan()
+    memory = memory_of(context_gib, fragmentation)
+    peak = compared("peak allocated", "bytes", 50 * GIB, 50 * GIB * (1 + error), 0.1, 0)
+    result = measured_on(plan, plan.cluster, memory=memory)
+    calibration = from_probe(result.model_copy(update={"comparisons": (*result.comparisons, peak)}), plan.cluster)
+    numbers = (calibration.context_gib, calibration.fragmentation_fraction)
+    reasons = "".join(number.reason for number in numbers if number is not None)
+    assert refused in reasons
+    if refused:
+        assert calibration.memory_width is None
+    else:
+        assert (reasons, calibration.memory_width) == ("", pytest.approx(NORMAL_80 * math.log1p(error)))
+
+
+def test_a_host_busy_with_other_work_is_no_usual_host() -> None:
+    plan = make_plan()
+    result = measured_on(plan, plan.cluster)
+    first = result.ranks[0]
+    late = [
+        timed.model_copy(update={"ready_s": timed.ready_s + n, "start_s": timed.start_s + n, "end_s": timed.end_s + n})
+        for n, timed in enumerate(first.actions)
+    ]
+    busy = result.model_copy(update={"ranks": (first.model_copy(update={"actions": tuple(late)}),)})
+    assert host(busy.ranks).verdict == "refused"
+    assert host(result.ranks).verdict == "corrected"
 
 
 def test_a_cpu_is_evidence_of_a_cpu_and_a_gpu_is_not() -> None:

@@ -9,9 +9,7 @@ import argparse
 import csv
 import json
 import os
-import shutil
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from statistics import median
@@ -103,11 +101,7 @@ def _joined(run: ProbeRun) -> tuple[RankResult, ...]:
             f"{world_size} ranks were started, the plan has {run.world_size}",
             f"pp {run.pp} × dp {run.dp} × cp {run.cp} × tp {run.tp} ranks",
         )
-    folder = Path(tempfile.mkdtemp(prefix="plan-run-"))
-    try:
-        outcome = run_rank(run, folder, int(os.environ["RANK"]))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    outcome = run_rank(run, int(os.environ["RANK"]))
     if isinstance(outcome, Failure):
         raise rank_error(outcome, run)
     return outcome

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from pathlib import Path
 
 from planner.errors import ProbeError
-from planner.files import write_text
+from planner.probe.launch.folders import run_folder, write_run
+from planner.probe.launch.interrupts import removed_when_ended
 from planner.probe.result import Failure, RankResult
 from planner.probe.run import ProbeRun
-from planner.probe.worker.failure import HINTS, run_worker
-from planner.probe.worker.files import RESULT_FILE, RUN_FILE
-from planner.probe.worker.watch import watch_progress
+from planner.probe.worker.failure import run_worker
+from planner.probe.worker.failure_kinds import HINTS
+from planner.probe.worker.files import RESULT_FILE
+from planner.probe.worker.watch import Watch, meeting_hint
 from planner.probe.worker.worker import Worker
 
 _FIRST_PORT, _NUM_PORTS = 29500, 1000
@@ -39,15 +40,20 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first) or "localhost"
 
 
-def run_rank(run: ProbeRun, folder: Path, rank: int) -> tuple[RankResult, ...] | Failure:
+def run_rank(run: ProbeRun, rank: int) -> tuple[RankResult, ...] | Failure:
     """Run this process's rank. Returns all ranks' results on rank 0, none on other ranks, or the failure of this
     rank."""
-    write_text(folder / RUN_FILE, run.model_dump_json())
-    done = threading.Event()
-    threading.Thread(target=watch_progress, args=(run, folder, rank, done), daemon=True).start()
+    with run_folder(keeps_after_error=False) as folder, removed_when_ended(folder):
+        return _run_in(folder, run, rank)
+
+
+def _run_in(folder: Path, run: ProbeRun, rank: int) -> tuple[RankResult, ...] | Failure:
+    write_run(folder, run)
+    watch = Watch(run, folder, rank)
+    watch.start()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     failure = run_worker(lambda: Worker(folder, rank, local_rank, local=False), folder, rank)
-    done.set()
+    watch.end()
     if failure is not None:
         return failure
     if rank:
@@ -60,8 +66,7 @@ def rank_error(failure: Failure, run: ProbeRun) -> ProbeError:
     """The error that tells the user how a rank failed."""
     hint = HINTS.get(failure.kind, "--debug shows where")
     if failure.phase.startswith("rendezvous"):
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        hint = f"the ranks meet at {address}; where that port is taken, set MASTER_PORT (torchrun --master-port)"
+        hint = meeting_hint(run.world_size)
     error = ProbeError(
         f"rank {failure.rank} ({run.place(failure.rank)}) failed in {failure.phase}: {failure.message}", hint
     )

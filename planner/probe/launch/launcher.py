@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
@@ -14,14 +12,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from planner.errors import ProbeError
-from planner.files import write_text
+from planner.probe.launch.folders import run_folder, write_run
 from planner.probe.launch.interrupts import signals_end_as_ctrl_c, start_process_server
 from planner.probe.result import Failure, MeasuredRun, RankResult
 from planner.probe.run import ProbeRun
-from planner.probe.worker.failure import EXIT_FAILED, HINTS, out_of_memory_result
-from planner.probe.worker.files import FAILURE_FILE, RESULT_FILE, RUN_FILE, STATUS_FILE
+from planner.probe.worker.failure import EXIT_FAILED, out_of_memory_result
+from planner.probe.worker.failure_kinds import CONSEQUENCES, HINTS
+from planner.probe.worker.files import FAILURE_FILE, RESULT_FILE, STACK_FILE, STATUS_FILE
 from planner.probe.worker.process import rank_process
-from planner.probe.worker.status import Progress, read_status
+from planner.probe.worker.status import SILENT_HINT, Progress, hanging_rank, read_status
 
 POLL_S = 0.02
 GRACE_S = 1.0
@@ -39,21 +38,9 @@ def launch(run: ProbeRun, child: Child = rank_process, ranks: Sequence[int] = ()
     The ranks' folder is removed at the end, except after a failure: there the stacks and logs of all ranks are kept.
     Raises ProbeError naming rank, stage and phase. All processes are gone when this returns or raises.
     """
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="plan-probe-"))
-        write_text(folder / RUN_FILE, run.model_dump_json(), force=True)
-    except OSError as error:
-        raise ProbeError(
-            f"the probe's folder cannot be made: {error.strerror}", "set TMPDIR to a folder with space"
-        ) from None
-    try:
-        with signals_end_as_ctrl_c():
-            measured = _StartedRanks(run, folder, child, ranks or range(run.world_size)).watch()
-    except KeyboardInterrupt:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
-    return measured
+    with signals_end_as_ctrl_c(), run_folder(keeps_after_error=True) as folder:
+        write_run(folder, run)
+        return _StartedRanks(run, folder, child, ranks or range(run.world_size)).watch()
 
 
 def process_context() -> ForkServerContext:
@@ -95,6 +82,7 @@ class _StartedRanks:
         return all(progress.phase == "done" and progress.still_s > STOPPED_S for progress in progress_of_ranks)
 
     def _collect(self) -> MeasuredRun:
+        self._require_folder()
         ranks = []
         for rank in self.ranks:
             path = self.folder / RESULT_FILE.format(rank)
@@ -102,30 +90,42 @@ class _StartedRanks:
         return MeasuredRun(run=self.run, ranks=tuple(ranks))
 
     def _check_progress(self) -> None:
-        running = {rank: progress for rank in self.ranks if (progress := self._progress(rank)).phase != "done"}
-        stuck = {rank: progress for rank, progress in running.items() if progress.stands_still(self.run.timeout_s)}
-        if not stuck:
+        self._require_folder()
+        ranks = {rank: self._progress(rank) for rank in self.ranks}
+        rank = hanging_rank(ranks, self.run.timeout_s)
+        if rank is None:
             return
-        # the rank that computes keeps the others waiting, even if they stood still a moment earlier
-        if any("computing" in progress.detail for rank, progress in running.items() if rank not in stuck):
-            return
-        rank = min(stuck, key=lambda r: ("computing" not in stuck[r].detail, stuck[r].since_s))
         self._dump_stacks()
-        verb = "hangs" if "waiting" not in stuck[rank].detail else "waits in vain"
+        hint = f"{SILENT_HINT}; " if ranks[rank].is_silent else ""
         raise ProbeError(
-            f"{self._name(rank)} {verb} in {stuck[rank]}: no progress for {stuck[rank].still_s:.0f} s",
-            f"stacks and logs of all ranks are in {self.folder}; --timeout gives slow ranks longer",
+            f"{self._name(rank)} {ranks[rank].hang()}",
+            f"{hint}stacks and logs of all ranks are in {self.folder}; --timeout gives slow ranks longer",
         )
+
+    def _require_folder(self) -> None:
+        """Raise ProbeError if somebody has removed the folder by which the ranks and this process speak."""
+        if not self.folder.is_dir():
+            raise ProbeError(
+                f"{self.folder} was removed while the ranks ran",
+                "keep what clears temporary files away from it, or set TMPDIR to a folder of your own",
+            )
 
     def _progress(self, rank: int) -> Progress:
         progress = read_status(self.folder / STATUS_FILE.format(rank))
-        return progress or Progress("start", "", self.started_s)
+        return progress or Progress("start", "", self.started_s, time.monotonic())
 
     def _dump_stacks(self) -> None:
+        """Have all ranks write their stacks, and wait until they have; a stopped process writes none."""
+        running = [rank for rank, started in zip(self.ranks, self.processes, strict=True) if started.exitcode is None]
         for started in self.processes:
             if started.exitcode is None and started.pid is not None:
                 os.kill(started.pid, signal.SIGUSR1)
-        time.sleep(GRACE_S)
+        deadline, sizes = time.monotonic() + GRACE_S, [0] * len(running)
+        while time.monotonic() < deadline:
+            time.sleep(5 * POLL_S)
+            before, sizes = sizes, [_size(self.folder / STACK_FILE.format(rank)) for rank in running]
+            if all(sizes) and sizes == before:
+                return
 
     def _out_of_memory_or_raise(self) -> MeasuredRun:
         """Find the rank that failed first: one that was killed, or one whose error is more than the loss of another
@@ -133,6 +133,7 @@ class _StartedRanks:
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(started.exitcode is None for started in self.processes):
             time.sleep(POLL_S)
+        self._require_folder()
         failures = self._failures()
         out_of_memory = next((failure for failure in failures if failure.kind == "out_of_memory"), None)
         if out_of_memory is not None:
@@ -141,20 +142,20 @@ class _StartedRanks:
         killed = [(rank, signal.Signals(-code)) for rank, code in self._exit_codes() if code < 0]
         killed.sort(key=lambda item: item[1] == signal.SIGABRT)
         # NCCL's watchdog aborts a rank whose peer is gone
-        is_consequence = any(failure.kind != "lost_peer" for failure in failures)
+        is_consequence = any(failure.kind not in CONSEQUENCES for failure in failures)
         if killed and not (is_consequence and killed[0][1] == signal.SIGABRT):
             rank, signal_sent = killed[0]
             raise ProbeError(f"{self._name(rank)} was killed by {signal_sent.name} in {self._progress(rank)}", hint)
         ranks_with_record = {failure.rank for failure in failures}
         silent = [(rank, code) for rank, code in self._exit_codes() if code and rank not in ranks_with_record]
-        if silent and all(failure.kind == "lost_peer" for failure in failures):
+        if silent and all(failure.kind in CONSEQUENCES for failure in failures):
             rank, code = silent[0]
             progress = self._progress(rank)
             if code == EXIT_FAILED:  # and had no space to say why, but in its status
                 raise ProbeError(f"{self._name(rank)} failed in {progress.phase}: {progress.detail}", hint)
             raise ProbeError(f"{self._name(rank)} ended with code {code} in {progress}", hint)
         first = failures[0]
-        hint = f"{HINTS[first.kind]}; {hint}" if first.kind == "host_memory" else hint
+        hint = f"{HINTS[first.kind]}; {hint}" if first.kind in HINTS else hint
         raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)
 
     def _exit_codes(self) -> list[tuple[int, int]]:
@@ -168,7 +169,7 @@ class _StartedRanks:
             path = self.folder / FAILURE_FILE.format(rank)
             if path.exists():
                 failures.append(Failure.model_validate_json(path.read_text()))
-        return sorted(failures, key=lambda failure: (failure.kind == "lost_peer", failure.time_s))
+        return sorted(failures, key=lambda failure: (_consequence(failure), failure.time_s))
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self.run.place(rank)})"
@@ -180,3 +181,16 @@ class _StartedRanks:
         for started in self.processes:
             if started.pid is not None:
                 started.join(STOPPED_S)
+
+
+def _consequence(failure: Failure) -> int:
+    """How likely a failure is the consequence of another rank's: 0 for a cause of its own."""
+    return 1 + CONSEQUENCES.index(failure.kind) if failure.kind in CONSEQUENCES else 0
+
+
+def _size(path: Path) -> int:
+    """The size of a file in bytes, 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

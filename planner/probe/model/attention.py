@@ -21,6 +21,7 @@ from planner.probe.model.surroundings import Surroundings, recomputable
 from planner.probe.torch_build import on_gpu, this_build
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
+from planner.trainers.torch_attention import calls_flash, window_of
 
 
 def core_attention(
@@ -28,15 +29,15 @@ def core_attention(
 ) -> Tensor:
     """Causal attention of q [seq, batch, heads, dim] over k and v [seq, batch, kv heads, dim].
 
-    Returns [seq, batch, heads·v dim]. `mask` is added to the scores and replaces causality where given; windows and
-    learned sinks go to the flash kernel on a GPU, elsewhere sinks are one more key with a logit of their own. Unequal
-    head dimensions are padded on the CPU and in ROCm builds, whose kernels want them equal. Where sequences are split,
-    the keys and values of all context-parallel ranks are gathered.
+    Returns [seq, batch, heads·v dim]. `mask` is added to the scores and replaces causality where given; which layers
+    go to the flash kernel on a GPU is said in `trainers.torch_attention`, elsewhere sinks are one more key with a logit
+    of their own. Unequal head dimensions are padded on the CPU and in ROCm builds, whose kernels want them equal. Where
+    sequences are split, the keys and values of all context-parallel ranks are gathered.
     """
     if cp.size > 1:
         return apply(ContextAttention, q, k, v, mask, window, sinks, cp).flatten(2)
     pads = this_build().pads_values and v.shape[-1] < q.shape[-1]
-    if mask is None and takes_flash(q) and (window or sinks is not None or pads):
+    if mask is None and takes_flash(q) and (calls_flash(window, sinks is not None, cp.size) or pads):
         return apply(FlashAttention, q, k, v, window, sinks).flatten(2)
     v_dim = v.shape[-1]
     if not on_gpu(q) and v_dim < q.shape[-1]:
@@ -72,7 +73,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.around = around
         self.slides = kind.attention != "full"
-        self.window = (model.sliding_window or 0) if self.slides else 0
+        self.window = window_of(model, kind)
         self.heads = model.num_attention_heads // around.tp.size
         self.output = Linear(
             model.num_attention_heads * v_dim, model.hidden_size, around, parallel="row", bias=model.output_bias

@@ -67,8 +67,8 @@ class ContextAttention(torch.autograd.Function):
             kernel_state = saved[number * half : (number + 1) * half]
             dq, dk, dv, dsinks = backward(dout, part, part_out, keys[:end], values[:end], rules, kernel_state)
             q_grads.append(dq)
-            keys_grad[:end] += dk
-            values_grad[:end] += dv
+            keys_grad[:end].add_(dk)  # with += Python would copy the sum onto itself
+            values_grad[:end].add_(dv)
             if sinks_grad is not None and dsinks is not None:
                 sinks_grad += dsinks
         k_grad, v_grad = scatter(keys_grad, ctx.cp), scatter(values_grad, ctx.cp)

@@ -46,8 +46,10 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, tables: AttentionTables) -> Tensor:
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), tables))
         if self.mlp_name == "mlp":  # recomputed with its norm; a mixture's is not, whose router reads it too
-            return x + self.mlp_post_norm(recomputable("mlp", self.normed_mlp, self.around)(x))
-        return x + self.mlp_post_norm(recomputable(self.mlp_name, self.mlp, self.around)(self.mlp_norm(x)))
+            x = x + self.mlp_post_norm(recomputable("mlp", self.normed_mlp, self.around)(x))
+        else:
+            x = x + self.mlp_post_norm(recomputable(self.mlp_name, self.mlp, self.around)(self.mlp_norm(x)))
+        return x
 
     def normed_mlp(self, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(self.mlp_norm(x))

@@ -5,6 +5,7 @@ Measurements are compared with this price, whatever trainer and dtype the plan i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from planner.answer import Plan
@@ -14,6 +15,7 @@ from planner.probe.plan_side.chunks import recompute_modules
 from planner.specs.training import TrainingSpec
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.torch_attention import torch_took
 
 EAGER = load_runtime("torch-eager").model_copy(update={"clips_gradients": True})
 """The trainer that a probe's ranks are: eager torch that clips gradients."""
@@ -21,12 +23,14 @@ MASTERS_ARE_WEIGHTS: dict[str, Any] = {"weight_bytes": 4, "optimizer_bytes": 8}
 """Under ZeRO-3 the ranks' sharded weights are the fp32 masters (fully_shard)."""
 
 
-def in_eager_torch(plan: Plan) -> Plan:
-    """The plan with its best layout priced as a probe runs it, with experts evenly loaded. The layout itself stays."""
+def in_eager_torch(plan: Plan, kernels: Collection[str] = ()) -> Plan:
+    """The plan with its best layout priced as a probe runs it, with experts evenly loaded. The layout itself stays.
+
+    `kernels` are those of attention that ran; without any, the price is of those that torch is expected to take."""
     eager = plan.model_copy(
         update={
             "runtime": EAGER.name,
-            "runtime_spec": runtime_of(plan),
+            "runtime_spec": runtime_of(plan, kernels),
             "training": training_of(plan.training.seq_length, plan.training.global_batch_size),
         }
     )
@@ -49,16 +53,31 @@ def without_waits(eager: Plan) -> Plan:
     return quick.model_copy(update={"best": layout_again(quick, repriced(quick))})
 
 
+def static_bytes(eager: Plan, stage: int) -> float:
+    """Bytes of a stage before its first forward. Under ZeRO-3 there are neither gathered weights nor gradients yet."""
+    memory, runtime = eager.stages[stage].memory, eager.runtime_spec
+    if eager.parallelism.zero_stage == 3:
+        return memory.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)
+    return memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+
+
 def repriced(plan: Plan) -> Candidate:
     """Prices of a plan in eager torch, stage by stage. Selective recomputation covers the modules that the probe can
     recompute."""
     return reprice(plan, plan.best, recompute_modules(plan.best))
 
 
-def runtime_of(plan: Plan) -> RuntimeSpec:
-    """Eager torch with the host time per micro-batch that the plan takes from an earlier probe."""
+def runtime_of(plan: Plan, kernels: Collection[str] = ()) -> RuntimeSpec:
+    """Eager torch with the kernels of attention that ran, and the host time per micro-batch that the plan takes from an
+    earlier probe."""
     sharded = MASTERS_ARE_WEIGHTS if plan.parallelism.zero_stage == 3 else {}
-    return EAGER.model_copy(update={"microbatch_overhead_s": plan.runtime_spec.microbatch_overhead_s, **sharded})
+    overhead = {"microbatch_overhead_s": plan.runtime_spec.microbatch_overhead_s}
+    return eager_with(kernels).model_copy(update={**overhead, **sharded})
+
+
+def eager_with(kernels: Collection[str]) -> RuntimeSpec:
+    """Eager torch whose ranks ran these kernels of attention."""
+    return EAGER.model_copy(update={"attention_kernel": torch_took(kernels)})
 
 
 def training_of(seq_length: int, num_sequences: int) -> TrainingSpec:

@@ -47,6 +47,8 @@ def real_run(
         order,
         model=plan.model.spec,
         device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu,
+        backend=options.backend,
         dtype="bfloat16",
         tp=grid.tp,
         dp=grid.dp,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from planner.probe.model.attention import CoreAttention
 from planner.probe.rank.clock import Clock
-from planner.probe.rank.training import Trainer
+from planner.probe.rank.training import Trainer, unheard
 from planner.probe.repeats import Repeats, spread_fraction
 from planner.probe.result import TimedExchange
 from planner.specs.units import GB
@@ -34,16 +34,19 @@ class Seconds(NamedTuple):
 def barrier(device: str, group: Any = None) -> None:
     """Wait for the ranks of a group. The device is named, because NCCL would otherwise guess it from the rank's
     number."""
-    if device == "cpu":
+    if device != "cpu":
+        torch.cuda.synchronize()
+    if dist.get_backend(group) == "gloo":
         dist.barrier(group=group)
     else:
-        torch.cuda.synchronize()
         dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
 
 
-def measure_exchanges(trainer: Trainer) -> tuple[TimedExchange, ...]:
-    """Median seconds and bus bandwidth of what this rank exchanges with tensor-, context- and data-parallel peers."""
+def measure_exchanges(trainer: Trainer, on_exchange: Callable[[str], None] = unheard) -> tuple[TimedExchange, ...]:
+    """Median seconds and bus bandwidth of what this rank exchanges with tensor-, context- and data-parallel peers;
+    `on_exchange` hears of each."""
     exchanges = []
+    on_exchange("tp (computing)")
     tp = trainer.around.tp
     if tp.size > 1:
         shard, group = trainer.empty(), cast(Any, tp).group
@@ -53,6 +56,7 @@ def measure_exchanges(trainer: Trainer) -> tuple[TimedExchange, ...]:
             exchanges.append(_exchange("tp all-gather", tp.size, gathered.nbytes, seconds, passes=1))
         seconds = _seconds(trainer, group, lambda: dist.all_reduce(gathered, group=group))
         exchanges.append(_exchange("tp all-reduce", tp.size, gathered.nbytes, seconds, passes=2))
+    on_exchange("cp (computing)")
     cp = trainer.around.cp
     keys = next(_keys(trainer), None)
     if cp.size > 1 and keys is not None:
@@ -61,6 +65,7 @@ def measure_exchanges(trainer: Trainer) -> tuple[TimedExchange, ...]:
     for flat in trainer.flat:
         group, size = flat.sharding.group, flat.sharding.size
         for name, num_bytes, passes, call in flat.exchanges() if group is not None else ():
+            on_exchange(f"{name} (computing)")
             exchanges.append(_exchange(name, size, num_bytes, _seconds(trainer, group, call), passes))
     return tuple(exchanges)
 

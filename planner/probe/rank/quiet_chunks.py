@@ -68,10 +68,9 @@ def _passes(trainer: Trainer, stage: int, count: int, on_action: Callable[[str],
     batch, clock = trainer.own_batch(), trainer.clock
     messages = {"F": trainer.empty().normal_(), "B": torch.ones_like(trainer.empty())}
     clock.start()
-    marks = []
-    for number in range(count + 1):
-        on_action(f"micro-batch {number} of chunk {stage} (computing)")
-        marks.append(trainer.micro_batch(stage, batch, lambda kind: messages[kind].detach()))
+    marks = [
+        trainer.micro_batch(stage, batch, lambda kind: messages[kind].detach(), on_action) for _ in range(count + 1)
+    ]
     passes = []
     for number, marks_of_kind in enumerate(marks):
         on_action(f"micro-batch {number} of chunk {stage} (waiting)")

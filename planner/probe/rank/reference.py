@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,8 +32,8 @@ class Reference(NamedTuple):
     grads: dict[str, Tensor]
 
 
-def compute_reference(run: ProbeRun, num_steps: int) -> Reference:
-    """Train the whole model on the whole batch for `num_steps` steps."""
+def compute_reference(run: ProbeRun, num_steps: int, on_batch: Callable[[str], None]) -> Reference:
+    """Train the whole model on the whole batch for `num_steps` steps; `on_batch` hears of each micro-batch."""
     around = Surroundings(balanced_routing=run.balanced_routing)
     dtype, _ = dtypes(run)
     layers, has_mtp = run.model.num_hidden_layers, any(chunk.mtp for chunk in run.chunks)
@@ -48,6 +48,7 @@ def compute_reference(run: ProbeRun, num_steps: int) -> Reference:
         total = 0.0
         for dp in range(run.dp):
             for microbatch in range(run.num_microbatches):
+                on_batch(f"step {step}, micro-batch {dp * run.num_microbatches + microbatch}")
                 seed = batch_seed(run, step, dp, microbatch)
                 tokens, labels = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, seed, "cpu")
                 loss = model(None, tokens, labels, tables) / (run.num_microbatches * run.dp)

@@ -28,6 +28,10 @@ from planner.probe.run import ProbeRun
 from planner.schedule.actions import Action
 
 
+def unheard(action: str) -> None:
+    """Hear of an action and do nothing, where nobody watches the rank."""
+
+
 class Trainer:
     """A rank's stages and its training step. A rank that runs without peers needs no `replica_groups`."""
 
@@ -84,15 +88,16 @@ class Trainer:
         """A buffer for one message."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
-    def rehearse(self) -> None:
-        """Run one made-up micro-batch through every chunk, one after another, and drop its gradients.
+    def rehearse(self, on_action: Callable[[str], None] = unheard) -> None:
+        """Run one made-up micro-batch through every chunk, one after another, and drop its gradients; `on_action` hears
+        of each action.
 
         A kernel is loaded when it is first launched, and a group is connected when it is first used. Both may wait
         until the GPU has finished its running work. Within a step that work can be a receive whose sender waits in the
         same way.
         """
         for stage in self.chunks:
-            self.micro_batch(stage, self.own_batch(), lambda kind: torch.ones_like(self.empty()))
+            self.micro_batch(stage, self.own_batch(), lambda kind: torch.ones_like(self.empty()), on_action)
         self.forget()
 
     def own_batch(self) -> tuple[Tensor, Tensor]:
@@ -101,13 +106,18 @@ class Trainer:
         return synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
 
     def micro_batch(
-        self, stage: int, batch: tuple[Tensor, Tensor], received: Callable[[str], Tensor]
+        self,
+        stage: int,
+        batch: tuple[Tensor, Tensor],
+        received: Callable[[str], Tensor],
+        on_action: Callable[[str], None],
     ) -> dict[str, tuple[Any, Any]]:
         """Run one micro-batch forward and backward through a chunk, without neighbours: `received` makes what they
         would send, an activation (F) or a gradient (B). Returns the clock's marks around each kind of action."""
         marks = {}
         for kind in "FIW" if self.run.order.splits_backward else "FB":
             action = Action(kind, stage, 0)
+            on_action(f"{action} (computing)")
             needed = needed_by(self.run.order, action)
             tensor, start = None if needed is None else received(needed.kind), self.clock.mark()
             self.pipeline.run(action, tensor, [batch], 1.0)

@@ -24,7 +24,7 @@ def allocated(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class BytesAlive(TorchDispatchMode):
+class BytesAlive(cast(Any, TorchDispatchMode)):  # type: ignore[misc]
     """Counts the storages that are alive, each under the label that was current when it was made.
 
     A storage counts from the operator that makes it until nothing refers to it any more. Fake tensors have storages of
@@ -35,6 +35,8 @@ class BytesAlive(TorchDispatchMode):
         super().__init__()
         self.moments = moments or {}
         self.label = ""
+        self.counts = True
+        """False while torch works out shapes, which takes no memory on a GPU."""
         self.alive: Counter[str] = Counter()
         """Bytes alive by label."""
         self.peak_bytes = 0
@@ -71,7 +73,7 @@ class BytesAlive(TorchDispatchMode):
         """Count a tensor's storage, unless it is counted already."""
         storage: Any = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._storages:
+        if key in self._storages or not self.counts:
             return
         weakref.finalize(storage, self._forget, key)
         self._enter(key, storage.nbytes())

@@ -56,6 +56,8 @@ def count_stage(run: ProbeRun, stage: int, architecture: str) -> CountedStage:
             account.reset_peak()
 
             def on_action(text: str) -> None:
+                # an update of sharded parameters is first tried on whole ones, by their shapes
+                account.counts = not (run.fully_sharded and text.startswith("optimizer"))
                 account.label = _LABELS.get(text.lstrip("0123456789")[:1], MOMENT)
 
             with _kept_by_layers(trainer, account, counted):
@@ -88,7 +90,7 @@ def _kept_by_layers(trainer: Trainer, account: BytesAlive, counted: CountedStage
             mode = "full" if number < chunk.spec.num_recomputed else base
             key = trainer.run.model.layers[int(index)], mode
             handles.append(layer.register_forward_pre_hook(enter, prepend=True))
-            handles.append(layer.register_forward_hook(lambda *_, key=key: leave(key)))  # type: ignore[misc]
+            handles.append(layer.register_forward_hook(lambda *_, key=key: leave(key)))
     try:
         yield
     finally:

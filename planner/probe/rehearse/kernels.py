@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ def gpu_kernels(fuses_norms: bool) -> Iterator[None]:
             return written
         return apply(FusedAttention, q, k, v)
 
-    library = torch.library.Library("aten", "IMPL")
+    library = cast(Any, torch.library).Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
     if fuses_norms:
         library.impl("rms_norm", rms_norm, "AutogradCPU")

@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 
-from planner.answer import Plan, PricedLayout, StagePlan
+from planner.answer import Plan, PricedLayout
 from planner.layout.candidate import Candidate
 from planner.probe.plan_side.chunks import real_chunks, slice_schedule
 from planner.probe.plan_side.describe import describe_slice
-from planner.probe.plan_side.eager import in_eager_torch, repriced
+from planner.probe.plan_side.eager import in_eager_torch, repriced, static_bytes
 from planner.probe.plan_side.gpu_run import real_run, stage_asked_for, stand_in_stages
 from planner.probe.plan_side.options import ProbeOptions
 from planner.probe.plan_side.rank_grid import RankGrid, sharing_dp
@@ -39,7 +39,7 @@ def rehearse(plan: Plan, stages: Literal["all"] | int, tolerance_fraction: float
     layers: dict[tuple[LayerKind, str], int] = {}
     for stage in names:
         counted = count_stage(stage_run(plan, eager, stage), stage, architecture)
-        comparisons += compare_stage_bytes(layout.stages[stage], counted, tolerance_fraction)
+        comparisons += compare_stage_bytes(eager, stage, counted, tolerance_fraction)
         layers |= counted.layers
     comparisons += compare_layers(repriced(eager), layers)
     return RehearsalResult(
@@ -96,23 +96,23 @@ def shortest_order(layout: PricedLayout, stage: int) -> Schedule:
 
 
 def compare_stage_bytes(
-    stage: StagePlan, counted: CountedStage, tolerance_fraction: float
+    eager: Plan, stage: int, counted: CountedStage, tolerance_fraction: float
 ) -> Iterator[ComparedQuantity]:
     """Bytes before a step and at its peak, and what the peak is made of."""
-    planned = stage.memory
-    static = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
+    planned, zero_stage = eager.stages[stage].memory, eager.parallelism.zero_stage
+    judged = tolerance_fraction if zero_stage <= 1 else None
     kept = counted.at_peak.get(KEPT, 0)
     moment = counted.peak_bytes - kept - counted.at_peak.get("", 0)
     rows = (
-        ("static memory", static, counted.static_bytes, tolerance_fraction),
-        ("peak allocated", planned.peak_allocated_bytes, counted.peak_bytes, tolerance_fraction),
+        ("static memory", static_bytes(eager, stage), counted.static_bytes, tolerance_fraction),
+        ("peak allocated", planned.peak_allocated_bytes, counted.peak_bytes, judged),
         ("  kept by forwards", planned.activations_bytes, kept, None),
         ("  for a moment", planned.logits_bytes + planned.workspace_bytes, moment, None),
     )
     for name, predicted, measured, tolerance in rows:
         yield ComparedQuantity(
             name=name,
-            stage=stage.stage,
+            stage=stage,
             unit="bytes",
             predicted=predicted,
             measured=measured,

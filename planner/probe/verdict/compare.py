@@ -10,6 +10,7 @@ from typing import Literal
 from planner.answer import Plan
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
+from planner.probe.plan_side.eager import static_bytes
 from planner.probe.plan_side.planned_seconds import planned_seconds, replay_durations
 from planner.probe.result import ComparedQuantity, RankMemory, RankResult, TimedExchange, slowest_exchanges, stride_of
 from planner.probe.run import Place, ProbeRun
@@ -156,25 +157,26 @@ def compare_stage(
     alone: bool,
     holds_as_planned: bool = True,
     steps_as_planned: bool = True,
+    attends_as_priced: bool = True,
 ) -> list[ComparedQuantity]:
     """Seconds and bytes of one stage's ranks.
 
     `least` is the plan without waits. `alone` means that peers were emulated, so that its seconds include no exchange.
     A slice of the plan may have another number of micro-batches in flight than planned, or handle the gradients of more
-    ranks in its optimizer step.
+    ranks in its optimizer step. Passes are not judged where attention ran in a kernel that nothing prices.
     """
     stage, quick = plan.best.stages[plan_stage], least.best.stages[plan_stage]
     planned, at_least = (
         (each.forward_s + each.forward_comm_s * (not alone), each.backward_s + each.backward_comm_s * (not alone))
         for each in (stage, quick)
     )
-    names = ("forward", "backward")
+    names, pass_tolerance = ("forward", "backward"), tolerance_fraction if attends_as_priced else None
     own, among = (
         [median(sum(getattr(chunk, f"{prefix}{name}_s") for chunk in rank.chunks) for rank in ranks) for name in names]
         for prefix in ("own_", "")
     )
     comparisons = [
-        compared(name, "s", planned_s, measured_s, tolerance_fraction, plan_stage, least_s)
+        compared(name, "s", planned_s, measured_s, pass_tolerance, plan_stage, least_s)
         for name, planned_s, measured_s, least_s in zip(names, planned, own, at_least, strict=True)
     ]
     if any(chunk.quiet_forward_s is not None for rank in ranks for chunk in rank.chunks):
@@ -193,6 +195,7 @@ def compare_stage(
     memories = [rank.memory for rank in ranks if rank.memory is not None]
     if not memories:
         return comparisons
+    holds_as_planned = holds_as_planned and attends_as_priced
     return comparisons + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
 
 
@@ -205,10 +208,7 @@ def _compare_memory(
 ) -> list[ComparedQuantity]:
     """Bytes of the fullest rank of a stage. They are judged up to ZeRO-1. Beyond it, gathered weights and gradients
     come and go, and under ZeRO-2 the run keeps all gradients."""
-    planned, runtime = plan.stages[plan_stage].memory, plan.runtime_spec
-    static: float = planned.weights_bytes + planned.gradients_bytes + planned.optimizer_bytes
-    if plan.parallelism.zero_stage == 3:  # before a step there are neither gathered weights nor gradients
-        static = planned.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)
+    planned, static = plan.stages[plan_stage].memory, static_bytes(plan, plan_stage)
     peak, reserved_factor = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
     tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
     peak_tolerance = tolerance if holds_as_planned else None

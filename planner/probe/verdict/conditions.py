@@ -13,15 +13,17 @@ LOWERED_FRACTION = 0.98
 """Below this share of the usual one, a power limit or a clock is lowered."""
 UNEXPLAINED_FRACTION = 0.8
 """A clock under load below this share of the highest has a reason."""
+LOADED_FRACTION = 0.5
+"""A GPU that was busy for less was looked at too early, or too late."""
 POWER = "software power cap"
 """The reason of every GPU that works hard: its profile is of such clocks."""
 FAULTS = {
     "software thermal slowdown": "it was too hot",
     "hardware thermal slowdown": "it was too hot",
-    "hardware slowdown": "too hot, or too little power",
     "hardware power brake": "too little power",
 }
-"""Reasons for low clocks that are faults of the machine or of the moment."""
+"""Reasons for low clocks that are faults of the machine or of the moment. NVML gives its general one, hardware
+slowdown, whenever clocks change."""
 SETTINGS = {"applications clocks setting", "display clock setting", "sync boost"}
 
 
@@ -29,7 +31,7 @@ def conditions_of(ranks: Sequence[RankResult]) -> tuple[Condition, ...]:
     """Unusual conditions while these ranks measured; a line names all ranks of which it is true."""
     ranks_of: dict[Condition, list[int]] = {}
     for rank in ranks:
-        for condition in dict.fromkeys([*_of_states(rank.device_states), *_of_spreads(rank)]):
+        for condition in dict.fromkeys([*conditions_of_states(rank.device_states), *_of_spreads(rank)]):
             ranks_of.setdefault(condition, []).append(rank.rank)
     return tuple(
         condition.model_copy(update={"text": f"{_named(numbers)}: {condition.text}"})
@@ -37,7 +39,8 @@ def conditions_of(ranks: Sequence[RankResult]) -> tuple[Condition, ...]:
     )
 
 
-def _of_states(states: Iterable[DeviceState]) -> Iterator[Condition]:
+def conditions_of_states(states: Iterable[DeviceState]) -> Iterator[Condition]:
+    """Unusual conditions of one GPU, as often as it was seen under them."""
     for state in states:
         is_busy = state.when == "before" and (state.busy_fraction or 0.0) > BUSY_FRACTION
         held = "" if state.other_bytes is None else f", which held {gib(state.other_bytes):.1f} GiB"
@@ -60,7 +63,8 @@ def _of_clocks(state: DeviceState) -> Iterator[Condition]:
         heat = "" if state.temperature_c is None else f" ({state.temperature_c:.0f} °C)"
         text = f"clocks were lowered{heat}: {', '.join(faults)}, because {FAULTS[faults[0]]}"
         yield Condition(text=text, is_fault=True)
-    if state.when != "within" or None in (state.clock_mhz, state.max_clock_mhz):
+    is_loaded = state.when == "within" and (state.busy_fraction is None or state.busy_fraction > LOADED_FRACTION)
+    if not is_loaded or None in (state.clock_mhz, state.max_clock_mhz):
         return
     assert state.clock_mhz is not None
     assert state.max_clock_mhz is not None
@@ -71,6 +75,18 @@ def _of_clocks(state: DeviceState) -> Iterator[Condition]:
         yield Condition(text=f"clocks are set lower: {clocks} ({', '.join(sorted(set_by))})")
     elif not faults and POWER not in state.throttle_reasons and not at_limit and share < UNEXPLAINED_FRACTION:
         yield Condition(text=f"clocks were low and the driver gives no reason: {clocks}")
+
+
+def load_in_words(state: DeviceState) -> str:
+    """Clock, power, temperature and reasons for low clocks of a GPU under load, as far as its driver says."""
+
+    def of(value: float | None, most: float | None, unit: str) -> list[str]:
+        if value is None:
+            return []
+        return [f"{value:.0f} {unit}" if most is None else f"{value:.0f} of {most:.0f} {unit}"]
+
+    clock, power = of(state.clock_mhz, state.max_clock_mhz, "MHz"), of(state.power_w, state.power_limit_w, "W")
+    return ", ".join([*clock, *power, *of(state.temperature_c, None, "°C"), *state.throttle_reasons])
 
 
 def _of_spreads(rank: RankResult) -> Iterator[Condition]:

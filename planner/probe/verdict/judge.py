@@ -18,6 +18,7 @@ from planner.probe.verdict.compare import (
     compare_pipeline,
     compare_stage,
 )
+from planner.probe.verdict.kernels import seen_kernels, unpriced
 from planner.probe.verdict.outcome import probe_result
 from planner.schedule.orders import in_flight_chunks
 
@@ -27,15 +28,16 @@ def judge_ranks(
 ) -> ProbeResult:
     """The measurements of ranks on GPUs beside the layout's price in eager torch, stage by stage and for the pipeline.
 
-    Nothing is judged where ranks hold other experts than planned, or where passes gather weights (ZeRO-3), which the
-    planner prices separately. Peaks of memory are not judged where a rank of the slice has another number of
-    micro-batches in flight.
+    Nothing is judged where ranks hold other experts than planned, where passes gather weights (ZeRO-3), which the
+    planner prices separately, or where ranks share a GPU. Peaks of memory are not judged where a rank of the slice has
+    another number of micro-batches in flight.
     """
-    eager, order, comparisons = in_eager_torch(plan), measured.run.order, list[ComparedQuantity]()
-    least = without_waits(eager)
+    eager = in_eager_torch(plan, seen_kernels(measured.ranks))
+    least, order, comparisons = without_waits(eager), measured.run.order, list[ComparedQuantity]()
     layout = plan.parallelism
-    is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1
+    is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1 and measured.run.ranks_per_gpu == 1
     tolerance = options.tolerance_fraction if is_faithful else None
+    attends_as_priced = not unpriced(measured.ranks, plan.cluster.hardware)
     planned_in_flight = in_flight_chunks(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
     in_flight_as_planned = [
         planned_in_flight[stage] == num_in_flight
@@ -53,9 +55,11 @@ def judge_ranks(
                 alone=False,
                 holds_as_planned=in_flight_as_planned[rank],
                 steps_as_planned=measured.run.dp_stands_for == 1,
+                attends_as_priced=attends_as_priced,
             )
             comparisons += compare_data_parallel(plan.cluster, measured.run, ranks, stage)
-        comparisons += compare_pipeline(eager, least, measured.run, measured.ranks, stages, tolerance)
+        pipeline_tolerance = tolerance if attends_as_priced else None
+        comparisons += compare_pipeline(eager, least, measured.run, measured.ranks, stages, pipeline_tolerance)
         comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
     plan_slice = describe_slice(plan, grid, order, options)
     extrapolated = [] if grid.ep == layout.ep else [f"seconds and memory at EP {layout.ep}"]

@@ -13,6 +13,7 @@ from planner.probe.result import ComparedQuantity, MeasuredRun, PlanSlice, Probe
 from planner.probe.verdict.activity import activity
 from planner.probe.verdict.checks import check_finite, run_checks
 from planner.probe.verdict.conditions import conditions_of
+from planner.probe.verdict.kernels import kernel_notes
 from planner.specs.units import gib
 
 
@@ -59,6 +60,7 @@ def probe_result(
         predicted_bytes=None if predicted is None else predicted.memory.total_bytes,
         plan_runtime=plan.runtime,
         plan_step_s=None if eager is None else plan.step.step_s,
+        notes=() if eager is None else kernel_notes(plan, ranks),
     )
 
 

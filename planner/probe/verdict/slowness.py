@@ -15,6 +15,8 @@ from planner.errors import SpecError
 from planner.probe.plan_side.eager import in_eager_torch
 from planner.probe.plan_side.rank_grid import sampled_stages
 from planner.probe.result import ProbeResult, RankResult
+from planner.probe.verdict.conditions import fault_of
+from planner.probe.verdict.kernels import seen_kernels
 from planner.probe.verdict.same_hardware import objection_to_device
 from planner.specs.hardware import HardwareSpec
 
@@ -43,6 +45,12 @@ def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the
         raise SpecError(f"{where}: ran the model in small to prove its order, not its speed", "plan probe --stage all")
     if result.run.fully_sharded and result.mode == "ranks":
         raise SpecError(f"{where}: its passes waited for gathered weights (ZeRO-3)", "plan probe --stage all")
+    fault = fault_of(result)
+    if fault is not None:
+        raise SpecError(
+            f"{where}: {fault}: its seconds are no evidence of the speed of {hardware.name}",
+            "plan probe again, on GPUs that are idle and cool",
+        )
 
 
 class Slowness(NamedTuple):
@@ -60,7 +68,7 @@ def slowness(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple
     factor of the nearest stage that ran with the same parts (embedding, head) if all stages ran on one device, else the
     median. Raises SpecError if the probe measured no speed, or another plan.
     """
-    layout = in_eager_torch(plan).best
+    layout = in_eager_torch(plan, seen_kernels(result.ranks)).best
     require_speed(result, plan.cluster.hardware, where)
     if result.inputs_sha256 != plan.inputs_sha256:
         raise SpecError(

@@ -12,6 +12,7 @@ from planner.probe.plan_side.planned_seconds import planned_seconds, replay_dura
 from planner.probe.plan_side.rank_grid import sampled_stages
 from planner.probe.result import ProbeResult
 from planner.probe.verdict.activity import by_stage, span_s
+from planner.probe.verdict.kernels import seen_kernels
 from planner.probe.verdict.replay_stages import durations_alone
 from planner.schedule.replay import Durations, replay
 
@@ -31,7 +32,7 @@ def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
         events = [*_measured(result), *_predicted(plan, result)]
     elif result.mode == "stages":
         rank_of_stage = {rank.stage: rank for rank in result.ranks}
-        eager = in_eager_torch(plan)
+        eager = in_eager_torch(plan, seen_kernels(result.ranks))
         stands_for, priced = stand_in_stages(eager.best), repriced(eager)
         if rank_of_stage.keys() >= set(stands_for):
             alone = durations_alone(priced, [rank_of_stage[stage] for stage in stands_for])
@@ -57,7 +58,7 @@ def _predicted(plan: Plan, result: ProbeResult) -> Iterator[TraceEvent]:
     run, seconds = result.run, result.run.sleep
     if seconds is None:
         stages = sampled_stages(plan.parallelism.pp, run.pp)
-        seconds = planned_seconds(in_eager_torch(plan).best, run.order, stages)
+        seconds = planned_seconds(in_eager_torch(plan, seen_kernels(result.ranks)).best, run.order, stages)
     predicted = replay_durations(seconds)
     if run.dtype == "bfloat16" or run.sleep is not None:
         yield from _replayed(PREDICTED, "predicted", result, predicted)

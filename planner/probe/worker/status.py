@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 SIZE, MAX_DETAIL = 1024, 800
 START_TIMEOUT_S = 60.0
 """The shortest timeout of the phases before the first step: on a busy machine, processes start and build slowly."""
+BEAT_S = 0.5
+"""Seconds between two signs of life of a rank's process."""
+WAITING = "(waiting)"
+"""The end of an action's text while the rank waits for others. Elsewhere it computes, and others may wait for it."""
+SILENT_HINT = "a signal (SIGSTOP), a debugger or a machine that hangs stops a process"
 
 
 class Progress(NamedTuple):
-    """The phase of a rank, its present action, and the time when that began (host's monotonic clock)."""
+    """The phase of a rank, its present action, when that began, and its process's last sign of life (seconds of one
+    monotonic clock)."""
 
     phase: str
     detail: str
     since_s: float
+    beat_s: float
 
     def __str__(self) -> str:
         return in_words(self.phase, self.detail)
@@ -32,31 +41,76 @@ class Progress(NamedTuple):
         """Seconds since the rank last moved."""
         return time.monotonic() - self.since_s
 
+    @property
+    def waits(self) -> bool:
+        """True if the rank waits for others."""
+        return WAITING in self.detail
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the process itself gives no more signs of life: it is stopped, or its machine is."""
+        return time.monotonic() - self.beat_s > max(4 * BEAT_S, self.still_s / 2)
+
+    def hang(self) -> str:
+        """How the rank stands still, in words that follow its name."""
+        if self.is_silent:
+            return f"has stopped in {self}: no sign of life for {time.monotonic() - self.beat_s:.0f} s"
+        return f"{'waits in vain' if self.waits else 'hangs'} in {self}: no progress for {self.still_s:.0f} s"
+
+
+def hanging_rank(ranks: Mapping[int, Progress], timeout_s: float) -> int | None:
+    """The rank that keeps the others from moving, or None while no rank stands still or another one still computes.
+
+    A stopped process comes before one that computes, and that before one that waits; among equals the first to stand
+    still.
+    """
+    running = {rank: progress for rank, progress in ranks.items() if progress.phase != "done"}
+    stuck = {rank: progress for rank, progress in running.items() if progress.stands_still(timeout_s)}
+    if not stuck or any(not progress.waits for rank, progress in running.items() if rank not in stuck):
+        return None
+    return min(stuck, key=lambda rank: (not stuck[rank].is_silent, stuck[rank].waits, stuck[rank].since_s))
+
 
 def in_words(phase: str, detail: str) -> str:
-    return f"{phase}, at {detail}" if detail else phase
+    separator = " " if detail.startswith("(") else ", at "
+    return f"{phase}{separator}{detail}" if detail else phase
 
 
 class StatusFile:
-    """The file with this rank's line. Writing it is cheap enough for every action."""
+    """The file with this rank's line. Writing it is cheap enough for every action.
+
+    A thread writes that the process is alive, also while the rank computes or waits.
+    """
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(b" " * SIZE)
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), SIZE)
+        self._lock = threading.Lock()
         self.phase, self.detail = "", ""
         self.enter("start")
+        threading.Thread(target=self._beat, daemon=True).start()
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, detail: str = "") -> None:
         """Begin a phase; its timeout starts now."""
         self.phase = phase
-        self.at("")
+        self.at(detail)
 
     def at(self, detail: object) -> None:
         """Record an action within the phase."""
         self.detail = str(detail).replace("|", "/")[:MAX_DETAIL]
-        line = f"{self.phase}|{self.detail}|{time.monotonic():.3f}|"
-        self._map[:] = line.encode("ascii", "replace")[:SIZE].ljust(SIZE)
+        self._since_s = time.monotonic()
+        self._write()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            line = f"{self.phase}|{self.detail}|{self._since_s:.3f}|{time.monotonic():.3f}|"
+            self._map[:] = line.encode("ascii", "replace")[:SIZE].ljust(SIZE)
 
     def __str__(self) -> str:
         return in_words(self.phase, self.detail)
@@ -65,7 +119,7 @@ class StatusFile:
 def read_status(path: Path) -> Progress | None:
     """The progress that a rank wrote, or None if it has not written any yet."""
     try:
-        phase, detail, since_s, _ = path.read_text(errors="replace").split("|")
-        return Progress(phase, detail, float(since_s))
+        phase, detail, since_s, beat_s, _ = path.read_text(errors="replace").split("|")
+        return Progress(phase, detail, float(since_s), float(beat_s))
     except (OSError, ValueError):
         return None

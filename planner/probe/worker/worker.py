@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from planner.files import write_text
 from planner.probe.device_state import Monitor
+from planner.probe.model.kernels_seen import KernelsSeen
 from planner.probe.rank.build_chunk import dtypes
 from planner.probe.rank.clock import Clock
 from planner.probe.rank.common_clock import start_together
@@ -20,6 +23,7 @@ from planner.probe.rank.exchanges import barrier, measure_exchanges
 from planner.probe.rank.groups import RankGroups
 from planner.probe.rank.quiet_chunks import with_quiet_seconds
 from planner.probe.rank.reference import Reference, check_gradients, check_steps, compute_reference
+from planner.probe.rank.shared_gpu import HostWires, as_another_host
 from planner.probe.rank.training import Trainer
 from planner.probe.rank.wires import GroupWires
 from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, TimedAction
@@ -28,7 +32,7 @@ from planner.probe.torch_build import this_build
 from planner.probe.worker.chunk_seconds import chunk_seconds
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE, STATUS_FILE
 from planner.probe.worker.handshake import Identity, require_agreement
-from planner.probe.worker.status import START_TIMEOUT_S, StatusFile
+from planner.probe.worker.status import START_TIMEOUT_S, WAITING, StatusFile
 from planner.probe.worker.step_loop import StepLoop
 
 
@@ -43,21 +47,23 @@ class Worker:
         self.device: str = self.run.device
         self.clock_error_s: float | None = None
         """The most by which this rank's clock may differ from rank 0's in the last step."""
+        self.attention_kernels: tuple[str, ...] = ()
         self.monitor = Monitor()
 
     def main(self) -> None:
         """Run all phases of the rank in order."""
         run = self.run
-        self.status.enter("rendezvous")
+        self.status.enter("rendezvous", WAITING)
         store = self.meet()
         self.status.enter("handshake")
         self.join(store)
-        self.status.enter("build")
+        self.status.enter("build", f"groups {WAITING}")
         grid = RankGroups(run, self.rank)
         trainer = self.build(grid)
         static_bytes = self.static_memory()
         self.status.enter("rehearsal")
-        trainer.rehearse()
+        with self.writing_down_attention():
+            trainer.rehearse(self.status.at)
         reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
         checks: list[Check] = []
         loop = StepLoop(run, self.agree)
@@ -74,7 +80,7 @@ class Worker:
         self.status.enter("chunks without messages")
         chunks = self.quiet(trainer, result.chunks)
         self.status.enter("exchanges")
-        exchanges = measure_exchanges(trainer)
+        exchanges = measure_exchanges(trainer, self.status.at)
         self.status.enter("report")
         if reference is not None:
             checks += check_steps(reference, loop.all_steps, dtypes(run)[0])
@@ -96,10 +102,12 @@ class Worker:
         """Connect the ranks after checking that they run the same software on devices of their own."""
         self.use_device()
         store.set_timeout(self.timeout)
-        identity = Identity(torch.__version__, os.uname().nodename, self.device_id())
-        require_agreement(store, self.rank, self.run.world_size, identity)
+        self.status.at(WAITING)
+        require_agreement(store, self.rank, self.run.world_size, self.identity())
+        if self.run.ranks_per_gpu > 1:
+            os.environ.update(as_another_host(self.rank))
         dist.init_process_group(
-            "gloo" if self.run.device == "cpu" else "nccl",
+            self.run.exchanges_by,
             store=store,
             rank=self.rank,
             world_size=self.run.world_size,
@@ -117,7 +125,7 @@ class Worker:
         if self.run.device == "cpu":
             return
         visible = torch.cuda.device_count()
-        number = 0 if visible == 1 else self.local_rank
+        number = 0 if visible == 1 else self.local_rank // self.run.ranks_per_gpu
         if number >= visible:
             raise RuntimeError(f"no GPU for rank {self.rank}, number {number} of its machine: torch sees {visible}")
         self.monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(number).uuid)))
@@ -126,13 +134,25 @@ class Worker:
         torch.cuda.set_device(self.device)
 
     def device_id(self) -> str:
-        return "" if self.run.device == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
+        """The unique id of the GPU, and of the rank's share where several ranks have it; empty on a CPU."""
+        if self.run.device == "cpu":
+            return ""
+        uuid, shares = torch.cuda.get_device_properties(self.device).uuid, self.run.ranks_per_gpu
+        return str(uuid) if shares == 1 else f"{uuid}, share {self.local_rank % shares} of {shares}"
+
+    def identity(self) -> Identity:
+        return Identity(torch.__version__, os.uname().nodename, self.device_id())
 
     def barrier(self) -> None:
+        """Wait for all ranks, once this one's GPU has nothing left to compute."""
+        if self.run.device == "cuda":
+            torch.cuda.synchronize()
+        self.status.at(WAITING)
         barrier(self.device)
 
     def agree(self, enough: bool) -> bool:
         """True if all ranks have enough."""
+        self.status.at(WAITING)
         all_enough = torch.tensor(float(enough), device=self.device)
         dist.all_reduce(all_enough, dist.ReduceOp.MIN)
         return float(all_enough) > 0
@@ -146,12 +166,14 @@ class Worker:
     def build(self, grid: RankGroups) -> Trainer:
         """Stages, optimizer state and wires of this rank."""
         run, place = self.run, grid.place
+        self.status.at("")
         trainer: Trainer
 
         def empty() -> Any:
             return trainer.empty()
 
-        wires = GroupWires(run.order, place.pp, grid.beside, grid.wires, empty)
+        passes_host = run.device == "cuda" and run.exchanges_by == "gloo"
+        wires = (HostWires if passes_host else GroupWires)(run.order, place.pp, grid.beside, grid.wires, empty)
         trainer = Trainer(
             run,
             place.pp,
@@ -164,13 +186,24 @@ class Worker:
             grid.replicas,
             place.dp,
         )
+        self.status.at(f"channels {WAITING}")
         wires.open()
         return trainer
 
+    @contextmanager
+    def writing_down_attention(self) -> Iterator[None]:
+        """Write down the kernels of attention that run within, on a GPU."""
+        if self.run.device == "cpu":
+            yield
+            return
+        with KernelsSeen() as seen:
+            yield
+        self.attention_kernels = seen.names
+
     def reference(self, num_steps: int) -> Reference:
         """The results of one process, which rank 0 computes and sends to the others."""
-        self.status.enter("reference")
-        results: list[Any] = [compute_reference(self.run, num_steps) if self.rank == 0 else None]
+        self.status.enter("reference", "" if self.rank == 0 else WAITING)
+        results: list[Any] = [compute_reference(self.run, num_steps, self.status.at) if self.rank == 0 else None]
         dist.broadcast_object_list(results)
         return cast(Reference, results[0])
 
@@ -222,6 +255,7 @@ class Worker:
             peak_in_flight_chunks=loop.record.peak_in_flight,
             memory=memory,
             clock_error_s=self.clock_error_s,
+            attention_kernels=self.attention_kernels,
             device_states=tuple(self.monitor.states),
         )
 
@@ -229,6 +263,7 @@ class Worker:
         """Collect the results of all ranks in rank 0's folder, where ranks have folders of their own."""
         if self.local:
             return
+        self.status.at(WAITING)
         results: list[Any] = [None] * self.run.world_size
         dist.all_gather_object(results, result)
         for other in results if self.rank == 0 else ():

@@ -42,18 +42,22 @@ MOST_HOST_S = 0.02
 layers are a few milliseconds. Above, the host was busy with something else."""
 
 
-def kernel_objection(name: str, factor: float, hardware: HardwareSpec) -> str:
-    """The reason why a factor on the seconds of a kind of kernel cannot be; empty where it can. `name` is the path of
-    the factor in the profile."""
+def kernel_objection(path: str, factor: float, hardware: HardwareSpec) -> str:
+    """The reason why a factor on the seconds of a kind of kernel cannot be; empty where it can.
+
+    Products that reach all of the peak are no products of this GPU. Other kinds may be drawn there by products.
+    """
     if hardware.architecture == "cpu":  # one profile stands for all CPUs
         return ""
     if not 1 / MOST_FACTOR <= factor <= MOST_FACTOR:
         return f"× {factor:.2f} (between {1 / MOST_FACTOR:g} and {MOST_FACTOR:g} is plausible)"
-    share = _share(name, hardware.efficiency) / factor
-    if share > MOST_SHARE:
-        what = "memory bandwidth" if name == "stream_factor" else "peak"
-        return f"× {factor:.2f}, which is {share:.0%} of the data sheet's {what}"
-    return ""
+    at_peak = path == "gemm_factor" and factor <= 1.001 * least_factor(path, hardware)
+    return f"× {factor:.2f} or less (the data sheet's peak allows no more)" if at_peak else ""
+
+
+def least_factor(path: str, hardware: HardwareSpec) -> float:
+    """The least factor on the seconds of a kind of kernel: with it, the kind reaches all that its data sheet has."""
+    return min(1.0, _share(path, hardware.efficiency) / MOST_SHARE)
 
 
 def _share(name: str, own: Efficiency) -> float:

@@ -1,0 +1,52 @@
+"""The kernels of attention that ran, beside those that the plan expected and those that profiles have numbers of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.answer import Plan
+from planner.probe.result import RankResult
+from planner.specs.hardware import HardwareSpec
+from planner.trainers.torch_attention import PRICED, kernel_of
+
+WORDS = {
+    "flash": "FlashAttention-2",
+    "cudnn": "cuDNN's kernel",
+    "efficient": "torch's memory-efficient kernel",
+    "math": "matrix products written out",
+    "other": "a kernel of this build's own",
+}
+
+
+def seen_kernels(ranks: Sequence[RankResult]) -> tuple[str, ...]:
+    return tuple(sorted({kernel for rank in ranks for kernel in rank.attention_kernels}))
+
+
+def unpriced(ranks: Sequence[RankResult], hardware: HardwareSpec) -> tuple[str, ...]:
+    """Kernels that ran and that the profile has no numbers of."""
+    priced = PRICED if hardware.efficiency.cudnn is not None else ("flash",)
+    return tuple(kernel for kernel in seen_kernels(ranks) if kernel not in priced)
+
+
+def kernel_notes(plan: Plan, ranks: Sequence[RankResult]) -> tuple[str, ...]:
+    """Sentences about kernels that ran and that the plan did not expect, or that nothing prices."""
+    ran, hardware, model = seen_kernels(ranks), plan.cluster.hardware, plan.model.spec
+    unknown = unpriced(ranks, hardware)
+    if unknown:
+        return (
+            f"attention ran in {in_words(unknown)}, of which the profile has no numbers: forward, backward, pipeline "
+            "and peak are shown, not judged",
+        )
+    expected = {kernel_of(model, kind, hardware, plan.parallelism.cp, plan.training.seq_length) for kind in model.kinds}
+    unexpected = sorted(set(ran) - expected)
+    if not unexpected:
+        return ()
+    return (
+        f"attention ran in {in_words(unexpected)} where the plan expected {in_words(sorted(expected))}: it is held "
+        "against the price of what ran",
+    )
+
+
+def in_words(kernels: Sequence[str]) -> str:
+    names = (kernel.partition(" ") for kernel in kernels)
+    return " and ".join(f"{WORDS.get(name, name)} {rest}".strip() for name, _, rest in names)

@@ -1,0 +1,103 @@
+"""The meaning of a rank's exception: its kind, its one line, the bytes that were asked for, and a hint."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from planner.probe.result import FailureKind
+
+HINTS: dict[FailureKind, str] = {
+    "host_memory": "this machine's memory is too small; on the CPU a smaller --scale or fewer --processes take less",
+    "lost_peer": "the other ranks say more",
+    "duplicate_gpu": "start one rank per GPU (torchrun --nproc-per-node, srun --ntasks-per-node with --gpus-per-node)",
+    "shared_memory": "give /dev/shm more space (docker run --shm-size 8g or --ipc host), or set NCCL_SHM_DISABLE=1",
+    "network": "NCCL_SOCKET_IFNAME (on the CPU GLOO_SOCKET_IFNAME) names the interface that reaches the other ranks; "
+    "NCCL_DEBUG=INFO shows those that were tried",
+    "device": "nvidia-smi or rocm-smi, and the kernel's log (dmesg), say what is wrong with the GPU; "
+    "CUDA_VISIBLE_DEVICES leaves it out",
+}
+"""The hint for each kind of failure that has one."""
+TEXTS: tuple[tuple[FailureKind, tuple[str, ...]], ...] = (
+    ("duplicate_gpu", ("Duplicate GPU detected", "share one GPU")),
+    ("shared_memory", ("shared memory segment", "shared memory file", "/dev/shm/")),
+    ("host_memory", ("can't allocate memory", "Failed to malloc", "CUDA host alloc", "Cannot allocate memory")),
+    (
+        "out_of_memory",
+        (
+            "CUDA error: out of memory", "HIP error: out of memory", "STATUS_ALLOC_FAILED", "'out of memory'",
+            "Failed to CUDA malloc", "Failed to CUDA calloc",
+        ),
+    ),
+    (
+        "device",
+        (
+            "uncorrectable ECC", "ECC error", "fallen off the bus", "driver version is insufficient", "-capable device",
+            "busy or unavailable", "system not yet initialized", "'unknown error'", "CUDA error: unknown error",
+            "HIP error: unknown error", "CUDA driver initialization failed", "NVLink error",
+        ),
+    ),
+    (
+        "lost_peer",
+        (
+            "Connection closed by", "Connection reset by peer", "Broken pipe", "ommunicator was aborted",
+            "Application timeout caused pair closure", "Watchdog caught collective operation timeout",
+        ),
+    ),
+    (
+        "network",
+        (
+            "onnect to ", "no socket interface found", "listening interface", "NET/IB", "ibv_", "NET/OFI",
+            "No route to host", "no device found matching", "connectFullMesh",
+        ),
+    ),
+    ("lost_peer", ("ncclRemoteError", "remote process exited")),
+)  # fmt: skip
+"""Texts by which CUDA, HIP, cuBLAS, gloo and NCCL (RCCL has NCCL's) say what happened, in the order in which they are
+tried. Sources: WARN lines of NVIDIA/nccl (alloc.h, shmutils.cc, socket.cc, init.cc, net_ib), error strings of CUDA. An
+NCCL that can allocate nothing names the allocation last, not the CUDA error before it."""
+CONSEQUENCES: tuple[FailureKind, ...] = ("network", "lost_peer")
+"""Kinds that a rank may see because another one has failed; the least telling comes last."""
+_NCCL = re.compile(r"NCCL error in: \S+?,? (?P<kind>[^\n]*?)(?: \(run with [^\n]*?\))?, NCCL version (?P<version>\S+)")
+
+
+def kind_of(error: BaseException) -> FailureKind:
+    """The kind of failure that an exception means. NCCL's last error, where there is one, says it better than the
+    rest."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out_of_memory"
+    if isinstance(error, MemoryError):
+        return "host_memory"
+    text = str(error)
+    return _kind_in(last_error(text)) or _kind_in(text) or "error"
+
+
+def _kind_in(text: str) -> FailureKind | None:
+    return next((kind for kind, texts in TEXTS if any(known in text for known in texts)), None)
+
+
+def message_of(error: BaseException) -> str:
+    """The exception in one line: its first line, or what NCCL says of an error of its own."""
+    text = str(error)
+    name, nccl = type(error).__name__, _NCCL.search(text)
+    if nccl is not None:
+        cause = last_error(text) or next((line for line in text.splitlines()[1:] if line.strip()), "no cause is known")
+        return f"{name}: NCCL {nccl['version']}: {nccl['kind']}: {cause.strip()}"[:500]
+    return f"{name}: {text}".splitlines()[0][:500]
+
+
+def last_error(text: str) -> str:
+    """The line that NCCL keeps of what went wrong, by which torch ends its message; empty where there is none."""
+    lines = text.partition("Last error:")[2].splitlines()
+    return next((line.strip() for line in lines if line.strip()), "")
+
+
+def asked_bytes(message: str) -> int | None:
+    """The bytes that an allocator was asked for, from its message: `Tried to allocate 2.50 GiB`, `you tried to allocate
+    1024 bytes`, `Failed to CUDA calloc async 4194304 bytes`."""
+    pattern = r"(?:ried to allocate|Failed to CUDA [cm]alloc(?: async)?) ([0-9.]+) ?(bytes|KiB|MiB|GiB)"
+    match = re.search(pattern, message)
+    if match is None:
+        return None
+    return round(float(match[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]])
