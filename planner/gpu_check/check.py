@@ -22,7 +22,7 @@ from planner.profile.build_profile import known_profile
 from planner.profile.probe_calibration import from_probe
 from planner.specs.hardware import HardwareSpec
 
-PROFILE_SHARE, MOST_PROFILE_S = 0.35, 180.0
+PROFILE_SHARE, MOST_PROFILE_S = 0.3, 180.0
 """Largest share of a check's time for `plan profile`, and its largest number of seconds."""
 START_S, LEAST_START_S = 12.0, 5.0
 """Seconds that a stage takes beside its steps until the one before has shown it, and the least that are allowed for:
@@ -93,11 +93,13 @@ class Check:
 
     def within_time(self, kind: PartKind, name: str, needed_s: float, run: Callable[[], Part]) -> Part:
         """Run a part if the time that is left is enough for it."""
-        left_s = self.budget.left_s
+        left_s, patience_s = self.budget.left_s, PATIENCE * needed_s
         if needed_s > left_s:
             part = parts.left_out(kind, name, f"no time: about {needed_s:.0f} s, {max(0.0, left_s):.0f} s are left")
+        elif patience_s > left_s:  # the check's time is up before the part's
+            part = parts.part_of(kind, name, left_s, run, late="left out")
         else:
-            part = parts.part_of(kind, name, min(left_s, PATIENCE * needed_s), run)
+            part = parts.part_of(kind, name, patience_s, run)
         self.add(part)
         return part
 
@@ -119,7 +121,7 @@ class Check:
         """One stage. The first one that runs also gives a calibration."""
         basis = self.sources[self.report.basis]
         try:
-            reason = "" if self.small else parts.lacks_memory(case, basis, self.machine.memory_bytes)
+            reason = parts.refusal(case, basis, self.device, self.machine.memory_bytes, self.small)
             steps_s = parts.STEPS_S + STEPS * step_s(case, basis, self.small)
         except Exception as error:  # no reason to lose the other parts
             self.add(parts.failed("stage", case.name, error))

@@ -15,13 +15,15 @@ from planner.answer import Plan
 from planner.errors import PlannerError, ProbeError, defect
 from planner.gpu_check.cases import StageCase
 from planner.gpu_check.limits import OutOfTime, at_most
-from planner.gpu_check.report import BYTES, SECONDS, CheckedQuantity, Part, PartKind
+from planner.gpu_check.report import BYTES, SECONDS, CheckedQuantity, Part, PartKind, PartStatus
 from planner.probe.launch.launcher import process_context
+from planner.probe.model.attention_kernels import require_flash
 from planner.probe.plan_side.eager import in_eager_torch
-from planner.probe.probe import ProbeOptions, probe
+from planner.probe.probe import ProbeOptions, probe, require_runnable
 from planner.probe.result import ComparedQuantity, ProbeResult, RankResult
 from planner.probe.run import Device
 from planner.probe.verdict.compare import compare_stage
+from planner.probe.verdict.conditions import load_in_words
 from planner.profile.record import Machine
 from planner.profile.this_machine import machine_of
 from planner.specs.hardware import HardwareSpec
@@ -30,7 +32,7 @@ from planner.specs.units import gib
 
 MACHINE_S, STOP_S = 120.0, 20.0
 """Seconds to ask the driver about the device, which starts torch; and for an interrupted command to end."""
-KERNELS_SHARE = 0.5
+KERNELS_SHARE = 0.42
 """Share of a profile's time for its kernels; whole stages, links and starts take the rest."""
 STEPS_S = 4.0
 """The most seconds of a stage's measured steps, unless the fewest take longer."""
@@ -52,14 +54,14 @@ def machine_here(device: Device) -> Machine:
             raise ProbeError(f"the GPU did not answer in {MACHINE_S:.0f} s", "nvidia-smi says more") from None
 
 
-def part_of(kind: PartKind, name: str, limit_s: float, run: Callable[[], Part]) -> Part:
-    """Run one part within its time. Whatever goes wrong in it becomes its detail."""
+def part_of(kind: PartKind, name: str, limit_s: float, run: Callable[[], Part], late: PartStatus = "failed") -> Part:
+    """Run one part within its time, after which it is `late`. Whatever goes wrong in it becomes its detail."""
     start = time.monotonic()
     try:
         with at_most(limit_s):
             part = run()
     except OutOfTime:
-        part = Part(kind=kind, name=name, status="failed", detail=f"did not end within {limit_s:.0f} s")
+        part = Part(kind=kind, name=name, status=late, detail=f"did not end within {limit_s:.0f} s")
     except Exception as error:  # no reason to lose the other parts
         part = failed(kind, name, error)
     return part.model_copy(update={"seconds": round(time.monotonic() - start, 2)})
@@ -112,10 +114,13 @@ def read_profile(path: Path) -> HardwareSpec:
 
 def stage_result(case: StageCase, hardware: HardwareSpec, device: Device, small: bool) -> ProbeResult:
     """`plan probe --stage` of a case."""
-    options = ProbeOptions(device=device, stages=case.stage, timeout_s=STILL_S, budget_s=STEPS_S)
-    result = probe(case.plan(hardware, small), options)
+    result = probe(case.plan(hardware, small), stage_options(case, device))
     assert result is not None, "a stage alone has no other ranks that report"
     return result
+
+
+def stage_options(case: StageCase, device: Device) -> ProbeOptions:
+    return ProbeOptions(device=device, stages=case.stage, timeout_s=STILL_S, budget_s=STEPS_S)
 
 
 def stage_part(
@@ -124,7 +129,7 @@ def stage_part(
     """A stage's measurements beside the prediction of every source; `tables` names the source that the shipped tables
     are, on the GPU that they are of."""
     out = result.out_of_memory
-    detail = conditions(result.ranks) if out is None else f"out of memory in {out.phase}"
+    detail = circumstances(result) if out is None else f"out of memory in {out.phase}"
     exit_code = 0 if result.agrees else MISMATCH
     part = Part(kind="stage", name=case.name, status="ran", exit_code=exit_code, detail=detail)
     if not result.ranks:
@@ -140,17 +145,12 @@ def stage_part(
     return part.model_copy(update={"quantities": tuple(checked(row, predicted, judged) for row in rows)})
 
 
-def conditions(ranks: Iterable[RankResult]) -> str:
-    """The attention that ran, and the clock, the heat and what held them down while it ran."""
-    said: dict[str, None] = {}
-    for rank in ranks:
-        said |= dict.fromkeys(f"{kernel} attention" for kernel in rank.attention_kernels)
-        for state in rank.device_states:
-            if state.when == "within":
-                said |= {} if state.clock_mhz is None else {f"{state.clock_mhz:.0f} MHz": None}
-                said |= {} if state.temperature_c is None else {f"{state.temperature_c:.0f} °C": None}
-            said |= dict.fromkeys((*state.throttle_reasons, *state.other_processes))
-    return ", ".join(said)
+def circumstances(result: ProbeResult) -> str:
+    """The attention that ran, the GPU's clock, power and heat under load, and whatever was unusual."""
+    kernels = [f"{kernel} attention" for rank in result.ranks for kernel in rank.attention_kernels]
+    states = [state for rank in result.ranks for state in rank.device_states if state.when == "within"]
+    unusual = [condition.text for condition in result.conditions]
+    return "; ".join(dict.fromkeys(filter(None, [*kernels, *map(load_in_words, states), *unusual])))
 
 
 def compared_with(plan: Plan, stage: int, ranks: tuple[RankResult, ...]) -> list[ComparedQuantity]:
@@ -222,7 +222,15 @@ def _pipeline(result: ProbeResult, way: str, basis: str, refused: list[str]) -> 
     )
 
 
-def lacks_memory(case: StageCase, hardware: HardwareSpec, memory_bytes: int) -> str:
-    """The reason why a stage is too large for the device, or nothing."""
-    needed = in_eager_torch(case.plan(hardware)).stages[case.stage].memory.total_bytes
+def refusal(case: StageCase, hardware: HardwareSpec, device: Device, memory_bytes: int, small: bool) -> str:
+    """The reason why a stage does not run on this device or with this torch, or nothing."""
+    plan = case.plan(hardware, small)
+    try:
+        require_runnable(plan, stage_options(case, device))
+        require_flash(plan.model.spec, case.cp, device, "")
+    except ProbeError as error:
+        return f"refused: {error.message}"
+    if small:
+        return ""
+    needed = in_eager_torch(plan).stages[case.stage].memory.total_bytes
     return f"needs {gib(needed):.1f} GiB of {gib(memory_bytes):.1f}" if needed > memory_bytes else ""

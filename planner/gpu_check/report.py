@@ -116,7 +116,11 @@ class GpuCheck(Spec):
                 )
             )
         codes = [part.exit_code for part in self.parts if part.status != "left out"]
-        others = [f"{part.name}: {part.exit_code}" for part in self.parts if part.exit_code]
+        others = [
+            f"{part.name}: {'no end' if part.exit_code is None else part.exit_code}"
+            for part in self.parts
+            if part.status != "left out" and part.exit_code != 0
+        ]
         reached = f"{codes.count(0)} of {len(codes)}" + (f" ({'; '.join(others)})" if others else "")
         exit_codes = Target(name="exit codes", limit="0 on all", reached=reached, passed=self.judged(not others, codes))
         return [*targets, exit_codes]

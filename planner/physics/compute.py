@@ -318,6 +318,8 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     rate = peak * _head_dim_factor(attention, qk_dim, v_dim) * (attention.sink_factor if op.has_sinks else 1.0)
     width: Number = np.where(op.window > 0, np.minimum(op.window, op.kv_len), op.kv_len)
     diagonal = np.minimum(width, op.q_len)
+    # a chunk that has a kernel of its own meets all keys before it in one prologue; a ring's blocks have one each
+    ramped = np.where(op.count > 1, width, diagonal)
     scores = op.count * op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction * op.imbalance
     seconds: list[Number] = []
     for fraction, ramp, dims, kernels in (
@@ -325,7 +327,7 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
         (attention.backward_fraction, attention.backward_ramp_keys, 3 * qk_dim + 2 * v_dim, ATTENTION_BACKWARD_KERNELS),
     ):
         tail = op.count * attention.tail_fraction * QUERY_ROWS * diagonal * hardware.num_sms
-        rows = scores * (1 + ramp / diagonal) + tail
+        rows = scores * (1 + ramp / ramped) + tail
         seconds.append(slow * 2 * dims * rows / (fraction * rate) + op.count * kernels * launch_s(hardware))
     return seconds[0], seconds[1]
 

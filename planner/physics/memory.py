@@ -32,8 +32,8 @@ def weights_bytes(
     cast: Number = runtime.weight_bytes if dtype not in NARROW_BYTES else _cast_weight_bytes(shape, runtime, dtype)
     are_masters = runtime.weight_bytes > BF16
     from_stage = 2 if are_masters else 3
-    kept = cast * _sharded(dense - wide, expert, shape, from_stage)
-    kept = kept + runtime.weight_bytes * _sharded(wide, 0.0, shape, from_stage)
+    kept = cast * _sharded(dense - wide, expert, shape, runtime, from_stage)
+    kept = kept + runtime.weight_bytes * _sharded(wide, 0.0, shape, runtime, from_stage)
     zero = shape.zero_stage
     gathered = ((zero == 3) & (shape.pp > 1)) | ((zero == 2) & are_masters)
     return kept + np.where(gathered, BF16 * (dense + expert), 0.0)
@@ -60,7 +60,7 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
     distributed/pipelining/stage.py: set_requires_gradient_sync(False)).
     """
     bytes_per_parameter, is_piped = runtime.gradient_bytes + runtime.kept_gradient_bytes, shape.pp > 1
-    return bytes_per_parameter * np.where(is_piped, dense + expert, _sharded(dense, expert, shape, 2))
+    return bytes_per_parameter * np.where(is_piped, dense + expert, _sharded(dense, expert, shape, runtime, 2))
 
 
 def optimizer_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
@@ -70,20 +70,27 @@ def optimizer_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
     each (Megatron-Bridge's notes on offloading).
     """
     left = runtime.optimizer_offload_fraction * max(runtime.optimizer_bytes - FP32, 0)
-    return (runtime.optimizer_bytes - left) * _sharded(dense, expert, shape, 1)
+    return (runtime.optimizer_bytes - left) * _sharded(dense, expert, shape, runtime, 1)
 
 
-def sharded_parameters(dense: Number, expert: Number, shape: Shape) -> Number:
+def sharded_parameters(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
     """Parameters whose optimizer step this rank computes."""
-    return _sharded(dense, expert, shape, 1)
+    return _sharded(dense, expert, shape, runtime, 1)
 
 
-def _sharded(dense: Number, expert: Number, shape: Shape, from_stage: int) -> Number:
-    """Parameters per rank, sharded over shard_size ranks (experts: over expert_dp) where zero_stage ≥ from_stage."""
+def _sharded(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, from_stage: int) -> Number:
+    """Parameters per rank, sharded over shard_size ranks (experts: over others) where zero_stage ≥ from_stage."""
     is_sharded = shape.zero_stage >= from_stage
-    # HSDP shards experts over no more ranks than it shards the rest
-    expert_ranks = np.minimum(np.maximum(shape.expert_dp, 1), shape.shard_size)
+    expert_ranks = expert_shards(shape, runtime)
     return dense / np.where(is_sharded, shape.shard_size, 1) + expert / np.where(is_sharded, expert_ranks, 1)
+
+
+def expert_shards(shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Ranks over which ZeRO shards what belongs to experts: those that hold the same ones."""
+    if runtime.shards_experts_apart:
+        return np.maximum(shape.tp * shape.shard_size / (shape.ep * shape.etp), 1)
+    # HSDP shards experts over no more ranks than it shards the rest
+    return np.minimum(np.maximum(shape.expert_dp, 1), shape.shard_size)
 
 
 def communicators(shape: Shape) -> Number:

@@ -224,7 +224,7 @@ class Pricing:
         part = self._plain(embedding(self.model, shape, self.runtime), shape)
         counts = self.kind_counts
         stage = part.parameters + sum(layers[kind, "none"].parameters * n for kind, n in counts.items()) / shape.pp
-        table = np.minimum(part.parameters, memory.sharded_parameters(stage, 0.0, shape))
+        table = np.minimum(part.parameters, memory.sharded_parameters(stage, 0.0, shape, self.runtime))
         slower_s = compute.optimizer_s(self.cluster.hardware, 0.0, self.runtime, table)
         return replace(part, optimizer_s=part.optimizer_s + slower_s)
 
@@ -266,7 +266,7 @@ class Pricing:
     def update_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Seconds of an optimizer step on this rank's shard, in which gradients are measured, scaled and zeroed too."""
         hardware, runtime = self.cluster.hardware, self.runtime
-        shard = memory.sharded_parameters(dense, expert, shape)
+        shard = memory.sharded_parameters(dense, expert, shape, runtime)
         offloaded = runtime.optimizer_offload_fraction * shard
         clip_s = compute.clip_s(hardware, shard, dense + expert, runtime)
         gpu_s = compute.optimizer_s(hardware, shard - offloaded, runtime)
@@ -302,9 +302,12 @@ class Pricing:
         # one parameter at a time, ZeRO-3's exchanges are small
         rate = np.where(shape.zero_stage == 3, self.runtime.fsdp_rate_fraction, 1.0)
         dense_places, expert_places = data_parallel_places(shape)
-        groups = ((dense, shape.dp * shape.cp, dense_places), (expert, shape.expert_dp, expert_places))
-        for parameters, size, places in groups:
-            shard = np.minimum(shape.shard_size, size)
+        groups = (
+            (dense, shape.dp * shape.cp, shape.shard_size, dense_places),
+            (expert, shape.expert_dp, memory.expert_shards(shape, self.runtime), expert_places),
+        )
+        for parameters, size, shards, places in groups:
+            shard = np.minimum(shards, size)
             payload = num_bytes * parameters / rate
             bucket = self._tensor_parameters(shape) if tensors else self.runtime.bucket_among(shard)
             exchanges = 1.0 if bucket is None else parameters / bucket

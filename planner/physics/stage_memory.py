@@ -153,4 +153,4 @@ def _copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) 
     if not runtime.widens_gradients or runtime.gradient_bytes == FP32:
         return 0.0
     expert = cost.expert_parameters
-    return FP32 * float(sharded_parameters(cost.parameters - expert, expert, table.shape))
+    return FP32 * float(sharded_parameters(cost.parameters - expert, expert, table.shape, runtime))

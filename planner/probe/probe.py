@@ -32,7 +32,7 @@ from planner.probe.rehearse.rehearse import rehearse
 from planner.probe.rehearse.result import RehearsalResult
 from planner.probe.result import ComparedQuantity, Failure, MeasuredRun, ProbeResult, RankResult
 from planner.probe.torch_build import rehearsed_build
-from planner.probe.verdict.compare import compare_stage, compared
+from planner.probe.verdict.compare import compare_stage, compared, host_keeps_up
 from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds
 from planner.probe.verdict.kernels import seen_kernels, unpriced
 from planner.probe.verdict.outcome import probe_result
@@ -94,7 +94,7 @@ def require_layers(plan: Plan) -> None:
     model, seq_length = plan.model.spec, plan.training.seq_length
     if model.position_embedding == "learned" and seq_length > (model.max_position_embeddings or 0):
         raise ProbeError(
-            f"{plan.model.name} has {model.max_position_embeddings} learned positions, its sequences {seq_length} tokens",
+            f"{plan.model.name} has {model.max_position_embeddings} learned positions for sequences of {seq_length}",
             f"plan with --seq-length {model.max_position_embeddings}",
         )
 
@@ -162,13 +162,17 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
         ranks += measured.ranks
     eager = in_eager_torch(plan, seen_kernels(ranks))
     least, priced = without_waits(eager), not unpriced(ranks, plan.cluster.hardware)
+    keeps_up = host_keeps_up(eager, least, options.tolerance_fraction)
     for rank in ranks:
-        comparisons += compare_stage(eager, least, rank.stage, [rank], tolerance, alone=True, attends_as_priced=priced)
+        stage = rank.stage
+        comparisons += compare_stage(
+            eager, least, stage, [rank], tolerance, alone=True, attends_as_priced=priced, host_keeps_up=keeps_up[stage]
+        )
     step_s = None
     if options.stages == "all" and measured.out_of_memory is None:
         rank_of_stage = {rank.stage: rank for rank in ranks}
         step_s = replayed_step_s(eager, [rank_of_stage[stage] for stage in stands_for])
-        step_tolerance = tolerance if priced else None
+        step_tolerance = tolerance if priced and all(keeps_up) else None
         planned_s, least_s = eager.step.step_s, least.step.step_s
         comparisons.append(compared("step", "s", planned_s, step_s, step_tolerance, least=least_s))
     measured = measured.model_copy(update={"ranks": tuple(ranks)})

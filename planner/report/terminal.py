@@ -86,7 +86,8 @@ def _panel(view: View) -> Panel:
     if view.fit:
         lines.append(Text(view.fit))
     if view.corrected:
-        lines += map(Text, _packed(("probed:", *view.corrected)))
+        first, *rest = view.corrected
+        lines += map(Text, _packed((f"probed: {first}", *rest)))
     lines += ["", _figures(view.figures)]
     if view.sustained is not None:
         lines.append(Text(f"{view.sustained.name} {view.sustained.text}"))

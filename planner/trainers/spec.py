@@ -159,6 +159,9 @@ class RuntimeSpec(Spec):
     """Layers of which all that they keep for the backward waits in host memory."""
     widens_gradients: bool = False
     """The optimizer makes fp32 copies of gradients that are 16 bits wide (Megatron-LM, optimizer.py: .float())."""
+    shards_experts_apart: bool = False
+    """ZeRO shards what belongs to experts over all ranks that hold the same ones, more than share a shard of the rest
+    where experts are spread over tensor-parallel ranks; without: over no more."""
     kept_gradient_bytes: NonNegativeInt = 0
     """Bytes per parameter of 16-bit gradients beside the fp32 sums, zeroed after every micro-batch and never freed."""
     optimizer_bytes: PositiveInt = 12

@@ -128,5 +128,13 @@ def test_experts_are_sharded_over_their_replicas_and_no_further_than_the_rest(
 ) -> None:
     """HSDP in groups of eight: replicas of an expert beyond the group hold whole copies of the same shards."""
     shape = Shape.of(dp=64, ep=ep, shard_size=shard_size)
-    assert optimizer_bytes(0.0, 1e9, shape, load_runtime("megatron")) == pytest.approx(12e9 / ranks)
-    assert sharded_parameters(1e9, 1e9, shape) == pytest.approx(1e9 / shard_size + 1e9 / ranks)
+    megatron = load_runtime("megatron")
+    assert optimizer_bytes(0.0, 1e9, shape, megatron) == pytest.approx(12e9 / ranks)
+    assert sharded_parameters(1e9, 1e9, shape, megatron) == pytest.approx(1e9 / shard_size + 1e9 / ranks)
+
+
+def test_our_runner_shards_experts_over_tensor_parallel_ranks_too() -> None:
+    """Sixteen ranks share the experts of four at a time: each expert is on four of them, the rest on two."""
+    shape = Shape.of(tp=8, dp=2, ep=4)
+    assert sharded_parameters(0.0, 8.0, shape, load_runtime("torch-eager")) == 2.0
+    assert sharded_parameters(8.0, 0.0, shape, load_runtime("torch-eager")) == 4.0

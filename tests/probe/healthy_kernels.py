@@ -28,8 +28,9 @@ from planner.trainers.spec import RuntimeSpec
 Pass = Literal["forward", "backward"]
 
 FREE = frozenset(
-    "empty empty_like empty_strided new_empty new_empty_strided resize_ detach alias set_ _unsafe_view lift_fresh "
-    "_reshape_alias _record_function_enter_new _record_function_exit scalar_tensor _local_scalar_dense item record_stream wait_tensor".split()
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "detach", "alias", "set_"}
+    | {"_unsafe_view", "lift_fresh", "_reshape_alias", "scalar_tensor", "_local_scalar_dense", "item", "wait_tensor"}
+    | {"_record_function_enter_new", "_record_function_exit", "record_stream"}
 )
 """Operations that run no kernel."""
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "_grouped_mm"})
@@ -126,7 +127,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, prices: Prices) -> None:
         super().__init__()
         self.prices, self.accounts, self.muted, self.way = prices, defaultdict[str, Account](Account), 0, "forward"
-        self.section = "other"
+        self.section, self.attention_kernels = "other", set[str]()
 
     @property
     def account(self) -> Account:
@@ -179,6 +180,8 @@ class Recorder(TorchDispatchMode):
         if name in ("embedding", "index_select", "gather"):  # of what is looked in, only what is found, and once
             found = dense_bytes(outputs[0])
             return found + min(found, dense_bytes(inputs[0])) + sum(dense_bytes(x) for x in inputs[1:])
+        if name.startswith("scatter") and name.endswith("_"):  # of what is added to, only where something is added
+            return 2 * dense_bytes(inputs[2]) + sum(map(dense_bytes, inputs[1:]))
         if name == "_log_softmax":  # read for the maximum, the sum and the result
             return 3 * dense_bytes(inputs[0]) + dense_bytes(outputs[0])
         if name.startswith("nll_loss"):  # one column is read; the gradient is zeros but for one column
@@ -218,6 +221,7 @@ class Recorder(TorchDispatchMode):
         backward = "backward" in name
         q, k, v = inputs[1:4] if backward else inputs[:3]
         window = kwargs.get("window_size_left") or -1
+        self.attention_kernels.add("flash")
         return self.attention_s(q, k, v, "flash", backward, window + 1)
 
     def attention_s(self, q: Any, k: Any, v: Any, kernel: str, backward: bool, window: int = 0) -> float:
@@ -231,7 +235,8 @@ class Recorder(TorchDispatchMode):
             q_len=queries, kv_len=queries, window=window if window < queries else 0, qk_dim=q.shape[3],
             v_dim=v.shape[3],
         )  # fmt: skip
-        runtime = self.prices.runtime.model_copy(update={"attention_kernel": kernel})
+        name = "fastest" if kernel == "cudnn" else "flash"
+        runtime = self.prices.runtime.model_copy(update={"attention_kernel": name})
         seconds = compute.operator_seconds(square, self.prices.cluster.hardware, "bf16", runtime)[backward]
         # the rectangle before the block has no ramp and no ragged end: its rate is that of endless sequences
         seen = min(keys - queries, window) if window else keys - queries
@@ -301,14 +306,17 @@ class _RMSNorm(torch.autograd.Function):
 
 
 @contextmanager
-def recorded(prices: Prices, monkeypatch: pytest.MonkeyPatch, kernel: str = "fastest") -> Iterator[Recorder]:
-    """Inside of a fake GPU: a recorder of all kernels and exchanges."""
+def recorded(prices: Prices, monkeypatch: pytest.MonkeyPatch, kernel: str) -> Iterator[Recorder]:
+    """Inside of a fake GPU: a recorder of all kernels and exchanges. `kernel` is torch's choice for plain attention."""
     recorder = Recorder(prices)
     for name, kind, whole in EXCHANGES:
         monkeypatch.setattr(dist, name, _noting(getattr(dist, name), kind, whole, recorder))
 
     def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **_: Any) -> Any:
-        return _Attention.apply(q, k, v, kernel, recorder)
+        wide = q.shape[3] > 128 and (q.shape[3], v.shape[3]) != (192, 128)
+        ran = "efficient" if attn_mask is not None else "flash" if wide else kernel
+        recorder.attention_kernels.add(ran)
+        return _Attention.apply(q, k, v, ran, recorder)
 
     def rms_norm(x: Any, shape: Any, weight: Any, eps: float) -> Any:
         return _RMSNorm.apply(x, weight, recorder)

@@ -92,7 +92,7 @@ def test_a_stage_alone_on_a_gpu(
     make_run: Any, tmp_path: Path, called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(("1f1b", 2, 1, 3), check=False, warm_up_steps=2, num_steps=1, dtype="bfloat16")
-    worker = StageWorker(write_run(tmp_path, run), 1, 0, local=True)
+    worker = StageWorker(write_run(tmp_path, run), 1, 0)
 
     def use_device() -> None:
         Worker.use_device(worker)
@@ -209,6 +209,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_it_is_shown(
 
 
 def test_ranks_wait_for_each_other_on_their_own_gpus(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(
         torch.distributed, "barrier", lambda group, device_ids: called.append(f"barrier {group} {device_ids}")
     )

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from fake_gpus import H200, Neighbours, fake_gpu, fake_group  # noqa: E402
+from fake_gpus import H200, MI300X, Neighbours, fake_gpu, fake_group  # noqa: E402
 
 from planner.errors import PlannerError, ProbeError, SpecError  # noqa: E402
 from planner.gpu_check import __main__ as command  # noqa: E402
@@ -26,7 +26,7 @@ from planner.probe.plan_side.eager import in_eager_torch  # noqa: E402
 from planner.probe.result import MeasuredRun, RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.worker.stage_worker import StageWorker, stage_process  # noqa: E402
+from planner.probe.worker.stage_worker import StageWorker  # noqa: E402
 from planner.probe.worker.worker import Worker  # noqa: E402
 from planner.profile.this_machine import machine_of  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402
@@ -49,8 +49,8 @@ def launch_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         (folder / RUN_FILE).write_text(run.model_dump_json())
         store, results = Neighbours(), []
         for rank in ranks or range(run.world_size):
-            alone = child is stage_process
-            worker = (StageWorker if alone else Worker)(folder, rank, rank, local=True)
+            alone = child is not None  # else a rank among others
+            worker = StageWorker(folder, rank, rank) if alone else Worker(folder, rank, rank, local=True)
             monkeypatch.setattr(worker, "meet", lambda: store)
             with fake_group(monkeypatch):
                 worker.main()
@@ -137,6 +137,11 @@ def test_a_part_ends_when_its_time_is_up() -> None:
     part = parts.part_of("stage", "a stage", 0.05, hang)
     assert (part.status, part.exit_code) == ("failed", None)
     assert "did not end within" in part.detail
+    report = report_of((0.01,))
+    hung = report.model_copy(update={"parts": (*report.parts, part)})
+    assert (report.exit_code, hung.exit_code) == (0, 6), "a part that hangs misses a target"
+    late = parts.part_of("stage", "a stage", 0.05, hang, late="left out")
+    assert report.model_copy(update={"parts": (*report.parts, late)}).exit_code == 0, "the check's time was up"
 
 
 def test_what_no_time_or_no_memory_is_left_for_is_named(on_h200: None) -> None:
@@ -147,6 +152,15 @@ def test_what_no_time_or_no_memory_is_left_for_is_named(on_h200: None) -> None:
     assert {part.status for part in report.parts[1:]} == {"left out"}
     assert "no time" in report.parts[-1].detail
     assert report.exit_code == 5
+
+
+def test_what_a_build_of_torch_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's flash attention takes no parts of sequences; that is no failure of the check."""
+    split = next(case for case in CASES if case.cp > 1)
+    with fake_gpu(MI300X, monkeypatch):
+        said = parts.refusal(split, load_hardware("mi300x"), "cuda", 2**40, small=False)
+    assert said.startswith("refused: ")
+    assert parts.refusal(split, load_hardware("h200"), "cpu", 2**40, small=False) == ""
 
 
 def report_of(errors: Sequence[float], exit_codes: Sequence[int] = (0,), stand_in: str | None = None) -> GpuCheck:

@@ -73,7 +73,7 @@ def test_a_stage_alone(
 ) -> None:
     run = make_run(("1f1b", 2, 1, 3), 4, check=False, num_steps=1, model=MODELS[model])
     with fake_gpu(gpu, monkeypatch) as cuda:
-        rank = rehearsed(StageWorker(written(run, tmp_path), 1, 0, local=True), tmp_path)
+        rank = rehearsed(StageWorker(written(run, tmp_path), 1, 0), tmp_path)
     assert (rank.device_name, rank.chunks[0].forward_s > 0) == (gpu.name, True)
     assert rank.memory is not None
     ran = set(cuda.functions)

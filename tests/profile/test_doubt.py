@@ -41,11 +41,16 @@ def problem_of(shares: FloatArray, measured_s: FloatArray, host_s: float = 0.0) 
 
 
 def weighed(
-    shares: FloatArray, measured_s: FloatArray, kinds: list[str], noise: float = 0.0, host_s: float = 0.0
+    shares: FloatArray,
+    measured_s: FloatArray,
+    kinds: list[str],
+    *partitions: list[str],
+    noise: float = 0.0,
+    host_s: float = 0.0,
 ) -> tuple[dict[str, float], Doubt]:
     problem = problem_of(shares, measured_s, host_s)
     fitted = fit(problem, H200)
-    return fitted, doubt(problem, H200, fitted, kinds, noise)
+    return fitted, doubt(problem, H200, fitted, (kinds, *partitions), noise)
 
 
 def random_shares(random: np.random.Generator, num_kinds: int) -> FloatArray:
@@ -80,7 +85,7 @@ def test_what_factors_explain_is_corrected_with_a_narrow_interval() -> None:
     shares = random_shares(np.random.default_rng(0), 6)
     fitted, found = weighed(shares, shares @ np.array([1.4, 1.2, 1.1]), list("abcdef"))
     assert found.opinion["verdict"] == "corrected"
-    assert fitted["gemm_factor"] == pytest.approx(1.4, rel=0.05)
+    assert fitted["gemm_factor"] == pytest.approx(1.4, rel=0.07)
     low, high = found.ranges["gemm_factor"]
     assert low <= fitted["gemm_factor"] <= high < 1.1 * low
     assert TRANSFER_WIDTH < (found.step_width or 0.0) < TRANSFER_WIDTH + 0.01
@@ -118,7 +123,7 @@ def test_one_slow_gpu_of_many_corrects_no_profile() -> None:
 @pytest.mark.parametrize(("noise", "verdict"), [(0.0, "corrected"), (0.05, "confirmed")])
 def test_what_is_less_than_noise_is_no_correction(noise: float, verdict: str) -> None:
     shares = random_shares(np.random.default_rng(0), 6)
-    _, found = weighed(shares, 1.04 * shares.sum(axis=1), list("abcdef"), noise)
+    _, found = weighed(shares, 1.04 * shares.sum(axis=1), list("abcdef"), noise=noise)
     assert found.opinion["verdict"] == verdict
 
 
@@ -139,3 +144,14 @@ def test_a_stage_measured_eight_times_is_one_kind_of_pass() -> None:
     _, alike = weighed(shares[rows], measured, list("abcccccc"))
     _, apart = weighed(shares[rows], measured, list("abcdefgh"))
     assert alike.left_out > 2 * apart.left_out
+
+
+def test_a_backward_slower_than_the_forward_is_left_unexplained() -> None:
+    """Families of kernels have other shares in it, and far-fetched factors of theirs would explain it."""
+    forward, backward = np.array([0.6, 0.15, 0.25]), np.array([0.66, 0.16, 0.18])
+    shares, measured = np.array([forward] * 4 + [backward] * 4), np.array([1.15] * 4 + [1.27] * 4)
+    ways = ["forward"] * 4 + ["backward"] * 4
+    fitted, found = weighed(shares, measured, list("aabcddef"), ways)
+    assert max(fitted.values()) < 1.2 * min(fitted.values())
+    assert found.opinion["verdict"] == "corrected"
+    assert (found.step_width or 0.0) > math.log(1.27 / 1.15)

@@ -163,10 +163,14 @@ class VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         log_shares, log_own_share, local = ctx.saved_tensors
-        logits_grad = (log_shares + log_own_share.unsqueeze(1)).exp_()
-        minus_one = -(local >= 0).to(logits_grad.dtype).unsqueeze(1)
-        logits_grad.scatter_add_(1, local.clamp(min=0).unsqueeze(1), minus_one)
-        return logits_grad.mul_(grad / logits_grad.shape[0]), None, None
+        scale = grad / log_shares.shape[0]
+        column, is_own = local.clamp(min=0).unsqueeze(1), (local >= 0).unsqueeze(1)
+        # the kernel gives g − softmax · sum(g), so −share in one column gives softmax · share in all others
+        own_share = scale * log_own_share.exp().unsqueeze(1)
+        filled = torch.zeros_like(log_shares).scatter_(1, column, -own_share)
+        logits_grad = torch.ops.aten._log_softmax_backward_data(filled, log_shares, 1, log_shares.dtype)
+        logits_grad.scatter_add_(1, column, own_share - is_own.to(scale.dtype) * scale)
+        return logits_grad, None, None
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:

@@ -21,6 +21,8 @@ EAGER = load_runtime("torch-eager").model_copy(update={"clips_gradients": True})
 """The trainer that a probe's ranks are: eager torch that clips gradients."""
 MASTERS_ARE_WEIGHTS: dict[str, Any] = {"weight_bytes": 4, "optimizer_bytes": 8}
 """Under ZeRO-3 the ranks' sharded weights are the fp32 masters (fully_shard)."""
+FAST_GB_PER_S = 1e9
+"""The rate of links that take no time."""
 
 
 def in_eager_torch(plan: Plan, kernels: Collection[str] = ()) -> Plan:
@@ -45,12 +47,29 @@ def without_waits(eager: Plan) -> Plan:
     hardware = eager.cluster.hardware
     efficiency = hardware.efficiency.model_copy(update={"host_us": 0.0})
     # late nodes are as many as the job has, and one is never late
-    cluster = eager.cluster.model_copy(
-        update={"hardware": hardware.model_copy(update={"efficiency": efficiency}), "num_gpus": eager.cluster.node_size}
+    update = {"hardware": hardware.model_copy(update={"efficiency": efficiency}), "num_gpus": eager.cluster.node_size}
+    return _with(eager, update, {"collective_sync_us": 0.0})
+
+
+def without_exchanges(eager: Plan) -> Plan:
+    """A plan in eager torch whose exchanges inside layers take no time, beside which hosts could catch up."""
+    quick = {"gb_per_s": FAST_GB_PER_S, "link_gb_per_s": None, "latency_us": 0.0, "start_us": 0.0}
+    hardware = eager.cluster.hardware
+    tiers = tuple(tier.model_copy(update=quick) for tier in hardware.tiers)
+    links = {"network_gb_per_s": None, "network_tiers": ()}
+    cluster = {"hardware": hardware.model_copy(update={"tiers": tiers}), **links}
+    return _with(eager, cluster, {"collective_sync_us": 0.0, "exchange_kernels": 0.0})
+
+
+def _with(eager: Plan, cluster: dict[str, Any], runtime: dict[str, Any]) -> Plan:
+    """The same layout, priced with other fields of its cluster and of its runtime."""
+    changed = eager.model_copy(
+        update={
+            "cluster": eager.cluster.changed(**cluster),
+            "runtime_spec": eager.runtime_spec.model_copy(update=runtime),
+        }
     )
-    runtime = eager.runtime_spec.model_copy(update={"collective_sync_us": 0.0})
-    quick = eager.model_copy(update={"cluster": cluster, "runtime_spec": runtime})
-    return quick.model_copy(update={"best": layout_again(quick, repriced(quick))})
+    return changed.model_copy(update={"best": layout_again(changed, repriced(changed))})
 
 
 def static_bytes(eager: Plan, stage: int) -> float:

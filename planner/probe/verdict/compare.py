@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Literal
 
-from planner.answer import Plan
+from planner.answer import Plan, StagePlan
+from planner.physics import compute
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
-from planner.probe.plan_side.eager import static_bytes
+from planner.probe.plan_side.eager import static_bytes, without_exchanges
 from planner.probe.plan_side.planned_seconds import planned_seconds, replay_durations
 from planner.probe.result import ComparedQuantity, RankMemory, RankResult, TimedExchange, slowest_exchanges, stride_of
 from planner.probe.run import Place, ProbeRun
@@ -22,6 +24,8 @@ from planner.specs.cluster import ClusterSpec
 KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
 BUBBLE_TOLERANCE = 0.03
 """Largest difference between the bubble fractions of sleeping ranks and of the replay."""
+OPTIMIZER_KERNELS = 9
+"""Kernels of an optimizer step on parameters of one kind: norm, scale, update, cast, zeros, and four of one number."""
 Unit = Literal["s", "bytes", "fraction", "count"]
 
 
@@ -34,11 +38,12 @@ def compared(
     stage: int | None = None,
     least: float | None = None,
 ) -> ComparedQuantity:
-    """Judge a quantity, or only show it if there is no tolerance. All between `least` and `predicted` agrees."""
+    """Judge a quantity, or only show it if there is no tolerance. All agrees from `least`, without waits, to twice the
+    waits that are part of `predicted`."""
     lower = predicted if least is None else min(least, predicted)
     agrees = None
     if tolerance_fraction is not None:
-        agrees = (1 - tolerance_fraction) * lower <= measured <= (1 + tolerance_fraction) * predicted
+        agrees = (1 - tolerance_fraction) * lower <= measured <= (1 + tolerance_fraction) * (2 * predicted - lower)
     return ComparedQuantity(
         name=name, stage=stage, unit=unit, predicted=predicted, measured=measured, agrees=agrees,
         least=lower if lower < predicted else None,
@@ -142,10 +147,7 @@ def hops_s(cluster: ClusterSpec, run: ProbeRun) -> list[float]:
     num_bytes = BF16 * run.seq_length * run.micro_batch_size * run.model.hidden_size / shards
     places = run.order.stage_to_rank[: run.order.num_model_stages]
     ranks = [run.rank(Place(pp, 0, 0, 0)) for pp in places]
-    return [
-        float(p2p_s(num_bytes, abs(a - b), cluster, min(a, b))) if a != b else 0.0
-        for a, b in zip(ranks[:-1], ranks[1:], strict=True)
-    ]
+    return [float(p2p_s(num_bytes, abs(a - b), cluster, min(a, b))) if a != b else 0.0 for a, b in pairwise(ranks)]
 
 
 def compare_stage(
@@ -158,19 +160,22 @@ def compare_stage(
     holds_as_planned: bool = True,
     steps_as_planned: bool = True,
     attends_as_priced: bool = True,
+    host_keeps_up: bool = True,
 ) -> list[ComparedQuantity]:
     """Seconds and bytes of one stage's ranks.
 
     `least` is the plan without waits. `alone` means that peers were emulated, so that its seconds include no exchange.
     A slice of the plan may have another number of micro-batches in flight than planned, or handle the gradients of more
-    ranks in its optimizer step. Passes are not judged where attention ran in a kernel that nothing prices.
+    ranks in its optimizer step. Passes are not judged where attention ran in a kernel that nothing prices,
+    or where a host that issues a stage alone takes longer than the GPU.
     """
     stage, quick = plan.best.stages[plan_stage], least.best.stages[plan_stage]
     planned, at_least = (
         (each.forward_s + each.forward_comm_s * (not alone), each.backward_s + each.backward_comm_s * (not alone))
         for each in (stage, quick)
     )
-    names, pass_tolerance = ("forward", "backward"), tolerance_fraction if attends_as_priced else None
+    names = ("forward", "backward")
+    pass_tolerance = tolerance_fraction if attends_as_priced and host_keeps_up else None
     own, among = (
         [median(sum(getattr(chunk, f"{prefix}{name}_s") for chunk in rank.chunks) for rank in ranks) for name in names]
         for prefix in ("own_", "")
@@ -191,12 +196,35 @@ def compare_stage(
     optimizer_s = median(step.optimizer_s for rank in ranks for step in rank.steps)
     # an embedding table takes longer to update than it is priced at: physics/compute.py, TABLE_BYTES
     optimizer_tolerance = tolerance_fraction if steps_as_planned and "embedding" not in stage.holds else None
-    comparisons.append(compared("optimizer", "s", stage.optimizer_s, optimizer_s, optimizer_tolerance, plan_stage))
+    least_s, planned_s = _optimizer_s(plan, stage)
+    comparisons.append(
+        compared("optimizer", "s", planned_s, optimizer_s, optimizer_tolerance, plan_stage, least=least_s)
+    )
     memories = [rank.memory for rank in ranks if rank.memory is not None]
     if not memories:
         return comparisons
     holds_as_planned = holds_as_planned and attends_as_priced
     return comparisons + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
+
+
+def host_keeps_up(eager: Plan, least: Plan, tolerance_fraction: float) -> list[bool]:
+    """For each stage, if its host is done before its GPU where the stage runs alone, without exchanges beside which a
+    host catches up; else the seconds of its passes are those of the host."""
+    return [
+        all(
+            issued_s <= (1 + tolerance_fraction / 2) * computed_s
+            for issued_s, computed_s in ((stage.forward_s, quick.forward_s), (stage.backward_s, quick.backward_s))
+        )
+        for stage, quick in zip(without_exchanges(eager).stages, least.stages, strict=True)
+    ]
+
+
+def _optimizer_s(plan: Plan, stage: StagePlan) -> tuple[float, float]:
+    """The price of an optimizer step, and this with the launches that it leaves out, or the host's time for them."""
+    hardware, kinds = plan.cluster.hardware, 1 if plan.model.spec.moe is None else 2
+    num_kernels = OPTIMIZER_KERNELS * kinds
+    launched_s = stage.optimizer_s + num_kernels * compute.launch_s(hardware)
+    return stage.optimizer_s, max(launched_s, num_kernels * compute.issue_s(hardware, plan.runtime_spec))
 
 
 def _compare_memory(

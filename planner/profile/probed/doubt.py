@@ -1,13 +1,14 @@
 """How far the factors that were fitted to a probe's passes are to be believed.
 
 A pass is the forward or the backward of one virtual stage that ran. Passes of one kind have the same price: stages that
-hold the same layers. Factors are judged by the passes that they were not fitted to: each kind is left out in turn.
+hold the same layers. Factors are judged by the passes that they were not fitted to: each kind is left out in turn, and
+all forwards, and all backwards.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ class Doubt(NamedTuple):
     """Change of the passes' seconds by a change of all kernels' seconds, in natural logarithms. It is small where the
     host or the links hold passes up."""
     ranges: Mapping[str, tuple[float, float]]
-    """Least and largest value of each factor, over the kinds of pass left out."""
+    """Least and largest value of each factor, over the passes left out."""
 
     @property
     def explained_fraction(self) -> float:
@@ -100,28 +101,37 @@ class Doubt(NamedTuple):
 
 
 def doubt(
-    problem: FitProblem, hardware: HardwareSpec, fitted: Mapping[str, float], kinds: list[str], noise: float
+    problem: FitProblem,
+    hardware: HardwareSpec,
+    fitted: Mapping[str, float],
+    partitions: Sequence[Sequence[str]],
+    noise: float,
 ) -> Doubt:
-    """The doubt about numbers `fitted` to a problem whose first rows are passes of `kinds`; its last rows hold the
-    numbers together."""
+    """The doubt about numbers `fitted` to a problem whose first rows are passes; its last rows hold the numbers
+    together.
+
+    The first partition names the kind of each pass. Of several, the one that leaves the largest errors counts.
+    """
     start = {path: bounds[0] for path, bounds in problem.free.items()}
-    num_passes = len(kinds)
+    num_passes = len(partitions[0])
     before = log_errors(problem, hardware, start)[:num_passes]
     errors, slopes = _linear(problem, hardware, fitted)
     weights = problem.weights**2 / np.sqrt(1 + (errors * problem.weights / SCALE) ** 2)
     room = [np.log([bounds[side] / fitted[path] for path, bounds in problem.free.items()]) for side in (1, 2)]
-    left_out, moves = np.zeros(num_passes), [np.zeros(len(start))]
-    for kind in sorted(set(kinds)):
-        out = np.array([*(k == kind for k in kinds), *(False,) * (len(errors) - num_passes)])
-        move = np.clip(_solved(slopes[~out], errors[~out], weights[~out]), *room)
-        left_out[out[:num_passes]] = errors[out] + slopes[out] @ move
-        moves.append(move)
+    left_out, moves = [], [np.zeros(len(start))]
+    for partition in partitions:
+        errors_out = np.zeros(num_passes)
+        for part in sorted(set(partition)):
+            out = np.array([*(name == part for name in partition), *(False,) * (len(errors) - num_passes)])
+            moves.append(np.clip(_solved(slopes[~out], errors[~out], weights[~out]), *room))
+            errors_out[out[:num_passes]] = errors[out] + slopes[out] @ moves[-1]
+        left_out.append(_rms(errors_out))
     factors = np.array([fitted[path] / value for path, value in start.items()]) * np.exp(np.array(moves))
     return Doubt(
         num_passes,
-        len(set(kinds)),
+        len(set(partitions[0])),
         _rms(before),
-        _rms(left_out),
+        max(left_out),
         noise,
         float(slopes[:num_passes].sum(axis=1).mean()),
         {path: (float(factors[:, i].min()), float(factors[:, i].max())) for i, path in enumerate(start)},
