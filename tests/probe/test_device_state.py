@@ -111,6 +111,22 @@ def test_a_container_whose_numbers_are_the_hosts_names_nobody_while_it_computes(
     assert state_of(fields, "within").other_processes == ()
 
 
+def test_a_job_of_the_same_shell_is_another_and_a_rank_of_the_same_torchrun_is_not(
+    smi: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        smi(apps=f"{other.pid}, sleep, [N/A]\n")
+        monkeypatch.setattr(
+            "planner.probe.device_state.os.getppid", os.getpid
+        )  # the other one's parent is this process
+        monkeypatch.delenv("RANK", raising=False)
+        state = state_of(nvidia_state("7"), "before")
+        assert (state.other_processes, state.other_bytes) == ((f"sleep ({other.pid})",), None)
+        monkeypatch.setenv("RANK", "0")
+        assert state_of(nvidia_state("7"), "before").other_processes == ()
+        other.kill()
+
+
 def test_ranks_that_share_a_gpu_do_not_keep_it_busy_for_each_other(smi: Any) -> None:
     smi(apps=f"{os.getppid()}, python3, 900\n")
     assert state_of(nvidia_state("7"), "before").busy_fraction is None
