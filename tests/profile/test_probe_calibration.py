@@ -356,12 +356,17 @@ def test_links_are_doubted_too(efficiency: float, spread: float, verdict: str, r
     assert after == (pytest.approx(efficiency) if verdict == "corrected" else own)
 
 
-def test_a_link_faster_than_its_data_sheet_is_another_link() -> None:
+@pytest.mark.parametrize(("factor", "reason"), [(2.0, "more than the link has"), (1.35, "")])
+def test_a_link_faster_than_its_data_sheet_is_another_link_unless_its_switch_sums(factor: float, reason: str) -> None:
     plan = make_plan(tp=8, pp=1, dp=1)
-    timed = exchange(plan, "tp all-gather", 8, 1, 2**30, 0.8)
-    fast = timed.model_copy(update={"seconds": timed.seconds / 2, "bus_gb_per_s": 2 * timed.bus_gb_per_s})
-    result = measured_on(plan, plan.cluster, mode="ranks", exchanges=(fast,))
-    assert "more than the link has" in from_probe(result, plan.cluster).efficiency_fraction["nvlink"].reason
+    timed = exchange(plan, "tp all-reduce", 8, 1, 2**30, 0.8)
+    changes = {"seconds": timed.seconds / factor, "bus_gb_per_s": factor * timed.bus_gb_per_s}
+    result = measured_on(plan, with_links(plan.cluster, nvlink=1.0), mode="ranks")
+    ranks = (result.ranks[0].model_copy(update={"exchanges": (timed.model_copy(update=changes),)}),)
+    share = from_probe(result.model_copy(update={"ranks": ranks}), plan.cluster).efficiency_fraction["nvlink"]
+    assert share.value == 1.0
+    assert reason in share.reason
+    assert bool(reason) == (share.verdict == "refused")
 
 
 def memory_of(context_gib: float, fragmentation: float) -> RankMemory:
