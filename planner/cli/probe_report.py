@@ -53,6 +53,8 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
         yield section("Predicted and measured", _comparisons(result.comparisons))
     if result.activity:
         yield section("What the stages did", _activity(result))
+        if result.clock_error_s is not None:
+            yield Text(f"the clocks of these ranks differ by up to {seconds(result.clock_error_s)}")
     exchanges = list(_exchanges(result))
     if exchanges:
         yield section("Exchanges by themselves", bullets(exchanges))

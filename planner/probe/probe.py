@@ -27,6 +27,7 @@ from planner.probe.plan_side.gpu_run import (
 from planner.probe.plan_side.laptop_run import laptop_run
 from planner.probe.plan_side.options import ProbeOptions
 from planner.probe.plan_side.rank_grid import RankGrid, sharing_dp
+from planner.probe.rank.fully_sharded import require_fully_shard
 from planner.probe.rehearse.rehearse import rehearse
 from planner.probe.rehearse.result import RehearsalResult
 from planner.probe.result import ComparedQuantity, Failure, MeasuredRun, ProbeResult, RankResult
@@ -131,6 +132,7 @@ def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult
     """Run as many whole tp × cp groups and stages as `num_gpus` hold. One process for each is started on this machine;
     a GPU that ranks share counts once for each of them."""
     run, grid, stages = ranks_run(plan, options, num_gpus)
+    require_fully_shard(run)
     return judge_ranks(plan, options, launch(run), grid, stages)
 
 
@@ -143,6 +145,7 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
     run = real_run(plan, options, order, real_chunks(layout, order, range(asked.pp)), grid)
     run = run.model_copy(update={"warm_up_steps": 2})
+    require_fully_shard(run)
     stands_for = stand_in_stages(layout)
     is_judged = judges_seconds(plan, options) and asked.zero_stage <= 1
     tolerance = options.tolerance_fraction if is_judged else None
@@ -180,6 +183,7 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
 def probe_laptop(plan: Plan, options: ProbeOptions) -> ProbeResult:
     """Prove order, exchanges, in-flight counts and gradients; or measure the bubble (options.sleep)."""
     run, grid = laptop_run(plan, options)
+    require_fully_shard(run)
     return judge_laptop(plan, options, launch(run), grid)
 
 
@@ -195,6 +199,7 @@ def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     else:
         run, grid = laptop_run(plan, options._replace(num_processes=world_size))
         stages = []
+    require_fully_shard(run)
     if run.world_size != world_size:
         raise ProbeError(
             f"{world_size} ranks were started, the largest slice of the plan that fits has {run.world_size}",

@@ -49,6 +49,15 @@ class ChunkSeconds(Spec):
     spread_fraction: float | None = None
     """Standard error of the medians, as a share of them: the largest."""
 
+    @property
+    def own_forward_s(self) -> float:
+        """Seconds of the forward by itself: without messages beside it, where that was measured."""
+        return self.forward_s if self.quiet_forward_s is None else self.quiet_forward_s
+
+    @property
+    def own_backward_s(self) -> float:
+        return self.backward_s if self.quiet_backward_s is None else self.quiet_backward_s
+
 
 class TimedExchange(Spec):
     """One exchange timed by itself, after the steps."""
@@ -271,6 +280,11 @@ class ProbeResult(Spec):
             and all(check.passed for check in self.checks)
             and all(comparison.agrees is not False for comparison in self.comparisons)
         )
+
+    @property
+    def clock_error_s(self) -> float | None:
+        """The most by which the clock of any rank may differ from rank 0's; null where all have the same clock."""
+        return max((rank.clock_error_s for rank in self.ranks if rank.clock_error_s is not None), default=None)
 
     @property
     def uses_tolerance(self) -> bool:

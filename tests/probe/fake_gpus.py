@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from planner.probe.worker.handshake import AGREED
 
 GIB = 2**30
 
@@ -140,9 +143,15 @@ class OnGPU(TorchFunctionMode):
         self.cuda.functions.append(getattr(func, "__name__", str(func)))
         if func is torch.Tensor.item or func is torch.Tensor.__float__:
             return 1.0
+        if func is torch.Tensor.tolist:
+            return _ones(*args[0].shape)
         if func is torch.nn.functional.scaled_dot_product_attention:
             _require_equal_widths(self.cuda.gpu, *args[:3], kwargs.get("attn_mask"))
         return func(*args, **kwargs)
+
+
+def _ones(*shape: int) -> Any:
+    return [_ones(*shape[1:]) for _ in range(shape[0])] if shape else 1.0
 
 
 def _here(value: Any) -> Any:
@@ -171,6 +180,7 @@ def fake_gpu(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, num_gpus: int = 1) -
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "GPU_MAX_HW_QUEUES"):
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
+    monkeypatch.setattr("planner.probe.rank.quiet_chunks.FEWEST", 1)  # no time passes, so no more than once
     real = torch.Tensor.is_cuda
     on_gpu = property(lambda tensor: _asked_by_planner() or real.__get__(tensor))
     monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu, raising=False)
@@ -190,7 +200,9 @@ class Neighbours:
         self.values[key] = value
 
     def get(self, key: str) -> bytes:
-        own = self.values["rank 0"]
+        if key == "verdict":  # which rank 0 says
+            return self.values.get(key, AGREED).encode()
+        own = next(value for name, value in self.values.items() if name.startswith("rank "))
         return self.values.get(key, own.replace("GPU-0", f"GPU-{key.split()[-1]}")).encode()
 
 
@@ -204,6 +216,13 @@ def fake_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         backends.append(backend)
         init("fake", rank=rank, world_size=world_size, store=FakeStore())
 
+    from_group = DeviceMesh.from_group
+
+    def mesh_from_group(*args: Any, **kwargs: Any) -> DeviceMesh:
+        with unset_fake_temporarily():  # a mesh looks for this rank in a tensor
+            return from_group(*args, **kwargs)
+
+    monkeypatch.setattr(DeviceMesh, "from_group", staticmethod(mesh_from_group))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     try:
         yield backends

@@ -138,6 +138,15 @@ def late(folder: Path, rank: int, local_rank: int) -> None:
     rank_process(folder, rank, local_rank)
 
 
+def on_another_host(folder: Path, rank: int, local_rank: int) -> None:
+    """One rank's clock began to count a quarter of an hour earlier than the others'."""
+    healthy, together = Clock.mark, worker.start_together
+    if rank == SICK_RANK:
+        Clock.mark = lambda self: healthy(self) + 900.0  # type: ignore[method-assign]
+    worker.start_together = lambda clock, rank, device, is_shared: together(clock, rank, device, is_shared=False)
+    rank_process(folder, rank, local_rank)
+
+
 def refusing_the_unrehearsed(folder: Path, rank: int, local_rank: int) -> None:
     """No receive may be under way when a chunk runs for the first time."""
     done = {"forward": 0, "backward": 0}

@@ -17,6 +17,7 @@ from planner.probe.model.attention_tables import AttentionTables  # noqa: E402
 from planner.probe.model.peers import EmulatedPeers, TensorPeers  # noqa: E402
 from planner.probe.model.split_sequence import gather, scatter, shard  # noqa: E402
 from planner.probe.model.surroundings import Surroundings  # noqa: E402
+from planner.probe.torch_build import torch_release  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 
 
@@ -63,6 +64,7 @@ def kept_bytes(seq_length: int, cp: TensorPeers) -> int:
     return sum(size for address, size in kept.items() if address not in weights)
 
 
+@pytest.mark.skipif(torch_release() < (2, 9), reason="this torch repeats keys on the CPU where the sequence is whole")
 def test_keys_and_values_of_others_are_not_kept() -> None:
     assert kept_bytes(64, EmulatedPeers(4)) == kept_bytes(64, TensorPeers())
 

@@ -18,6 +18,8 @@ from planner.specs.training import Parallelism, TrainingSpec
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from tiny import skip_where_torch_is_too_old  # noqa: E402
+
 from planner.cli import main  # noqa: E402
 from planner.probe.plan_side.eager import EAGER, in_eager_torch  # noqa: E402
 from planner.probe.plan_side.gpu_run import ranks_run  # noqa: E402
@@ -161,6 +163,7 @@ def test_gpus_as_fast_as_eager_torch_is_priced_agree_and_slower_ones_do_not(
 
 @pytest.mark.parametrize("options", [(), ("--stage", "all")], ids=["ranks", "stages"])
 def test_seconds_with_gathered_weights_in_them_are_shown(options: tuple[str, ...], probe_it: Any) -> None:
+    skip_where_torch_is_too_old(fully_sharded=True)
     plan = make_plan(runtime="torchtitan", tp=1, pp=2, dp=4, zero_stage=3)
     code, result = probe_it(plan, 1.2, *options)
     assert result.run.fully_sharded

@@ -14,7 +14,7 @@ from planner.specs.registry import load_model
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-import torch
+import torch.distributed.fsdp
 from small_plans import SMALL, plan_of, run, small_plan
 
 from planner.probe.plan_side.gpu_run import ranks_run
@@ -62,6 +62,15 @@ def test_zero_3_is_run_where_no_backward_is_split() -> None:
         ranks_run(split, ProbeOptions(), num_gpus=4)
     assert ranks_run(plan, ProbeOptions(), num_gpus=2)[0].fully_sharded
     assert any("ZeRO-3" in what for what in run(split).slice.extrapolated)
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 1}], ids=["ranks", "stage"])
+def test_zero_3_is_refused_where_torch_is_too_old_for_it(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small_plan(pp=2, dp=2, zero_stage=3)
+    monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "set_custom_all_gather")
+    with pytest.raises(ProbeError, match=r"zero_stage 3: fully_shard of torch .* can neither") as error:
+        run(plan, **options)
+    assert error.value.hint == "install torch 2.9 or newer, or plan with --zero-stage 1"
 
 
 def test_a_stage_alone_under_zero_3_holds_its_shard() -> None:

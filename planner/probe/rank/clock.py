@@ -18,7 +18,10 @@ class Clock:
 
     def __init__(self, device: str) -> None:
         self.is_cuda = device.startswith("cuda")
-        self.zero: Any = None
+        self.origin: Any = None
+        """The mark from which seconds are read."""
+        self.zero_s = 0.0
+        """Time zero, in seconds after the origin."""
 
     def mark(self) -> Any:
         if not self.is_cuda:
@@ -31,14 +34,14 @@ class Clock:
         """Set the time zero from which marks count."""
         if self.is_cuda:
             torch.cuda.synchronize()
-        self.zero = self.mark()
+        self.origin, self.zero_s = self.mark(), 0.0
 
     def seconds(self, mark: Any) -> float:
-        """Seconds from `start` to a mark; waits for the GPU."""
+        """Seconds from time zero to a mark; waits for the GPU."""
         if not self.is_cuda:
-            return float(mark - self.zero)
+            return float(mark - self.origin) - self.zero_s
         mark.synchronize()
-        return float(self.zero.elapsed_time(mark)) / 1e3
+        return float(self.origin.elapsed_time(mark)) / 1e3 - self.zero_s
 
 
 class ActionTimes(NamedTuple):

@@ -11,13 +11,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from planner.errors import ProbeError
 from planner.probe.model.chunk import Chunk
 from planner.probe.model.mlp import Experts
 from planner.probe.model.weights import local
 from planner.probe.rank.gradients import ADAM, GradientShard, ReplicaExchange, Sharding, allocate_moments
+from planner.probe.run import ProbeRun
 
 MARKS = ("shard", "partial", "expert", "replica")
 """Marks of parameters, which are copied because sharding replaces the parameters."""
+
+
+def require_fully_shard(run: ProbeRun) -> None:
+    """Raise ProbeError if the run is one of ZeRO-3 and torch's fully_shard is older than what the ranks need of it: to
+    sum gradients instead of averaging them, to leave some parameters out, and to emulate peers."""
+    from torch.distributed.fsdp import FSDPModule
+
+    needed = ("set_gradient_divide_factor", "set_custom_all_gather")
+    if run.fully_sharded and not all(hasattr(FSDPModule, name) for name in needed):
+        raise ProbeError(
+            f"zero_stage 3: fully_shard of torch {torch.__version__} can neither sum gradients nor emulate peers",
+            "install torch 2.9 or newer, or plan with --zero-stage 1",
+        )
 
 
 def shard_chunk(
@@ -36,10 +51,8 @@ def shard_chunk(
     weights are freed after its forward and gathered again for its backward, or (pipelines) kept till then. A chunk on
     the meta device is given memory for its rows alone, and no values.
     """
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if not hasattr(FSDPModule, "set_gradient_divide_factor"):
-        raise RuntimeError(f"fully_shard of torch {torch.__version__} cannot sum gradients: install 2.9 or newer")
     marks = {name: {mark: getattr(p, mark) for mark in MARKS if hasattr(p, mark)} for name, p in _named(chunk)}
     experts = [module for module in chunk.modules() if isinstance(module, Experts)]
     unshared = {p for module in experts for p in module.parameters()} if expert.group is None else set()

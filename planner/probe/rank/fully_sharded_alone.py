@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.errors import ProbeError
-
 
 def groups_of_one(*sizes: int) -> list[Any]:
     """For each size, a group in which this process is rank 0 and no other rank exists; None for size 1."""
@@ -22,17 +20,10 @@ def groups_of_one(*sizes: int) -> list[Any]:
 
 def emulate_exchanges(module: nn.Module) -> None:
     """Replace exchanges by copies on the device: a gather of weights repeats this rank's rows, a scatter of gradients
-    keeps this rank's part.
-
-    Raises ProbeError where torch's fully_shard cannot be given exchanges of one's own.
+    keeps this rank's part. `require_fully_shard` says whether torch's fully_shard can be given exchanges of one's own.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    if not hasattr(FSDPModule, "set_custom_all_gather"):
-        raise ProbeError(
-            f"fully_shard of torch {torch.__version__} cannot emulate its peers",
-            "install 2.9 or newer",
-        )
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.set_custom_all_gather(_RepeatedRows())  # type: ignore[arg-type]

@@ -12,11 +12,12 @@ from planner.answer import Plan, StagePlan
 from planner.physics import compute
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
-from planner.probe.plan_side.eager import static_bytes, without_exchanges
+from planner.probe.plan_side.eager import knows_peak, static_bytes, without_exchanges
 from planner.probe.plan_side.planned_seconds import planned_seconds, replay_durations
 from planner.probe.result import ComparedQuantity, RankMemory, RankResult, TimedExchange, slowest_exchanges, stride_of
 from planner.probe.run import Place, ProbeRun
 from planner.probe.verdict.activity import bubble_fraction, by_stage, span_s, waited_s
+from planner.probe.verdict.replay_stages import beside_messages_s
 from planner.schedule.replay import makespan_s, replay
 from planner.specs.cluster import ClusterSpec
 
@@ -115,7 +116,7 @@ def compare_pipeline(
     tolerance_fraction: float | None,
 ) -> list[ComparedQuantity]:
     """The pipeline as a whole, beside the replay of its planned seconds; `least` is the plan without waits. Waits and
-    the bubble are shown and not judged."""
+    the bubble are shown and not judged, nor is what messages cost the work beside them."""
     planned, quick = (
         replace(replay_durations(planned_seconds(each.best, run.order, plan_stages)), p2p_s=hops_s(plan.cluster, run))
         for each in (plan, least)
@@ -126,13 +127,18 @@ def compare_pipeline(
         planned_s = sum(starts_s) - sum(ends_s[:-1])
         measured_s = median(waited_s(rank) for rank in ranks if rank.stage == number)
         waits.append(compared("wait for messages", "s", planned_s, measured_s, None, stage))
-    return [
+    beside_s = beside_messages_s(run, ranks)
+    rows = [
         *waits,
         compared("bubble", "fraction", timeline.bubble_fraction, bubble_fraction(ranks), None),
         compared(
-            "pipeline", "s", timeline.makespan_s, span_s(ranks), tolerance_fraction, least=makespan_s(run.order, quick)
+            "pipeline", "s", timeline.makespan_s, span_s(ranks) - beside_s, tolerance_fraction,
+            least=makespan_s(run.order, quick),
         ),
-    ]
+    ]  # fmt: skip
+    if beside_s:
+        rows.append(compared("pipeline among messages", "s", timeline.makespan_s, span_s(ranks), None))
+    return rows
 
 
 def hops_s(cluster: ClusterSpec, run: ProbeRun) -> list[float]:
@@ -164,19 +170,25 @@ def compare_stage(
     or where a host that issues a stage alone takes longer than the GPU.
     """
     stage, quick = plan.best.stages[plan_stage], least.best.stages[plan_stage]
-    forward_s = median(sum(chunk.forward_s for chunk in rank.chunks) for rank in ranks)
-    backward_s = median(sum(chunk.backward_s for chunk in rank.chunks) for rank in ranks)
     planned, at_least = (
         (each.forward_s + each.forward_comm_s * (not alone), each.backward_s + each.backward_comm_s * (not alone))
         for each in (stage, quick)
     )
+    names = ("forward", "backward")
     pass_tolerance = tolerance_fraction if attends_as_priced and host_keeps_up else None
+    own, among = (
+        [median(sum(getattr(chunk, f"{prefix}{name}_s") for chunk in rank.chunks) for rank in ranks) for name in names]
+        for prefix in ("own_", "")
+    )
     comparisons = [
         compared(name, "s", planned_s, measured_s, pass_tolerance, plan_stage, least_s)
-        for name, planned_s, measured_s, least_s in zip(
-            ("forward", "backward"), planned, (forward_s, backward_s), at_least, strict=True
-        )
+        for name, planned_s, measured_s, least_s in zip(names, planned, own, at_least, strict=True)
     ]
+    if any(chunk.quiet_forward_s is not None for rank in ranks for chunk in rank.chunks):
+        comparisons += [
+            compared(f"{name} among messages", "s", planned_s, measured_s, None, plan_stage)
+            for name, planned_s, measured_s in zip(names, planned, among, strict=True)
+        ]
     weight_grads = [chunk.weight_grad_s for rank in ranks for chunk in rank.chunks if chunk.weight_grad_s is not None]
     if weight_grads:
         seconds = sum(weight_grads) / len(ranks)
@@ -227,7 +239,7 @@ def _compare_memory(
     planned, static = plan.stages[plan_stage].memory, static_bytes(plan, plan_stage)
     peak, reserved_factor = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
     tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
-    peak_tolerance = tolerance if holds_as_planned else None
+    peak_tolerance = tolerance if holds_as_planned and knows_peak(plan) else None
     rows = (
         ("static memory", static, max(memory.static_bytes for memory in memories), tolerance),
         ("peak allocated", peak, max(memory.peak_allocated_bytes for memory in memories), peak_tolerance),

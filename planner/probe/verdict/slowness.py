@@ -38,8 +38,9 @@ def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the
         raise SpecError(
             f"{where}: ran on {result.device}, the hardware is {hardware.name}, a CPU", "probe --device cpu"
         )
-    objection = None if for_cpu else objection_to_device(result.device, result.torch_version, hardware)
-    if objection is not None:
+    devices = () if for_cpu else dict.fromkeys([result.device, *(rank.device_name for rank in result.ranks)])
+    objections = (objection_to_device(device, result.torch_version, hardware) for device in devices)
+    if (objection := next(filter(None, objections), None)) is not None:
         raise SpecError(f"{where}: {objection[0]}", objection[1])
     if result.run.dtype != "bfloat16":
         raise SpecError(f"{where}: ran the model in small to prove its order, not its speed", "plan probe --stage all")
@@ -107,7 +108,7 @@ def _factor(layout: PricedLayout, stage: int, ranks: Sequence[RankResult], alone
     """Measured over planned seconds of a micro-batch, times the factor that the layout already has for this rank."""
     planned = layout.stages[stage]
     exchanged_s = planned.forward_comm_s + planned.backward_comm_s
-    measured_s = max(sum(chunk.forward_s + chunk.backward_s for chunk in rank.chunks) for rank in ranks)
+    measured_s = max(sum(chunk.own_forward_s + chunk.own_backward_s for chunk in rank.chunks) for rank in ranks)
     layout_factor = layout.rank_factors[stage] if layout.rank_factors else 1.0
     total_s = planned.forward_s + planned.backward_s + exchanged_s
     return layout_factor * (measured_s + (exchanged_s if alone else 0.0)) / total_s

@@ -44,7 +44,9 @@ def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
 
 
 def _measured(result: ProbeResult) -> Iterator[TraceEvent]:
-    yield _process(MEASURED, f"measured on {result.device}")
+    error_s = result.clock_error_s
+    clocks = "" if error_s is None else f", clocks within {_MICROSECONDS * error_s:.0f} µs"
+    yield _process(MEASURED, f"measured on {result.device}{clocks}")
     for rank in by_stage(result.run, result.ranks):
         for timed in rank.actions:
             if timed.start_s > timed.ready_s:

@@ -18,13 +18,15 @@ from planner.probe.device_state import Monitor
 from planner.probe.model.kernels_seen import KernelsSeen
 from planner.probe.rank.build_chunk import dtypes
 from planner.probe.rank.clock import Clock
+from planner.probe.rank.common_clock import start_together
 from planner.probe.rank.exchanges import barrier, measure_exchanges
 from planner.probe.rank.groups import RankGroups
+from planner.probe.rank.quiet_chunks import with_quiet_seconds
 from planner.probe.rank.reference import Reference, check_gradients, check_steps, compute_reference
 from planner.probe.rank.shared_gpu import HostWires, as_another_host
 from planner.probe.rank.training import Trainer
 from planner.probe.rank.wires import GroupWires
-from planner.probe.result import Check, RankMemory, RankResult, TimedAction
+from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, TimedAction
 from planner.probe.run import ProbeRun
 from planner.probe.torch_build import this_build
 from planner.probe.worker.chunk_seconds import chunk_seconds
@@ -43,6 +45,8 @@ class Worker:
         self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
         self.status = StatusFile(folder / STATUS_FILE.format(rank))
         self.device: str = self.run.device
+        self.clock_error_s: float | None = None
+        """The most by which this rank's clock may differ from rank 0's in the last step."""
         self.attention_kernels: tuple[str, ...] = ()
         self.monitor = Monitor()
 
@@ -72,14 +76,15 @@ class Worker:
                 self.monitor.begin_load()
             loop.add(*trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock)))
         self.monitor.after()
-        memory = self.memory(static_bytes)
+        result = self.report(trainer, loop, self.memory(static_bytes))
+        self.status.enter("chunks without messages")
+        chunks = self.quiet(trainer, result.chunks)
         self.status.enter("exchanges")
         exchanges = measure_exchanges(trainer, self.status.at)
         self.status.enter("report")
         if reference is not None:
             checks += check_steps(reference, loop.all_steps, dtypes(run)[0])
-        result = self.report(trainer, loop, memory)
-        result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges})
+        result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges, "chunks": chunks})
         self.write(result)
         self.gather(result)
         self.barrier()
@@ -153,14 +158,10 @@ class Worker:
         return float(all_enough) > 0
 
     def start(self, clock: Clock) -> None:
-        """Start the clocks of all ranks together. On the CPU of one machine all clocks are the same, and zero is the
-        latest start."""
+        """Start the clocks of all ranks together. On the CPU of one machine all clocks are the same."""
         self.barrier()
-        clock.start()
-        if self.local and not clock.is_cuda:
-            last = torch.tensor(clock.zero, dtype=torch.float64)
-            dist.all_reduce(last, dist.ReduceOp.MAX)
-            clock.zero = float(last)
+        is_shared = self.local and not clock.is_cuda
+        self.clock_error_s = start_together(clock, self.rank, self.device, is_shared)
 
     def build(self, grid: RankGroups) -> Trainer:
         """Stages, optimizer state and wires of this rank."""
@@ -206,6 +207,13 @@ class Worker:
         dist.broadcast_object_list(results)
         return cast(Reference, results[0])
 
+    def quiet(self, trainer: Trainer, chunks: tuple[ChunkSeconds, ...]) -> tuple[ChunkSeconds, ...]:
+        """The seconds of chunks on GPUs, also without the messages between stages."""
+        if self.run.device == "cpu" or self.run.pp == 1:
+            return chunks
+        self.barrier()
+        return with_quiet_seconds(trainer, chunks, self.status.at)
+
     def check(self, trainer: Trainer, reference: Reference | None, checks: list[Check]) -> None:
         if reference is not None:
             dtype = dtypes(self.run)[0]
@@ -246,6 +254,7 @@ class Worker:
             chunks=chunk_seconds(loop.actions),
             peak_in_flight_chunks=loop.record.peak_in_flight,
             memory=memory,
+            clock_error_s=self.clock_error_s,
             attention_kernels=self.attention_kernels,
             device_states=tuple(self.monitor.states),
         )

@@ -1,0 +1,152 @@
+"""Ranks of every kind of layer, schedule and grid on fake GPUs: from the handshake to the report, each call is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
+
+from exchanged import Exchange, Recorder, stuck  # noqa: E402
+from fake_gpus import H200, Neighbours, fake_gpu, fake_group  # noqa: E402
+
+from planner.probe.result import RankResult  # noqa: E402
+from planner.probe.run import ProbeRun  # noqa: E402
+from planner.probe.torch_build import torch_release  # noqa: E402
+from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.worker.worker import Worker  # noqa: E402
+from planner.schedule.orders import SCHEDULES  # noqa: E402
+
+pytestmark = [
+    # torch 2.13 has new names for exchanges
+    pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning"),
+    pytest.mark.skipif(torch_release() < (2, 9), reason="fake tensors of this torch go through no process group"),
+]
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MLA = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+GPT = {
+    "gated_mlp": False, "activation": "gelu", "norm": "layernorm", "bias": True, "position_embedding": "learned",
+    "max_position_embeddings": 16,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tie_word_embeddings": True},
+    "gpt": GPT,
+    "gemma": {"qk_norm": True, "post_norms": True, "sliding_window": 4, "sliding_window_pattern": 2},
+    "sinks": {"attention_sinks": True, "sliding_window": 4, "sliding_window_pattern": 2, "bias": True},
+    "chunks": {"attention_chunk_size": 4, "sliding_window_pattern": 2},
+    "alibi": {"position_embedding": "alibi", "embedding_norm": True},
+    "mixture": {"moe": {**MOE, "shared_expert_intermediate_size": 16}},
+    "latent": {"mla": MLA, "moe": MOE, "num_nextn_predict_layers": 1},
+}
+GRIDS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tp": 2, "sequence_parallel": True},
+    "tp2-whole": {"tp": 2},
+    "dp2": {"dp": 2},
+    "dp2-zero0": {"dp": 2, "zero": False, "dp_outermost": True},
+    "dp2-stands-for-4": {"dp": 2, "dp_stands_for": 4},
+    "dp2-zero3": {"dp": 2, "fully_sharded": True},
+    "cp2": {"cp": 2, "seq_length": 4},
+    "cp2-tp2-dp2": {"cp": 2, "tp": 2, "dp": 2, "sequence_parallel": True, "seq_length": 4},
+    "recomputed": {"num_recomputed": 1, "recompute_modules": ("core_attn", "mlp")},
+    "ep2": {"dp": 2, "ep": 2},
+    "ep4": {"tp": 2, "sequence_parallel": True, "dp": 2, "ep": 4},
+}
+RUNS = {
+    "none": ("gpt", "dp2-zero3"),
+    "gpipe": ("tied", "dp2"),
+    "1f1b": ("latent", "ep4"),
+    "interleaved-1f1b": ("gemma", "cp2-tp2-dp2"),
+    "breadth-first": ("sinks", "cp2"),
+    "zb-h1": ("mixture", "tp2"),
+    "zb-h2": ("alibi", "dp2-zero0"),
+    "zb-v": ("latent", "cp2"),
+    "v-half": ("chunks", "tp2-whole"),
+    "v-min": ("dense", "dp2-stands-for-4"),
+    "dualpipe": ("sinks", "recomputed"),
+    "dualpipe-v": ("mixture", "ep2"),
+    "chimera": ("tied", "tp2"),
+    "pipedream-2bw": ("gpt", "cp2"),
+    "forward-only": ("dense", "one"),
+}
+"""For each schedule the kind of layers and the grid that it runs with: all kinds and grids have their turn."""
+
+
+def smallest(schedule: str) -> tuple[str, int, int, int]:
+    """The name of a schedule with its smallest pp, vpp and number of micro-batches."""
+    kind = SCHEDULES[schedule]
+    pp = min(max(kind.min_pp, 2), kind.max_pp or 2)
+    vpp = max(kind.min_vpp, 1)
+    return schedule, pp, vpp, 2 * pp
+
+
+def rank_of(run: ProbeRun, number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RankResult, Any]:
+    """The report of one rank of a run, and its exchanges."""
+    on_gpus = run.model_copy(update={"device": "cuda", "dtype": "bfloat16", "balanced_routing": True})
+    (folder / RUN_FILE).write_text(on_gpus.model_dump_json())
+    recorder = Recorder()
+    with monkeypatch.context() as patch:
+        worker = Worker(folder, number, number, local=True)
+        patch.setattr(worker, "meet", Neighbours)
+        with fake_gpu(H200, patch, num_gpus=16), fake_group(patch) as backends:
+            recorder.record(patch)
+            worker.main()
+    assert backends == ["nccl"]
+    return RankResult.model_validate_json((folder / RESULT_FILE.format(number)).read_text()), recorder.calls
+
+
+def test_all_have_their_turn() -> None:
+    assert set(RUNS) == set(SCHEDULES)
+    assert {kind for kind, _ in RUNS.values()} == set(KINDS)
+    assert {grid for _, grid in RUNS.values()} == set(GRIDS)
+
+
+@pytest.mark.parametrize("schedule", RUNS)
+def test_every_phase_of_a_rank(schedule: str, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, grid = RUNS[schedule]
+    run = make_run(smallest(schedule), check=False, num_steps=1, model=KINDS[kind], **GRIDS[grid])
+    number = len(schedule + kind + grid) % run.world_size  # any of them, always the same
+    rank, _ = rank_of(run, number, tmp_path, monkeypatch)
+    assert [timed.action for timed in rank.actions] == list(run.ranks[rank.stage])
+    assert [chunk.stage for chunk in rank.chunks] == list(run.stages_of(rank.stage))
+    assert {chunk.quiet_forward_s is not None for chunk in rank.chunks} == {run.pp > 1}
+    assert (rank.memory is not None, rank.clock_error_s is not None) == (True, number > 0)
+
+
+@pytest.mark.parametrize(
+    ("order", "kind", "grid"),
+    [(("1f1b", 2, 1, 2), "tied", "dp2"), (("dualpipe", 2, 1, 4), "dense", "one")],
+    ids=["tied-dp2", "dualpipe"],
+)
+def test_no_rank_waits_for_another_in_a_circle(
+    order: Any, kind: str, grid: str, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL makes a rank's exchanges in the order in which the rank asks for them: two ranks with another order hang."""
+    run = make_run(order, check=False, num_steps=1, model=KINDS[kind], **GRIDS[grid])
+    calls = [rank_of(run, number, tmp_path, monkeypatch)[1] for number in range(run.world_size)]
+    assert all({"isend", "irecv", "wait", "all_reduce"} <= {call.name for call in of_rank} for of_rank in calls)
+    assert stuck(calls) == []
+    for rank in range(run.world_size):  # any call left out is found
+        first = next(i for i, call in enumerate(calls[rank]) if call.name == "all_reduce")
+        left_out = [*calls[:rank], [*calls[rank][:first], *calls[rank][first + 1 :]], *calls[rank + 1 :]]
+        assert stuck(left_out) != []
+
+
+def test_two_ranks_that_both_send_first_are_stuck() -> None:
+    def both(first: str, second: str) -> list[list[Exchange]]:
+        def calls(rank: int) -> list[Exchange]:
+            channel = {"isend": (rank, 1 - rank), "irecv": (1 - rank, rank)}
+            names = (first, second) if rank == 0 or first == second else (second, first)
+            calls = []
+            for name in names:
+                calls.append(Exchange(name, channel[name], (1,), 1 - rank))
+                calls.append(Exchange("wait", channel[name], (), 1 - rank, len(calls) - 1))
+            return calls
+
+        return [calls(0), calls(1)]
+
+    assert stuck(both("isend", "irecv")) == []
+    assert len(stuck(both("isend", "isend"))) == 2
