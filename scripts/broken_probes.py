@@ -1,4 +1,4 @@
-"""Ways to break a `plan probe` that runs on this machine's CPU, and the end of the command; scripts/faults tries them."""
+"""Ways to break a `plan probe` that runs on this machine's CPU, and the end of the command (for scripts/faults)."""
 
 from __future__ import annotations
 
@@ -248,7 +248,8 @@ def stopped(phase: str, rank: int) -> Callable[[Path], Ended]:
 def error_line(told: str) -> str:
     """The lines of an error, or the last line told."""
     lines = [line for line in told.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith(("error: ", "hint: ")) or " asked for " in line]
+    errors = [line.strip(" ·") for line in lines if " asked for " in line]
+    errors = errors or [line for line in lines if line.startswith(("error: ", "hint: "))]
     return " ".join(dict.fromkeys(errors)) or (lines[-1] if lines else "(nothing)")
 
 
