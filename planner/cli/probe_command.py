@@ -186,6 +186,8 @@ def _probe(
         timeout_s=timeout_s,
         order=order,
     )
+    if budget_s is not None and options.device == "cpu":
+        raise SpecError("--budget: seconds are measured on GPUs", "on a CPU, say --steps")
     if sleep and (options.device != "cpu" or stages is not None):
         raise SpecError("--sleep: ranks sleep on the CPU only", "leave out --device cuda and --stage")
     if order is not None and stages is not None:

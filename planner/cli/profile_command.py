@@ -52,7 +52,7 @@ def profile_command(
     from planner.files import STDOUT, refuse_to_overwrite, write_text
 
     try:
-        from planner.profile.measure_links import Ranks, exchange_rows
+        from planner.profile.measure_links import WAIT_S, Ranks, exchange_rows
     except ModuleNotFoundError as error:
         raise ProbeError(f"measuring needs {error.name}", "pip install 'planner[probe]'") from None
     from planner.profile.build_profile import profile_of
@@ -62,8 +62,8 @@ def profile_command(
         raise SpecError(f"--budget {budget:g}: must be positive", "seconds for all kernels, such as 120")
     kind, ranks = _device(device), Ranks.of_torchrun()
     if ranks is not None and ranks.rank:  # the first rank measures, writes and tells
-        shapes = shapes_to_measure(kind, quick)
-        exchange_rows(kind, ranks, shapes.exchanged_bytes, shapes.steady_s)
+        shapes, wait_s = shapes_to_measure(kind, quick), WAIT_S + (budget or 0.0)
+        exchange_rows(kind, ranks, shapes.exchanged_bytes, shapes.steady_s, wait_s=wait_s)
         return
     refuse_to_overwrite(output, force)
     record = _measured(kind, quick, budget, output, ranks)

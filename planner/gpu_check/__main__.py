@@ -36,6 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--hardware", metavar="NAME", help="hold stages against this profile [the GPU's own]")
     parser.add_argument("--seconds", type=float, default=BUDGET_S, help="time for all parts [%(default)g]")
     parser.add_argument("--stages", type=int, metavar="N", help="run the first N stages only [all]")
+    parser.add_argument("--after", type=int, default=0, metavar="N", help="only stages, without the first N")
     parser.add_argument("-o", "--output", default=PAGE, help="the page; numbers go beside it as .json [%(default)s]")
     parsed = parser.parse_args(arguments)
     numbers = str(Path(parsed.output).with_suffix(".json"))
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str]) -> None:
         )
 
     hardware = None if parsed.hardware is None else load_hardware(parsed.hardware)
-    report = Check(device, parsed.seconds, save, hardware, CASES[: parsed.stages]).run()
+    cases = CASES[parsed.after : parsed.stages]
+    report = Check(device, parsed.seconds, save, hardware, cases, only_stages=parsed.after > 0).run()
     print(page(report))
     if report.exit_code:
         raise Missed(f"{parsed.output}: {said(report)}", report.exit_code)

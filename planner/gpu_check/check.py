@@ -47,9 +47,12 @@ class Check:
         hardware: HardwareSpec | None = None,
         cases: Sequence[StageCase] = CASES,
         stand_in: str | None = None,
+        only_stages: bool = False,
     ) -> None:
         """`save` is called after every part. `hardware`: a profile in place of the one that ships for this GPU.
-        `stand_in` names what takes a GPU's place; a CPU is one by itself."""
+        `stand_in` names what takes a GPU's place; a CPU is one by itself. `only_stages`: neither profile nor pipeline,
+        which a check before this one ran."""
+        self.only_stages = only_stages
         self.device, self.budget, self.save, self.cases = device, Budget(budget_s), save, cases
         self.small, self.start_s = device == "cpu", START_S
         require_gpu(device)
@@ -71,17 +74,19 @@ class Check:
 
     def run(self) -> GpuCheck:
         """Run all parts. Raises ProbeError if there is no profile that a stage could be predicted with."""
-        self.profile()
+        if not self.only_stages:
+            self.profile()
         if not self.sources:
+            why = "".join(f": {part.detail}" for part in self.report.parts)
             raise ProbeError(
-                f"no profile ships for {self.machine.name}, and none could be measured: {self.report.parts[0].detail}",
+                f"no profile ships for {self.machine.name}, and none was measured{why}",
                 "name the profile of a GPU like it: --hardware h100",
             )
         basis = next(iter(self.sources))
         self.report = self.report.model_copy(update={"basis": basis, "hardware": self.sources[basis].name})
         for number, case in enumerate(self.cases):
             self.stage(case)
-            if number == 0:
+            if number == 0 and not self.only_stages:
                 self.pipeline()
         return self.report
 

@@ -24,6 +24,7 @@ from planner.probe.result import ComparedQuantity, ProbeResult, RankResult
 from planner.probe.run import Device
 from planner.probe.verdict.compare import compare_stage
 from planner.probe.verdict.conditions import load_in_words
+from planner.probe.verdict.kernels import seen_kernels
 from planner.profile.record import Machine
 from planner.profile.this_machine import machine_of
 from planner.specs.hardware import HardwareSpec
@@ -154,8 +155,8 @@ def circumstances(result: ProbeResult) -> str:
 
 
 def compared_with(plan: Plan, stage: int, ranks: tuple[RankResult, ...]) -> list[ComparedQuantity]:
-    """The measurements of a stage alone beside the plan's price of it in eager torch."""
-    eager = in_eager_torch(plan)
+    """The measurements of a stage alone beside the plan's price of it in eager torch, with the attention that ran."""
+    eager = in_eager_torch(plan, seen_kernels(ranks))
     return compare_stage(eager, eager, stage, ranks, None, alone=True)
 
 

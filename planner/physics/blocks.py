@@ -132,7 +132,10 @@ def norm(
     passes, kernels = (1, 1) if runtime.fused_norm else (9, 6)
     statistics = FP32 * tokens * (2 if model.norm == "layernorm" else 1)
     saved = [Saved("statistics", statistics)]
-    if saves_input:
+    if runtime.is_runner and not runtime.fused_norm and model.norm == "rmsnorm":
+        # torch before 2.9: the input in fp32, and the normalized rows before their weight
+        saved.append(Saved("input", (FP32 + BF16) / BF16 * num_bytes))
+    elif saves_input:
         saved.append(Saved("input", num_bytes))
     if saves_output:
         saved.append(Saved("output", num_bytes, modules, gemm_input=output_is_cast))

@@ -302,7 +302,8 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     FLOPs · (1 + ramp_keys / width) / rate + tail · (one tile row's FLOPs) / (rate / num_sms) + launches, where rate =
     fraction · peak · d / (d + half_head_dim), normalised to d = 128, and width is the most keys that a query meets.
     Where ranks share a sequence, the ramp and the tile row are those of the block on the diagonal: the other blocks are
-    rectangles, in which all tile rows take the same time. The backward computes QKᵀ again: it takes
+    rectangles, in which all tile rows take the same time (for a kernel that takes them all, see `_ramped_keys`). The
+    backward computes QKᵀ again: it takes
     2·(3·d_qk + 2·d_v) FLOPs a score, not 2·(d_qk + d_v). Tail and launches are those of each of `count` kernels.
     """
     if kernel.startswith("sdpa"):
@@ -330,6 +331,19 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
         rows = scores * (1 + ramp / ramped) + tail
         seconds.append(slow * 2 * dims * rows / (fraction * rate) + op.count * kernels * launch_s(hardware))
     return seconds[0], seconds[1]
+
+
+def _ramped_keys(op: Operator, diagonal: Number) -> tuple[Number, Number]:
+    """The keys over which the ramp of the forward, and of the backward, is spread: those of the block on the diagonal.
+
+    A kernel that takes a part of the queries with all keys before them pays the ramp once for each row of queries in
+    the forward, and for each row of keys in the backward, which FlashAttention-2 runs over keys (arXiv:2307.08691
+    §3.2). A square has as many of either, and half of its scores: there these are its side.
+    """
+    is_part = (op.count > 1) & (op.window == 0)
+    seen = op.kv_len * op.attended_fraction
+    seeing = op.count * op.q_len * seen / (op.kv_len + op.q_len)
+    return np.where(is_part, 2 * seen, diagonal), np.where(is_part, 2 * seeing, diagonal)
 
 
 def _torch_attention_s(op: Operator, hardware: HardwareSpec, taken: str) -> tuple[Number, Number]:

@@ -91,7 +91,7 @@ def nvidia_state(uuid: str) -> Fields:
                 if len(values) == len(NVIDIA_FIELDS) + 1:  # else an error about a name that this driver does not know
                     processes = _csv([*chosen, "--query-compute-apps=pid,process_name,used_gpu_memory"])
                     return _nvidia_fields(values) | _others(
-                        [(row[0], row[1], _number(row[2])) for row in processes if len(row) == 3 and row[0].isdigit()]
+                        [(row[0], ",".join(row[1:-1]), _number(row[-1])) for row in processes if row[0].isdigit()]
                     )
     except (OSError, subprocess.TimeoutExpired):  # a driver that does not answer is not asked again
         pass
@@ -110,7 +110,7 @@ def _csv(command: list[str]) -> list[list[str]]:
     ran = subprocess.run(
         [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=MOST_S, check=False
     )
-    return [[cell.strip() for cell in row] for row in csv.reader(ran.stdout.splitlines())]
+    return [[cell.strip() for cell in row] for row in csv.reader(ran.stdout.splitlines()) if row]
 
 
 def _number(text: str) -> float | None:

@@ -87,8 +87,6 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-FUSED_NORMS_SINCE = (2, 9)
-"""The first version of torch whose GPUs run RMSNorm as one kernel (pytorch/pytorch#153666)."""
 CUDA_ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
 """Architecture by major compute capability."""
 GROUPED_ARCHITECTURES = ("hopper", "blackwell")

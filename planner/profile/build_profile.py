@@ -21,6 +21,7 @@ from planner.profile.kernel_problems import (
     stream_problem,
 )
 from planner.profile.probe_calibration import chunk_costs
+from planner.profile.probed.doubt import step_width
 from planner.profile.record import Machine, Record
 from planner.profile.shapes_to_measure import StageShape, shapes_to_measure
 from planner.profile.tables import Table
@@ -53,6 +54,8 @@ IN_STAGES: dict[Device, dict[str, Bounds]] = {
     },
 }
 """The numbers that only whole stages show and that are fitted to them."""
+STAGES = "stage"
+"""The table of whole stages, whose errors say how sure the profile is of a step."""
 VENDORS = {"nvidia", "amd", "tesla", "instinct", "geforce"}
 """Words of a device's name that do not tell it from others of its vendor."""
 
@@ -69,6 +72,7 @@ def profile_of(record: Record) -> Profiled:
     machine, known = record.measured.machine, known_profile(record.measured.machine)
     hardware, residuals = _bare(record, known), list[tuple[str, Residuals]]()
     hardware = hardware.model_copy(update={"efficiency": _start(record, known)})
+    changes: dict[str, Any] = {"evidence": "measured", "source": _source(record, known), "step_width": None}
     for problem in _problems(record):
         values = fit(problem, hardware)
         hardware = hardware_with(hardware, values)
@@ -77,11 +81,13 @@ def profile_of(record: Record) -> Profiled:
         residuals += [
             (f"{problem.name} {label}".strip(), Residuals.of(errors[labels == label])) for label in np.unique(labels)
         ]
-    source = _source(record, known)
-    efficiency = hardware.efficiency.model_copy(update={"evidence": "measured", "source": source})
+        if problem.name == STAGES:
+            passes = errors[labels != "optimizer"]
+            changes["step_width"] = step_width(float(np.sqrt(np.mean(passes**2))), len(passes))
+    efficiency = hardware.efficiency.model_copy(update=changes)
     tiers, link_residuals = measured_tiers(record, known)
-    changes = {"efficiency": efficiency, "tiers": tiers, "reserved": _reserved(machine, hardware.reserved)}
-    data = _rounded(hardware.model_copy(update=changes).model_dump())
+    parts = {"efficiency": efficiency, "tiers": tiers, "reserved": _reserved(machine, hardware.reserved)}
+    data = _rounded(hardware.model_copy(update=parts).model_dump())
     return Profiled(HardwareSpec.model_validate(data), residuals + link_residuals)
 
 
@@ -191,7 +197,7 @@ def stage_problem(record: Record, table: Table) -> FitProblem:
 
     ways = ("forward", "backward", "optimizer")
     return FitProblem(
-        name="stage",
+        name=STAGES,
         num_guesses=1,
         free=IN_STAGES[device],
         predict=predict,

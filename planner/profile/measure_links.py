@@ -116,13 +116,18 @@ def _child(folder: Path, device: Device, ranks: Ranks, sizes: tuple[int, ...], s
 
 
 def exchange_rows(
-    device: Device, ranks: Ranks, sizes: Sequence[int], steady_s: float = 0.0, store: Any = None
+    device: Device,
+    ranks: Ranks,
+    sizes: Sequence[int],
+    steady_s: float = 0.0,
+    store: Any = None,
+    wait_s: float = WAIT_S,
 ) -> list[MeasuredRow]:
     """Seconds of each exchange on the slowest rank, each timed for at least `steady_s`. Tier 0 is within a machine,
     tier 1 between ranks with the same number on all machines.
 
-    All ranks call it. Without a store they meet at torchrun's address. In tier 1 every port of a machine is busy at
-    once.
+    All ranks call it, and wait for each other at most `wait_s`. Without a store they meet at torchrun's address. In
+    tier 1 every port of a machine is busy at once.
     """
     if device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
@@ -134,7 +139,7 @@ def exchange_rows(
         store=store,
         rank=ranks.rank,
         world_size=ranks.size,
-        timeout=timedelta(seconds=WAIT_S),
+        timeout=timedelta(seconds=wait_s),
     )
     try:
         return list(_rows(device, ranks, sizes, steady_s))

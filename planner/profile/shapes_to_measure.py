@@ -87,7 +87,7 @@ _WEIGHTS = (
 )  # fmt: skip
 """n × k of the layers of models from 1B to 405B, whole and sharded."""
 GPU = ShapesToMeasure(
-    budget_s=360.0,  # 306 figures of 1 s, a twentieth of that before each, a tenth for those that vary
+    budget_s=360.0,  # 302 figures of 1 s, a twentieth of that before each, a tenth for those that vary
     products=tuple((m, n, k) for m in (1024, 2048, 4096, 8192) for n, k in _WEIGHTS),
     attentions=tuple(
         AttentionShape(batch, seq, heads, min(8, heads), dim, v_dim)

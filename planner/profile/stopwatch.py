@@ -61,9 +61,9 @@ class Stopwatch:
     def _repeated(self, call: Callable[[], object], repeats: Repeats, guess_s: float) -> list[float]:
         """Seconds of calls, round after round, until they suffice."""
         seconds: list[float] = []
-        began_s = time.perf_counter()
+        began_s, round_s = time.perf_counter(), min(ROUND_S, repeats.most_s)
         while True:
-            seconds += self._round(call, max(FEWEST, min(MOST_IN_ROUND, int(ROUND_S / max(guess_s, 1e-9)))))
+            seconds += self._round(call, max(FEWEST, min(MOST_IN_ROUND, int(round_s / max(guess_s, 1e-9)))))
             total_s = max(sum(seconds), time.perf_counter() - began_s)  # short kernels wait for the host
             if repeats.suffice(len(seconds), total_s, partial(spread_fraction, seconds)):
                 return seconds

@@ -86,8 +86,7 @@ def _panel(view: View) -> Panel:
     if view.fit:
         lines.append(Text(view.fit))
     if view.corrected:
-        first, *rest = view.corrected
-        lines += map(Text, _packed((f"probed: {first}", *rest)))
+        lines += map(Text, _packed((f"probed: {view.corrected[0]}", *view.corrected[1:])))
     lines += ["", _figures(view.figures)]
     if view.sustained is not None:
         lines.append(Text(f"{view.sustained.name} {view.sustained.text}"))

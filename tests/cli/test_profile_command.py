@@ -59,7 +59,11 @@ def test_profile_plan_probe_compare_and_plan_again(
     assert {"forward", "backward", "step"} <= judged, "a CPU's seconds are judged where the profile is a CPU's"
     capsys.readouterr()
     assert main(["evaluate", *job, "--pp", "2", "--calibration", str(probe), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["best"]["evidence"] == "probed"
+    answer = json.loads(capsys.readouterr().out)
+    listed = {row["name"]: row["verdict"] for row in answer["cluster"]["hardware"]["corrections"]}
+    assert {"products", "memory-bound kernels", "host per micro-batch"} <= listed.keys()
+    # a busy machine may leave more unexplained than it explains
+    assert (answer["best"]["evidence"] == "probed") == (listed["products"] != "refused")
     assert main(["rebalance", str(plan), str(probe), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert sum(stage["num_layers_after"] for stage in data["stages"]) == 4

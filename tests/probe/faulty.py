@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import shutil
 import signal
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +16,6 @@ import torch
 import torch.distributed as dist
 
 from planner import files
-from planner.cli import main
-from planner.errors import ProbeError
-from planner.probe.launch.stages import run_stages
 from planner.probe.model.chunk import Chunk
 from planner.probe.rank import reference
 from planner.probe.rank.clock import Clock
@@ -30,9 +23,7 @@ from planner.probe.rank.gradients import FlatParameters
 from planner.probe.rank.pipeline import RankPipeline
 from planner.probe.rank.training import Trainer
 from planner.probe.rank.wires import GroupWires
-from planner.probe.result import MeasuredRun, RankResult
-from planner.probe.run import ProbeRun
-from planner.probe.worker import status, worker
+from planner.probe.worker import worker
 from planner.probe.worker.process import rank_process
 from planner.probe.worker.stage_worker import stage_process
 from planner.probe.worker.worker import Worker
@@ -49,7 +40,7 @@ def _mark() -> None:
         Path(mark).write_text(str(time.time()))
 
 
-def _at(action_text: str, fault: Callable[[], None]) -> None:
+def at(action_text: str, fault: Callable[[], None]) -> None:
     """Have `fault` happen when the rank comes to an action; to one of the first micro-batch, when it rehearses."""
     healthy = RankPipeline.run
 
@@ -62,46 +53,46 @@ def _at(action_text: str, fault: Callable[[], None]) -> None:
     RankPipeline.run = run  # type: ignore[method-assign]
 
 
-def _out_of_memory() -> None:
+def out_of_memory_error() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of …")
 
 
-def _raise() -> None:
+def raise_error() -> None:
     raise RuntimeError("boom\nand more")
 
 
 def killed(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
-        _at("1F1", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        at("1F1", lambda: os.kill(os.getpid(), signal.SIGKILL))
     rank_process(folder, rank, local_rank)
 
 
 def raising(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
-        _at("1B1", _raise)
+        at("1B1", raise_error)
     rank_process(folder, rank, local_rank)
 
 
 def out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
-        _at("1F1", _out_of_memory)
+        at("1F1", out_of_memory_error)
     rank_process(folder, rank, local_rank)
 
 
 def stage_out_of_memory(folder: Path, rank: int, local_rank: int, **options: int) -> None:
-    _at("1F0", _out_of_memory)
+    at("1F0", out_of_memory_error)
     stage_process(folder, rank, local_rank, **options)
 
 
 def aborted(folder: Path, rank: int, local_rank: int) -> None:
     """One rank raises; the other is aborted, as NCCL's watchdog does where a peer is gone."""
-    _at("1B1", _raise) if rank == SICK_RANK else _at("0B1", os.abort)
+    at("1B1", raise_error) if rank == SICK_RANK else at("0B1", os.abort)
     rank_process(folder, rank, local_rank)
 
 
 def hanging(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
-        _at("1F1", lambda: time.sleep(1000))
+        at("1F1", lambda: time.sleep(1000))
     rank_process(folder, rank, local_rank)
 
 
@@ -196,11 +187,11 @@ def full_disk(folder: Path, rank: int, local_rank: int) -> None:
 
 def leaving_its_pid(folder: Path, rank: int, local_rank: int) -> None:
     (folder.parent / f"pid{rank}").write_text(str(os.getpid()))
-    _at("1F1", lambda: time.sleep(1000))
+    at("1F1", lambda: time.sleep(1000))
     rank_process(folder, rank, local_rank)
 
 
-def _stop() -> None:
+def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -212,7 +203,7 @@ def _stopping_in(module: Any, name: str) -> Callable[[], None]:
 
         def stop_first(*args: Any, **kwargs: Any) -> Any:
             _mark()
-            _stop()
+            stop()
             return healthy(*args, **kwargs)
 
         setattr(module, name, stop_first)
@@ -224,7 +215,7 @@ STOPS = {
     "build": _stopping_in(Worker, "build"),
     "reference": _stopping_in(worker, "compute_reference"),
     "rehearsal": _stopping_in(Trainer, "rehearse"),
-    "step": lambda: _at("1F1", _stop),
+    "step": lambda: at("1F1", stop),
     "exchanges": _stopping_in(worker, "measure_exchanges"),
 }
 """Faults that stop a rank's process (SIGSTOP), by the phase in which they do."""
@@ -248,6 +239,13 @@ def slow_reference(folder: Path, rank: int, local_rank: int, batch_s: float = 0.
     rank_process(folder, rank, local_rank)
 
 
+def without_memory(folder: Path, rank: int, local_rank: int) -> None:
+    """The host's allocator refuses a rank's weights."""
+    if rank == SICK_RANK:
+        Worker.build = lambda *_: torch.empty(2**60)  # type: ignore[method-assign,assignment,return-value]
+    rank_process(folder, rank, local_rank)
+
+
 def nccl_says(last_error: str, kind: str = "unhandled system error") -> None:
     """Raise what torch raises where NCCL fails."""
     raise dist.DistBackendError(
@@ -259,67 +257,11 @@ def nccl_says(last_error: str, kind: str = "unhandled system error") -> None:
 
 def nccl_fails(folder: Path, rank: int, local_rank: int, last_error: str = "") -> None:
     if rank == SICK_RANK:
-        _at("1F1", lambda: nccl_says(last_error))
+        at("1F1", lambda: nccl_says(last_error))
     rank_process(folder, rank, local_rank)
 
 
 def removing_its_folder(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
-        _at("1F1", lambda: shutil.rmtree(folder))
+        at("1F1", lambda: shutil.rmtree(folder))
     rank_process(folder, rank, local_rank)
-
-
-def joined_out_of_memory() -> None:
-    _at("1F1", _out_of_memory)
-
-
-def joined_raising() -> None:
-    _at("1B1", _raise)
-
-
-def impatient() -> None:
-    """A watch that allows phases before the first step no more time than steps."""
-    status.START_TIMEOUT_S = 0.0
-
-
-def joined_stopped() -> None:
-    impatient()
-    STOPS["build"]()
-
-
-def joined_rank(arguments: Sequence[str], environment: Mapping[str, str], outputs: Sequence[str], fault: Any) -> None:
-    """A rank as torchrun starts it, in a process that has imported torch already; `fault` happens to it first."""
-    os.environ.update(environment)
-    tempfile.tempdir = os.path.dirname(outputs[0])
-    for number, path in enumerate(outputs, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    torch.set_num_threads(1)
-    if fault is not None:
-        fault()
-    sys.exit(main(list(arguments)))
-
-
-def stage_as_told(run: ProbeRun, child: Any, ranks: Sequence[int], failing: Sequence[int]) -> MeasuredRun:
-    """A launcher that measures nothing: stages of `failing` fail, all others say on which device they would run."""
-    stage = run.place(ranks[0]).pp
-    if stage in failing:
-        raise ProbeError(f"stage {stage} failed", "mend it")
-    rank = RankResult(
-        rank=ranks[0], stage=stage, dp=0, tp=0, torch_version="", device_name=f"GPU {child.keywords['first_device']}",
-        num_parameters=0, steps=(), actions=(), peak_in_flight_chunks=0,
-    )  # fmt: skip
-    return MeasuredRun(run=run, ranks=(rank,))
-
-
-def spread_stages(
-    run: ProbeRun, stages: Sequence[int], environment: Mapping[str, str], failing: Sequence[int], answer: Path
-) -> None:
-    """One rank of torchrun among which stages are spread; it writes what it was given."""
-    os.environ.update(environment)
-    try:
-        measured = run_stages(run, stages, partial(stage_as_told, failing=failing))
-    except ProbeError as error:
-        answer.write_text(error.message)
-        return
-    said = None if measured is None else [(one.ranks[0].stage, one.ranks[0].device_name) for one in measured]
-    answer.write_text(json.dumps(said))

@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
         name = "fastest" if kernel == "cudnn" else "flash"
         runtime = self.prices.runtime.model_copy(update={"attention_kernel": name})
         seconds = compute.operator_seconds(square, self.prices.cluster.hardware, "bf16", runtime)[backward]
-        # the rectangle before the block has no ramp and no ragged end: its rate is that of endless sequences
+        # the rectangle before the block has no ragged end; its ramp is that of its keys, over which the backward runs
         seen = min(keys - queries, window) if window else keys - queries
         if seen:
             long = Operator(
@@ -246,7 +246,9 @@ class Recorder(TorchDispatchMode):
                 qk_dim=q.shape[3], v_dim=v.shape[3],
             )  # fmt: skip
             long_s = compute.operator_seconds(long, self.prices.cluster.hardware, "bf16", runtime)[backward]
-            seconds = seconds + long_s * q.shape[0] * queries * seen / 2**47
+            kernels = self.prices.cluster.hardware.efficiency.kernel(name)
+            ramp = kernels.backward_ramp_keys / 2 if backward and not window else 0
+            seconds = seconds + long_s * q.shape[0] * (queries + ramp) * seen / 2**47
         return float(seconds) * self.prices.slow.get("attention", 1.0)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
+from planner.physics.blocks import norm
 from planner.profile.stage_problem import measured_model
 from planner.profile.tables import read_table
 from planner.schedule.orders import build_schedule
@@ -22,12 +23,12 @@ from small_plans import plan_of  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from planner.cli import main  # noqa: E402
+from planner.probe.plan_side.eager import EAGER, fuses_norms  # noqa: E402
 from planner.probe.rehearse.account import BytesAlive  # noqa: E402
 from planner.probe.rehearse.count import count_stage  # noqa: E402
 from planner.probe.rehearse.rehearse import rehearse  # noqa: E402
 from planner.probe.rehearse.result import RehearsalResult  # noqa: E402
 from planner.probe.run import ChunkSpec, ProbeRun  # noqa: E402
-from planner.probe.torch_build import FUSED_NORMS_SINCE, torch_release  # noqa: E402
 
 INT64 = 8
 QUICK = (5, 10)
@@ -77,7 +78,7 @@ def measured_run(row: int) -> tuple[ProbeRun, dict[str, int]]:
     return run, cells
 
 
-@pytest.mark.skipif(torch_release() < FUSED_NORMS_SINCE, reason="the H200 ran torch 2.11, whose norms are one kernel")
+@pytest.mark.skipif(not fuses_norms(), reason="the H200 ran torch 2.11, whose norms are one kernel")
 @pytest.mark.parametrize("row", QUICK)
 def test_a_count_is_what_an_h200_measured(row: int) -> None:
     """The peaks are within 0.1%; that program had a micro-batch's tokens before the first step, this one has all of a
@@ -160,7 +161,6 @@ def small(model: dict[str, Any], layout: dict[str, Any]) -> Plan:
     return plan_of(spec, num_gpus, 1024, 8 * int(sizes["dp"]), **sizes)
 
 
-@pytest.mark.skipif(torch_release() < FUSED_NORMS_SINCE, reason="norms of several kernels keep more")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_layer_takes_the_bytes_that_it_is_priced_at(kind: str) -> None:
     result = rehearse(small(*KINDS[kind]), "all")
@@ -169,6 +169,21 @@ def test_every_kind_of_layer_takes_the_bytes_that_it_is_priced_at(kind: str) -> 
     assert layers
     for one in layers:
         assert one.measured == pytest.approx(one.predicted, rel=2e-3)
+
+
+def test_norms_of_several_kernels_keep_more() -> None:
+    """torch 2.6 keeps the input in fp32 and the rows before their weight, as saved_tensors_hooks show there."""
+    assert [fuses_norms(version) for version in ("2.6.0", "2.8.0+cu128", "2.9.1", "2.10.0a0")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    model, rows = ModelSpec(name="small", **SIZES), 1024
+    fused, unfused = (
+        norm("norm", 512, rows, model, EAGER.model_copy(update={"fused_norm": is_fused})) for is_fused in (True, False)
+    )
+    assert unfused.saved_bytes() - fused.saved_bytes() == 4 * rows * 512
 
 
 def test_the_command_counts_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from planner.specs.registry import load_model
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from fake_gpus import H200, fake_gpu  # noqa: E402
 from small_plans import plan_of  # noqa: E402
 
 from planner.cli.probe_report import render  # noqa: E402
@@ -31,6 +33,8 @@ from planner.probe.result import (  # noqa: E402
     TimedExchange,
 )
 from planner.probe.verdict.conditions import conditions_of  # noqa: E402
+from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.worker.stage_worker import StageWorker  # noqa: E402
 
 SMI = """#!/bin/sh
 echo "$@" >> {log}
@@ -276,3 +280,24 @@ def test_a_report_says_how_gpus_were_and_what_a_contradiction_is_worth() -> None
     agreed = report(off.model_copy(update={"agrees": True}), hot)
     assert "clocks were lowered" in agreed
     assert agreed.endswith("the run agrees with the plan")
+
+
+def test_a_stage_on_a_gpu_is_measured_by_seconds_and_looked_at_three_times(
+    smi: Any, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(("1f1b", 2, 1, 2), check=False, num_steps=3, warm_up_steps=2, dtype="bfloat16")
+    run = run.model_copy(update={"device": "cuda", "steady_s": 4.0, "most_s": 8.0})
+    (tmp_path / RUN_FILE).write_text(run.model_dump_json())
+    for name in ("UNDER_LOAD_AFTER_S", "SETTLED_S"):
+        monkeypatch.setattr(device_state, name, 0.0)
+    with fake_gpu(replace(H200, uuid="7"), monkeypatch):
+        smi()
+        StageWorker(tmp_path, 1, 0).main()
+    rank = RankResult.model_validate_json((tmp_path / RESULT_FILE.format(1)).read_text())
+    assert [(state.when, state.power_w) for state in rank.device_states] == [
+        ("before", 697.5), ("within", 697.5), ("after", 697.5)
+    ]  # fmt: skip
+    assert sum(step.step_s for step in rank.steps) >= 4.0
+    assert rank.chunks[0].weight_grad_s == pytest.approx(0.1)
+    busy, hot = conditions_of([rank])
+    assert ("busy before" in busy.text, "software thermal slowdown" in hot.text) == (True, True)

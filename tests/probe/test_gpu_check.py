@@ -49,8 +49,8 @@ def launch_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         (folder / RUN_FILE).write_text(run.model_dump_json())
         store, results = Neighbours(), []
         for rank in ranks or range(run.world_size):
-            alone = child is not None  # else a rank among others
-            worker = StageWorker(folder, rank, rank) if alone else Worker(folder, rank, rank, local=True)
+            is_alone = child is not None  # else a rank among others
+            worker = StageWorker(folder, rank, 0) if is_alone else Worker(folder, rank, rank, local=True)
             monkeypatch.setattr(worker, "meet", lambda: store)
             with fake_group(monkeypatch):
                 worker.main()
@@ -81,7 +81,7 @@ def on_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def checked(cases: Sequence[StageCase] = QUICK, **options: Any) -> tuple[GpuCheck, list[GpuCheck]]:
     """The report of a check on fake GPUs, and what was saved of it."""
     saved: list[GpuCheck] = []
-    check = Check("cuda", options.pop("budget_s", 600.0), saved.append, cases=cases, stand_in="a fake GPU")
+    check = Check("cuda", options.pop("budget_s", 600.0), saved.append, cases=cases, stand_in="a fake GPU", **options)
     return check.run(), saved
 
 
@@ -148,6 +148,8 @@ def test_what_no_time_or_no_memory_is_left_for_is_named(on_h200: None) -> None:
     large = StageCase("llama3-8b", 32, 8192, pp=1, dp=1, microbatches=4)
     report, _ = checked([large])
     assert "GiB of 139.8" in report.parts[1].detail
+    report, _ = checked(QUICK[:1], budget_s=1.0, only_stages=True)
+    assert [part.kind for part in report.parts] == ["stage"], "neither profile nor pipeline"
     report, _ = checked(QUICK[:1], budget_s=1.0)
     assert {part.status for part in report.parts[1:]} == {"left out"}
     assert "no time" in report.parts[-1].detail

@@ -18,7 +18,7 @@ from tiny import TINY
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-import faulty
+import faulty_joined
 
 from planner.layout.evaluate import evaluate
 from planner.probe.launch.joined import first_host, joins_others
@@ -66,7 +66,7 @@ class Joined:
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
         environment = {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in variables.items()}}
         self.process = process_context().Process(
-            target=faulty.joined_rank, args=(arguments, environment, list(map(str, self.outputs)), fault)
+            target=faulty_joined.rank, args=(arguments, environment, list(map(str, self.outputs)), fault)
         )
         self.process.start()
 
@@ -135,7 +135,7 @@ def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str, tmp_path: Pat
 
 
 def test_out_of_memory_is_a_result(plan_file: str) -> None:
-    lost, failed = [rank.end() for rank in joined(plan_file, faults=[None, faulty.joined_out_of_memory])]
+    lost, failed = [rank.end() for rank in joined(plan_file, faults=[None, faulty_joined.out_of_memory])]
     assert (lost[0], failed[0]) == (5, 6)
     result = ProbeResult.model_validate_json(failed[1])
     assert result.out_of_memory is not None
@@ -148,7 +148,7 @@ def test_out_of_memory_is_a_result(plan_file: str) -> None:
 
 
 def test_a_traceback_is_shown_where_it_is_asked_for(plan_file: str) -> None:
-    ended = [rank.end() for rank in joined(plan_file, "--debug", faults=[None, faulty.joined_raising])]
+    ended = [rank.end() for rank in joined(plan_file, "--debug", faults=[None, faulty_joined.raising])]
     assert [code for code, _, _ in ended] == [5, 5]
     assert "error: rank 1 (stage 1, dp 0, cp 0, tp 0) failed in step 0, at 1B1" in ended[1][2]
     for _, _, told in ended:
@@ -158,7 +158,7 @@ def test_a_traceback_is_shown_where_it_is_asked_for(plan_file: str) -> None:
 
 def test_a_rank_that_waits_names_the_one_that_stopped(plan_file: str) -> None:
     """The process of rank 1 stops while it builds; rank 0, which no launcher watches, waits for its channels."""
-    waiting, stopped = joined(plan_file, "--timeout", "2.5", faults=[faulty.impatient, faulty.joined_stopped])
+    waiting, stopped = joined(plan_file, "--timeout", "2.5", faults=[faulty_joined.impatient, faulty_joined.stopped])
     try:
         code, out, told = waiting.end()
     finally:
@@ -172,7 +172,7 @@ def test_a_rank_that_waits_names_the_one_that_stopped(plan_file: str) -> None:
 
 def test_what_torchrun_ends_leaves_no_folder(plan_file: str) -> None:
     """SIGTERM reaches a rank that waits for another in a call that does not return to Python."""
-    waiting, stopped = joined(plan_file, faults=[None, faulty.joined_stopped])
+    waiting, stopped = joined(plan_file, faults=[None, faulty_joined.stopped])
     folder = Path(plan_file).parent
     until(lambda: any("channels" in status.read_text() for status in folder.glob("plan-probe-*/rank0.status")))
     os.kill(waiting.process.pid or 0, signal.SIGTERM)
@@ -198,7 +198,7 @@ def test_stages_are_spread_over_ranks_and_gathered_on_the_first(
     paths = [tmp_path / f"answer{rank}" for rank in range(4)]
     ranks = [
         process_context().Process(
-            target=faulty.spread_stages,
+            target=faulty_joined.spread_stages,
             args=(run, (0, 1, 2), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}, failing, path),
         )
         for rank, path in enumerate(paths)

@@ -49,6 +49,17 @@ def test_a_gpu_of_the_same_silicon_with_another_memory_is_another_gpu() -> None:
     assert hint == "probe on h200-sxm-141gb, or plan with --hardware h100-sxm-80gb"
 
 
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("NVIDIA H100 PCIe", "h100"), ("NVIDIA H100 NVL", "h100"), ("NVIDIA A100-PCIE-40GB", "a100-sxm-40gb")],
+)
+def test_a_card_is_another_gpu_than_the_one_on_a_board(device: str, name: str) -> None:
+    hardware = load_hardware(name)
+    said, _ = objection_to_device(device, "2.9", hardware) or ("", "")
+    assert said == f"ran on {device}, which is another GPU than {hardware.name}"
+    assert objection_to_device("NVIDIA A100-PCIE-40GB", "2.9", load_hardware("a100-pcie")) is None
+
+
 def test_a_profile_of_the_users_own_may_have_any_name_and_has_its_silicon() -> None:
     ours = load_hardware("h100").model_copy(update={"name": "our-cluster", "aliases": ()})
     assert objection_to_device("NVIDIA H100 80GB HBM3", "2.9", ours) is None

@@ -120,7 +120,7 @@ def test_one_slow_gpu_of_many_corrects_no_profile() -> None:
     assert fitted["gemm_factor"] == pytest.approx(1.0, abs=0.02)
 
 
-@pytest.mark.parametrize(("noise", "verdict"), [(0.0, "corrected"), (0.05, "confirmed")])
+@pytest.mark.parametrize(("noise", "verdict"), [(0.0, "corrected"), (0.05, "confirmed"), (0.2, "refused")])
 def test_what_is_less_than_noise_is_no_correction(noise: float, verdict: str) -> None:
     shares = random_shares(np.random.default_rng(0), 6)
     _, found = weighed(shares, 1.04 * shares.sum(axis=1), list("abcdef"), noise=noise)

@@ -292,6 +292,25 @@ def test_what_proves_nothing_about_speed_is_refused(changes: dict[str, Any], mes
         from_probe(result, plan.cluster)
 
 
+def test_a_machine_as_the_profile_has_it_is_confirmed() -> None:
+    plan = make_plan()
+    calibration = from_probe(measured_on(plan, plan.cluster), plan.cluster)
+    assert calibration.gemm_factor is not None
+    assert calibration.gemm_factor.verdict == "confirmed"
+    after = calibration.of_cluster(plan.cluster).hardware.efficiency
+    assert (after.evidence, after.gemm_factor, after.flash.seconds_factor) == ("probed", 1.0, 1.0)
+    assert 0.07 < (after.step_width or 0.0) < 0.09
+
+
+def test_one_rank_on_another_gpu_is_enough_to_correct_nothing() -> None:
+    plan = make_plan()
+    result = measured_on(plan, plan.cluster)
+    *first, last = result.ranks
+    mixed = (*first, last.model_copy(update={"device_name": "NVIDIA H100 80GB HBM3"}))
+    with pytest.raises(SpecError, match="ran on NVIDIA H100 80GB HBM3, which is another GPU"):
+        from_probe(result.model_copy(update={"ranks": mixed}), plan.cluster)
+
+
 @pytest.mark.parametrize("is_fault", [True, False])
 def test_seconds_of_a_gpu_that_was_too_hot_or_busy_correct_nothing(is_fault: bool) -> None:
     plan = make_plan()

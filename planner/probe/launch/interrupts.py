@@ -43,6 +43,7 @@ def removed_when_ended(folder: Path) -> Iterator[None]:
 
     def end() -> None:
         number = os.read(reader, 1)
+        os.close(reader)
         if number:
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(128 + number[0])

@@ -96,9 +96,9 @@ class _StartedRanks:
         if rank is None:
             return
         self._dump_stacks()
-        hint = f"{SILENT_HINT}; " if ranks[rank].is_silent else ""
+        hint = f"{SILENT_HINT}; " if ranks[rank].is_silent(self.run.timeout_s) else ""
         raise ProbeError(
-            f"{self._name(rank)} {ranks[rank].hang()}",
+            f"{self._name(rank)} {ranks[rank].hang(self.run.timeout_s)}",
             f"{hint}stacks and logs of all ranks are in {self.folder}; --timeout gives slow ranks longer",
         )
 

@@ -5,13 +5,17 @@ Measurements are compared with this price, whatever trainer and dtype the plan i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.replan import layout_again, reprice
 from planner.probe.plan_side.chunks import recompute_modules
+from planner.schedule.orders import SCHEDULES
 from planner.specs.training import TrainingSpec
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
@@ -19,6 +23,8 @@ from planner.trainers.torch_attention import torch_took
 
 EAGER = load_runtime("torch-eager").model_copy(update={"clips_gradients": True})
 """The trainer that a probe's ranks are: eager torch that clips gradients."""
+FUSED_NORMS_SINCE = (2, 9)
+"""The first version of torch whose GPUs run RMSNorm as one kernel (pytorch/pytorch#153666)."""
 MASTERS_ARE_WEIGHTS: dict[str, Any] = {"weight_bytes": 4, "optimizer_bytes": 8}
 """Under ZeRO-3 the ranks' sharded weights are the fp32 masters (fully_shard)."""
 FAST_GB_PER_S = 1e9
@@ -80,6 +86,17 @@ def static_bytes(eager: Plan, stage: int) -> float:
     return memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
 
 
+def knows_peak(eager: Plan) -> bool:
+    """True where the planner prices the peak of the ranks' own program.
+
+    Beyond ZeRO-1 gathered weights and gradients come and go. Where backwards are split, the ranks free what only the
+    input's gradient needs before the weight's is computed; the planner frees both then.
+    """
+    layout = eager.parallelism
+    schedule = SCHEDULES.get(layout.schedule)
+    return layout.zero_stage <= 1 and schedule is not None and not schedule.splits_backward
+
+
 def repriced(plan: Plan) -> Candidate:
     """Prices of a plan in eager torch, stage by stage. Selective recomputation covers the modules that the probe can
     recompute."""
@@ -94,9 +111,17 @@ def runtime_of(plan: Plan, kernels: Collection[str] = ()) -> RuntimeSpec:
     return eager_with(kernels).model_copy(update={**overhead, **sharded})
 
 
-def eager_with(kernels: Collection[str]) -> RuntimeSpec:
-    """Eager torch whose ranks ran these kernels of attention."""
-    return EAGER.model_copy(update={"attention_kernel": torch_took(kernels)})
+def eager_with(kernels: Collection[str], torch_version: str = "") -> RuntimeSpec:
+    """Eager torch of a version (the one installed here by default), whose ranks ran these kernels of attention."""
+    return EAGER.model_copy(update={"attention_kernel": torch_took(kernels), "fused_norm": fuses_norms(torch_version)})
+
+
+def fuses_norms(torch_version: str = "") -> bool:
+    """True if GPUs run RMSNorm as one kernel under a version of torch; where none is installed, under the newest."""
+    with suppress(PackageNotFoundError):
+        torch_version = torch_version or version("torch")
+    numbers = [int(number) for number in re.findall(r"\d+", torch_version)[:2]]
+    return not numbers or tuple(numbers) >= FUSED_NORMS_SINCE
 
 
 def training_of(seq_length: int, num_sequences: int) -> TrainingSpec:

@@ -12,12 +12,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.probe.model.layers import DecoderLayer
+from planner.probe.plan_side.eager import fuses_norms
 from planner.probe.rank.rank_alone import trainer_alone
 from planner.probe.rank.training import Trainer
 from planner.probe.rehearse.account import BytesAlive
 from planner.probe.rehearse.kernels import MOMENTS, gpu_kernels
 from planner.probe.run import Place, ProbeRun
-from planner.probe.torch_build import FUSED_NORMS_SINCE, rehearsed_build, torch_release
+from planner.probe.torch_build import rehearsed_build
 from planner.specs.model import LayerKind
 
 KEPT, MOMENT = "kept by forwards", "made by the backward"
@@ -45,7 +46,7 @@ def count_stage(run: ProbeRun, stage: int, architecture: str) -> CountedStage:
     was_initialised = dist.is_initialized()
     with ExitStack() as stack:
         stack.enter_context(rehearsed_build(architecture))
-        stack.enter_context(gpu_kernels(fuses_norms=torch_release() >= FUSED_NORMS_SINCE))
+        stack.enter_context(gpu_kernels(fuses_norms()))
         stack.enter_context(account.resized())
         stack.enter_context(FakeTensorMode())
         stack.enter_context(account)

@@ -1,4 +1,4 @@
-"""What kernels of GPUs allocate and their CPU twins do not: outputs and saved tensors of fused kernels, and buffers.
+"""Kernels of GPUs by the bytes that they allocate and their CPU twins do not: outputs, saved tensors, buffers.
 
 A rehearsal's tensors are on the CPU, because every build of torch differentiates there. Its kernels are registered in
 place of torch's own for as long as a rehearsal lasts.

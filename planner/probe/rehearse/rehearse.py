@@ -11,7 +11,7 @@ from planner.answer import Plan, PricedLayout
 from planner.layout.candidate import Candidate
 from planner.probe.plan_side.chunks import real_chunks, slice_schedule
 from planner.probe.plan_side.describe import describe_slice
-from planner.probe.plan_side.eager import in_eager_torch, repriced, static_bytes
+from planner.probe.plan_side.eager import in_eager_torch, knows_peak, repriced, static_bytes
 from planner.probe.plan_side.gpu_run import real_run, stage_asked_for, stand_in_stages
 from planner.probe.plan_side.options import ProbeOptions
 from planner.probe.plan_side.rank_grid import RankGrid, sharing_dp
@@ -99,8 +99,7 @@ def compare_stage_bytes(
     eager: Plan, stage: int, counted: CountedStage, tolerance_fraction: float
 ) -> Iterator[ComparedQuantity]:
     """Bytes before a step and at its peak, and what the peak is made of."""
-    planned, zero_stage = eager.stages[stage].memory, eager.parallelism.zero_stage
-    judged = tolerance_fraction if zero_stage <= 1 else None
+    planned, judged = eager.stages[stage].memory, tolerance_fraction if knows_peak(eager) else None
     kept = counted.at_peak.get(KEPT, 0)
     moment = counted.peak_bytes - kept - counted.at_peak.get("", 0)
     rows = (

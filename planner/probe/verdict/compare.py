@@ -12,7 +12,7 @@ from planner.answer import Plan, StagePlan
 from planner.physics import compute
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
-from planner.probe.plan_side.eager import static_bytes, without_exchanges
+from planner.probe.plan_side.eager import knows_peak, static_bytes, without_exchanges
 from planner.probe.plan_side.planned_seconds import planned_seconds, replay_durations
 from planner.probe.result import ComparedQuantity, RankMemory, RankResult, TimedExchange, slowest_exchanges, stride_of
 from planner.probe.run import Place, ProbeRun
@@ -239,7 +239,7 @@ def _compare_memory(
     planned, static = plan.stages[plan_stage].memory, static_bytes(plan, plan_stage)
     peak, reserved_factor = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
     tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
-    peak_tolerance = tolerance if holds_as_planned else None
+    peak_tolerance = tolerance if holds_as_planned and knows_peak(plan) else None
     rows = (
         ("static memory", static, max(memory.static_bytes for memory in memories), tolerance),
         ("peak allocated", peak, max(memory.peak_allocated_bytes for memory in memories), peak_tolerance),

@@ -14,9 +14,13 @@ VENDORS = {
 """Words of a device's name that tell who made it."""
 
 
+CARDS = {"pcie", "nvl"}
+"""Forms of a GPU, with other clocks and links than it has on a board, that names of devices and of profiles tell."""
+
+
 def is_named(hardware: HardwareSpec, device: str) -> bool:
     """True where the device's own name holds the kind of GPU that the profile is named after (h200 in NVIDIA H200)."""
-    return any(_kind(name) in _words(device) for name in (hardware.name, *hardware.aliases))
+    return any(_names(name, device) for name in (hardware.name, *hardware.aliases))
 
 
 def objection_to_device(device: str, torch_version: str, hardware: HardwareSpec) -> tuple[str, str] | None:
@@ -27,7 +31,7 @@ def objection_to_device(device: str, torch_version: str, hardware: HardwareSpec)
     if is_named(hardware, device):
         return None
     ours, theirs = "AMD" if hardware.is_amd else "NVIDIA", _vendor(device, torch_version)
-    shipped = [load_hardware(name) for name in hardware_names() if _kind(name) in _words(device)]
+    shipped = [load_hardware(name) for name in hardware_names() if name.split("-")[0] in _words(device)]
     nearest = max(
         shipped, key=lambda known: sum(part in device.lower() for part in known.name.split("-")), default=None
     )
@@ -49,10 +53,12 @@ def _vendor(device: str, torch_version: str) -> str | None:
     return next((vendor for vendor, known in VENDORS.items() if words & known), None)
 
 
-def _words(device: str) -> set[str]:
-    return set(re.split(r"[^a-z0-9]+", device.lower()))
+def _names(name: str, device: str) -> bool:
+    """True if a profile's name is that of a device: h200-sxm-141gb of NVIDIA H200."""
+    kind, *rest = name.lower().split("-")
+    words = _words(device)
+    return kind in words and CARDS & words == CARDS & {kind, *rest}
 
 
-def _kind(name: str) -> str:
-    """The first part of a profile's name: h200 of h200-sxm-141gb."""
-    return name.lower().split("-")[0]
+def _words(text: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", text.lower()))

@@ -38,8 +38,9 @@ def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the
         raise SpecError(
             f"{where}: ran on {result.device}, the hardware is {hardware.name}, a CPU", "probe --device cpu"
         )
-    objection = None if for_cpu else objection_to_device(result.device, result.torch_version, hardware)
-    if objection is not None:
+    devices = () if for_cpu else dict.fromkeys([result.device, *(rank.device_name for rank in result.ranks)])
+    objections = (objection_to_device(device, result.torch_version, hardware) for device in devices)
+    if (objection := next(filter(None, objections), None)) is not None:
         raise SpecError(f"{where}: {objection[0]}", objection[1])
     if result.run.dtype != "bfloat16":
         raise SpecError(f"{where}: ran the model in small to prove its order, not its speed", "plan probe --stage all")

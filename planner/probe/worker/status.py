@@ -33,8 +33,11 @@ class Progress(NamedTuple):
 
     def stands_still(self, timeout_s: float) -> bool:
         """True if nothing has moved for `timeout_s`, or for START_TIMEOUT_S where the steps have not begun."""
+        return self.still_s > self._patience_s(timeout_s)
+
+    def _patience_s(self, timeout_s: float) -> float:
         steps_have_begun = self.phase.startswith(("warm-up", "step"))
-        return self.still_s > (timeout_s if steps_have_begun else max(timeout_s, START_TIMEOUT_S))
+        return timeout_s if steps_have_begun else max(timeout_s, START_TIMEOUT_S)
 
     @property
     def still_s(self) -> float:
@@ -46,14 +49,13 @@ class Progress(NamedTuple):
         """True if the rank waits for others."""
         return WAITING in self.detail
 
-    @property
-    def is_silent(self) -> bool:
-        """True if the process itself gives no more signs of life: it is stopped, or its machine is."""
-        return time.monotonic() - self.beat_s > max(4 * BEAT_S, self.still_s / 2)
+    def is_silent(self, timeout_s: float) -> bool:
+        """True if the process itself gives no more signs of life: it is stopped or gone, or its machine is."""
+        return time.monotonic() - self.beat_s > max(4 * BEAT_S, self._patience_s(timeout_s) / 2)
 
-    def hang(self) -> str:
+    def hang(self, timeout_s: float) -> str:
         """How the rank stands still, in words that follow its name."""
-        if self.is_silent:
+        if self.is_silent(timeout_s):
             return f"has stopped in {self}: no sign of life for {time.monotonic() - self.beat_s:.0f} s"
         return f"{'waits in vain' if self.waits else 'hangs'} in {self}: no progress for {self.still_s:.0f} s"
 
@@ -61,14 +63,17 @@ class Progress(NamedTuple):
 def hanging_rank(ranks: Mapping[int, Progress], timeout_s: float) -> int | None:
     """The rank that keeps the others from moving, or None while no rank stands still or another one still computes.
 
-    A stopped process comes before one that computes, and that before one that waits; among equals the first to stand
-    still.
+    A process that has stopped comes first, even if it moved a moment later than those that wait for it; then a rank
+    that computes, then one that waits; among equals the first to stand still.
     """
     running = {rank: progress for rank, progress in ranks.items() if progress.phase != "done"}
     stuck = {rank: progress for rank, progress in running.items() if progress.stands_still(timeout_s)}
+    silent = [rank for rank, progress in running.items() if progress.is_silent(timeout_s)]
+    if stuck and silent:
+        return min(silent, key=lambda rank: running[rank].beat_s)
     if not stuck or any(not progress.waits for rank, progress in running.items() if rank not in stuck):
         return None
-    return min(stuck, key=lambda rank: (not stuck[rank].is_silent, stuck[rank].waits, stuck[rank].since_s))
+    return min(stuck, key=lambda rank: (stuck[rank].waits, stuck[rank].since_s))
 
 
 def in_words(phase: str, detail: str) -> str:

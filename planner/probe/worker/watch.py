@@ -39,7 +39,7 @@ class Watch:
 
     def __init__(self, run: ProbeRun, folder: Path, rank: int) -> None:
         self.run, self.folder, self.rank = run, folder, rank
-        self.poll_s = min(MOST_POLL_S, run.timeout_s / 4)
+        self.poll_s = min(MOST_POLL_S, run.timeout_s / 8)
         self.done = threading.Event()
         self.sentence = ""
         """The words of rank 0 about a rank that hangs."""
@@ -80,7 +80,7 @@ class Watch:
     def _judge(self, shared: SharedProgress) -> str:
         progress = shared.all()
         rank = hanging_rank(progress, self.run.timeout_s)
-        return "" if rank is None else f"{self.name(rank)} {progress[rank].hang()}"
+        return "" if rank is None else f"{self.name(rank)} {progress[rank].hang(self.run.timeout_s)}"
 
     def _look(self) -> None:
         while not self.done.wait(self.poll_s):
@@ -95,7 +95,7 @@ class Watch:
         if own is None or not own.stands_still(self.run.timeout_s):
             return ""
         if self.heard_s is None:
-            return f"{self.name(self.rank)} {own.hang()}"
+            return f"{self.name(self.rank)} {own.hang(self.run.timeout_s)}"
         silent_s = time.monotonic() - self.heard_s
         if silent_s < own.still_s / 2:  # rank 0 watches
             return ""

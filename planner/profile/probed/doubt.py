@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.profile.fitting import SCALE, log_errors
 from planner.profile.kernel_problems import FitProblem
-from planner.profile.probed.plausible import TAKEN, Opinion
+from planner.profile.probed.plausible import MOST_SPREAD, TAKEN, Opinion
 from planner.shape import FloatArray
 from planner.specs.hardware import HardwareSpec
 
@@ -76,6 +76,8 @@ class Doubt(NamedTuple):
                 f"kernels twice as slow make passes {2**self.sensitivity - 1:.0%} longer: host and links hold them up"
             )
             return {"verdict": "refused", "reason": reason}
+        if self.noise > MOST_SPREAD:
+            return {"verdict": "refused", "reason": f"the seconds of passes are known to {self.noise:.0%} only"}
         if self.before <= (repeats := max(REPEATS, NORMAL_80 * self.noise)):
             reason = f"the profile is {self.before:.1%} off, and seconds are known to {repeats:.1%}"
             return {"verdict": "confirmed", "reason": reason}
@@ -86,18 +88,23 @@ class Doubt(NamedTuple):
 
     @property
     def step_width(self) -> float | None:
-        """Half-width of a dense model's step: the probe's own errors beside what no probe can tell. None where the
-        passes tell nothing about kernels.
-
-        The error of a pass is estimated from few kinds of pass. The prior counts as USUAL_PASSES of them, and the
-        quantile is that of Student's t with as many degrees of freedom (Cornish and Fisher's first term).
-        """
+        """Half-width of a dense model's step, by the errors that the probe leaves; None where its passes tell nothing
+        about kernels."""
         if not self.tells_of_kernels:
             return None
-        error = self.left_out if self.opinion == TAKEN else self.before
-        count = USUAL_PASSES + self.num_kinds
-        variance = (USUAL_PASSES * USUAL_ERROR**2 + self.num_kinds * error**2) / count
-        return math.hypot(TRANSFER_WIDTH, (NORMAL_80 + (NORMAL_80**3 + NORMAL_80) / (4 * count)) * math.sqrt(variance))
+        return step_width(self.left_out if self.opinion == TAKEN else self.before, self.num_kinds)
+
+
+def step_width(error: float, num_kinds: int) -> float:
+    """Half-width of a dense model's step where `num_kinds` kinds of pass are off by `error`: their 80% interval beside
+    all that they cannot tell.
+
+    The prior counts as USUAL_PASSES of them, and the quantile is that of Student's t with as many degrees of freedom
+    (Cornish and Fisher's first term).
+    """
+    count = USUAL_PASSES + num_kinds
+    variance = (USUAL_PASSES * USUAL_ERROR**2 + num_kinds * error**2) / count
+    return math.hypot(TRANSFER_WIDTH, (NORMAL_80 + (NORMAL_80**3 + NORMAL_80) / (4 * count)) * math.sqrt(variance))
 
 
 def doubt(

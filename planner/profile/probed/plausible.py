@@ -29,8 +29,8 @@ LEAST_LINK_SHARE, MOST_LINK_SHARE = 0.1, 1.05
 memory instead of NVLink or through sockets instead of InfiniBand, is slower by more than that."""
 LINK_NOISE = 0.02
 """Difference from the profile's share below which it stays."""
-MOST_LINK_SPREAD = 0.1
-"""Standard error of an exchange's seconds above which it says nothing about its link."""
+MOST_SPREAD = 0.1
+"""Relative standard error of seconds above which they say nothing about a link or a kernel."""
 LEAST_CONTEXT_GIB, MOST_CONTEXT_GIB = 0.2, 6.0
 """Memory in use outside the allocator. A CUDA context with cuBLAS and cuDNN takes 0.5 to 1 GiB, one of ROCm 2.5; NCCL's
 buffers are counted apart. Above, another process is on the GPU."""
@@ -76,7 +76,7 @@ def opinion_of_link(share: float, own: float, spread: float) -> Opinion:
         return _refused(f"{share:.0%} of the data sheet's rate is more than the link has: check --hardware")
     if share < LEAST_LINK_SHARE:
         return _refused("less than a tenth of the data sheet's rate: NCCL_DEBUG=INFO says which way it took")
-    if spread > MOST_LINK_SPREAD:
+    if spread > MOST_SPREAD:
         return _refused(f"its seconds are known to {spread:.0%} only")
     if abs(share / own - 1) <= (repeats := max(LINK_NOISE, spread)):
         return {"verdict": "confirmed", "reason": f"the profile's is as near as seconds repeat ({repeats:.0%})"}
