@@ -44,7 +44,7 @@ from planner.schedule.replay import Durations, replay  # noqa: E402
 PLANS: dict[str, dict[str, Any]] = {
     "megatron": {},
     "fp8": {"dtype": "fp8"},
-    "unbalanced experts": {"model": "deepseek-v2-lite", "tp": 1, "pp": 2, "dp": 4, "ep": 4, "moe_imbalance": 1.5},
+    "unbalanced experts": {"model": "mixtral-8x7b", "tp": 1, "pp": 2, "dp": 4, "ep": 4, "moe_imbalance": 1.5},
     "torchtitan": {"runtime": "torchtitan", "recompute": "selective", "zero_stage": 1},
 }
 
