@@ -303,8 +303,8 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     fraction · peak · d / (d + half_head_dim), normalised to d = 128, and width is the most keys that a query meets.
     Where ranks share a sequence, the ramp and the tile row are those of the block on the diagonal: the other blocks are
     rectangles, in which all tile rows take the same time (for a kernel that takes them all, see `_ramped_keys`). The
-    backward computes QKᵀ again: it takes
-    2·(3·d_qk + 2·d_v) FLOPs a score, not 2·(d_qk + d_v). Tail and launches are those of each of `count` kernels.
+    backward computes QKᵀ again: it takes 2·(3·d_qk + 2·d_v) FLOPs a score, not 2·(d_qk + d_v). Tail and launches are
+    those of each of `count` kernels.
     """
     if kernel.startswith("sdpa"):
         return _torch_attention_s(op, hardware, kernel.partition("-")[2])
@@ -319,16 +319,20 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     rate = peak * _head_dim_factor(attention, qk_dim, v_dim) * (attention.sink_factor if op.has_sinks else 1.0)
     width: Number = np.where(op.window > 0, np.minimum(op.window, op.kv_len), op.kv_len)
     diagonal = np.minimum(width, op.q_len)
-    # a chunk that has a kernel of its own meets all keys before it in one prologue; a ring's blocks have one each
-    ramped = np.where(op.count > 1, width, diagonal)
+    ramped = _ramped_keys(op, diagonal)
     scores = op.count * op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction * op.imbalance
     seconds: list[Number] = []
     for fraction, ramp, dims, kernels in (
-        (attention.forward_fraction, attention.forward_ramp_keys, qk_dim + v_dim, 1),
-        (attention.backward_fraction, attention.backward_ramp_keys, 3 * qk_dim + 2 * v_dim, ATTENTION_BACKWARD_KERNELS),
+        (attention.forward_fraction, attention.forward_ramp_keys / ramped[0], qk_dim + v_dim, 1),
+        (
+            attention.backward_fraction,
+            attention.backward_ramp_keys / ramped[1],
+            3 * qk_dim + 2 * v_dim,
+            ATTENTION_BACKWARD_KERNELS,
+        ),
     ):
         tail = op.count * attention.tail_fraction * QUERY_ROWS * diagonal * hardware.num_sms
-        rows = scores * (1 + ramp / ramped) + tail
+        rows = scores * (1 + ramp) + tail
         seconds.append(slow * 2 * dims * rows / (fraction * rate) + op.count * kernels * launch_s(hardware))
     return seconds[0], seconds[1]
 
