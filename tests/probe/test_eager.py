@@ -272,6 +272,14 @@ def test_ranks_are_judged_against_the_kernel_of_attention_that_ran(
     assert (code, result.notes) == (0, ())
 
 
+def test_a_kernel_that_did_not_run_is_missed(probe_it: Any) -> None:
+    """Layers with windows ran in FlashAttention-2 as expected, and those without did so too."""
+    plan = make_plan("gemma-3-27b", tp=4, pp=2, num_gpus=8)
+    assert probe_it(plan, 1.0, kernels=("cudnn", "flash"))[1].notes == ()
+    (note,) = probe_it(plan, 1.0, kernels=("flash",))[1].notes
+    assert note.startswith("attention ran in FlashAttention-2 where the plan expected cuDNN's kernel and FlashAtt")
+
+
 def test_a_kernel_that_no_profile_has_is_shown_and_corrects_nothing(
     probe_it: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

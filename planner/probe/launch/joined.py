@@ -12,7 +12,7 @@ from planner.probe.launch.interrupts import removed_when_ended
 from planner.probe.result import Failure, RankResult
 from planner.probe.run import ProbeRun
 from planner.probe.worker.failure import run_worker
-from planner.probe.worker.failure_kinds import HINTS
+from planner.probe.worker.failure_kinds import hint_of
 from planner.probe.worker.files import RESULT_FILE
 from planner.probe.worker.watch import Watch, meeting_hint
 from planner.probe.worker.worker import Worker
@@ -64,7 +64,7 @@ def _run_in(folder: Path, run: ProbeRun, rank: int) -> tuple[RankResult, ...] | 
 
 def rank_error(failure: Failure, run: ProbeRun) -> ProbeError:
     """The error that tells the user how a rank failed."""
-    hint = HINTS.get(failure.kind, "--debug shows where")
+    hint = hint_of(failure) or "--debug shows where"
     if failure.phase.startswith("rendezvous"):
         hint = meeting_hint(run.world_size)
     error = ProbeError(

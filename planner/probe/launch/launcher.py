@@ -17,7 +17,7 @@ from planner.probe.launch.interrupts import signals_end_as_ctrl_c, start_process
 from planner.probe.result import Failure, MeasuredRun, RankResult
 from planner.probe.run import ProbeRun
 from planner.probe.worker.failure import EXIT_FAILED, out_of_memory_result
-from planner.probe.worker.failure_kinds import CONSEQUENCES, HINTS
+from planner.probe.worker.failure_kinds import CONSEQUENCES, hint_of
 from planner.probe.worker.files import FAILURE_FILE, RESULT_FILE, STACK_FILE, STATUS_FILE
 from planner.probe.worker.process import rank_process
 from planner.probe.worker.status import SILENT_HINT, Progress, hanging_rank, read_status
@@ -155,7 +155,7 @@ class _StartedRanks:
                 raise ProbeError(f"{self._name(rank)} failed in {progress.phase}: {progress.detail}", hint)
             raise ProbeError(f"{self._name(rank)} ended with code {code} in {progress}", hint)
         first = failures[0]
-        hint = f"{HINTS[first.kind]}; {hint}" if first.kind in HINTS else hint
+        hint = "; ".join(filter(None, (hint_of(first), hint)))
         raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)
 
     def _exit_codes(self) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from planner.probe.result import FailureKind
+from planner.probe.result import Failure, FailureKind
 
 HINTS: dict[FailureKind, str] = {
     "host_memory": "this machine's memory is too small; on the CPU a smaller --scale or fewer --processes take less",
@@ -60,6 +60,14 @@ NCCL that can allocate nothing names the allocation last, not the CUDA error bef
 CONSEQUENCES: tuple[FailureKind, ...] = ("network", "lost_peer")
 """Kinds that a rank may see because another one has failed; the least telling comes last."""
 _NCCL = re.compile(r"NCCL error in: \S+?,? (?P<kind>[^\n]*?)(?: \(run with [^\n]*?\))?, NCCL version (?P<version>\S+)")
+_GLOO = re.compile(r"\[/\S+:\d+\] |\. This is typically caused by .*")
+"""The parts of gloo's messages that say nothing about this run: a line of its source, and advice."""
+DISK_HINT = "free some space, or set TMPDIR to a folder that has some"
+
+
+def hint_of(failure: Failure) -> str:
+    """The hint for a failure; empty where there is none."""
+    return DISK_HINT if "No space left on device" in failure.message else HINTS.get(failure.kind, "")
 
 
 def kind_of(error: BaseException) -> FailureKind:
@@ -84,7 +92,8 @@ def message_of(error: BaseException) -> str:
     if nccl is not None:
         cause = last_error(text) or next((line for line in text.splitlines()[1:] if line.strip()), "no cause is known")
         return f"{name}: NCCL {nccl['version']}: {nccl['kind']}: {cause.strip()}"[:500]
-    return f"{name}: {text}".splitlines()[0][:500]
+    line = f"{name}: {text}".splitlines()[0]
+    return _GLOO.sub("", line)[:500]
 
 
 def last_error(text: str) -> str:

@@ -33,11 +33,8 @@ class Progress(NamedTuple):
 
     def stands_still(self, timeout_s: float) -> bool:
         """True if nothing has moved for `timeout_s`, or for START_TIMEOUT_S where the steps have not begun."""
-        return self.still_s > self._patience_s(timeout_s)
-
-    def _patience_s(self, timeout_s: float) -> float:
         steps_have_begun = self.phase.startswith(("warm-up", "step"))
-        return timeout_s if steps_have_begun else max(timeout_s, START_TIMEOUT_S)
+        return self.still_s > (timeout_s if steps_have_begun else max(timeout_s, START_TIMEOUT_S))
 
     @property
     def still_s(self) -> float:
@@ -51,7 +48,7 @@ class Progress(NamedTuple):
 
     def is_silent(self, timeout_s: float) -> bool:
         """True if the process itself gives no more signs of life: it is stopped or gone, or its machine is."""
-        return time.monotonic() - self.beat_s > max(4 * BEAT_S, self._patience_s(timeout_s) / 2)
+        return time.monotonic() - self.beat_s > max(4 * BEAT_S, timeout_s / 2)
 
     def hang(self, timeout_s: float) -> str:
         """How the rank stands still, in words that follow its name."""
