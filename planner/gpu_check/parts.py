@@ -93,8 +93,8 @@ def profile_part(device: Device, path: Path, limit_s: float) -> Part:
         last = (said.strip().splitlines() or ["it said nothing"])[0]
         detail = f"plan profile: {last}"
         return Part(kind="profile", name="plan profile", status="failed", exit_code=process.returncode, detail=detail)
-    comments = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("# ")]
-    lines = tuple(" ".join(line.split()) for line in comments[1:])
+    comments = [line.removeprefix("#") for line in path.read_text().splitlines() if line.startswith("# ")]
+    lines = tuple(" ".join(line.split()) for line in comments if "median" in line)
     return Part(kind="profile", name="plan profile", status="ran", exit_code=0, lines=lines)
 
 

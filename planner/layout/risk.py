@@ -25,8 +25,8 @@ MEMORY_WIDTH = {"probed": 0.02, "measured": 0.04, "family": 0.06, "spec_sheet": 
 """Half-width for a rank's memory, by the knowledge of the GPU: the libraries' buffers differ, the counted bytes hardly.
 What Megatron allocates is within 1.5% of the price in 54 of 55 published peaks of dense models and 4% in all 20 of
 mixtures; the rest of the width is for what the driver and the allocator take beside it. A trainer whose allocator is
-known less well adds a width of its own (`RuntimeSpec.memory_width`), and so does a GPU whose libraries are
-(`ReservedMemory.width`)."""
+known less well adds a width of its own (`RuntimeSpec.memory_width`), and so does a GPU whose libraries are, or whose
+probe found other bytes than those counted (`ReservedMemory.width`)."""
 MOE_MEMORY_WIDTH = 0.06
 """Half-width that mixtures of experts add to memory: the busiest expert rank's tokens are not known before the run.
 Published peaks of mixtures need no more than 0.04, but nearly all of them force balanced routing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -107,8 +108,9 @@ def _nvidia_fields(values: list[str]) -> Fields:
 
 def _csv(command: list[str]) -> list[list[str]]:
     """The rows that nvidia-smi prints."""
-    ran = subprocess.run(
-        [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=MOST_S, check=False
+    command = [*command, "--format=csv,noheader,nounits"]
+    ran = subprocess.run(  # names of processes may be in any encoding
+        command, capture_output=True, encoding="utf-8", errors="replace", timeout=MOST_S, check=False
     )
     return [[cell.strip() for cell in row] for row in csv.reader(ran.stdout.splitlines()) if row]
 
@@ -131,11 +133,11 @@ def amd_state(uuid: str) -> Fields:
     """The state of the GPU with this id, as amdgpu and amdkfd keep it under /sys."""
     for node in sorted((SYS / "class/kfd/kfd/topology/nodes").glob("*")):
         properties = dict(line.split(maxsplit=1) for line in _text(node / "properties").splitlines() if " " in line)
-        if properties.get("unique_id") not in (None, "0") and int(properties["unique_id"]) == _unique_id(uuid):
+        if _number(properties.get("unique_id", "")) and int(properties["unique_id"]) == _unique_id(uuid):
             device = SYS / f"class/drm/renderD{properties.get('drm_render_minor')}/device"
             state = _amd_sensors(device)
             files = sorted((SYS / "class/kfd/kfd/proc").glob(f"*/vram_{_text(node / 'gpu_id')}"))
-            mib = [(path.parent.name, (_scaled(path, 2**-20)) or 0.0) for path in files]
+            mib = [(path.parent.name, _scaled(path, 2**-20)) for path in files if path.parent.name.isdigit()]
             return state | _others([(pid, _text(PROC / pid / "comm"), held) for pid, held in mib if held])
     return {}
 
@@ -143,11 +145,11 @@ def amd_state(uuid: str) -> Fields:
 def _amd_sensors(device: Path) -> Fields:
     """Clocks in Hz, power in µW and temperature in m°C (Linux: Documentation/gpu/amdgpu/thermal.rst)."""
     monitor = next(iter(sorted(device.glob("hwmon/hwmon*"))), device)
-    levels = [line.split()[1] for line in _text(device / "pp_dpm_sclk").splitlines() if len(line.split()) > 1]
+    levels = [_number(mhz) for mhz in re.findall(r"(\d+)mhz", _text(device / "pp_dpm_sclk").lower())]
     temperatures = [_scaled(path, 1e-3) for path in monitor.glob("temp*_input")]
     return {
         "clock_mhz": _scaled(monitor / "freq1_input", 1e-6),
-        "max_clock_mhz": max((float(mhz.lower().removesuffix("mhz")) for mhz in levels), default=None),
+        "max_clock_mhz": max((mhz for mhz in levels if mhz is not None), default=None),
         "memory_clock_mhz": _scaled(monitor / "freq2_input", 1e-6),
         "power_w": _scaled(monitor / "power1_average", 1e-6) or _scaled(monitor / "power1_input", 1e-6),
         "power_limit_w": _scaled(monitor / "power1_cap", 1e-6),
@@ -186,12 +188,13 @@ def _others(processes: list[tuple[str, str, float | None]]) -> Fields:
     """
     launcher = multiprocessing.parent_process()
     own = {os.getpid(), os.getppid(), *(() if launcher is None else (launcher.pid,))}
-    others = [
-        process for process in processes if int(process[0]) not in own and _parent(process[0]) != str(os.getppid())
-    ]
+    is_rank = launcher is not None or "RANK" in os.environ  # else a shell has started it, and perhaps another job
+    siblings_of = str(os.getppid()) if is_rank else ""
+    others = [row for row in processes if int(row[0]) not in own and _parent(row[0]) != siblings_of]
+    held = [mib for _, _, mib in others if mib is not None]
     return {
         "other_processes": tuple(f"{Path(name).name or 'process'} ({pid})" for pid, name, _ in others),
-        "other_bytes": round(sum(mib or 0.0 for _, _, mib in others) * 2**20) if others else None,
+        "other_bytes": round(sum(held) * 2**20) if held else None,
         "lists_this": any(int(pid) == os.getpid() for pid, _, _ in processes),
         "lists_run": len(others) < len(processes),
     }
@@ -200,7 +203,7 @@ def _others(processes: list[tuple[str, str, float | None]]) -> Fields:
 def _parent(pid: str) -> str:
     """The number of a process's parent."""
     status = dict(line.split(":", 1) for line in _text(PROC / pid / "status").splitlines() if ":" in line)
-    return status.get("PPid", "").strip()
+    return status.get("PPid", "none").strip()
 
 
 def state_of(fields: Fields, when: When) -> DeviceState:

@@ -175,7 +175,7 @@ class ComparedQuantity(Spec):
     predicted: float
     measured: float
     least: float | None = None
-    """What seconds come down to if no host is late for its GPU and no rank for the others; null where nothing waits.
+    """The seconds that remain if no host is late for its GPU and no rank for the others; null where nothing waits.
     Waits say nothing about GPUs: all agrees from here to as far beyond `predicted`."""
     agrees: bool | None = None
     """True within the tolerance; null where the quantity is shown and not judged."""

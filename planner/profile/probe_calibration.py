@@ -15,7 +15,7 @@ from planner.physics.pricing import Pricing
 from planner.probe.plan_side.eager import eager_with, training_of
 from planner.probe.result import ProbeResult
 from planner.probe.run import ProbeRun
-from planner.probe.verdict.kernels import in_words, seen_kernels, unpriced
+from planner.probe.verdict.kernels import expected_kernels, in_words, seen_kernels, unpriced
 from planner.probe.verdict.slowness import require_speed
 from planner.profile.fitting import fit, number_at
 from planner.profile.kernel_problems import BenchNumbers, FitProblem
@@ -28,7 +28,6 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import Recompute
 from planner.trainers.calibration import Calibration, Factor
-from planner.trainers.torch_attention import kernel_of
 
 RANGE = 20.0
 """The largest factor that is tried. Few of these are plausible."""
@@ -118,8 +117,7 @@ def _noise(result: ProbeResult) -> float:
 
 def kernels_that_ran(result: ProbeResult, cluster: ClusterSpec) -> tuple[str, ...]:
     """The kernels of attention that the ranks ran, or, where they do not say, the ones that their price is of."""
-    run, hardware = result.run, cluster.hardware
-    expected = {kernel_of(run.model, kind, hardware, run.cp, run.whole_seq_length) for kind in run.model.kinds}
+    expected = expected_kernels(result.run, result.ranks, cluster.hardware)
     return seen_kernels(result.ranks) or tuple(sorted(expected - {"mask"}))
 
 

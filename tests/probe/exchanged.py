@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
+from fake_gpus import is_on_host
 
 BY_ALL = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "barrier",
@@ -43,6 +45,8 @@ class Recorder:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             group = tuple(dist.get_process_group_ranks(kwargs.get("group") or dist.group.WORLD))
             is_pair = name not in BY_ALL
+            sent = [value for value in args if isinstance(value, torch.Tensor)]
+            assert not any(map(is_on_host, sent)), f"NCCL takes no tensor in the host's memory: {name}"
             what = () if name.endswith(("object", "list", "barrier")) else (args[0].numel(), args[0].dtype)
             peer = args[1] if is_pair else None
             self.calls.append(Exchange(BLOCKING.get(name, name), group, what, peer))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from planner.probe.worker.handshake import AGREED
 
 GIB = 2**30
+_GPU = torch.device("cuda", 0)
 
 
 @dataclass(frozen=True)
@@ -127,27 +128,91 @@ class FakeCuda:
         }  # fmt: skip
 
 
+_WRITTEN_IN_PYTHON = (
+    "torch.nn.functional",
+    "torch.overrides",
+    "torch._tensor",
+    "torch.functional",
+    "torch._jit_internal",
+)
+
+
 def _asked_by_planner() -> bool:
-    return sys._getframe(2).f_globals.get("__name__", "").startswith("planner.")
+    """True if one of our modules called, by itself or through a function of torch that is written in Python."""
+    frame = sys._getframe(2)
+    while frame.f_globals["__name__"] in _WRITTEN_IN_PYTHON and frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")).startswith("planner.")
+
+
+MADE = {"empty", "zeros", "ones", "full", "arange", "tensor", "randn", "randint", "rand"}
+"""Functions that make a tensor on the device that they are told, else in the host's memory."""
+TAKES_HOST = {"copy_", "__getitem__", "__setitem__", "tensor_split", "to", "set_", "__set__"}
+"""Functions of a GPU's tensor to which a tensor in the host's memory may be given."""
 
 
 class OnGPU(TorchFunctionMode):
-    """Tensors that are made on a GPU are made here; nobody can read their values; attention obeys the build's rules."""
+    """Tensors that are made on a GPU are made here; nobody can read their values; attention obeys the build's rules.
+
+    A tensor that our modules make in the host's memory is marked, and so is what is computed from it. Together with
+    others, which are on the GPU, it is an error, as on a real one.
+    """
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
         self.cuda = cuda
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tuple(_here(value) for value in args), {k: _here(value) for k, value in (kwargs or {}).items()}
-        self.cuda.functions.append(getattr(func, "__name__", str(func)))
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        on_host = _is_on_host(name, args, kwargs) if _asked_by_planner() else None
+        args, kwargs = tuple(_here(value) for value in args), {k: _here(value) for k, value in kwargs.items()}
+        self.cuda.functions.append(name)
         if func is torch.Tensor.item or func is torch.Tensor.__float__:
             return 1.0
         if func is torch.Tensor.tolist:
             return _ones(*args[0].shape)
         if func is torch.nn.functional.scaled_dot_product_attention:
             _require_equal_widths(self.cuda.gpu, *args[:3], kwargs.get("attn_mask"))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result) if on_host is not None else ():
+            tensor.on_host = on_host  # type: ignore[attr-defined]
+        return result
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, "on_host", False)
+
+
+def _is_on_host(name: str, args: Any, kwargs: Any) -> bool | None:
+    """True if a function's result is in the host's memory, False if on the GPU, None if that is no question.
+
+    Raises AssertionError where it takes tensors of both. Tensors of one number may be on the host anywhere.
+    """
+    devices = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, torch.device))]
+    told = [str(device) for device in devices if str(device).partition(":")[0] in ("cpu", "cuda", "meta")]
+    if name in MADE:
+        return not told or told[0] == "cpu"
+    if name == "cpu":
+        return True
+    if name == "to" and told:
+        return told[0] == "cpu"
+    given = [tensor for value in (*args, *kwargs.values()) for tensor in _tensors(value)]
+    if not given:
+        return None
+    if name.startswith("new_") or name == "to":  # beside the first one, or where another one is
+        return is_on_host(given[-1] if name == "to" else given[0])
+    hosts = [is_on_host(tensor) for tensor in given if tensor.dim() or name == "detach"]
+    if name not in TAKES_HOST and len(set(hosts)) > 1:
+        raise AssertionError(f"torch.{name} of tensors in the host's memory and on a GPU: {[t.shape for t in given]}")
+    return is_on_host(given[0]) if name in TAKES_HOST else any(hosts) if hosts else all(map(is_on_host, given))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
 
 
 def _ones(*shape: int) -> Any:
@@ -167,6 +232,13 @@ def _require_equal_widths(gpu: FakeGPU, q: Any, k: Any, v: Any, mask: Any) -> No
         raise RuntimeError("No available kernel: AOTriton's wants values as wide as keys, and torch falls back to math")
 
 
+class Generator(torch.Generator):
+    """A generator of random numbers for a GPU, which is none."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        return super().__new__(cls, _here(device))  # type: ignore[call-arg]
+
+
 @contextmanager
 def fake_gpu(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, num_gpus: int = 1) -> Iterator[FakeCuda]:
     """A machine with `num_gpus` of a GPU, a build of torch for it, and none of NVIDIA's tools under ROCm."""
@@ -181,9 +253,18 @@ def fake_gpu(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, num_gpus: int = 1) -
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
     monkeypatch.setattr("planner.probe.rank.quiet_chunks.FEWEST", 1)  # no time passes, so no more than once
+    monkeypatch.setattr(torch, "Generator", Generator)
     real = torch.Tensor.is_cuda
-    on_gpu = property(lambda tensor: _asked_by_planner() or real.__get__(tensor))
+    on_gpu = property(lambda tensor: (_asked_by_planner() and not is_on_host(tensor)) or real.__get__(tensor))
     monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu, raising=False)
+    real_device = FakeTensor.device
+
+    def device(tensor: FakeTensor) -> torch.device:
+        # within a backward nobody would translate it
+        says_gpu = torch._C._len_torch_function_stack() and _asked_by_planner() and not is_on_host(tensor)
+        return _GPU if says_gpu else real_device.__get__(tensor)
+
+    monkeypatch.setattr(FakeTensor, "device", property(device))
     with FakeTensorMode(), OnGPU(cuda):
         yield cuda
 

@@ -1,8 +1,7 @@
-"""The state of GPUs: what drivers say is read, judged and told, and who else is on a GPU is told from this run."""
+"""The state of GPUs: what drivers say is read, and who else is on a GPU is told from this run."""
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 from dataclasses import replace
@@ -11,27 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from probes import probe_result
-from rich.console import Console
-
-from planner.specs.registry import load_model
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from fake_gpus import H200, fake_gpu  # noqa: E402
-from small_plans import plan_of  # noqa: E402
 
-from planner.cli.probe_report import render  # noqa: E402
 from planner.probe import device_state  # noqa: E402
 from planner.probe.device_state import DeviceState, Monitor, amd_state, nvidia_state, state_of  # noqa: E402
-from planner.probe.result import (  # noqa: E402
-    ChunkSeconds,
-    ComparedQuantity,
-    ProbeResult,
-    RankMemory,
-    RankResult,
-    TimedExchange,
-)
+from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.verdict.conditions import conditions_of  # noqa: E402
 from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
 from planner.probe.worker.stage_worker import StageWorker  # noqa: E402
@@ -111,6 +97,22 @@ def test_a_container_whose_numbers_are_the_hosts_names_nobody_while_it_computes(
     assert state_of(fields, "within").other_processes == ()
 
 
+def test_a_job_of_the_same_shell_is_another_and_a_rank_of_the_same_torchrun_is_not(
+    smi: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        smi(apps=f"{other.pid}, sleep, [N/A]\n")
+        monkeypatch.setattr(
+            "planner.probe.device_state.os.getppid", os.getpid
+        )  # the other one's parent is this process
+        monkeypatch.delenv("RANK", raising=False)
+        state = state_of(nvidia_state("7"), "before")
+        assert (state.other_processes, state.other_bytes) == ((f"sleep ({other.pid})",), None)
+        monkeypatch.setenv("RANK", "0")
+        assert state_of(nvidia_state("7"), "before").other_processes == ()
+        other.kill()
+
+
 def test_ranks_that_share_a_gpu_do_not_keep_it_busy_for_each_other(smi: Any) -> None:
     smi(apps=f"{os.getppid()}, python3, 900\n")
     assert state_of(nvidia_state("7"), "before").busy_fraction is None
@@ -177,109 +179,6 @@ def test_a_gpu_that_has_just_been_freed_is_looked_at_again(monkeypatch: pytest.M
         ("before", 0.0), ("within", 1.0), ("after", 0.9)
     ]  # fmt: skip
     assert slept == [device_state.SETTLED_S, device_state.UNDER_LOAD_AFTER_S]
-
-
-def rank(number: int = 0, spread: float = 0.001, **states: dict[str, Any]) -> RankResult:
-    memory = RankMemory(static_bytes=1, peak_allocated_bytes=1, peak_reserved_bytes=1, device_used_bytes=1)
-    chunk = ChunkSeconds(stage=number, forward_s=1.0, backward_s=2.0, spread_fraction=spread)
-    return RankResult(
-        rank=number, stage=number, dp=0, tp=0, torch_version="2.13", device_name="NVIDIA H200", num_parameters=1,
-        steps=(), actions=(), chunks=(chunk,), peak_in_flight_chunks=1, memory=memory,
-        device_states=tuple(DeviceState(when=when, **fields) for when, fields in states.items()),  # type: ignore[arg-type]
-    )  # fmt: skip
-
-
-HEALTHY: dict[str, Any] = {
-    "clock_mhz": 1455, "max_clock_mhz": 1980, "power_w": 698, "power_limit_w": 700, "default_power_limit_w": 700,
-    "temperature_c": 64, "throttle_reasons": ("software power cap",),
-}  # fmt: skip
-
-
-def test_a_gpu_at_its_power_limit_is_as_usual() -> None:
-    assert conditions_of([rank(before={"busy_fraction": 0.02, "clock_mhz": 345}, within=HEALTHY, after=HEALTHY)]) == ()
-    idle = {"clock_mhz": 345, "max_clock_mhz": 1980, "busy_fraction": 0.1}
-    changing = {**HEALTHY, "throttle_reasons": ("hardware slowdown",)}
-    assert conditions_of([rank(within=idle, after=changing)]) == (), "looked at too early"
-    assert conditions_of([rank()]) == (), "nor is a driver that says nothing a condition"
-
-
-@pytest.mark.parametrize(
-    ("states", "words", "is_fault"),
-    [
-        ({"before": {"busy_fraction": 0.9}}, "was busy before the run: a process out of sight", True),
-        (
-            {"before": {"busy_fraction": 0.9, "other_processes": ("python3 (7)",), "other_bytes": 2**30}},
-            "busy before the run: python3 (7), which held 1.0 GiB",
-            True,
-        ),
-        ({"within": {"other_processes": ("python3 (7)",)}}, "was shared with python3 (7)", False),
-        ({"before": {**HEALTHY, "power_limit_w": 500}}, "power limit is 500 W, 700 by default", False),
-        (
-            {"within": {**HEALTHY, "throttle_reasons": ("hardware thermal slowdown",)}},
-            "lowered (64 °C): hardware",
-            True,
-        ),
-        ({"after": {"throttle_reasons": ("hardware power brake",)}}, "because too little power", True),
-        (
-            {"within": {**HEALTHY, "power_w": 400, "throttle_reasons": ("applications clocks setting",)}},
-            "clocks are set lower: 1455 of 1980 MHz under load",
-            False,
-        ),
-        (
-            {"within": {**HEALTHY, "power_w": 400, "throttle_reasons": (), "busy_fraction": 0.9}},
-            "the driver gives no reason: 1455",
-            False,
-        ),
-    ],
-)
-def test_unusual_conditions_are_named(states: Any, words: str, is_fault: bool) -> None:
-    (condition,) = conditions_of([rank(**states)])
-    assert words in condition.text
-    assert condition.text.startswith("rank 0: ")
-    assert condition.is_fault == is_fault
-
-
-def test_a_line_names_all_ranks_of_which_it_is_true() -> None:
-    capped = {**HEALTHY, "power_limit_w": 500}
-    found = conditions_of([rank(0, within=capped, after=capped), rank(1, within=capped), rank(2), rank(3, spread=0.07)])
-    assert [condition.text for condition in found] == [
-        "ranks 0 to 1: the power limit is 500 W, 700 by default",
-        "rank 3: the seconds of micro-batches are sure to 7% only",
-    ]
-
-
-def told(result: ProbeResult) -> str:
-    """The report's text, on one line."""
-    console = Console(width=400, file=io.StringIO())
-    console.print(render(result))
-    return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-
-
-def test_a_report_says_how_gpus_were_and_what_a_contradiction_is_worth() -> None:
-    plan = plan_of(load_model("8b"), 2, 8192, 8, pp=2)
-    result = probe_result(plan, lambda stage: (1.0, 2.0), mode="stages")
-    off = ComparedQuantity(name="forward", stage=0, unit="s", predicted=1.0, measured=2.0, agrees=False)
-    exchange = TimedExchange(
-        name="tp all-gather", size=2, num_bytes=2**20, seconds=1e-3, bus_gb_per_s=1.0, spread_fraction=0.04
-    )
-    hot = {**HEALTHY, "throttle_reasons": ("hardware thermal slowdown",)}
-    capped = {**HEALTHY, "power_limit_w": 500, "power_w": 498}
-
-    def report(comparison: ComparedQuantity, *states: dict[str, Any]) -> str:
-        ranks = tuple(rank(number, within=state) for number, state in enumerate(states))
-        ranks = (ranks[0].model_copy(update={"exchanges": (exchange,)}), *ranks[1:])
-        run = result.run.model_copy(update={"device": "cuda"})
-        changes = {"run": run, "ranks": ranks, "comparisons": (comparison,), "conditions": conditions_of(ranks)}
-        return told(result.model_copy(update=changes))
-
-    assert "GB/s on the bus, sure to 4.0% only" in report(off, HEALTHY)
-    assert "under load, rank 0: 1455 of 1980 MHz, 698 of 700 W, 64 °C, software power cap" in report(off, HEALTHY)
-    assert report(off, HEALTHY).endswith("the run contradicts the plan: forward of stage 0")
-    assert "no evidence against the plan: rank 1: clocks were lowered (64 °C)" in report(off, HEALTHY, hot)
-    assert "may differ by how the GPUs were: ranks 0 to 1: the power limit is 500 W" in report(off, capped, capped)
-    agreed = report(off.model_copy(update={"agrees": True}), hot)
-    assert "clocks were lowered" in agreed
-    assert agreed.endswith("the run agrees with the plan")
 
 
 def test_a_stage_on_a_gpu_is_measured_by_seconds_and_looked_at_three_times(

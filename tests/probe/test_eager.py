@@ -44,7 +44,7 @@ from planner.schedule.replay import Durations, replay  # noqa: E402
 PLANS: dict[str, dict[str, Any]] = {
     "megatron": {},
     "fp8": {"dtype": "fp8"},
-    "unbalanced experts": {"model": "deepseek-v2-lite", "tp": 1, "pp": 2, "dp": 4, "ep": 4, "moe_imbalance": 1.5},
+    "unbalanced experts": {"model": "mixtral-8x7b", "tp": 1, "pp": 2, "dp": 4, "ep": 4, "moe_imbalance": 1.5},
     "torchtitan": {"runtime": "torchtitan", "recompute": "selective", "zero_stage": 1},
 }
 
@@ -270,6 +270,14 @@ def test_ranks_are_judged_against_the_kernel_of_attention_that_ran(
     assert set(from_probe(result, plan.cluster).attention_factor) == {"flash"}
     code, result = probe_it(plan, 1.0, *options, kernels=("cudnn",))
     assert (code, result.notes) == (0, ())
+
+
+def test_a_kernel_that_did_not_run_is_missed(probe_it: Any) -> None:
+    """Layers with windows ran in FlashAttention-2 as expected, and those without did so too."""
+    plan = make_plan("gemma-3-27b", tp=4, pp=2, num_gpus=8)
+    assert probe_it(plan, 1.0, kernels=("cudnn", "flash"))[1].notes == ()
+    (note,) = probe_it(plan, 1.0, kernels=("flash",))[1].notes
+    assert note.startswith("attention ran in FlashAttention-2 where the plan expected cuDNN's kernel and FlashAtt")
 
 
 def test_a_kernel_that_no_profile_has_is_shown_and_corrects_nothing(

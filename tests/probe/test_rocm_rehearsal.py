@@ -183,6 +183,16 @@ def test_the_fake_gpu_refuses_what_rocm_lacks_and_what_it_does_not_know(on_mi300
         namespace["call"]("ipc_collect")
 
 
+def test_the_fake_gpu_refuses_tensors_of_the_host_among_its_own(on_mi300x: Any) -> None:
+    namespace: dict[str, Any] = {"__name__": "planner.probe.somewhere", "torch": torch}
+    exec("def mixed(on): return torch.arange(2) * torch.ones(2, device=on)", namespace)
+    exec("def sent(): return (torch.ones(2) / 2).to('cuda') + torch.ones(2, device='cuda')", namespace)
+    assert namespace["sent"]().shape == (2,)
+    assert namespace["mixed"]("cpu").shape == (2,)
+    with pytest.raises(AssertionError, match="mul of tensors in the host's memory and on a GPU"):
+        namespace["mixed"]("cuda:0")
+
+
 NAMES = {path: torch_names(path) for path in FILES}
 
 

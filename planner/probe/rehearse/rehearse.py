@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from planner.answer import Plan, PricedLayout
 from planner.layout.candidate import Candidate
+from planner.layout.replan import order_of
 from planner.probe.plan_side.chunks import real_chunks, slice_schedule
 from planner.probe.plan_side.describe import describe_slice
 from planner.probe.plan_side.eager import in_eager_torch, knows_peak, repriced, static_bytes
@@ -25,6 +27,7 @@ from planner.specs.model import LayerKind
 
 OPTIONS = ProbeOptions(device="cpu", stages="all")
 ROUNDS = 3
+"""Rounds of as many micro-batches as there are stages."""
 BYTES_TOLERANCE = 0.01
 """Fraction of a plan's bytes by which a count may differ: stages measured on an H200 are planned within 1%."""
 
@@ -82,17 +85,26 @@ def in_words(plan: Plan, eager: Plan) -> PlanSlice:
 def shortest_order(layout: PricedLayout, stage: int) -> Schedule:
     """The plan's schedule with the fewest micro-batches that hold as many in flight on a stage as all of them.
 
-    Where backwards are split, weight gradients wait for several rounds: three are run.
+    Where backwards are split, weight gradients wait for several rounds: three are run, and of an order that was made to
+    measure its first three.
     """
+    if layout.actions:
+        return first_microbatches(order_of(layout), ROUNDS * layout.parallelism.pp)
     asked = layout.parallelism
     name, pp, vpp, total = asked.schedule, asked.pp, asked.vpp, asked.num_microbatches
-    if name not in SCHEDULES or SCHEDULES[name].splits_backward:
+    if SCHEDULES[name].splits_backward:
         return slice_schedule(layout, pp, min(total, ROUNDS * pp))
     wanted = in_flight_chunks(name, pp, vpp, total)[stage]
     for count in range(1, total):
         if violation(name, pp, vpp, count) is None and in_flight_chunks(name, pp, vpp, count)[stage] == wanted:
             return build_schedule(name, pp, vpp, count)
     return slice_schedule(layout, pp, total)
+
+
+def first_microbatches(order: Schedule, count: int) -> Schedule:
+    """An order without the actions of later micro-batches, which none of the others waits for."""
+    ranks = tuple([action for action in actions if action.microbatch < count] for actions in order.ranks)
+    return replace(order, ranks=ranks, num_microbatches=min(count, order.num_microbatches))
 
 
 def compare_stage_bytes(

@@ -11,8 +11,8 @@ from planner.specs.units import gib
 
 LOWERED_FRACTION = 0.98
 """Below this share of the usual one, a power limit or a clock is lowered."""
-UNEXPLAINED_FRACTION = 0.8
-"""A clock under load below this share of the highest has a reason."""
+UNEXPLAINED_FRACTION, AT_LIMIT_FRACTION = 0.8, 0.95
+"""A clock under load below this share of the highest has a reason; power above this share of its limit is one."""
 LOADED_FRACTION = 0.5
 """A GPU that was busy for less was looked at too early, or too late."""
 POWER = "software power cap"
@@ -70,10 +70,11 @@ def _of_clocks(state: DeviceState) -> Iterator[Condition]:
     assert state.max_clock_mhz is not None
     share, set_by = state.clock_mhz / state.max_clock_mhz, SETTINGS & set(state.throttle_reasons)
     clocks = f"{state.clock_mhz:.0f} of {state.max_clock_mhz:.0f} MHz under load"
-    at_limit = None not in (state.power_w, state.power_limit_w) and state.power_w > 0.95 * state.power_limit_w  # type: ignore[operator]
+    limit_w = state.power_limit_w
+    below_limit = state.power_w is not None and limit_w is not None and state.power_w < AT_LIMIT_FRACTION * limit_w
     if set_by and share < LOWERED_FRACTION:
         yield Condition(text=f"clocks are set lower: {clocks} ({', '.join(sorted(set_by))})")
-    elif not faults and POWER not in state.throttle_reasons and not at_limit and share < UNEXPLAINED_FRACTION:
+    elif not faults and POWER not in state.throttle_reasons and below_limit and share < UNEXPLAINED_FRACTION:
         yield Condition(text=f"clocks were low and the driver gives no reason: {clocks}")
 
 

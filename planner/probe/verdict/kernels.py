@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.answer import Plan
 from planner.probe.result import RankResult
+from planner.probe.run import ProbeRun
 from planner.specs.hardware import HardwareSpec
 from planner.trainers.torch_attention import PRICED, kernel_of
 
@@ -14,6 +14,7 @@ WORDS = {
     "cudnn": "cuDNN's kernel",
     "efficient": "torch's memory-efficient kernel",
     "math": "matrix products written out",
+    "mask": "a kernel that takes a mask",
     "other": "a kernel of this build's own",
 }
 
@@ -28,23 +29,28 @@ def unpriced(ranks: Sequence[RankResult], hardware: HardwareSpec) -> tuple[str, 
     return tuple(kernel for kernel in seen_kernels(ranks) if kernel not in priced)
 
 
-def kernel_notes(plan: Plan, ranks: Sequence[RankResult]) -> tuple[str, ...]:
+def kernel_notes(run: ProbeRun, ranks: Sequence[RankResult], hardware: HardwareSpec) -> tuple[str, ...]:
     """Sentences about kernels that ran and that the plan did not expect, or that nothing prices."""
-    ran, hardware, model = seen_kernels(ranks), plan.cluster.hardware, plan.model.spec
-    unknown = unpriced(ranks, hardware)
+    ran, unknown = seen_kernels(ranks), unpriced(ranks, hardware)
     if unknown:
         return (
             f"attention ran in {in_words(unknown)}, of which the profile has no numbers: forward, backward, pipeline "
             "and peak are shown, not judged",
         )
-    expected = {kernel_of(model, kind, hardware, plan.parallelism.cp, plan.training.seq_length) for kind in model.kinds}
-    unexpected = sorted(set(ran) - expected)
-    if not unexpected:
+    expected = expected_kernels(run, ranks, hardware)
+    if not ran or expected == set(ran):
         return ()
     return (
-        f"attention ran in {in_words(unexpected)} where the plan expected {in_words(sorted(expected))}: it is held "
-        "against the price of what ran",
+        f"attention ran in {in_words(ran)} where the plan expected {in_words(sorted(expected))}: it is held against "
+        "the price of what ran",
     )
+
+
+def expected_kernels(run: ProbeRun, ranks: Sequence[RankResult], hardware: HardwareSpec) -> set[str]:
+    """The kernels that the layers of these ranks were expected to run; `mask` for any that takes one."""
+    chunks = [run.chunk_of(stage) for rank in ranks for stage in run.stages_of(rank.stage)]
+    kinds = {kind for chunk in chunks for kind in run.model.layers[chunk.first_layer : chunk.last_layer]}
+    return {kernel_of(run.model, kind, hardware, run.cp, run.whole_seq_length) for kind in kinds}
 
 
 def in_words(kernels: Sequence[str]) -> str:

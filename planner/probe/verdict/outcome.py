@@ -60,7 +60,7 @@ def probe_result(
         predicted_bytes=None if predicted is None else predicted.memory.total_bytes,
         plan_runtime=plan.runtime,
         plan_step_s=None if eager is None else plan.step.step_s,
-        notes=() if eager is None else kernel_notes(plan, ranks),
+        notes=() if eager is None else kernel_notes(run, ranks, plan.cluster.hardware),
     )
 
 
