@@ -125,8 +125,8 @@ class _Spread:
             progress = shared.all()[rank]
             if time.monotonic() - progress.beat_s > timeout_s:
                 raise ProbeError(
-                    f"rank {rank} of {self.world_size}, which runs {self._words(rank)}, has stopped or is gone: no sign "
-                    f"of life for {timeout_s:.0f} s",
+                    f"rank {rank} of {self.world_size}, which runs {self._words(rank)}, has stopped or is gone: no "
+                    f"sign of life for {timeout_s:.0f} s",
                     "srun ends all ranks with the first that fails if it is told --kill-on-bad-exit=1",
                 )
             time.sleep(BEAT_S)
