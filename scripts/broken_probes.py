@@ -55,7 +55,7 @@ class Command:
         ]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "TMPDIR": str(self.temporary),
-            "PLAN_FAULT_MARK": str(self.mark), "OMP_NUM_THREADS": "1", **variables,
+            "PLAN_FAULT_MARK": str(self.mark), "OMP_NUM_THREADS": "1", "COLUMNS": "400", **variables,
         }  # fmt: skip
         work = folder / "work"
         work.mkdir(exist_ok=True)
