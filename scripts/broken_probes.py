@@ -55,7 +55,7 @@ class Command:
         ]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "TMPDIR": str(self.temporary),
-            "PLAN_FAULT_MARK": str(self.mark), "OMP_NUM_THREADS": "1", **variables,
+            "PLAN_FAULT_MARK": str(self.mark), "OMP_NUM_THREADS": "1", "COLUMNS": "400", **variables,
         }  # fmt: skip
         work = folder / "work"
         work.mkdir(exist_ok=True)
@@ -248,7 +248,7 @@ def stopped(phase: str, rank: int) -> Callable[[Path], Ended]:
 def error_line(told: str) -> str:
     """The lines of an error, or the last line told."""
     lines = [line for line in told.splitlines() if line.strip()]
-    errors = [line.strip(" ·") for line in lines if " asked for " in line]
+    errors = [line.strip(" ·").partition(";")[0] for line in lines if " asked for " in line]
     errors = errors or [line for line in lines if line.startswith(("error: ", "hint: "))]
     return " ".join(dict.fromkeys(errors)) or (lines[-1] if lines else "(nothing)")
 

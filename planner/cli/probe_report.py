@@ -159,14 +159,14 @@ def _gpus(result: ProbeResult) -> Iterator[str]:
 
 def _size(num_bytes: int) -> str:
     """Bytes in the largest unit of which there is at least one."""
-    unit = min(2, max(0, num_bytes.bit_length() - 1) // 10)
-    return f"{digits(num_bytes / 1024**unit)} {('B', 'KiB', 'MiB')[unit]}"
+    unit = min(3, max(0, num_bytes.bit_length() - 1) // 10)
+    return f"{digits(num_bytes / 1024**unit)} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
 
 
 def _memory_lines(result: ProbeResult) -> list[str]:
     memory = result.out_of_memory
     assert memory is not None
-    asked = "" if memory.asked_bytes is None else f" for {gibibytes(memory.asked_bytes)} GiB more"
+    asked = "" if memory.asked_bytes is None else f" for {_size(memory.asked_bytes)} more"
     planned = "" if result.predicted_bytes is None else f"; the plan has it at {gibibytes(result.predicted_bytes)} GiB"
     return [f"stage {memory.stage} (rank {memory.rank}) asked{asked} in {memory.phase}{planned}", memory.message]
 

@@ -230,10 +230,11 @@ class Recorder(TorchDispatchMode):
         Where there are more keys than queries, queries see all keys before their own block, and half of that.
         """
         queries, keys = q.shape[1], k.shape[1]
+        v_dim = q.shape[3] if kernel == "flash" else v.shape[3]  # FlashAttention-2 wants values as wide as keys
         square = Operator(
             name="attention", kind="attention", batch=q.shape[0], heads=q.shape[2], kv_heads=k.shape[2],
             q_len=queries, kv_len=queries, window=window if window < queries else 0, qk_dim=q.shape[3],
-            v_dim=v.shape[3],
+            v_dim=v_dim,
         )  # fmt: skip
         name = "fastest" if kernel == "cudnn" else "flash"
         runtime = self.prices.runtime.model_copy(update={"attention_kernel": name})
@@ -243,7 +244,7 @@ class Recorder(TorchDispatchMode):
         if seen:
             long = Operator(
                 name="attention", kind="attention", batch=1, heads=q.shape[2], q_len=2**24, kv_len=2**24,
-                qk_dim=q.shape[3], v_dim=v.shape[3],
+                qk_dim=q.shape[3], v_dim=v_dim,
             )  # fmt: skip
             long_s = compute.operator_seconds(long, self.prices.cluster.hardware, "bf16", runtime)[backward]
             kernels = self.prices.cluster.hardware.efficiency.kernel(name)

@@ -41,6 +41,7 @@ RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
     "pp3-uneven": (("1f1b", 3, 1, 4), {"layers": 5}),
     "interleaved": (("interleaved-1f1b", 2, 2, 4), {}),
     "zb-h1": (("zb-h1", 2, 1, 4), {"model": {"moe": MOE}}),
+    "zb-h1-recomputed": (("zb-h1", 2, 1, 2), {"num_recomputed": 1, "model": {"moe": MOE}}),
     "zb-v": (("zb-v", 2, 2, 5), {"model": {"tie_word_embeddings": True}}),
     "zb-v-tp": (("zb-v", 2, 2, 4), TP2),
     "dualpipe-v": (("dualpipe-v", 2, 2, 4), {}),

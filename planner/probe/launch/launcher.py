@@ -17,7 +17,7 @@ from planner.probe.launch.interrupts import signals_end_as_ctrl_c, start_process
 from planner.probe.result import Failure, MeasuredRun, RankResult
 from planner.probe.run import ProbeRun
 from planner.probe.worker.failure import EXIT_FAILED, out_of_memory_result
-from planner.probe.worker.failure_kinds import CONSEQUENCES, hint_of
+from planner.probe.worker.failure_kinds import CONSEQUENCES, DISK_HINT, hint_of
 from planner.probe.worker.files import FAILURE_FILE, RESULT_FILE, STACK_FILE, STATUS_FILE
 from planner.probe.worker.process import rank_process
 from planner.probe.worker.status import SILENT_HINT, Progress, hanging_rank, read_status
@@ -152,6 +152,7 @@ class _StartedRanks:
             rank, code = silent[0]
             progress = self._progress(rank)
             if code == EXIT_FAILED:  # and had no space to say why, but in its status
+                hint = f"{DISK_HINT}; {hint}"
                 raise ProbeError(f"{self._name(rank)} failed in {progress.phase}: {progress.detail}", hint)
             raise ProbeError(f"{self._name(rank)} ended with code {code} in {progress}", hint)
         first = failures[0]

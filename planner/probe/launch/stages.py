@@ -83,12 +83,15 @@ class _Spread:
         """The stages that a rank runs."""
         return self.stages[rank :: self.world_size]
 
+    def _words(self, rank: int) -> str:
+        return f"stage {', '.join(map(str, self.share(rank)))}"
+
     def run_all(self) -> list[MeasuredRun] | None:
         store = self._meet()
         if self.rank >= self.num_peers:
             return None
         shared = SharedProgress(connect(self.world_size), self.rank, self.world_size)
-        with _telling(shared, f"stages {', '.join(map(str, self.share(self.rank)))}"):
+        with _telling(shared, self._words(self.rank)):
             outcome = self._run_own()
         if self.rank:
             if outcome.error is not None:
@@ -122,8 +125,8 @@ class _Spread:
             progress = shared.all()[rank]
             if time.monotonic() - progress.beat_s > timeout_s:
                 raise ProbeError(
-                    f"rank {rank} of {self.world_size}, which runs {progress.phase}, has stopped or is gone: no sign "
-                    f"of life for {timeout_s:.0f} s",
+                    f"rank {rank} of {self.world_size}, which runs {self._words(rank)}, has stopped or is gone: no "
+                    f"sign of life for {timeout_s:.0f} s",
                     "srun ends all ranks with the first that fails if it is told --kill-on-bad-exit=1",
                 )
             time.sleep(BEAT_S)

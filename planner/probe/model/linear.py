@@ -71,6 +71,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, around: Surroundings, enters: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.parameter = weight  # where it is recomputed, what was saved is another tensor, without main gradient
         ctx.around, ctx.enters, ctx.has_bias = around, enters, bias is not None
         return functional.linear(around.tp.enter(x) if enters else x, weight, bias)
 
@@ -85,7 +86,7 @@ class _Product(torch.autograd.Function):
             x_grad = (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
         bias_grad = rows.sum(0) if ctx.has_bias else None
         # trainers scatter the input's gradient while they compute the weight's: both are there at once
-        weight_grad = ctx.around.weight_gradient(weight, partial(_outer, rows, inputs))
+        weight_grad = ctx.around.weight_gradient(ctx.parameter, partial(_outer, rows, inputs))
         if x_grad is not None and enters:
             x_grad = tp.enter_grad(x_grad)
         return x_grad, weight_grad, bias_grad, None, None
@@ -101,6 +102,7 @@ class GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, around: Surroundings) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
+        ctx.parameter = weight
         ctx.around = around
         return _grouped(x, weight.transpose(1, 2), ends)
 
@@ -110,7 +112,7 @@ class GroupedProduct(torch.autograd.Function):
         grad = grad.contiguous()
         return (
             _grouped(grad, weight, ends),
-            ctx.around.weight_gradient(weight, partial(_grouped_outer, grad, x, ends)),
+            ctx.around.weight_gradient(ctx.parameter, partial(_grouped_outer, grad, x, ends)),
             None,
             None,
         )
