@@ -15,7 +15,6 @@ from planner.layout.outside_pipeline import OutsidePipeline, outside_pipeline
 from planner.layout.seconds import Pipeline, durations_of, pipeline_s, run_pipeline
 from planner.layout.split import Split, stage_costs
 from planner.physics.cost import CostTable, PartCost
-from planner.physics.memory import sent_bytes
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes, fixed_bytes, stage_memory
 from planner.schedule.actions import Schedule
@@ -142,11 +141,11 @@ class Candidate:
     @cached_property
     def activation_peaks_bytes(self) -> tuple[float, ...]:
         """The most bytes that micro-batches in flight hold on each rank, in the order of its actions."""
-        sent = float(sent_bytes(self.pricing.model, self.shape, self.pricing.runtime))
-        live = [float(cost.live_bytes) + sent for cost in self.costs[:-1]] + [float(self.costs[-1].live_bytes)]
+        held = self.durations.activation_bytes
+        assert held is not None
         if self.made_order is not None:
-            return tuple(activation_peaks_bytes(self.made_order, live))
-        return tuple(peaks_of_schedule(self.shape, self.schedule, live))
+            return tuple(activation_peaks_bytes(self.made_order, held))
+        return tuple(peaks_of_schedule(self.shape, self.schedule, held))
 
     @cached_property
     def memory(self) -> tuple[StageBytes, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.physics.cost import CostTable, PartCost
+from planner.physics.memory import sent_bytes
 from planner.physics.pricing import Pricing
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, placement
@@ -40,8 +41,15 @@ def durations_of(pricing: Pricing, table: CostTable, costs: Sequence[PartCost], 
         weight_grad_s=[float(cost.weight_grad_s) for cost in costs],
         p2p_s=_hops_s(pricing, table, placement),
         blocking_p2p=not overlaps,
-        activation_bytes=[float(cost.live_bytes) for cost in costs],
+        activation_bytes=_held_bytes(pricing, table, costs),
     )
+
+
+def _held_bytes(pricing: Pricing, table: CostTable, costs: Sequence[PartCost]) -> list[float]:
+    """Bytes of a micro-batch that each virtual stage holds until its backward, the hidden states that it sent included."""
+    sent = float(sent_bytes(pricing.model, table.shape, pricing.runtime))
+    held = [float(cost.live_bytes) + sent for cost in costs]
+    return [*held[:-1], held[-1] - sent]
 
 
 def _hops_s(pricing: Pricing, table: CostTable, placement: Sequence[int]) -> float | list[float]:
