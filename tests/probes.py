@@ -65,7 +65,7 @@ def probe_result(
     ranks = tuple(_rank(run, stage, virtual, seconds, exchanges, memory) for stage, virtual in held.items())
     comparisons = [
         compared("forward", "s", planned.forward_s + (0 if alone else planned.forward_comm_s), 1.0, None, planned.stage)
-        for planned in in_eager_torch(plan).stages
+        for planned in in_eager_torch(plan, alone=alone).stages
         if planned.stage in held
     ]
     fields = {

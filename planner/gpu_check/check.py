@@ -177,7 +177,7 @@ class Check:
 
 def step_s(case: StageCase, hardware: HardwareSpec, small: bool) -> float:
     """Seconds of one step of a stage alone, as planned."""
-    plan = in_eager_torch(case.plan(hardware, small))
+    plan = in_eager_torch(case.plan(hardware, small), alone=True)
     stage = plan.stages[case.stage]
     return plan.parallelism.num_microbatches * (stage.forward_s + stage.backward_s) + stage.optimizer_s
 

@@ -156,7 +156,7 @@ def circumstances(result: ProbeResult) -> str:
 
 def compared_with(plan: Plan, stage: int, ranks: tuple[RankResult, ...]) -> list[ComparedQuantity]:
     """The measurements of a stage alone beside the plan's price of it in eager torch, with the attention that ran."""
-    eager = in_eager_torch(plan, seen_kernels(ranks))
+    eager = in_eager_torch(plan, seen_kernels(ranks), alone=True)
     return compare_stage(eager, eager, stage, ranks, None, alone=True)
 
 

@@ -46,7 +46,7 @@ def durations_of(pricing: Pricing, table: CostTable, costs: Sequence[PartCost], 
 
 
 def _held_bytes(pricing: Pricing, table: CostTable, costs: Sequence[PartCost]) -> list[float]:
-    """Bytes of a micro-batch that each virtual stage holds until its backward, the hidden states that it sent included."""
+    """Bytes of a micro-batch that each virtual stage holds until its backward, with the hidden states that it sent."""
     sent = float(sent_bytes(pricing.model, table.shape, pricing.runtime))
     held = [float(cost.live_bytes) + sent for cost in costs]
     return [*held[:-1], held[-1] - sent]

@@ -102,15 +102,17 @@ def local_copies(
         return
     gathered = num_bytes * shape.sequence_parallel
     shard = gathered / shape.tp
+    backward_bytes, copies = 2 * gathered + 5 * shard, 1.0 * runtime.copies_exchanged
     yield Operator(
         name=name,
         kind="elementwise",
         family="copy",
         modules=modules,
-        forward_bytes=gathered + 3 * shard,
-        backward_bytes=2 * gathered + 5 * shard,
+        forward_bytes=copies * (gathered + 3 * shard),
+        backward_bytes=copies * backward_bytes,
         forward_kernels=2,
         backward_kernels=4,
+        working_bytes=2 / 3 * backward_bytes,  # tensors of that size there are in any case
     )
 
 

@@ -139,7 +139,7 @@ def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult
 def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     """Run each distinct stage alone, then replay the whole pipeline with the measured seconds. Returns None where
     another rank has the result."""
-    eager = in_eager_torch(plan)
+    eager = in_eager_torch(plan, alone=True)
     layout, asked = eager.best, eager.best.parallelism
     order = slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
     grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
@@ -160,7 +160,7 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
         return None
     for measured in outcomes:
         ranks += measured.ranks
-    eager = in_eager_torch(plan, seen_kernels(ranks))
+    eager = in_eager_torch(plan, seen_kernels(ranks), alone=True)
     least, priced = without_waits(eager), not unpriced(ranks, plan.cluster.hardware)
     keeps_up = host_keeps_up(eager, least, options.tolerance_fraction)
     for rank in ranks:

@@ -190,7 +190,7 @@ def stage_problem(record: Record, table: Table) -> FitProblem:
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         cluster = ClusterSpec(hardware=hardware, num_gpus=max(run.tp for run in runs))
-        costs = [chunk_costs(run, cluster, ran)[0] for run, ran in zip(runs, kernels, strict=True)]
+        costs = [chunk_costs(run, cluster, ran, alone=True)[0] for run, ran in zip(runs, kernels, strict=True)]
         forward = [float(cost.forward_s) for cost in costs]
         backward = [float(cost.input_grad_s + cost.weight_grad_s) for cost in costs]
         return np.array([*forward, *backward, *(float(cost.optimizer_s) for cost in costs)])

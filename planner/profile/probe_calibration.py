@@ -133,7 +133,7 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     start = {path: number_at(cluster.hardware.efficiency, path) for path in _paths(result, cluster)}
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
-        costs_of_chunks = chunk_costs(run, _with(cluster, hardware), result_kernels)
+        costs_of_chunks = chunk_costs(run, _with(cluster, hardware), result_kernels, alone)
         costs = [costs_of_chunks[stage] for stage in stages]
         forward = [cost.forward_s if alone else cost.forward_total_s for cost in costs]
         backward = [cost.input_grad_s + cost.weight_grad_s if alone else cost.backward_total_s for cost in costs]
@@ -196,16 +196,18 @@ def run_shape(run: ProbeRun) -> Shape:
     )
 
 
-def chunk_costs(run: ProbeRun, cluster: ClusterSpec, kernels: Collection[str] = ()) -> list[PartCost]:
+def chunk_costs(
+    run: ProbeRun, cluster: ClusterSpec, kernels: Collection[str] = (), alone: bool = False
+) -> list[PartCost]:
     """The cost model's price of each virtual stage of a probe's run, in eager torch on `cluster`, with the `kernels` of
-    attention that ran, if they are known."""
+    attention that ran, if they are known, on all ranks together or each stage `alone`."""
     shape = run_shape(run)
     sequences = run.dp * run.micro_batch_size * run.num_microbatches
     pricing = Pricing(
         model=run.model,
         training=training_of(int(shape.seq_length), sequences),
         cluster=cluster,
-        runtime=eager_with(kernels),
+        runtime=eager_with(kernels, alone),
         selective_modules=run.recompute_modules,
     )
     base: Recompute = "selective" if run.recompute_modules else "none"

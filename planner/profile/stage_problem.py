@@ -19,7 +19,8 @@ from planner.specs.registry import load_model
 from planner.trainers.load import load_runtime
 
 MODELS = {"llama3-8b": "llama-3.1-8b", "llama2-13b": "llama-2-13b", "gpt3-175b": "gpt3-175b"}
-EAGER = load_runtime("torch-eager")
+EAGER = load_runtime("torch-eager").model_copy(update={"copies_exchanged": True})
+"""The program of the measured stages, which ran alone and copied what ranks exchange."""
 STAGE_WEIGHT = 3.0
 """Weight of a stage's row. Training runs stages; a layer alone is measured in a loop of its own."""
 

@@ -34,7 +34,8 @@ def rank_factors(plan: Plan, result: ProbeResult) -> tuple[float, ...]:
 
 def measured(plan: Plan, factors: tuple[float, ...] = SLOW, **changes: Any) -> Any:
     """The seconds of each stage in eager torch times its factor, exchanges included."""
-    alone, stages = changes.get("mode", "stages") == "stages", in_eager_torch(plan).stages
+    alone = changes.get("mode", "stages") == "stages"
+    stages = in_eager_torch(plan, alone=alone).stages
 
     def seconds(stage: int) -> tuple[float, float]:
         planned, factor = stages[stage], factors[stage]

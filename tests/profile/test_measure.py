@@ -62,7 +62,7 @@ def h200() -> Record:
     for name in ("stream", "gemm", "attention"):
         record.measured.tables[name] = shipped_rows(name)
     for number, stage in enumerate(GPU.stages):
-        cost = chunk_costs(stage.run("cuda"), ClusterSpec(hardware=shipped, num_gpus=8))[0]
+        cost = chunk_costs(stage.run("cuda"), ClusterSpec(hardware=shipped, num_gpus=8), alone=True)[0]
         seconds = {
             "forward_us": cost.forward_s,
             "backward_us": cost.input_grad_s + cost.weight_grad_s,

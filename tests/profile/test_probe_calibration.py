@@ -65,7 +65,7 @@ def slower(cluster: ClusterSpec, **factors: float) -> ClusterSpec:
 
 
 def measured_on(plan: Plan, machine: ClusterSpec, **changes: Any) -> ProbeResult:
-    costs = chunk_costs(probe_run(plan), machine)
+    costs = chunk_costs(probe_run(plan), machine, alone=changes.get("mode") != "ranks")
     if changes.get("mode") == "ranks":
         return probe_result(plan, lambda j: (costs[j].forward_total_s, costs[j].backward_total_s), **changes)
     return probe_result(plan, lambda j: (costs[j].forward_s, costs[j].input_grad_s + costs[j].weight_grad_s), **changes)
@@ -137,7 +137,7 @@ def errors(rows: list[dict[str, str]], cluster: ClusterSpec) -> list[float]:
     found = []
     for row in rows:
         run = probe_run(stage_plan(row, cluster))
-        cost = chunk_costs(run, cluster)[int(row["stage"])]
+        cost = chunk_costs(run, cluster, alone=True)[int(row["stage"])]
         compute_s = float(cost.forward_s + cost.input_grad_s + cost.weight_grad_s)
         found.append(abs(compute_s / sum(seconds(row)) - 1))
     return found

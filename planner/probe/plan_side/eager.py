@@ -31,14 +31,15 @@ FAST_GB_PER_S = 1e9
 """The rate of links that take no time."""
 
 
-def in_eager_torch(plan: Plan, kernels: Collection[str] = ()) -> Plan:
+def in_eager_torch(plan: Plan, kernels: Collection[str] = (), alone: bool = False) -> Plan:
     """The plan with its best layout priced as a probe runs it, with experts evenly loaded. The layout itself stays.
 
-    `kernels` are those of attention that ran; without any, the price is of those that torch is expected to take."""
+    `kernels` are those of attention that ran; without any, the price is of those that torch is expected to take. Stages
+    that run `alone` copy in their own memory what ranks exchange."""
     eager = plan.model_copy(
         update={
             "runtime": EAGER.name,
-            "runtime_spec": runtime_of(plan, kernels),
+            "runtime_spec": runtime_of(plan, kernels, alone),
             "training": training_of(plan.training.seq_length, plan.training.global_batch_size),
         }
     )
@@ -103,17 +104,23 @@ def repriced(plan: Plan) -> Candidate:
     return reprice(plan, plan.best, recompute_modules(plan.best))
 
 
-def runtime_of(plan: Plan, kernels: Collection[str] = ()) -> RuntimeSpec:
+def runtime_of(plan: Plan, kernels: Collection[str] = (), alone: bool = False) -> RuntimeSpec:
     """Eager torch with the kernels of attention that ran, and the host time per micro-batch that the plan takes from an
     earlier probe."""
     sharded = MASTERS_ARE_WEIGHTS if plan.parallelism.zero_stage == 3 else {}
     overhead = {"microbatch_overhead_s": plan.runtime_spec.microbatch_overhead_s}
-    return eager_with(kernels).model_copy(update={**overhead, **sharded})
+    return eager_with(kernels, alone).model_copy(update={**overhead, **sharded})
 
 
-def eager_with(kernels: Collection[str], torch_version: str = "") -> RuntimeSpec:
-    """Eager torch of a version (the one installed here by default), whose ranks ran these kernels of attention."""
-    return EAGER.model_copy(update={"attention_kernel": torch_took(kernels), "fused_norm": fuses_norms(torch_version)})
+def eager_with(kernels: Collection[str], alone: bool, torch_version: str = "") -> RuntimeSpec:
+    """Eager torch of a version (the one installed here by default), whose ranks ran these kernels of attention, among
+    others or `alone`."""
+    update = {
+        "attention_kernel": torch_took(kernels),
+        "fused_norm": fuses_norms(torch_version),
+        "copies_exchanged": alone,
+    }
+    return EAGER.model_copy(update=update)
 
 
 def fuses_norms(torch_version: str = "") -> bool:

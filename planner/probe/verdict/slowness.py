@@ -74,7 +74,7 @@ def slowness(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple
     factor of the nearest stage that ran with the same parts (embedding, head) if all stages ran on one device, else the
     median. Raises SpecError if the probe measured no speed, or another plan.
     """
-    layout = in_eager_torch(plan, seen_kernels(result.ranks)).best
+    layout = in_eager_torch(plan, seen_kernels(result.ranks), alone=result.mode == "stages").best
     require_speed(result, plan.cluster.hardware, where)
     if result.inputs_sha256 != plan.inputs_sha256:
         raise SpecError(

@@ -32,7 +32,7 @@ def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
         events = [*_measured(result), *_predicted(plan, result)]
     elif result.mode == "stages":
         rank_of_stage = {rank.stage: rank for rank in result.ranks}
-        eager = in_eager_torch(plan, seen_kernels(result.ranks))
+        eager = in_eager_torch(plan, seen_kernels(result.ranks), alone=True)
         stands_for, priced = stand_in_stages(eager.best), repriced(eager)
         if rank_of_stage.keys() >= set(stands_for):
             alone = durations_alone(priced, [rank_of_stage[stage] for stage in stands_for])
