@@ -119,7 +119,7 @@ class RuntimeSpec(Spec):
     clips_gradients: bool = True
     """Gradients are measured and scaled between backward and optimizer, and zeroed after."""
     copies_exchanged: bool = True
-    """Where nothing fuses kernels, sequence-parallel exchanges cost copies in a rank's own memory."""
+    """Sequence-parallel exchanges cost copies in a rank's own memory, unless kernels are fused."""
     is_runner: bool = False
     """The trainer is the planner's own runner (planner/probe), of which every kept tensor is known: what a stage hands
     on stays until its backward, and activations and biases keep what eager torch makes of them."""
