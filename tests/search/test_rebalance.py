@@ -133,7 +133,7 @@ def test_an_order_made_to_measure_is_kept() -> None:
         ClusterSpec(hardware=load_hardware("h200"), num_gpus=4),
         TrainingSpec(seq_length=4096, global_batch_size=16),
     )
-    limits = SearchLimits(pp=(4,), schedule=("auto",), top=1, recompute=("none",))
+    limits = SearchLimits(pp=(4,), micro_batch_size=(1,), schedule=("auto",), top=1, recompute=("none",))
     saved = plan(load_model("8b"), cluster, training, limits=limits, runtime="torch-eager")
     assert saved.best.actions
     found = rebalance(saved, [1.0, 1.6, 1.0, 1.0])

@@ -402,7 +402,7 @@ def test_a_rank_that_the_replay_finds_too_full_is_given_less() -> None:
     )
     assert answer.fits
     assert answer.search is not None
-    assert answer.search.gap < 0.1
+    assert answer.search.gap < 0.12
 
 
 @pytest.mark.parametrize(("name", "gpus", "hardware", "vpp"), [("neox-20b", 8, "b200", 2), ("8b", 16, "h100", 2)])

@@ -48,6 +48,8 @@ def _live_bytes(sums: RankSums, rank: int) -> Expression:
     in_flight = node.in_flight_of(rank)
     layers = in_flight[0] * sums.of_layers(rank, "live_bytes") if node.vpp == 1 else sums.in_flight_bytes(rank)
     live_bytes = layers + sums.of_ends(rank, "live_bytes")
+    sending = sum(in_flight) - (in_flight[-1] if rank == node.placement[-1] else 0.0)
+    live_bytes = live_bytes + sending * node.sent_bytes
     if rank == 0:
         live_bytes = live_bytes + (in_flight[0] - 1) * float(node.embedding.live_bytes)
     return live_bytes

@@ -49,6 +49,8 @@ class Node:
     chunk_in_flight: Sequence[Sequence[float]] = ()
     """Micro-batches of each chunk that each rank holds at its peak; empty if it holds as many of every chunk."""
     usable_bytes: float
+    sent_bytes: float = 0.0
+    """Bytes that each virtual stage but the last keeps of a micro-batch because it sent them."""
     p2p_s: float
     bound: Bound
     """The lower bounds that hold for the schedule."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from planner.layout.outside_pipeline import reduce_overlap_fraction, sharded_each_time
 from planner.layout.split import Split, even_counts, held_parts
 from planner.physics.cost import CostTable, PartCost, sum_parts
+from planner.physics.memory import sent_bytes
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import fixed_bytes
 from planner.schedule.orders import (
@@ -83,6 +84,7 @@ def node_of(
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
         chunk_in_flight=chunks_in_flight(schedule, pp, vpp, microbatches) if vpp > 1 else (),
         usable_bytes=float(table.usable_bytes) - fixed_bytes(pricing, table),
+        sent_bytes=float(sent_bytes(model, shape, runtime)),
         short_bytes=short_bytes,
         p2p_s=float(table.p2p_s),
         bound=SCHEDULES[schedule].bound,
