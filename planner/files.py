@@ -41,20 +41,25 @@ def refuse_to_overwrite(path: str | Path, force: bool = False) -> None:
 
 
 def write_text(path: str | Path, text: str, force: bool = False) -> None:
-    """Write `text` to a file that appears complete or not at all; `-` is stdout.
-
-    A temporary file in the same folder takes the text and then the name. Pipes and devices are written to directly.
-    Raises SpecError as `refuse_to_overwrite` does, and PlannerError where the system refuses (no space, no permission).
-    """
+    """`write_bytes` of a text in UTF-8; `-` is stdout."""
     if str(path) == STDOUT:
         sys.stdout.write(text)
         return
+    write_bytes(path, text.encode(), force)
+
+
+def write_bytes(path: str | Path, data: bytes, force: bool = False) -> None:
+    """Write `data` to a file that appears complete or not at all.
+
+    A temporary file in the same folder takes the data and then the name. Pipes and devices are written to directly.
+    Raises SpecError as `refuse_to_overwrite` does, and PlannerError where the system refuses (no space, no permission).
+    """
     refuse_to_overwrite(path, force)
     try:
         if os.path.exists(path) and not os.path.isfile(path):
-            Path(path).write_text(text, encoding="utf-8")
+            Path(path).write_bytes(data)
         else:
-            _replace(Path(os.path.realpath(path)), text)
+            _replace(Path(os.path.realpath(path)), data)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -62,11 +67,11 @@ def write_text(path: str | Path, text: str, force: bool = False) -> None:
         raise PlannerError(f"{path}: cannot be written: {error.strerror}", hint) from None
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, data: bytes) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.", suffix=".part")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, _mode(path))

@@ -38,8 +38,11 @@ ALLOWED = {
     # a target's constraints are written once, and the search holds candidates against them too
     # and prices a plan under the trainer that it is written for
     "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer", "layout.replan", "months"},
-    # a saved plan is priced again to cut its seconds further; a probe's file is read without torch
-    "decide": {"errors", "specs", "trainers", "answer", "layout.replan", "layout.compute_terms", "probe.result"},
+    # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches
+    "decide": {
+        "errors", "specs", "trainers", "answer", "layout.replan", "layout.compute_terms", "probe.result", "search.case",
+        "search.safest", "search.search",
+    },
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",

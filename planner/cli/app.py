@@ -17,6 +17,7 @@ from planner.specs.problems import nearest
 COMMANDS = {
     "evaluate": ("planner.cli.evaluate_command", "evaluate_command"),
     "explain": ("planner.cli.explain_command", "explain_command"),
+    "sweep": ("planner.cli.sweep_command", "sweep_command"),
     "compare": ("planner.cli.compare_command", "compare_command"),
     "models": ("planner.cli.catalogue", "models_command"),
     "hardware": ("planner.cli.catalogue", "hardware_command"),

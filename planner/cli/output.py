@@ -63,8 +63,8 @@ def waiting(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, on terminals only; what it yields is called after each of `total` parts."""
+def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, on terminals only; what it yields is called after each of `total` parts, or of unknown many."""
     if not sys.stderr.isatty() or not _log.isEnabledFor(logging.INFO):
         yield lambda: None
         return

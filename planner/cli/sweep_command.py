@@ -1,0 +1,204 @@
+"""`plan sweep`: many jobs planned, to decide how many GPUs, and which."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, Any
+
+from planner.cli import options as o
+from planner.cli.job_options import SearchOptions, job_options
+from planner.errors import SpecError
+
+if TYPE_CHECKING:
+    from planner.decide.point import Trial
+    from planner.decide.sweep import Goal, Sweep
+
+AUTO = "auto"
+MOST_GPUS = 131_072
+"""The most GPUs that `--gpus auto` looks at."""
+TEXTS: tuple[str, ...] = ("hardware", "runtime", "dtype", "schedule", "recompute")
+NUMBERS: tuple[str, ...] = (
+    "seq_length", "global_batch_size", "tp", "pp", "dp", "cp", "ep", "etp", "vpp", "micro_batch_size", "zero_stage",
+)  # fmt: skip
+
+
+Gpus = Annotated[str | None, o.text(o.JOB, "--gpus -g", "N,N…|A..B|auto", "GPUs in all; auto: the fewest.")]
+SeqLengths = Annotated[str | None, o.text(o.JOB, "--seq-length -s", "N,N…", "Tokens of a sequence. [the model's]")]
+GlobalBatchSizes = Annotated[
+    str | None, o.text(o.JOB, "--global-batch-size -b", "N,N…", "Sequences of an optimizer step. [the model's]")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions(SearchOptions):
+    """A job of which some options have several values: each combination is a point."""
+
+    gpus: Gpus = None  # type: ignore[assignment]
+    seq_length: SeqLengths = None  # type: ignore[assignment]
+    global_batch_size: GlobalBatchSizes = None  # type: ignore[assignment]
+
+
+Deadline = Annotated[str | None, o.text(o.RUN, "--deadline", "30d|6w|12h", "The run has to end by then.")]
+Budget = Annotated[str | None, o.text(o.RUN, "--budget", "USD", "The run may cost so much, such as 5M.")]
+Csv = Annotated[str | None, o.text(o.OUTPUT, "--csv", "FILE", "Write all points; - is stdout.")]
+Plot = Annotated[str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw them: .png, .svg or .html; - is the terminal.")]
+Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let --csv and --plot replace a file.")]
+
+
+@job_options
+def sweep_command(
+    asked: SweepOptions,
+    deadline: Deadline = None,
+    budget: Budget = None,
+    json: o.Json = False,
+    csv: Csv = None,
+    plot: Plot = None,
+    force: Force = False,
+) -> None:
+    """Plan a job on many numbers and kinds of GPUs, and say which are the fewest, the cheapest and the fastest.
+
+    Every option of the job and the layout takes a list (8,16) or a range (256..4096, by whole nodes; 1..16 of others by
+    doubling; a..b:step). With --deadline or --budget, --gpus auto finds the fewest GPUs that meet it.
+
+    \b
+    Example:
+      plan sweep --model 70b --gpus 64,128,256
+      plan sweep --model 70b --gpus auto --tokens 2T --deadline 30d
+      plan sweep --model 70b --gpus 128 --hardware h100,h200,b200 --tokens 2T
+    """
+    from planner.cli.output import dumps, show
+    from planner.files import STDOUT, refuse_to_overwrite, write_text
+    from planner.report.sweep import as_csv, render_sweep
+
+    for path in (csv, plot):
+        if path is not None:
+            refuse_to_overwrite(path, force)
+    draw = None if plot is None else _drawing_to(plot)
+    goal = _goal(asked, deadline, budget)
+    answer = _swept(asked, goal)
+    if draw is not None and plot is not None:
+        draw(answer, plot, force)
+    if csv is not None:
+        write_text(csv, as_csv(answer), force)
+    if STDOUT in (csv, plot):
+        return
+    if json:
+        sys.stdout.write(dumps(answer.to_json()))
+    else:
+        show(render_sweep(answer))
+
+
+def _goal(asked: SweepOptions, deadline: str | None, budget: str | None) -> Goal:
+    from planner.cli.axes import days
+    from planner.decide.sweep import Goal
+    from planner.specs.units import parse_count
+
+    for name, given in (("--deadline", deadline), ("--budget", budget)):
+        if given is not None and asked.tokens is None:
+            raise SpecError(f"{name}: a run without tokens has no end", f"add --tokens 15T to {name} {given}")
+    budget_usd = None
+    if budget is not None:
+        try:
+            budget_usd = float(parse_count(budget.removeprefix("$")))
+        except ValueError:
+            raise SpecError(f"--budget: {budget[:60]!r} is no sum of dollars", "write --budget 5M") from None
+    return Goal(deadline_days=None if deadline is None else days("--deadline", deadline), budget_usd=budget_usd)
+
+
+def _swept(asked: SweepOptions, goal: Goal) -> Sweep:
+    """Plan the points that the options name, or look for the number of GPUs that meets the goal."""
+    from planner.cli.output import progress
+    from planner.decide.sweep import of_points, planners, sweep
+
+    if asked.gpus is None:
+        raise SpecError("--gpus: is missing", "for example --gpus 256,512, 256..4096 or auto")
+    trials = list(_trials(asked))
+    if asked.gpus == AUTO:
+        with progress("looking for the fewest GPUs", None) as advance, planners(MOST_GPUS, advance) as plan_all:
+            return of_points([point for trial in trials for point in _auto(trial, goal, plan_all)], goal)
+    with progress("planning", len(trials)) as advance, planners(len(trials), advance) as plan_all:
+        return sweep(trials, goal, plan_all)
+
+
+def _auto(trial: Trial, goal: Goal, plan_all: Any) -> list[Any]:
+    """The points planned on the way to the fewest GPUs that meet the goal, and to the most within a budget."""
+    from planner.decide.fewest import Nodes
+
+    nodes = Nodes(trial, plan_all, MOST_GPUS // trial.case.cluster.node_size)
+    first = nodes.first_that(lambda point: point.fits)
+    if first is not None and goal.deadline_days is not None:
+        in_time = goal.model_copy(update={"budget_usd": None})
+        first = nodes.first_that(in_time.is_met, first)
+    if first is not None and goal.budget_usd is not None and goal.is_met(nodes.point(first)):
+        nodes.last_that(goal.is_met, first)
+    return [nodes.points[number] for number in sorted(nodes.points)]
+
+
+def _trials(asked: SweepOptions) -> Iterator[Trial]:
+    """One trial for each combination of the options' values."""
+    from planner.cli.inputs import read_job, read_limits
+    from planner.decide.point import Trial
+    from planner.search.case import Case
+
+    axes = _axes(asked)
+    single = {field.name: getattr(asked, field.name) for field in fields(SearchOptions)}
+    for values in product(*axes.values()):
+        options = dict(zip(axes, values, strict=True))
+        point = SearchOptions(**{**single, **{name: _typed(name, value) for name, value in options.items()}})
+        for gpus in _gpus(asked, point):
+            job = read_job(replace(point, gpus=gpus))
+            limits = read_limits(point, job)
+            case = Case(job.model, job.cluster, job.training, job.runtime_spec, limits)
+            yield Trial({"gpus": gpus, **{name: value for name, value in options.items() if len(axes[name]) > 1}}, case)
+
+
+def _axes(asked: SweepOptions) -> dict[str, list[Any]]:
+    """The values of each option that was given, beside --gpus."""
+    from planner.cli.axes import doubling, numbers
+
+    axes: dict[str, list[Any]] = {}
+    for name in (*TEXTS, *NUMBERS):
+        text = getattr(asked, name)
+        if text is None:
+            continue
+        option = "--" + name.replace("_", "-")
+        axes[name] = numbers(option, text, doubling) if name in NUMBERS else [part.strip() for part in text.split(",")]
+        if "" in axes[name]:
+            raise SpecError(f"{option}: {text[:60]!r} has an empty entry", "put one comma between two values")
+    return axes
+
+
+def _typed(name: str, value: Any) -> Any:
+    """A value as `plan` takes it: numbers of the job as numbers, those of the layout as text."""
+    return value if name in (*TEXTS, "seq_length", "global_batch_size") else str(value)
+
+
+def _gpus(asked: SweepOptions, point: SearchOptions) -> list[int]:
+    """The numbers of GPUs; one node, from which the search for the fewest starts, where they are looked for."""
+    from planner.cli.axes import by_nodes, numbers
+    from planner.specs.registry import load_hardware
+
+    node_size = point.gpus_per_node or load_hardware(point.hardware or o.DEFAULT_HARDWARE).gpus_per_node
+    if asked.gpus == AUTO:
+        return [node_size]
+    return numbers("--gpus", str(asked.gpus), by_nodes(node_size))
+
+
+def _drawing_to(path: str) -> Callable[[Sweep, str, bool], None]:
+    """The function that draws a sweep, once it is known that it can draw to `path`."""
+    from pathlib import PurePath
+
+    from planner.errors import PlannerError
+    from planner.files import STDOUT
+
+    try:
+        from planner.report.plots import SUFFIXES, draw_sweep
+    except ModuleNotFoundError as error:
+        raise PlannerError(f"--plot needs {error.name}", "pip install 'planner[plot]'") from None
+    if path != STDOUT and PurePath(path).suffix.lower() not in SUFFIXES:
+        stem = PurePath(path).stem or "sweep"
+        raise SpecError(f"--plot: {path}: no such kind of picture", f"name it {stem}.svg, {stem}.png or {stem}.html")
+    return draw_sweep

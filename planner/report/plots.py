@@ -1,0 +1,152 @@
+"""A sweep as a picture: matplotlib draws files, plotille draws in a terminal; axes and ticks are theirs."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import plotille
+from matplotlib.figure import Figure
+
+from planner.answer import Interval
+from planner.decide.point import Point
+from planner.decide.sweep import Sweep
+from planner.files import STDOUT, write_bytes, write_text
+from planner.report.format import large
+from planner.report.html.pieces import Html, page, section, table, tag
+from planner.report.sweep import as_rows, says, swept_axes
+from planner.trainers.switches import written
+
+logging.getLogger("matplotlib").setLevel(logging.WARNING)  # a first run would note that it looks for fonts
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette, which colour-blind eyes tell apart."""
+MARKERS = "osD^vPX"
+SUFFIXES = (".png", ".svg", ".html")
+
+
+class Series(NamedTuple):
+    """Points that differ in the number of GPUs only."""
+
+    name: str
+    points: list[Point]
+
+
+class Axis(NamedTuple):
+    """A number of every point, with its interval."""
+
+    label: str
+    value: Callable[[Point], float | None]
+    interval: Callable[[Point], Interval | None]
+
+
+GPUS = Axis("GPUs", lambda point: point.num_gpus, lambda point: None)
+RATE = Axis("tokens per second", lambda point: point.tokens_per_s, lambda point: point.tokens_per_s_interval)
+DAYS = Axis("days", lambda point: point.days, lambda point: point.days_interval)
+DOLLARS = Axis("dollars", lambda point: point.usd, lambda point: point.usd_interval)
+
+
+def draw_sweep(sweep: Sweep, path: str, force: bool = False) -> None:
+    """Draw tokens per second over GPUs, and dollars over days where tokens are given; `-` is the terminal."""
+    suffix = PurePath(path).suffix.lower()
+    if path == STDOUT:
+        write_text(path, as_text(sweep))
+    elif suffix == ".html":
+        write_text(path, as_page(sweep), force)
+    else:
+        write_bytes(path, as_image(sweep, suffix[1:]), force)
+
+
+def series_of(sweep: Sweep) -> list[Series]:
+    """The points that fit, by their options other than the number of GPUs."""
+    axes, found = [axis for axis in swept_axes(sweep) if axis != "gpus"], dict[str, list[Point]]()
+    for point in sweep.points:
+        if point.step_s is not None:
+            name = ", ".join(written(point.options[axis]) for axis in axes if axis in point.options)
+            found.setdefault(name, []).append(point)
+    return [Series(name, sorted(points, key=lambda point: point.num_gpus)) for name, points in found.items()]
+
+
+def _panels(sweep: Sweep) -> list[tuple[Axis, Axis]]:
+    has_costs = any(point.usd is not None for point in sweep.points)
+    return [(GPUS, RATE), *([(DAYS, DOLLARS)] if has_costs else [])]
+
+
+def as_image(sweep: Sweep, kind: str) -> bytes:
+    """PNG or SVG; the same sweep makes the same bytes."""
+    panels = _panels(sweep)
+    with mpl.rc_context({"svg.hashsalt": "planner", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(5.4 * len(panels), 4.0), layout="constrained")
+        for number, (x, y) in enumerate(panels, 1):
+            _draw(figure.add_subplot(1, len(panels), number), sweep, x, y)
+        file = io.BytesIO()
+        figure.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return file.getvalue()
+
+
+def _draw(axes: Any, sweep: Sweep, x: Axis, y: Axis) -> None:
+    """One panel: a line per series, intervals as bars, and the goal as dashed lines."""
+    for number, series in enumerate(series_of(sweep)):
+        points = [point for point in series.points if None not in (x.value(point), y.value(point))]
+        if points:
+            axes.errorbar(
+                [x.value(point) for point in points], [y.value(point) for point in points],
+                xerr=_errors(points, x), yerr=_errors(points, y), label=series.name or None, capsize=2, linewidth=1.2,
+                color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)], markersize=4,
+            )  # fmt: skip
+    goals = {"days": (axes.axvline, sweep.goal.deadline_days), "dollars": (axes.axhline, sweep.goal.budget_usd)}
+    for axis, (line, value) in goals.items():
+        if value is not None and axis in (x.label, y.label):
+            line(value, color="0.4", linestyle="--", linewidth=1)
+    axes.set_xlabel(x.label)
+    axes.set_ylabel(y.label)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: large(value))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if any(series.name for series in series_of(sweep)):
+        axes.legend(frameon=False)
+
+
+def _errors(points: Sequence[Point], axis: Axis) -> list[list[float]] | None:
+    pairs = [(axis.value(point), axis.interval(point)) for point in points]
+    if any(value is None or interval is None for value, interval in pairs):
+        return None
+    return [[v - i[0] for v, i in pairs if i and v], [i[1] - v for v, i in pairs if i and v]]
+
+
+def as_text(sweep: Sweep) -> str:
+    """The panels for 80 columns."""
+    drawn = []
+    for x, y in _panels(sweep):
+        figure = plotille.Figure()
+        figure.width, figure.height, figure.with_colors = 56, 14, False
+        figure.x_label, figure.y_label = x.label, y.label
+        figure.register_label_formatter(float, _tick)
+        figure.register_label_formatter(int, _tick)
+        for number, series in enumerate(series_of(sweep)):
+            pairs = [(x.value(point), y.value(point)) for point in series.points]
+            known = [pair for pair in pairs if None not in pair]
+            figure.plot([a for a, _ in known], [b for _, b in known], label=series.name or None, marker=MARKERS[number])
+        drawn.append(figure.show(legend=any(series.name for series in series_of(sweep))))
+    return "\n\n".join(drawn) + "\n"
+
+
+def _tick(value: float, chars: int, delta: float, left: bool = False) -> str:
+    text = large(value)
+    return text.ljust(chars) if left else text.rjust(chars)
+
+
+def as_page(sweep: Sweep) -> str:
+    """One HTML file that needs nothing else: the picture and the table of all points."""
+    svg = as_image(sweep, "svg").decode()
+    drawing = tag("figure", Html(svg[svg.index("<svg") :]))
+    heads, rows = as_rows(sweep)
+    title = "GPUs, time and money"
+    body = section(
+        "All points", table(heads, rows, "l" * len(swept_axes(sweep)) + "r" * (len(heads) - len(swept_axes(sweep))))
+    )
+    return page(title, tag("header", tag("h1", title), tag("p", says(sweep))), drawing, body)

@@ -1,0 +1,57 @@
+"""Lists and ranges of a sweep's axes are read as they are meant, and refused with a hint that works."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from planner.cli.axes import MOST_POINTS, by_nodes, days, doubling, numbers
+from planner.errors import SpecError
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("256", [256]),
+        ("512, 256", [512, 256]),
+        ("8..32", [8, 16, 24, 32]),
+        ("10..32", [16, 24, 32]),
+        ("8..64:24", [8, 32, 56]),
+        ("8,8..16,64", [8, 16, 64]),
+    ],
+)
+def test_numbers_of_gpus(text: str, values: list[int]) -> None:
+    assert numbers("--gpus", text, by_nodes(8)) == values
+
+
+def test_a_long_range_is_thinned_out_to_whole_nodes_between_its_ends() -> None:
+    values = numbers("--gpus", "256..4096", by_nodes(8))
+    assert (values[0], values[-1], len(values)) == (256, 4096, MOST_POINTS)
+    assert all(value % 8 == 0 for value in values)
+    assert max(b / a for a, b in pairwise(values)) < 1.15
+
+
+def test_other_ranges_double() -> None:
+    assert numbers("--seq-length", "4096..40000", doubling) == [4096, 8192, 16384, 32768]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "8,,16", "-8", "0", "64..8", "0..8", "8..64:0", "1..7", "8..99999999:1", "1e3", "8..", "8...16"]
+)
+def test_what_is_no_axis_is_refused_with_a_hint(text: str) -> None:
+    with pytest.raises(SpecError, match=re.escape("--gpus: ")) as error:
+        numbers("--gpus", text, by_nodes(8))
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(("text", "value"), [("30d", 30.0), ("6w", 42.0), ("12h", 0.5), ("7", 7.0), ("1.5D", 1.5)])
+def test_deadlines(text: str, value: float) -> None:
+    assert days("--deadline", text) == value
+
+
+@pytest.mark.parametrize("text", ["", "0d", "3m", "d", "-1d", "1e9d"])
+def test_what_is_no_deadline_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="--deadline: "):
+        days("--deadline", text)

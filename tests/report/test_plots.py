@@ -1,0 +1,66 @@
+"""A sweep's pictures: a file of each kind, the same bytes for the same sweep, and one for 80 columns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="needs the plot extra")
+pytest.importorskip("plotille", reason="needs the plot extra")
+
+from planner.decide.point import Point
+from planner.decide.sweep import Goal, Sweep
+from planner.report.plots import as_image, as_page, as_text, draw_sweep, series_of
+
+
+def point(gpus: int, hardware: str, days: float | None) -> Point:
+    rate = 1e4 * gpus
+    return Point(
+        options={"gpus": gpus, "hardware": hardware}, num_gpus=gpus, fits=True, step_s=1e6 / rate, tokens_per_s=rate,
+        tokens_per_s_interval=(0.9 * rate, 1.1 * rate), days=days, days_interval=days and (0.9 * days, 1.1 * days),
+        usd=days and 50.0 * days * gpus,
+    )  # fmt: skip
+
+
+def sweep(days: float | None = 400.0) -> Sweep:
+    points = [point(gpus, kind, days and days / gpus) for kind in ("h100", "h<200") for gpus in (16, 8, 32)]
+    failed = Point(options={"gpus": 4, "hardware": "h100"}, num_gpus=4, fits=False, reason="nothing fits")
+    return Sweep(points=(*points, failed), goal=Goal(deadline_days=days))
+
+
+def test_series_are_lines_over_gpus_of_what_fits() -> None:
+    assert [(series.name, [p.num_gpus for p in series.points]) for series in series_of(sweep())] == [
+        ("h100", [8, 16, 32]), ("h<200", [8, 16, 32]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG"), ("a.html", b"<!doctype")])
+def test_a_file_of_each_kind_is_the_same_every_time(name: str, start: bytes, tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        draw_sweep(sweep(), str(tmp_path / folder / name))
+    data = (tmp_path / "one" / name).read_bytes()
+    assert data.startswith(start)
+    assert data == (tmp_path / "two" / name).read_bytes()
+
+
+def test_the_picture_has_its_axes_and_a_name_for_each_line() -> None:
+    svg = as_image(sweep(), "svg").decode()
+    for text in ("GPUs", "tokens per second", "days", "dollars", "h100", "h&lt;200"):
+        assert f">{text}<" in svg
+    assert ">dollars<" not in as_image(sweep(None), "svg").decode(), "there is no money without tokens"
+
+
+def test_the_page_has_every_point_and_escapes_what_files_say() -> None:
+    page = as_page(sweep())
+    assert "h<200" not in page
+    assert len(re.findall("<tr", page)) == 1 + 7
+
+
+def test_the_terminal_has_80_columns() -> None:
+    text = as_text(sweep())
+    assert max(map(len, text.splitlines())) <= 80
+    assert "(GPUs)" in text
+    assert "h<200" in text
