@@ -12,6 +12,7 @@ from probes import probe_result
 from planner.answer import Plan
 from planner.cli import main
 from planner.plan_file import read_plan
+from planner.probe.plan_side.eager import in_eager_torch
 
 JOB = ["--model", "8b", "--gpus", "16", "--hardware", "h200", "-s", "4096", "-b", "64"]
 LAYOUT = ["evaluate", *JOB, "--tp", "2", "--pp", "4", "--dp", "2"]
@@ -26,9 +27,10 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_probe(plan_file: Path, factor: float, **changes: Any) -> Path:
     """A probe in which everything took `factor` times as long as planned."""
-    stages = read_plan(str(plan_file)).best.stages
+    plan = read_plan(str(plan_file))
+    stages = in_eager_torch(plan, alone=True).stages
     result = probe_result(
-        read_plan(str(plan_file)),
+        plan,
         lambda j: (factor * stages[j].forward_s, factor * stages[j].backward_s),
         **changes,
     )

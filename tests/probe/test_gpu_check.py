@@ -213,7 +213,7 @@ def test_an_h200_as_it_was_measured_meets_the_targets() -> None:
     short = StageCase("llama3-8b", 16, 4096, pp=1, dp=1, microbatches=4)
     stages, hardware = [], load_hardware("h200")
     for case in CASES:
-        stage = in_eager_torch(case.plan(hardware)).stages[case.stage]
+        stage = in_eager_torch(case.plan(hardware), alone=True).stages[case.stage]
         planned = {"forward": stage.forward_s, "backward": stage.backward_s}
         planned["peak allocated"] = stage.memory.peak_allocated_bytes
         quantities = [
