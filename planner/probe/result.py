@@ -137,6 +137,9 @@ class RankResult(Spec):
     checks: tuple[Check, ...] = ()
     attention_kernels: tuple[str, ...] = ()
     """The kernels of attention that ran, as profiles name them; none where no attention ran on a GPU."""
+    experts_one_by_one: bool = False
+    """True where this torch has no grouped product for this GPU: each expert's is a launch of its own, for which the
+    host waits."""
     device_states: tuple[DeviceState, ...] = ()
     clock_error_s: float | None = None
     """The most by which this rank's clock may differ from rank 0's; null where both are the same clock."""

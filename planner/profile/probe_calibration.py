@@ -50,8 +50,8 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
     unknown = unpriced(result.ranks, cluster.hardware)
     if unknown:
         raise SpecError(
-            f"{where}: attention ran in {in_words(unknown)}, of which {cluster.hardware.name} has no numbers",
-            "probe a model whose attention runs in FlashAttention-2 or cuDNN's kernel",
+            f"{where}: {in_words(unknown)} ran, of which {cluster.hardware.name} has no numbers",
+            "probe a dense model whose attention runs in FlashAttention-2 or cuDNN's kernel, such as llama-3.1-8b",
         )
     source = f"plan probe on {result.device}, torch {result.torch_version}, {result.slice.run}"
     source = "; ".join([source, *(condition.text for condition in result.conditions)])

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from planner.errors import ProbeError  # noqa: E402
 from planner.probe.launch import exported  # noqa: E402
 from planner.probe.launch.devices import default_device, require_gpu  # noqa: E402
-from planner.probe.model.linear import _takes_groups  # noqa: E402
+from planner.probe.model.linear import takes_groups  # noqa: E402
 from planner.probe.model.peers import GroupPeers  # noqa: E402
 from planner.probe.rank import exchanges  # noqa: E402
 from planner.probe.rank.clock import Clock, StepRecord  # noqa: E402
@@ -251,8 +251,8 @@ def test_nccl_scatters_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
 def test_grouped_products_are_torchs_on_hopper_in_bf16(called: list[str]) -> None:
-    assert _takes_groups(OnGPU(torch.empty(1, dtype=torch.bfloat16)))  # type: ignore[arg-type]
-    assert not _takes_groups(OnGPU(torch.empty(1)))  # type: ignore[arg-type]
+    assert takes_groups(OnGPU(torch.empty(1, dtype=torch.bfloat16)))  # type: ignore[arg-type]
+    assert not takes_groups(OnGPU(torch.empty(1)))  # type: ignore[arg-type]
 
 
 def test_kernels_are_timed_between_events(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

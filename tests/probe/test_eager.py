@@ -118,10 +118,14 @@ def rank_as_priced(
 def probe_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`plan probe` on eight GPUs that take `factor` times as long as eager torch is priced: exit code and result."""
 
-    def probe(plan: Plan, factor: float, *options: str, kernels: tuple[str, ...] = ()) -> tuple[int, ProbeResult]:
+    def probe(
+        plan: Plan, factor: float, *options: str, kernels: tuple[str, ...] = (), one_by_one: bool = False
+    ) -> tuple[int, ProbeResult]:
         def launch(run: ProbeRun, child: Any = None, ranks: Any = ()) -> MeasuredRun:
+            update = {"experts_one_by_one": one_by_one}
             ranks_as_priced = (
-                rank_as_priced(plan, run, rank, factor, bool(ranks), kernels) for rank in ranks or range(run.world_size)
+                rank_as_priced(plan, run, rank, factor, bool(ranks), kernels).model_copy(update=update)
+                for rank in ranks or range(run.world_size)
             )
             return MeasuredRun(run=run, ranks=tuple(ranks_as_priced))
 
@@ -297,8 +301,19 @@ def test_a_kernel_that_no_profile_has_is_shown_and_corrects_nothing(
     agreed = {(c.name, c.agrees) for c in result.comparisons if c.name in ("forward", "backward", "pipeline")}
     assert agreed == {("forward", None), ("backward", None), ("pipeline", None)}
     assert {c.agrees for c in result.comparisons if c.name == "static memory"} == {True}
-    assert "attention ran in torch's memory-efficient kernel with a mask, of which the profile" in _words(capsys)
-    with pytest.raises(SpecError, match="attention ran in torch's memory-efficient kernel with a mask, of which h200"):
+    assert "torch's memory-efficient kernel with a mask ran, of which the profile" in _words(capsys)
+    with pytest.raises(SpecError, match="torch's memory-efficient kernel with a mask ran, of which h200"):
+        from_probe(result, plan.cluster)
+
+
+def test_experts_one_by_one_are_shown_and_correct_nothing(probe_it: Any) -> None:
+    """A GPU before Hopper, or a torch before 2.10 under ROCm, has no grouped product."""
+    plan = make_plan("mixtral-8x7b", tp=1, pp=2, dp=4, ep=4)
+    _, result = probe_it(plan, 1.5, one_by_one=True)
+    assert {c.agrees for c in result.comparisons if c.name in ("forward", "backward", "pipeline")} == {None}
+    (note,) = result.notes
+    assert note.startswith("one product after another for experts ran")
+    with pytest.raises(SpecError, match="one product after another for experts ran"):
         from_probe(result, plan.cluster)
 
 

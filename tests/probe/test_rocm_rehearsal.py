@@ -78,6 +78,7 @@ def test_a_stage_alone(
     assert rank.memory is not None
     ran = set(cuda.functions)
     assert ("_grouped_mm" in ran) == ("moe" in MODELS[model])
+    assert not rank.experts_one_by_one
     # AOTriton's flash kernel, called by itself, is the only fused one that is sure to take values narrower than keys
     by_itself = model in ("windows", "sinks") or (model == "latent" and gpu is MI300X)
     assert ("_flash_attention_forward" in ran) == by_itself

@@ -23,7 +23,7 @@ NEWER = {
     "probe/rank/fully_sharded_alone.py": {"set_custom_all_gather", "set_custom_reduce_scatter"},
 }
 """Names and keywords of newer versions, which our files use where torch has them: `require_fully_shard` and
-`_takes_groups` ask."""
+`takes_groups` ask."""
 
 
 def of_the_oldest() -> dict[str, dict[str, list[str] | None]]:

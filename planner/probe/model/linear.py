@@ -118,7 +118,8 @@ class GroupedProduct(torch.autograd.Function):
         )
 
 
-def _takes_groups(x: Tensor) -> bool:
+def takes_groups(x: Tensor) -> bool:
+    """True if torch's grouped product runs on x's device and dtype."""
     if not on_gpu(x):
         return x.dtype in _GROUPED_DTYPES
     return bool(_GROUPED_DTYPES) and x.dtype == torch.bfloat16 and this_build().takes_groups(x.device)
@@ -126,14 +127,14 @@ def _takes_groups(x: Tensor) -> bool:
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[rows, k] · [experts, k, n] → [rows, n]."""
-    if _takes_groups(x):
+    if takes_groups(x):
         return torch._grouped_mm(x, weight, offs=ends)
     return torch.cat([part @ matrix for part, matrix in zip(_split(x, ends), weight, strict=True)])
 
 
 def _grouped_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """[rows, n]ᵀ · [rows, k] → [experts, n, k]."""
-    if _takes_groups(x):
+    if takes_groups(x):
         return torch._grouped_mm(grad.T, x, offs=ends)
     return torch.stack([g.T @ part for g, part in zip(_split(grad, ends), _split(x, ends), strict=True)])
 

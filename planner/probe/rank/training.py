@@ -11,6 +11,8 @@ from torch import Tensor
 
 from planner.probe.model.attention_tables import AttentionTables
 from planner.probe.model.chunk import Chunk, hidden_shape
+from planner.probe.model.linear import takes_groups
+from planner.probe.model.mlp import Experts
 from planner.probe.model.peers import GroupPeers
 from planner.probe.model.surroundings import Surroundings
 from planner.probe.model.weights import initialise
@@ -83,6 +85,12 @@ class Trainer:
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for flat in self.flat for parameter in flat.parameters)
+
+    @property
+    def experts_one_by_one(self) -> bool:
+        """True if this rank has experts, and torch no grouped product for its device and dtype."""
+        has_experts = any(isinstance(part, Experts) for chunk in self.chunks.values() for part in chunk.modules())
+        return has_experts and not takes_groups(self.empty())
 
     def empty(self) -> Tensor:
         """A buffer for one message."""

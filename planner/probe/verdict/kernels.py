@@ -1,4 +1,4 @@
-"""The kernels of attention that ran, beside those that the plan expected and those that profiles have numbers of."""
+"""The kernels that ran, beside those that the plan expected and those that profiles have numbers of."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ WORDS = {
     "math": "matrix products written out",
     "mask": "a kernel that takes a mask",
     "other": "a kernel of this build's own",
+    "experts": "one product after another for experts",
 }
 
 
@@ -24,9 +25,10 @@ def seen_kernels(ranks: Sequence[RankResult]) -> tuple[str, ...]:
 
 
 def unpriced(ranks: Sequence[RankResult], hardware: HardwareSpec) -> tuple[str, ...]:
-    """Kernels that ran and that the profile has no numbers of."""
+    """Kernels that ran and that the profile has no numbers of: of attention, and products of experts one by one."""
     priced = PRICED if hardware.efficiency.cudnn is not None else ("flash",)
-    return tuple(kernel for kernel in seen_kernels(ranks) if kernel not in priced)
+    attention = tuple(kernel for kernel in seen_kernels(ranks) if kernel not in priced)
+    return (*attention, "experts") if any(rank.experts_one_by_one for rank in ranks) else attention
 
 
 def kernel_notes(run: ProbeRun, ranks: Sequence[RankResult], hardware: HardwareSpec) -> tuple[str, ...]:
@@ -34,8 +36,8 @@ def kernel_notes(run: ProbeRun, ranks: Sequence[RankResult], hardware: HardwareS
     ran, unknown = seen_kernels(ranks), unpriced(ranks, hardware)
     if unknown:
         return (
-            f"attention ran in {in_words(unknown)}, of which the profile has no numbers: forward, backward, pipeline "
-            "and peak are shown, not judged",
+            f"{in_words(unknown)} ran, of which the profile has no numbers: forward, backward, pipeline and peak are "
+            "shown, not judged",
         )
     expected = expected_kernels(run, ranks, hardware)
     if not ran or expected == set(ran):

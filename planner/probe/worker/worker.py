@@ -256,6 +256,7 @@ class Worker:
             memory=memory,
             clock_error_s=self.clock_error_s,
             attention_kernels=self.attention_kernels,
+            experts_one_by_one=trainer.experts_one_by_one,
             device_states=tuple(self.monitor.states),
         )
 
