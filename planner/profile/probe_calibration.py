@@ -200,13 +200,15 @@ def chunk_costs(
     run: ProbeRun, cluster: ClusterSpec, kernels: Collection[str] = (), alone: bool = False
 ) -> list[PartCost]:
     """The cost model's price of each virtual stage of a probe's run, in eager torch on `cluster`, with the `kernels` of
-    attention that ran, if they are known, on all ranks together or each stage `alone`."""
-    shape = run_shape(run)
+    attention that ran, if they are known, on all ranks together or each stage `alone`.
+
+    Late nodes are those among which it ran: of a job on more, it has not waited for them."""
+    shape, ran_on = run_shape(run), cluster.changed(num_gpus=cluster.node_size if alone else run.world_size)
     sequences = run.dp * run.micro_batch_size * run.num_microbatches
     pricing = Pricing(
         model=run.model,
         training=training_of(int(shape.seq_length), sequences),
-        cluster=cluster,
+        cluster=ran_on,
         runtime=eager_with(kernels, alone),
         selective_modules=run.recompute_modules,
     )

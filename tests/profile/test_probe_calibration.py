@@ -94,6 +94,15 @@ def test_a_run_is_predicted_as_what_it_is_held_against(model: str, layout: dict[
         assert sum(cost.forward_total_s - cost.forward_s for cost in held) == pytest.approx(stage.forward_comm_s)
 
 
+@pytest.mark.parametrize("mode", ["stages", "ranks"])
+def test_a_probe_of_few_gpus_says_nothing_of_the_late_nodes_of_a_large_job(mode: str) -> None:
+    plan = make_plan()
+    large = plan.cluster.changed(num_gpus=2048)
+    corrections = from_probe(measured_on(plan, plan.cluster, mode=mode), large).corrections(large.hardware, large.tiers)
+    kernels = {each.name: each.verdict for each in corrections if each.name in ("products", "memory-bound kernels")}
+    assert kernels == {"products": "confirmed", "memory-bound kernels": "confirmed"}
+
+
 def test_one_slowness_of_all_kernels_is_found_to_the_digit() -> None:
     plan = make_plan()
     calibration = from_probe(measured_on(plan, slower(plan.cluster, **dict.fromkeys(KERNELS, 1.25))), plan.cluster)

@@ -35,9 +35,10 @@ def in_eager_torch(plan: Plan, kernels: Collection[str] = (), alone: bool = Fals
     """The plan with its best layout priced as a probe runs it, with experts evenly loaded. The layout itself stays.
 
     `kernels` are those of attention that ran; without any, the price is of those that torch is expected to take. Stages
-    that run `alone` copy in their own memory what ranks exchange."""
+    that run `alone` copy in their own memory what ranks exchange, and wait for no late node."""
     eager = plan.model_copy(
         update={
+            "cluster": plan.cluster.changed(num_gpus=plan.cluster.node_size) if alone else plan.cluster,
             "runtime": EAGER.name,
             "runtime_spec": runtime_of(plan, kernels, alone),
             "training": training_of(plan.training.seq_length, plan.training.global_batch_size),
