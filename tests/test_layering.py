@@ -41,7 +41,7 @@ ALLOWED = {
     # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches
     "decide": {
         "errors", "specs", "trainers", "answer", "layout.replan", "layout.compute_terms", "probe.result", "search.case",
-        "search.safest", "search.search",
+        "search.safest", "search.search", "search.why.remedy",
     },
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's
     "report": {

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 MOST_FILES = 6
 """More columns than that cannot be read."""
-MAX_BYTES = 2**28
-"""A probe's file holds every action of every rank."""
 Files = Annotated[
     list[str],
     typer.Argument(
@@ -54,15 +52,14 @@ def compare_command(files: Files, json: o.Json = False) -> None:
 
 def _side(path: str) -> Compared:
     """One side: a plan, a probe's result, or a run that `plan import` read."""
+    from planner.cli.probe_file import MAX_BYTES, is_probe, probe_of
     from planner.decide.compared import of_plan, of_probe
     from planner.plan_file import plan_of
-    from planner.probe.result import ProbeResult
-    from planner.specs.checking import checked
     from planner.specs.reading import label, load_yaml
 
     data, where = load_yaml(path, MAX_BYTES), label(path)
-    if {"comparisons", "run", "ranks"} <= data.keys():
-        return of_probe(checked(ProbeResult, data, where), where)
+    if is_probe(data):
+        return of_probe(probe_of(data, where), where)
     if {"source", "evaluated", "run"} <= data.keys():  # plan import --json
         return of_plan(plan_of(data["evaluated"], where), where, "run")
     if "run" in data:

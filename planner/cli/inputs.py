@@ -122,7 +122,7 @@ def read_limits(asked: SearchOptions, job: Job) -> SearchLimits:
         values["allow"] = stated_consents(values["allow"], job.runtime_spec, job.cluster.hardware)
     for name in PINS:
         if name in values:
-            values[name] = _list(name, values[name], str if name in ("recompute", "schedule", "rank_order") else int)
+            values[name] = listed(name, values[name], str if name in ("recompute", "schedule", "rank_order") else int)
     return _checked(SearchLimits, values)
 
 
@@ -130,9 +130,9 @@ def read_parallelism(asked: LayoutOptions) -> Parallelism:
     """One layout; what was not given is unset."""
     values = _given(asked, Parallelism)
     if "layers_per_stage" in values:
-        values["layers_per_stage"] = _list("layers_per_stage", values["layers_per_stage"], int)
+        values["layers_per_stage"] = listed("layers_per_stage", values["layers_per_stage"], int)
     if "recompute_modules" in values:
-        values["recompute_modules"] = _list("recompute_modules", values["recompute_modules"], str)
+        values["recompute_modules"] = listed("recompute_modules", values["recompute_modules"], str)
     return _checked(Parallelism, values)
 
 
@@ -203,7 +203,7 @@ def _checked(spec: type[S], values: Mapping[str, Any]) -> S:
     return checked(spec, values, spelling=spelling)
 
 
-def _list(field: str, text: str, convert: Callable[[str], V]) -> tuple[V, ...]:
+def listed(field: str, text: str, convert: Callable[[str], V]) -> tuple[V, ...]:
     """`8,16` as (8, 16)."""
     try:
         values = tuple(convert(part.strip()) for part in text.split(",", _MAX_ENTRIES))

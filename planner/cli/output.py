@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 
 import planner
 from planner.answer import Plan
-from planner.files import STDOUT
+from planner.files import STDOUT, write_text
 from planner.report.terminal import render
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,17 @@ def save(plan: Plan, output: str | None, force: bool) -> bool:
     if output != STDOUT:
         _log.info("wrote %s", output)
     return output == STDOUT
+
+
+def show_and_save(data: Any, rendered: RenderableType, as_json: bool, output: str | None, force: bool) -> None:
+    """Print an answer as a report or as JSON, and then save its data: a file that cannot be written loses nothing."""
+    if output != STDOUT:
+        if as_json:
+            sys.stdout.write(dumps(data))
+        else:
+            show(rendered)
+    if output is not None:
+        write_text(output, dumps(data), force)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -72,10 +71,9 @@ def probe_command(
       plan probe plan.json --rehearse
       plan probe plan.json --device cuda --stage all
     """
-    from planner.cli.output import dumps, show
+    from planner.cli.output import show_and_save
     from planner.cli.probe_report import render
     from planner.errors import ProbeMismatch, SpecError
-    from planner.files import STDOUT, write_text
     from planner.plan_file import read_plan
 
     _refuse_files(output, trace, stage, force)
@@ -92,13 +90,7 @@ def probe_command(
     if result is None:  # another rank reports
         return
     _warn(read, result, tolerance)
-    if output != STDOUT:  # first of all: a file that cannot be written loses nothing
-        if json:
-            sys.stdout.write(dumps(result.model_dump(mode="json")))
-        else:
-            show(render(result))
-    if output is not None:
-        write_text(output, dumps(result.model_dump(mode="json")), force)
+    show_and_save(result.model_dump(mode="json"), render(result), json, output, force)
     if trace is not None:
         _write_trace(trace, read, result, force)
     if not result.agrees:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner.errors import SpecError
 from planner.specs.checking import checked
@@ -22,11 +22,21 @@ MAX_BYTES = 2**28
 
 def read_probe(path: str) -> ProbeResult:
     """The probe's result in a file, `-` for stdin; SpecError where the file holds none."""
+    data, where = load_yaml(path, MAX_BYTES), label(path)
+    if not is_probe(data):
+        raise SpecError(f"{where}: is no probe's result", "save one with plan probe plan.json -o probe.json")
+    return probe_of(data, where)
+
+
+def is_probe(data: dict[str, Any]) -> bool:
+    """True if what a file held is a probe's result."""
+    return {"comparisons", "run", "ranks"} <= data.keys()
+
+
+def probe_of(data: dict[str, Any], where: str) -> ProbeResult:
+    """The probe's result in what a file held; SpecError where a field is wrong."""
     from planner.probe.result import ProbeResult
 
-    data, where = load_yaml(path, MAX_BYTES), label(path)
-    if not {"comparisons", "run", "ranks"} <= data.keys():
-        raise SpecError(f"{where}: is no probe's result", "save one with plan probe plan.json -o probe.json")
     return checked(ProbeResult, data, where)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.report.format import digits, gibibytes, percent, seconds
-from planner.report.pieces import bullets, columns, section
+from planner.report.pieces import bullets, columns, headed, section
 
 if TYPE_CHECKING:
     from planner.probe.result import ComparedQuantity, ProbeResult
@@ -50,7 +50,7 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
     if result.checks:
         yield section("Proved", _checks(result))
     if result.comparisons:
-        yield section("Predicted and measured", _comparisons(result.comparisons))
+        yield section("Predicted and measured", comparison_table(result.comparisons))
     if result.activity:
         yield section("What the stages did", _activity(result))
         if result.clock_error_s is not None:
@@ -87,19 +87,22 @@ def _checks(result: ProbeResult) -> Table:
     return table
 
 
-def _comparisons(comparisons: tuple[ComparedQuantity, ...]) -> Table:
-    table = columns("l", "l", "r", "r", "r", "l")
-    table.show_header = True
-    for column, head in zip(table.columns, ("", "stage", "predicted", "measured", "error", ""), strict=True):
-        column.header = head
+def comparison_table(
+    comparisons: Iterable[ComparedQuantity],
+    heads: tuple[str, str] = ("predicted", "measured"),
+    shown: Mapping[str, Callable[[float], str]] = _SHOWN,
+    places: int = 1,
+) -> Table:
+    """A row for each quantity: `heads` stand over its two numbers, `shown` writes them by unit, `places` its error."""
+    table = headed(("", "stage", *heads, "error", ""), *"llrrrl")
     for comparison in comparisons:
-        error = comparison.error_fraction
+        error, write = comparison.error_fraction, shown[comparison.unit]
         table.add_row(
             comparison.name,
             "" if comparison.stage is None else str(comparison.stage),
-            _SHOWN[comparison.unit](comparison.predicted),
-            _SHOWN[comparison.unit](comparison.measured),
-            "" if error is None else f"{100 * error:+.1f}%",
+            write(comparison.predicted),
+            write(comparison.measured),
+            "" if error is None else f"{100 * error:+.{places}f}%",
             {None: "", True: "ok", False: "OFF"}[comparison.agrees],
         )
     return table
@@ -107,10 +110,8 @@ def _comparisons(comparisons: tuple[ComparedQuantity, ...]) -> Table:
 
 def _activity(result: ProbeResult) -> Table:
     """A row for each stage; it names the rank that it shows where a stage has several."""
-    table, has_peers = columns("r", "r", "r", "r", None), result.run.world_size > result.run.pp
-    table.show_header = True
-    for column, head in zip(table.columns, ("stage", "busy", "waits", "queue", "idle by cause"), strict=True):
-        column.header = head
+    has_peers = result.run.world_size > result.run.pp
+    table = headed(("stage", "busy", "waits", "queue", "idle by cause"), "r", "r", "r", "r", None)
     for stage in result.activity:
         causes = sorted(stage.idle_s.items(), key=lambda item: -item[1])
         table.add_row(

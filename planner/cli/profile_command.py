@@ -144,13 +144,10 @@ def _render(profiled: Profiled, sure: str, output: str) -> list[RenderableType]:
     from rich.text import Text
 
     from planner.report.format import digits, gibibytes
-    from planner.report.pieces import bullets, columns, section
+    from planner.report.pieces import bullets, headed, section
 
     hardware, efficiency = profiled.hardware, profiled.hardware.efficiency
-    table = columns("l", "r", "r", "r", "r")
-    table.show_header = True
-    for column, head in zip(table.columns, ("", "rows", "median", "p90", "worst"), strict=True):
-        column.header = head
+    table = headed(("", "rows", "median", "p90", "worst"), *"lrrrr")
     for label, left in profiled.residuals:
         table.add_row(label, str(left.num_rows), f"{left.median:.1f}%", f"{left.p90:.1f}%", f"{left.worst:.1f}%")
     peak, gemm = hardware.peak_flops("bf16") or 0.0, efficiency.gemm

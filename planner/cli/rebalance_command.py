@@ -138,13 +138,9 @@ def _render(balanced: Rebalanced, guessed: list[str]) -> list[RenderableType]:
     from rich.text import Text
 
     from planner.report.format import percent, seconds
-    from planner.report.pieces import columns, section
+    from planner.report.pieces import headed, section
 
-    table = columns("r", "r", "r", "r", "r", "r")
-    table.show_header = True
-    heads = ("stage", "slowness", "layers", "then", "mb ms", "then")
-    for column, head in zip(table.columns, heads, strict=True):
-        column.header = head
+    table = headed(("stage", "slowness", "layers", "then", "mb ms", "then"), *"rrrrrr")
     for before, after, factor in zip(
         balanced.before.stages, balanced.after.stages, balanced.after.rank_factors, strict=True
     ):

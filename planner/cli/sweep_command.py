@@ -158,16 +158,14 @@ def _trials(asked: SweepOptions) -> Iterator[Trial]:
 def _axes(asked: SweepOptions) -> dict[str, list[Any]]:
     """The values of each option that was given, beside --gpus."""
     from planner.cli.axes import doubling, numbers
+    from planner.cli.inputs import listed, option
 
     axes: dict[str, list[Any]] = {}
     for name in (*TEXTS, *NUMBERS):
         text = getattr(asked, name)
         if text is None:
             continue
-        option = "--" + name.replace("_", "-")
-        axes[name] = numbers(option, text, doubling) if name in NUMBERS else [part.strip() for part in text.split(",")]
-        if "" in axes[name]:
-            raise SpecError(f"{option}: {text[:60]!r} has an empty entry", "put one comma between two values")
+        axes[name] = numbers(option(name), text, doubling) if name in NUMBERS else list(listed(name, text, str))
     return axes
 
 

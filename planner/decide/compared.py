@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from statistics import median
 from typing import Literal
 
-import numpy as np
 from pydantic import Field
 
 from planner.answer import Interval, Plan, StageMemory
@@ -113,12 +113,7 @@ def _layout(plan: Plan) -> dict[str, Value]:
 
 def _listed(counts: list[int]) -> str:
     """Counts of stages, runs of equal ones as one: `7 8×14 7`."""
-    runs: list[list[int]] = []
-    for count in counts:
-        if runs and runs[-1][0] == count:
-            runs[-1][1] += 1
-        else:
-            runs.append([count, 1])
+    runs = [(count, len(list(equal))) for count, equal in groupby(counts)]
     return " ".join(f"{count}×{times}" if times > 1 else f"{count}" for count, times in runs)
 
 
@@ -126,7 +121,7 @@ def _terms(plan: Plan) -> dict[str, float]:
     """The breakdown of the step, and its compute cut further, on the rank that decides how long the step is."""
     breakdown = plan.step.breakdown.model_dump()
     candidate = reprice(plan, plan.best)
-    cut = compute_terms(candidate, int(np.argmax(candidate.run().busy_s)))
+    cut = compute_terms(candidate, candidate.run().busiest)
     rest_s = breakdown.pop("compute_s") - sum(cut.values())
     return cut | {"other_compute_s": cut["other_compute_s"] + rest_s} | breakdown
 

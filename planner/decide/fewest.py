@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planner.decide.point import Point, Trial
+from planner.search.why.remedy import least_that
 
 Plan = Callable[[Sequence[Trial]], list[Point]]
 NEIGHBOURS = 3
@@ -43,9 +44,7 @@ class Nodes:
             if high >= self.most_nodes:
                 return None
             low, high = high, min(2 * high, self.most_nodes)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._holds(middle, holds) else (middle, high)
+        high = least_that(low, high, lambda num_nodes: self._holds(num_nodes, holds))
         below = range(max(least, high - NEIGHBOURS), high)
         self.plan(below)
         found = [number for number in sorted(self.points) if least <= number <= high and holds(self.points[number])]
@@ -66,7 +65,4 @@ class Nodes:
             if high >= self.most_nodes:
                 return low
             high = min(2 * high, self.most_nodes)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if holds(self.point(middle)) else (low, middle)
-        return low
+        return least_that(low, high, lambda num_nodes: not holds(self.point(num_nodes))) - 1

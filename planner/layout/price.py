@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from planner.answer import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import with_intervals
@@ -142,7 +140,7 @@ def _step(candidate: Candidate, pipeline: Pipeline, totals: ModelTotals) -> Step
 
 def _breakdown(candidate: Candidate, pipeline: Pipeline) -> StepBreakdown:
     """Seconds of the busiest rank: M micro-batches of compute and exchanges, waits for transfers, other idle time."""
-    busiest = int(np.argmax(pipeline.busy_s))
+    busiest = pipeline.busiest
     cost, times, outside = candidate.rank_costs[busiest], pipeline.num_microbatches, candidate.outside
     compute = times * float(cost.forward_s + cost.input_grad_s + cost.weight_grad_s)
     tp, cp, ep = (

@@ -76,6 +76,11 @@ class Pipeline:
         """Idle share of the step, over all ranks."""
         return 1 - float(self.busy_s.mean()) / self.makespan_s if self.makespan_s else 0.0
 
+    @property
+    def busiest(self) -> int:
+        """The rank that decides how long the step is."""
+        return int(np.argmax(self.busy_s))
+
 
 def is_long(shape: Shape) -> bool:
     """True where a step of `shape` has more actions than are replayed in full."""

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from planner.decide.compare import FIGURES, Comparison, WaterfallTerm
 from planner.decide.compared import Compared
-from planner.report.format import gibibytes, large, percent, seconds
+from planner.report.format import gibibytes, large, percent, seconds, signed_seconds
 from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY, NINE_OF_TEN_LOSE, RANKED_FIRST
-from planner.report.pieces import columns, section
+from planner.report.pieces import headed, section
 from planner.trainers.switches import Value, written
 
 TERMS = {
@@ -72,8 +72,10 @@ def _causes(rows: Sequence[WaterfallTerm], like_s: float) -> str:
     if len(rows) < 2:
         return ""
     least, most = min(rows, key=lambda row: row.seconds), max(rows, key=lambda row: row.seconds)
-    saved = f"; it saves most in {TERMS[least.term]} ({_signed(least.seconds, like_s)})" if least.seconds < 0 else ""
-    lost = f"{' and' if saved else '; it'} loses most in {TERMS[most.term]} ({_signed(most.seconds, like_s)})"
+    saved = (
+        f"; it saves most in {TERMS[least.term]} ({signed_seconds(least.seconds, like_s)})" if least.seconds < 0 else ""
+    )
+    lost = f"{' and' if saved else '; it'} loses most in {TERMS[most.term]} ({signed_seconds(most.seconds, like_s)})"
     return saved + (lost if most.seconds > 0 else "")
 
 
@@ -94,18 +96,10 @@ def _is_close(first: Compared, other: Compared) -> bool:
     return "probe" not in (first.kind, other.kind) and 0 < abs(rate - 1) < NINE_OF_TEN_LOSE
 
 
-def _headed(names: Sequence[str], *more: str) -> Table:
-    table = columns("l", *[None] * len(names), *["r"] * len(more))
-    table.show_header = True
-    for column, head in zip(table.columns, ("", *names, *more), strict=True):
-        column.header = Text(head, style="dim")
-    return table
-
-
 def _facts(comparison: Comparison, names: Sequence[str], facts: Sequence[str]) -> RenderableType:
     if not facts:
         return Text("nothing of the job, the layout or the recipe")
-    table = _headed(names)
+    table = headed(("", *names), "l", *[None] * len(names), style="dim")
     for name in facts:
         table.add_row(name, *(_value(value) for value in comparison.differences[name]))
     return table
@@ -116,7 +110,7 @@ def _value(value: Value | None) -> str:
 
 
 def _memory(comparison: Comparison, names: Sequence[str], items: Sequence[str]) -> Table:
-    table = _headed(names)
+    table = headed(("", *names), "l", *[None] * len(names), style="dim")
     words = {**MEMORY, "peak_allocated_bytes": "peak of the allocator"}
     for name in (item for item in words if item in items):
         values = comparison.differences[name]
@@ -127,19 +121,14 @@ def _memory(comparison: Comparison, names: Sequence[str], items: Sequence[str]) 
 def _waterfall(
     rows: Sequence[WaterfallTerm], first: Compared, other: Compared, first_name: str, other_name: str
 ) -> Table:
-    table, like_s = columns("l", "r", "r", "r"), max(first.step_s, other.step_s)
-    table.add_row(*(Text(head, style="dim") for head in ("", first_name, other_name, "difference")))
+    like_s = max(first.step_s, other.step_s)
+    table = headed(("", first_name, other_name, "difference"), "l", "r", "r", "r", style="dim")
     for row in rows:
         if max(abs(row.first_s), abs(row.other_s)) >= LEAST_SHARE * like_s:
-            numbers = (seconds(row.first_s, like_s), seconds(row.other_s, like_s), _signed(row.seconds, like_s))
+            numbers = (seconds(row.first_s, like_s), seconds(row.other_s, like_s), signed_seconds(row.seconds, like_s))
             table.add_row(TERMS[row.term], *numbers)
     steps = (seconds(first.step_s, like_s), seconds(other.step_s, like_s))
-    table.add_row("step", *steps, _signed(other.step_s - first.step_s, like_s), style="bold")
+    table.add_row("step", *steps, signed_seconds(other.step_s - first.step_s, like_s), style="bold")
     rates = [large(side.tokens_per_s) for side in (first, other)]
     table.add_row("tokens a second", *rates)
     return table
-
-
-def _signed(change_s: float, like_s: float) -> str:
-    size = seconds(abs(change_s), like_s)
-    return f"{'-' if change_s < 0 else '+'}{size}" if size.strip("0. µms") else "0 s"

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from planner.answer import Layout, PricedLayout
 from planner.report.causes import Difference, matters, memory_differences, step_differences
-from planner.report.format import fits_with, gibibytes, percent, seconds
+from planner.report.format import fits_with, gibibytes, percent, seconds, signed_seconds
 from planner.report.labels import CORRECTIONS, MEMORY, manner, sizes
 from planner.report.pieces import bullets, columns, section
 from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
@@ -111,16 +111,13 @@ def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Differen
             difference.label,
             seconds(difference.best, like_s),
             seconds(difference.other, like_s),
-            _signed(difference.change, like_s),
+            signed_seconds(difference.change, like_s),
         )
     step = (answer.best.step.step_s, pinned.step.step_s)
-    table.add_row("step", *(seconds(value, like_s) for value in step), _signed(step[1] - step[0], like_s), style="bold")
+    table.add_row(
+        "step", *(seconds(value, like_s) for value in step), signed_seconds(step[1] - step[0], like_s), style="bold"
+    )
     return table
-
-
-def _signed(change_s: float, like_s: float) -> str:
-    size = seconds(abs(change_s), like_s)
-    return f"{'-' if change_s < 0 else '+'}{size}" if size.strip("0. µms") else "0 s"
 
 
 def _memory(answer: Explanation, pinned: PricedLayout) -> Table:
@@ -164,7 +161,9 @@ def _beaten(answer: Explanation) -> Table:
         )
         like_s = answer.best.step.step_s
         table.add_row(
-            "", "", Text(f"{_signed(beaten.cause.difference_s, like_s)} {beaten.cause.label}: {beaten.cause.because}")
+            "",
+            "",
+            Text(f"{signed_seconds(beaten.cause.difference_s, like_s)} {beaten.cause.label}: {beaten.cause.because}"),
         )
     return table
 

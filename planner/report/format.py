@@ -30,6 +30,12 @@ def seconds(value_s: float, like_s: float | None = None) -> str:
     return f"{digits(value_s * factor) if like_s is None else f'{value_s * factor:,.2f}'} {unit}" if value_s else "0 s"
 
 
+def signed_seconds(change_s: float, like_s: float) -> str:
+    """`+0.24 s`, `-12.00 ms`, and `0 s` for what would round to nothing."""
+    size = seconds(abs(change_s), like_s)
+    return f"{'-' if change_s < 0 else '+'}{size}" if size.strip("0. µms") else "0 s"
+
+
 def span(low_s: float, high_s: float, like_s: float) -> str:
     """`16.00–21.00 ms`: both ends in the unit that suits `like_s`."""
     factor, unit = unit_for(like_s)

@@ -26,6 +26,15 @@ def columns(*justify: str | None, gap: int = 2) -> Table:
     return table
 
 
+def headed(heads: Iterable[str], *justify: str | None, style: str = "") -> Table:
+    """`columns` with a head over each."""
+    table = columns(*justify)
+    table.show_header = True
+    for column, head in zip(table.columns, heads, strict=True):
+        column.header = Text(head, style=style)
+    return table
+
+
 class Bar:
     """A bar as wide as its column lets it be, within limits."""
 

@@ -14,7 +14,7 @@ from planner.answer import Interval, half_width
 from planner.decide.point import Point
 from planner.decide.sweep import Sweep
 from planner.report.format import digits, fits_with, large, percent, seconds
-from planner.report.pieces import bullets, columns, section
+from planner.report.pieces import bullets, headed, section
 from planner.trainers.switches import Value, written
 
 _MARKS = {"fewest_gpus": "fewest GPUs", "cheapest": "cheapest", "fastest": "fastest"}
@@ -130,10 +130,7 @@ def _cells(point: Point, sweep: Sweep) -> list[str]:
 
 def _table(sweep: Sweep, figures: Mapping[str, Column]) -> Table:
     axes = [axis.replace("_", " ") for axis in swept_axes(sweep)]
-    table = columns(*["r"] * (len(axes) + len(figures)))
-    table.show_header = True
-    for column, head in zip(table.columns, (*axes, *figures), strict=True):
-        column.header = Text(head, style="dim")
+    table = headed((*axes, *figures), *["r"] * (len(axes) + len(figures)), style="dim")
     for number, point in enumerate(sweep.points):
         cells = [column(point) for column in figures.values()]
         table.add_row(*_cells(point, sweep), *cells, style="bold" if number in sweep.pareto else "")

@@ -209,17 +209,17 @@ def fewest_gpus(num_gpus: int, node_size: int, enough: Callable[[int], bool]) ->
     are not enough.
     """
     if num_gpus < node_size and enough(node_size):
-        return _least(num_gpus, node_size, enough)
+        return least_that(num_gpus, node_size, enough)
     low = max(num_gpus // node_size, num_gpus < node_size)
     high = low + 1
     for _ in range(DOUBLINGS):
         if enough(high * node_size):
-            return node_size * _least(low, high, lambda num_nodes: enough(num_nodes * node_size))
+            return node_size * least_that(low, high, lambda num_nodes: enough(num_nodes * node_size))
         low, high = high, 2 * high
     return None
 
 
-def _least(too_few: int, sufficient: int, enough: Callable[[int], bool]) -> int:
+def least_that(too_few: int, sufficient: int, enough: Callable[[int], bool]) -> int:
     """The least number above `too_few` that is enough, if `sufficient` is enough."""
     while sufficient - too_few > 1:
         middle = (too_few + sufficient) // 2
