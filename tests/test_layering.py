@@ -59,7 +59,7 @@ ALLOWED = {
         "errors", "files", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "validate", "probe",
     },
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
-    "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile"},
+    "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile", "search.deadline"},
 }  # fmt: skip
 """Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""
 

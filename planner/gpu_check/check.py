@@ -12,7 +12,6 @@ from planner import __version__
 from planner.errors import ProbeError, SpecError
 from planner.gpu_check import parts
 from planner.gpu_check.cases import CASES, SMALL_HIDDEN_SIZE, SMALL_SEQ_LENGTH, TABLES_OF, StageCase
-from planner.gpu_check.limits import Budget
 from planner.gpu_check.report import GpuCheck, Part, PartKind
 from planner.probe.launch.devices import require_gpu
 from planner.probe.plan_side.eager import in_eager_torch
@@ -20,6 +19,7 @@ from planner.probe.result import ProbeResult
 from planner.probe.run import Device
 from planner.profile.build_profile import known_profile
 from planner.profile.probe_calibration import from_probe
+from planner.search.deadline import Deadline
 from planner.specs.hardware import HardwareSpec
 
 PROFILE_SHARE, MOST_PROFILE_S = 0.3, 180.0
@@ -53,7 +53,7 @@ class Check:
         `stand_in` names what takes a GPU's place; a CPU is one by itself. `only_stages`: neither profile nor pipeline,
         which a check before this one ran."""
         self.only_stages = only_stages
-        self.device, self.budget, self.save, self.cases = device, Budget(budget_s), save, cases
+        self.device, self.deadline, self.save, self.cases = device, Deadline(budget_s), save, cases
         self.small, self.start_s = device == "cpu", START_S
         require_gpu(device)
         self.machine = parts.machine_here(device)
@@ -92,13 +92,13 @@ class Check:
 
     def add(self, part: Part) -> None:
         """Keep a part and write the report."""
-        elapsed_s = round(self.budget.elapsed_s, 1)
+        elapsed_s = round(self.deadline.limit_s - self.deadline.left_s, 1)
         self.report = self.report.model_copy(update={"parts": (*self.report.parts, part), "elapsed_s": elapsed_s})
         self.save(self.report)
 
     def within_time(self, kind: PartKind, name: str, needed_s: float, run: Callable[[], Part]) -> Part:
         """Run a part if the time that is left is enough for it."""
-        left_s, patience_s = self.budget.left_s, PATIENCE * needed_s
+        left_s, patience_s = self.deadline.left_s, PATIENCE * needed_s
         if needed_s > left_s:
             part = parts.left_out(kind, name, f"no time: about {needed_s:.0f} s, {max(0.0, left_s):.0f} s are left")
         elif patience_s > left_s:  # the check's time is up before the part's
@@ -110,7 +110,7 @@ class Check:
 
     def profile(self) -> None:
         """`plan profile`, whose result is a source of predictions."""
-        limit_s = min(MOST_PROFILE_S, PROFILE_SHARE * self.budget.seconds)
+        limit_s = min(MOST_PROFILE_S, PROFILE_SHARE * self.deadline.limit_s)
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
             path = Path(folder, "profile.yaml")
 

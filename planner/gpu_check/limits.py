@@ -1,9 +1,8 @@
-"""The time that a check may take, and that each of its parts may."""
+"""The time that a part of a check may take."""
 
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -11,21 +10,6 @@ from types import FrameType
 
 class OutOfTime(KeyboardInterrupt):
     """A part took longer than it may. Whatever it started ends as it does at Ctrl-C."""
-
-
-class Budget:
-    """Seconds of a check that are left."""
-
-    def __init__(self, seconds: float) -> None:
-        self.started_s, self.seconds = time.monotonic(), seconds
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started_s
-
-    @property
-    def left_s(self) -> float:
-        return self.seconds - self.elapsed_s
 
 
 @contextmanager

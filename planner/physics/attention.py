@@ -259,9 +259,9 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
 
 def _window(model: ModelSpec, kind: LayerKind) -> int:
     """Keys that a query attends to; 0 for all before it."""
-    if kind.attention == "sliding":
-        return model.sliding_window or 0
-    return model.indexer.index_topk if model.indexer is not None and kind.attention in ("indexed", "sparse") else 0
+    if model.indexer is not None and kind.attention in ("indexed", "sparse"):
+        return model.indexer.index_topk
+    return window_of(model, kind)
 
 
 def _repeated(shape: Shape, head_dim: int, heads: Number, kv_heads: Number) -> Operator:

@@ -7,15 +7,13 @@ timed (NCCL 2.29, one RTX 5090).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from planner.probe.rank.messages import Message
 from planner.probe.rank.wires import GroupWires
-from planner.schedule.actions import Schedule
 
 
 def as_another_host(rank: int) -> dict[str, str]:
@@ -31,27 +29,18 @@ def as_another_host(rank: int) -> dict[str, str]:
 class HostWires(GroupWires):
     """Exchanges between stages on GPUs over gloo, which sends no GPU's memory: messages pass through the host's."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        pp_rank: int,
-        global_rank: Callable[[int], int],
-        groups: Mapping[tuple[int, int], Any],
-        empty: Callable[[], Tensor],
-    ) -> None:
-        super().__init__(schedule, pp_rank, global_rank, groups, self.empty_on_host)
-        self.empty_on_device, self.on_host, self.device = empty, torch.empty(0), ""
+    @cached_property
+    def like(self) -> tuple[Tensor, str]:
+        """A message in the host's memory, and the device that it belongs to."""
+        message = self.make()
+        return torch.empty_like(message, device="cpu"), str(message.device)
 
-    def empty_on_host(self) -> Tensor:
-        """A buffer for one message. The first one asks the device for the shape."""
-        if not self.device:
-            message = self.empty_on_device()
-            self.on_host, self.device = torch.empty_like(message, device="cpu"), str(message.device)
-        return torch.empty_like(self.on_host)
+    def empty(self) -> Tensor:
+        return torch.empty_like(self.like[0])
 
     def send(self, message: Message, tensor: Tensor) -> None:
         stays = self.schedule.stage_to_rank[message.stage] == self.pp_rank
         super().send(message, tensor if stays else tensor.cpu())
 
     def receive(self, message: Message) -> Tensor:
-        return super().receive(message).to(self.device)
+        return super().receive(message).to(self.like[1])

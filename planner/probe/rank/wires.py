@@ -66,11 +66,15 @@ class GroupWires(Wires):
         """`global_rank` of a pipeline rank beside this one; `groups` by (sender, receiver); `empty` makes a message."""
         super().__init__()
         self.schedule, self.pp_rank, self.global_rank = schedule, pp_rank, global_rank
-        self.groups, self.empty = groups, empty
+        self.groups, self.make = groups, empty
         self.expected = {pair: messages for pair, messages in traffic(schedule).items() if pair[1] == pp_rank}
         self.coming: dict[tuple[int, int], deque[Message]] = {}
         self.posted: dict[tuple[int, int], tuple[Message, Tensor, Any]] = {}
         self.leaving: deque[tuple[Any, Tensor]] = deque()
+
+    def empty(self) -> Tensor:
+        """A buffer for one message."""
+        return self.make()
 
     def open(self) -> None:
         """Exchange one message on every channel, in the same order on all ranks.
