@@ -101,6 +101,8 @@ class Plan(Spec):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     planner_version: str
+    command: str = ""
+    """The command line that made it; empty where none did."""
     model: ModelSummary
     cluster: ClusterSpec
     training: TrainingSpec

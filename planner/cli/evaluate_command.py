@@ -10,7 +10,7 @@ import typer
 
 from planner.answer import PricedLayout
 from planner.cli import options as o
-from planner.cli.job_options import LayoutOptions, job_options
+from planner.cli.job_options import LayoutOptions, command_line, job_options
 from planner.errors import PlannerError, SpecError, printable
 from planner.files import STDOUT as STDIN
 from planner.files import refuse_to_overwrite
@@ -58,6 +58,7 @@ def evaluate_command(
         refuse_to_overwrite(output, force)
     says = run.says_switches
     plan = evaluate(run.model, run.cluster, run.training, parallelism, runtime=run.runtime_spec, says_switches=says)
+    plan = plan.model_copy(update={"command": command_line(asked, "plan evaluate")})
     if save(plan, output, force):
         return
     if json:

@@ -10,6 +10,7 @@ not given is None, or False for a flag.
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
@@ -119,6 +120,18 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def command_line(asked: JobOptions, command: str = "plan") -> str:
+    """The words that give `command` these options; a shell takes them as they are."""
+    hints, words = get_type_hints(type(asked), include_extras=True), command.split()
+    for field in fields(asked):
+        value = getattr(asked, field.name)
+        if value is None or value is False:
+            continue
+        option = hints[field.name].__metadata__[0].default  # typer keeps an option's first name there
+        words += [option] if value is True else [option, str(value)]
+    return shlex.join(words)
 
 
 def _panel(parameter: inspect.Parameter) -> int:

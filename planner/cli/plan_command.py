@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from planner.cli import options as o
-from planner.cli.job_options import SearchOptions, job_options
+from planner.cli.job_options import SearchOptions, command_line, job_options
 from planner.errors import SpecError
 
 
@@ -41,7 +41,7 @@ def plan_command(
         refuse_to_overwrite(output, force)
     with waiting("searching"):
         best = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
-    answer(best, json, output, force)
+    answer(best.model_copy(update={"command": command_line(asked)}), json, output, force)
 
 
 def _refuse_options_before(ctx: typer.Context) -> None:

@@ -189,13 +189,9 @@ def _drawing_to(path: str) -> Callable[[Sweep, str, bool], None]:
     """The function that draws a sweep, once it is known that it can draw to `path`."""
     from pathlib import PurePath
 
-    from planner.errors import PlannerError
     from planner.files import STDOUT
+    from planner.report.plots import SUFFIXES, draw_sweep
 
-    try:
-        from planner.report.plots import SUFFIXES, draw_sweep
-    except ModuleNotFoundError as error:
-        raise PlannerError(f"--plot needs {error.name}", "pip install 'planner[plot]'") from None
     if path != STDOUT and PurePath(path).suffix.lower() not in SUFFIXES:
         stem = PurePath(path).stem or "sweep"
         raise SpecError(f"--plot: {path}: no such kind of picture", f"name it {stem}.svg, {stem}.png or {stem}.html")

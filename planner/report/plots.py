@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
 import plotille
 from matplotlib.figure import Figure
 
@@ -16,14 +13,12 @@ from planner.answer import Interval
 from planner.decide.point import Point
 from planner.decide.sweep import Sweep
 from planner.files import STDOUT, write_bytes, write_text
+from planner.report.charts import PALETTE, drawing, figure, image, svg
 from planner.report.format import large
-from planner.report.html.pieces import Html, page, section, table, tag
+from planner.report.html.pieces import page, section, table, tag
 from planner.report.sweep import as_rows, says, swept_axes
 from planner.trainers.switches import written
 
-logging.getLogger("matplotlib").setLevel(logging.WARNING)  # a first run would note that it looks for fonts
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette, which colour-blind eyes tell apart."""
 MARKERS = "osD^vPX"
 SUFFIXES = (".png", ".svg", ".html")
 
@@ -57,7 +52,7 @@ def draw_sweep(sweep: Sweep, path: str, force: bool = False) -> None:
     elif suffix == ".html":
         write_text(path, as_page(sweep), force)
     else:
-        write_bytes(path, as_image(sweep, suffix[1:]), force)
+        write_bytes(path, image(drawn(sweep), "png" if suffix == ".png" else "svg"), force)
 
 
 def series_of(sweep: Sweep) -> list[Series]:
@@ -75,16 +70,14 @@ def _panels(sweep: Sweep) -> list[tuple[Axis, Axis]]:
     return [(GPUS, RATE), *([(DAYS, DOLLARS)] if has_costs else [])]
 
 
-def as_image(sweep: Sweep, kind: str) -> bytes:
-    """PNG or SVG; the same sweep makes the same bytes."""
+def drawn(sweep: Sweep) -> Figure:
+    """The panels beside each other."""
     panels = _panels(sweep)
-    with mpl.rc_context({"svg.hashsalt": "planner", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(5.4 * len(panels), 4.0), layout="constrained")
+    made = figure(5.4 * len(panels), 4.0)
+    with drawing():
         for number, (x, y) in enumerate(panels, 1):
-            _draw(figure.add_subplot(1, len(panels), number), sweep, x, y)
-        file = io.BytesIO()
-        figure.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
-    return file.getvalue()
+            _draw(made.add_subplot(1, len(panels), number), sweep, x, y)
+    return made
 
 
 def _draw(axes: Any, sweep: Sweep, x: Axis, y: Axis) -> None:
@@ -95,7 +88,7 @@ def _draw(axes: Any, sweep: Sweep, x: Axis, y: Axis) -> None:
             axes.errorbar(
                 [x.value(point) for point in points], [y.value(point) for point in points],
                 xerr=_errors(points, x), yerr=_errors(points, y), label=series.name or None, capsize=2, linewidth=1.2,
-                color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)], markersize=4,
+                color=PALETTE[number % len(PALETTE)], marker=MARKERS[number % len(MARKERS)], markersize=4,
             )  # fmt: skip
     goals = {"days": (axes.axvline, sweep.goal.deadline_days), "dollars": (axes.axhline, sweep.goal.budget_usd)}
     for axis, (line, value) in goals.items():
@@ -105,10 +98,9 @@ def _draw(axes: Any, sweep: Sweep, x: Axis, y: Axis) -> None:
     axes.set_ylabel(y.label)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: large(value))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid()
     if any(series.name for series in series_of(sweep)):
-        axes.legend(frameon=False)
+        axes.legend()
 
 
 def _errors(points: Sequence[Point], axis: Axis) -> list[list[float]] | None:
@@ -120,19 +112,19 @@ def _errors(points: Sequence[Point], axis: Axis) -> list[list[float]] | None:
 
 def as_text(sweep: Sweep) -> str:
     """The panels for 80 columns."""
-    drawn = []
+    panels = []
     for x, y in _panels(sweep):
-        figure = plotille.Figure()
-        figure.width, figure.height, figure.with_colors = 56, 14, False
-        figure.x_label, figure.y_label = x.label, y.label
-        figure.register_label_formatter(float, _tick)
-        figure.register_label_formatter(int, _tick)
+        plot = plotille.Figure()
+        plot.width, plot.height, plot.with_colors = 56, 14, False
+        plot.x_label, plot.y_label = x.label, y.label
+        plot.register_label_formatter(float, _tick)
+        plot.register_label_formatter(int, _tick)
         for number, series in enumerate(series_of(sweep)):
             pairs = [(x.value(point), y.value(point)) for point in series.points]
             known = [pair for pair in pairs if None not in pair]
-            figure.plot([a for a, _ in known], [b for _, b in known], label=series.name or None, marker=MARKERS[number])
-        drawn.append(figure.show(legend=any(series.name for series in series_of(sweep))))
-    return "\n\n".join(drawn) + "\n"
+            plot.plot([a for a, _ in known], [b for _, b in known], label=series.name or None, marker=MARKERS[number])
+        panels.append(plot.show(legend=any(series.name for series in series_of(sweep))))
+    return "\n\n".join(panels) + "\n"
 
 
 def _tick(value: float, chars: int, delta: float, left: bool = False) -> str:
@@ -142,11 +134,10 @@ def _tick(value: float, chars: int, delta: float, left: bool = False) -> str:
 
 def as_page(sweep: Sweep) -> str:
     """One HTML file that needs nothing else: the picture and the table of all points."""
-    svg = as_image(sweep, "svg").decode()
-    drawing = tag("figure", Html(svg[svg.index("<svg") :]))
     heads, rows = as_rows(sweep)
     title = "GPUs, time and money"
     body = section(
         "All points", table(heads, rows, "l" * len(swept_axes(sweep)) + "r" * (len(heads) - len(swept_axes(sweep))))
     )
-    return page(title, tag("header", tag("h1", title), tag("p", says(sweep))), drawing, body)
+    picture = tag("figure", svg(drawn(sweep), title))
+    return page(title, tag("header", tag("h1", title), tag("p", says(sweep))), picture, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from dataclasses import fields
 
 import pytest
@@ -11,7 +12,7 @@ from planner.cli import job_options as module
 from planner.cli import options as o
 from planner.cli.evaluate_command import evaluate_command
 from planner.cli.explain_command import explain_command
-from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions, job_options
+from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions, command_line, job_options
 from planner.cli.plan_command import plan_command
 
 
@@ -40,3 +41,11 @@ def test_typer_sees_every_field_under_headings_in_order(command: object, options
     options = [parameter.annotation for name, parameter in parameters.items() if name != "ctx"]
     panels = [option.__metadata__[0].rich_help_panel for option in options]
     assert panels == sorted(panels, key=module._PANELS.index)
+
+
+def test_a_command_line_gives_the_same_options_again(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = SearchOptions(model="my model.yaml", gpus=8, tp="1,2", tp_across_nodes=True, seq_length=4096)
+    words = shlex.split(command_line(asked))
+    assert words == [
+        "plan", "--model", "my model.yaml", "--gpus", "8", "--seq-length", "4096", "--tp", "1,2", "--tp-across-nodes",
+    ]  # fmt: skip

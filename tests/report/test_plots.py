@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="needs the plot extra")
-pytest.importorskip("plotille", reason="needs the plot extra")
-
 from planner.decide.point import Point
 from planner.decide.sweep import Goal, Sweep
-from planner.report.plots import as_image, as_page, as_text, draw_sweep, series_of
+from planner.report.charts import image
+from planner.report.plots import as_page, as_text, draw_sweep, drawn, series_of
 
 
 def point(gpus: int, hardware: str, days: float | None) -> Point:
@@ -47,10 +45,10 @@ def test_a_file_of_each_kind_is_the_same_every_time(name: str, start: bytes, tmp
 
 
 def test_the_picture_has_its_axes_and_a_name_for_each_line() -> None:
-    svg = as_image(sweep(), "svg").decode()
+    svg = image(drawn(sweep()), "svg").decode()
     for text in ("GPUs", "tokens per second", "days", "dollars", "h100", "h&lt;200"):
         assert f">{text}<" in svg
-    assert ">dollars<" not in as_image(sweep(None), "svg").decode(), "there is no money without tokens"
+    assert ">dollars<" not in image(drawn(sweep(None)), "svg").decode(), "there is no money without tokens"
 
 
 def test_the_page_has_every_point_and_escapes_what_files_say() -> None:
