@@ -46,7 +46,7 @@ ALLOWED = {
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.megatron.environment", "decide",
+        "layout.replan", "export.megatron.environment", "decide", "observe.observation",
     },
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search", "months"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
@@ -58,6 +58,9 @@ ALLOWED = {
     "profile": {
         "errors", "files", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "validate", "probe",
     },
+    # a log's argument dump is a configuration that the importer reads, and a run that was read is priced; what was
+    # observed is shown by `report`
+    "observe": {"errors", "files", "specs", "answer", "trainers", "export", "layout.evaluate", "layout.runs"},
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
     "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile", "search.deadline"},
 }  # fmt: skip
