@@ -117,7 +117,9 @@ def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tu
         if not chosen.any():
             continue
         spans = intersect(_union(events.trace.gpu, chosen), inside)
-        times.append((family.name, length_ns(subtract(spans, taken)), int(chosen.sum()), _largest(events, chosen, index)))
+        times.append(
+            (family.name, length_ns(subtract(spans, taken)), int(chosen.sum()), _largest(events, chosen, index))
+        )
         taken = merge(taken, spans)
     total = sum(nanoseconds for _, nanoseconds, _, _ in times) or 1
     rows = [

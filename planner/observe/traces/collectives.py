@@ -70,18 +70,28 @@ def collective_times(
     lengths: NDArray[np.int64] = trace.gpu.end_ns - trace.gpu.start_ns
     times = []
     for (label, kind, num_bytes, size), chosen in indices.items():
+        waited = [waits[index] for index in chosen if index in waits]
         separated = [transfers[index] for index in chosen if index in transfers]
         median_s = float(np.median(lengths[chosen])) * NS
         transfer_s = float(np.median(separated)) * NS if separated else None
         seconds = transfer_s or median_s
-        rate = num_bytes * bus_factor(kind, size) / seconds / 1e9 if num_bytes and size and size > 1 and seconds else None
+        rate = (
+            num_bytes * bus_factor(kind, size) / seconds / 1e9 if num_bytes and size and size > 1 and seconds else None
+        )
         times.append(
             CollectiveTime(
-                group=label, collective=kind, num_bytes=num_bytes, group_size=size, count=len(chosen), median_s=median_s,
-                transfer_s=transfer_s, wait_s=float(np.mean([waits[i] for i in chosen if i in waits])) * NS if separated else None,
-                bus_gb_per_s=rate, at_least=transfer_s is None,
+                group=label,
+                collective=kind,
+                num_bytes=num_bytes,
+                group_size=size,
+                count=len(chosen),
+                median_s=median_s,
+                transfer_s=transfer_s,
+                wait_s=float(np.mean(waited)) * NS if waited else None,
+                bus_gb_per_s=rate,
+                at_least=transfer_s is None,
             )
-        )  # fmt: skip
+        )
     return tuple(sorted(times, key=lambda row: -row.median_s * row.count))
 
 
@@ -96,4 +106,9 @@ def _form(events: Sorted, index: int) -> tuple[str, str, int | None, int | None]
     group = trace.groups.get(said.group)
     kind = kind_of(said.collective)
     kind = kind if kind != OTHER_KIND else kind_of(name)
-    return label, kind, said.num_elements * width if width and said.num_elements else None, group.size if group else None
+    return (
+        label,
+        kind,
+        said.num_elements * width if width and said.num_elements else None,
+        group.size if group else None,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 TRUNCATED_AFTER = 30
 """Kineto writes at most this many entries of a list, and `...` behind them: such a list says no group."""
@@ -41,7 +42,7 @@ class Group:
     @property
     def stride(self) -> int | None:
         """The distance of neighbours, where it is one number."""
-        steps = {b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)}
+        steps = {b - a for a, b in pairwise(self.ranks)}
         return steps.pop() if len(steps) == 1 else None
 
     @property
@@ -90,5 +91,7 @@ def ranks_by_stride(start: object, stride: object, size: object) -> tuple[int, .
     """The ranks of `Global rank start`, `Global rank stride` and `Group size`."""
     if not all(isinstance(number, int) and 0 <= number < 10**7 for number in (start, stride, size)):
         return ()
-    assert isinstance(start, int) and isinstance(stride, int) and isinstance(size, int)
+    assert isinstance(start, int)
+    assert isinstance(stride, int)
+    assert isinstance(size, int)
     return tuple(start + stride * index for index in range(min(size, 10**6))) if stride > 0 else ()

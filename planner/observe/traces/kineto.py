@@ -16,7 +16,7 @@ import numpy as np
 from planner.observe.traces.groups import Group, ranks_by_stride, ranks_of
 from planner.observe.traces.json_events import EventScanner
 from planner.observe.traces.source import Progress, Source
-from planner.observe.traces.trace import Call, Columns, Events, Names, RankTrace
+from planner.observe.traces.trace import Call, Columns, Events, Names, RankTrace, rank_in_name
 from planner.specs.reading import printable
 
 _GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -30,7 +30,6 @@ _BOOKKEEPING = re.compile(
     r"|slice|alias|narrow|split|(un)?squeeze|unbind|result_type|_local_scalar_dense|item|is_nonzero)|detach|record_param.*)$"
 )
 """Operators that move no data; the work that they are inside of is one operator."""
-_RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,7})")
 _LATEST_US = 10.0**17
 """Times beyond this are no microseconds of any clock."""
 _MAX_CALLS = 10**6
@@ -232,7 +231,9 @@ def _configured(header: Mapping[str, Any]) -> dict[str, Group]:
         if isinstance(entry, dict):
             name, ranks, size = str(entry.get("pg_name", "")), ranks_of(entry.get("ranks")), entry.get("pg_size")
             whole = ranks if len(ranks) == size else ()
-            groups[name] = Group(name, str(entry.get("pg_desc", ""))[:200], whole, size if isinstance(size, int) else None)
+            groups[name] = Group(
+                name, str(entry.get("pg_desc", ""))[:200], whole, size if isinstance(size, int) else None
+            )
     return {name: group for name, group in groups.items() if group.ranks}
 
 
@@ -240,9 +241,8 @@ def _rank(header: Mapping[str, Any], where: str) -> tuple[int | None, int | None
     info = header.get("distributedInfo")
     said = info if isinstance(info, dict) else {}
     rank, world_size = said.get("rank"), said.get("world_size")
-    match = _RANK_IN_NAME.search(Path(where).name)
     if not isinstance(rank, int) or not 0 <= rank < 10**7:
-        rank = int(match[1]) if match else None
+        rank = rank_in_name(where)
     return rank, world_size if isinstance(world_size, int) and world_size > 0 else None
 
 

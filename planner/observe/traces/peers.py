@@ -15,7 +15,9 @@ import numpy as np
 
 from planner.observe.traces.breakdown import NS, Sorted
 from planner.observe.traces.collectives import kind_of
+from planner.observe.traces.groups import axis_of_description
 from planner.observe.traces.results import RankReport, Straggler
+from planner.observe.traces.trace import RankTrace
 
 SLOW_RATIO = 1.05
 """A rank that computes this much longer than the median of its stage is a straggler: clocks differ by 1 to 2%."""
@@ -62,7 +64,7 @@ def _matched(ranks: Sequence[Sorted]) -> Iterable[list[tuple[int, int]]]:
     found: dict[Key, list[list[tuple[int, int]]]] = defaultdict(list)
     for place, events in enumerate(ranks):
         mine: dict[Key, list[tuple[int, int]]] = defaultdict(list)
-        for index in np.flatnonzero((events.group >= 0) & (events.trace.gpu.call >= 0)).tolist():
+        for index in np.flatnonzero(events.group >= 0).tolist():
             key = _key(events, index)
             if key is not None:
                 mine[key].append((place, index))
@@ -76,6 +78,8 @@ def _matched(ranks: Sequence[Sorted]) -> Iterable[list[tuple[int, int]]]:
 def _key(events: Sorted, index: int) -> Key | None:
     """What two ranks share about one exchange; None where the trace does not say its ranks."""
     trace = events.trace
+    if trace.gpu.call[index] < 0:
+        return ("world", kind_of(trace.names[trace.gpu.name[index]])) if _all_in_one(trace) else None
     call = trace.calls[trace.gpu.call[index]]
     group = trace.groups.get(call.group)
     if group is None or len(group.ranks) < 2:
@@ -88,6 +92,13 @@ def _key(events: Sorted, index: int) -> Key | None:
     return (group.ranks, group.description, kind, call.num_elements if kind != "send_recv" else 0)
 
 
+def _all_in_one(trace: RankTrace) -> bool:
+    """True if every group holds all ranks, so that a collective that names no group is of all of them."""
+    size = trace.world_size or 0
+    groups = [group.ranks for group in trace.groups.values() if group.size != 1]
+    return size == 2 or (bool(groups) and all(ranks == tuple(range(size)) for ranks in groups))
+
+
 def _clocks(ranks: Sequence[Sorted], shared: Sequence[list[tuple[int, int]]]) -> tuple[list[int], float | None]:
     """Nanoseconds to add to each rank's times so that shared collectives end together, and the median misfit."""
     offsets = [events.trace.origin_ns - ranks[0].trace.origin_ns for events in ranks]
@@ -95,7 +106,7 @@ def _clocks(ranks: Sequence[Sorted], shared: Sequence[list[tuple[int, int]]]) ->
     for entries in shared:
         first, first_index = entries[0]
         trace = ranks[first].trace
-        if kind_of(trace.calls[trace.gpu.call[first_index]].collective) not in _ENDS_TOGETHER:
+        if _kind(trace, first_index) not in _ENDS_TOGETHER:
             continue
         for place, index in entries[1:]:
             ends[first, place].append(int(trace.gpu.end_ns[first_index]) - int(ranks[place].trace.gpu.end_ns[index]))
@@ -111,8 +122,16 @@ def _clocks(ranks: Sequence[Sorted], shared: Sequence[list[tuple[int, int]]]) ->
     return offsets, float(np.median(errors)) * NS if errors else None
 
 
+def _kind(trace: RankTrace, index: int) -> str:
+    call = int(trace.gpu.call[index])
+    return kind_of(trace.calls[call].collective if call >= 0 else trace.names[trace.gpu.name[index]])
+
+
 def stage_of(events: Sorted, grid: Mapping[str, int] | None = None) -> int | None:
-    """The pipeline stage of a rank: its place in its pipeline group, or in `grid`; None where neither is known."""
+    """The pipeline stage of a rank: its place in its pipeline group, or in `grid`; None where neither is known.
+
+    A trace that describes its groups, and none of a pipeline, is of a job with one stage.
+    """
     rank, trace = events.trace.rank, events.trace
     if rank is None:
         return None
@@ -121,7 +140,8 @@ def stage_of(events: Sorted, grid: Mapping[str, int] | None = None) -> int | Non
             return group.ranks.index(rank)
     if grid:
         return rank // (grid.get("tp", 1) * grid.get("cp", 1) * grid.get("dp", 1)) % grid.get("pp", 1)
-    return None
+    described = any(axis_of_description(group.description) for group in trace.groups.values())
+    return 0 if described or trace.world_size == 1 else None
 
 
 def stragglers(reports: Sequence[RankReport], late_ns: Sequence[int]) -> tuple[Straggler, ...]:
@@ -133,12 +153,13 @@ def stragglers(reports: Sequence[RankReport], late_ns: Sequence[int]) -> tuple[S
     for report, seconds, late in zip(reports, compute, late_ns, strict=True):
         same = [s for other, s in zip(reports, compute, strict=True) if other.stage == report.stage]
         middle = float(np.median(same))
+        judged = report.stage is not None and len(same) > 1
         ratio = seconds / middle if middle else 1.0
         if report.rank is not None:
             told.append(
                 Straggler(
                     rank=report.rank, stage=report.stage, compute_ratio=ratio,
-                    late_s=late * NS / max(len(report.steps), 1), slow=len(same) > 1 and ratio > SLOW_RATIO,
+                    late_s=late * NS / max(len(report.steps), 1), slow=judged and ratio > SLOW_RATIO,
                 )
             )  # fmt: skip
     return tuple(sorted(told, key=lambda row: (-row.compute_ratio, row.rank)))

@@ -73,9 +73,11 @@ def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: Pe
     if communicates and any(len(g.ranks) == 0 for e in ranks for g in e.trace.groups.values()):
         told.append("ranks of some groups: the trace truncates lists after 30 entries")
     if all(step.number is None for report in reports for step in report.steps):
-        told.append("steps: nothing marks them (call `profiler.step()` in the loop); the numbers are of the whole trace")
+        told.append(
+            "steps: nothing marks them (call `profiler.step()` in the loop); the numbers are of the whole trace"
+        )
     if not any(step.phases for report in reports for step in report.steps):
         told.append("forward and backward: no annotation and no autograd operator tells them apart")
     if len(ranks) > 1 and any(report.stage is None for report in reports):
-        told.append("stages: no pipeline group is described; all ranks are compared as one stage")
+        told.append("stragglers: the traces do not say which stage a rank is of, so that none is judged")
     return tuple(told)

@@ -1,9 +1,11 @@
-"""One rank's trace in memory: columns of whole nanoseconds since the trace's own origin, and the names they point to."""
+"""One rank's trace in memory: columns of whole nanoseconds since its own origin, and the names they point to."""
 
 from __future__ import annotations
 
+import re
 from array import array
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,15 @@ MAX_NAME_CHARS = 2000
 MAX_NAMES_CHARS = 2**26
 """Names longer than this in total are counted under one: real traces have some thousand kernels."""
 NAMELESS = "(further names)"
+
+
+_RANK_IN_NAME = re.compile(r"rank[-_.]?(\d{1,7})")
+
+
+def rank_in_name(where: str) -> int | None:
+    """The rank that a file's name says, as `rank3_trace.json` and `profile_rank-3.sqlite` do."""
+    match = _RANK_IN_NAME.search(Path(where).name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
