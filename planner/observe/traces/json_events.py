@@ -38,6 +38,7 @@ class EventScanner:
     def events(self) -> Iterator[dict[str, Any]]:
         """Every event, a mapping; SpecError names the place of anything that is none."""
         if self._peek() == "[":  # the format's bare list
+            self._at += 1
             yield from self._elements()
         else:
             self._take("{", "a trace is a mapping with `traceEvents`")
@@ -60,7 +61,8 @@ class EventScanner:
             if len(seen) > MAX_KEYS:
                 raise self._broken(f"has more than {MAX_KEYS:,} keys beside {EVENTS}")
             self._take(":", "a key has a colon behind it")
-            if key == EVENTS and self._peek() == "[":
+            if key == EVENTS:
+                self._take("[", "the list of events")
                 yield from self._elements()
             else:
                 self.header[key] = self._value()
@@ -69,7 +71,6 @@ class EventScanner:
             raise self._source.broken(f"holds no `{EVENTS}`", "name a trace that torch.profiler exported")
 
     def _elements(self) -> Iterator[dict[str, Any]]:
-        self._at += 1
         mark = self._peek()
         if mark == "]":
             self._at += 1
