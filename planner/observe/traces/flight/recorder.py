@@ -6,6 +6,7 @@ ranks, by `collective_seq_id`; transfers between two ranks have numbers of their
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -16,8 +17,8 @@ from planner.observe.traces.flight.dump import Dump, Entry, read_dump
 from planner.specs.base import Spec
 
 NUM_SLOWEST = 5
-_ROOTED = ("broadcast", "scatter", "gather", "reduce ", "all_to_all", "alltoall")
-"""Collectives whose ranks may give sizes of their own; `reduce ` is not `reduce_scatter`."""
+_OWN_SIZES = re.compile(r"_?(broadcast|scatter|gather|reduce)|_?all_?to_?all.*")
+"""Collectives whose ranks may give sizes of their own."""
 
 
 class Outstanding(Spec):
@@ -152,7 +153,7 @@ def _outstanding(
 def _mismatches(number: int, called: list[Entry]) -> Iterator[Mismatch]:
     """What ranks disagree on; sizes may differ where a root gives or takes them."""
     values = {"collective": {e.rank: e.collective for e in called}, "dtype": {e.rank: e.dtype for e in called}}
-    if not any(word in f"{e.collective} " for e in called for word in _ROOTED):
+    if not any(_OWN_SIZES.fullmatch(e.collective) for e in called):
         values["sizes"] = {e.rank: e.sizes for e in called}
     for field, of_rank in values.items():
         if len(set(of_rank.values())) > 1:
@@ -171,7 +172,8 @@ def _verdict(groups: Sequence[FlightGroup]) -> str:
             if waits.missing:
                 missing = ", ".join(map(str, waits.missing[:8]))
                 what = f"{waits.collective} number {waits.sequence}"
-                return f"{_name(group)}: rank {missing} never called {what}, in which {len(waits.waiting)} others wait"
+                called = ", ".join(map(str, waits.waiting[:8]))
+                return f"{_name(group)}: rank {missing} never called {what}, in which rank {called} waits"
     waiting = [group for group in groups if group.outstanding]
     if waiting:
         waits = waiting[0].outstanding[0]
