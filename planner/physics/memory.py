@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.physics.operators import BF16, FP32, INT64, NARROW_BYTES, Item, Operator, operators_of
+from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, Saved, operators_of
 from planner.shape import Number, Shape
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
@@ -175,15 +175,21 @@ def sent_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
     return BF16 * shape.shard_tokens * model.hidden_size * runtime.is_runner
 
 
-def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Bytes that a stage holds beside parameters: cosines and sines [seq / cp, rotated dim / 2], ALiBi's scores
-    [heads / tp, seq, seq], the mask [seq, seq] of chunked attention, and the step's token ids."""
+def constants(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Saved, ...]:
+    """Tensors that a stage holds beside parameters: tables of positions, a mask, the step's token ids, the loss."""
     if not runtime.keeps_tables:
-        return 0.0
+        return ()
     seq, rotated = shape.seq_length, model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
-    tables: Number = BF16 * seq / shape.cp * rotated * (model.position_embedding == "rope")
-    if model.position_embedding == "alibi":
-        tables = tables + BF16 * model.num_attention_heads / shape.tp * seq**2
-    if model.attention_chunk_size is not None:
-        tables = tables + BF16 * seq**2 * (model.attention_chunk_size < seq)
-    return tables + INT64 * shape.tokens + ALIGNMENT
+    chunk = model.attention_chunk_size or np.inf
+    tables = {
+        "cosines and sines": (seq / shape.cp * (model.position_embedding == "rope"), rotated),
+        "ALiBi scores": (model.num_attention_heads / shape.tp * (model.position_embedding == "alibi"), seq, seq),
+        "mask of chunked attention": (seq * (chunk < seq), seq),
+    }
+    kept = [Saved(name, dims) for name, dims in tables.items() if np.any(dims[0])]
+    return (*kept, Saved("token ids", (shape.tokens,), dtype="int64"), Saved("loss", (ALIGNMENT,), dtype="uint8"))
+
+
+def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Bytes of `constants`."""
+    return sum(tensor.num_bytes for tensor in constants(model, shape, runtime))

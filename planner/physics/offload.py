@@ -11,7 +11,17 @@ from planner.specs.hardware import HardwareSpec
 OFFLOADED: dict[str, frozenset[tuple[str, str]]] = {
     "attn_norm": frozenset({("attention norm", "input")}),
     "qkv_linear": frozenset({("attention norm", "output")}),
-    "core_attn": frozenset({("qkv", "qkv"), ("q", "q"), ("k", "k"), ("v", "v"), ("assemble q, k", "q, k, v")}),
+    "core_attn": frozenset(
+        {
+            ("qkv", "qkv"),
+            ("q", "q"),
+            ("k", "k"),
+            ("v", "v"),
+            ("assemble q, k", "q"),
+            ("assemble q, k", "k"),
+            ("assemble q, k", "v"),
+        }
+    ),
     "attn_proj": frozenset({("attention", "output"), ("values", "output")}),
     "mlp_norm": frozenset({("mlp norm", "input")}),
     "expert_fc1": frozenset({("experts up", "rows")}),
