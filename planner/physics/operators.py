@@ -8,7 +8,7 @@ d = head_dim, f = intermediate_size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import mul
@@ -22,8 +22,8 @@ BF16 = 2
 FP32 = 4
 INT64 = 8
 INT32 = 4
-DTYPE_BYTES = {"bf16": BF16, "fp32": FP32, "int64": INT64, "int32": INT32, "uint8": 1}
-"""Bytes of an element; bf16 stands for fp16 too."""
+DTYPE_BYTES = {"bf16": BF16, "fp32": FP32, "int64": INT64, "int32": INT32, "uint8": 1, "bytes": 1}
+"""Bytes of an element; bf16 stands for fp16 too, and `bytes` for a sum of tensors whose shapes are not known."""
 NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
 """Bytes of one element in 8 or 4 bits, its scale included: MX formats have a byte of scale for 32 values, NVFP4 one
 for 16."""
@@ -36,7 +36,7 @@ class Saved(NamedTuple):
 
     name: str
     dims: tuple[Number, ...]
-    """Its dimensions on this rank, where sequence and micro-batch are one: tokens. A tensor of no elements is not kept."""
+    """Its dimensions on this rank, where sequence and micro-batch are one: tokens. One of no elements is not kept."""
     modules: tuple[str, ...] = ()
     dtype: str = "bf16"
     gemm_input: bool = False
@@ -172,9 +172,13 @@ class Operator:
             return self._square * (3 * self.qk_dim + 2 * self.v_dim)
         return self.backward_factor * self.scan_flops
 
+    def kept(self, recomputed: frozenset[str] = frozenset()) -> Iterator[Saved]:
+        """The tensors kept for backward when the modules in `recomputed` are recomputed."""
+        return (tensor for tensor in self.saved if recomputed.isdisjoint(tensor.modules))
+
     def saved_bytes(self, recomputed: frozenset[str] = frozenset(), dtype: str = "bf16") -> Number:
-        """Bytes kept for backward when the modules in `recomputed` are recomputed."""
-        return sum(tensor.bytes_in(dtype) for tensor in self.saved if recomputed.isdisjoint(tensor.modules))
+        """Bytes of the tensors that are `kept`."""
+        return sum(tensor.bytes_in(dtype) for tensor in self.kept(recomputed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
