@@ -136,6 +136,12 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
 
 def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0) -> tuple[Item, ...]:
     """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, 2h projected to h, decoder layer, shared head."""
+    before, behind = around_mtp_layer(model, shape, runtime)
+    return (*before, *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance), *behind)
+
+
+def around_mtp_layer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """What a multi-token-prediction block computes before its decoder layer, and behind it."""
     hidden, tokens = model.hidden_size, shape.tokens
     tp = shape.tp if runtime.splits_mtp_projection else 1
     projection = Operator(
@@ -147,14 +153,13 @@ def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalanc
         *exchanges, product = enter_tp("mtp projection", [projection], 2 * hidden, shape, runtime)
         assert isinstance(product, Operator)
         entered = (*exchanges, *leave_tp(product, BF16 * tokens * hidden, shape))
-    return (
+    before = (
         norm("mtp embedding norm", hidden, shape.shard_tokens, model, runtime, saves_output=False),
         norm("mtp hidden norm", hidden, shape.shard_tokens, model, runtime, saves_output=False),
         *entered,
-        *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance),
-        norm("mtp final norm", hidden, shape.shard_tokens, model, runtime),
-        *_loss("mtp head", model, shape, runtime, shares_weight=True),
     )
+    final = norm("mtp final norm", hidden, shape.shard_tokens, model, runtime)
+    return before, (final, *_loss("mtp head", model, shape, runtime, shares_weight=True))
 
 
 class ModelTotals(NamedTuple):

@@ -134,10 +134,10 @@ class Pricing:
 
     def _kept_bytes(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
         """Bytes that a part keeps on the GPU from the forward to the backward."""
-        left = self._offloaded_bytes(items, recomputed)
+        left = self.offloaded_bytes_of(items, recomputed)
         return (saved_bytes(items, recomputed, self.training.dtype) - left) * self._pool
 
-    def _offloaded_bytes(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
+    def offloaded_bytes_of(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
         """Bytes of a part that wait in host memory: inputs of some modules, and a share of all that layers keep.
 
         Where some layers are kept there whole, each is priced with its share of them: layers take turns on the link.
@@ -198,7 +198,7 @@ class Pricing:
             shards = np.where((zero >= 2) & alone, shape.shard_size, 1)
             accumulated = compute.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
-        left = self._offloaded_bytes(items)
+        left = self.offloaded_bytes_of(items)
         if runtime.offload_modules or runtime.offloaded_layers:
             part = PartCost(**seconds)
             seconds["forward_s"] = seconds["forward_s"] + shown_s(left, hardware, part.forward_total_s)
