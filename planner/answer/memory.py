@@ -64,6 +64,19 @@ class MemoryOfStage(Spec):
     """Time in seconds, and the bytes allocated from then on; the last entry is the end of the step."""
 
 
+class MemoryChange(Spec):
+    """A change of the layout that would make room, with the step that it would give."""
+
+    change: str
+    """The change in words, such as `recompute mlp`."""
+    modules: tuple[str, ...] = ()
+    """The modules that are recomputed then; `full` for whole layers."""
+    step_s: float
+    fits: bool
+    peak_bytes: tuple[int, ...]
+    """The peak of each stage."""
+
+
 class MemoryAnswer(Spec):
     """The memory of a plan's stages, or of one of them."""
 
@@ -74,3 +87,5 @@ class MemoryAnswer(Spec):
     num_microbatches: int
     """Micro-batches of the step that the curves show: the plan's, or fewer of a step too long to show."""
     stages: tuple[MemoryOfStage, ...]
+    changes: tuple[MemoryChange, ...] = ()
+    """Changes that free memory on the fullest stage, the shortest step first."""

@@ -13,6 +13,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.memory_curve import MemoryCurve, memory_curves
 from planner.layout.seconds import STEADY_ROUNDS
 from planner.layout.tensors.alive import Alive, tensors_at_peak
+from planner.layout.tensors.room import changes
 from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import replay
 from planner.schedule.timeline import Timeline
@@ -50,6 +51,7 @@ def explore(plan: Plan, layout: PricedLayout, candidate: Candidate, stages: Iter
         step_s=layout.step.step_s,
         num_microbatches=candidate.num_microbatches,
         stages=tuple(_stage(plan, layout, candidate, timeline, curves[stage]) for stage in stages),
+        changes=tuple(changes(candidate, layout)),
     )
 
 
