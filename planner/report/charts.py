@@ -36,8 +36,9 @@ MEMORY_COLOURS = {
 """Colour of each item of a stage's memory, in every chart."""
 ACTION_COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
 """Colour of a forward, a backward, an input gradient and a weight gradient."""
-INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#ffffff"
-"""Text, its quieter form, grids, what must be seen, and what is behind: in a page they are its own, light or dark."""
+INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#fefefe"
+"""Text, its quieter form, grids, what must be seen, and what is behind: in a page they are its own, light or dark. White
+stays white."""
 _OF_PAGE = {
     INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)", ALARM: "var(--alarm)", PAPER: "var(--page)",
 }  # fmt: skip
@@ -45,7 +46,7 @@ _HINT = "hint-"
 _SETTINGS = {
     "svg.hashsalt": "planner", "svg.fonttype": "none", "font.size": 9, "text.color": INK, "axes.labelcolor": SOFT,
     "axes.edgecolor": SOFT, "xtick.color": SOFT, "ytick.color": SOFT, "grid.color": LINE, "axes.spines.top": False,
-    "axes.spines.right": False, "legend.frameon": False, "font.family": "sans-serif",
+    "axes.spines.right": False, "axes.axisbelow": True, "legend.frameon": False, "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "system-ui", "sans-serif"], "text.parse_math": False,
 }  # fmt: skip
 _LOCK = RLock()

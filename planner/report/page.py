@@ -9,9 +9,11 @@ from planner.files import write_text
 from planner.layout.memory_curve import memory_curves
 from planner.layout.replan import reprice
 from planner.report.charts_timeline import draw_timeline
-from planner.report.html.charts_curve import draw_curves
+from planner.report.html.charts_curve import COLUMNS, draw_curves
 from planner.report.html.document import Drawing, render_html
 from planner.schedule.replay import replay
+
+CURVE = f"Over one step, with reserved memory; shaded is what comes and goes within a {COLUMNS}th of it."
 
 
 def report_page(plan: Plan) -> str:
@@ -24,7 +26,7 @@ def report_page(plan: Plan) -> str:
     return render_html(
         plan,
         Drawing(picture.svg("The pipeline's actions over time, a row per rank"), picture.caption),
-        Drawing(draw_curves(curves, plan.cluster.hardware.memory_bytes), "Over one step, reserved memory included."),
+        Drawing(draw_curves(curves, plan.cluster.hardware.memory_bytes), CURVE),
     )
 
 
