@@ -44,7 +44,8 @@ ALLOWED = {
         "errors", "specs", "trainers", "answer", "layout.replan", "layout.compute_terms", "probe.result", "search.case",
         "search.safest", "search.search", "search.why.remedy",
     },
-    # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's
+    # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's;
+    # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
         "layout.replan", "export.megatron.environment", "decide",
