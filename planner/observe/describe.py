@@ -175,7 +175,11 @@ def _memory(record: Record) -> Iterator[RankMemory]:
 
 
 def _peak(record: Record) -> dict[str, Any]:
-    for kind, name in (("max_allocated_bytes", "allocated"), ("max_reserved_bytes", "reserved")):
+    for kind, name in (
+        ("max_allocated_bytes", "allocated"),
+        ("max_reserved_bytes", "reserved"),
+        ("device_bytes", "device"),
+    ):
         values = [kinds[kind] for kinds in record.memory.values() if kind in kinds]
         if values:
             return {"peak_memory_bytes": max(values), "peak_memory_kind": name}

@@ -59,7 +59,7 @@ def _verdict(observation: Observation, prediction: Prediction) -> tuple[Verdict 
         return None, "no step was found to hold against the prediction"
     low_s, high_s = prediction.step_s_interval or (prediction.step_s, prediction.step_s)
     slack_s = step_s * observation.step_s_precision_fraction
-    by = step_s / prediction.step_s - 1
+    by, off = step_s / prediction.step_s - 1, step_s / prediction.step_s
     if step_s - slack_s > high_s:
         return "slow", f"slow: a step takes {by:.0%} longer than predicted, outside of its interval"
     if step_s + slack_s < low_s:
@@ -67,19 +67,19 @@ def _verdict(observation: Observation, prediction: Prediction) -> tuple[Verdict 
     if (excess := excess_bytes(observation, prediction)) > 0:
         kind = observation.peak_memory_kind
         return "memory", f"memory: {excess / GIB:.1f} GiB more {kind} than predicted; the step is as expected"
-    return "expected", f"as expected: a step is {by:+.0%} off the prediction, inside of its interval"
+    return "expected", f"as expected: a step takes {off:.2f} of what was predicted, inside of its interval"
 
 
 def excess_bytes(observation: Observation, prediction: Prediction) -> float:
     """Bytes of the observed peak beyond the predicted one; 0 where it is inside of its interval.
 
-    Allocated bytes are held against torch's peak, with the room above it that the interval of the total has; reserved
-    bytes against the upper end of the total.
+    Allocated bytes are held against torch's peak, with the room above it that the interval of the total has; others
+    against the upper end of the total.
     """
     peak, interval = observation.peak_memory_bytes, prediction.total_memory_interval
     if peak is None:
         return 0.0
-    if observation.peak_memory_kind == "reserved":
+    if observation.peak_memory_kind != "allocated":
         return max(0.0, peak - interval[1]) if interval else 0.0
     room = (interval[1] - interval[0]) / 2 if interval else 0.0
     most = prediction.peak_memory_bytes + room

@@ -24,7 +24,8 @@ from planner.specs.reading import label
 GRAMMARS = (MEGATRON, BRIDGE, TORCHTITAN, DEEPSPEED, NANOTRON, MLPERF, DLLOGGER, NEMO)
 """Every grammar; adding one is a row here and a module in `logs`."""
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in grammar.rows)
-_NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS} - {b":"})))
+_NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS} - {b":", b"rank"})))
+"""Words that lines worth a look hold; those of the timers of all ranks are everywhere, and asked for among them."""
 _LEAST_MIXED = 10
 """Steps of two trainers, each at least so many, make a file a mixture."""
 _LEAST_MIXED_FRACTION = 0.2

@@ -14,6 +14,7 @@ MAX_STEPS = 2_000_000
 MAX_TIMER_VALUES = 20_000
 MAX_NAMES = 2_000
 """The most timers, ranks or arguments: a file with more is no log of one job."""
+MOST_RANKS = 200_000
 _NEAR_STEPS = 3
 """A number that falls back by no more was printed late by another rank; a restart goes further back, or waits."""
 _LONG_GAP = 8.0
@@ -164,17 +165,17 @@ class Record:
     def rank_timer(self, name: str, rank: int, seconds: float) -> None:
         """Take what a timer of one rank shows; of several, the last."""
         of_ranks = self.rank_timers.setdefault(name, {})
-        if len(of_ranks) < 200_000 and 0 <= seconds < 1e9:
+        if len(of_ranks) < MOST_RANKS and 0 <= seconds < 1e9:
             of_ranks[rank] = seconds
 
     def bytes_of(self, rank: int | None, **kinds: float | None) -> None:
         """Take memory of a rank; the highest of each kind is kept."""
-        if rank not in self.memory and len(self.memory) >= 200_000:
+        known = {kind: round(value) for kind, value in kinds.items() if value is not None and 0 < value < 2**50}
+        if not known or (rank not in self.memory and len(self.memory) >= MOST_RANKS):
             return
         of_rank = self.memory.setdefault(rank, {})
-        for kind, value in kinds.items():
-            if value is not None and 0 < value < 2**50:
-                of_rank[kind] = max(of_rank.get(kind, 0), round(value))
+        for kind, value in known.items():
+            of_rank[kind] = max(of_rank.get(kind, 0), value)
 
     def prints(self, name: str, value: float | None) -> None:
         """Take a number that the trainer works out itself."""

@@ -166,9 +166,9 @@ def _memory(observation: Observation, prediction: Prediction | None) -> Renderab
     if len(ranks) < 2:
         return table
     by_rank = headed(("rank", "allocated", "reserved, GiB"), "l", "r", "r")
-    for rank in sorted(ranks, key=lambda rank: -(rank.max_allocated_bytes or rank.max_reserved_bytes or 0))[
-        :_MOST_RANKS
-    ]:
+    for rank in sorted(
+        ranks, key=lambda rank: -(rank.max_allocated_bytes or rank.max_reserved_bytes or rank.device_bytes or 0)
+    )[:_MOST_RANKS]:
         sizes = (rank.max_allocated_bytes, rank.max_reserved_bytes)
         by_rank.add_row(str(rank.rank), *("" if size is None else gibibytes(size) for size in sizes))
     return Group(table, by_rank)

@@ -6,12 +6,12 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from planner.observe.record import Record
 
 Take = Callable[[Record, re.Match[str]], None]
-_ISO = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
+_ISO = re.compile(r"(\d{4})-?(\d\d)-?(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 _AMERICAN = re.compile(r"(\d\d)/(\d\d)/(\d{4}) (\d\d):(\d\d):(\d\d)")
 _FLOAT = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?")
 _SIZES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
@@ -76,12 +76,13 @@ def moment(text: str) -> float:
     try:
         if match is not None:
             *parts, fraction = match.groups()
-            at = datetime(*map(int, parts), tzinfo=timezone.utc)  # type: ignore[misc, arg-type]  # noqa: UP017
-            return at.timestamp() + (int(fraction) / 10 ** len(fraction) if fraction else 0.0)
+            year, month, day, hour, minute, second = map(int, parts)
+            at_s = datetime(year, month, day, hour, minute, second, tzinfo=UTC).timestamp()
+            return at_s + (int(fraction) / 10 ** len(fraction) if fraction else 0.0)
         match = _AMERICAN.search(text)
         if match is not None:
-            month, day, year, *clock = map(int, match.groups())
-            return datetime(year, month, day, *clock, tzinfo=timezone.utc).timestamp()  # type: ignore[misc, arg-type]  # noqa: UP017
+            month, day, year, hour, minute, second = map(int, match.groups())
+            return datetime(year, month, day, hour, minute, second, tzinfo=UTC).timestamp()
     except (ValueError, OverflowError):
         pass
     return math.nan

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from planner.observe.logs.grammar import Grammar, fact, fields, mark, moment, number, row, whole
 from planner.observe.record import Record
-from planner.specs.units import GB, MIB
+from planner.specs.units import GB, GIB, MIB
 
 _NAME = r"([A-Za-z][\w/-]{0,80})"
 _MS = 1e-3
@@ -52,7 +52,8 @@ MEMORY = {
     "mem-max-reserved-gigabytes": "max_reserved_bytes",
 }
 """Words of the memory lines, and what they count."""
-_DEVICE_MEMORY = re.compile(r"(?:rocm|hip|cuda) mem usage/free/total/usage_ratio\S*: *([\d.]+) ?G(i?)B")
+_DEVICE_MEMORY = re.compile(r"(?:rocm|hip|cuda) mem usage/free/total/usage_ratio\S*: *([\d.]+) ?Gi?B")
+_RANKS = re.compile(r"\[rank-\d{1,7}/(\d{1,7})\]")
 _PROGRESS = re.compile(r"Iteration: *(\d+)")
 
 
@@ -82,7 +83,9 @@ def _iteration(record: Record, match: re.Match[str]) -> None:
     for name in ("tflops", "tokens_per_s_per_gpu", "samples_per_s", "watts_per_gpu"):
         record.prints(name, values.get(name))
     if (used := _DEVICE_MEMORY.search(match[3])) is not None:
-        record.bytes_of(None, device_bytes=number(used[1]) * (2**30 if used[2] else GB))
+        record.bytes_of(None, device_bytes=number(used[1]) * GIB)  # a GB of Primus is a GiB: an MI300X has 191.98
+    if (ranks := _RANKS.search(match.string[: match.start()])) is not None:
+        record.facts["num_gpus"] = int(ranks[1])
     _memory_of(record, None, found, GB)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.observe.logs.grammar import Grammar, number, row, text_of, whole
 from planner.observe.record import Record
-from planner.specs.units import GB
+from planner.specs.units import GIB
 
 _TIMES = ("train_step_time", "train_step_timing in s")
 _MOST_ARGUMENTS = 2_000
@@ -77,7 +77,7 @@ def _tracked(record: Record, value: dict[str, Any], metadata: dict[str, Any], at
         # some runs print no eval_start
         record.state.setdefault("eval_start", str(at_s - _value(value[name])))
     if "max_memory_usage" in value:
-        record.bytes_of(None, max_allocated_bytes=_value(value["max_memory_usage"]) * GB)
+        record.bytes_of(None, max_allocated_bytes=_value(value["max_memory_usage"]) * GIB)
     name = next((name for name in _TIMES if name in value), None)
     step = metadata.get("step")
     if name is None or "throughput" in value or step is None:

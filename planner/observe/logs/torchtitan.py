@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from operator import mul
+from statistics import median
 
 from planner.observe.logs.grammar import Grammar, Row, fact, mark, moment, number, row, text_of, whole
 from planner.observe.record import Record
 from planner.specs.units import GIB
 
+_CLOCK_S, _SHARP_FRACTION, _LEAST_TO_SHARPEN = 1e-3, 0.002, 5
+"""Times are cut to milliseconds, which 0.2% of a step may hide."""
 _SPEED = re.compile(r"(?:tps|wps): *([\d,.]{1,20})")
 _MEMORY = re.compile(r"memory: *([\d.]{1,12})GiB\(([\d.]{1,6})%\)")
 
@@ -20,12 +24,13 @@ def _step(record: Record, match: re.Match[str]) -> None:
     if speed is None:
         return
     tokens_per_s, last = number(speed[1]), record.ends[-1] if record.ends else math.nan
-    last_step = record.numbers[-1] if record.numbers else 0
+    last_step, covers = (record.numbers[-1] if record.numbers else 0), 0
     if record.numbers and step > last_step and at_s > last and "restarted" not in record.state:
         seconds = (at_s - last) / (step - last_step)
     elif (begin := record.state.get("begin")) is not None and step > int(begin.split()[0]):
         first, first_s = begin.split()
-        seconds = (at_s - float(first_s)) / (step - int(first) + 1)
+        covers = step - int(first) + 1
+        seconds = (at_s - float(first_s)) / covers
     else:
         seconds = math.nan
     if not seconds > 0 and "tokens" in record.state:
@@ -35,7 +40,7 @@ def _step(record: Record, match: re.Match[str]) -> None:
         return
     # the clock of the lines has milliseconds: a short step's seconds come from tokens/s once both are known
     record.state.setdefault("tokens", str(seconds * tokens_per_s))
-    if record.step(step, seconds, end_s=at_s, rank=None if rank is None else int(rank)):
+    if record.step(step, seconds, end_s=at_s, covers=covers, rank=None if rank is None else int(rank)):
         record.prints("tokens_per_s_per_gpu", tokens_per_s)
         record.prints("tflops", number(text.partition("tflops: ")[2]))
         record.prints("mfu_percent", number(text.partition("mfu: ")[2]))
@@ -97,4 +102,20 @@ ROWS: tuple[Row, ...] = (
     row("evaluation", "validate step:", r"validate step: ", mark("evaluation")),
     row("world", "world size", r"world size:? (\d{1,7})", fact("num_gpus")),
 )
-TORCHTITAN = Grammar("torchtitan", "torchtitan", ROWS)
+
+
+def _finish(record: Record) -> None:
+    """Sharpen short steps: their tokens are equal, so that tokens/s tell them apart where the clock does not."""
+    speeds = record.printed.get("tokens_per_s_per_gpu", ())
+    if len(speeds) != len(record.seconds) or len(speeds) < _LEAST_TO_SHARPEN:
+        return
+    tokens = median(map(mul, record.seconds, speeds))
+    usual = median(record.seconds)
+    if usual * median(record.covers) >= _CLOCK_S / _SHARP_FRACTION:
+        return
+    for index, speed in enumerate(speeds):
+        if abs(record.seconds[index] * speed / tokens - 1) < 2 * _CLOCK_S / usual:
+            record.seconds[index] = tokens / speed
+
+
+TORCHTITAN = Grammar("torchtitan", "torchtitan", ROWS, finish=_finish)
