@@ -7,8 +7,10 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import BinaryIO
+from io import BufferedReader
+from typing import cast
 
 from planner.errors import SpecError
 from planner.files import STDOUT as STDIN
@@ -46,20 +48,23 @@ class Tally:
     partial: str = ""
 
 
-def opened(path: str) -> BinaryIO:
-    """The file, unpacked where it is gzipped. Raises SpecError where it cannot be read or holds no text."""
+@contextmanager
+def opened(path: str) -> Iterator[BufferedReader]:
+    """The file, unpacked where it is gzipped. Raises SpecError where it cannot be read."""
     where = label(path)
     try:
-        file: BinaryIO = sys.stdin.buffer if path == STDIN else open(path, "rb")  # noqa: SIM115
-        head = file.peek(512) if hasattr(file, "peek") else b""
+        file = cast(BufferedReader, sys.stdin.buffer) if path == STDIN else open(path, "rb")  # noqa: SIM115
     except IsADirectoryError:
         raise SpecError(f"{where}: is a directory", f"name the logs in it, such as {where}/*.log") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SpecError(f"{where}: cannot be read: {reason}", "check the path") from None
-    if head[:2] == _GZIP:
-        return gzip.open(file)  # type: ignore[return-value]
-    return file
+    with file if path != STDIN else nullcontext(file):
+        if file.peek(2)[:2] == _GZIP:
+            with gzip.open(file) as unpacked:
+                yield cast(BufferedReader, unpacked)
+        else:
+            yield file
 
 
 def lines(path: str, tally: Tally, advance: Callable[[], None] = lambda: None) -> Iterator[bytes]:
@@ -70,8 +75,7 @@ def lines(path: str, tally: Tally, advance: Callable[[], None] = lambda: None) -
     """
     where, rest = label(path), b""
     with opened(path) as file:
-        for block in _blocks(file, tally, where):
-            advance()
+        for block in _blocks(file, tally, where, advance):
             first, *others = _BREAKS.split(block)
             rest = (rest + first)[: MAX_LINE_BYTES + 1]
             for part in others:
@@ -89,10 +93,10 @@ def _counted(line: bytes, tally: Tally) -> bytes:
     return line[:MAX_LINE_BYTES]
 
 
-def _blocks(file: BinaryIO, tally: Tally, where: str) -> Iterator[bytes]:
+def _blocks(file: BufferedReader, tally: Tally, where: str, advance: Callable[[], None]) -> Iterator[bytes]:
     while tally.num_bytes < MAX_BYTES:
         try:
-            block = file.read(BLOCK_BYTES)
+            block = file.read1(BLOCK_BYTES)
         except (OSError, EOFError, zlib.error) as error:
             tally.partial = f"cut off or damaged after {tally.num_bytes:,} bytes ({error})"
             if not tally.num_bytes:
@@ -102,6 +106,8 @@ def _blocks(file: BinaryIO, tally: Tally, where: str) -> Iterator[bytes]:
             return
         if not tally.num_bytes and _is_binary(block[:4096]):
             raise SpecError(f"{where}: is a binary file", "name a text log, a trace or a snapshot")
+        for _ in range(tally.num_bytes // 2**20, (tally.num_bytes + len(block)) // 2**20):
+            advance()
         tally.num_bytes += len(block)
         yield block
     tally.partial = f"longer than {MAX_BYTES:,} bytes: the rest was not read"

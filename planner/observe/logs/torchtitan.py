@@ -27,7 +27,7 @@ def _step(record: Record, match: re.Match[str]) -> None:
     last_step, covers = (record.numbers[-1] if record.numbers else 0), 0
     if record.numbers and step > last_step and at_s > last and "restarted" not in record.state:
         seconds = (at_s - last) / (step - last_step)
-    elif (begin := record.state.get("begin")) is not None and step > int(begin.split()[0]):
+    elif (begin := record.state.get("begin")) is not None and step >= int(begin.split()[0]):
         first, first_s = begin.split()
         covers = step - int(first) + 1
         seconds = (at_s - float(first_s)) / covers
