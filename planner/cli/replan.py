@@ -27,7 +27,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool
     from planner.decide.resume.resume import replan
     from planner.files import refuse_to_overwrite
     from planner.plan_file import read_plan
-    from planner.report.resume import render_resume
+    from planner.report.decide.resume import render_resume
 
     _check(asked, path)
     assert asked.gpus is not None
@@ -69,9 +69,8 @@ def _training(asked: SearchOptions, old: Plan) -> TrainingSpec:
     from planner.specs.training import TrainingSpec
     from planner.specs.units import parse_count
 
-    changed: dict[str, Any] = {}
-    for name in ("global_batch_size", "moe_imbalance", "straggler_fraction"):
-        changed |= {name: value for value in (getattr(asked, name),) if value is not None}
+    names = ("global_batch_size", "moe_imbalance", "straggler_fraction")
+    changed: dict[str, Any] = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
     if asked.tokens is not None:
         try:
             changed["tokens"] = parse_count(asked.tokens)

@@ -1,4 +1,4 @@
-"""What a trainer's sharded checkpoint can be loaded as: rows of the trainer's file (`checkpoint:`), each with its source.
+"""Rows of a trainer's file that say what its sharded checkpoints can be loaded as (`checkpoint:`), with their sources.
 
 A row says which axes of the layout a job must keep to load the files as they are, and the way round for other layouts:
 written again by a job that keeps those axes, or converted by a tool. It is no part of RuntimeSpec, since no price

@@ -1,4 +1,4 @@
-"""What a way to go on changes: what is learned (convergence), or seconds and bytes alone (execution)."""
+"""The changes of a way to go on: those of what is learned (convergence), and those of seconds and bytes (execution)."""
 
 from __future__ import annotations
 

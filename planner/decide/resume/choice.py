@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from planner.answer import Interval, Layout
 from planner.months.failure_kinds import Taken
 from planner.specs.base import Spec
@@ -17,30 +19,40 @@ Loads = Literal["as_is", "resave", "convert", "ready"]
 where it was saved in the other format."""
 
 
+Answer = Literal["restarts", "stands_in", "splits", "reshards", "waits"]
+"""The job's answer to a failure: it restarts on its nodes, idle or spare ones stand in, it goes on with fewer
+data-parallel ranks or in another layout, or it waits for the repair."""
+
+
+class Closed(Spec):
+    """A way that cannot be taken."""
+
+    kind: Kind
+    reason: str
+
+
 class Choice(Spec):
     """One way to go on."""
 
     kind: Kind
-    reason: str = ""
-    """The obstacle, where this way is closed; all figures are null then."""
-    layout: str = ""
-    parallelism: Layout | None = None
-    num_gpus_used: int | None = None
-    num_gpus_idle: int | None = None
-    global_batch_size: int | None = None
-    step_s: float | None = None
-    tokens_per_s: float | None = None
-    rate_fraction: float | None = None
+    layout: str
+    parallelism: Layout
+    num_gpus_used: int
+    num_gpus_idle: int
+    global_batch_size: int
+    step_s: float
+    tokens_per_s: float
+    rate_fraction: float
     """Tokens a second, over those of the old plan."""
     oom_probability: float | None = None
     loads: Loads = "as_is"
     needs: tuple[str, ...] = ()
     """Things that must be done for the checkpoint to load, each the end of a sentence."""
-    back_s: float | None = None
+    back_s: float = 0.0
     """Seconds from the failure until the job trains so; of a job that waits, beside the wait. Where GPUs were added,
     seconds that a planned stop takes."""
     back_s_interval: Interval | None = None
-    seconds: dict[str, float] = {}
+    seconds: dict[str, float] = Field(default_factory=dict)
     """The parts of back_s."""
     ready_back_s: float | None = None
     """The same, had the checkpoint been saved in the other format; null where that makes no difference."""
@@ -60,16 +72,6 @@ class Choice(Spec):
     options: tuple[str, ...] = ()
     """Words of the command line that make this the plan that is saved."""
 
-    @property
-    def is_open(self) -> bool:
-        """True for a way that can be taken."""
-        return not self.reason
-
-    @property
-    def goes_on(self) -> bool:
-        """True for a way that trains on the GPUs that there are now."""
-        return self.is_open and self.kind in ("split", "reshard", "stay")
-
 
 class Failure(Spec):
     """One kind of failure of the job that goes on, and what it costs."""
@@ -78,9 +80,8 @@ class Failure(Spec):
     num_nodes: int
     per_day: float
     per_day_interval: Interval
-    job: Literal["restarts", "stands_in", "splits", "reshards", "waits"]
-    """The job's answer that loses least: it restarts on its nodes, idle or spare ones stand in, it goes on with fewer
-    data-parallel ranks or in another layout, or it waits for the repair."""
+    job: Answer
+    """The job's answer that loses least."""
     lost_s: float
     """Seconds of training that one failure costs: work since the last checkpoint, standstill, the slower steps."""
     tokens_per_s: float
@@ -131,6 +132,7 @@ class Resume(Spec):
     """Seconds from the failure until the old layout trains again, were there a spare node for each lost one."""
     choices: tuple[Choice, ...]
     """The ways to go on; none where there is nothing to do."""
+    closed: tuple[Closed, ...] = ()
     recommended: int
     """Index of the choice that is saved: it keeps the batch asked for."""
     failures: tuple[Failure, ...] = ()
@@ -140,7 +142,7 @@ class Resume(Spec):
     num_spare_nodes_cheapest: int | None = None
     num_spare_nodes_advised: int | None = None
     """The fewest of which one is free in 99% of the failures that take a node."""
-    sources: dict[str, str] = {}
+    sources: dict[str, str] = Field(default_factory=dict)
 
     @property
     def chosen(self) -> Choice:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from planner.answer import Plan
-from planner.decide.resume.choice import Failure, SpareNodes
+from planner.decide.resume.choice import Answer, Failure, SpareNodes
 from planner.decide.resume.job import ResumedJob
 from planner.decide.resume.reshard import fastest_for, loading
 from planner.decide.resume.seconds import Clock, losses_on
@@ -17,6 +17,8 @@ from planner.months.spares import Spares, cheapest_spares, spares
 from planner.months.standstill import going_on_s, waiting_s
 
 SECONDS_PER_HOUR = 3600
+ROUGH_GAP_FRACTION = 0.02
+"""Gap of the search for a layout after a failure that may come: a tenth of a second each."""
 MORE_SHOWN = 2
 """Numbers of spare nodes above the cheapest that are shown."""
 
@@ -25,7 +27,7 @@ MORE_SHOWN = 2
 class _Fallback:
     """The fastest way to go on after some nodes are lost, with the batch as it is."""
 
-    kind: str
+    answer: Answer
     rate_fraction: float
     back_s: float
 
@@ -36,6 +38,7 @@ class Exposed:
 
     job: ResumedJob
     """Its plan is the one that goes on."""
+    _known: dict[tuple[int, bool], _Fallback | None] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, plan: Plan, job: ResumedJob) -> Exposed:
@@ -79,7 +82,7 @@ class Exposed:
             source=kind.source,
         )
 
-    def _answer(self, kind: FailureKind, clock: Clock) -> tuple[str, float, float]:
+    def _answer(self, kind: FailureKind, clock: Clock) -> tuple[Answer, float, float]:
         """The job's answer, the seconds at its full rate that it loses, and the share of the rate until the repair."""
         used, old = self.job.layout.num_gpus_used, clock.old
         if not kind.num_nodes:
@@ -92,10 +95,15 @@ class Exposed:
             return "waits", waits_s, 0.0
         return_s = clock.standstill(used, "as_is").parts["read"].value + clock.again_s
         goes_on_s = float(going_on_s(old.repair_s.value, found.back_s, found.rate_fraction, return_s))
-        return (found.kind, goes_on_s, found.rate_fraction) if goes_on_s < waits_s else ("waits", waits_s, 0.0)
+        return (found.answer, goes_on_s, found.rate_fraction) if goes_on_s < waits_s else ("waits", waits_s, 0.0)
 
     def fallback(self, num_nodes: int, clock: Clock, searches: bool) -> _Fallback | None:
         """The fastest layout without some nodes: split, or, if it is searched for, any that can be loaded."""
+        if (num_nodes, searches) not in self._known:
+            self._known[num_nodes, searches] = self._found(num_nodes, clock, searches)
+        return self._known[num_nodes, searches]
+
+    def _found(self, num_nodes: int, clock: Clock, searches: bool) -> _Fallback | None:
         size = self.job.case.cluster.node_size
         # idle nodes are the first to be used up
         left = self.job.num_gpus - num_nodes * size
@@ -107,14 +115,14 @@ class Exposed:
             num_gpus = int(split.shape.num_ranks)
             clock = clock.with_interim(num_gpus, split.step_s)
             found.append(_Fallback("splits", tokens_per_s(split) / rate, clock.standstill(num_gpus, loads).value_s))
-        other = fastest_for(job, job.case.training.global_batch_size) if searches else None
+        other = fastest_for(job, job.case.training.global_batch_size, ROUGH_GAP_FRACTION) if searches else None
         if other is not None and (loads := loading(job, other, bool(found))) is not None:
             still = clock.standstill(int(other.shape.num_ranks), loads)
             found.append(_Fallback("reshards", tokens_per_s(other) / rate, still.value_s))
         return max(found, key=lambda each: each.rate_fraction, default=None)
 
     def spare_nodes(self) -> tuple[tuple[SpareNodes, ...], int]:
-        """What numbers of spare nodes cost a day, from none to beyond the cheapest, and the cheapest."""
+        """The cost of numbers of spare nodes a day, from none to beyond the cheapest, and the cheapest."""
         clock, size = Clock(self.job), self.job.case.cluster.node_size
         lost_alone = self.num_idle_nodes + 1
         found = self.fallback(lost_alone, clock, searches=not self.num_idle_nodes)

@@ -23,7 +23,7 @@ from planner.trainers.load import checkpoint_of
 
 @dataclass(frozen=True)
 class ResumedJob:
-    """A running job's plan, and the case of its GPUs as they are now; the recipe is the old one but for what is pinned."""
+    """A running job's plan, and the case of its GPUs as they are now, with its own recipe but for what is pinned."""
 
     old: Plan
     case: Case

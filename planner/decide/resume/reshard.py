@@ -54,9 +54,11 @@ def reshard_for(job: ResumedJob) -> Plan | NoReshard:
         return NoReshard(error.message)
 
 
-def fastest_for(job: ResumedJob, batch: int) -> Candidate | None:
+def fastest_for(job: ResumedJob, batch: int, gap_fraction: float | None = None) -> Candidate | None:
     """The fastest layout that can be loaded, for another batch; None if there is none or time is up."""
     case = case_of(job)
+    if gap_fraction is not None and not isinstance(case, NoReshard):
+        case = case.limited(gap_fraction=gap_fraction)
     if not isinstance(case, NoReshard) and not job.deadline.passed:
         with suppress(Infeasible, SolverError):
             return find_layouts(case.with_batch(batch), [case.runtime], job.deadline).best

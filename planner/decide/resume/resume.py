@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from planner.answer import BatchOffer, Plan
 from planner.decide.resume.changes import convergence_of, execution_of, needs_of
-from planner.decide.resume.choice import Before, Choice, Kind, Resume
+from planner.decide.resume.choice import Before, Choice, Closed, Kind, Resume
 from planner.decide.resume.failures import Exposed
 from planner.decide.resume.job import ResumedJob
 from planner.decide.resume.seconds import Clock
@@ -65,11 +65,9 @@ def replan(
     best, chosen = min(timed, key=lambda pair: _loss(pair[1], job))
     near = [choice for way in ways.near if _gains(choice := _timed(way, ways, clock), timed)]
     waits = [clock.waiting(_wait(job))] if job.shrinks else []
-    choices = sorted(
-        [*(choice for _, choice in timed), *near, *ways.closed, *waits], key=lambda c: _ORDER.index(c.kind)
-    )
+    choices = sorted([*(choice for _, choice in timed), *near, *waits], key=lambda c: _ORDER.index(c.kind))
     answer = best.plan.model_copy(update={"batch_offer": _offer(near)})
-    resume = _resume(job, tuple(choices), choices.index(chosen))
+    resume = _resume(job, tuple(choices), choices.index(chosen), tuple(ways.closed))
     return Replanned(answer, _with_failures(resume, Exposed.of(answer, job)))
 
 
@@ -108,13 +106,13 @@ def _timed(way: Way, ways: Ways, clock: Clock) -> Choice:
 
 def _loss(choice: Choice, job: ResumedJob) -> float:
     """Seconds lost until the repair; where none is awaited, the rate, so that the fastest way loses least."""
-    return choice.lost_until_repair_s or 0.0 if job.shrinks else -(choice.rate_fraction or 0.0)
+    return choice.lost_until_repair_s or 0.0 if job.shrinks else -choice.rate_fraction
 
 
 def _gains(near: Choice, timed: Sequence[tuple[Way, Choice]]) -> bool:
     """True for a batch nearby that gives enough more tokens a second than the same kind of way with the batch kept."""
-    same = [choice.tokens_per_s or 0.0 for _, choice in timed if choice.kind == near.kind]
-    return (near.tokens_per_s or 0.0) > (1 + LEAST_BATCH_GAIN) * max(same, default=0.0)
+    same = [choice.tokens_per_s for _, choice in timed if choice.kind == near.kind]
+    return near.tokens_per_s > (1 + LEAST_BATCH_GAIN) * max(same, default=0.0)
 
 
 def _wait(job: ResumedJob) -> Choice:
@@ -138,12 +136,11 @@ def _offer(near: Sequence[Choice]) -> BatchOffer | None:
     """The batch nearby that gives most tokens a second."""
     if not near:
         return None
-    best = max(near, key=lambda choice: choice.tokens_per_s or 0.0)
-    assert best.global_batch_size and best.step_s and best.tokens_per_s
+    best = max(near, key=lambda choice: choice.tokens_per_s)
     return BatchOffer(global_batch_size=best.global_batch_size, step_s=best.step_s, tokens_per_s=best.tokens_per_s)
 
 
-def _resume(job: ResumedJob, choices: tuple[Choice, ...], recommended: int) -> Resume:
+def _resume(job: ResumedJob, choices: tuple[Choice, ...], recommended: int, closed: tuple[Closed, ...] = ()) -> Resume:
     old, clock = job.old, Clock(job)
     repair, standby = clock.old.repair_s, clock.standby
     return Resume(
@@ -162,6 +159,7 @@ def _resume(job: ResumedJob, choices: tuple[Choice, ...], recommended: int) -> R
         repair_s_interval=(repair.low, repair.high),
         standby_s=standby.value_s,
         choices=choices,
+        closed=closed,
         recommended=recommended,
         sources=clock.sources,
     )

@@ -67,9 +67,8 @@ class Clock:
 
     def timed(self, choice: Choice) -> Choice:
         """A choice that goes on, with its seconds and break-evens."""
-        assert choice.num_gpus_used is not None and choice.rate_fraction is not None
         if choice.kind == "stay":
-            return choice.model_copy(update={"back_s": 0.0})
+            return choice
         still = self.standstill(choice.num_gpus_used, choice.loads)
         update = {
             "back_s": still.value_s,
@@ -83,12 +82,12 @@ class Clock:
 
     def _growing(self, still: Standstill, choice: Choice) -> dict[str, object]:
         """The seconds that the job has to run on: v·b / (v − v₀), with v₀ trained meanwhile at the old rate."""
-        fraction = choice.rate_fraction or 0.0
+        fraction = choice.rate_fraction
         return {"break_even_wait_s": still.value_s * fraction / (fraction - 1) if fraction > 1 else None}
 
     def _shrinking(self, still: Standstill, choice: Choice) -> dict[str, object]:
-        fraction, back_s = choice.rate_fraction or 0.0, still.value_s
-        save_s = transfer(losses_on(self.job, choice.num_gpus_used or 1)).value
+        fraction, back_s = choice.rate_fraction, still.value_s
+        save_s = transfer(losses_on(self.job, choice.num_gpus_used)).value
         return_s = save_s + self.again_s
         repair = self.old.repair_s
         lost = [float(going_on_s(each, back_s, fraction, return_s)) for each in (repair.value, repair.low, repair.high)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.answer import Plan
 from planner.decide.resume.batches import near_batches
-from planner.decide.resume.choice import Choice, Kind, Loads
+from planner.decide.resume.choice import Closed, Kind, Loads
 from planner.decide.resume.job import ResumedJob
 from planner.decide.resume.reshard import NoReshard, case_of, fastest_for, loading, reshard_for
 from planner.decide.resume.split import NoSplit, split_for, split_near, tokens_per_s, with_ranks
@@ -57,13 +57,13 @@ class Ways:
 
     def __init__(self, job: ResumedJob) -> None:
         self.job = job
-        self.closed: list[Choice] = []
+        self.closed: list[Closed] = []
         self.interim = _interim(job)
         self.nothing: Infeasible | None = None
         """The error of a search that found nothing."""
         ways = (self._stay(), self._split(), self._reshard())
-        self.open = list(_different(way for way in ways if way is not None))
-        self.near = list(self._near())
+        self.open = _different([way for way in ways if way is not None])
+        self.near = _different([*self.open, *self._near()])[len(self.open) :]
 
     def loading(self, candidate: Candidate) -> Loads | None:
         """The way in which a layout loads the checkpoint; None if it cannot."""
@@ -80,16 +80,16 @@ class Ways:
     def _split(self) -> Way | None:
         found = split_for(self.job)
         if isinstance(found, NoSplit):
-            return self._close("split", found.says)
+            return self._no_way("split", found.says)
         if self.job.grows and found.shape.dp <= self.job.layout.dp:
-            return self._close("split", f"no more than dp {found.shape.dp} divide the batch of {self._batch:,}")
+            return self._no_way("split", f"no more than dp {found.shape.dp} divide the batch of {self._batch:,}")
         return self._loadable(Way("split", found))
 
     def _reshard(self) -> Way | None:
         found = reshard_for(self.job)
         if isinstance(found, NoReshard):
             self.nothing = found.error
-            return self._close("reshard", found.says)
+            return self._no_way("reshard", found.says)
         return self._loadable(Way("reshard", reprice(found, found.best), found))
 
     def _loadable(self, way: Way) -> Way | None:
@@ -97,12 +97,14 @@ class Ways:
         if self.loading(way.candidate) is not None:
             return way
         row = self.job.checkpoint
-        return self._close(
+        return self._no_way(
             way.kind, f"a checkpoint of {self.job.old.runtime} ({row.format}) keeps {', '.join(row.keeps)}"
         )
 
-    def _close(self, kind: Kind, reason: str) -> None:
-        self.closed.append(Choice(kind=kind, reason=reason))
+    def _no_way(self, kind: Kind, reason: str) -> Way | None:
+        """No way, for a reason that is told."""
+        self.closed.append(Closed(kind=kind, reason=reason))
+        return None
 
     @property
     def _batch(self) -> int:
@@ -132,7 +134,7 @@ class Ways:
         job, says = self.job, f"no way to go on with {self.job.num_gpus:,} GPUs"
         case = case_of(job)
         if self.nothing is None or isinstance(case, NoReshard):
-            why = "; ".join(f"{choice.kind}: {choice.reason}" for choice in self.closed)
+            why = "; ".join(f"{closed.kind}: {closed.reason}" for closed in self.closed)
             return Infeasible(f"{says}: {why}", f"--gpus {self._fewest} is enough for one copy of the model")
         told = with_remedy(self.nothing, case, search_within_risk, job.deadline)
         option = (told.remedy or {}).get("options", ["", ""])
@@ -158,14 +160,10 @@ def _interim(job: ResumedJob) -> Candidate | None:
     return None if isinstance(found, NoSplit) or loading(job, found, has_split=False) != "as_is" else found
 
 
-def _different(ways: Iterator[Way]) -> Iterator[Way]:
-    """The ways without one whose layout an earlier one has."""
-    seen = list[Way]()
-    for way in ways:
-        same = (other for other in seen if _key(other) == _key(way))
-        if next(same, None) is None:
-            seen.append(way)
-            yield way
+def _different(ways: list[Way]) -> list[Way]:
+    """The ways without those whose layout an earlier one has."""
+    keys = [_key(way) for way in ways]
+    return [way for number, way in enumerate(ways) if keys[number] not in keys[:number]]
 
 
 def _key(way: Way) -> tuple[object, ...]:

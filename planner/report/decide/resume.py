@@ -58,7 +58,7 @@ def says(resume: Resume, plan: Plan) -> str:
     chosen = resume.chosen
     gpus = f"{before.num_gpus:,} → {resume.num_gpus:,} × {plan.cluster.hardware.name}"
     job = f"{plan.model.name}, {plan.runtime}, {gpus}"
-    return f"{job}: {_VERBS[chosen.kind]}, {_change(chosen.rate_fraction or 0.0)}."
+    return f"{job}: {_VERBS[chosen.kind]}, {_change(chosen.rate_fraction)}."
 
 
 _VERBS = {"split": "split", "reshard": "reshard", "stay": "stay as it is", "wait": "wait"}
@@ -89,8 +89,8 @@ def _advice(resume: Resume) -> Iterator[str]:
         yield f"The stop pays if the job runs for over {duration(chosen.break_even_wait_s)} after it."
     near = [choice for choice in resume.choices if choice.options]
     if near:
-        best = min(near, key=lambda choice: (choice.lost_until_repair_s or 0.0, -(choice.tokens_per_s or 0.0)))
-        more = percent((best.tokens_per_s or 0.0) / (chosen.tokens_per_s or 1.0) - 1)
+        best = min(near, key=lambda choice: (choice.lost_until_repair_s or 0.0, -choice.tokens_per_s))
+        more = percent(best.tokens_per_s / chosen.tokens_per_s - 1)
         yield (
             f"{' '.join(best.options)} trains {more} more tokens a second, and changes convergence: "
             f"{best.convergence[0]}."
@@ -104,14 +104,11 @@ def _table(resume: Resume) -> Table:
     table = _headed(heads, "llrrrrrrrr")
     for number, choice in enumerate(resume.choices):
         mark = "→" if number == resume.recommended else " "
-        cells = [f"{choice.global_batch_size:,}", large(choice.tokens_per_s or 0.0)] if choice.is_open else []
-        if not choice.is_open:
-            table.add_row(f"{mark}{number + 1}", choice.kind, *["–"] * 8)
-            continue
+        cells = [f"{choice.global_batch_size:,}", large(choice.tokens_per_s)]
         lost = "–" if choice.lost_until_repair_s is None else f"{choice.lost_until_repair_s / _HOUR_S:.1f} h"
         pays = "–" if choice.break_even_wait_s is None else duration(choice.break_even_wait_s)
         back = duration(choice.back_s) if choice.back_s else "–"
-        change = (choice.rate_fraction or 1.0) - 1
+        change = choice.rate_fraction - 1
         rate = f"{change:+.1%}" if abs(change) >= _SAME else "–"
         gpus = [f"{choice.num_gpus_used:,}", f"{choice.num_gpus_idle:,}"]
         style = "bold" if number == resume.recommended else ""
@@ -135,12 +132,14 @@ def _notes(resume: Resume) -> Iterator[RenderableType]:
     yield Text("")
     table = columns("l", "l", None, gap=1)
     for number, choice in enumerate(resume.choices):
-        lines = [choice.layout] if choice.is_open else [choice.reason]
+        lines = [choice.layout]
         if choice.kind == "wait":
-            lines.append(f"back {duration(choice.back_s or 0.0)} after the lost GPUs are")
-        elif choice.kind != "stay" and choice.is_open:
+            lines.append(f"back {duration(choice.back_s)} after the lost GPUs are")
+        elif choice.kind != "stay":
             lines += list(_conditions(choice))
         table.add_row(str(number + 1), choice.kind, Text("\n".join(lines)))
+    for closed in resume.closed:
+        table.add_row("–", closed.kind, Text(closed.reason))
     yield table
 
 
