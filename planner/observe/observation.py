@@ -159,8 +159,8 @@ class Observation(Spec):
     """Change of the step from the begin to the end of the run, by the median slope; None where there are too few."""
     tokens_per_s: float | None = None
     peak_memory_bytes: int | None = None
-    """The highest that any rank allocated; reserved, where the trainer prints nothing else."""
-    peak_memory_kind: Literal["allocated", "reserved"] | None = None
+    """The highest that any rank allocated; reserved, or in use on the device, where the trainer prints nothing else."""
+    peak_memory_kind: Literal["allocated", "reserved", "device"] | None = None
     mfu: float | None = None
     """By the planner's definition: model FLOPs without recompute over the dense bf16 peak."""
     printed_mfu: float | None = None
