@@ -135,7 +135,7 @@ class _Reader:
         return self.calls.setdefault(call, len(self.calls)) if len(self.calls) < _MAX_CALLS else -1
 
     def traces(self, where: str) -> tuple[RankTrace, ...]:
-        """What was read, one trace a GPU."""
+        """The columns that were read, one trace a GPU."""
         header = self.scanner.header
         groups = {**self.groups, **_configured(header)}
         (gpu, order), (launches, _), (operators, _), (marks, _), (comms, _) = (

@@ -23,7 +23,7 @@ FileProgress = Callable[[str, float], None]
 def read_traces(
     paths: Sequence[str | Path], grid: Mapping[str, int] | None = None, progress: FileProgress | None = None
 ) -> TraceReport:
-    """What the profiler's traces of one run say, one rank after the other and beside each other.
+    """Read the profiler's traces of one run, one rank after the other and beside each other.
 
     `grid` holds the sizes of tp, cp, dp and pp, and names the axes of process groups that the traces leave undescribed.
     Raises SpecError for a file that is no trace, and where two files are of one rank.
@@ -62,7 +62,7 @@ def _refuse_twins(traces: Sequence[RankTrace]) -> None:
 
 
 def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: Peers) -> tuple[str, ...]:
-    """What these traces cannot tell, in words."""
+    """Sentences on what these traces cannot tell."""
     told = []
     communicates = any((events.group >= 0).any() for events in ranks)
     if communicates and not peers.num_matched:

@@ -69,7 +69,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """What one process saw of one device.
+    """Events that one process saw of one device.
 
     `origin_ns` is the time of nanosecond 0 on the clock that the file says its times are of.
     """

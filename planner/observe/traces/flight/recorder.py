@@ -33,7 +33,7 @@ class Outstanding(Spec):
     age_s: float | None
     """From the first rank's call to the newest time in any dump."""
     where: str
-    """Where the first waiting rank called it."""
+    """File, line and function of the first waiting rank's call."""
 
 
 class Mismatch(Spec):
@@ -72,7 +72,7 @@ class FlightGroup(Spec):
 
 
 class FlightReport(Spec):
-    """What dumps of some ranks say together."""
+    """Groups in the dumps of some ranks, and the likely cause of a hang."""
 
     ranks: tuple[int, ...]
     missing_ranks: tuple[int, ...]
@@ -83,7 +83,7 @@ class FlightReport(Spec):
 
 
 def read_flight_recorder(paths: Sequence[str | Path]) -> FlightReport:
-    """What the dumps of a job's ranks say. Raises SpecError for any other file, and for two of one rank."""
+    """Hold the dumps of a job's ranks beside each other. Raises SpecError for any other file, and for two of one rank."""
     dumps = [read_dump(path, number, len(paths)) for number, path in enumerate(paths)]
     ranks = tuple(sorted(dump.rank for dump in dumps))
     twice = next((a for a, b in pairwise(ranks) if a == b), None)
@@ -151,7 +151,7 @@ def _outstanding(
 
 
 def _mismatches(number: int, called: list[Entry]) -> Iterator[Mismatch]:
-    """What ranks disagree on; sizes may differ where a root gives or takes them."""
+    """The field in which ranks differ; sizes may differ where a root gives or takes them."""
     values = {"collective": {e.rank: e.collective for e in called}, "dtype": {e.rank: e.dtype for e in called}}
     if not any(_OWN_SIZES.fullmatch(e.collective) for e in called):
         values["sizes"] = {e.rank: e.sizes for e in called}
