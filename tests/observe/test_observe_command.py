@@ -89,7 +89,9 @@ def test_saved_and_from_standard_input(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = folder / "observed.json"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.FileIO(folder / "bare.log"))))
+    monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO((folder / "bare.log").read_bytes())))
+    )
     assert main(["observe", "-", "-o", str(saved), "-q"]) == 0
     assert json.loads(saved.read_text())["observation"]["num_steps"] == 31
     capsys.readouterr()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from planner.answer import Plan
@@ -11,8 +13,9 @@ from planner.specs.units import GIB
 
 
 @pytest.fixture
-def priced(plan: Plan) -> Plan:
+def priced(make_plan: Callable[..., Plan]) -> Plan:
     """The plan of conftest with an interval: 10% to either side."""
+    plan = make_plan()
     step = plan.best.step.model_copy(
         update={"step_s_interval": (0.9 * plan.best.step.step_s, 1.1 * plan.best.step.step_s)}
     )
@@ -36,12 +39,9 @@ def test_the_interval_decides(priced: Plan, factor: float, precision: float, ver
     assert answer.causes == ()
 
 
-def test_without_an_interval_the_prediction_itself_decides(plan: Plan) -> None:
-    bare = plan.model_copy(
-        update={
-            "best": plan.best.model_copy(update={"step": plan.best.step.model_copy(update={"step_s_interval": None})})
-        }
-    )
+def test_without_an_interval_the_prediction_itself_decides(priced: Plan) -> None:
+    step = priced.step.model_copy(update={"step_s_interval": None})
+    bare = priced.model_copy(update={"best": priced.best.model_copy(update={"step": step})})
     assert judged(observed(bare, 1.01), bare, "plan.json").verdict == "slow"
 
 

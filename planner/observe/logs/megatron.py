@@ -41,7 +41,7 @@ FIELDS = (
     Field("samples/sec", "samples_per_s", 1.0, "gpt-neox"),
     Field("power per GPU (W/GPU)", "watts_per_gpu"),
 )
-"""What the line may hold; the names are the trainers' own."""
+"""Fields that the line may hold; the names are the trainers' own."""
 MEMORY = {
     "allocated": "allocated_bytes",
     "max allocated": "max_allocated_bytes",
@@ -272,4 +272,4 @@ BRIDGE = Grammar(
     rank=1,
     finish=lambda record: record.note("the lines have no step numbers: they are counted as they come"),
 )
-"""Where only rank 0's output was kept, which has no line of an iteration."""
+"""The output of rank 0 alone, which has no line of an iteration."""
