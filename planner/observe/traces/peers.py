@@ -28,7 +28,7 @@ Key = tuple[object, ...]
 
 @dataclass(slots=True)
 class Peers:
-    """Waits and transfers that the traces of several ranks tell of each other, by place in the list of ranks and index of the event."""
+    """Waits and transfers that traces tell of each other, by the rank's place in the list and the event's index."""
 
     transfer_ns: list[dict[int, int]]
     wait_ns: list[dict[int, int]]

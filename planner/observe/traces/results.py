@@ -98,6 +98,7 @@ class RankReport(Spec):
     file: str
     rank: int | None
     stage: int | None = None
+    world_size: int | None = None
     device: str
     steps: tuple[TraceStep, ...]
     collectives: tuple[CollectiveTime, ...] = ()

@@ -83,7 +83,7 @@ class FlightReport(Spec):
 
 
 def read_flight_recorder(paths: Sequence[str | Path]) -> FlightReport:
-    """Hold the dumps of a job's ranks beside each other. Raises SpecError for any other file, and for two of one rank."""
+    """Hold the dumps of a job's ranks beside each other. Raises SpecError for other files, and for two of one rank."""
     dumps = [read_dump(path, number, len(paths)) for number, path in enumerate(paths)]
     ranks = tuple(sorted(dump.rank for dump in dumps))
     twice = next((a for a, b in pairwise(ranks) if a == b), None)
