@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from planner.specs.base import Spec
 
+HOST = "host"
+"""The device of a trace without a GPU's events."""
+
 
 class FamilyTime(Spec):
     """Time that kernels of one family alone account for; families above it in the table take what they share."""
