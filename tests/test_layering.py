@@ -48,7 +48,9 @@ ALLOWED = {
     # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "layout.candidate", "layout.memory_curve", "export.megatron.environment", "decide",
+        "layout.replan", "export.megatron.environment", "decide", "observe.observation",
+        # a trace draws what runs inside and beside a candidate's passes, and its memory
+        "layout.candidate", "layout.memory_curve", "layout.step",
     },
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search", "months"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
@@ -60,6 +62,9 @@ ALLOWED = {
     "profile": {
         "errors", "files", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "validate", "probe",
     },
+    # a log's argument dump is a configuration that the importer reads, and a run that was read is priced; what was
+    # observed is shown by `report`
+    "observe": {"errors", "files", "specs", "answer", "trainers", "export", "layout.evaluate", "layout.runs"},
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
     "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile", "search.deadline"},
 }  # fmt: skip
