@@ -7,6 +7,7 @@ from pathlib import Path
 from planner.answer import Plan
 from planner.files import write_text
 from planner.layout.memory_curve import memory_curves
+from planner.report.format import seconds
 from planner.report.html.charts_curve import COLUMNS, draw_curves
 from planner.report.html.document import Drawing, Drawings, render_html
 from planner.report.timeline.charts import draw_timeline, shown_step
@@ -22,7 +23,8 @@ def report_page(plan: Plan) -> str:
     bubble_fraction = plan.step.breakdown.bubble_s / plan.step.step_s
     drawn = draw_timeline(timeline, bubble_fraction, plan.parallelism.num_microbatches)
     curve = draw_curves(memory_curves(candidate, timeline), plan.cluster.hardware.memory_bytes)
-    schedule = Drawing(drawn.svg("The timeline: when each rank runs which micro-batch"), drawn.caption)
+    says = f"{drawn.caption} With what comes beside the pipeline, the step takes {seconds(plan.step.step_s)}."
+    schedule = Drawing(drawn.svg("The timeline: when each rank runs which micro-batch"), says)
     return render_html(plan, Drawings(schedule, Drawing(curve, CURVE)))
 
 

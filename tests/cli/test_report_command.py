@@ -21,6 +21,14 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def target(plan_file: Path) -> Path:
+    """Its report."""
+    path = plan_file.with_name("report.html")
+    assert main(["report", str(plan_file), "-q", "-o", str(path)]) == 0
+    return path
+
+
 def schedule(page: str) -> ElementTree.Element:
     """The drawing of the schedule."""
     found = re.search(r'<div class="scroll"[^>]*>(<svg.*?</svg>)', page, re.DOTALL)
@@ -35,23 +43,23 @@ def drawn_bars(page: str) -> int:
 
 
 def test_it_writes_a_page_with_every_stage_and_a_schedule(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plan_file: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = tmp_path / "report.html"
-    assert main(["report", str(plan_file), "-o", str(target)]) == 0
+    again = tmp_path / "report.html"
+    assert main(["report", str(plan_file), "-o", str(again)]) == 0
     out, err = capsys.readouterr()
-    assert (out, err) == ("", f"note: wrote {target}\n")
-    page = target.read_text()
+    assert (out, err) == ("", f"note: wrote {again}\n")
+    assert list(tmp_path.iterdir()) == [again]
+    page = again.read_text()
     assert page.startswith("<!doctype html>")
     assert all(f">stage {stage}, weights: " in page for stage in range(4))
-    assert list(tmp_path.iterdir()) == [target]
+    assert page == target.read_text(), "the same plan makes the same bytes"
 
 
-def test_of_long_steps_windows_are_drawn(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_long_steps_windows_are_drawn(plan_file: Path, target: Path) -> None:
     best = json.loads(plan_file.read_text())["best"]
     assert best["parallelism"]["num_microbatches"] > 32
-    assert main(["report", str(plan_file), "-o", "-"]) == 0
-    page = capsys.readouterr().out
+    page = target.read_text()
     assert 4 * 40 <= drawn_bars(page) <= 4 * 100
     bubble = f"{best['step']['breakdown']['bubble_s'] / best['step']['step_s']:.1%}"
     assert f"the pipeline bubble is {bubble} of the step" in page
@@ -74,14 +82,12 @@ def test_short_steps_are_drawn_whole(arguments: str, tmp_path: Path, capsys: pyt
 
 
 def test_it_reads_a_plan_from_a_pipe(
-    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(plan_file), "-o", "-"]) == 0
-    from_file = capsys.readouterr().out
     with plan_file.open() as file:
         monkeypatch.setattr("sys.stdin", file)
         assert main(["report", "-", "-o", "-"]) == 0
-    assert capsys.readouterr().out == from_file
+    assert capsys.readouterr().out == target.read_text()
 
 
 def test_keeps_a_file_that_is_there_unless_told_otherwise(
