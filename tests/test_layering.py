@@ -39,10 +39,12 @@ ALLOWED = {
     # a target's constraints are written once, and the search holds candidates against them too
     # and prices a plan under the trainer that it is written for
     "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer", "layout.replan", "months"},
-    # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches
+    # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches; a
+    # job that resumes is split, searched again and held against months of failures
     "decide": {
-        "errors", "specs", "trainers", "answer", "layout.replan", "layout.compute_terms", "probe.result", "search.case",
-        "search.safest", "search.search", "search.why.remedy",
+        "errors", "shape", "specs", "trainers", "answer", "schedule.orders", "physics.layers", "months", "layout",
+        "probe.result", "search.case", "search.deadline", "search.layouts", "search.recipes", "search.safest",
+        "search.search", "search.why.remedy",
     },
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's;
     # a saved plan is replayed to draw its pipeline and its memory over time
