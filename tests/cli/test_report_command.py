@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from planner.cli import main
+from planner.specs.units import GIB
 
 JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "--time-limit", "3600", "-q"]
 
@@ -54,6 +55,8 @@ def test_it_writes_a_page_with_every_stage_and_a_schedule(
     assert page.startswith("<!doctype html>")
     assert all(f">stage {stage}, weights: " in page for stage in range(4))
     assert page == target.read_text(), "the same plan makes the same bytes"
+    fullest_bytes = max(stage["memory"]["total_bytes"] for stage in json.loads(plan_file.read_text())["best"]["stages"])
+    assert f">peak {fullest_bytes / GIB:.1f}<" in page, "the curve is as high as the highest bar"
 
 
 def test_of_long_steps_windows_are_drawn(plan_file: Path, target: Path) -> None:
@@ -65,6 +68,18 @@ def test_of_long_steps_windows_are_drawn(plan_file: Path, target: Path) -> None:
     assert f"the pipeline bubble is {bubble} of the step" in page
     assert f'<td class="num">{bubble}</td>' in page, "the same number as in the table"
     assert "Drawn: steady state" in page
+
+
+def test_a_step_too_long_to_be_replayed_is_shown_by_a_shorter_one_and_says_so(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("planner.report.timeline.charts.LONG", 400)
+    best = json.loads(plan_file.read_text())["best"]
+    assert main(["report", str(plan_file), "-o", "-"]) == 0
+    page = capsys.readouterr().out
+    assert f"Over a step of 32 of the {best['parallelism']['num_microbatches']} micro-batches" in page
+    fullest_bytes = max(stage["memory"]["total_bytes"] for stage in best["stages"])
+    assert f">peak {fullest_bytes / GIB:.1f}<" in page
 
 
 @pytest.mark.parametrize("arguments", ["--pp 1", "--pp 4 --vpp 2", "--pp 4 --runtime torch-eager --schedule auto"])
