@@ -110,8 +110,8 @@ def _loss(choice: Choice, job: ResumedJob) -> float:
 
 
 def _gains(near: Choice, timed: Sequence[tuple[Way, Choice]]) -> bool:
-    """True for a batch nearby that gives enough more tokens a second than the same kind of way with the batch kept."""
-    same = [choice.tokens_per_s for _, choice in timed if choice.kind == near.kind]
+    """True for a batch nearby that gives enough more tokens a second than the same kind of way, or staying, without."""
+    same = [choice.tokens_per_s for _, choice in timed if choice.kind in (near.kind, "stay")]
     return near.tokens_per_s > (1 + LEAST_BATCH_GAIN) * max(same, default=0.0)
 
 
