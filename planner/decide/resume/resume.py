@@ -24,6 +24,8 @@ from planner.specs.training import SearchLimits, TrainingSpec
 
 LEAST_BATCH_GAIN = 0.02
 """Least share of the tokens a second for which another batch is a choice, as for `Plan.batch_offer`."""
+ALIKE = 0.01
+"""Share by which losses are alike, so that the way that changes less is recommended."""
 _ORDER: tuple[Kind, ...] = ("stay", "split", "reshard", "wait")
 
 
@@ -62,7 +64,8 @@ def replan(
         raise ways.infeasible()
     clock = _clock(ways)
     timed = [(way, _timed(way, ways, clock)) for way in ways.open]
-    best, chosen = min(timed, key=lambda pair: _loss(pair[1], job))
+    least = min(_loss(choice, job) for _, choice in timed)
+    best, chosen = next(pair for pair in timed if _loss(pair[1], job) <= least + ALIKE * abs(least))
     near = [choice for way in ways.near if _gains(choice := _timed(way, ways, clock), timed)]
     waits = [clock.waiting(_wait(job))] if job.shrinks else []
     choices = sorted([*(choice for _, choice in timed), *near, *waits], key=lambda c: _ORDER.index(c.kind))

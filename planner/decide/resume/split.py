@@ -47,9 +47,10 @@ def split_near(job: ResumedJob, most_dp: int, least_dp: int) -> Candidate | NoSp
     More than `least_dp` ranks are tried, and so are few sizes only: each fewer rank loses more than a batch gains.
     """
     batch, found, reason = job.case.training.global_batch_size, list[Candidate](), ""
-    for dp in list(_sizes(job, most_dp))[:MOST_SIZES]:
-        if dp <= least_dp:
-            break
+    shape = job.start.shape
+    slots, experts = int(shape.tp * shape.cp), int(shape.ep * shape.etp)
+    sizes = [dp for dp in _sizes(job, most_dp) if dp > least_dp and slots * dp % experts == 0]
+    for dp in sizes[:MOST_SIZES]:
         for near in _batches(job, dp, batch):
             other = next((other for other, _ in _tried(job, dp, near) if other is not None), None)
             if other is not None:
