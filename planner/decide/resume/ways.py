@@ -15,7 +15,7 @@ from planner.errors import Infeasible
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
-from planner.layout.expressible import export_warnings
+from planner.layout.evaluate import export_warnings
 from planner.layout.price import price_layout
 from planner.layout.replan import reprice
 from planner.physics.layers import model_totals
