@@ -6,21 +6,26 @@ from pathlib import Path
 
 from planner.answer import Plan
 from planner.files import write_text
-from planner.report.html.document import Drawing, render_html
-from planner.report.timeline.charts import draw_plan
+from planner.layout.memory_curve import memory_curves
+from planner.report.html.charts_curve import COLUMNS, draw_curves
+from planner.report.html.document import Drawing, Drawings, render_html
+from planner.report.timeline.charts import draw_timeline, shown_step
+from planner.schedule.replay import replay
+
+CURVE = f"Over one step, with reserved memory; shaded is what comes and goes within a {COLUMNS}th of it."
 
 
 def report_page(plan: Plan) -> str:
-    """The plan as one HTML page that needs nothing else: stages, memory, seconds, schedule, alternatives, inputs."""
-    return render_html(plan, _drawing(plan))
+    """The plan as one HTML page that needs nothing else: stages, memory, seconds, timeline, alternatives, inputs."""
+    candidate = shown_step(plan)
+    timeline = replay(candidate.order, candidate.durations)
+    bubble_fraction = plan.step.breakdown.bubble_s / plan.step.step_s
+    drawn = draw_timeline(timeline, bubble_fraction, plan.parallelism.num_microbatches)
+    curve = draw_curves(memory_curves(candidate, timeline), plan.cluster.hardware.memory_bytes)
+    schedule = Drawing(drawn.svg("The timeline: when each rank runs which micro-batch"), drawn.caption)
+    return render_html(plan, Drawings(schedule, Drawing(curve, CURVE)))
 
 
 def write_report(plan: Plan, path: str | Path, *, force: bool = False) -> None:
     """Write `report_page` to a file; `-` is stdout. Raises SpecError where the file exists and `force` is not given."""
     write_text(path, report_page(plan), force)
-
-
-def _drawing(plan: Plan) -> Drawing:
-    """The best layout's step."""
-    drawn = draw_plan(plan)
-    return Drawing(drawn.svg("the schedule: when each rank runs which micro-batch"), drawn.caption)
