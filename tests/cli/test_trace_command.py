@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 from trace_judge import judge, named
 
+from planner.answer import Plan
 from planner.cli import main
+from planner.layout.evaluate import evaluate
 from planner.report.timeline import plan_trace
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware
+from planner.specs.training import Parallelism, TrainingSpec
+from planner.trainers.load import load_runtime
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +33,18 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mixture_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts with all kinds of exchanges, some of them beside other micro-batches."""
     path = tmp_path_factory.mktemp("trace") / "plan.json"
-    sizes = ["--tp", "2", "--cp", "2", "--pp", "2", "--ep", "4", "--vpp", "2", "--micro-batch-size", "1"]
-    job = ["--model", "deepseek-v2-lite", "--gpus", "16", "-s", "4096", "-b", "32", "--switch", "ep_overlap=true"]
-    assert main(["evaluate", *job, *sizes, "-o", str(path)]) == 0
+    overlapping = load_runtime("megatron").model_copy(update=SWITCHES["ep_overlap"].values[True])
+    sizes = {"tp": 2, "cp": 2, "pp": 2, "ep": 4, "vpp": 2}
+    _evaluated("deepseek-v2-lite", 16, 4096, 32, overlapping, **sizes).save(path)
     return path
+
+
+def _evaluated(
+    model: str, num_gpus: int, seq_length: int, batch: int, runtime: RuntimeSpec | str = "megatron", **sizes: int
+) -> Plan:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus)
+    training = TrainingSpec(seq_length=seq_length, global_batch_size=batch)
+    return evaluate(model, cluster, training, Parallelism(**sizes), runtime=runtime)  # type: ignore[arg-type]
 
 
 def _traced(*arguments: str, tmp_path: Path) -> dict[str, Any]:
@@ -62,36 +78,21 @@ def test_every_stage_computes_waits_and_exchanges_gradients(plan_file: Path, tmp
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("job", "runtime", "sizes"),
     [
         # an all-reduce among many ranks that two passes cannot hide
-        ["--model", "8b", "--gpus", "512", "--pp", "2", "-s", "2048", "-b", "512"],
+        ((512, 2048, 512), "megatron", {"pp": 2, "vpp": 2}),
         # torch's stages wait for the reduction
-        [
-            "--model",
-            "8b",
-            "--gpus",
-            "128",
-            "--pp",
-            "2",
-            "-s",
-            "4096",
-            "-b",
-            "64",
-            "--runtime",
-            "torchtitan",
-            "--tp",
-            "1",
-        ],
+        ((128, 4096, 64), "torchtitan", {"pp": 2}),
         # ZeRO-3 without a pipeline gathers and reduces in every micro-batch
-        ["--model", "8b", "--gpus", "16", "--pp", "1", "-s", "4096", "-b", "64", "--runtime", "torchtitan"],
-        ["--model", "8b", "--gpus", "4", "--pp", "4", "-s", "4096", "-b", "32", "--tp", "1", "--cp", "1"],
+        ((16, 4096, 64), "torchtitan", {}),
+        ((4, 4096, 32), "megatron", {"pp": 4}),
     ],
     ids=["many ranks", "torchtitan", "every micro-batch", "one replica"],
 )
-def test_ends_with_the_step(options: list[str], tmp_path: Path) -> None:
+def test_ends_with_the_step(job: tuple[int, int, int], runtime: str, sizes: dict[str, int], tmp_path: Path) -> None:
     saved, target = tmp_path / "plan.json", tmp_path / "trace.json"
-    assert main([*options, "--top", "1", "-o", str(saved)]) == 0
+    _evaluated("8b", *job, runtime, **sizes).save(saved)
     assert _run(str(saved), "-o", str(target)) == 0
     slices = [event for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"]
     end_s = max(event["ts"] + event["dur"] for event in slices) / 1e6
