@@ -15,7 +15,6 @@ from planner.layout.price import price_layout
 from planner.layout.recipe import settled
 from planner.layout.risk import headroom_bytes
 from planner.layout.unsaid import with_unsaid
-from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.specs.cluster import ClusterSpec
@@ -43,7 +42,7 @@ def evaluate(
     """
     model = model_of(model)
     candidate, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime), says_switches)
-    totals = model_totals(model, candidate.pricing.runtime, training.seq_length)
+    totals = candidate.pricing.totals
     return assemble(candidate.pricing, totals, [priced], told_assumptions(candidate, with_switches=True))
 
 
