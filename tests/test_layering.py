@@ -38,9 +38,11 @@ ALLOWED = {
     # a target's constraints are written once, and the search holds candidates against them too
     # and prices a plan under the trainer that it is written for
     "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer", "layout.replan", "months"},
-    # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches
+    # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches;
+    # a run of phases keeps layouts from one to the next, and adds the stops between them
     "decide": {
-        "errors", "specs", "trainers", "answer", "layout.replan", "layout.compute_terms", "probe.result", "search.case",
+        "errors", "specs", "trainers", "answer", "layout.replan", "layout.compute_terms", "layout.kept", "layout.price",
+        "layout.assemble", "layout.candidate", "months.whole_run", "probe.result", "search.case",
         "search.safest", "search.search", "search.why.remedy",
     },
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from planner.cli import options as o
 from planner.cli.job_options import SearchOptions, command_line, job_options
 from planner.errors import SpecError
 
+Phases = Annotated[
+    str | None, o.text(o.RUN, "--phases", "FILE", "Phases, each with its tokens, batch, sequence: docs/PHASES.md.")
+]
+
 
 @job_options
 def plan_command(
     ctx: typer.Context,
     asked: SearchOptions,
+    phases: Phases = None,
     json: o.Json = False,
     output: o.Output = None,
     force: o.Force = False,
@@ -29,6 +36,11 @@ def plan_command(
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options_before(ctx)
+        return
+    if phases is not None:
+        from planner.cli.phases import plan_phases
+
+        plan_phases(asked, phases, json, output, force)
         return
     from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import answer, waiting
