@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from planner.cli.job_options import SearchOptions, command_line
+from planner.cli.job_options import command_line
 from planner.errors import PlannerError, SpecError
 
 if TYPE_CHECKING:
+    from planner.cli.plan_command import PlanOptions
     from planner.decide.phase_answer import PhasesAnswer
     from planner.decide.phases import Batch, Phase
     from planner.specs.phases import PhaseSpec
@@ -23,7 +23,7 @@ FEWEST_FOR_PROCESSES = 3
 SUMMARY = "phases.json"
 
 
-def plan_phases(asked: SearchOptions, path: str, as_json: bool, output: str | None, force: bool) -> None:
+def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None, force: bool) -> None:
     """Plan the phases of a file, print the run, and save it: a file of all, or a folder with a plan of each."""
     from planner.cli.output import dumps, progress, show
     from planner.decide.processes import processes
@@ -32,6 +32,9 @@ def plan_phases(asked: SearchOptions, path: str, as_json: bool, output: str | No
     from planner.report.phases import render_phases
     from planner.specs.phases import read_phases
 
+    if asked.from_ is not None or asked.keep is not None:
+        other = "--from" if asked.from_ is not None else "--keep"
+        raise SpecError(f"{other} and --phases: both given", f"plan the phases without {other}")
     if asked.tokens is not None:
         raise SpecError(
             "--tokens and --phases: both given", "leave --tokens out: the file says how many each phase has"
@@ -43,7 +46,7 @@ def plan_phases(asked: SearchOptions, path: str, as_json: bool, output: str | No
         progress("planning phases", 2 * len(phases)) as advance,
         processes(len(phases), FEWEST_FOR_PROCESSES, "planner.decide.phases", advance) as each,
     ):
-        run = run_of_phases(phases, each, file.reshard_hours, _command(asked, path))
+        run = run_of_phases(phases, each, file.reshard_hours, command_line(asked))
     if output is not None:
         _save(run, output, paths, force)
     if output == STDOUT:
@@ -54,18 +57,14 @@ def plan_phases(asked: SearchOptions, path: str, as_json: bool, output: str | No
         show(render_phases(run))
 
 
-def _command(asked: SearchOptions, path: str) -> str:
-    return f"{command_line(asked)} --phases {shlex.quote(path)}"
-
-
-def _phase(asked: SearchOptions, spec: PhaseSpec, path: str) -> Phase:
+def _phase(asked: PlanOptions, spec: PhaseSpec, path: str) -> Phase:
     """A phase as the command line and the file describe it; SpecError naming the file and the phase."""
     from planner.cli.inputs import read_job, read_limits
     from planner.decide.phases import Phase
     from planner.search.case import Case
     from planner.specs.reading import label
 
-    own = _options(asked, spec)
+    own = replace(_options(asked, spec), phases=None)
     try:
         job = read_job(own)
         limits = read_limits(own, job)
@@ -77,11 +76,11 @@ def _phase(asked: SearchOptions, spec: PhaseSpec, path: str) -> Phase:
         raise
     training = training.model_copy(update={"tokens": float(tokens), "document_lengths": spec.lengths})
     is_plain = spec.lengths is None and ramp is None
-    command = command_line(replace(own, tokens=str(round(tokens)))) if is_plain else _command(asked, path)
+    command = command_line(replace(own, tokens=str(round(tokens)))) if is_plain else command_line(asked)
     return Phase(spec.name, Case(job.model, job.cluster, training, job.runtime_spec, limits), batches, command)
 
 
-def _options(asked: SearchOptions, spec: PhaseSpec) -> SearchOptions:
+def _options(asked: PlanOptions, spec: PhaseSpec) -> PlanOptions:
     """The options of the command line with those of the phase in their places."""
     stated = {name: getattr(spec, name) for name in ("seq_length", "dtype", "gpus", "allow", "switch")}
     batch = spec.global_batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -15,11 +16,19 @@ Phases = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(SearchOptions):
+    """A job whose layout is searched, or one that runs and goes on with other GPUs, or a run of phases."""
+
+    from_: o.From = None
+    keep: o.Keep = None
+    phases: Phases = None
+
+
 @job_options
 def plan_command(
     ctx: typer.Context,
-    asked: SearchOptions,
-    phases: Phases = None,
+    asked: PlanOptions,
     json: o.Json = False,
     output: o.Output = None,
     force: o.Force = False,
@@ -33,15 +42,21 @@ def plan_command(
       plan --model 405b --gpus 2048
       plan --model ./config.json --gpus 512 --hardware h200 -s 8192 -b 1024
       plan --model deepseek-v3 --gpus 2048 --pp 8,16 --tokens 15T -o plan.json
+      plan --from plan.json --gpus 1984
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options_before(ctx)
         return
-    if phases is not None:
+    if asked.phases is not None:
         from planner.cli.phases import plan_phases
 
-        plan_phases(asked, phases, json, output, force)
-        return
+        return plan_phases(asked, asked.phases, json, output, force)
+    if asked.from_ is not None:
+        from planner.cli.replan import replan_command
+
+        return replan_command(asked, asked.from_, asked.keep, json, output, force)
+    if asked.keep is not None:
+        raise SpecError("--keep: without --from, no job has anything to keep", "add --from plan.json")
     from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import answer, waiting
     from planner.files import refuse_to_overwrite
@@ -59,5 +74,5 @@ def plan_command(
 def _refuse_options_before(ctx: typer.Context) -> None:
     given = [name for name, value in ctx.params.items() if value is not None and value is not False]
     if given:
-        option, command = "--" + given[0].replace("_", "-"), ctx.invoked_subcommand
+        option, command = "--" + given[0].strip("_").replace("_", "-"), ctx.invoked_subcommand
         raise SpecError(f"{option}: stands before the command {command}", f"write plan {command} {option} …")

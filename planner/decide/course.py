@@ -6,15 +6,21 @@ the checkpoint is written, a new job starts and reads it. The best course is a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from planner.answer import Interval, PricedLayout
+from planner.answer import PricedLayout
 from planner.decide.phases import GRID, Asked, Found, Phase, Run, found, run_in, tried
 from planner.decide.processes import Each
+from planner.decide.resume.choice import Loads
+from planner.decide.resume.seconds import CONVERSIONS, transfer
 from planner.errors import PlannerError, SpecError
-from planner.months.whole_run import planned_stop_s
+from planner.months.losses import losses_of
+from planner.months.standstill import Standstill
+from planner.trainers.checkpoint import AXES
+from planner.trainers.load import checkpoint_of
 from planner.trainers.spec import RuntimeSpec
 
 Key = tuple[object, ...]
@@ -71,27 +77,19 @@ class Course:
         pairs = [(layout, number) for number, plan in enumerate(self.found) for layout in plan.layouts]
         return {key_of(layout): (layout, number) for layout, number in reversed(pairs)}
 
-    def tried(self, number: int) -> list[Key]:
-        """The layouts that a phase is tried in: its own, and the best of the phases without a stop between them.
+    def neighbours(self, number: int) -> list[int]:
+        """The other phases whose layouts may pay in a phase: those between which and it the job goes on.
 
         Behind a stop any layout can be chosen, so that others matter only where resharding itself costs something.
         """
         phases = self.phases
-        going_on = [i > 0 and phase.goes_on_from(phases[i - 1]) for i, phase in enumerate(phases)]
-        others = [
-            plan.layouts
-            for i, plan in enumerate(self.found)
-            if self.reshard_s or all(going_on[min(i, number) + 1 : max(i, number) + 1])
-        ]
-        layouts = (*self.found[number].layouts, *(layout for found in others for layout in found[:1]))
-        return list(dict.fromkeys(map(key_of, layouts)))
+        goes_on = [i > 0 and phase.goes_on_from(phases[i - 1]) for i, phase in enumerate(phases)]
+        others = (i for i in range(len(phases)) if i != number)
+        return [i for i in others if self.reshard_s or all(goes_on[min(i, number) + 1 : max(i, number) + 1])]
 
-    def asked(self, number: int) -> Asked:
-        """What is to be tried in a phase; after a stop also the best layout that leaves all ranks what they hold."""
-        before = self.phases[number - 1]
-        stops = number > 0 and not self.phases[number].goes_on_from(before)
-        layouts = tuple(self.in_phase(number, key) for key in self.tried(number))
-        grid = self.found[number - 1].layouts[0] if stops else None
+    def asked(self, number: int, keys: Iterable[Key], grid: PricedLayout | None = None) -> Asked:
+        """Layouts that are to be tried in a phase."""
+        layouts = tuple(self.in_phase(number, key) for key in keys)
         return Asked(self.phases[number], self.found[number].plan, layouts, grid)
 
     def kept(self, number: int, before: Key) -> tuple[Key, Run | str]:
@@ -118,29 +116,60 @@ class Course:
             self.known[number, key] = run_in(self.phases[number], self.found[number].plan, layout, runtime)
         return self.known[number, key]
 
-    def stop_s(self, number: int) -> tuple[float, Interval]:
-        """Seconds of a stop before a phase, with their interval."""
+    def stop(self, number: int, loads: Loads = "as_is") -> Standstill:
+        """The seconds of a stop before a phase: the checkpoint is written, a new job starts and reads it."""
         own = self.found[number].plan
         num_bytes = own.runtime_spec.checkpoint_bytes_per_parameter * own.model.num_parameters
-        return planned_stop_s(own.cluster, own.training, own.cluster.num_gpus, num_bytes)
+        operations, num_gpus = own.training.operations, own.cluster.num_gpus
+        losses = losses_of(own.cluster, operations, num_gpus, num_bytes, own.runtime_spec.asynchronous_checkpoints)
+        moved = transfer(losses)
+        converted = {"convert": moved.times(CONVERSIONS)} if loads == "convert" else {}
+        return Standstill({"save": moved, **converted, "start": losses.restart_s, "read": moved})
 
     def stops(self, number: int, before: Key, after: Key) -> bool:
         """True where a new job has to start between two layouts."""
         return number > 0 and (before != after or not self.phases[number].goes_on_from(self.phases[number - 1]))
 
+    def loads(self, number: int, before: Key, after: Key) -> Loads | None:
+        """The way in which a layout loads the checkpoint of the phase before; None if it cannot.
+
+        What has to be written again is saved in the other format from the start, since the change is planned.
+        """
+        old, new = (self.layouts[key][0] for key in (before, after))
+        row = checkpoint_of(self.found[number - 1].plan.runtime_spec, old.parallelism.zero_stage)
+        other = {axis for axis in AXES if _axis(old, axis) != _axis(new, axis)}
+        if other.isdisjoint(row.keeps):
+            return "as_is" if new.parallelism.zero_stage in row.zero_stages else None
+        if row.rewritten is None or not other.isdisjoint(row.rewritten.keeps):
+            return None
+        return "ready" if row.rewritten.by == "resave" else row.rewritten.by
+
     def change_s(self, number: int, before: Key, after: Key) -> float:
-        """Seconds between the phase before and a phase."""
-        stop_s = self._stops_s[number] if self.stops(number, before, after) else 0.0
-        return stop_s + (self.reshard_s if before[0] != after[0] else 0.0)
+        """Seconds between the phase before and a phase; infinite where its layout cannot load the checkpoint."""
+        if not self.stops(number, before, after):
+            return 0.0
+        if before[0] == after[0]:
+            return self._stop_s(number, "as_is")
+        loads = self.loads(number, before, after)
+        return math.inf if loads is None else self._stop_s(number, loads) + self.reshard_s
+
+    def _stop_s(self, number: int, loads: Loads) -> float:
+        if (number, loads) not in self._stops_s:
+            self._stops_s[number, loads] = self.stop(number, loads).value_s
+        return self._stops_s[number, loads]
 
     @cached_property
-    def _stops_s(self) -> list[float]:
-        return [self.stop_s(number)[0] for number in range(len(self.phases))]
+    def _stops_s(self) -> dict[tuple[int, Loads], float]:
+        return {}
 
     def chosen(self) -> list[Key]:
         """The layout of each phase with which the whole run takes least."""
         tried = [self.runs_of(number) for number in range(len(self.phases))]
         return shortest([{key: run.wall_s for key, run in each.items()} for each in tried], self.change_s)
+
+    def learn(self, number: int, keys: Iterable[Key], answers: Iterable[Run | str]) -> None:
+        """Note what a phase takes in some layouts."""
+        self.known.update({(number, key): answer for key, answer in zip(keys, answers, strict=True)})
 
     def runs_of(self, number: int) -> dict[Key, Run]:
         """What a phase takes in each layout that was tried and runs there."""
@@ -156,16 +185,41 @@ def course_of(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0) -
             raise plan
         plans.append(plan)
     course = Course(tuple(phases), tuple(plans), reshard_hours * SECONDS_PER_HOUR)
-    asked = [course.asked(number) for number in range(len(phases))]
+    numbers = range(len(phases))
+    own = {number: [key_of(layout) for layout in plans[number].layouts] for number in numbers}
+    grids = [
+        plans[number - 1].layouts[0] if number and not phases[number].goes_on_from(phases[number - 1]) else None
+        for number in numbers
+    ]
+    asked = [course.asked(number, own[number], grids[number]) for number in numbers]
     for number, (answers, layout, run) in enumerate(each(tried, asked)):
-        keys = course.tried(number)
-        course.known.update({(number, key): answer for key, answer in zip(keys, answers, strict=True)})
+        course.learn(number, own[number], answers)
         if layout is not None:
             plans[number] = replace(plans[number], layouts=(*plans[number].layouts, layout))
-            course.known.setdefault((number, key_of(layout)), run)
+            course.learn(number, [key_of(layout)], [run])
         if not course.runs_of(number):
             raise _no_layout(phases[number], plans[number], str(answers[0]))
-    return replace(course, found=tuple(plans))
+    course = replace(course, found=tuple(plans))
+    others = {
+        n: [k for i in course.neighbours(n) for k in _kept_on(plans[i], grids[i]) if k not in own[n]] for n in numbers
+    }
+    waiting = [number for number in numbers if others[number]]
+    asked = [course.asked(number, others[number]) for number in waiting]
+    for number, (answers, _, _) in zip(waiting, each(tried, asked), strict=True):
+        course.learn(number, others[number], answers)
+    return course
+
+
+def _kept_on(plan: Found, grid: PricedLayout | None) -> list[Key]:
+    """The layouts of a phase that others may keep: its best, and the one in the grid of the phase before it."""
+    return [key_of(layout) for layout in (plan.layouts[0], *(plan.layouts[-1:] if grid is not None else ()))]
+
+
+def _axis(layout: PricedLayout, axis: str) -> object:
+    """A layout's value of an axis by which a checkpoint's row knows it."""
+    if axis == "layers":
+        return tuple((stage.chunks, stage.holds) for stage in layout.stages)
+    return getattr(layout.parallelism, axis)
 
 
 def _no_layout(phase: Phase, plan: Found, reason: str) -> SpecError:

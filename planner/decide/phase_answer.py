@@ -78,6 +78,8 @@ class Change(Spec):
     """The reason why the old layout cannot run in the phase after the stop."""
     costs_days: float
     """Days that changing the layout costs, beyond a stop that would be there without it."""
+    saved_as: str = ""
+    """The option with which the phase before saves, or the tool that converts its checkpoint, for the other layout."""
     stop_s: float
 
 

@@ -10,6 +10,7 @@ from planner.decide.phase_answer import BatchStep, Change, PhaseAnswer, PhasesAn
 from planner.decide.phases import Phase, Run, plan_in
 from planner.decide.processes import Each
 from planner.trainers.documents import attended_fraction, masked_documents
+from planner.trainers.load import checkpoint_of
 
 SECONDS_PER_DAY = 86_400
 COSTS = ("days", "days_interval", "gpu_hours", "usd", "usd_interval", "mwh")
@@ -87,6 +88,7 @@ def _change(course: Course, number: int, chosen: Sequence[Key]) -> Change:
         gains_days=saved,
         kept_refused="" if isinstance(kept := course.kept(number, before)[1], Run) else kept,
         costs_days=costs_s / SECONDS_PER_DAY,
+        saved_as=_saved_as(course, number, before, after),
         stop_s=course.change_s(number, before, after),
     )
 
@@ -100,6 +102,14 @@ def _saved_days(course: Course, numbers: range, before: Key, chosen: Sequence[Ke
             return None
         saved += old.cost.days - _run(course, number, chosen[number]).cost.days
     return saved
+
+
+def _saved_as(course: Course, number: int, before: Key, after: Key) -> str:
+    """The option or the tool without which the other layout cannot load the checkpoint; empty if it needs none."""
+    if before[0] == after[0] or course.loads(number, before, after) == "as_is":
+        return ""
+    row = checkpoint_of(course.found[number - 1].plan.runtime_spec, course.layouts[before][0].parallelism.zero_stage)
+    return "" if row.rewritten is None else row.rewritten.ready or row.rewritten.says
 
 
 def _why(course: Course, number: int) -> str:
@@ -144,8 +154,9 @@ def _ends(course: Course, number: int, phase: PhaseAnswer, chosen: Sequence[Key]
     low, high = phase.days_interval or (phase.days, phase.days)
     if not course.stops(number, chosen[number - 1], chosen[number]):
         return low, high
-    value_s, (low_s, high_s) = course.stop_s(number)
-    beside_s = phase.stop_s - value_s
+    before, after = chosen[number - 1], chosen[number]
+    stop = course.stop(number, (course.loads(number, before, after) or "as_is") if before[0] != after[0] else "as_is")
+    (low_s, high_s), beside_s = stop.interval_s, phase.stop_s - stop.value_s
     return low + (low_s + beside_s) / SECONDS_PER_DAY, high + (high_s + beside_s) / SECONDS_PER_DAY
 
 

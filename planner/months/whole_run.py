@@ -9,8 +9,6 @@ figures, failures and pace are drawn at random.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,7 +16,6 @@ import numpy as np
 from planner.answer import SIGMAS_TO_END, Goodput, Interval, PricedLayout, RunCost
 from planner.errors import SpecError
 from planner.months.closed_form import Rhythm, best_interval_s, rhythm_of
-from planner.months.facts import Fact
 from planner.months.losses import SECONDS_PER_DAY, Losses, losses_of
 from planner.months.simulate import NUM_RUNS, SEED, Simulated, simulated_runs
 from planner.shape import FloatArray
@@ -72,23 +69,6 @@ def save_interval_s(
     """Seconds of training between two checkpoints with which a job of `num_gpus` loses the least."""
     losses = losses_of(cluster, training.operations, num_gpus, checkpoint_bytes, asynchronous)
     return best_interval_s(rhythm_of(losses, lambda fact: fact.value))
-
-
-def planned_stop_s(
-    cluster: ClusterSpec, training: TrainingSpec, num_gpus: int, checkpoint_bytes: float
-) -> tuple[float, Interval]:
-    """Seconds of a planned stop, and their interval: a checkpoint is written, a new job starts and reads it."""
-    losses = losses_of(cluster, training.operations, num_gpus, checkpoint_bytes, asynchronous=False)
-    losses = replace(losses, num_spare_nodes=None)
-
-    def seconds(of: Callable[[Fact], float]) -> float:
-        rhythm = rhythm_of(losses, of)
-        return float(rhythm.stall_s + rhythm.restart_s - of(losses.detection_s))
-
-    storage = losses.storage_gb_per_s  # the more of it, the less time
-    low_s = seconds(lambda fact: fact.high if fact is storage else fact.low)
-    high_s = seconds(lambda fact: fact.low if fact is storage else fact.high)
-    return seconds(lambda fact: fact.value), (low_s, high_s)
 
 
 def check_spares(cluster: ClusterSpec, training: TrainingSpec) -> None:

@@ -36,6 +36,7 @@ from planner.physics.operators import (
     BF16,
     FP32,
     Item,
+    Saved,
     num_parameters,
     num_tensors,
     operators_of,
@@ -112,6 +113,11 @@ class Pricing:
         items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
         return within_documents(items, shape, self._documents)
 
+    def mtp_block(self, shape: Shape) -> tuple[Item, ...]:
+        """The operators and exchanges of a block of multi-token prediction, as this training runs it."""
+        items = mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance)
+        return within_documents(items, shape, self._documents)
+
     @property
     def _documents(self) -> Documents:
         return masked_documents(self.training, self.runtime)
@@ -126,14 +132,11 @@ class Pricing:
 
         The backward runs the recomputed forward too, and the tensors that this forward saves are not kept until then.
         """
-        if mode == "full":
-            again = up_to_last_saved(items) if self.runtime.stops_recompute_early else items
-            live: Number = BF16 * shape.shard_tokens * self.model.hidden_size * self._pool
-        else:
-            chosen = frozenset(self.selective_modules)
-            again = [item for item in items if not chosen.isdisjoint(item.modules)]
-            live = self._kept_bytes(items, chosen)
-        repeat = self._passes.seconds(again, shape, replayed=True)
+        live: Number = BF16 * shape.shard_tokens * self.model.hidden_size * self._pool
+        if mode != "full":
+            live = self._kept_bytes(items, frozenset(self.selective_modules))
+        again = self.replayed_items(items, mode)
+        repeat = self.passes.seconds(again, shape, replayed=True)
         return replace(
             plain,
             input_grad_s=plain.input_grad_s + repeat["forward_s"],
@@ -142,6 +145,13 @@ class Pricing:
             **{f"{g}_backward_s": getattr(plain, f"{g}_backward_s") + repeat[f"{g}_forward_s"] for g in COMM_GROUPS},
         )
 
+    def replayed_items(self, items: Sequence[Item], mode: Recompute) -> Sequence[Item]:
+        """Items of a layer whose forward runs once more in the backward."""
+        if mode == "full":
+            return up_to_last_saved(items) if self.runtime.stops_recompute_early else items
+        chosen = frozenset(self.selective_modules if mode == "selective" else ())
+        return [item for item in items if not chosen.isdisjoint(item.modules)]
+
     @property
     def _pool(self) -> float:
         """Factor on the bytes of activations: a graph of the whole step has them in a pool of its own."""
@@ -149,10 +159,10 @@ class Pricing:
 
     def _kept_bytes(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
         """Bytes that a part keeps on the GPU from the forward to the backward."""
-        left = self._offloaded_bytes(items, recomputed)
+        left = self.offloaded_bytes_of(items, recomputed)
         return (saved_bytes(items, recomputed, self.training.dtype) - left) * self._pool
 
-    def _offloaded_bytes(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
+    def offloaded_bytes_of(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
         """Bytes of a part that wait in host memory: inputs of some modules, and a share of all that layers keep.
 
         Where some layers are kept there whole, each is priced with its share of them: layers take turns on the link.
@@ -182,14 +192,15 @@ class Pricing:
         return replace(table, layers=layers, mtp_recomputed=mtp_recomputed)
 
     @property
-    def _passes(self) -> Passes:
+    def passes(self) -> Passes:
+        """What prices the passes of a part."""
         return Passes(self.model, self.training, self.cluster, self.runtime)
 
     def host_fraction(self, shape: Shape) -> float:
         """Host seconds of the layers over their seconds, forward and backward: 1 where the layers wait for the host."""
-        passes, host_s, layers_s = self._passes, 0.0, 0.0
+        passes, host_s, layers_s = self.passes, 0.0, 0.0
         for kind, count in self.kind_counts.items():
-            items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
+            items = self.layer(kind, shape)
             host_s += count * float(passes.host_s(items, shape))
             layers_s += count * float(PartCost(**passes.seconds(items, shape)).total_s)
         return min(host_s / layers_s, 1.0)
@@ -199,7 +210,7 @@ class Pricing:
         dense, expert = num_parameters(items, expert=False), num_parameters(items, expert=True)
         wide = wide_parameters(items)
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
-        seconds = self._passes.seconds(items, shape)
+        seconds = self.passes.seconds(items, shape)
         alone, zero = shape.pp == 1, shape.zero_stage
         gathered = (dense + expert) * (zero == 3) * alone * (shape.shard_size > 1)
         # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered; a
@@ -213,7 +224,7 @@ class Pricing:
             shards = np.where((zero >= 2) & alone, shape.shard_size, 1)
             accumulated = compute.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
-        left = self._offloaded_bytes(items)
+        left = self.offloaded_bytes_of(items)
         if runtime.offload_modules or runtime.offloaded_layers:
             part = PartCost(**seconds)
             seconds["forward_s"] = seconds["forward_s"] + shown_s(left, hardware, part.forward_total_s)
@@ -248,20 +259,34 @@ class Pricing:
         """Cost of final norm, head and loss, with the memory that the logits take while the loss runs."""
         items = head(self.model, shape, self.runtime, shares_embedding)
         part = self._plain(items, shape)
+        loss_bytes = sum(tensor.num_bytes for tensor in self.loss_tensors(items, shape))
+        if not self.runtime.fused_cross_entropy:
+            return replace(part, logits_bytes=loss_bytes)
+        # logits that the gradient overwrites live from the loss to the head's backward, which comes next
+        logits_bytes = sum(tensor.num_bytes for tensor in self.overwritten_logits(items))
+        live_bytes = part.live_bytes - logits_bytes
+        return replace(part, live_bytes=live_bytes, transient_bytes=loss_bytes, logits_bytes=loss_bytes)
+
+    def overwritten_logits(self, items: Sequence[Item]) -> tuple[Saved, ...]:
+        """The logits among the tensors that a head keeps, where their gradient overwrites them."""
+        if self.runtime.keeps_softmax:
+            return ()
+        return next(op for op in operators_of(items) if op.family == "loss").saved[:1]
+
+    def loss_tensors(self, items: Sequence[Item], shape: Shape) -> tuple[Saved, ...]:
+        """Tensors that the loss of a head needs beside what is held."""
         loss = next(op for op in operators_of(items) if op.family == "loss")
         if not self.runtime.fused_cross_entropy:
-            return replace(part, logits_bytes=memory.working_set_bytes(loss, self.runtime))
+            return memory.working_set(loss, self.runtime)
         logits = next(op for op in operators_of(items) if op.name == "head")
         # beside the logits' gradient, the gathered input and its gradient, and gradients that are never filled
         layer = decoder_layer(self.model, self.model.layers[-1], shape, self.runtime)
-        beside = 2 * BF16 * logits.m * logits.k + memory.unused_gradient_bytes((*items, *layer), self.runtime)
-        if self.runtime.keeps_softmax:
-            loss_bytes, live_bytes = memory.working_set_bytes(loss, self.runtime) + beside, part.live_bytes
-        else:
-            # the gradient overwrites the logits, which live from the loss to the head's backward, which comes next
-            logits_bytes = BF16 * logits.m * logits.n
-            loss_bytes, live_bytes = logits_bytes + beside, part.live_bytes - logits_bytes
-        return replace(part, live_bytes=live_bytes, transient_bytes=loss_bytes, logits_bytes=loss_bytes)
+        beside = (
+            Saved("gathered input of the head, and its gradient", (2, logits.m, logits.k)),
+            *memory.unused_gradients((*items, *layer), self.runtime),
+        )
+        overwritten = tuple(tensor._replace(name="logits") for tensor in self.overwritten_logits(items))
+        return (*(overwritten or memory.working_set(loss, self.runtime)), *beside)
 
     def _mtp(
         self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost], modes: Sequence[Recompute]
@@ -271,8 +296,7 @@ class Pricing:
         Where there are several stages, the stage that holds the blocks has an embedding of its own for them.
         """
         model, runtime, last = self.model, self.runtime, self.model.layers[-1]
-        items = mtp_block(model, shape, runtime, self.training.moe_imbalance)
-        block = self._plain(within_documents(items, shape, self._documents), shape)
+        block = self._plain(self.mtp_block(shape), shape)
         copy = self._plain(embedding(model, shape, runtime), shape).times(np.where(shape.pp > 1, 1, 0))
         parts: dict[Recompute, PartCost] = {"none": block}
         for mode in modes if runtime.recomputes_mtp else ():
@@ -397,7 +421,7 @@ class Pricing:
         for kind, count in self.kind_counts.items():
             if kind.mlp != "dense":
                 items = self.layer(kind, shape)
-                hidden_s = hidden_s + count / shape.pp * self._passes.hidden_exchanges_s(items, shape)
+                hidden_s = hidden_s + count / shape.pp * self.passes.hidden_exchanges_s(items, shape)
         return np.minimum(shape.pp, shape.num_microbatches) * hidden_s
 
     def uneven_s(self, shape: Shape) -> Number:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +30,11 @@ def _sections(run: PhasesAnswer) -> Iterator[RenderableType]:
         yield section("Stops between them", _stops(run))
     if kept := list(_kept(run)):
         yield section("Layouts that are kept", bullets(kept))
+    if saved := dict.fromkeys(change.saved_as for change in run.changes if change.saved_as):
+        names = [_short(change.before) for change in run.changes if change.saved_as]
+        yield Padding(
+            Text(f"To be loaded in another layout, save with {', '.join(saved)}: {', '.join(names)}."), (0, 1)
+        )
     if ramps := list(_ramps(run)):
         yield section("Batches that grow", bullets(ramps))
     if packed := list(_packed(run)):
