@@ -181,7 +181,8 @@ def course_of(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0) -
     plans = []
     for phase, plan in zip(phases, each(found, phases), strict=True):
         if isinstance(plan, PlannerError):
-            plan.message = f"phase {phase.name}: {plan.message}"
+            plan.args = (f"phase {phase.name}: {plan.message}",)
+            plan.message = plan.args[0]
             raise plan
         plans.append(plan)
     course = Course(tuple(phases), tuple(plans), reshard_hours * SECONDS_PER_HOUR)

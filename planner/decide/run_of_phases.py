@@ -18,7 +18,11 @@ COSTS = ("days", "days_interval", "gpu_hours", "usd", "usd_interval", "mwh")
 
 def run_of_phases(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0, command: str = "") -> PhasesAnswer:
     """Plan every phase, choose the course through them, and add up. Raises the error of a phase without a plan."""
-    course = course_of(phases, each, reshard_hours)
+    return answer_of(course_of(phases, each, reshard_hours), command)
+
+
+def answer_of(course: Course, command: str = "") -> PhasesAnswer:
+    """The answer of phases that are planned."""
     chosen = course.chosen()
     stops = [number for number, key in enumerate(chosen) if course.stops(number, chosen[number - 1], key)]
     answers = tuple(_phase(course, number, chosen) for number in range(len(chosen)))
