@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from planner.cli.job_options import command_line
+from planner.cli.job_options import PlanOptions, command_line
 from planner.errors import PlannerError, SpecError
 
 if TYPE_CHECKING:
-    from planner.cli.plan_command import PlanOptions
     from planner.decide.phase_answer import PhasesAnswer
     from planner.decide.phases import Batch, Phase
     from planner.specs.phases import PhaseSpec

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
-
 import typer
 
 from planner.cli import options as o
-from planner.cli.job_options import SearchOptions, command_line, job_options
+from planner.cli.job_options import PlanOptions, command_line, job_options
 from planner.errors import SpecError
-
-Phases = Annotated[
-    str | None, o.text(o.RUN, "--phases", "FILE", "Phases, each with its tokens, batch, sequence: docs/PHASES.md.")
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(SearchOptions):
-    """A job whose layout is searched, or one that runs and goes on with other GPUs, or a run of phases."""
-
-    from_: o.From = None
-    keep: o.Keep = None
-    phases: Phases = None
 
 
 @job_options
@@ -42,6 +26,7 @@ def plan_command(
       plan --model 405b --gpus 2048
       plan --model ./config.json --gpus 512 --hardware h200 -s 8192 -b 1024
       plan --model deepseek-v3 --gpus 2048 --pp 8,16 --tokens 15T -o plan.json
+      plan --model 405b --gpus 2048 --phases docs/phases/llama-3-405b.yaml
       plan --from plan.json --gpus 1984
     """
     if ctx.invoked_subcommand is not None:

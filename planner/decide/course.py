@@ -56,7 +56,7 @@ def key_of(layout: PricedLayout) -> Key:
 
 
 def held(layout: PricedLayout) -> Key:
-    """What each rank holds of the model: layouts that are alike in it need no other checkpoint."""
+    """The share of the model that each rank holds: layouts that are alike in it need no other checkpoint."""
     chunks = tuple((stage.chunks, stage.holds) for stage in layout.stages)
     return (*(getattr(layout.parallelism, axis) for axis in GRID), chunks)
 
@@ -69,7 +69,7 @@ class Course:
     found: tuple[Found, ...]
     reshard_s: float = 0.0
     known: dict[tuple[int, Key], Run | str] = field(default_factory=dict)
-    """What each phase takes in a layout, or the reason why it cannot run there, as far as it was asked for."""
+    """The run of each phase in a layout, or the reason why it cannot run there, as far as it was asked for."""
 
     @cached_property
     def layouts(self) -> dict[Key, tuple[PricedLayout, int]]:
@@ -110,7 +110,7 @@ class Course:
         return layout, (layout.runtime_spec or own) if may_run else own
 
     def run(self, number: int, key: Key) -> Run | str:
-        """What a phase takes in a layout, or the reason why it cannot run there."""
+        """The run of a phase in a layout, or the reason why it cannot run there."""
         if (number, key) not in self.known:
             layout, runtime = self.in_phase(number, key)
             self.known[number, key] = run_in(self.phases[number], self.found[number].plan, layout, runtime)
@@ -172,7 +172,7 @@ class Course:
         self.known.update({(number, key): answer for key, answer in zip(keys, answers, strict=True)})
 
     def runs_of(self, number: int) -> dict[Key, Run]:
-        """What a phase takes in each layout that was tried and runs there."""
+        """The runs of a phase in the layouts that were tried, as far as it can run there."""
         return {key: run for (at, key), run in self.known.items() if at == number and isinstance(run, Run)}
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.answer import Goodput, Plan, PricedLayout, RunCost
+from planner.decide.kept import kept, plan_of
 from planner.errors import PlannerError
 from planner.layout.assemble import whole_run_of
 from planner.layout.candidate import Candidate
-from planner.layout.kept import kept, plan_of
 from planner.layout.price import price_layout
 from planner.search.case import Case
 from planner.search.safest import exceeds_risk
@@ -103,7 +103,7 @@ def _layouts(found: Plan) -> tuple[PricedLayout, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a phase takes in one layout."""
+    """The seconds and the cost of a phase in one layout."""
 
     layout: PricedLayout
     steps_s: tuple[float, ...]

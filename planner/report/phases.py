@@ -47,14 +47,14 @@ def _sections(run: PhasesAnswer) -> Iterator[RenderableType]:
 
 def says(run: PhasesAnswer) -> str:
     """The sums in two sentences."""
-    total = run.total
+    total, count = run.total, len(run.phases)
     cost = f"{large(total.gpu_hours)} GPU-hours"
     if total.usd is not None and total.usd_interval is not None:
         cost += f" · ${large(total.usd)} ({_span(total.usd_interval, large)})"
     if total.mwh is not None:
         cost += f" · {digits(total.mwh)} MWh"
     return (
-        f"{large(total.tokens)} tokens in {len(run.phases)} phases: {digits(total.days)} days "
+        f"{large(total.tokens)} tokens in {count} phase{'' if count == 1 else 's'}: {digits(total.days)} days "
         f"({_span(total.days_interval, digits)}) · {cost}. "
         f"Effective {percent(total.effective_fraction)}; planned stops take {duration(total.stops_s)}."
     )
