@@ -120,9 +120,9 @@ def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
         "global_batch_size": asked.global_batch_size if batch_said else facts.global_batch_size,
     }
     asked = replace(asked, **values)
-    _say_hardware(asked.hardware)
     job = read_job(asked)
     run = read_described(asked, job)
+    _say_hardware(asked.hardware)
     return evaluate(
         run.model, run.cluster, run.training, read_parallelism(asked), runtime=run.runtime_spec,
         says_switches=run.says_switches,
