@@ -64,12 +64,13 @@ def _stage(
         peak_s=curve.peak_s,
         capacity_bytes=round(plan.cluster.hardware.memory_bytes),
         memory=layout.stages[curve.rank].memory,
-        tensors=tuple(map(_tensor, tensors_at_peak(candidate, timeline, curve.rank))),
+        tensors=tuple(map(as_tensor, tensors_at_peak(candidate, timeline, curve.rank))),
         curve=tuple(zip(curve.times_s.tolist(), map(int, curve.allocated_bytes.tolist()), strict=True)),
     )
 
 
-def _tensor(alive: Alive) -> MemoryTensor:
+def as_tensor(alive: Alive) -> MemoryTensor:
+    """A tensor as the answer has it."""
     held, life = alive.row.held, alive.row.life
     note = held.note
     if held.dims is not None and any(size % 1 for size in held.dims):
