@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -43,10 +44,13 @@ ALLOWED = {
         "errors", "specs", "trainers", "answer", "layout.replan", "layout.compute_terms", "probe.result", "search.case",
         "search.safest", "search.search", "search.why.remedy",
     },
-    # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's
+    # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's;
+    # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.megatron.environment", "decide",
+        "layout.replan", "export.megatron.environment", "decide", "observe.observation",
+        # a trace draws what runs inside and beside a candidate's passes, and its memory
+        "layout.candidate", "layout.memory_curve", "layout.step",
     },
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search", "months"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
@@ -58,6 +62,9 @@ ALLOWED = {
     "profile": {
         "errors", "files", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "validate", "probe",
     },
+    # a log's argument dump is a configuration that the importer reads, and a run that was read is priced; what was
+    # observed is shown by `report`
+    "observe": {"errors", "files", "specs", "answer", "trainers", "export", "layout.evaluate", "layout.runs"},
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
     "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile", "search.deadline"},
 }  # fmt: skip
@@ -85,6 +92,7 @@ ROOMS_WITH_RIDDLES: set[str] = set()
 """Rooms not rewritten yet."""
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Every module that a file names in an import, wherever it stands."""
     names = set()

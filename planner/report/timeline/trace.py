@@ -1,0 +1,228 @@
+"""A timeline as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+One process per pipeline rank, with a thread for each of `TRACKS` and for whatever the caller adds, arrows from each
+pass to the one on another rank that consumes its result, and counters. Times in the file are microseconds, in steps of an
+eighth: these are whole nanoseconds too, so that no reader rounds slices into each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from planner.report.labels import ACTIONS
+from planner.schedule.actions import KINDS, Action, F
+from planner.schedule.timeline import Timeline
+
+_COLOURS = {"F": "thread_state_running", "B": "thread_state_runnable", "I": "thread_state_runnable", "W": "yellow"}
+_STEPS_PER_S = 8e6
+
+Event = dict[str, Any]
+
+
+class TraceSlice(NamedTuple):
+    """Something beside the pipeline to be shown, such as the gradient reduction behind the last backward."""
+
+    rank: int
+    thread: str
+    name: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, Any] = {}
+
+
+class TraceCounter(NamedTuple):
+    """Numbers of a rank over time, such as its memory: each holds from its time on."""
+
+    rank: int
+    name: str
+    times_s: Sequence[float]
+    series: Mapping[str, Sequence[float]]
+
+
+class InnerSlice(NamedTuple):
+    """Something inside every pass of a kind on a stage; seconds from the start of the pass."""
+
+    thread: str
+    name: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, Any] = {}
+
+
+Inner = Mapping[tuple[int, str], Sequence[InnerSlice]]
+"""Slices inside passes, by the model's virtual stage and the kind of action."""
+
+
+def trace_events(
+    timeline: Timeline,
+    extra: Iterable[TraceSlice] = (),
+    rank_names: Sequence[str] = (),
+    inner: Inner | None = None,
+    counters: Iterable[TraceCounter] = (),
+    about: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The trace as a JSON object.
+
+    `rank_names` replaces "rank 0" and so on; `about` says what the trace is of.
+    """
+    slices, inner = list(extra), inner or {}
+    others = [slice.thread for slice in slices] + [slice.thread for inside in inner.values() for slice in inside]
+    threads = [*TRACKS, *sorted({*others} - {*TRACKS})]
+    events: list[Event] = []
+    for rank in range(timeline.schedule.pp):
+        name = rank_names[rank] if rank_names else f"rank {rank}"
+        events += _headings(rank, name, threads)
+        for thread, track in enumerate(TRACKS.values()):
+            events += (_slice(rank, thread, *slice) for slice in track(timeline, rank))
+        events += _insides(timeline, rank, inner, threads)
+        events += _counts(_activations(timeline, rank))
+    for extra_slice in slices:
+        events.append(_slice(extra_slice.rank, threads.index(extra_slice.thread), *extra_slice[2:5], extra_slice.args))
+    events += _flows(timeline, inner)
+    events += (event for counter in counters for event in _counts(counter))
+    return {"traceEvents": events, "displayTimeUnit": "ms", **({"otherData": dict(about)} if about else {})}
+
+
+def _headings(rank: int, name: str, threads: Sequence[str]) -> Iterator[Event]:
+    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+    for thread, thread_name in enumerate(threads):
+        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": thread_name}}
+        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+
+
+def _time(seconds: float) -> float:
+    """Microseconds, in eighths."""
+    return round(seconds * _STEPS_PER_S) / 8
+
+
+def _slice(
+    rank: int, thread: int, name: str, start_s: float, end_s: float, args: Mapping[str, Any] | None = None,
+    kind: str = "",
+) -> Event:  # fmt: skip
+    start, end = _time(start_s), _time(end_s)
+    event: Event = {"ph": "X", "pid": rank, "tid": thread, "name": name, "ts": start, "dur": end - start}
+    if kind:
+        event |= {"cat": ACTIONS[kind], "cname": _COLOURS[kind]}
+    return event | ({"args": dict(args)} if args else {})
+
+
+Row = tuple[str, float, float, Mapping[str, Any]] | tuple[str, float, float, Mapping[str, Any], str]
+"""Name, start, end and arguments of a slice, and the kind of an action."""
+
+
+def _spans(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float]]:
+    starts_s, ends_s = timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist()
+    return zip(timeline.schedule.ranks[rank], starts_s, ends_s, strict=True)
+
+
+def _computation(timeline: Timeline, rank: int) -> Iterator[Row]:
+    schedule = timeline.schedule
+    chunks = len(schedule.stage_to_rank) > schedule.pp
+    for action, start_s, end_s in _spans(timeline, rank):
+        chunk = f", chunk {action.stage // schedule.pp}" if chunks else ""
+        name = f"{ACTIONS[action.kind]} {action.microbatch}{chunk}"
+        yield name, start_s, end_s, _arguments(timeline, action), action.kind
+
+
+def _arguments(timeline: Timeline, action: Action) -> dict[str, Any]:
+    schedule = timeline.schedule
+    direction, stage = divmod(action.stage, schedule.num_model_stages)
+    chunk = stage // schedule.pp
+    arguments = {"action": str(action), "micro-batch": action.microbatch, "stage": stage, "chunk": chunk}
+    return arguments if schedule.num_directions == 1 else arguments | {"direction": direction}
+
+
+def _waits(timeline: Timeline, rank: int) -> Iterator[Row]:
+    """Gaps between computations, named by what ends them."""
+    free_s = 0.0
+    for index, (action, start_s, end_s) in enumerate(_spans(timeline, rank)):
+        if start_s - free_s > 1e-9 * timeline.makespan_s:
+            awaited = "activation" if action.kind == "F" else "transfer" if action.kind == "W" else "gradient"
+            yield "fill" if index == 0 else f"wait for {awaited}", free_s, start_s, {"until": str(action)}
+        free_s = max(free_s, end_s)
+    if timeline.makespan_s - free_s > 1e-9 * timeline.makespan_s:
+        yield "drain", free_s, timeline.makespan_s, {}
+
+
+def _transfers(timeline: Timeline, rank: int, what: str) -> Iterator[Row]:
+    """Transfers of activations or of gradients to the rank, drawn while they are on their way.
+
+    Slices of a thread must not overlap: a transfer that starts before the one in front of it has ended is drawn from
+    that end, and its arguments hold its own seconds.
+    """
+    arrivals = zip(
+        timeline.arrival_s[rank].tolist(), timeline.hop_s[rank].tolist(), timeline.schedule.ranks[rank], strict=True
+    )
+    last_s = 0.0
+    for arrival_s, hop_s, action in sorted(arrivals):
+        if hop_s > 0 and (action.kind == "F") == (what == "activation"):
+            args = {"for": str(action), "seconds": hop_s}
+            yield f"{what} {action.microbatch}", max(arrival_s - hop_s, last_s), arrival_s, args
+            last_s = arrival_s
+
+
+COMPUTE = "compute"
+TRACKS: dict[str, Callable[[Timeline, int], Iterator[Row]]] = {
+    COMPUTE: _computation,
+    "wait": _waits,
+    "p2p activations": partial(_transfers, what="activation"),
+    "p2p gradients": partial(_transfers, what="gradient"),
+}
+"""The threads of every rank, and what gives their slices."""
+
+
+def _insides(timeline: Timeline, rank: int, inner: Inner, threads: Sequence[str]) -> Iterator[Event]:
+    stages = timeline.schedule.num_model_stages
+    for action, start_s, _ in _spans(timeline, rank) if inner else ():
+        for inside in inner.get((action.stage % stages, action.kind), ()):
+            span_s = start_s + inside.start_s, start_s + inside.end_s
+            if _time(span_s[0]) < _time(span_s[1]):
+                yield _slice(rank, threads.index(inside.thread), inside.name, *span_s, inside.args)
+
+
+def _flows(timeline: Timeline, inner: Inner) -> Iterator[Event]:
+    """Arrows from each pass to the one on another rank that consumes its result.
+
+    A viewer binds an arrow's ends to the innermost slices around them, so that they lie where nothing is inside.
+    """
+    graph, timing, stages = timeline.graph, timeline.timing, timeline.schedule.num_model_stages
+    for index in np.flatnonzero(graph.source > 0).tolist():
+        ends = []
+        for at, is_last in ((int(graph.source[index]) - 1, True), (index, False)):
+            kind = KINDS[graph.kind[at]]
+            inside = inner.get((int(graph.stage[at]) % stages, kind), ())
+            start_s, end_s = float(timing.start_s[at]), float(timing.end_s[at])
+            ends.append((int(graph.rank[at]), start_s, end_s, start_s + _quiet_s(inside, end_s - start_s, is_last)))
+        (sender, *sent, leaves_s), (receiver, *received, arrives_s) = ends
+        if sender == receiver or _time(sent[0]) == _time(sent[1]) or _time(received[0]) == _time(received[1]):
+            continue
+        flow = {"name": "activation" if graph.kind[index] == F else "gradient", "cat": "p2p", "id": index, "tid": 0}
+        yield {"ph": "s", "pid": sender, "ts": _time(leaves_s), **flow}
+        yield {"ph": "f", "bp": "e", "pid": receiver, "ts": _time(arrives_s), **flow}
+
+
+def _quiet_s(inside: Sequence[InnerSlice], length_s: float, is_last: bool) -> float:
+    """Seconds from the start of a pass to the middle of its last time, or first, with nothing inside."""
+    edges = [0.0, *(edge for one in inside if one.thread == COMPUTE for edge in (one.start_s, one.end_s)), length_s]
+    gaps = [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if end - begin > 1 / 1e6]
+    begin, end = (gaps or [(0.0, length_s)])[-1 if is_last else 0]
+    return (begin + end) / 2
+
+
+def _activations(timeline: Timeline, rank: int) -> TraceCounter:
+    """Activations held, without those that go when others come."""
+    unit = "activations" if timeline.saved_bytes is None else "bytes"
+    times_s, held = timeline.activation_times_s[rank], timeline.activation_held_bytes[rank]
+    lasts = np.append(np.diff(times_s) > 0, True)
+    return TraceCounter(rank, "activations held", times_s[lasts].tolist(), {unit: held[lasts].tolist()})
+
+
+def _counts(counter: TraceCounter) -> Iterator[Event]:
+    for time_s, *values in zip(counter.times_s, *counter.series.values(), strict=True):
+        args = dict(zip(counter.series, values, strict=True))
+        yield {"ph": "C", "pid": counter.rank, "name": counter.name, "ts": _time(time_s), "args": args}
