@@ -31,7 +31,9 @@ def written(folder: Path, text: str | bytes, name: str = "t.json") -> Path:
 
 @pytest.mark.parametrize("chunk", [1, 7, 4096])
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
-def test_events_and_header_are_those_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, name: str) -> None:
+def test_events_and_header_are_those_of_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, name: str
+) -> None:
     monkeypatch.setattr(json_events, "CHUNK_BYTES", chunk)
     trace = training_trace(0)
     trace.header["numbers"] = [1, 2.5e3, -0.5, "ü — \\u00e9"]
@@ -113,8 +115,26 @@ def test_broken_gzip_is_one_error(tmp_path: Path, damage: object) -> None:
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """Python frames are most of a file and leave nothing; a kept event leaves its numbers."""
-    frame = {"ph": "X", "cat": "python_function", "name": "x" * 200, "pid": 1, "tid": 1, "ts": 1.5, "dur": 1, "args": {}}
-    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 1.5, "dur": 1.25, "args": {"stream": 7}}
+    frame = {
+        "ph": "X",
+        "cat": "python_function",
+        "name": "x" * 200,
+        "pid": 1,
+        "tid": 1,
+        "ts": 1.5,
+        "dur": 1,
+        "args": {},
+    }
+    kernel = {
+        "ph": "X",
+        "cat": "kernel",
+        "name": "gemm",
+        "pid": 0,
+        "tid": 7,
+        "ts": 1.5,
+        "dur": 1.25,
+        "args": {"stream": 7},
+    }
     path = tmp_path / "big.json"
     with path.open("w") as file:
         file.write('{"traceEvents": [\n')
