@@ -9,7 +9,6 @@ from planner.errors import SpecError
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
-from planner.layout.expressible import export_warnings
 from planner.layout.given import given_layout
 from planner.layout.price import price_layout
 from planner.layout.recipe import settled
@@ -18,12 +17,14 @@ from planner.layout.unsaid import with_unsaid
 from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
+from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.registry import model_of
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import has_dtype, load_runtime, since_of
+from planner.trainers.rules.of_trainer import export_rules_for
 from planner.trainers.spec import RuntimeSpec
 
 
@@ -120,6 +121,20 @@ def pricing_of(
         selective_modules=modules or selective_modules(model, runtime),
     )
     return pricing if limits is None else replace(pricing, headroom_bytes=headroom_bytes(pricing, limits))
+
+
+def export_warnings(pricing: Pricing) -> tuple[str, ...]:
+    """Warnings about `plan export`, the trainer or the GPU, for a plan of this model in this dtype."""
+    model, training, runtime = pricing.model, pricing.training, pricing.runtime
+    hardware = pricing.cluster.hardware
+    warnings: tuple[str, ...] = ()
+    if training.dtype == "bf16" and "bf16" not in hardware.peak_tflops:
+        warnings = (f"{hardware.name} has no bf16: priced at the rate of fp16, which --dtype fp16 asks for",)
+    return warnings + tuple(
+        f"plan export refuses this model for {runtime.name}: {rule.reason}: {rule.message(model, training, Shape())}"
+        for rule in export_rules_for(runtime)
+        if not rule.holds(model, training, Shape())
+    )
 
 
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "op", "shared_experts")

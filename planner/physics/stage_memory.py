@@ -60,11 +60,9 @@ def stage_memory(pricing: Pricing, table: CostTable, cost: PartCost, activations
     may copy gradients, which counts where the copies are larger than what has gone.
     """
     constant = float(constant_bytes(pricing.model, table.shape, pricing.runtime))
-    transient, logits = float(cost.transient_bytes), float(cost.logits_bytes)
-    buffers = fixed_workspace_bytes(pricing, table)
-    peak_is_loss = 0 < transient <= logits
-    logits, workspace = (logits, buffers) if peak_is_loss else (0.0, transient + buffers)
-    copies = _copied_gradients_bytes(pricing, table, cost)
+    logits, transient = moment_bytes(cost)
+    workspace = transient + fixed_workspace_bytes(pricing, table)
+    copies = copied_gradients_bytes(pricing, table, cost)
     workspace += max(0.0, copies - activations_bytes - logits - workspace)
     allocated = StageBytes(
         weights_bytes=round(float(cost.weights_bytes + constant)),
@@ -77,6 +75,15 @@ def stage_memory(pricing: Pricing, table: CostTable, cost: PartCost, activations
     )
     reserve = float(reserved_bytes(allocated.peak_allocated_bytes, table.shape, pricing.cluster.hardware))
     return replace(allocated, reserved_bytes=round(reserve + pricing.runtime.reserved_gib * GIB))
+
+
+def moment_bytes(cost: PartCost) -> tuple[float, float]:
+    """Bytes of the logits, or else of a layer's backward, above what is held: the larger of both, and 0 for the other.
+
+    A loss needs its logits when all is held; a layer's backward comes when they are gone.
+    """
+    transient, logits = float(cost.transient_bytes), float(cost.logits_bytes)
+    return (logits, 0.0) if 0 < transient <= logits else (0.0, transient)
 
 
 def relaxed_peak_bytes(static_bytes: Any, activations_bytes: Any, transient_bytes: Any) -> Any:
@@ -147,7 +154,7 @@ def _stage_buffers_bytes(pricing: Pricing, table: CostTable) -> float:
     return 2 * BF16 * layer + runtime.gradient_bytes * max(layer, float(table.head.parameters))
 
 
-def _copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
+def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
     """Bytes of the fp32 copies that an optimizer makes of the 16-bit gradients of its shard."""
     runtime = pricing.runtime
     if not runtime.widens_gradients or runtime.gradient_bytes == FP32:

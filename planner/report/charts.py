@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from html import escape
 from threading import RLock
 from typing import Any, Literal
@@ -35,14 +36,17 @@ MEMORY_COLOURS = {
 """Colour of each item of a stage's memory, in every chart."""
 ACTION_COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
 """Colour of a forward, a backward, an input gradient and a weight gradient."""
-INK, SOFT, LINE, ALARM = "#1c2128", "#59636e", "#d5dae0", "#b3261e"
-"""Text, its quieter form, grids, and what must be seen: in a page they are its own, light or dark."""
-_OF_PAGE = {INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)", ALARM: "var(--alarm)"}
+INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#ffffff"
+"""Text, its quieter form, grids, what must be seen, and what is behind: in a page they are its own, light or dark."""
+_OF_PAGE = {
+    INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)", ALARM: "var(--alarm)", PAPER: "var(--page)",
+}  # fmt: skip
+_HINT = "hint-"
 _SETTINGS = {
     "svg.hashsalt": "planner", "svg.fonttype": "none", "font.size": 9, "text.color": INK, "axes.labelcolor": SOFT,
     "axes.edgecolor": SOFT, "xtick.color": SOFT, "ytick.color": SOFT, "grid.color": LINE, "axes.spines.top": False,
     "axes.spines.right": False, "legend.frameon": False, "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "system-ui", "sans-serif"],
+    "font.sans-serif": ["DejaVu Sans", "system-ui", "sans-serif"], "text.parse_math": False,
 }  # fmt: skip
 _LOCK = RLock()
 """matplotlib's settings are one for all threads."""
@@ -70,8 +74,17 @@ def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
     return file.getvalue()
 
 
-def svg(drawn: Figure, label: str) -> Html:
-    """The figure as part of a page: as wide as there is room, in the page's own colours, `label` read aloud."""
+def hint(number: int) -> str:
+    """The gid of an artist that has the text of that number among the `hints` of `svg`."""
+    return f"{_HINT}{number}"
+
+
+def svg(drawn: Figure, label: str, hints: Sequence[str] = ()) -> Html:
+    """The figure as part of a page: as wide as there is room, in the page's own colours, `label` read aloud.
+
+    An artist whose gid is `hint(n)` shows `hints[n]` when the pointer rests on it. Several figures may share a page: a
+    name that a figure refers to begins with a mark of its own, and the other names are left out.
+    """
     with drawing():
         drawn.patch.set_alpha(0.0)
         for axes in drawn.axes:
@@ -79,6 +92,21 @@ def svg(drawn: Figure, label: str) -> Html:
     text = image(drawn, "svg").decode()
     for colour, of_page in _OF_PAGE.items():
         text = text.replace(colour, of_page)
-    head, body = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL).split(">", 1)
+    mark = sha256((label + text).encode()).hexdigest()[:8]
+    text = re.sub(rf'<g id="{_HINT}([0-9]+)">', lambda found: f"<g><title>{escape(hints[int(found[1])])}</title>", text)
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', text))
+    text = re.sub(r' id="([^"]*)"', lambda found: f' id="{mark}-{found[1]}"' if found[1] in used else "", text)
+    text = re.sub(r'(url\(|href=")#', rf"\g<1>#{mark}-", text)
+    head, body = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
-    return Html(f'{head} class="chart" role="img" aria-label="{escape(label)}">{body}')
+    return Html(f'{head} class="chart" role="img" aria-label="{escape(label)}">{_packed(body)}')
+
+
+def _packed(text: str) -> str:
+    """The same drawing in fewer bytes: places to a hundredth of a point, no empty groups, nothing between tags."""
+    text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
+    text = re.sub(
+        r' (?:d|x|y)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text
+    )
+    return re.sub(r"<g>\s*</g>|<defs>\s*</defs>", "", re.sub(r"\s*\n\s*", " ", text)).replace("> <", "><")

@@ -17,9 +17,8 @@ def sustained_figure(layout: PricedLayout) -> Figure | None:
     found = layout.sustained
     if found is None:
         return None
-    ends = span(*found.step_s_interval, like_s=found.step_s)
-    text = f"{seconds(found.step_s)} ({ends})"
-    return Figure("sustained over months", (found.step_s, *found.step_s_interval), "s", text)
+    values, ends = (found.step_s, *found.step_s_interval), span(*found.step_s_interval, like_s=found.step_s)
+    return Figure("sustained over months", values, "s", seconds(found.step_s), ends)
 
 
 def cost_figures(plan: Plan) -> tuple[Figure, ...]:
@@ -27,21 +26,19 @@ def cost_figures(plan: Plan) -> tuple[Figure, ...]:
     cost = plan.run_cost
     if cost is None:
         return ()
-    days = f"{digits(cost.days)} days{_ends(cost.days_interval, digits)}"
     figures = [
-        Figure("time", (cost.days,), "days", days),
+        Figure("time", (cost.days,), "days", f"{digits(cost.days)} days", _ends(cost.days_interval, digits)),
         Figure("GPU time", (cost.gpu_hours,), "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
     ]
     if cost.usd is not None:
-        usd = f"${large(cost.usd)}{_ends(cost.usd_interval, large)}"
-        figures.append(Figure("price", (cost.usd,), "USD", usd))
+        figures.append(Figure("price", (cost.usd,), "USD", f"${large(cost.usd)}", _ends(cost.usd_interval, large)))
     if cost.mwh is not None:
         figures.append(Figure("energy", (cost.mwh,), "MWh", f"{digits(cost.mwh)} MWh"))
     return tuple(figures)
 
 
 def _ends(interval: Interval | None, write: Callable[[float], str]) -> str:
-    return "" if interval is None else f" ({write(interval[0])}–{write(interval[1])})"
+    return "" if interval is None else f"{write(interval[0])}–{write(interval[1])}"
 
 
 def goodput_figures(plan: Plan) -> tuple[Figure, ...]:
@@ -49,12 +46,10 @@ def goodput_figures(plan: Plan) -> tuple[Figure, ...]:
     found = plan.goodput
     if found is None:
         return ()
-    low, high = (f"{100 * end:.1f}" for end in found.interval)
+    effective, ends = found.effective_fraction, "–".join(f"{100 * end:.1f}" for end in found.interval)
     saved = f"checkpoint {_duration(found.checkpoint_s)} every {_duration(found.checkpoint_interval_s)}"
     return (
-        Figure(
-            "effective", (found.effective_fraction,), "fraction", f"{percent(found.effective_fraction)} ({low}–{high})"
-        ),
+        Figure("effective", (effective,), "fraction", percent(effective), ends),
         Figure("interruptions", (found.failures_per_day,), "1/day", _interruptions(found)),
         Figure("restart", (found.restart_s,), "s", f"restart {_duration(found.restart_s)}{_spares(found)}"),
         Figure("checkpoints", (found.checkpoint_s, found.checkpoint_interval_s), "s", saved),

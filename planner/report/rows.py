@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.answer import AS_PLANNED, PricedLayout, RobustStep, StagePlan
+from planner.answer import AS_PLANNED, Interval, PricedLayout, RobustStep, StagePlan
 from planner.report.format import SURE, fits_with, gibibytes, percent, seconds
 from planner.report.labels import manner, sizes
 from planner.report.recipe import differences
@@ -24,7 +24,15 @@ class Figure:
     name: str
     values: tuple[float, ...]
     unit: Unit
-    text: str
+    brief: str
+    """The value in its unit."""
+    ends: str = ""
+    """The interval beside it, if there is one."""
+
+    @property
+    def text(self) -> str:
+        """Both as one text."""
+        return f"{self.brief} ({self.ends})" if self.ends else self.brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +101,10 @@ class Entry:
     step_s: float
     more_fraction: float | None
     """step_s over the step of the layout it stands beside, less one; None for that layout itself."""
+    step_s_interval: Interval | None
     peak_bytes: int
     """Bytes on its fullest rank."""
+    peak_bytes_interval: Interval | None
     fits: bool
     fit: str
     """The probability that it fits; empty where it is not known."""
@@ -143,7 +153,7 @@ class Rejection:
 
 def entry_of(name: str, layout: PricedLayout, beside: PricedLayout | None = None) -> Entry:
     """A layout in one line, by itself or beside another."""
-    known = manner(beside.parallelism) if beside else ()
+    memory, known = layout.worst_stage.memory, manner(beside.parallelism) if beside else ()
     ways = [part for part in manner(layout.parallelism) if part not in known]
     ways += differences(layout, beside) if beside else ()
     return Entry(
@@ -151,7 +161,9 @@ def entry_of(name: str, layout: PricedLayout, beside: PricedLayout | None = None
         sizes=sizes(layout.parallelism),
         step_s=layout.step.step_s,
         more_fraction=layout.step.step_s / beside.step.step_s - 1 if beside else None,
-        peak_bytes=layout.worst_stage.memory.total_bytes,
+        step_s_interval=layout.step.step_s_interval,
+        peak_bytes=memory.total_bytes,
+        peak_bytes_interval=memory.total_bytes_interval,
         fits=layout.fits,
         fit=fits_with(layout.oom_probability),
         mfu=layout.step.mfu,

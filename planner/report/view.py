@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.answer import Plan, PricedLayout
@@ -23,6 +23,8 @@ class View:
 
     job: str
     """Model, GPUs and trainer."""
+    command: str
+    """The command line that made the plan; empty where none did."""
     layout: str
     fits: bool
     manner: tuple[str, ...]
@@ -65,13 +67,23 @@ class View:
     """The most frequent reason first."""
     corrections: tuple[tuple[str, str], ...]
     """A subject and a sentence each, on what a probe corrected, confirmed, or asked for in vain. Likewise below."""
-    how_sure: tuple[tuple[str, str], ...]
+    proof: tuple[tuple[str, str], ...]
+    """Evidence, and what the search proved."""
+    sources: tuple[tuple[str, str], ...]
+    """The sources of the sustained step and of what a whole run loses."""
+    risk: tuple[tuple[str, str], ...]
+    """The things that could turn out otherwise: memory, what a run left unsaid, alternatives as fast."""
     assumptions: tuple[str, ...]
     warnings: tuple[str, ...]
 
     @property
     def capacity(self) -> str:
         return f"{gibibytes(self.capacity_bytes)} GiB"
+
+    @property
+    def how_sure(self) -> tuple[tuple[str, str], ...]:
+        """A subject and a sentence each, all that is known of it."""
+        return *self.proof, *self.sources, *self.risk
 
     @property
     def mixes_recompute(self) -> bool:
@@ -86,11 +98,15 @@ class View:
             "given_and_own": "Beside the planner's own choice",
             "recipe": self.recipe_heading,
             "stages": f"Stages, on GPUs of {self.capacity}",
+            "memory": f"Memory, of {self.capacity} a GPU",
             "breakdown": f"Where the {seconds(self.step_s)} of a step go",
+            "timeline": "The pipeline's timeline",
             "alternatives": "Alternatives, and what each trades",
+            "months": "The whole run",
             "robust": "If an assumption turns out otherwise: the step",
             "rejections": "Rejected shapes, by reason",
             "corrections": CORRECTIONS,
+            "risk": "Risk",
             "how_sure": "How sure",
             "assumptions": "Assumptions that move the step of this layout",
             "warnings": "Warnings",
@@ -102,6 +118,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
     best, training, hardware = plan.best, plan.training, plan.cluster.hardware
     return View(
         job=f"{plan.model.name} on {plan.cluster.num_gpus:,} × {hardware.name}, {plan.runtime}",
+        command=plan.command,
         layout=str(best.parallelism),
         fits=best.fits,
         manner=manner(best.parallelism),
@@ -132,7 +149,9 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
             for reason, count in sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0]))
         ),
         corrections=tuple((correction.name, correction.says) for correction in hardware.corrections),
-        how_sure=tuple(_how_sure(plan)),
+        proof=tuple(_proof(plan)),
+        sources=tuple(says_sources(plan)),
+        risk=tuple(_risk(plan)),
         assumptions=plan.assumptions,
         warnings=plan.warnings,
     )
@@ -164,10 +183,11 @@ def _peak(layout: PricedLayout) -> Figure:
 
 
 def _figures(plan: Plan) -> tuple[Figure, ...]:
-    """The six numbers that people quote; idle stages stand where the interval is not known."""
+    """The six numbers that people quote; the bubble stands where the interval is not known."""
     step, interval_s = plan.step, plan.step.step_s_interval
     if interval_s is None:
-        sure = Figure("stages idle", (step.bubble_fraction,), "fraction", percent(step.bubble_fraction))
+        bubble = Share(BREAKDOWN["bubble_s"], step.breakdown.bubble_s, step.step_s)
+        sure = Figure(bubble.name, (bubble.fraction,), "fraction", percent(bubble.fraction))
     else:
         sure = Figure("80% interval", interval_s, "s", span(*interval_s, like_s=step.step_s))
     flops, each = step.model_tflops_per_gpu, step.tokens_per_s_per_gpu
@@ -187,25 +207,25 @@ def _breakdown(plan: Plan) -> tuple[Share, ...]:
     return tuple(share for share in sorted(shares, key=lambda share: -share.value_s) if share.fraction >= LEAST_SHARE)
 
 
-def _how_sure(plan: Plan) -> Sequence[tuple[str, str]]:
-    """Evidence, what the search proved, and what could turn out otherwise."""
-    lines = [("evidence", EVIDENCE[plan.evidence])]
+def _proof(plan: Plan) -> Iterator[tuple[str, str]]:
+    yield "evidence", EVIDENCE[plan.evidence]
     search = plan.search
     if search is not None:
         took = "" if search.seconds is None else f" in {seconds(search.seconds)}"
         counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
-        lines.append(("search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"))
-        lines.append(("solver", f"{says_outcome(search)}: {says_bound(search)}"))
-    lines += says_sources(plan)
+        yield "search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"
+        yield "solver", f"{says_outcome(search)}: {says_bound(search)}"
+
+
+def _risk(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.best.unsaid:
-        lines.append(("not said", says_unsaid(plan.best)))
+        yield "not said", says_unsaid(plan.best)
     if plan.best.oom_probability is not None:
-        lines.append(("memory", _memory(plan)))
+        yield "memory", _memory(plan)
     if plan.undecided:
         count, total = len(plan.undecided), len(plan.alternatives)
         overlap = f"intervals of {count} of {total} overlap the best's: plan probe can tell them apart"
-        lines.append(("alternatives", f"{overlap}; {RANKED_FIRST}"))
-    return lines
+        yield "alternatives", f"{overlap}; {RANKED_FIRST}"
 
 
 def _memory(plan: Plan) -> str:

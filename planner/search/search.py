@@ -10,8 +10,7 @@ from planner.errors import Infeasible
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
-from planner.layout.evaluate import runtime_of
-from planner.layout.expressible import export_warnings
+from planner.layout.evaluate import export_warnings, runtime_of
 from planner.layout.price import price_layout
 from planner.layout.robust import robust_steps
 from planner.physics.layers import ModelTotals, model_totals

@@ -1,8 +1,8 @@
-"""The pieces of an HTML report: escaped text, tables, key figures, bars as inline SVG."""
+"""The pieces of an HTML report: escaped text, tables, key figures, drawings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -10,6 +10,10 @@ from planner.report.html.style import STYLE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Nothing is loaded and nothing runs, whatever the file's text says."""
+
+
+_VOID = ("input",)
+"""Elements that have no end."""
 
 
 class Html(str):
@@ -25,6 +29,8 @@ def tag(name: str, *inside: object, **attributes: object) -> Html:
     """`<name attributes>inside</name>`; `class_` is class, `text_anchor` is text-anchor, empty ones are left out."""
     pairs = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value != "")
     given = "".join(f' {key}="{escape(str(value))}"' for key, value in pairs)
+    if name in _VOID:
+        return Html(f"<{name}{given}>")
     return Html(f"<{name}{given}>{''.join(map(text, inside))}</{name}>")
 
 
@@ -54,24 +60,43 @@ def section(title: str, *body: Html, id_: str = "") -> Html:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], align: str, bold_last: bool = False) -> Html:
-    """A table in a box that scrolls by itself; `align` says of each column l, r, or n: left and never wrapped."""
+    """A table in a box that scrolls by itself; `align` says of each column l, r, or n: left and never wrapped.
+
+    Without heads, the first cell of each row is what the others are about.
+    """
     sides = [_SIDES[side] for side in align]
-    lines = [list(row) for row in rows]
+    lines, headless = [list(row) for row in rows], not any(heads)
     body = []
     for index, row in enumerate(lines):
-        cells = joined((tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True)), "")
-        body.append(tag("tr", cells, class_="total" if bold_last and index == len(lines) - 1 else ""))
-    head = joined((tag("th", name, class_=side, scope="col") for name, side in zip(heads, sides, strict=True)), "")
-    top = tag("thead", tag("tr", head)) if any(heads) else Html("")
-    return tag("div", tag("table", top, Html("\n"), tag("tbody", joined(body))), class_="wide")
+        cells = [tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True)]
+        if headless:
+            cells[0] = tag("th", row[0], class_=sides[0], scope="row")
+        body.append(tag("tr", joined(cells, ""), class_="total" if bold_last and index == len(lines) - 1 else ""))
+    top = [
+        tag("th", name, class_=side, scope="col") if name else tag("td") for name, side in zip(heads, sides, strict=True)
+    ]
+    head = Html("") if headless else tag("thead", tag("tr", joined(top, "")))
+    return tag("div", tag("table", head, Html("\n"), tag("tbody", joined(body))), class_="wide")
 
 
 _SIDES = {"l": "", "r": "num", "n": "whole"}
 
 
-def figures(pairs: Iterable[tuple[str, str]]) -> Html:
-    """Key figures: a name and a value each."""
-    return tag("dl", joined(tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs), class_="figures")
+class Card(NamedTuple):
+    """A key figure: its name, its value, and what stands below it."""
+
+    name: str
+    value: str
+    notes: tuple[str, ...] = ()
+
+
+def cards(shown: Iterable[Card]) -> Html:
+    """Key figures beside each other."""
+    drawn = (
+        tag("div", tag("dt", name), tag("dd", value), joined(tag("dd", note, class_="note") for note in notes))
+        for name, value, notes in shown
+    )
+    return tag("dl", joined(drawn), class_="figures")
 
 
 def bullets(lines: Iterable[object]) -> Html:
@@ -85,7 +110,7 @@ def facts(pairs: Mapping[str, object]) -> Html:
 
 
 def folded(title: str, body: Html) -> Html:
-    """Something long that opens on demand, and is open on paper."""
+    """Something long that opens on demand, and is left out on paper."""
     return tag("details", tag("summary", title), body)
 
 
@@ -96,49 +121,26 @@ def share_bar(fraction: float) -> Html:
     return tag("svg", rect, viewBox="0 0 100 10", preserveAspectRatio="none", class_="bar", aria_hidden="true")
 
 
-class Part(NamedTuple):
-    """One piece of a stacked bar."""
-
-    name: str
-    size: float
-    shown: str
+def beside(*parts: Html) -> Html:
+    """Parts beside each other where there is room, else one below the other."""
+    return tag("div", joined(parts), class_="beside")
 
 
-_LABEL, _ROW, _BAR, _WIDE, _FIGURE = 70, 24, 18, 720, 110
+def picture(drawing: Html, caption: str = "", id_: str = "") -> Html:
+    """A drawing with what it shows."""
+    below = tag("figcaption", caption) if caption else Html("")
+    return tag("figure", drawing, below, id_=id_)
 
 
-def stacked_bars(rows: Sequence[tuple[str, Sequence[Part], str]], capacity: float, capacity_text: str) -> Html:
-    """A row per stage: its parts one after the other on one scale, its figure beside, and a line at `capacity`."""
-    most = max([capacity, *(sum(part.size for part in parts) for _, parts, _ in rows)])
-    scale, height = _WIDE / (1.02 * most), _ROW * len(rows) + 22
-    capacity_x = _LABEL + scale * capacity
-    drawn = [piece for index, row in enumerate(rows) for piece in _stack(row, _ROW * index + 18, scale)]
-    line = tag("line", x1=f"{capacity_x:.1f}", x2=f"{capacity_x:.1f}", y1="14", y2=height, class_="capacity")
-    label = tag("text", capacity_text, x=f"{capacity_x:.1f}", y="10", text_anchor="end")
-    names = dict.fromkeys(part.name for _, parts, _ in rows for part in parts if part.size > 0)
-    keys = joined((tag("span", tag("i", class_=f"key {_class(name)}"), " ", name) for name in names), " ")
-    box = f"0 0 {_LABEL + _WIDE + _FIGURE} {height}"
-    svg = tag("svg", joined([*drawn, line, label]), viewBox=box, role="img", class_="stack", aria_label=capacity_text)
-    return tag("figure", svg, tag("figcaption", keys))
+ZOOMS = (1, 2, 4)
 
 
-def _stack(row: tuple[str, Sequence[Part], str], top: float, scale: float) -> Iterator[Html]:
-    label, parts, figure = row
-    yield tag("text", label, x=_LABEL - 8, y=top + 13, text_anchor="end")
-    left = float(_LABEL)
-    for part in parts:
-        wide = scale * part.size
-        if wide <= 0:
-            continue
-        hint = tag("title", f"{part.name}: {part.shown}")
-        sizes = {"x": f"{left:.2f}", "y": top, "width": f"{wide:.2f}", "height": _BAR}
-        yield tag("rect", hint, **sizes, class_=_class(part.name))
-        if wide >= 9 * len(part.shown):
-            middle = f"{left + wide / 2:.2f}"
-            yield tag("text", part.shown, x=middle, y=top + 13, text_anchor="middle", class_="inside")
-        left += wide
-    yield tag("text", figure, x=_LABEL + _WIDE + 6, y=top + 13)
-
-
-def _class(name: str) -> str:
-    return f"part-{name.replace(' ', '-')}"
+def zoomed(drawing: Html, name: str) -> Html:
+    """A drawing that can be made wider, in a box that scrolls by itself; on paper it is as wide as the paper."""
+    choices = (
+        tag("input", type="radio", name=name, id=f"{name}-{zoom}", **({} if number else {"checked": "checked"}))
+        + tag("label", f"{zoom}×", for_=f"{name}-{zoom}")
+        for number, zoom in enumerate(ZOOMS)
+    )
+    box = tag("div", drawing, class_="scroll", tabindex="0", role="region", aria_label=f"{name}, scrolls sideways")
+    return tag("div", tag("span", "zoom"), joined(map(Html, choices), " "), box, class_="zoom")

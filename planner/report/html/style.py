@@ -21,6 +21,8 @@ header { overflow-wrap: anywhere; }
 header { border-bottom: 1px solid var(--line); padding-bottom: 1rem; }
 h1 { font-size: 1.55rem; line-height: 1.25; margin: .2rem 0 .4rem; }
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
+.layout { font-size: 1.15rem; font-weight: 600; margin: 0 0 .3rem; }
 p { margin: .4rem 0; max-width: 46rem; }
 .soft, figcaption { color: var(--soft); }
 .alarm { color: var(--alarm); font-weight: 600; }
@@ -28,57 +30,61 @@ p { margin: .4rem 0; max-width: 46rem; }
 .figures div { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem; }
 .figures dt { color: var(--soft); font-size: .82rem; }
 .figures dd { margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.figures dd.note { font-size: .8rem; font-weight: 400; color: var(--soft); }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th { text-align: left; color: var(--soft); font-weight: 500; }
+tbody th { white-space: nowrap; }
 th, td { padding: .22rem .7rem .22rem 0; vertical-align: top; border-bottom: 1px solid var(--line); }
 thead th, td.whole, td:first-child { white-space: nowrap; }
 td.num, th.num { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 tr.total td { font-weight: 600; border-bottom: 0; }
 code { font: .92em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-figure { margin: .8rem 0; overflow-x: auto; }
+figure { margin: .6rem 0; overflow-x: auto; }
 figcaption { font-size: .85rem; margin-top: .3rem; }
-figcaption span { margin-right: .9rem; white-space: nowrap; }
-.key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; vertical-align: -.05em; }
-svg text { fill: var(--ink); }
-svg.stack { width: 100%; min-width: 34rem; height: auto; font: 12px system-ui, sans-serif; }
-svg.stack text.inside { fill: #14181d; font-size: 11px; }
-svg.stack line.capacity { stroke: var(--alarm); stroke-width: 1.5; stroke-dasharray: 5 3; }
-svg.bar { width: 100%; min-width: 6rem; height: .8em; display: block; margin-top: .35em; }
-rect.share { fill: var(--accent); }
-.part-weights { fill: #8db4d9; background: #8db4d9; }
-.part-gradients { fill: #8fd0c9; background: #8fd0c9; }
-.part-optimizer { fill: #98c67d; background: #98c67d; }
-.part-activations { fill: #f3b46e; background: #f3b46e; }
-.part-logits { fill: #e89a9a; background: #e89a9a; }
-.part-workspace { fill: #c9a4d4; background: #c9a4d4; }
-.part-reserved { fill: #b9bec4; background: #b9bec4; }
-.schedule { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
-.schedule svg { display: block; width: 100%; min-width: 46rem; height: auto; }
-.fine svg rect { stroke: none !important; }
-.schedule svg > rect:first-of-type { fill: var(--page); }
-.schedule svg rect { stroke: var(--page); stroke-width: .5px; }
-.schedule svg text[pointer-events] { fill: #14181d; }
-svg.scatter { width: 100%; max-width: 46rem; height: auto; font: 12px system-ui, sans-serif; }
-svg.scatter .frame { fill: none; stroke: var(--soft); }
-svg.scatter .grid { stroke: var(--line); stroke-width: .5; }
-svg.scatter .band { fill: var(--line); opacity: .6; }
-svg.scatter .diagonal { stroke: var(--ink); stroke-dasharray: 5 3; }
-svg.scatter circle { fill-opacity: .7; stroke-width: 1.2; }
-svg.scatter circle.hollow { fill-opacity: 0; }
+svg.chart { display: block; width: 100%; height: auto; stroke-linejoin: round; stroke-linecap: butt; }
+svg.chart text { font-family: inherit !important; }
+svg.bar { width: 100%; min-width: 5rem; height: .8em; display: block; margin-top: .35em; }
+rect.share { fill: #0072b2; }
+.beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 0 2rem; }
+.beside > * { min-width: 0; }
+.zoom > span, .zoom label { font-size: .85rem; color: var(--soft); }
+.zoom label { margin-right: .5rem; }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
+.scroll svg.chart { min-width: 46rem; }
+.zoom input:nth-of-type(2):checked ~ .scroll svg.chart { width: 200%; }
+.zoom input:nth-of-type(3):checked ~ .scroll svg.chart { width: 400%; }
+figure.large svg.chart { min-width: 38rem; }
+pre { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem; margin: .6rem 0;
+  white-space: pre-wrap; overflow-wrap: anywhere; user-select: all; -webkit-user-select: all; }
 details { border-top: 1px solid var(--line); padding: .4rem 0; }
 summary { cursor: pointer; font-weight: 500; }
 ul { margin: .3rem 0; padding-left: 1.2rem; }
 @media print {
-  :root { --page: #fff; --ink: #000; --soft: #444; --line: #bbb; --card: #fff; --accent: #2f6f9f; --alarm: #b3261e; }
+  :root {
+    color-scheme: light;
+    --page: #fff; --ink: #000; --soft: #444; --line: #ccc; --card: #fff; --accent: #2f6f9f; --alarm: #b3261e;
+  }
+  @page { size: A4; margin: 12mm 13mm; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-  body { font-size: 10pt; }
+  body { font-size: 8.5pt; line-height: 1.35; }
   main { max-width: none; padding: 0; }
-  h2 { break-after: avoid; }
+  h1 { font-size: 14pt; }
+  h2 { font-size: 10.5pt; margin: 1.1em 0 .25em; break-after: avoid; }
+  p { max-width: none; }
+  header { padding-bottom: .3rem; }
   figure, tr, .figures div { break-inside: avoid; }
-  .wide, .schedule, figure { overflow: visible; }
-  .schedule svg, svg.stack { min-width: 0; }
-  table { font-size: 8.5pt; }
-  details::details-content { content-visibility: visible; block-size: auto; }
+  figure { margin: .2rem 0; }
+  .wide, .scroll, figure { overflow: visible; }
+  .scroll { border: 0; padding: 0; }
+  .scroll svg.chart, figure.large svg.chart { min-width: 0; width: 100% !important; }
+  .figures { grid-template-columns: repeat(5, 1fr); gap: .3rem; margin-top: .5rem; }
+  .figures div { padding: .2rem .4rem; }
+  .figures dd { font-size: 10.5pt; }
+  .figures dt, .figures dd.note { font-size: 7.5pt; }
+  .beside { grid-template-columns: 1fr 1fr; gap: 0 1.2rem; }
+  table { font-size: 7.8pt; }
+  th, td { padding: .1rem .5rem .1rem 0; }
+  .zoom > :not(.scroll), details { display: none; }
 }
 """

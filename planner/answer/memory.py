@@ -1,0 +1,72 @@
+"""The types of the memory explorer's answer: per stage, the tensors alive at its peak and its memory over the step.
+
+`plan memory --json` prints them. Sizes are in bytes, times in seconds from the start of the step.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from planner.answer.layout import StageMemory
+from planner.specs.base import Spec
+
+MemoryItem = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace"]
+"""The item of `StageMemory` that a tensor counts to; the items add up to the peak."""
+
+
+class MemoryTensor(Spec):
+    """A tensor that is alive at a stage's peak."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    name: str
+    """The operator and the tensor that it keeps, or the parameter: `qkv: qkv`, `experts up: weight`."""
+    item: MemoryItem
+    layer: int | None = None
+    """The decoder layer; null for what belongs to none."""
+    microbatch: int | None = None
+    """The micro-batch; null for what belongs to none."""
+    shape: tuple[int, ...] | None = None
+    """The tensor's dimensions on this rank; null for a row that is a sum, whose `note` says of what."""
+    dtype: str | None = None
+    """Such as `bf16`, `fp32`, `int64`; null with the shape."""
+    bytes: int
+    from_s: float = Field(alias="from")
+    """The time when it is made; 0 for what is there before the step."""
+    to_s: float = Field(alias="to")
+    """The time when it is freed; the end of the step for what outlives it."""
+    made_by: str = ""
+    """The pass that makes it, such as `forward of micro-batch 3`; empty for what is there before the step."""
+    freed_by: str = ""
+    """The pass that frees it, such as `backward of micro-batch 3`; empty for what outlives the step."""
+    note: str = ""
+    """The reason for a row that is no tensor of its own."""
+
+
+class MemoryOfStage(Spec):
+    """A stage's peak, what is alive then, and its memory over the step."""
+
+    stage: int
+    peak_bytes: int
+    """The stage's `peak_allocated_bytes`; the tensors add up to it."""
+    peak_s: float
+    """The first time when so much is allocated."""
+    capacity_bytes: int
+    """The GPU's memory."""
+    memory: StageMemory
+    """The plan's own items, which the tensors of each item add up to."""
+    tensors: tuple[MemoryTensor, ...]
+    curve: tuple[tuple[float, int], ...]
+    """Time in seconds, and the bytes allocated from then on; the last entry is the end of the step."""
+
+
+class MemoryAnswer(Spec):
+    """The memory of a plan's stages, or of one of them."""
+
+    schema_version: Literal[1] = 1
+    model: str
+    layout: str
+    step_s: float
+    stages: tuple[MemoryOfStage, ...]
