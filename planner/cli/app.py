@@ -25,6 +25,7 @@ COMMANDS = {
     "import": ("planner.cli.import_command", "import_command"),
     "report": ("planner.cli.report_command", "report_command"),
     "schedule": ("planner.cli.schedule", "schedule_command"),
+    "serve": ("planner.cli.serve_command", "serve_command"),
     "trace": ("planner.cli.trace_command", "trace_command"),
     "validate": ("planner.cli.validate_command", "validate_command"),
     "probe": ("planner.cli.probe_command", "probe_command"),

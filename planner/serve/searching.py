@@ -119,3 +119,13 @@ def _limit_memory() -> None:
         return
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES if most < 0 else min(MOST_BYTES, most), most))
+
+
+def warm() -> None:
+    """Start the process that searches are forked from, so that the first question does not wait for its imports."""
+    process: BaseProcess = context().Process(target=_nothing, daemon=True)  # type: ignore[attr-defined]
+    process.start()
+
+
+def _nothing() -> None:
+    """What a process does that only makes others fast."""
