@@ -205,12 +205,13 @@ def _straggler(schedule: Schedule, seconds: RankSeconds) -> StragglerCost | None
 def _write_files(timeline: Timeline, svg: str | None, trace: str | None, csv: str | None, force: bool) -> None:
     from planner.cli.output import dumps
     from planner.files import write_text
-    from planner.report.timeline import timeline_svg
-    from planner.report.trace import trace_events
+    from planner.report.timeline.trace import trace_events
     from planner.schedule.torch_csv import to_torch_csv
 
     if svg is not None:
-        write_text(svg, timeline_svg(timeline), force)
+        from planner.report.timeline.charts import draw_timeline
+
+        write_text(svg, draw_timeline(timeline).file(), force)
     if trace is not None:
         write_text(trace, dumps(trace_events(timeline, counts_bytes=False), indent=None), force)
     if csv is not None:
@@ -221,7 +222,7 @@ def _rendered(timeline: Timeline, synthesis: Synthesis | None, straggler: Stragg
     from rich.console import Console
 
     from planner.cli.output import MAX_WIDTH
-    from planner.report.timeline import render_straggler, render_synthesis, render_timeline
+    from planner.report.timeline.text import render_straggler, render_synthesis, render_timeline
 
     parts: list[Any] = [render_timeline(timeline, min(Console().width, MAX_WIDTH))]
     if synthesis is not None:
@@ -237,7 +238,7 @@ def _print_comparison(
     from planner.cli.output import dumps, show
     from planner.errors import SpecError
     from planner.report.schedule_json import comparison_json
-    from planner.report.timeline import render_comparison
+    from planner.report.timeline.text import render_comparison
     from planner.schedule.compare import compare
 
     if name is not None:

@@ -10,7 +10,7 @@ from planner.cli import options as o
 
 if TYPE_CHECKING:
     from planner.layout.candidate import Candidate
-    from planner.report.trace import TraceSlice
+    from planner.report.timeline.trace import TraceSlice
     from planner.schedule.timeline import Timeline
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def trace_command(
     from planner.files import STDOUT, write_text
     from planner.layout.replan import reprice, with_microbatches
     from planner.plan_file import read_plan, with_alternative
-    from planner.report.trace import trace_events
+    from planner.report.timeline.trace import trace_events
     from planner.schedule.replay import replay
 
     chosen = with_alternative(read_plan(plan), alternative)
@@ -68,7 +68,7 @@ def _exchanges(priced: Candidate, timeline: Timeline) -> list[TraceSlice]:
 
     "exposed exchanges" is as long as the plan says; gathers behind the next step's forward are not drawn otherwise.
     """
-    from planner.report.trace import TraceSlice
+    from planner.report.timeline.trace import TraceSlice
 
     slices = []
     exchanged_s = timeline.makespan_s + priced.outside.exposed_dp_s

@@ -29,6 +29,8 @@ MEMORY = {
     "total_bytes": "total",
 }
 """The items of a stage's memory, and their sum."""
+ACTIONS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+"""The kinds of a pipeline's actions."""
 EVIDENCE = {
     "spec_sheet": "spec sheet: peaks and typical efficiencies, nothing measured on this kind of GPU",
     "calibrated": "calibrated on measurements of this GPU, or of others of its silicon",

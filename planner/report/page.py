@@ -7,25 +7,23 @@ from pathlib import Path
 from planner.answer import Plan
 from planner.files import write_text
 from planner.layout.memory_curve import memory_curves
-from planner.layout.replan import reprice
-from planner.report.charts_timeline import draw_timeline
-from planner.report.html.charts_curve import draw_curves
+from planner.report.html.charts_curve import COLUMNS, draw_curves
 from planner.report.html.document import Drawing, render_html
+from planner.report.timeline.charts import draw_timeline, shown_step
 from planner.schedule.replay import replay
+
+CURVE = f"Over one step, with reserved memory; shaded is what comes and goes within a {COLUMNS}th of it."
 
 
 def report_page(plan: Plan) -> str:
     """The plan as one HTML page that needs nothing else: stages, memory, seconds, timeline, alternatives, inputs."""
-    candidate = reprice(plan, plan.best)
+    candidate = shown_step(plan)
     timeline = replay(candidate.order, candidate.durations)
-    breakdown, step_s = plan.step.breakdown, plan.step.step_s
-    picture = draw_timeline(timeline, breakdown.bubble_s / step_s)
-    curves = memory_curves(candidate, timeline)
-    return render_html(
-        plan,
-        Drawing(picture.svg("The pipeline's actions over time, a row per rank"), picture.caption),
-        Drawing(draw_curves(curves, plan.cluster.hardware.memory_bytes), "Over one step, reserved memory included."),
-    )
+    bubble_fraction = plan.step.breakdown.bubble_s / plan.step.step_s
+    drawn = draw_timeline(timeline, bubble_fraction, plan.parallelism.num_microbatches)
+    curve = draw_curves(memory_curves(candidate, timeline), plan.cluster.hardware.memory_bytes)
+    schedule = Drawing(drawn.svg("The timeline: when each rank runs which micro-batch"), drawn.caption)
+    return render_html(plan, schedule, Drawing(curve, CURVE))
 
 
 def write_report(plan: Plan, path: str | Path, *, force: bool = False) -> None:

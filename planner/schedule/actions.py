@@ -136,3 +136,13 @@ class Schedule:
     def vpp(self) -> int:
         """Virtual stages per rank of one copy of the model."""
         return self.num_model_stages // self.pp
+
+    @property
+    def stage_to_chunk(self) -> tuple[int, ...]:
+        """Chunk of each virtual stage: how many of the stages before it are on its rank."""
+        seen = [0] * self.pp
+        chunks = []
+        for rank in self.stage_to_rank:
+            chunks.append(seen[rank])
+            seen[rank] += 1
+        return tuple(chunks)

@@ -77,7 +77,7 @@ def test_an_order_is_found_written_and_read_back(capsys: pytest.CaptureFixture[s
     assert found["makespan_s"] <= found["best_named_s"]
     assert found["gap"] >= 0
     assert max(found["peak_in_flight_microbatches"]) <= 5
-    assert svg.read_text().startswith("<svg")
+    assert "<svg" in svg.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
     assert main(["schedule", str(csv), "--forward", "1,1.3,1,1.2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["makespan_s"] == pytest.approx(found["makespan_s"])

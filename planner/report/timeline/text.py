@@ -1,17 +1,16 @@
-"""A timeline for eyes: ranks as rows of text for 80 columns, or as an SVG; no colour carries meaning alone."""
+"""A timeline as text: ranks as rows of 80 columns; no colour carries meaning alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from html import escape
-from math import floor, log10
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.report.format import percent, seconds, unit_for
+from planner.report.format import percent, seconds
+from planner.report.labels import ACTIONS
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.compare import Comparison, StragglerCost
 from planner.schedule.synthesis import Synthesis
@@ -19,14 +18,6 @@ from planner.schedule.timeline import IDLE_CAUSES, Timeline
 
 IDLE = "·"
 _STYLE = {"F": "cyan", "B": "green", "I": "green", "W": "yellow"}
-_FILL = {
-    "F": ("#7fb3d5", "#4a86b0"),
-    "B": ("#82c995", "#4f9d66"),
-    "I": ("#82c995", "#4f9d66"),
-    "W": ("#f2cf7e", "#c9a03f"),
-}
-_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-_MARGIN, _ROW, _BAR, _FOOT = 60, 26, 22, 40
 
 
 def render_timeline(timeline: Timeline, width: int = 80) -> Group:
@@ -52,7 +43,7 @@ def drawing(timeline: Timeline, width: int) -> list[Text]:
     label = len(f"{timeline.schedule.pp - 1} ")
     columns = max(1, width - label)
     scale = columns / timeline.makespan_s if timeline.makespan_s else 0.0
-    rows = []
+    rows, chunks = [], timeline.schedule.stage_to_chunk
     for rank, actions in enumerate(timeline.schedule.ranks):
         row = Text(f"{rank} ".rjust(label), style="dim")
         column = 0
@@ -61,7 +52,7 @@ def drawing(timeline: Timeline, width: int) -> list[Text]:
             first, last = max(column, round(start_s * scale)), min(columns, round(end_s * scale))
             if last > first:
                 row.append(IDLE * (first - column), style="dim")
-                row.append(_block(action, timeline.schedule, last - first), style=_STYLE[action.kind])
+                row.append(_block(action, chunks[action.stage], last - first), style=_STYLE[action.kind])
                 column = last
         row.append(IDLE * (columns - column), style="dim")
         rows.append(row)
@@ -74,14 +65,8 @@ def _chunks(schedule: Schedule) -> str:
     return f" × {schedule.vpp} chunks" if schedule.vpp > 1 else ""
 
 
-def _chunk(action: Action, schedule: Schedule) -> int:
-    """Number of the chunk that an action works on, counted on its rank from 0."""
-    rank = schedule.stage_to_rank[action.stage]
-    return sum(holder == rank for holder in schedule.stage_to_rank[: action.stage])
-
-
-def _block(action: Action, schedule: Schedule, columns: int) -> str:
-    kind = action.kind.lower() if _chunk(action, schedule) % 2 else action.kind
+def _block(action: Action, chunk: int, columns: int) -> str:
+    kind = action.kind.lower() if chunk % 2 else action.kind
     label = f"{kind}{action.microbatch}"
     return (label if len(label) <= columns else kind).ljust(columns, "─")
 
@@ -89,7 +74,7 @@ def _block(action: Action, schedule: Schedule, columns: int) -> str:
 def _legend(schedule: Schedule) -> Text:
     legend = Text()
     for kind in sorted({action.kind for actions in schedule.ranks for action in actions}, key="FBIW".index):
-        legend.append(f"{kind} {_NAMES[kind]}", style=_STYLE[kind])
+        legend.append(f"{kind} {ACTIONS[kind]}", style=_STYLE[kind])
         legend.append("  ")
     legend.append(f"{IDLE} idle", style="dim")
     if len(schedule.stage_to_rank) > schedule.pp:
@@ -166,65 +151,3 @@ def _demands(schedule: Schedule) -> list[str]:
     if schedule.splits_backward:
         demands.append("split backward")
     return demands
-
-
-def timeline_svg(timeline: Timeline, width: int = 1200) -> str:
-    """The timeline as one SVG: a bar per action with its name as tooltip, a row per rank, an axis in seconds.
-
-    Bars carry their micro-batch where it fits; every second chunk of a rank is darker.
-    """
-    schedule = timeline.schedule
-    height = _ROW * schedule.pp + _FOOT
-    scale = (width - _MARGIN - 10) / timeline.makespan_s if timeline.makespan_s else 0.0
-    bars = (
-        bar
-        for rank in range(schedule.pp)
-        for bar in _svg_rank(timeline, rank, [_MARGIN + scale * float(s) for s in timeline.start_s[rank]], scale)
-    )
-    title = escape(f"{schedule.name}, {schedule.num_microbatches} micro-batches")
-    return "\n".join(
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-            'font-family="sans-serif" font-size="11">',
-            f"<title>{title}</title>",
-            f'<rect width="{width}" height="{height}" fill="white"/>',
-            *bars,
-            *_svg_axis(timeline, height - _FOOT + 14, scale),
-            "</svg>\n",
-        )
-    )
-
-
-def _svg_rank(timeline: Timeline, rank: int, lefts: Sequence[float], scale: float) -> Iterable[str]:
-    top = _ROW * rank + 2
-    yield f'<text x="6" y="{top + 15}">rank {rank}</text>'
-    lasts = zip(timeline.schedule.ranks[rank], lefts, timeline.start_s[rank], timeline.end_s[rank], strict=True)
-    for action, left, start_s, end_s in lasts:
-        wide = scale * float(end_s - start_s)
-        fill = _FILL[action.kind][_chunk(action, timeline.schedule) % 2]
-        yield (
-            f'<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{_BAR}" fill="{fill}" stroke="white" '
-            f'stroke-width="0.5"><title>{action}: {_NAMES[action.kind]}, {start_s:g} to {end_s:g} s</title></rect>'
-        )
-        if wide >= 7 * len(str(action.microbatch)) + 4:
-            yield (
-                f'<text x="{left + wide / 2:.2f}" y="{top + 15}" text-anchor="middle" pointer-events="none">'
-                f"{action.microbatch}</text>"
-            )
-
-
-def _svg_axis(timeline: Timeline, y: float, scale: float) -> Iterable[str]:
-    """Five to twelve ticks at round numbers of the unit that suits the whole; none where nothing takes time."""
-    if not timeline.makespan_s:
-        return
-    factor, unit = unit_for(timeline.makespan_s)
-    tick_s = _round_below(timeline.makespan_s / 5)
-    for number in range(int(timeline.makespan_s / tick_s * (1 + 1e-9)) + 1):
-        at_s = number * tick_s
-        yield f'<text x="{_MARGIN + scale * at_s:.2f}" y="{y}" text-anchor="middle">{at_s * factor:.6g} {unit}</text>'
-
-
-def _round_below(value_s: float) -> float:
-    """The largest of 1, 2 or 5 times a power of ten that is at most `value_s`."""
-    power = 10.0 ** floor(log10(value_s))
-    return next(factor * power for factor in (5, 2, 1) if factor * power <= value_s * (1 + 1e-9))

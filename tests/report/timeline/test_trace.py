@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from planner.report.trace import TraceSlice, trace_events
+from planner.report.timeline.trace import TraceSlice, trace_events
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations, replay
 

@@ -1,20 +1,18 @@
-"""Timelines drawn as text and as SVG show each action where and for how long it ran."""
+"""Timelines drawn as text show each action where and for how long it ran."""
 
 from __future__ import annotations
 
 import io
-from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console, RenderableType
 
-from planner.report.timeline import (
+from planner.report.timeline.text import (
     drawing,
     render_comparison,
     render_straggler,
     render_synthesis,
     render_timeline,
-    timeline_svg,
 )
 from planner.schedule.compare import RankSeconds, compare, find_order, straggler_cost
 from planner.schedule.orders import build_schedule
@@ -86,29 +84,3 @@ def test_an_order_found_is_set_beside_named_one_and_bound() -> None:
     text = printed(render_synthesis(found))
     assert "best named schedule that fits" in text
     assert "above the best possible" in " ".join(text.split())
-
-
-def test_svg_has_a_bar_per_action_at_its_place() -> None:
-    timeline = RankSeconds(FOUR, FOUR, FOUR).replayed(build_schedule("1f1b", 4, 1, 8))
-    root = ElementTree.fromstring(timeline_svg(timeline, width=60 + 10 + 330))
-    space = "{http://www.w3.org/2000/svg}"
-    bars = {bar[0].text: bar for bar in root.iter(f"{space}rect") if len(bar)}
-    assert len(bars) == 4 * 8 * 2
-    bar = bars["3B0: backward, 4 to 6 s"]
-    assert (bar.get("x"), bar.get("width")) == ("100.00", "20.00")
-
-
-@pytest.mark.parametrize(
-    ("pass_s", "ticks"),
-    [
-        (1.0, ["0 s", "5 s", "10 s", "15 s", "20 s", "25 s", "30 s"]),
-        (0.9994 / 3.3, ["0 s", "1 s", "2 s", "3 s", "4 s", "5 s", "6 s", "7 s", "8 s", "9 s"]),
-        (1e-5, ["0 µs", "50 µs", "100 µs", "150 µs", "200 µs", "250 µs", "300 µs"]),
-    ],
-)
-def test_the_axis_of_the_svg_has_round_ticks(pass_s: float, ticks: list[str]) -> None:
-    ranks = (pass_s,) * 4
-    timeline = RankSeconds(ranks, ranks, ranks).replayed(build_schedule("1f1b", 4, 1, 8))
-    root = ElementTree.fromstring(timeline_svg(timeline, width=60 + 10 + 330))
-    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[-len(ticks) :] == ticks
