@@ -36,16 +36,18 @@ MEMORY_COLOURS = {
 """Colour of each item of a stage's memory, in every chart."""
 ACTION_COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
 """Colour of a forward, a backward, an input gradient and a weight gradient."""
-INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#ffffff"
-"""Text, its quieter form, grids, what must be seen, and what is behind: in a page they are its own, light or dark."""
+INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#fefefe"
+"""Text, its quieter form, grids, what must be seen, and what is behind: in a page they are its own, light or dark. White
+stays white."""
 _OF_PAGE = {
     INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)", ALARM: "var(--alarm)", PAPER: "var(--page)",
 }  # fmt: skip
 _HINT = "hint-"
+_RECTANGLE = re.compile(r"M (\S+) (\S+) L (\S+) \2 L \3 (\S+) L \1 \4 (?:L \1 \2 )?z")
 _SETTINGS = {
     "svg.hashsalt": "planner", "svg.fonttype": "none", "font.size": 9, "text.color": INK, "axes.labelcolor": SOFT,
     "axes.edgecolor": SOFT, "xtick.color": SOFT, "ytick.color": SOFT, "grid.color": LINE, "axes.spines.top": False,
-    "axes.spines.right": False, "legend.frameon": False, "font.family": "sans-serif",
+    "axes.spines.right": False, "axes.axisbelow": True, "legend.frameon": False, "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "system-ui", "sans-serif"], "text.parse_math": False,
 }  # fmt: skip
 _LOCK = RLock()
@@ -106,7 +108,10 @@ def svg(drawn: Figure, label: str, hints: Sequence[str] = ()) -> Html:
 def _packed(text: str) -> str:
     """The same drawing in fewer bytes: places to a hundredth of a point, no empty groups, nothing between tags."""
     text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
+    text = re.sub(r"font-family: [^;]*; ", "", text)
     text = re.sub(
         r' (?:d|x|y)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text
     )
-    return re.sub(r"<g>\s*</g>|<defs>\s*</defs>", "", re.sub(r"\s*\n\s*", " ", text)).replace("> <", "><")
+    text = re.sub(r"\s*\n\s*", " ", text).replace("> <", "><")
+    text = re.sub(r"<g>(<text [^>]*>[^<]*</text>)</g>|<g></g>|<defs></defs>", r"\g<1>", text)
+    return _RECTANGLE.sub(r"M\1 \2H\3V\4H\1z", text)

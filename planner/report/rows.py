@@ -75,6 +75,11 @@ STAGE_HEADS = ("stage", "layers", "holds", "recompute", "in flight", "fwd ms", "
 RECOMPUTE_COLUMN = STAGE_HEADS.index("recompute")
 
 
+def shown_cells(cells: tuple[str, ...], mixes_recompute: bool) -> list[str]:
+    """A row of the stages; recompute has a column only where stages mix it."""
+    return [cell for column, cell in enumerate(cells) if mixes_recompute or column != RECOMPUTE_COLUMN]
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """One item of the step, in seconds on the rank that decides it."""

@@ -18,7 +18,6 @@ from planner.report.format import large
 from planner.report.labels import says_unsaid
 from planner.report.pieces import Bar, bullets, columns, section
 from planner.report.rows import (
-    RECOMPUTE_COLUMN,
     STAGE_HEADS,
     Entry,
     Figure,
@@ -27,6 +26,7 @@ from planner.report.rows import (
     Share,
     entry_of,
     runs_of_stages,
+    shown_cells,
 )
 from planner.report.view import View, view_of
 
@@ -127,17 +127,12 @@ def _stages(view: View) -> Table:
     mixed = view.mixes_recompute
     rows = runs_of_stages(view.stages) if len(view.stages) > _MAX_ROWS else view.stages
     table = columns("r", "l", "l", *("l" if mixed else ""), "r", "r", "r", "r", None, gap=1 if mixed else 2)
-    table.add_row(*(Text(head, style="dim") for head in _shown(STAGE_HEADS, mixed)), "")
+    table.add_row(*(Text(head, style="dim") for head in shown_cells(STAGE_HEADS, mixed)), "")
     for row in rows:
         over = row.filled_fraction > 1
         bar = Bar(row.filled_fraction, 16, "░", style="red" if over else "cyan")
-        table.add_row(*_shown(row.cells, mixed), bar)
+        table.add_row(*shown_cells(row.cells, mixed), bar)
     return table
-
-
-def _shown(cells: tuple[str, ...], mixed: bool) -> list[str]:
-    """A row of the stages; recompute has a column only where stages mix it."""
-    return [cell for column, cell in enumerate(cells) if mixed or column != RECOMPUTE_COLUMN]
 
 
 def _breakdown(shares: Iterable[Share]) -> Table:

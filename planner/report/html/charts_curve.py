@@ -64,6 +64,6 @@ def draw_curves(curves: Sequence[MemoryCurve], capacity_bytes: int) -> Html:
         axes.set_xlim(0, float(peak.times_s[-1]) * factor)
         axes.set_xlabel(f"time in the step, {unit}")
         axes.grid()
-        drawn.legend(loc="outside lower center", ncols=3, fontsize=8, handlelength=1.2, columnspacing=1.2)
+        drawn.legend(loc="outside lower center", ncols=2, fontsize=8, handlelength=1.2, columnspacing=1.2)
     label = f"Memory over the step, in GiB; stage {fullest} has the highest peak, {gibibytes(totals[fullest])} GiB"
     return svg(drawn, label)

@@ -30,7 +30,6 @@ def stage_axis(axes: Any, num_stages: int) -> None:
     if num_stages < _LEAST_SLOTS:
         axes.set_xticks(range(num_stages))
     axes.grid(axis="y")
-    axes.set_axisbelow(True)
 
 
 def draw_stacks(stages: Sequence[StagePlan], capacity_bytes: int) -> Html:
@@ -78,4 +77,5 @@ def draw_capacity(axes: Any, capacity_bytes: int, most_bytes: float) -> None:
     place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "bottom"}
     axes.annotate(f"GPU {capacity:.1f}", (1.0, capacity), xytext=(0, 2), color=ALARM, fontsize=8, **place)
     axes.set_ylim(0, 1.09 * max(capacity, most_bytes / GIB))
+    axes.yaxis.get_major_locator().set_params(nbins=5)
     axes.set_ylabel("GiB")

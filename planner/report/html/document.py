@@ -31,7 +31,7 @@ from planner.report.html.pieces import (
 )
 from planner.report.html.stages import stages
 from planner.report.labels import LEAST_SHARE
-from planner.report.rows import Share
+from planner.report.rows import Entry, Share
 from planner.report.view import View, view_of
 
 PAIRS = ("", "")
@@ -86,14 +86,20 @@ def _breakdown(view: View) -> Html:
 
 def _alternatives(view: View) -> Iterator[Html]:
     entries = (view.best, *view.alternatives)
-    heads = ("", "layout", "step", "", "GiB", "fits with", "MFU", "how, and what it trades")
-    rows = [(e.name, e.sizes, e.step, e.more, e.peak, e.fit, percent(e.mfu), e.how) for e in entries]
-    yield table(heads, rows, "lnrrrrrl")
-    sure = "A layout is as good as the best where the prediction cannot tell: within the best's interval."
+    heads = ("", "layout", "step", "GiB", "fits with", "MFU", "how, and what it trades against the best")
+    rows = [(e.name, e.sizes, e.step, e.peak, e.fit, percent(e.mfu), _how(e)) for e in entries]
+    yield table(heads, rows, "lnrrrrl", folds=True)
+    sure = "Grey is the best's interval: a prediction alone cannot tell layouts apart whose intervals reach into it."
     yield beside(
         picture(draw_steps(entries), sure if view.best.step_s_interval else ""),
         picture(draw_pareto(entries, view.capacity_bytes), "Filled: no other is faster in less memory."),
     )
+
+
+def _how(entry: Entry) -> str:
+    """The trade of an alternative; the way in which the best is run stands at the top of the page."""
+    more = "" if entry.trade else entry.more
+    return "" if entry.more_fraction is None else "; ".join(part for part in (more, entry.how) if part)
 
 
 def _risk(view: View) -> Iterator[Html]:
@@ -108,7 +114,7 @@ def _risk(view: View) -> Iterator[Html]:
 def _months(view: View) -> Iterator[Html]:
     """The sustained step, days, dollars and the share that trains, beside the sources of what was assumed."""
     figures = [*filter(None, [view.sustained]), *view.cost, *view.goodput]
-    told = table(PAIRS, [(figure.name, figure.text) for figure in figures], "ll")
+    told = table(PAIRS, [(figure.name, figure.text.removeprefix(f"{figure.name} ")) for figure in figures], "ll")
     yield beside(told, table(PAIRS, [(f"source: {name}", source) for name, source in view.sources], "ll"))
 
 
@@ -117,7 +123,7 @@ def _reasons(view: View) -> Iterator[Html]:
     headings = view.headings
     if view.rejections:
         cells = [rejection.cells for rejection in view.rejections]
-        yield section(headings["rejections"], table(("shapes", "reason", "for example"), cells, "rll"))
+        yield section(headings["rejections"], table(("shapes", "reason", "for example"), cells, "rll", folds=True))
     if view.corrections:
         yield section(headings["corrections"], table(PAIRS, view.corrections, "ll"))
     yield section(headings["how_sure"], table(PAIRS, view.proof, "ll"))

@@ -25,7 +25,7 @@ def inputs(plan: Plan) -> Iterator[Html]:
     named.append(("reserved memory", f"{hardware.reserved.context_gib:g} GiB context", hardware.reserved.source))
     if hardware.usd_per_gpu_hour is not None:
         named.append(("price", f"${hardware.usd_per_gpu_hour:g} a GPU-hour", hardware.price_source))
-    yield table(("", "", "source"), [row for row in named if row[2]], "lll")
+    yield table(("input", "value", "source"), [row for row in named if row[2]], "lll", folds=True)
     total, active = large(plan.model.num_parameters), large(plan.model.num_active_parameters)
     model_facts = {"parameters": total, "active parameters": active, **_flat(model.model_dump(mode="json"))}
     yield folded("Model", facts(model_facts))

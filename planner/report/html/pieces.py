@@ -25,7 +25,7 @@ def text(value: object) -> Html:
     return value if isinstance(value, Html) else Html(escape(str(value)))
 
 
-def tag(name: str, *inside: object, **attributes: object) -> Html:
+def tag(name: str, /, *inside: object, **attributes: object) -> Html:
     """`<name attributes>inside</name>`; `class_` is class, `text_anchor` is text-anchor, empty ones are left out."""
     pairs = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value != "")
     given = "".join(f' {key}="{escape(str(value))}"' for key, value in pairs)
@@ -59,16 +59,20 @@ def section(title: str, *body: Html, id_: str = "") -> Html:
     return tag("section", Html("\n"), tag("h2", title), Html("\n"), joined(body), Html("\n"), id_=id_)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]], align: str, bold_last: bool = False) -> Html:
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[object]], align: str, bold_last: bool = False, folds: bool = False
+) -> Html:
     """A table in a box that scrolls by itself; `align` says of each column l, r, or n: left and never wrapped.
 
-    Without heads, the first cell of each row is what the others are about.
+    Without heads, the first cell of each row is what the others are about. One that `folds` shows on narrow screens the
+    cells of a row one below the other, each with its head.
     """
     sides = [_SIDES[side] for side in align]
     lines, headless = [list(row) for row in rows], not any(heads)
     body = []
     for index, row in enumerate(lines):
-        cells = [tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True)]
+        named = zip(row, sides, heads, strict=True)
+        cells = [tag("td", cell, class_=side, data_head=head if folds else "") for cell, side, head in named]
         if headless:
             cells[0] = tag("th", row[0], class_=sides[0], scope="row")
         body.append(tag("tr", joined(cells, ""), class_="total" if bold_last and index == len(lines) - 1 else ""))
@@ -76,7 +80,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], align: str, bo
         tag("th", name, class_=side, scope="col") if name else tag("td") for name, side in zip(heads, sides, strict=True)
     ]
     head = Html("") if headless else tag("thead", tag("tr", joined(top, "")))
-    return tag("div", tag("table", head, Html("\n"), tag("tbody", joined(body))), class_="wide")
+    return tag("div", tag("table", head, Html("\n"), tag("tbody", joined(body))), class_="wide folds" if folds else "wide")
 
 
 _SIDES = {"l": "", "r": "num", "n": "whole"}

@@ -9,13 +9,15 @@ from planner.answer import Plan, StagePlan
 from planner.report.format import gibibytes, large
 from planner.report.html.pieces import Html, folded, table
 from planner.report.labels import MEMORY
-from planner.report.rows import STAGE_HEADS, runs_of_stages
+from planner.report.rows import STAGE_HEADS, runs_of_stages, shown_cells
 from planner.report.view import View
 
 
 def stages(plan: Plan, view: View) -> Iterator[Html]:
     """A row for each run of neighbouring stages that hold the same; then every stage, folded."""
-    yield table(STAGE_HEADS, [row.cells for row in runs_of_stages(view.stages)], "rlllrrrr")
+    rows = [shown_cells(row.cells, view.mixes_recompute) for row in runs_of_stages(view.stages)]
+    heads = shown_cells(STAGE_HEADS, view.mixes_recompute)
+    yield table(heads, rows, "rll" + "l" * (len(heads) - 7) + "rrrr")
     yield folded("Every stage: seconds, layers and parameters", _each(plan, view))
     yield folded("Every stage: memory by item, in GiB", _memory(plan))
 

@@ -26,7 +26,7 @@ h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
 p { margin: .4rem 0; max-width: 46rem; }
 .soft, figcaption { color: var(--soft); }
 .alarm { color: var(--alarm); font-weight: 600; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .6rem; margin: 1rem 0 0; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .6rem; margin: 1rem 0 0; }
 .figures div { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem; }
 .figures dt { color: var(--soft); font-size: .82rem; }
 .figures dd { margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
@@ -55,6 +55,20 @@ rect.share { fill: #0072b2; }
 .zoom input:nth-of-type(2):checked ~ .scroll svg.chart { width: 200%; }
 .zoom input:nth-of-type(3):checked ~ .scroll svg.chart { width: 400%; }
 figure.large svg.chart { min-width: 38rem; }
+@media screen and (max-width: 40rem) {
+  main { padding: 1rem .9rem 3rem; }
+  table { font-size: .82rem; }
+  th, td { padding-right: .5rem; }
+  .figures { grid-template-columns: 1fr 1fr; }
+  svg.bar { min-width: 2rem; }
+  .folds thead { display: none; }
+  .folds table, .folds tbody, .folds tr, .folds td { display: block; }
+  .folds tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+  .folds td, .folds td.num { border: 0; padding: 0; text-align: left; white-space: normal; }
+  .folds td:first-child { font-weight: 600; }
+  .folds td:empty { display: none; }
+  .folds td[data-head]:not(:first-child)::before { content: attr(data-head) ": "; color: var(--soft); }
+}
 pre { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem; margin: .6rem 0;
   white-space: pre-wrap; overflow-wrap: anywhere; user-select: all; -webkit-user-select: all; }
 details { border-top: 1px solid var(--line); padding: .4rem 0; }
@@ -65,26 +79,33 @@ ul { margin: .3rem 0; padding-left: 1.2rem; }
     color-scheme: light;
     --page: #fff; --ink: #000; --soft: #444; --line: #ccc; --card: #fff; --accent: #2f6f9f; --alarm: #b3261e;
   }
-  @page { size: A4; margin: 12mm 13mm; }
+  @page { size: A4; margin: 10mm 12mm; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   body { font-size: 8.5pt; line-height: 1.35; }
   main { max-width: none; padding: 0; }
   h1 { font-size: 14pt; }
-  h2 { font-size: 10.5pt; margin: 1.1em 0 .25em; break-after: avoid; }
+  h2 { font-size: 10pt; margin: .8em 0 .2em; break-after: avoid; }
   p { max-width: none; }
   header { padding-bottom: .3rem; }
   figure, tr, .figures div { break-inside: avoid; }
   figure { margin: .2rem 0; }
+  figcaption, p.soft { font-size: 7.5pt; margin-top: .1rem; }
+  h3 { font-size: 9pt; margin: .6em 0 .2em; break-after: avoid; }
+  .layout { font-size: 10.5pt; }
+  pre { padding: .2rem .4rem; margin: .3rem 0; }
   .wide, .scroll, figure { overflow: visible; }
   .scroll { border: 0; padding: 0; }
-  .scroll svg.chart, figure.large svg.chart { min-width: 0; width: 100% !important; }
+  .scroll svg.chart, figure.large svg.chart { min-width: 0; width: 100% !important; max-height: 115mm; }
+  .beside svg.chart { max-height: 50mm; }
   .figures { grid-template-columns: repeat(5, 1fr); gap: .3rem; margin-top: .5rem; }
   .figures div { padding: .2rem .4rem; }
   .figures dd { font-size: 10.5pt; }
   .figures dt, .figures dd.note { font-size: 7.5pt; }
   .beside { grid-template-columns: 1fr 1fr; gap: 0 1.2rem; }
-  table { font-size: 7.8pt; }
-  th, td { padding: .1rem .5rem .1rem 0; }
+  h3 + .wide { break-inside: avoid; }
+  ul { margin: 0; font-size: 8pt; }
+  table { font-size: 7.5pt; line-height: 1.25; }
+  th, td { padding: .08rem .5rem .08rem 0; }
   .zoom > :not(.scroll), details { display: none; }
 }
 """

@@ -19,14 +19,14 @@ from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
 from planner.answer import Plan
+from planner.layout.candidate import Candidate
 from planner.layout.replan import reprice, with_microbatches
-from planner.report.charts import ACTION_COLOURS, INK, LINE, SOFT, drawing, figure, image, svg
+from planner.report.charts import ACTION_COLOURS, INK, LINE, PAPER, SOFT, drawing, figure, image, svg
 from planner.report.format import unit_for
 from planner.report.html.pieces import Html
 from planner.report.labels import ACTIONS
 from planner.report.timeline.windows import Mask, Step, Window, caption
 from planner.schedule.actions import KINDS
-from planner.schedule.replay import replay
 from planner.schedule.timeline import FloatArray, Timeline
 
 WIDTH_IN = 11.0
@@ -57,26 +57,25 @@ class Picture(NamedTuple):
 
     def svg(self, label: str) -> Html:
         """The drawing as part of a page."""
-        return Html(_slim(svg(self.figure, label)))
+        return svg(self.figure, label)
 
     def file(self) -> str:
         """The drawing as an SVG file, on white."""
         return _slim(image(self.figure, "svg").decode())
 
 
-def draw_plan(plan: Plan) -> Picture:
-    """The step of the plan's best layout, or a shorter one of the same pipeline where a replay would take long."""
+def shown_step(plan: Plan) -> Candidate:
+    """The plan's best layout, or a shorter step of the same pipeline where a replay would take long."""
     layout, num_microbatches = plan.parallelism, plan.parallelism.num_microbatches
     drawn = num_microbatches
     if not plan.best.actions:
         rounds = LONG // (3 * layout.pp * layout.vpp * layout.pp)
         drawn = min(drawn, max(2, rounds) * layout.pp + num_microbatches % layout.pp)
-    priced = reprice(plan, with_microbatches(plan.best, drawn))
-    return draw_timeline(replay(priced.order, priced.durations), plan.step.bubble_fraction, num_microbatches)
+    return reprice(plan, with_microbatches(plan.best, drawn))
 
 
-def draw_timeline(timeline: Timeline, idle_fraction: float | None = None, num_microbatches: int = 0) -> Picture:
-    """The step, whole or in windows; `idle_fraction` is the plan's own, and `num_microbatches` that of its step where
+def draw_timeline(timeline: Timeline, bubble_fraction: float | None = None, num_microbatches: int = 0) -> Picture:
+    """The step, whole or in windows; `bubble_fraction` is the plan's own, and `num_microbatches` that of its step where
     `timeline` is a shorter one of the same pipeline."""
     step = Step(timeline)
     windows = step.windows()
@@ -92,7 +91,7 @@ def draw_timeline(timeline: Timeline, idle_fraction: float | None = None, num_mi
             size_pt = WIDTH_IN * 72 / (2 if number else 1) - 50, row_in * 72 * (_ENDS if number else 1)
             _draw_window(panels[str(number)], step, window, *size_pt)
         _legend(drawn, step)
-    return Picture(drawn, caption(step, windows, idle_fraction, num_microbatches))
+    return Picture(drawn, caption(step, windows, bubble_fraction, num_microbatches))
 
 
 def _draw_window(axes: Axes, step: Step, window: Window, width_pt: float, row_pt: float) -> None:
@@ -164,7 +163,7 @@ def _boxes(axes: Axes, lefts: FloatArray, rights: FloatArray, tops: FloatArray, 
     corners = [(lefts, tops), (rights, tops), (rights, tops + height), (lefts, tops + height), (lefts, tops)]
     vertices = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1).reshape(-1, 2)
     codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY], len(lefts))
-    axes.add_patch(PathPatch(Path(vertices, codes), **{"edgecolor": "white", "linewidth": 0.35, **style}))
+    axes.add_patch(PathPatch(Path(vertices, codes), **{"edgecolor": PAPER, "linewidth": 0.35, **style}))
 
 
 def _time_axis(axes: Axes, step: Step, title: str, left: float, right: float) -> None:

@@ -126,15 +126,17 @@ class Step:
         return float(between[-1]) if len(between) else otherwise_s
 
 
-def caption(step: Step, windows: list[Window], idle_fraction: float | None, num_microbatches: int) -> str:
+def caption(step: Step, windows: list[Window], bubble_fraction: float | None, num_microbatches: int) -> str:
     """The sentences that say what is drawn, and what the step is made of; arguments are those of `draw_timeline`."""
     timeline, schedule = step.timeline, step.timeline.schedule
     makespan_s, (fill_s, drain_s) = timeline.makespan_s, step.steady_s
-    idle = percent(timeline.bubble_fraction if idle_fraction is None else idle_fraction)
+    idle = f", of which ranks idle {percent(timeline.bubble_fraction)}"
+    if bubble_fraction is not None:
+        idle = f"; the pipeline bubble is {percent(bubble_fraction)} of the step"
     each = f" in {step.num_chunks} chunks each" if step.num_chunks > 1 else ""
     on = f"{schedule.pp} ranks" if schedule.pp > 1 else "1 rank"
     says = f"{schedule.name}, {schedule.num_microbatches} micro-batches on {on}{each}: "
-    says += f"{seconds(makespan_s)}, of which ranks idle {idle}."
+    says += f"{seconds(makespan_s)}{idle}."
     if num_microbatches > schedule.num_microbatches:
         says += f" The plan's step has {num_microbatches} micro-batches, and the others repeat the steady state."
     if fill_s < drain_s:

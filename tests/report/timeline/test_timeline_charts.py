@@ -68,8 +68,8 @@ def test_a_long_step_is_drawn_in_windows_that_can_be_read(name: str, vpp: int) -
     assert (middle.title == "steady state") == (fill_s < drain_s)
     if fill_s < drain_s:
         assert fill_s <= middle.from_s < middle.to_s <= drain_s
-    picture = draw_timeline(timeline, idle_fraction=0.123)
-    assert "ranks idle 12.3%" in picture.caption
+    picture = draw_timeline(timeline, bubble_fraction=0.123)
+    assert "the pipeline bubble is 12.3% of the step" in picture.caption
     _, *panels = picture.figure.axes
     for window, axes in zip((middle, begin, end), panels, strict=True):
         assert axes.get_xlim() == pytest.approx((window.from_s, window.to_s))
