@@ -39,6 +39,7 @@ def serve_command(asked: SearchOptions, port: Port = None, open: Open = False) -
       plan serve --port 8009 --model ./config.json --gpus 512 --open
     """
     try:
+        from planner.serve.app import application
         from planner.serve.server import listen, serve
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
@@ -48,7 +49,9 @@ def serve_command(asked: SearchOptions, port: Port = None, open: Open = False) -
         ) from None
     start = start_of(asked)
     listener = listen(8008 if port is None else port)
-    serve(listener, read_question, trace_of, start, lambda address: _ready(address, open))
+    defaults = {"hardware": o.DEFAULT_HARDWARE}
+    app = application(read_question, trace_of, start, defaults)
+    serve(listener, app, lambda address: _ready(address, open))
 
 
 def start_of(asked: SearchOptions) -> dict[str, str]:

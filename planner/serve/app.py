@@ -133,9 +133,9 @@ class Service:
         return found.answer
 
 
-def application(read: Reader, trace: Tracer, start: Options, desk: Desk | None = None) -> Starlette:
+def application(read: Reader, trace: Tracer, start: Options, defaults: Options, desk: Desk | None = None) -> Starlette:
     """The page as an ASGI application; `serve` puts a guard before it."""
-    service = Service(read, trace, start, Catalogue.shipped(start), desk or Desk())
+    service = Service(read, trace, start, Catalogue.shipped(start, defaults), desk or Desk())
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -130,9 +130,11 @@ class Catalogue:
     models: tuple[str, ...]
     hardware: tuple[str, ...]
     runtimes: tuple[str, ...]
+    defaults: Options
+    """The names that stand for what was not given."""
 
     @classmethod
-    def shipped(cls, start: Options) -> Catalogue:
+    def shipped(cls, start: Options, defaults: Options) -> Catalogue:
         """All that ships with the planner, and what `plan serve` itself was started with."""
 
         def listed(field: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -143,6 +145,7 @@ class Catalogue:
             models=listed("model", list(model_names())),
             hardware=listed("hardware", list(hardware_names())),
             runtimes=listed("runtime", list(RUNTIMES)),
+            defaults=defaults,
         )
 
     def names_of(self, field: str) -> tuple[str, ...]:

@@ -98,27 +98,31 @@ def _field(control: Control, form: Form, catalogue: Catalogue | None) -> Html:
     if control.kind == "flag":
         drawn = empty("input", type="checkbox", value="on", **common, **({"checked": "checked"} if value else {}))
     elif control.kind == "select":
-        names = catalogue.names_of(name) if catalogue is not None else ()
-        drawn = tag("select", joined(_options(control.choices or names, value, name)), **common)
+        drawn = tag("select", joined(_options(control, value, catalogue)), **common)
     else:
         mode = "decimal" if control.kind == "number" else "text"
         drawn = empty("input", type="text", inputmode=mode, value=value, spellcheck="false", **common)
     hint = tag("small", control.hint, id_=f"{id_}-hint") if control.hint else Html("")
-    return tag("div", tag("label", control.label, for_=id_), drawn, hint, class_=f"field {control.kind}")
+    words = tag("div", tag("label", control.label, for_=id_), hint, class_="words")
+    wide = " whole" if name in WIDE else ""
+    return tag("div", words, drawn, class_=f"field {control.kind}{wide}")
 
 
-def _options(values: Iterable[str], chosen: str, name: str) -> Iterator[Html]:
-    known = tuple(values)
-    if "" not in known and name not in ("model", "hardware"):
-        known = ("", *known)
-    for value in dict.fromkeys([*known, *([chosen] if chosen else [])]):
-        selected = {"selected": "selected"} if value == chosen else {}
+def _options(control: Control, chosen: str, catalogue: Catalogue | None) -> Iterator[Html]:
+    """The values of a select; an empty one, where something stands for what was not given, comes first."""
+    names = control.choices or (catalogue.names_of(control.name) if catalogue else ())
+    default = catalogue.defaults.get(control.name, _UNSET.get(control.name, "chosen")) if catalogue else "chosen"
+    known = [name for name in names if name and name != default]
+    if control.name != "model":
         # an option without a value attribute has its words for a value
-        given = {} if value else {"value": " "}
-        yield tag("option", value or _UNSET.get(name, "chosen"), **given, **selected)
+        yield tag("option", default, value=" ", **({} if chosen else {"selected": "selected"}))
+    for value in dict.fromkeys([*known, *([chosen] if chosen else [])]):
+        yield tag("option", value, **({"selected": "selected"} if value == chosen else {}))
 
 
-_UNSET = {"dtype": "bf16", "runtime": "as the GPU has it", "rank_order": "chosen", "switch": "chosen"}
+WIDE = ("model", "hardware", "runtime", "tier", "allow", "assume", "tokens", "rank_order")
+"""Controls as wide as the form."""
+_UNSET = {"dtype": "bf16", "runtime": "the GPU's own"}
 
 
 @cache

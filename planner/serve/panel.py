@@ -105,10 +105,10 @@ def _certificate(plan: Plan, question: Question, state: State) -> Html:
             f"({looked_at(question.case)}). Looking at all others …"
         )
         return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
-    ended = says_outcome(search)
-    words = f"{ended[0].upper()}{ended[1:]}: {says_bound(search)}."
+    ended, bound = says_outcome(search), says_bound(search)
+    words = tag("b", f"{ended[0].upper()}{ended[1:]}."), f" {bound[0].upper()}{bound[1:]}."
     proven = " proven" if is_proven(search) else ""
-    return tag("div", tag("p", words), _gap_bar(search), class_=f"certificate{proven}", data_state=state)
+    return tag("div", tag("p", *words), _gap_bar(search), class_=f"certificate{proven}", data_state=state)
 
 
 def _gap_bar(search: SearchReport) -> Html:

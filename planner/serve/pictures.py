@@ -28,9 +28,12 @@ _LEAST_SLOTS = 6
 _LIGHTEST = 0.45
 """The share of white in the colour of a rank's last chunk."""
 _WIDE, _NARROW = 1000.0, 500.0
-_ROW = 18.0
+_ROW, _HIGHEST = 18.0, 560.0
+"""Units of height of a rank, as long as all of them need no more than the other number."""
 _NUMBERED = 13.0
 """Units of width from which on a bar bears the number of its micro-batch."""
+_DIGIT = 9.0
+"""Units of height of a number."""
 _ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 
@@ -58,7 +61,7 @@ def stacks(plan: Plan, capacity_bytes: int) -> Html:
         f"{gibibytes(worst.memory.total_bytes)} of {gibibytes(capacity_bytes)} GiB."
     )
     high = 1.08 * max(capacity_bytes, *totals) / GIB
-    plot = Plot(label, (-0.6 - room, number - 0.4 + room), (0.0, high), "stage", "GiB", whole_x=True)
+    plot = Plot(label, (-0.6 - room, number - 0.4 + room), (0.0, high), "stage", "GiB")
     at, below = np.arange(number, dtype=np.float64), np.zeros(number)
     used = []
     for name, label in MEMORY.items():
@@ -125,7 +128,8 @@ def _window(step: Step, window: Window, width: float) -> Html:
     ranks, left, right = step.timeline.schedule.pp, window.from_s * factor, window.to_s * factor
     label = f"Timeline of the pipeline, {window.title}: {ranks} ranks over {seconds(window.to_s - window.from_s)}"
     plot = Plot(
-        label, (left, right), (ranks - 0.5, -0.5), f"{window.title}, {unit}", "rank", width, 50 + _ROW * ranks, False
+        label, (left, right), (ranks - 0.5, -0.5), f"{window.title}, {unit}", "rank", width, 50 + min(_ROW * ranks, _HIGHEST),
+        whole=True,
     )
     seen = (step.end_s > window.from_s) & (step.start_s < window.to_s)
     starts, ends = np.maximum(step.start_s * factor, left), np.minimum(step.end_s * factor, right)
@@ -140,6 +144,8 @@ def _window(step: Step, window: Window, width: float) -> Html:
 def _numbers(plot: Plot, step: Step, seen: list[int], starts: FloatArray, ends: FloatArray) -> Iterator[Html]:
     """The micro-batch of each bar that has room for it."""
     graph = step.timeline.graph
+    if plot.down(0.0) - plot.down(1.0) > -_DIGIT:
+        return
     for index in seen:
         left, right = plot.across(float(starts[index])), plot.across(float(ends[index]))
         if right - left >= _NUMBERED:

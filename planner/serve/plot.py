@@ -31,8 +31,8 @@ class Plot:
     y_title: str = ""
     width: float = 460.0
     height: float = 240.0
-    whole_x: bool = False
-    """True where only whole numbers are marked on the axis below."""
+    whole: bool = False
+    """True where only whole numbers are marked."""
     inside: list[Html] = field(default_factory=list)
 
     def across(self, value: float) -> float:
@@ -75,11 +75,11 @@ class Plot:
 
     def _grid(self) -> Iterator[Html]:
         foot, right = self.height - _FOOT, self.width - _RIGHT
-        for value in _ticks(*self.y, 6):
+        for value in _ticks(*sorted(self.y), 6, self.whole):
             y = f"{self.down(value):.1f}"
             yield tag("path", d=f"M{_LEFT:g} {y}H{right:g}", class_="grid")
             yield tag("text", f"{value:g}", x=f"{_LEFT - 5:g}", y=f"{self.down(value) + 4:.1f}", text_anchor="end")
-        for value in _ticks(*self.x, 8, self.whole_x):
+        for value in _ticks(*self.x, 8):
             x = f"{self.across(value):.1f}"
             yield tag("path", d=f"M{x} {foot:g}v4", class_="grid")
             yield tag("text", f"{value:g}", x=x, y=f"{foot + 15:g}", text_anchor="middle")

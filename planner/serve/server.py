@@ -9,10 +9,7 @@ from collections.abc import Callable
 import uvicorn
 
 from planner.errors import PlannerError, SpecError
-from planner.serve.app import application
-from planner.serve.downloads import Tracer
-from planner.serve.guard import Guard
-from planner.serve.question import Options, Reader
+from planner.serve.guard import App, Guard
 from planner.serve.searching import warm
 
 HOST = "127.0.0.1"
@@ -45,12 +42,12 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def serve(listener: socket.socket, read: Reader, trace: Tracer, start: Options, ready: Callable[[str], None]) -> None:
-    """Serve until interrupted; `ready` is called with the address once it answers."""
+def serve(listener: socket.socket, app: App, ready: Callable[[str], None]) -> None:
+    """Serve an application until interrupted; `ready` is called with the address once it answers."""
     port = int(listener.getsockname()[1])
     warm()
     config = uvicorn.Config(
-        Guard(application(read, trace, start), port),  # type: ignore[arg-type]
+        Guard(app, port),  # type: ignore[arg-type]
         log_level="warning",
         access_log=False,
         server_header=False,

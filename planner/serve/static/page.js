@@ -169,5 +169,8 @@ document.addEventListener("click", (event) => {
   } else if (button) copy(button);
 });
 
+if (matchMedia("(max-width: 60rem)").matches) {
+  for (const group of form.querySelectorAll("details")) group.open = group === form.querySelector("details");
+}
 alternative = Number(new URLSearchParams(location.search).get("alternative") || 0);
 ask();
