@@ -97,13 +97,15 @@ def trace_of(plan: Plan) -> str:
 
     from planner.cli.trace_command import MAX_ACTIONS, _exchanges
     from planner.layout.replan import reprice
-    from planner.report.trace import trace_events
+    from planner.report.timeline.trace import trace_events
     from planner.schedule.replay import replay
 
     priced = reprice(plan, plan.best)
     actions = sum(map(len, priced.order.ranks))
     if actions > MAX_ACTIONS:
-        raise SpecError(f"a step has {actions:,} actions, too many for a trace", "plan trace plan.json --micro-batches N")
+        raise SpecError(
+            f"a step has {actions:,} actions, too many for a trace", "plan trace plan.json --micro-batches N"
+        )
     timeline = replay(priced.order, priced.durations)
     events = trace_events(timeline, _exchanges(priced, timeline), [f"stage {rank}" for rank in range(priced.order.pp)])
     return json.dumps(events)

@@ -57,7 +57,9 @@ def memory_curves(
     candidate: Candidate, timeline: Timeline, ranks: Iterable[int] | None = None
 ) -> tuple[MemoryCurve, ...]:
     """The curve of each rank, or of some; `timeline` is the replay of the candidate's whole order."""
-    return tuple(_curve(candidate, timeline, rank) for rank in (range(timeline.schedule.pp) if ranks is None else ranks))
+    return tuple(
+        _curve(candidate, timeline, rank) for rank in (range(timeline.schedule.pp) if ranks is None else ranks)
+    )
 
 
 class _Change(NamedTuple):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import PlannerError
-from planner.layout.evaluate import evaluate
+from planner.layout.assemble import assemble
+from planner.layout.evaluate import priced_as_given
+from planner.physics.layers import model_totals
 from planner.search.case import Case
 from planner.search.recipes import pinned, pinned_by
 from planner.specs.training import Parallelism
@@ -26,9 +28,11 @@ def same_layout(shown: Plan, case: Case) -> Plan | None:
         return None
     try:
         runtime = _runtime(shown, pinned(case))
-        plan = evaluate(case.model, case.cluster, case.training, _as_stated(layout), runtime=runtime)
+        candidate, priced = priced_as_given(case.model, case.cluster, case.training, _as_stated(layout), runtime)
     except PlannerError:
         return None
+    totals = model_totals(case.model, candidate.pricing.runtime, case.training.seq_length)
+    plan = assemble(candidate.pricing, totals, [priced], ())
     return plan if "dp" not in case.pins or plan.parallelism.dp in case.pins["dp"] else None
 
 

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from planner.answer import Plan
-from planner.errors import PlannerError, SpecError, defect
+from planner.errors import PlannerError, defect
 from planner.report.html.pieces import Html
 from planner.serve.again import same_layout
 from planner.serve.controls import Catalogue, Form, form_of, options_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -60,7 +60,7 @@ class Desk:
             self._answers.move_to_end(key)
         return answer
 
-    async def follow(self, question: Question) -> AsyncIterator[Found]:
+    async def follow(self, question: Question) -> AsyncGenerator[Found, None]:
         """What is found for a question, the last of it final. Who stops listening last ends the search."""
         key = question.key
         answer = self.known(key)
@@ -143,7 +143,7 @@ async def _found_by(search: Callable[[Case], Plan], case: Case, is_final: bool, 
     try:
         process, connection = await asyncio.shield(starting)
     except asyncio.CancelledError:
-        starting.add_done_callback(lambda started: started.exception() or _end(*started.result()))
+        starting.add_done_callback(_end_late)
         raise
     try:
         found: Found = await asyncio.wait_for(loop.run_in_executor(None, connection.recv), limit_s)
@@ -154,6 +154,12 @@ async def _found_by(search: Callable[[Case], Plan], case: Case, is_final: bool, 
         return Found(SolverError("the search's process died", "plan it on the command line to see why"), is_final)
     finally:
         _end(process, connection)
+
+
+def _end_late(started: asyncio.Future[tuple[BaseProcess, Connection]]) -> None:
+    """End a search that nobody waits for any more when it has started."""
+    if started.exception() is None:
+        _end(*started.result())
 
 
 def _end(process: BaseProcess, connection: Connection) -> None:

@@ -68,9 +68,7 @@ def switch_fields(form: Form, question: Question | None) -> Html:
         return tag("p", "The trainer's switches appear with its first answer.", class_="soft")
     has = switches_of(question.case.runtime)
     fields = [
-        _field(
-            Control(f"{SWITCH}{name}", name, SWITCHES[name].says, "select", ("", *map(written, values))), form, None
-        )
+        _field(Control(f"{SWITCH}{name}", name, SWITCHES[name].says, "select", ("", *map(written, values))), form, None)
         for name, values in has.items()
     ]
     return joined(fields)

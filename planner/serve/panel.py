@@ -1,4 +1,4 @@
-"""The answer's side of the page: how sure it is, the plan with its pictures, or why there is none and what would help."""
+"""The answer's side of the page: how sure it is, the plan with its pictures, or why there is none and what helps."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def _certificate(plan: Plan, question: Question, state: State) -> Html:
         )
         return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
     ended, bound = says_outcome(search), says_bound(search)
-    words = tag("b", f"{ended[0].upper()}{ended[1:]}."), f" {bound[0].upper()}{bound[1:]}."
+    line = tag("p", tag("b", f"{ended[0].upper()}{ended[1:]}."), f" {bound[0].upper()}{bound[1:]}.")
     proven = " proven" if is_proven(search) else ""
-    return tag("div", tag("p", *words), _gap_bar(search), class_=f"certificate{proven}", data_state=state)
+    return tag("div", line, _gap_bar(search), class_=f"certificate{proven}", data_state=state)
 
 
 def _gap_bar(search: SearchReport) -> Html:
@@ -130,7 +130,9 @@ def _briefly(plan: Plan, state: State) -> str:
 
 
 def _command(question: Question, alternative: int) -> Html:
-    words = f"Alternative {alternative} of it: export and trace with --alternative {alternative}." if alternative else ""
+    words = (
+        f"Alternative {alternative} of it: export and trace with --alternative {alternative}." if alternative else ""
+    )
     copy = tag("button", "Copy", type="button", data_copy="command", aria_label="Copy the command line")
     line = tag("pre", tag("code", question.command, id_="command"), tabindex="0", aria_label="Command line")
     return tag("div", line, copy, tag("p", words, class_="soft") if words else Html(""), class_="command")
@@ -150,7 +152,9 @@ def _downloads(form: Form, alternative: int) -> Html:
         "form", hidden, trainer, launcher, tag("button", "Export as zip", type="submit", class_="button"),
         action="/files/export.zip", method="get", class_="export", aria_label="Export",
     )  # fmt: skip
-    return tag("nav", tag("span", "Download", class_="soft"), *files, export, class_="downloads", aria_label="Downloads")
+    return tag(
+        "nav", tag("span", "Download", class_="soft"), *files, export, class_="downloads", aria_label="Downloads"
+    )
 
 
 def _choice(name: str, label: str, values: Iterable[str]) -> Html:
@@ -185,7 +189,9 @@ def _offers(plan: Plan, form: Form, state: State) -> Iterator[Html]:
         rows.append((_link(" ".join(words), {**changed(form, words), "batch_tokens": ""}, "button"), gain))
     if (risk := plan.risk_offer) is not None:
         words = ["--oom-risk", f"{risk.oom_risk:g}"]
-        rows.append((_link(" ".join(words), changed(form, words), "button"), f"{percent(1 - risk.step_s / now_s)} faster"))
+        rows.append(
+            (_link(" ".join(words), changed(form, words), "button"), f"{percent(1 - risk.step_s / now_s)} faster")
+        )
     if rows:
         yield section("What would make it faster", table(("try", "what it gives"), rows, "nl"))
 

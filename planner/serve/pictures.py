@@ -128,7 +128,13 @@ def _window(step: Step, window: Window, width: float) -> Html:
     ranks, left, right = step.timeline.schedule.pp, window.from_s * factor, window.to_s * factor
     label = f"Timeline of the pipeline, {window.title}: {ranks} ranks over {seconds(window.to_s - window.from_s)}"
     plot = Plot(
-        label, (left, right), (ranks - 0.5, -0.5), f"{window.title}, {unit}", "rank", width, 50 + min(_ROW * ranks, _HIGHEST),
+        label,
+        (left, right),
+        (ranks - 0.5, -0.5),
+        f"{window.title}, {unit}",
+        "rank",
+        width,
+        50 + min(_ROW * ranks, _HIGHEST),
         whole=True,
     )
     seen = (step.end_s > window.from_s) & (step.start_s < window.to_s)
@@ -151,7 +157,9 @@ def _numbers(plot: Plot, step: Step, seen: list[int], starts: FloatArray, ends: 
         if right - left >= _NUMBERED:
             middle, y = (left + right) / 2, plot.down(float(step.rank[index])) + 3
             light = step.chunk[index] * 2 > step.num_chunks
-            yield tag("text", int(graph.microbatch[index]), x=f"{middle:.1f}", y=f"{y:.1f}", class_="dark" if light else "on")
+            yield tag(
+                "text", int(graph.microbatch[index]), x=f"{middle:.1f}", y=f"{y:.1f}", class_="dark" if light else "on"
+            )
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> str:

@@ -75,7 +75,7 @@ class Plot:
 
     def _grid(self) -> Iterator[Html]:
         foot, right = self.height - _FOOT, self.width - _RIGHT
-        for value in _ticks(*sorted(self.y), 6, self.whole):
+        for value in _ticks(min(self.y), max(self.y), 6, self.whole):
             y = f"{self.down(value):.1f}"
             yield tag("path", d=f"M{_LEFT:g} {y}H{right:g}", class_="grid")
             yield tag("text", f"{value:g}", x=f"{_LEFT - 5:g}", y=f"{self.down(value) + 4:.1f}", text_anchor="end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -94,21 +95,17 @@ def _run(search: Callable[[Case], Plan], case: Case, is_final: bool, connection:
     except PlannerError as error:
         answer = _plain(error)
     except MemoryError:
-        answer = PlannerError("this search needs more memory than the page gives one", "pin an axis, or use plan itself")
+        answer = PlannerError("the search needs more memory than the page gives one", "pin an axis, or use plan itself")
     except Exception as error:  # the outermost frame of this process
         answer = defect(error)
-    try:
+    with contextlib.suppress(OSError):  # nobody waits any more
         connection.send(Found(answer, is_final))
-    except (BrokenPipeError, OSError):  # nobody waits any more
-        pass
 
 
 def _plain(error: PlannerError) -> PlannerError:
     """The error as one of the classes that travel between processes."""
     if isinstance(error, Infeasible):
-        return Infeasible(
-            error.message, error.hint, error.rejections, nearest=error.nearest, remedy=error.remedy
-        )
+        return Infeasible(error.message, error.hint, error.rejections, nearest=error.nearest, remedy=error.remedy)
     return error
 
 

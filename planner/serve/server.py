@@ -47,7 +47,7 @@ def serve(listener: socket.socket, app: App, ready: Callable[[str], None]) -> No
     port = int(listener.getsockname()[1])
     warm()
     config = uvicorn.Config(
-        Guard(app, port),  # type: ignore[arg-type]
+        Guard(app, port),
         log_level="warning",
         access_log=False,
         server_header=False,
