@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -85,6 +86,7 @@ ROOMS_WITH_RIDDLES: set[str] = set()
 """Rooms not rewritten yet."""
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Every module that a file names in an import, wherever it stands."""
     names = set()

@@ -83,6 +83,11 @@ class Timeline:
         return self._sums(self.timing.compute_s, np.ones(len(self.graph.kind), dtype=bool))
 
     @cached_property
+    def transfer_s(self) -> FloatArray:
+        """Seconds per rank in which it waits for a transfer that is under way."""
+        return self._sums(self.timing.transfer_s, self.graph.previous != 0)
+
+    @cached_property
     def idle_s(self) -> Mapping[str, FloatArray]:
         """Idle seconds per rank for each of IDLE_CAUSES; with busy_s they add up to makespan_s."""
         timing, even = self.timing, self.evened()
@@ -95,7 +100,7 @@ class Timeline:
             "activation": self._sums(expected_s, ~first & forward),
             "gradient": self._sums(expected_s, ~first & ~forward),
             "imbalance": self._sums(wait_s - expected_s, ~first),
-            "transfer": self._sums(timing.transfer_s, ~first),
+            "transfer": self.transfer_s,
             "drain": self.makespan_s - last_end_s,
         }
 
