@@ -48,6 +48,8 @@ ALLOWED = {
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
         "layout.replan", "export.megatron.environment", "decide",
+        # a trace draws what runs inside and beside a candidate's passes, and its memory
+        "layout.candidate", "layout.memory_curve", "layout.step",
     },
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search", "months"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what

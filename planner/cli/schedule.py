@@ -213,7 +213,7 @@ def _write_files(timeline: Timeline, svg: str | None, trace: str | None, csv: st
 
         write_text(svg, draw_timeline(timeline).file(), force)
     if trace is not None:
-        write_text(trace, dumps(trace_events(timeline, counts_bytes=False), indent=None), force)
+        write_text(trace, dumps(trace_events(timeline), indent=None), force)
     if csv is not None:
         write_text(csv, to_torch_csv(timeline.schedule), force)
 

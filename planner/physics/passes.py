@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,6 +43,27 @@ def late_nodes_fraction(cluster: ClusterSpec) -> float:
 def lateness(training: TrainingSpec, cluster: ClusterSpec) -> float:
     """Factor on all computing of a job, whose ranks wait for stragglers and for the latest node."""
     return (1 + training.straggler_fraction) * (1 + late_nodes_fraction(cluster))
+
+
+class ExchangeSeconds(NamedTuple):
+    """The seconds of one exchange of a micro-batch; what the host or other experts' work hides of it comes on top."""
+
+    exchange: Collective
+    exchanged_s: Number
+    hideable_s: Number
+    """The part that may run beside the layer's own work."""
+    hidden_s: Number
+    """The part that does."""
+
+    @property
+    def group(self) -> str:
+        """The one of COMM_GROUPS to which its seconds count."""
+        return "ep" if self.exchange.group == "etp" else self.exchange.group
+
+    @property
+    def way(self) -> str:
+        """`forward` or `backward`."""
+        return _way(self.exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +132,12 @@ class Passes:
         shown_of_hideable: dict[str, Number] = dict.fromkeys(seconds, 0.0)
         behind: dict[str, Number] = {}
         overlapped = self.runtime.overlaps_experts and not replayed
-        for exchange in collectives_of(items):
-            group, way = "ep" if exchange.group == "etp" else exchange.group, _way(exchange)
-            key = f"{group}_{way}_s"
-            size, _ = group_of(exchange.group, shape)
-            tiers_s = self._tiers_s(exchange, shape, size)
-            exchanged_s: Number = sum(tiers_s)
-            if exchange.overlap == "ep":
-                hidden_s = hideable_s = 0.0 if replayed else self._hidden_of_experts_s(tiers_s)
-                if overlapped:
-                    behind[way] = behind.get(way, 0.0) + hidden_s
-            else:
-                hideable_s = hidden_s = self._hidden_fraction(exchange, size) * exchanged_s
-            if exchange.overlap == "cp":
-                hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
-            if exchange.beside and np.any(hidden_s):
-                hidden_s = np.minimum(hidden_s, self._products_s(exchange))
-            seconds[key] = seconds[key] + exchanged_s - hidden_s
-            shown_of_hideable[key] = shown_of_hideable[key] + hideable_s - hidden_s
+        for each in self.each_exchange(items, shape, replayed):
+            key = f"{each.group}_{each.way}_s"
+            if each.exchange.overlap == "ep" and overlapped:
+                behind[each.way] = behind.get(each.way, 0.0) + each.hidden_s
+            seconds[key] = seconds[key] + each.exchanged_s - each.hidden_s
+            shown_of_hideable[key] = shown_of_hideable[key] + each.hideable_s - each.hidden_s
         for way, waited_s in idle_s.items():
             # what waits for no product waits for the host beside it
             keys = [f"{g}_{way}_s" for g in COMM_GROUPS]
@@ -136,6 +146,22 @@ class Passes:
             for key in keys:
                 seconds[key] = seconds[key] - hidden_fraction * shown_of_hideable[key]
         return seconds, behind
+
+    def each_exchange(self, items: Sequence[Item], shape: Shape, replayed: bool = False) -> Iterator[ExchangeSeconds]:
+        """The seconds of each exchange of a part, in their order in the list."""
+        for exchange in collectives_of(items):
+            size, _ = group_of(exchange.group, shape)
+            tiers_s = self._tiers_s(exchange, shape, size)
+            exchanged_s: Number = sum(tiers_s)
+            if exchange.overlap == "ep":
+                hidden_s = hideable_s = 0.0 if replayed else self._hidden_of_experts_s(tiers_s)
+            else:
+                hideable_s = hidden_s = self._hidden_fraction(exchange, size) * exchanged_s
+            if exchange.overlap == "cp":
+                hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
+            if exchange.beside and np.any(hidden_s):
+                hidden_s = np.minimum(hidden_s, self._products_s(exchange))
+            yield ExchangeSeconds(exchange, exchanged_s, hideable_s, hidden_s)
 
     def _tiers_s(self, exchange: Collective, shape: Shape, size: Number) -> list[Number]:
         """Seconds of an exchange on each tier; on the first, also those that ranks wait for the last of them."""

@@ -110,14 +110,11 @@ class Pricing:
 
         The backward runs the recomputed forward too, and the tensors that this forward saves are not kept until then.
         """
-        if mode == "full":
-            again = up_to_last_saved(items) if self.runtime.stops_recompute_early else items
-            live: Number = BF16 * shape.shard_tokens * self.model.hidden_size * self._pool
-        else:
-            chosen = frozenset(self.selective_modules)
-            again = [item for item in items if not chosen.isdisjoint(item.modules)]
-            live = self._kept_bytes(items, chosen)
-        repeat = self._passes.seconds(again, shape, replayed=True)
+        live: Number = BF16 * shape.shard_tokens * self.model.hidden_size * self._pool
+        if mode != "full":
+            live = self._kept_bytes(items, frozenset(self.selective_modules))
+        again = self.replayed_items(items, mode)
+        repeat = self.passes.seconds(again, shape, replayed=True)
         return replace(
             plain,
             input_grad_s=plain.input_grad_s + repeat["forward_s"],
@@ -125,6 +122,13 @@ class Pricing:
             transient_bytes=plain.transient_bytes + plain.live_bytes - live,
             **{f"{g}_backward_s": getattr(plain, f"{g}_backward_s") + repeat[f"{g}_forward_s"] for g in COMM_GROUPS},
         )
+
+    def replayed_items(self, items: Sequence[Item], mode: Recompute) -> Sequence[Item]:
+        """Items of a layer whose forward runs once more in the backward."""
+        if mode == "full":
+            return up_to_last_saved(items) if self.runtime.stops_recompute_early else items
+        chosen = frozenset(self.selective_modules if mode == "selective" else ())
+        return [item for item in items if not chosen.isdisjoint(item.modules)]
 
     @property
     def _pool(self) -> float:
@@ -166,12 +170,13 @@ class Pricing:
         return replace(table, layers=layers, mtp_recomputed=mtp_recomputed)
 
     @property
-    def _passes(self) -> Passes:
+    def passes(self) -> Passes:
+        """What prices the passes of a part."""
         return Passes(self.model, self.training, self.cluster, self.runtime)
 
     def host_fraction(self, shape: Shape) -> float:
         """Host seconds of the layers over their seconds, forward and backward: 1 where the layers wait for the host."""
-        passes, host_s, layers_s = self._passes, 0.0, 0.0
+        passes, host_s, layers_s = self.passes, 0.0, 0.0
         for kind, count in self.kind_counts.items():
             items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
             host_s += count * float(passes.host_s(items, shape))
@@ -183,7 +188,7 @@ class Pricing:
         dense, expert = num_parameters(items, expert=False), num_parameters(items, expert=True)
         wide = wide_parameters(items)
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
-        seconds = self._passes.seconds(items, shape)
+        seconds = self.passes.seconds(items, shape)
         alone, zero = shape.pp == 1, shape.zero_stage
         gathered = (dense + expert) * (zero == 3) * alone * (shape.shard_size > 1)
         # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered; a
@@ -380,5 +385,5 @@ class Pricing:
         for kind, count in self.kind_counts.items():
             if kind.mlp != "dense":
                 items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
-                hidden_s = hidden_s + count / shape.pp * self._passes.hidden_exchanges_s(items, shape)
+                hidden_s = hidden_s + count / shape.pp * self.passes.hidden_exchanges_s(items, shape)
         return np.minimum(shape.pp, shape.num_microbatches) * hidden_s

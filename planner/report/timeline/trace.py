@@ -1,22 +1,24 @@
 """A timeline as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-One process per pipeline rank, with a thread each for computation, waiting, transfers and whatever the caller adds (such
-as data-parallel exchanges), and a counter of activations held. Times in the file are microseconds.
+One process per pipeline rank, with a thread for each of `TRACKS` and for whatever the caller adds, arrows from each
+pass to the one on another rank that consumes its result, and counters. Times in the file are microseconds, in steps of an
+eighth: these are whole nanoseconds too, so that no reader rounds slices into each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from planner.schedule.actions import Action
+import numpy as np
+
+from planner.report.labels import ACTIONS
+from planner.schedule.actions import KINDS, Action, F
 from planner.schedule.timeline import Timeline
 
-COMPUTE, WAIT, ACTIVATIONS, GRADIENTS = "compute", "wait", "p2p activations", "p2p gradients"
-_THREADS = (COMPUTE, WAIT, ACTIVATIONS, GRADIENTS)
-_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _COLOURS = {"F": "thread_state_running", "B": "thread_state_runnable", "I": "thread_state_runnable", "W": "yellow"}
-_MICROSECONDS = 1e6
+_STEPS_PER_S = 8e6
 
 Event = dict[str, Any]
 
@@ -29,33 +31,60 @@ class TraceSlice(NamedTuple):
     name: str
     start_s: float
     end_s: float
+    args: Mapping[str, Any] = {}
+
+
+class TraceCounter(NamedTuple):
+    """Numbers of a rank over time, such as its memory: each holds from its time on."""
+
+    rank: int
+    name: str
+    times_s: Sequence[float]
+    series: Mapping[str, Sequence[float]]
+
+
+class InnerSlice(NamedTuple):
+    """Something inside every pass of a kind on a stage; seconds from the start of the pass."""
+
+    thread: str
+    name: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, Any] = {}
+
+
+Inner = Mapping[tuple[int, str], Sequence[InnerSlice]]
+"""Slices inside passes, by the model's virtual stage and the kind of action."""
 
 
 def trace_events(
     timeline: Timeline,
     extra: Iterable[TraceSlice] = (),
     rank_names: Sequence[str] = (),
-    counts_bytes: bool = True,
+    inner: Inner | None = None,
+    counters: Iterable[TraceCounter] = (),
+    about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The trace as a JSON object.
 
-    `rank_names` replaces "rank 0" and so on; without counts_bytes the counter is of activations, not of bytes.
+    `rank_names` replaces "rank 0" and so on; `about` says what the trace is of.
     """
-    pp = timeline.schedule.pp
-    slices = list(extra)
-    threads = [*_THREADS, *dict.fromkeys(slice.thread for slice in slices if slice.thread not in _THREADS)]
+    slices, inner = list(extra), inner or {}
+    others = [slice.thread for slice in slices] + [slice.thread for inside in inner.values() for slice in inside]
+    threads = [*TRACKS, *sorted({*others} - {*TRACKS})]
     events: list[Event] = []
-    for rank in range(pp):
+    for rank in range(timeline.schedule.pp):
         name = rank_names[rank] if rank_names else f"rank {rank}"
         events += _headings(rank, name, threads)
-        events += _computation(timeline, rank)
-        events += _waits(timeline, rank)
-        events += _transfers(timeline, rank)
-        events += _memory(timeline, rank, "bytes" if counts_bytes else "activations")
+        for thread, track in enumerate(TRACKS.values()):
+            events += (_slice(rank, thread, *slice) for slice in track(timeline, rank))
+        events += _insides(timeline, rank, inner, threads)
+        events += _counts(_activations(timeline, rank))
     for extra_slice in slices:
-        thread = threads.index(extra_slice.thread)
-        events.append(_slice(extra_slice.rank, thread, extra_slice.name, extra_slice.start_s, extra_slice.end_s))
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+        events.append(_slice(extra_slice.rank, threads.index(extra_slice.thread), *extra_slice[2:5], extra_slice.args))
+    events += _flows(timeline, inner)
+    events += (event for counter in counters for event in _counts(counter))
+    return {"traceEvents": events, "displayTimeUnit": "ms", **({"otherData": dict(about)} if about else {})}
 
 
 def _headings(rank: int, name: str, threads: Sequence[str]) -> Iterator[Event]:
@@ -66,36 +95,38 @@ def _headings(rank: int, name: str, threads: Sequence[str]) -> Iterator[Event]:
         yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _slice(rank: int, thread: int, name: str, start_s: float, end_s: float, **more: Any) -> Event:
-    return {
-        "ph": "X",
-        "pid": rank,
-        "tid": thread,
-        "name": name,
-        "ts": float(start_s) * _MICROSECONDS,
-        "dur": float(end_s - start_s) * _MICROSECONDS,
-        **more,
-    }
+def _time(seconds: float) -> float:
+    """Microseconds, in eighths."""
+    return round(seconds * _STEPS_PER_S) / 8
 
 
-def _computation(timeline: Timeline, rank: int) -> Iterator[Event]:
-    spans = zip(timeline.schedule.ranks[rank], timeline.start_s[rank], timeline.end_s[rank], strict=True)
-    for action, start_s, end_s in spans:
-        yield _slice(
-            rank,
-            _THREADS.index(COMPUTE),
-            f"{_NAMES[action.kind]} {action.microbatch}{_chunk(timeline, action)}",
-            start_s,
-            end_s,
-            cat=_NAMES[action.kind],
-            cname=_COLOURS[action.kind],
-            args=_arguments(timeline, action),
-        )
+def _slice(
+    rank: int, thread: int, name: str, start_s: float, end_s: float, args: Mapping[str, Any] | None = None,
+    kind: str = "",
+) -> Event:  # fmt: skip
+    start, end = _time(start_s), _time(end_s)
+    event: Event = {"ph": "X", "pid": rank, "tid": thread, "name": name, "ts": start, "dur": end - start}
+    if kind:
+        event |= {"cat": ACTIONS[kind], "cname": _COLOURS[kind]}
+    return event | ({"args": dict(args)} if args else {})
 
 
-def _chunk(timeline: Timeline, action: Action) -> str:
+Row = tuple[str, float, float, Mapping[str, Any]] | tuple[str, float, float, Mapping[str, Any], str]
+"""Name, start, end and arguments of a slice, and the kind of an action."""
+
+
+def _spans(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float]]:
+    starts_s, ends_s = timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist()
+    return zip(timeline.schedule.ranks[rank], starts_s, ends_s, strict=True)
+
+
+def _computation(timeline: Timeline, rank: int) -> Iterator[Row]:
     schedule = timeline.schedule
-    return f", chunk {action.stage // schedule.pp}" if len(schedule.stage_to_rank) > schedule.pp else ""
+    chunks = len(schedule.stage_to_rank) > schedule.pp
+    for action, start_s, end_s in _spans(timeline, rank):
+        chunk = f", chunk {action.stage // schedule.pp}" if chunks else ""
+        name = f"{ACTIONS[action.kind]} {action.microbatch}{chunk}"
+        yield name, start_s, end_s, _arguments(timeline, action), action.kind
 
 
 def _arguments(timeline: Timeline, action: Action) -> dict[str, Any]:
@@ -106,45 +137,92 @@ def _arguments(timeline: Timeline, action: Action) -> dict[str, Any]:
     return arguments if schedule.num_directions == 1 else arguments | {"direction": direction}
 
 
-def _waits(timeline: Timeline, rank: int) -> Iterator[Event]:
+def _waits(timeline: Timeline, rank: int) -> Iterator[Row]:
     """Gaps between computations, named by what ends them."""
     free_s = 0.0
-    spans = zip(timeline.schedule.ranks[rank], timeline.start_s[rank], timeline.end_s[rank], strict=True)
-    for index, (action, start_s, end_s) in enumerate(spans):
+    for index, (action, start_s, end_s) in enumerate(_spans(timeline, rank)):
         if start_s - free_s > 1e-9 * timeline.makespan_s:
             awaited = "activation" if action.kind == "F" else "transfer" if action.kind == "W" else "gradient"
-            name = "fill" if index == 0 else f"wait for {awaited}"
-            yield _slice(rank, _THREADS.index(WAIT), name, free_s, start_s, args={"until": str(action)})
-        free_s = max(free_s, float(end_s))
+            yield "fill" if index == 0 else f"wait for {awaited}", free_s, start_s, {"until": str(action)}
+        free_s = max(free_s, end_s)
     if timeline.makespan_s - free_s > 1e-9 * timeline.makespan_s:
-        yield _slice(rank, _THREADS.index(WAIT), "drain", free_s, timeline.makespan_s)
+        yield "drain", free_s, timeline.makespan_s, {}
 
 
-def _transfers(timeline: Timeline, rank: int) -> Iterator[Event]:
-    """Transfers to the rank, drawn while they are on their way.
+def _transfers(timeline: Timeline, rank: int, what: str) -> Iterator[Row]:
+    """Transfers of activations or of gradients to the rank, drawn while they are on their way.
 
     Slices of a thread must not overlap: a transfer that starts before the one in front of it has ended is drawn from
     that end, and its arguments hold its own seconds.
     """
-    spans = zip(timeline.schedule.ranks[rank], timeline.arrival_s[rank], timeline.hop_s[rank], strict=True)
-    last_s = {ACTIVATIONS: 0.0, GRADIENTS: 0.0}
-    for arrival_s, hop_s, action in sorted((arrival, hop, action) for action, arrival, hop in spans if hop > 0):
-        thread = ACTIVATIONS if action.kind == "F" else GRADIENTS
-        name = f"{'activation' if action.kind == 'F' else 'gradient'} {action.microbatch}"
-        start_s = max(arrival_s - hop_s, last_s[thread])
-        arguments = {"for": str(action), "seconds": float(hop_s)}
-        yield _slice(rank, _THREADS.index(thread), name, start_s, arrival_s, args=arguments)
-        last_s[thread] = arrival_s
+    arrivals = zip(
+        timeline.arrival_s[rank].tolist(), timeline.hop_s[rank].tolist(), timeline.schedule.ranks[rank], strict=True
+    )
+    last_s = 0.0
+    for arrival_s, hop_s, action in sorted(arrivals):
+        if hop_s > 0 and (action.kind == "F") == (what == "activation"):
+            args = {"for": str(action), "seconds": hop_s}
+            yield f"{what} {action.microbatch}", max(arrival_s - hop_s, last_s), arrival_s, args
+            last_s = arrival_s
 
 
-def _memory(timeline: Timeline, rank: int, unit: str) -> Iterator[Event]:
-    times_s, held_bytes = timeline.activation_times_s[rank], timeline.activation_held_bytes[rank]
-    for index, (time_s, value) in enumerate(zip(times_s.tolist(), held_bytes.tolist(), strict=True)):
-        if index + 1 == len(times_s) or times_s[index + 1] > time_s:
-            yield {
-                "ph": "C",
-                "pid": rank,
-                "name": "activations held",
-                "ts": time_s * _MICROSECONDS,
-                "args": {unit: value},
-            }
+COMPUTE = "compute"
+TRACKS: dict[str, Callable[[Timeline, int], Iterator[Row]]] = {
+    COMPUTE: _computation,
+    "wait": _waits,
+    "p2p activations": partial(_transfers, what="activation"),
+    "p2p gradients": partial(_transfers, what="gradient"),
+}
+"""The threads of every rank, and what gives their slices."""
+
+
+def _insides(timeline: Timeline, rank: int, inner: Inner, threads: Sequence[str]) -> Iterator[Event]:
+    stages = timeline.schedule.num_model_stages
+    for action, start_s, _ in _spans(timeline, rank) if inner else ():
+        for inside in inner.get((action.stage % stages, action.kind), ()):
+            span_s = start_s + inside.start_s, start_s + inside.end_s
+            if _time(span_s[0]) < _time(span_s[1]):
+                yield _slice(rank, threads.index(inside.thread), inside.name, *span_s, inside.args)
+
+
+def _flows(timeline: Timeline, inner: Inner) -> Iterator[Event]:
+    """Arrows from each pass to the one on another rank that consumes its result.
+
+    A viewer binds an arrow's ends to the innermost slices around them, so that they lie where nothing is inside.
+    """
+    graph, timing, stages = timeline.graph, timeline.timing, timeline.schedule.num_model_stages
+    for index in np.flatnonzero(graph.source > 0).tolist():
+        ends = []
+        for at, is_last in ((int(graph.source[index]) - 1, True), (index, False)):
+            kind = KINDS[graph.kind[at]]
+            inside = inner.get((int(graph.stage[at]) % stages, kind), ())
+            start_s, end_s = float(timing.start_s[at]), float(timing.end_s[at])
+            ends.append((int(graph.rank[at]), start_s, end_s, start_s + _quiet_s(inside, end_s - start_s, is_last)))
+        (sender, *sent, leaves_s), (receiver, *received, arrives_s) = ends
+        if sender == receiver or _time(sent[0]) == _time(sent[1]) or _time(received[0]) == _time(received[1]):
+            continue
+        flow = {"name": "activation" if graph.kind[index] == F else "gradient", "cat": "p2p", "id": index, "tid": 0}
+        yield {"ph": "s", "pid": sender, "ts": _time(leaves_s), **flow}
+        yield {"ph": "f", "bp": "e", "pid": receiver, "ts": _time(arrives_s), **flow}
+
+
+def _quiet_s(inside: Sequence[InnerSlice], length_s: float, is_last: bool) -> float:
+    """Seconds from the start of a pass to the middle of its last time, or first, with nothing inside."""
+    edges = [0.0, *(edge for one in inside if one.thread == COMPUTE for edge in (one.start_s, one.end_s)), length_s]
+    gaps = [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if end - begin > 1 / 1e6]
+    begin, end = (gaps or [(0.0, length_s)])[-1 if is_last else 0]
+    return (begin + end) / 2
+
+
+def _activations(timeline: Timeline, rank: int) -> TraceCounter:
+    """Activations held, without those that go when others come."""
+    unit = "activations" if timeline.saved_bytes is None else "bytes"
+    times_s, held = timeline.activation_times_s[rank], timeline.activation_held_bytes[rank]
+    lasts = np.append(np.diff(times_s) > 0, True)
+    return TraceCounter(rank, "activations held", times_s[lasts].tolist(), {unit: held[lasts].tolist()})
+
+
+def _counts(counter: TraceCounter) -> Iterator[Event]:
+    for time_s, *values in zip(counter.times_s, *counter.series.values(), strict=True):
+        args = dict(zip(counter.series, values, strict=True))
+        yield {"ph": "C", "pid": counter.rank, "name": counter.name, "ts": _time(time_s), "args": args}
