@@ -61,6 +61,12 @@ ALLOWED = {
     "profile": {
         "errors", "files", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "validate", "probe",
     },
+    # the page asks as the command line does, which gives it the reader of options: nothing imports `cli`. It prices the
+    # layout on the screen again, searches, and shows and exports what is found
+    "serve": {
+        "errors", "shape", "specs", "trainers", "schedule", "physics.layers", "answer", "plan_file", "layout", "search",
+        "report", "export",
+    },
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
     "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile", "search.deadline"},
 }  # fmt: skip
@@ -69,6 +75,8 @@ ALLOWED = {
 EXTERNAL = {
     "pulp": {"search/ilp"},
     "torch": {"probe", "profile"},
+    "starlette": {"serve"},
+    "uvicorn": {"serve"},
 }
 """Libraries that only these files or folders may import."""
 

@@ -13,12 +13,11 @@ from planner.cli.job_options import SearchOptions, command_line, job_options
 from planner.errors import PlannerError, SpecError
 
 if TYPE_CHECKING:
-    from planner.answer import Plan
     from planner.serve.question import Question
 
 _log = logging.getLogger(__name__)
 EXTRA = ("starlette", "uvicorn")
-"""What the extra `serve` installs."""
+"""The packages of the extra `serve`."""
 START = {"model": "405b", "gpus": "2048"}
 """The job that the page opens with, unless options say another."""
 
@@ -50,7 +49,7 @@ def serve_command(asked: SearchOptions, port: Port = None, open: Open = False) -
     start = start_of(asked)
     listener = listen(8008 if port is None else port)
     defaults = {"hardware": o.DEFAULT_HARDWARE}
-    app = application(read_question, trace_of, start, defaults)
+    app = application(read_question, start, defaults)
     serve(listener, app, lambda address: _ready(address, open))
 
 
@@ -89,26 +88,6 @@ def read_question(options: Mapping[str, str]) -> Question:
     job = read_job(asked)
     case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(asked, job))
     return Question(case, command_line(asked))
-
-
-def trace_of(plan: Plan) -> str:
-    """The plan's step as `plan trace` writes it."""
-    import json
-
-    from planner.cli.trace_command import MAX_ACTIONS, _exchanges
-    from planner.layout.replan import reprice
-    from planner.report.timeline.trace import trace_events
-    from planner.schedule.replay import replay
-
-    priced = reprice(plan, plan.best)
-    actions = sum(map(len, priced.order.ranks))
-    if actions > MAX_ACTIONS:
-        raise SpecError(
-            f"a step has {actions:,} actions, too many for a trace", "plan trace plan.json --micro-batches N"
-        )
-    timeline = replay(priced.order, priced.durations)
-    events = trace_events(timeline, _exchanges(priced, timeline), [f"stage {rank}" for rank in range(priced.order.pp)])
-    return json.dumps(events)
 
 
 def _ready(address: str, opens: bool) -> None:

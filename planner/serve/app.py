@@ -22,7 +22,7 @@ from planner.report.html.pieces import Html
 from planner.serve.again import same_layout
 from planner.serve.controls import Catalogue, Form, form_of, options_of
 from planner.serve.desk import Desk
-from planner.serve.downloads import NAMES, OWN_FIELDS, Tracer, download
+from planner.serve.downloads import NAMES, OWN_FIELDS, download
 from planner.serve.guard import TooLarge
 from planner.serve.page import ICON, placeholders, script, style, switch_fields, whole_page
 from planner.serve.panel import Panel, State, error_panel, plan_panel, waiting_panel
@@ -35,10 +35,9 @@ BODY_S = 10.0
 
 @dataclass(frozen=True)
 class Service:
-    """What the routes share."""
+    """The state that all routes share."""
 
     read: Reader
-    trace: Tracer
     start: Options
     """The options that the page opens with."""
     catalogue: Catalogue
@@ -58,7 +57,7 @@ class Service:
         return HTMLResponse(whole_page(form, self.catalogue, question, Html("")))
 
     async def answer(self, request: Request) -> Response:
-        """What is found for the controls in the body, a line of JSON each, the last of them final."""
+        """Findings for the controls in the body, a line of JSON each, the last of them final."""
         try:
             form, shown, alternative = _asked_for(await asyncio.wait_for(request.body(), BODY_S))
         except (TooLarge, TimeoutError, ClientDisconnect):
@@ -116,7 +115,7 @@ class Service:
             question = await asyncio.to_thread(self.question, query)
             plan = await self._plan(question)
             plan = plan.model_copy(update={"command": question.command})
-            made = await asyncio.to_thread(partial(download, name, plan, own, self.trace))
+            made = await asyncio.to_thread(partial(download, name, plan, own))
         except PlannerError as error:
             page = whole_page(query, self.catalogue, None, error_panel(error, query).html)
             return HTMLResponse(page, 422, {"x-planner-exit-code": str(error.exit_code)})
@@ -133,9 +132,9 @@ class Service:
         return found.answer
 
 
-def application(read: Reader, trace: Tracer, start: Options, defaults: Options, desk: Desk | None = None) -> Starlette:
+def application(read: Reader, start: Options, defaults: Options, desk: Desk | None = None) -> Starlette:
     """The page as an ASGI application; `serve` puts a guard before it."""
-    service = Service(read, trace, start, Catalogue.shipped(start, defaults), desk or Desk())
+    service = Service(read, start, Catalogue.shipped(start, defaults), desk or Desk())
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

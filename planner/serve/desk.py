@@ -61,7 +61,7 @@ class Desk:
         return answer
 
     async def follow(self, question: Question) -> AsyncGenerator[Found, None]:
-        """What is found for a question, the last of it final. Who stops listening last ends the search."""
+        """Findings for a question, the last of them final. Who stops listening last ends the search."""
         key = question.key
         answer = self.known(key)
         if answer is not None:
@@ -137,7 +137,7 @@ class Desk:
 
 
 async def _found_by(search: Callable[[Case], Plan], case: Case, is_final: bool, limit_s: float) -> Found:
-    """What one process finds; it is killed when time is up, or when nobody waits for it."""
+    """The finding of one process, which is killed when time is up, or when nobody waits for it."""
     loop = asyncio.get_running_loop()
     starting = loop.run_in_executor(None, start, search, case, is_final)
     try:

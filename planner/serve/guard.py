@@ -1,4 +1,4 @@
-"""What stands before every answer: requests of other hosts and other pages are refused, large ones too."""
+"""The guard before every answer: requests of other hosts and other pages are refused, large ones too."""
 
 from __future__ import annotations
 

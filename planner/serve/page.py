@@ -75,7 +75,7 @@ def switch_fields(form: Form, question: Question | None) -> Html:
 
 
 def placeholders(question: Question) -> dict[str, str]:
-    """What stands for the controls that are left empty."""
+    """The texts that stand for controls left empty."""
     case = question.case
     tier = case.cluster.tiers[-1]
     return {

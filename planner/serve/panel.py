@@ -10,7 +10,6 @@ from urllib.parse import urlencode
 from planner.answer import Plan, SearchReport
 from planner.errors import Infeasible, PlannerError
 from planner.export.targets import LAUNCHERS, TRAINERS
-from planner.layout.replan import reprice
 from planner.plan_file import with_alternative
 from planner.report.format import percent, seconds
 from planner.report.html.header import header
@@ -46,7 +45,7 @@ def plan_panel(plan: Plan, question: Question, form: Form, state: State, alterna
     alternative = alternative if 0 < alternative <= len(plan.alternatives) else 0
     shown = with_alternative(plan, alternative or None)
     view = view_of(shown.model_copy(update={"command": ""}))
-    drawn = pictures(shown, reprice(shown, shown.best))
+    drawn = pictures(shown)
     parts = [
         _certificate(plan, question, state),
         header(view),

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from planner.answer import Plan
-from planner.layout.candidate import Candidate
 from planner.layout.memory_curve import MemoryCurve, memory_curves
 from planner.report.charts import ACTION_COLOURS, MEMORY_COLOURS, PALETTE
 from planner.report.format import gibibytes, seconds, unit_for
 from planner.report.html.charts_curve import envelope
 from planner.report.html.pieces import Html, joined, picture, tag
 from planner.report.labels import MEMORY
+from planner.report.timeline.charts import shown_step
 from planner.report.timeline.windows import Step, Window, caption
 from planner.schedule.actions import KINDS
 from planner.schedule.replay import replay
@@ -37,8 +37,9 @@ _DIGIT = 9.0
 _ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 
-def pictures(plan: Plan, candidate: Candidate) -> dict[str, Html]:
-    """All of them, by the section that they belong to; `candidate` is the plan's best layout."""
+def pictures(plan: Plan) -> dict[str, Html]:
+    """All of them, by the section that they belong to."""
+    candidate = shown_step(plan)
     timeline = replay(candidate.order, candidate.durations)
     capacity = plan.cluster.hardware.memory_bytes
     stages = tuple(dict.fromkeys((plan.best.worst_stage.stage, 0, len(plan.stages) - 1)))
@@ -47,7 +48,7 @@ def pictures(plan: Plan, candidate: Candidate) -> dict[str, Html]:
     return {
         "stacks": stacks(plan, capacity),
         "curve": curve(curves, capacity),
-        "timeline": pipeline(timeline, idle),
+        "timeline": pipeline(timeline, idle, plan.parallelism.num_microbatches),
     }
 
 
@@ -104,12 +105,12 @@ def _capacity(plot: Plot, capacity_bytes: int) -> None:
     plot.text(f"GPU {gibibytes(capacity_bytes)}", plot.x[1], capacity_bytes / GIB, text_anchor="end", class_="alarm")
 
 
-def pipeline(timeline: Timeline, idle_fraction: float) -> Html:
+def pipeline(timeline: Timeline, idle_fraction: float, num_microbatches: int) -> Html:
     """The step, or its steady state, beginning and end, a row per rank."""
     step = Step(timeline)
     windows = step.windows()
     drawn = [_window(step, window, _WIDE if number == 0 else _NARROW) for number, window in enumerate(windows)]
-    says = caption(step, windows, idle_fraction, timeline.schedule.num_microbatches)
+    says = caption(step, windows, idle_fraction, num_microbatches)
     wide = tag("div", drawn[0], class_="scroll", tabindex="0", role="region", aria_label="timeline, scrolls sideways")
     few = tag("div", joined(drawn[1:]), class_="beside") if drawn[1:] else Html("")
     return tag("figure", wide, few, tag("figcaption", keys(_kinds(step)), tag("p", says)))

@@ -125,4 +125,4 @@ def warm() -> None:
 
 
 def _nothing() -> None:
-    """What a process does that only makes others fast."""
+    """Do nothing: the process only makes others start fast."""

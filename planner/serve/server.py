@@ -44,8 +44,14 @@ def _free_port() -> int:
 
 def serve(listener: socket.socket, app: App, ready: Callable[[str], None]) -> None:
     """Serve an application until interrupted; `ready` is called with the address once it answers."""
-    port = int(listener.getsockname()[1])
     warm()
+    with listener:
+        server_of(listener, app, ready).run(sockets=[listener])
+
+
+def server_of(listener: socket.socket, app: App, ready: Callable[[str], None]) -> uvicorn.Server:
+    """The server of an application, with the guard before it."""
+    port = int(listener.getsockname()[1])
     config = uvicorn.Config(
         Guard(app, port),
         log_level="warning",
@@ -57,9 +63,7 @@ def serve(listener: socket.socket, app: App, ready: Callable[[str], None]) -> No
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=CLOSING_S,
     )
-    server = _Announced(config, lambda: ready(f"http://{HOST}:{port}/"))
-    with listener:
-        server.run(sockets=[listener])
+    return _Announced(config, lambda: ready(f"http://{HOST}:{port}/"))
 
 
 class _Announced(uvicorn.Server):
